@@ -15,7 +15,7 @@ from relax_core.contracts.algorithm import AlgorithmSpec, LossInputs, LossOutput
 
 @dataclass(frozen=True)
 class CispoConfig(P.GroupConfig):
-    """The settings of CISPO; conf/algo documents the values."""
+    """Holds the settings of CISPO; conf/algo documents the values."""
 
     name: str = "cispo"
     clip_low: float = 1.0

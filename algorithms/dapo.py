@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DapoConfig(P.GroupConfig, P.TokenClipConfig):
-    """The settings of DAPO; conf/algo documents the values."""
+    """Holds the settings of DAPO; conf/algo documents the values."""
 
     name: str = "dapo"
     clip_high: float = 0.28

@@ -32,7 +32,7 @@ SERVED_BY = ("forward", "engine")
 
 @dataclass(frozen=True)
 class DistillConfig(P.GroupConfig, P.TokenClipConfig):
-    """The settings of distillation; conf/algo documents the values."""
+    """Holds the settings of distillation; conf/algo documents the values."""
 
     name: str = "distill"
     form: str = "pure"

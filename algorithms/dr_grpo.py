@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DrGrpoConfig(P.TokenClipConfig):
-    """The settings of Dr. GRPO; conf/algo documents the values."""
+    """Holds the settings of Dr. GRPO; conf/algo documents the values."""
 
     name: str = "dr_grpo"
     aggregation: str = "seq_mean_token_sum_norm"

@@ -15,7 +15,7 @@ from relax_core.contracts.algorithm import AlgorithmSpec, LossInputs, LossOutput
 
 @dataclass(frozen=True)
 class GspoConfig(P.GroupConfig, P.ClipConfig):
-    """The settings of GSPO; conf/algo documents the values."""
+    """Holds the settings of GSPO; conf/algo documents the values."""
 
     name: str = "gspo"
     clip_low: float = 3e-4

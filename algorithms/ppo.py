@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PpoConfig(P.TokenClipConfig):
-    """The settings of PPO; conf/algo documents the values."""
+    """Holds the settings of PPO; conf/algo documents the values."""
 
     name: str = "ppo"
     epochs: int = 2

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ReinforcePpConfig(P.TokenClipConfig):
-    """The settings of REINFORCE++; conf/algo documents the values."""
+    """Holds the settings of REINFORCE++; conf/algo documents the values."""
 
     name: str = "reinforce_pp"
     group_baseline: bool = True

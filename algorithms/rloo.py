@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RlooConfig(P.DeviationConfig, P.TokenClipConfig):
-    """The settings of RLOO; conf/algo documents the values."""
+    """Holds the settings of RLOO; conf/algo documents the values."""
 
     name: str = "rloo"
     aggregation: str = "seq_mean_token_sum_norm"

@@ -11,7 +11,7 @@ from relax_core.contracts.algorithm import AlgorithmSpec, LossInputs, LossOutput
 
 @dataclass(frozen=True)
 class SapoConfig(P.GroupConfig):
-    """The settings of SAPO; conf/algo documents the values."""
+    """Holds the settings of SAPO; conf/algo documents the values."""
 
     name: str = "sapo"
     tau_positive: float = 1.0

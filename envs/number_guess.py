@@ -19,7 +19,7 @@ class NumberGuessConfig(InteractionConfig):
 
 
 class NumberGuess(BaseInteractionEnv):
-    """One game. Its number comes from the group's seed and not from the data row.
+    """Is one game. Its number comes from the group's seed and not from the data row.
 
     The first number in a response is the guess.
     """

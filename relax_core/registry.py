@@ -201,22 +201,22 @@ def find_env(name: str) -> EnvSpec:
 
 
 def find_sink(name: str) -> SinkSpec:
-    """The metrics sink called ``name``, or in the file ``name``. Raises `PluginError`."""
+    """Returns the metrics sink called ``name``, or in the file ``name``. Raises `PluginError`."""
     return cast(SinkSpec, find("sink", name))
 
 
 def find_data_source(name: str) -> DataSourceSpec:
-    """The data source called ``name``, or in the file ``name``. Raises `PluginError`."""
+    """Returns the data source called ``name``, or in the file ``name``. Raises `PluginError`."""
     return cast(DataSourceSpec, find("data", name))
 
 
 def find_engine(name: str) -> EngineSpec:
-    """The kind of engine called ``name``, or in the file ``name``. Raises `PluginError`."""
+    """Returns the kind of engine called ``name``, or in the file ``name``. Raises `PluginError`."""
     return cast(EngineSpec, find("engine", name))
 
 
 def find_family(name: str) -> Family:
-    """The model family called ``name``, or in the file ``name``. Raises `PluginError`."""
+    """Returns the model family called ``name``, or in the file ``name``. Raises `PluginError`."""
     return cast(Family, find("family", name))
 
 
@@ -255,7 +255,7 @@ def is_plugin_module(name: str) -> bool:
 
 @cache
 def find(kind: Kind, name: str) -> Spec:
-    """The SPEC of a plug-in of this kind. Raises `PluginError`, whose text names what exists."""
+    """Returns the SPEC of a plug-in of this kind. Raises `PluginError`, whose text names what exists."""
     home = _HOMES[kind]
     where = f"{home.key}={name}"
     if is_file_plugin(name):

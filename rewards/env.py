@@ -9,7 +9,7 @@ from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput,
 
 @dataclass(frozen=True)
 class EnvRewardConfig(RewardConfig):
-    """The settings of the env reward."""
+    """Holds the settings of the env reward."""
 
     name: str = "env"
 

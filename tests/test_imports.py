@@ -1,4 +1,4 @@
-"""Who may import whom (DESIGN §3), read from the source: module-level and local imports alike."""
+"""The import order of docs/architecture.md, read from the source: module-level and local imports alike."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nothing of a run's own Ray listens beyond loopback (DESIGN §7)."""
+"""Nothing of a run's own Ray listens beyond loopback (docs/security.md)."""
 
 from __future__ import annotations
 

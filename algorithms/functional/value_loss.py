@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 class ValueLoss(NamedTuple):
-    """The critic's loss and where its clip acts, both ``[tokens]``.
+    """Holds the critic's loss and where its clip acts, both ``[tokens]``.
 
     ``per_token`` is the loss, 0 where masked. ``cut`` (bool) is True where the clip holds the gradient back.
     """

@@ -11,7 +11,7 @@ from relax_core.contracts.algorithm import AlgorithmConfig, Requirements, StepTo
 
 @dataclass(frozen=True)
 class PolicyGradientConfig(AlgorithmConfig):
-    """The settings of all policy-gradient algorithms; conf/algo documents the values."""
+    """Holds the settings of all policy-gradient algorithms; conf/algo documents the values."""
 
     name: str = ""
     group_size: int = 16
@@ -47,7 +47,7 @@ class GroupConfig(DeviationConfig):
 
 @dataclass(frozen=True)
 class ClipConfig(PolicyGradientConfig):
-    """The settings of algorithms with PPO's clip."""
+    """Holds the settings of algorithms with PPO's clip."""
 
     clip_low: float = 0.2
     clip_high: float = 0.2
@@ -56,7 +56,7 @@ class ClipConfig(PolicyGradientConfig):
 
 @dataclass(frozen=True)
 class TokenClipConfig(ClipConfig):
-    """The settings of algorithms that clip each token's own ratio."""
+    """Holds the settings of algorithms that clip each token's own ratio."""
 
     trust_region: str = "ratio"
 

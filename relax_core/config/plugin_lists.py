@@ -30,7 +30,7 @@ def plugins_of(given: Any, *, key: str) -> list[tuple[str, Mapping[str, Any]]]:
 
 
 def with_absolute_paths(given: Any) -> Any:
-    """The same list or mapping with the paths of files absolute: services have working folders of their own."""
+    """Returns the same list or mapping with the paths of files absolute: services have working folders of their own."""
     if isinstance(given, list):
         return [_absolute(name) for name in given]
     return {_absolute(name): values for name, values in given.items()} if isinstance(given, Mapping) else given

@@ -21,7 +21,7 @@ ServedBy = Literal["forward", "engine"]
 
 @dataclass(frozen=True, kw_only=True)
 class TeacherRequirements:
-    """The teachers of a distillation.
+    """Holds the teachers of a distillation.
 
     ``models`` maps a name to a Hugging Face folder or to the name of a builtin model. ``key`` is the data column that
     names a prompt's teacher; it is empty if there is one teacher. ``top_k`` is the number of the teacher's most likely
@@ -55,7 +55,7 @@ class Requirements:
 
 @dataclass(frozen=True, kw_only=True)
 class AdvantageInputs:
-    """The inputs of one whole group. Log-prob tensors are None unless `Requirements` asked for them.
+    """Holds the inputs of one whole group. Log-prob tensors are None unless `Requirements` asked for them.
 
     ``old_logprobs`` are those of `LossInputs`; if a reference is required, they may be the engine's own. A sample whose
     tokens are all masked has a reward too, because it counts in the group's baseline.
@@ -74,7 +74,7 @@ class AdvantageInputs:
 
 @dataclass(frozen=True, kw_only=True)
 class LossInputs:
-    """The inputs of one micro-batch.
+    """Holds the inputs of one micro-batch.
 
     ``logprobs``, ``entropy`` and ``top_logprobs`` carry the gradient; all other tensors are detached. The last five are
     None unless `Requirements` asked for them. ``top`` in a name refers to the teacher's top-k tokens at each position.
@@ -100,7 +100,7 @@ class LossInputs:
 
 @dataclass(frozen=True, kw_only=True)
 class ValueInputs:
-    """The critic's inputs of one micro-batch.
+    """Holds the critic's inputs of one micro-batch.
 
     ``values`` carries the gradient. ``returns`` are the targets. ``old_values`` are the critic's values from which the
     advantages were computed.
@@ -116,7 +116,7 @@ class ValueInputs:
 
 @dataclass(frozen=True, kw_only=True)
 class LossOutputs:
-    """The result of a loss on one micro-batch.
+    """Holds the result of a loss on one micro-batch.
 
     ``loss_sum`` is the numerator, a scalar. ``metric_sums`` maps a name to (sum, count) scalars; the trainer adds them
     over micro-batches and ranks and reports sum / count. ``per_token`` ``[tokens]`` holds the aggregated values,
@@ -155,7 +155,7 @@ class AlgorithmConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmSpec:
-    """The record of one algorithm. Every function gets the settings, an instance of ``config``, as its last argument.
+    """Is the record of one algorithm. Every function gets the settings, an instance of ``config``, as last argument.
 
     - ``config`` is a dataclass under `AlgorithmConfig`.
     - ``check`` raises ValueError (key, value, fix) for settings that make no sense together.

@@ -33,7 +33,7 @@ class LeaseLost(RuntimeError):
 
 
 class Admission(msgspec.Struct, frozen=True, kw_only=True):
-    """The permission for one prompt group to enter the rollout.
+    """Is the permission for one prompt group to enter the rollout.
 
     ``min_version`` is the oldest weight version with which the engine may start the group, so that it stays inside the
     window. ``attempt`` is 0 for a new group and higher if an earlier rollout worker was lost; sampling seeds do not
@@ -47,7 +47,7 @@ class Admission(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CompleteGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """A complete group as the rollout enters it.
+    """Is a complete group as the rollout enters it.
 
     ``uids`` names the samples that were kept, and ``versions`` has the oldest weight version among the trained tokens
     of each. ``dropped`` maps the uids of the other samples to the reason.
@@ -62,7 +62,7 @@ class CompleteGroup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LeasedGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """A group in a lease. ``columns`` has only the payloads that the task asked for."""
+    """Is a group in a lease. ``columns`` has only the payloads that the task asked for."""
 
     group_uid: str
     index: int
@@ -72,7 +72,7 @@ class LeasedGroup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LeaseRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The request for the next lease of a task.
+    """Is the request for the next lease of a task.
 
     The task "actor" consumes groups; any other task works on each group once and writes columns. ``columns`` names the
     columns that a group must have. ``payloads`` names those that come with the lease, None for all; `Bus.read` reads
@@ -131,7 +131,7 @@ class BusProgress(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class VersionChange(msgspec.Struct, frozen=True, kw_only=True):
-    """A new weight version in force.
+    """Is a new weight version in force.
 
     ``retired`` names the groups in flight that ended with the change, because the train steps had enough groups without
     them (over-sampling). The rollout may stop to generate them.
@@ -157,7 +157,7 @@ class BusWait(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Bus(Protocol):
-    """The methods of every bus backend. All arguments beyond the first are keyword-only.
+    """Declares the methods of every bus backend. All arguments beyond the first are keyword-only.
 
     ``worker`` is the number of the calling rollout worker, from 0. An admission belongs to the worker that asked for
     it.

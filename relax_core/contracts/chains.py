@@ -12,7 +12,7 @@ import numpy as np
 
 
 class Chains(NamedTuple):
-    """The chains of a tree, int64 ``[runs]`` each.
+    """Holds the chains of a tree, int64 ``[runs]`` each.
 
     In a chain, each row but the first is the only child of the row before.
 

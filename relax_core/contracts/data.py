@@ -47,7 +47,7 @@ class EvalSet:
 
 
 class PromptSource(Protocol):
-    """Data rows in an endless order: epochs follow each other, and each is shuffled by the run's seed.
+    """Holds data rows in an endless order: epochs follow each other, and each is shuffled by the run's seed.
 
     The same (source, seed, index) gives the same data row in any process. Data rows have numbers 0..len-1.
     """
@@ -112,7 +112,7 @@ class DataSourceConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DataSourceSpec:
-    """The record of one data source.
+    """Is the record of one data source.
 
     ``open(config)`` returns its rows; an exception ends the start of the run. ``check(config)`` raises ValueError for a
     configuration without meaning, before anything starts.

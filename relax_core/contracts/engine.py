@@ -103,7 +103,7 @@ class Generated(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
 
 class TensorSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """The location of one Hugging Face tensor in a published weight file.
+    """Is the location of one Hugging Face tensor in a published weight file.
 
     ``offset`` is counted from the file's first tensor byte; ``offset`` and ``nbytes`` are in bytes.
     """
@@ -116,7 +116,7 @@ class TensorSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WeightManifest(msgspec.Struct, frozen=True, kw_only=True):
-    """A published weight version: one safetensors file, its tensors, and a digest for each bucket of bytes.
+    """Is a published weight version: one safetensors file, its tensors, and a digest for each bucket of bytes.
 
     ``path`` is the file (in shared memory on one host). Its tensors begin at byte ``data_offset`` and take
     ``total_bytes``. Every bucket but the last has ``bucket_bytes``. ``digests`` has the xxh3_128 in hex of each bucket.

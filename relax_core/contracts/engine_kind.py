@@ -81,7 +81,7 @@ class EngineStart(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class EngineServer:
-    """A server and how a client reaches it.
+    """Is a server and how a client reaches it.
 
     ``token`` is empty if the server asks for none. ``model_folder`` is the folder of the served model.
     ``request_timeout_s`` is the longest pause in seconds within a generate call, and ``control_timeout_s`` the longest
@@ -110,7 +110,7 @@ def no_problems(config: Any) -> Iterator[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSpec:
-    """The record of one kind of engine.
+    """Is the record of one kind of engine.
 
     ``name`` and ``summary``, one line, are listed.
 

@@ -36,7 +36,7 @@ class InteractionConfig(EnvConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class EpisodeStart:
-    """The inputs of an episode.
+    """Holds the inputs of an episode.
 
     ``row`` is the data row. ``group_seed`` is the same for all episodes of a group, ``episode_seed`` is the episode's
     own; every run with the same seed has the same ones. ``attempt`` is the number of rollout workers that had the group
@@ -51,7 +51,7 @@ class EpisodeStart:
 
 @dataclass(frozen=True, kw_only=True)
 class Action:
-    """One response of the model.
+    """Is one response of the model.
 
     ``text`` is without the token or the string that ended it. ``stopped`` is False if it was cut at
     rollout.max_new_tokens.
@@ -63,7 +63,7 @@ class Action:
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """The env's answer to an action.
+    """Is the env's answer to an action.
 
     ``observation`` is the input of `BaseInteractionEnv.format_observation`; it is not read if ``done``. ``reward`` is
     this turn's, None if the turn has none of its own. ``done``: the episode has ended. ``info`` holds further values
@@ -77,7 +77,7 @@ class StepResult:
 
 
 class BaseInteractionEnv(ABC):
-    """The environment of one episode. Each episode has an object of its own, and no two of its calls overlap.
+    """Is the environment of one episode. Each episode has an object of its own, and no two of its calls overlap.
 
     Each method may be ``async def``. A plain method runs in a thread, so it may wait. An error in a method, or a call
     that takes longer than ``config.step_timeout_s``, ends the episode without a reward. Text of the env is encoded
@@ -109,7 +109,7 @@ class BaseInteractionEnv(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class EnvSpec:
-    """The record of one environment, with exactly one of two functions.
+    """Is the record of one environment, with exactly one of two functions.
 
     ``messages(row, config)`` returns the conversation that opens an episode of one turn, for the chat template; the
     response ends the episode. ``open(start, config)`` returns the environment of one episode of several turns;

@@ -17,7 +17,7 @@ HfConfig = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Experts:
-    """The mixture of experts of a model.
+    """Is the mixture of experts of a model.
 
     Every layer has ``count`` experts of ``width`` hidden units each, and routes a token to ``per_token`` of them.
     ``normalized`` says whether the weights of the chosen experts are scaled to a sum of 1.
@@ -40,7 +40,7 @@ class Only:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """The record of one model family.
+    """Is the record of one model family.
 
     ``name`` is config.json's model_type, and ``summary`` says in one line which models have it. With ``qkv_bias`` the
     query, key and value projections have a bias; with ``qk_norm`` the query and key heads are normalised.

@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class RewardInput:
-    """The input of a reward for one response.
+    """Holds the input of a reward for one response.
 
     ``response`` is the text without the stop token or stop string. ``stopped`` is False if the response was cut at the
     token limit. ``answer`` is the data row's reference answer and ``row`` the whole data row. ``uid`` is the episode's
@@ -36,7 +36,7 @@ class RewardInput:
 
 @dataclass(frozen=True, kw_only=True)
 class RewardOutput:
-    """The result of a reward for one response.
+    """Holds the result of a reward for one response.
 
     ``reward`` is None if it could not be computed; the sample is then dropped and never trained as 0. ``exact`` says
     that the answer is fully right; accuracy counts it. ``reason`` says why there is no reward, else it is empty.
@@ -69,7 +69,7 @@ Scored = RewardOutput | float
 
 @dataclass(frozen=True, kw_only=True)
 class RewardSpec:
-    """The record of one reward, with exactly one of two functions.
+    """Is the record of one reward, with exactly one of two functions.
 
     ``score`` takes one answer. ``score_group`` takes a list of the answers to one data row and returns a list with one
     entry for each. An entry may be a plain number instead of a `RewardOutput`; the answer is then exact if the number

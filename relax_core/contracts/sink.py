@@ -93,7 +93,7 @@ class SinkConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SinkSpec:
-    """The record of one metrics sink.
+    """Is the record of one metrics sink.
 
     ``open(start, config)`` returns the open sink. It is called in the sink's own thread with the first records, and
     again if it raises. A restarted metrics service and a resumed run open the sink again, so a sink appends to what it

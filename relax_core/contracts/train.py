@@ -39,7 +39,7 @@ class StepMetrics:
 
 
 class TrainBackend(Protocol):
-    """One rank's part of the trainer.
+    """Is one rank's part of the trainer.
 
     All ranks call the same methods in the same order. The ranks of one data-parallel replica (tensor, pipeline and
     context parallel) pass the same groups.

@@ -27,7 +27,7 @@ _CACHED = {"runs", "sampled", "computed", "tokens", "lengths"}  # properties tha
 
 
 class Turn(msgspec.Struct, frozen=True):
-    """One response, which sampled the neighbouring rows ``start`` to ``end`` (exclusive).
+    """Holds one response, which sampled the neighbouring rows ``start`` to ``end`` (exclusive).
 
     ``versions`` lists (weight version, tokens) in order, for the ledger; the tree's ``versions`` has the version of
     each row. ``finish`` is the engine's finish reason. ``reward`` is this turn's own, if the environment gives one.
@@ -61,7 +61,7 @@ class Episode(msgspec.Struct, frozen=True):
 
 
 class Media(msgspec.Struct, frozen=True, array_like=True):
-    """A picture, sound or video that the rows ``start`` to ``end`` (exclusive) represent.
+    """Holds a picture, sound or video that the rows ``start`` to ``end`` (exclusive) represent.
 
     ``reference`` locates its bytes, which do not travel with the tree.
     """
@@ -74,7 +74,7 @@ class Media(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, kw_only=True)
 class TokenTree:
-    """All tokens of a group. Arrays are flat over the rows, ``[rows]``, and callers treat them as read-only.
+    """Holds all tokens of a group. Arrays are flat over the rows, ``[rows]``, and callers treat them as read-only.
 
     ``loss_mask`` marks the rows that are trained; each of them was sampled. ``logprobs`` has the natural log-prob of
     each sampled token given its path, under the distribution that it was sampled from. ``versions`` has the weight
@@ -101,22 +101,22 @@ class TokenTree:
 
     @property
     def rows(self) -> int:
-        """The number of rows."""
+        """Returns the number of rows."""
         return len(self.token_ids)
 
     @cached_property
     def runs(self) -> Chains:
-        """The chains of the tree."""
+        """Returns the chains of the tree."""
         return chains_of(self.end)
 
     @cached_property
     def sampled(self) -> np.ndarray:
-        """The sampled rows, int64, ascending."""
+        """Returns the sampled rows, int64, ascending."""
         return np.flatnonzero(self.versions >= 0)
 
     @cached_property
     def tokens(self) -> tuple[np.ndarray, np.ndarray]:
-        """For each token the number of its episode and its row, int64 ``[tokens]`` each."""
+        """Returns for each token the number of its episode and its row, int64 ``[tokens]`` each."""
         whole = self._one_branch_an_episode()
         if whole is not None:
             return whole
@@ -139,7 +139,7 @@ class TokenTree:
 
     @cached_property
     def lengths(self) -> np.ndarray:
-        """The number of tokens of each episode, int64 ``[episodes]``."""
+        """Returns the number of tokens of each episode, int64 ``[episodes]``."""
         return np.bincount(self.tokens[0], minlength=len(self.episodes))
 
     @cached_property
@@ -173,7 +173,7 @@ class TokenTree:
     def oldest_versions(self, *, trained: bool) -> np.ndarray:
         """Returns the oldest version among each episode's tokens, int64 ``[episodes]``.
 
-        If ``trained``, only trained tokens count, from which staleness is computed (DESIGN §5); an episode without one
+        If ``trained``, only trained tokens count, which decide the staleness (docs/design.md); an episode without one
         then has the version of its newest token.
         """
         episodes, rows = self.tokens

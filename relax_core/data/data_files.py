@@ -21,7 +21,7 @@ from relax_core.contracts.data import BadRow, DataRow
 
 
 class RowFile(Protocol):
-    """Data rows by number, 0..len-1."""
+    """Holds data rows by number, 0..len-1."""
 
     def __len__(self) -> int: ...
 
@@ -49,7 +49,7 @@ def open_rows(path: Path, *, prompt_key: str, answer_key: str) -> RowFile:
 
 
 class JsonlRows:
-    """The data rows of a file with one JSON object on each line. Blank lines are skipped."""
+    """Holds the data rows of a file with one JSON object on each line. Blank lines are skipped."""
 
     def __init__(self, path: Path, prompt_key: str, answer_key: str) -> None:
         self._path, self._prompt_key, self._answer_key = path, prompt_key, answer_key
@@ -146,7 +146,7 @@ def read_csv(path: Path, prompt_key: str, answer_key: str) -> RowsInMemory:
 
 
 class ParquetRows:
-    """The data rows of a Parquet file.
+    """Holds the data rows of a Parquet file.
 
     A row group is read when one of its rows is read; the last one stays in memory.
     """

@@ -22,7 +22,7 @@ _HELD_OUT_SLOTS = 16
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One prompt and its reference answer, as plain text."""
+    """Is one prompt and its reference answer, as plain text."""
 
     prompt: str
     answer: str

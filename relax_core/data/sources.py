@@ -157,7 +157,7 @@ def file_rows(config: DataConfig) -> tuple[RowFile, int]:
 
 
 class FirstRows:
-    """The first ``counts[i]`` rows of each file, one file after the other."""
+    """Holds the first ``counts[i]`` rows of each file, one file after the other."""
 
     def __init__(self, files: Sequence[RowFile], counts: Sequence[int]) -> None:
         self._files, self.counts = files, list(counts)
@@ -182,7 +182,7 @@ class FirstRows:
 
 
 class GeneratedSource:
-    """``rows`` examples of a generated task, in a new order in each epoch."""
+    """Holds ``rows`` examples of a generated task, in a new order in each epoch."""
 
     def __init__(self, task: str, *, rows: int, held_out: int, seed: int, shuffle: bool) -> None:
         generated.check_task(task)
@@ -223,7 +223,7 @@ def _as_row(example: generated.Example) -> DataRow:
 
 
 class FileSource:
-    """The data rows of files in an endless order. ``held_out`` is already read.
+    """Holds the data rows of files in an endless order. ``held_out`` is already read.
 
     Without ``weights`` every row comes once in each epoch, in a new order each time. With ``weights``, one for each of
     ``parts`` (the number of successive rows in each part), a `Mixture` determines which part gives each prompt, and

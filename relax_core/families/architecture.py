@@ -12,7 +12,7 @@ OUTPUT_WEIGHT = "lm_head.weight"
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """One model of a family, with its sizes.
+    """Holds one model of a family, with its sizes.
 
     Every layer has RMSNorms, grouped-query attention with rotary embedding, and a gated MLP or experts. ``family`` is
     config.json's model_type. With ``qkv_bias`` the query, key and value projections add a bias; with ``qk_norm`` the

@@ -26,7 +26,7 @@ class LinearScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class Llama3Scaling:
-    """Llama 3.1's scaling, which changes low frequencies only.
+    """Is Llama 3.1's scaling, which changes low frequencies only.
 
     Sources: rope_type "llama3" of transformers, and `apply_scaling` of Meta's llama-models. A frequency that turns at
     least ``high_freq_factor`` times in ``original_positions`` tokens stays as it is. One that turns at most
@@ -48,7 +48,7 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, kw_only=True)
 class Rope:
-    """A rotary embedding (Su et al. 2021, arXiv 2104.09864).
+    """Is a rotary embedding (Su et al. 2021, arXiv 2104.09864).
 
     Component i of a head of dimension d turns by ``theta``^(-2i/d) radians per position before ``scaling``.
     """

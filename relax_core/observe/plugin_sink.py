@@ -10,7 +10,7 @@ from relax_core.registry import find_sink, short_name
 
 
 class PluginSink:
-    """A sink of a plug-in, imported and opened in the sink's own thread with the first batch.
+    """Is a sink of a plug-in, imported and opened in the sink's own thread with the first batch.
 
     A library may wait for a network there, and a file that is missing when the metrics service restarts costs only this
     sink. It is not ``local``: no checkpoint waits for it.

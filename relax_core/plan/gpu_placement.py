@@ -20,7 +20,7 @@ _COORDINATES = ("pp", "dp", "cp", "tp", "ep", "etp")  # in the order in which th
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """The GPUs of one rank or engine.
+    """Holds the GPUs of one rank or engine.
 
     ``name`` is that of the rank or engine. ``gpus`` are numbers on that node, from 0; empty means CPU cores.
     ``coordinates`` are those of a trainer rank in its parallel layout.

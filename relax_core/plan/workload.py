@@ -26,7 +26,7 @@ _SMALL_VOCABULARY = 1000
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """The sizes of a step.
+    """Holds the sizes of a step.
 
     ``prompt_source`` says where the length of the prompt comes from.
 

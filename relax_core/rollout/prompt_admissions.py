@@ -33,7 +33,7 @@ class AdmissionBus(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutLoopSettings:
-    """The settings of a rollout loop.
+    """Holds the settings of a rollout loop.
 
     ``batch_prompts`` is the largest number of prompts in one engine request. ``worker`` is the rank of the rollout
     worker, and ``alone`` is True if no other worker asks for admissions. With ``in_order``, groups go to the bus in the

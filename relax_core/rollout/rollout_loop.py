@@ -47,7 +47,7 @@ class RolloutBus(AdmissionBus, Protocol):
 
 
 class RolloutLoop:
-    """The loop of one rollout worker.
+    """Is the loop of one rollout worker.
 
     ``gate(version)`` returns when no evaluation must come before prompts of that version. ``bad_rows`` counts the data
     rows that cannot be used. ``teacher_of`` chooses the teacher of a data row for algorithms with teachers.

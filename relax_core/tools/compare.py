@@ -168,7 +168,7 @@ def draw(runs: Sequence[ComparedRun], path: Path) -> Path | None:
 
 @dataclass(frozen=True, kw_only=True)
 class DrawnRuns:
-    """One curve. ``records`` has the metrics of each run of which it is the mean."""
+    """Is one curve. ``records`` has the metrics of each run of which it is the mean."""
 
     label: str
     records: Sequence[Sequence[MetricRecord]]

@@ -28,7 +28,7 @@ WIDTH, HEIGHT = 11.0, 7.3  # inches; the axes have the same units
 
 
 class Stop(NamedTuple):
-    """A station on the group's path: the role, its file, and what it does."""
+    """Is a station on the group's path: the role, its file, and what it does."""
 
     name: str
     file: str

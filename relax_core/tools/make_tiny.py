@@ -53,7 +53,7 @@ _CHAT_TEMPLATE = (
 
 @dataclass(frozen=True)
 class WarmStart:
-    """The supervised steps before GRPO: AdamW on the answers' tokens, ``steps`` × ``batch_size`` examples.
+    """Holds the supervised steps before GRPO: AdamW on the answers' tokens, ``steps`` × ``batch_size`` examples.
 
     ``seed`` also determines the initial weights. With some seeds, the same steps leave GRPO too little to start from.
     """

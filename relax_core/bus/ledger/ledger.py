@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class LedgerState(msgspec.Struct, frozen=True):
-    """The ledger in a snapshot.
+    """Is the ledger in a snapshot.
 
     ``ends`` holds the entries as little-endian int32. ``journal_position`` is the id of the last event.
     """

@@ -23,7 +23,7 @@ _EVENT = "id, event, uid, group_uid, step, version, reason, time"
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One event of a sample.
+    """Is one event of a sample.
 
     ``time`` is in Unix seconds. ``version`` of an ``issued`` event is the oldest weight version that may be used; of
     ``put`` and ``trained`` events it is the version of the oldest trained token. ``undone`` is True if a resume went
@@ -40,7 +40,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class SampleHistory(msgspec.Struct, frozen=True, kw_only=True):
-    """Every event of a sample, in order.
+    """Holds every event of a sample, in order.
 
     ``state`` is "trained", "dropped", the last event of an open sample, or "undone" if no event is in force.
     """

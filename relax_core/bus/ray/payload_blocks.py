@@ -28,7 +28,7 @@ ERRORS: dict[str, type[Exception]] = {
 
 
 class WireGroup(msgspec.Struct, frozen=True, array_like=True):
-    """A group in a put or a lease. ``large`` maps a column to the location of its payload in the blocks."""
+    """Is a group in a put or a lease. ``large`` maps a column to the location of its payload in the blocks."""
 
     group_uid: str
     index: int
@@ -40,7 +40,7 @@ class WireGroup(msgspec.Struct, frozen=True, array_like=True):
 
 
 class WireColumns(msgspec.Struct, frozen=True, array_like=True):
-    """The columns that a task wrote for one group."""
+    """Holds the columns that a task wrote for one group."""
 
     columns: dict[str, bytes]
     large: dict[str, BlockLocation]

@@ -46,7 +46,7 @@ _lease_decoder = msgspec.msgpack.Decoder(WireLease | None)
 
 
 class RayBus:
-    """A handle on the bus process. It can be pickled for Ray actors, and any thread may use it.
+    """Is a handle on the bus process. It can be pickled for Ray actors, and any thread may use it.
 
     The methods are described in `relax_core.contracts.bus.Bus`; those with suffix ``_async`` do the same from an event
     loop. The bus process ends with the process that created it, or by `terminate`.

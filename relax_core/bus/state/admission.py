@@ -1,6 +1,6 @@
 """Decides how many prompt groups may enter the rollout, and from which weight version on each may start.
 
-A group enters only if some train step inside the staleness window can consume it (the staleness rule of DESIGN §5).
+A group enters only if some train step inside the staleness window can consume it (docs/design.md).
 """
 
 from __future__ import annotations

@@ -271,7 +271,7 @@ class BusCore:
         return self.settings.groups_per_step - leased
 
     def credits(self) -> int:
-        """Returns how many more groups may start with the weights in force (DESIGN §5)."""
+        """Returns how many more groups may start with the weights in force (docs/design.md)."""
         outstanding = sum(group.admission.min_version <= self.version for group in self.groups.values())
         return max(0, self.settings.window_groups - outstanding)
 

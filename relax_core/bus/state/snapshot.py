@@ -8,7 +8,7 @@ from relax_core.bus.ledger.ledger import LedgerState
 
 
 class Snapshot(msgspec.Struct, frozen=True):
-    """The state of a bus without its payloads.
+    """Holds the state of a bus without its payloads.
 
     ``version`` is the number of finished train steps. ``next_index`` is the data cursor. ``open_groups`` lists (index,
     attempt) of every group without an end, in order of issue; they are admitted again.

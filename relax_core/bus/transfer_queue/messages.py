@@ -12,7 +12,7 @@ GRACE_S = 60.0  # a call may reach the bus this long after its deadline
 
 
 class Server(msgspec.Struct, frozen=True, kw_only=True):
-    """A server of TransferQueue. ``title`` is its name in errors; ``folder`` and ``ports`` locate its sockets."""
+    """Is a server of TransferQueue. ``title`` is its name in errors; ``folder`` and ``ports`` locate its sockets."""
 
     title: str
     pid: int
@@ -22,7 +22,7 @@ class Server(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlaneAddress(msgspec.Struct, frozen=True, kw_only=True):
-    """The address of a data plane.
+    """Is the address of a data plane.
 
     All processes must use the same order of ``units``, which says which unit has a sample.
     """
@@ -32,19 +32,19 @@ class PlaneAddress(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def servers(self) -> tuple[Server, ...]:
-        """All servers, the controller first."""
+        """Returns all servers, the controller first."""
         return (self.controller, *self.units)
 
 
 class PayloadLocation(msgspec.Struct, frozen=True):
-    """The location of a bus's payloads: a partition of a data plane."""
+    """Is the location of a bus's payloads: a partition of a data plane."""
 
     plane: PlaneAddress
     partition: str
 
 
 class StoredColumns(msgspec.Struct, frozen=True, array_like=True):
-    """One sample of TransferQueue: the columns that one call wrote for one group.
+    """Holds one sample of TransferQueue: the columns that one call wrote for one group.
 
     ``key`` identifies the sample for good. ``index`` is its index in the partition; a later sample gets the index once
     this one was cleared. ``sizes`` maps each column to its bytes.
@@ -56,7 +56,7 @@ class StoredColumns(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StoredGroup(msgspec.Struct, frozen=True, array_like=True):
-    """A group in a put or a lease. ``columns`` holds the payloads that travel in the message."""
+    """Is a group in a put or a lease. ``columns`` holds the payloads that travel in the message."""
 
     group_uid: str
     index: int
@@ -68,7 +68,7 @@ class StoredGroup(msgspec.Struct, frozen=True, array_like=True):
 
 
 class WrittenColumns(msgspec.Struct, frozen=True, array_like=True):
-    """The columns that a task wrote for one group."""
+    """Holds the columns that a task wrote for one group."""
 
     columns: dict[str, bytes]
     stored: StoredColumns | None

@@ -30,7 +30,7 @@ class _Host:
 
 
 class StorageHost(_Host):
-    """One storage unit. It holds payloads in memory without a limit, because admission bounds the groups."""
+    """Is one storage unit. It holds payloads in memory without a limit, because admission bounds the groups."""
 
     def __init__(self, folder: str, number: int) -> None:
         serve_below(Path(folder))
@@ -41,7 +41,7 @@ class StorageHost(_Host):
 
 
 class ControllerHost(_Host):
-    """TransferQueue's controller, with a client that frees samples for the bus process, which imports no torch."""
+    """Is TransferQueue's controller, with a client that frees samples for the bus process, which imports no torch."""
 
     def __init__(self, folder: str) -> None:
         serve_below(Path(folder))

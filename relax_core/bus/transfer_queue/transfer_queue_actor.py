@@ -51,7 +51,7 @@ class _StoredPayload:
 
 
 class TransferQueueBusActor(BusActor):
-    """The bus process over a data plane.
+    """Is the bus process over a data plane.
 
     ``location`` is a `PayloadLocation` as msgpack. ``hosts`` are the actors of the data plane, in the order of its
     servers.

@@ -39,7 +39,7 @@ Columns = Mapping[str, bytes]
 
 
 class TransferQueueBus(RayBus):
-    """The client of the bus. ``owned`` is the data plane that ends with this bus; only its creator has it."""
+    """Is the client of the bus. ``owned`` is the data plane that ends with this bus; only its creator has it."""
 
     def __init__(
         self, actor: Any, *, settings: BusSettings, location: PayloadLocation, owned: DataPlane | None = None

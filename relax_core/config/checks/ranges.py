@@ -12,7 +12,7 @@ from relax_core.contracts.engine import MAX_TEMPERATURE, MAX_TOP_K, MIN_TEMPERAT
 
 @dataclass(frozen=True)
 class Range:
-    """A closed interval from ``low`` to ``high``; ``above`` excludes ``low``, and ``below`` excludes ``high``."""
+    """Is a closed interval from ``low`` to ``high``; ``above`` excludes ``low``, and ``below`` excludes ``high``."""
 
     low: float = -math.inf
     high: float = math.inf

@@ -18,7 +18,7 @@ _NO_KEYS = ("defaults", "hydra")  # keys of Hydra itself
 
 @dataclass(frozen=True, kw_only=True)
 class DocumentedKey:
-    """A key of conf/ with its comment.
+    """Is a key of conf/ with its comment.
 
     ``line`` counts from 1. ``comment`` is empty if the value has none.
     """

@@ -55,7 +55,7 @@ _REFUSED_HYDRA = {
 
 @dataclass(frozen=True, kw_only=True)
 class CommandLine:
-    """The words of one command line.
+    """Holds the words of one command line.
 
     ``typed`` are the user's own words. ``hydra`` are those that Hydra reads. ``command`` is what `as_typed` puts before
     the overrides of a run, such as ``rerun RUN``.

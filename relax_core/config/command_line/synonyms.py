@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Meaning:
-    """The keys of Relax for one meaning.
+    """Holds the keys of Relax for one meaning.
 
     ``keys`` are Relax's, with a value if one value there corresponds to one value here.
     """

@@ -39,7 +39,7 @@ class WrongResult(TypeError):
 
 
 class PluginFunction:
-    """The plug-in's function that returned a result, in the words with which an error begins."""
+    """Holds the plug-in's function that returned a result, in the words with which an error begins."""
 
     def __init__(self, kind: str, name: str, function: Callable[..., Any]) -> None:
         whole = inspect.unwrap(function)  # the function may be an object with __call__

@@ -18,7 +18,7 @@ MASK_BOOLS = 3  # bytes for each pair of rows: the bool masks from which the att
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """One phase of a process. ``terms`` maps the purpose of the memory to its bytes."""
+    """Is one phase of a process. ``terms`` maps the purpose of the memory to its bytes."""
 
     name: str
     terms: Mapping[str, int]

@@ -21,7 +21,7 @@ from relax_core.train.parallel.layout_arithmetic import Layout
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """The parameters of one rank.
+    """Holds the parameters of one rank.
 
     ``dense`` parameters are divided by tp and pp, ``experts`` by ep, etp and pp; ``whole`` ones (the vision and audio
     towers) are on every rank of the first stage.

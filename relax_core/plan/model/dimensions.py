@@ -16,7 +16,7 @@ Values = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Experts:
-    """A mixture of experts in every layer.
+    """Is a mixture of experts in every layer.
 
     ``per_token`` is the number of experts that a token is routed to. ``shared_width`` is that of the expert that every
     token uses, 0 if there is none.
@@ -52,7 +52,7 @@ class LinearAttention:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelDimensions:
-    """The dimensions of a model.
+    """Holds the dimensions of a model.
 
     ``family`` is config.json's model_type. ``feed_forward`` is the width of a dense layer, 0 with experts. With
     ``output_gate`` the query projection also computes a gate of its own size. With ``qkv_bias`` query, key and value

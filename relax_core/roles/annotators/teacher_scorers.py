@@ -38,7 +38,7 @@ class TeacherScores(NamedTuple):
 
 
 class TeacherScorer(Protocol):
-    """One teacher.
+    """Is one teacher.
 
     Its log-probs are those of softmax(logits / rollout.temperature) over the kept sets of the sampled tokens and
     without the banned tokens, like the student's. A teacher with the student's weights therefore has the student's

@@ -37,7 +37,7 @@ class RunContext:
 
     @property
     def log_dir(self) -> Path:
-        """The folder of the roles' log files."""
+        """Returns the folder of the roles' log files."""
         return self.run_dir / "logs"
 
 

@@ -44,7 +44,7 @@ class Wait:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerStatus:
-    """The status of a worker.
+    """Is the status of a worker.
 
     ``since`` is the Unix time of the last change of state. ``detail`` is the cause in one line if the worker has
     failed, and ``error`` its traceback. ``lost`` is what the worker lost if the failure is not its own. ``host`` names
@@ -112,7 +112,7 @@ class Worker(ABC):
 
     @property
     def stopping(self) -> bool:
-        """True once the worker was asked to stop."""
+        """Is true once the worker was asked to stop."""
         return self._stopping.is_set()
 
     def set_state(self, state: State, detail: str = "") -> None:

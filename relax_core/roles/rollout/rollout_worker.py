@@ -53,7 +53,7 @@ OWNER_FIRST_S = 10.0  # the owner of an engine that does not start reports it fi
 
 
 class RolloutWorker(Worker):
-    """Rollout worker ``rank``. All of its state is in the bus, so a restarted worker reclaims its predecessor's groups.
+    """Is rollout worker ``rank``. Its state is in the bus, so a restarted worker reclaims its predecessor's groups.
 
     Several workers share the prompts of a step; only the first one evaluates.
     """

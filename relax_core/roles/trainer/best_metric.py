@@ -11,7 +11,7 @@ from relax_core.observe.service.records import EVAL
 
 @dataclass(frozen=True, kw_only=True)
 class Best:
-    """The weights ``version`` with the highest ``value``; the first one of equal values."""
+    """Is the weights ``version`` with the highest ``value``; the first one of equal values."""
 
     version: int
     value: float

@@ -46,7 +46,7 @@ class Stopped(Exception):
 
 
 class PolicyTrainer(Worker):
-    """Rank 0 of the actor role, which drives the other ranks and alone leases and acknowledges groups."""
+    """Is rank 0 of the actor role, which drives the other ranks and alone leases and acknowledges groups."""
 
     def __init__(self, name: str, context: RunContext, rank: int) -> None:
         assert rank == 0, "rank 0 drives the other ranks"

@@ -21,7 +21,7 @@ CRITIC_COLUMNS = (*c.FORWARD_COLUMNS, c.LOSS_MASK, c.VALUES, c.RETURNS)
 
 
 class TreePart(msgspec.Struct, frozen=True, array_like=True):
-    """Adjacent episodes of one group.
+    """Holds adjacent episodes of one group.
 
     ``lease_id`` is the lease by which the group is read. If a group is split into several parts, ``counts_group`` is
     True for one of them, so that the group counts once.

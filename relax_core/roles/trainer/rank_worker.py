@@ -209,14 +209,14 @@ class ActorRank(RankWorker):
 
 
 class ActorFwdRank(RankWorker):
-    """A rank of actor_fwd."""
+    """Is a rank of actor_fwd."""
 
     role = "actor_fwd"
     ends_with_others = True
 
 
 class ReferenceRank(RankWorker):
-    """A rank of the reference."""
+    """Is a rank of the reference."""
 
     role = "reference"
     ends_with_others = True

@@ -25,7 +25,7 @@ HISTOGRAM_BINS = 20
 
 @dataclass(kw_only=True)
 class StepGroups:
-    """The groups that a step consumed.
+    """Holds the groups that a step consumed.
 
     ``leased`` are the groups as leased, ``lease_ids`` their leases, and ``groups`` the trainer's trees made of them, in
     the same order. ``dropped`` maps uids of episodes that were masked as a whole to the reasons.

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class WaitingOn(Protocol):
-    """The signature of `Worker.waiting`."""
+    """Is the signature of `Worker.waiting`."""
 
     def __call__(self, what: str, *, on: str) -> AbstractContextManager[None]:
         """Records a wait for ``what`` on the worker ``on`` while the block runs."""

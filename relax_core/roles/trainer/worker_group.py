@@ -90,7 +90,7 @@ def take_answers(method: str, sent: Sent, *, timeout_s: float, waiting: WaitingO
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """The ranks of a role.
+    """Holds the ranks of a role.
 
     ``name`` is that of the lead's worker, and ``lead`` its back end. ``other_ranks`` are ranks 1, 2, …. ``replicas``
     holds the ranks of each data-parallel replica, which get the same groups.

@@ -31,7 +31,7 @@ class DroppedGroup:
 
 
 class GroupFilter:
-    """An algorithm's `drop_group` with the number of groups that it dropped since the last one that it kept."""
+    """Is an algorithm's `drop_group` with the number of groups that it dropped since the last one that it kept."""
 
     def __init__(self, drop_group: Callable[[Sequence[float], int], str | None]) -> None:
         self._drop_group = drop_group

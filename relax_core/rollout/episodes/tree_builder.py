@@ -21,7 +21,7 @@ from relax_core.contracts.tree import NOT_SAMPLED, Episode, TokenTree, Turn
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Chain:
-    """Adjacent rows of one path, each the only child of the row before: a part of a prompt or of a response.
+    """Holds adjacent rows of one path, each the only child of the row before: a part of a prompt or of a response.
 
     ``token_ids`` is int32 ``[rows]``. ``response`` is the response that sampled these rows, and ``offset`` the index of
     the first of them in it. ``experts`` ``[known rows, layers, experts per token]`` covers the first rows only: an
@@ -39,13 +39,13 @@ class Chain:
 
     @property
     def end(self) -> int:
-        """The number of the row after the chain's last row."""
+        """Returns the number of the row after the chain's last row."""
         return self.first + len(self.token_ids)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlayedTurn:
-    """One request of an episode and its response.
+    """Is one request of an episode and its response.
 
     ``prompt_ids`` are all tokens before the response. ``reward`` is that of this turn alone. Times are Unix seconds.
     """

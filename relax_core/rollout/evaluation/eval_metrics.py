@@ -18,7 +18,7 @@ FEWEST_VOTERS = 3  # with two voters the winner of the tie would decide
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """One answer to a prompt.
+    """Is one answer to a prompt.
 
     ``vote`` is the answer as the reward understood it, for majority votes, or None. ``reward`` is None if none could be
     computed. ``cut`` is True if the answer reached the token limit. ``tokens`` is its length.
@@ -34,7 +34,7 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """An estimate over an evaluation's prompts with the limits of its interval of 95 %."""
+    """Is an estimate over an evaluation's prompts with the limits of its interval of 95 %."""
 
     value: float
     low: float

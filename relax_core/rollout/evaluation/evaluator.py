@@ -59,14 +59,14 @@ class PreparedSet:
 
 @dataclass(frozen=True, kw_only=True)
 class SetAnswers:
-    """The answers to a set's prompts, in order."""
+    """Holds the answers to a set's prompts, in order."""
 
     of: PreparedSet
     answers: list[list[Answer]]
 
     @property
     def unscored(self) -> int:
-        """The number of answers whose reward could not be computed.
+        """Returns the number of answers whose reward could not be computed.
 
         They are not exact, and the mean reward leaves them out.
         """
