@@ -1,4 +1,4 @@
-"""CISPO (MiniMax-M1, arXiv 2506.13585): REINFORCE with a clipped, detached importance weight.
+"""CISPO (MiniMax-M1, arXiv 2506.13585) is REINFORCE with a clipped, detached importance weight.
 
 The clip bounds a token's weight. Unlike PPO's clip it never removes a token's gradient. The paper has no lower bound
 and a tuned upper bound whose value it does not state; a weight of at most 5 is ScaleRL's (arXiv 2510.13786).

@@ -1,4 +1,4 @@
-"""Dr. GRPO (arXiv 2503.20783): GRPO without its two biases, the group's std and the response's own length.
+"""Dr. GRPO (arXiv 2503.20783) is GRPO without its two biases, the group's std and the response's own length.
 
 A = r - mean. Each response's sum is divided by one constant length, the maximum length of a response.
 """

@@ -1,4 +1,4 @@
-"""GSPO (arXiv 2507.18071): one length-normalised ratio per sequence, clipped in a very narrow range.
+"""GSPO (arXiv 2507.18071) has one length-normalised ratio per sequence, clipped in a very narrow range.
 
 The sequence's log-ratio is a mean over tokens and therefore far smaller than a token's: a clip at PPO's 0.2 would never
 act.

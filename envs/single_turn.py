@@ -1,4 +1,4 @@
-"""The env of one prompt and one response."""
+"""Defines the environment of one prompt and one response."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The token tree: the one data structure of a group, from the rollout to the gradient.
+"""Defines the token tree, the one data structure of a group, from the rollout to the gradient.
 
 Rows are tokens in depth-first order. Each is stored once, even if several episodes share it: the prompt is the trunk,
 answers are branches, another turn grows a branch, and a rewritten history forks one. ``end[k]`` is the row behind the

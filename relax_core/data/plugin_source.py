@@ -128,7 +128,7 @@ class HeldOutRows:
 
 
 def row_bytes(row: DataRow, *, where: str) -> bytes:
-    """Returns an encoding of the row that depends only on its content. Raises ValueError for values that are no data."""
+    """Returns an encoding that depends only on the row. Raises ValueError for values that are no data."""
     try:
         return msgspec.json.encode(row, order="deterministic")
     except TypeError as error:

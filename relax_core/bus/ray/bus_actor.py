@@ -85,7 +85,7 @@ def answers(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[An
 
 
 class BusActor:
-    """Declares the methods of the bus process. They take msgpack bodies and deadlines in seconds; `RayBus` describes them."""
+    """Declares the bus process. Its methods take msgpack bodies and deadlines in seconds; `RayBus` describes them."""
 
     def __init__(self, settings: bytes, ledger_path: str) -> None:
         self._settings = msgspec.msgpack.decode(settings, type=BusSettings)
