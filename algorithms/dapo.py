@@ -1,4 +1,4 @@
-"""DAPO (arXiv 2503.14476): GRPO with a higher upper clip, token mean, dynamic sampling and soft overlong punishment.
+"""DAPO (arXiv 2503.14476) is GRPO with a higher upper clip, token mean, dynamic sampling and soft overlong punishment.
 
 The punishment is off in the presets, because its lengths depend on the run; the paper uses 20480 and 4096 tokens.
 """

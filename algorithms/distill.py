@@ -1,4 +1,4 @@
-"""On-policy distillation: the student samples, and a teacher gives the log-prob of every sampled token.
+"""In on-policy distillation, the student samples, and a teacher gives the log-prob of every sampled token.
 
 The forms ``pure`` and ``advantage`` put d = log π_S - log π_T of the sampled tokens into the advantage (MiniLLM, arXiv
 2306.08543). The forms ``topk_…`` differentiate a divergence over the teacher's top-k tokens at the positions that the

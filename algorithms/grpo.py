@@ -1,4 +1,4 @@
-"""GRPO (arXiv 2402.03300): advantages relative to the group, PPO's clip, no critic.
+"""GRPO (arXiv 2402.03300) has advantages relative to the group and PPO's clip, and no critic.
 
 The presets use the aggregation and KL that most implementations ship: the token mean and no KL. The paper's objective
 is the mean over samples of each sample's mean (eq. 3) with a KL coefficient of 0.04 (section 4.2).

@@ -1,4 +1,4 @@
-"""PPO (arXiv 1707.06347) with a critic: GAE advantages (arXiv 1506.02438) whitened over the step, and a clipped loss.
+"""PPO (arXiv 1707.06347) has a critic, GAE advantages (arXiv 1506.02438) whitened over the step, and a clipped loss.
 
 The critic has a clipped value loss. It is a separate model, so this loss needs no coefficient. The presets use two
 epochs; the paper uses 10 with a discount of 0.99 on continuous control and 3 on Atari (tables 3 and 5), and its value

@@ -1,4 +1,4 @@
-"""REINFORCE++ (arXiv 2501.03262): PPO's clip without critic; advantages are normalised over the whole step.
+"""REINFORCE++ (arXiv 2501.03262) has PPO's clip without critic; advantages are normalised over the whole step.
 
 ``group_baseline=true`` is the paper's "REINFORCE++ w/ Baseline" for several samples per prompt: the group's mean is
 subtracted first, and a KL is k2 as a loss. ``group_baseline=false`` with ``kl_placement=reward`` and

@@ -1,4 +1,4 @@
-"""RLOO (arXiv 2402.14740): REINFORCE with the mean of the group's other rewards as baseline.
+"""RLOO (arXiv 2402.14740) is REINFORCE with the mean of the group's other rewards as baseline.
 
 A response is one action, so its log-probs are summed and not averaged over its own length. The sum is divided by one
 constant length, as in Dr. GRPO, so that the gradient-norm clip acts as it does for the other algorithms. At r = 1 the

@@ -1,4 +1,4 @@
-"""SAPO, Soft Adaptive Policy Optimization (arXiv 2511.20347): a soft gate of the ratio replaces the hard clip."""
+"""SAPO, Soft Adaptive Policy Optimization (arXiv 2511.20347), has a soft gate of the ratio instead of a hard clip."""
 
 from __future__ import annotations
 

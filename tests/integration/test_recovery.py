@@ -1,4 +1,4 @@
-"""Processes die or freeze in mid-run: the run goes on by itself, from where it must, and the books close."""
+"""Processes die or freeze in mid-run: the run goes on by itself, from where it must, and the ledger is complete."""
 
 from __future__ import annotations
 

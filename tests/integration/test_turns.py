@@ -1,4 +1,4 @@
-"""A whole run over an env with turns: every token's log-prob is the engine's, and the books close."""
+"""A whole run over an env with turns: every token's log-prob is the engine's, and the ledger is complete."""
 
 from __future__ import annotations
 

@@ -57,8 +57,8 @@ def test_serve_starts_only_where_the_run_asks_for_it(ray_session: str, tmp_path:
         asked.follow("test-0")
         asked.close(timeout_s=DEADLINE_S)  # this waits for the deployment, which ends with Ray
         for role in roles:
-            face = serve.get_app_handle(f"test-{role}")
-            assert face.status.remote().result(timeout_s=DEADLINE_S) == [f"{role}-0"]
+            deployment = serve.get_app_handle(f"test-{role}")
+            assert deployment.status.remote().result(timeout_s=DEADLINE_S) == [f"{role}-0"]
     finally:
         serve.shutdown()
         for worker in workers:
