@@ -59,10 +59,8 @@ STRICT = ("run.steps=30", "eval.every=0", "mode=async", "mode.max_staleness=0")
 
 @dataclass(frozen=True, kw_only=True)
 class StepFigures:
-    """What one step shows. ``versions``: of the weights that sampled its trained tokens. ``logprob_gap``: the largest
-    distance between the log-prob of a token in the engine and the same in the trainer. ``ratio``: the mean of
-    exp(log-prob in the trainer - log-prob in the engine), which is 1 on policy.
-    """
+    """Holds what one step shows. ``versions`` are those of the weights that sampled its trained tokens, ``logprob_gap``
+    is the largest difference of a log-prob between engine and trainer, ``ratio`` the mean of its exponential."""
 
     step: int
     reward: float
@@ -130,8 +128,7 @@ class Loop:
     # -- 1 to 5: from data rows to complete groups ------------------------------------------------------------------
     async def sample(self, pool: EnginePool, rewards: RewardPool) -> None:
         """Fills the bus for one step: prompts, responses, rewards, groups. A group that yields nothing to train is
-        dropped with its reason, and the bus lets another one in for it.
-        """
+        dropped with its reason, and the bus admits another one for it."""
         while missing := self.config.rollout.prompts_per_step - self.bus.progress().waiting:
             admitted = self.bus.admit(missing)
             requests = [self.request(one) for one in admitted]
@@ -170,9 +167,7 @@ class Loop:
 
     # -- 6 to 8: from complete groups to an update ------------------------------------------------------------------
     def take_rows(self, step: int) -> tuple[Lease, list[TokenTree]]:
-        """The step's groups, on loan until they are acknowledged: the same arrays that the rollout made, read without
-        a copy.
-        """
+        """Leases the step's groups, which are the same arrays that the rollout made, read without a copy."""
         groups = self.config.rollout.prompts_per_step
         lease = self.bus.lease(
             LeaseRequest(task="actor", columns=COLUMNS, min_groups=groups, max_groups=groups, step=step)
@@ -195,7 +190,7 @@ class Loop:
         file = self.scratch / f"weights-{version % 2}.safetensors"  # the version in force is left alone
         self.engine.update_weights(write_weights(file, version=version, tensors=self.trainer.export()))
 
-    async def the_engine(self, engine: int, on_policy: bool) -> EngineClient:
+    async def the_engine(self, engine: int, refresh: bool) -> EngineClient:
         return self.engine
 
 

@@ -12,8 +12,7 @@ RAY = (
     "tests/observe/service/test_metrics_actor.py",
     "tests/roles/engine/test_engine_directory.py",
     "tests/roles/process/test_failure.py",
-    "tests/roles/trainer/test_lost_ranks.py",
-    "tests/roles/trainer/test_worker_group.py",
+    "tests/roles/trainer/",
     "tests/roles/process/test_process_placement.py",
 )
 # These files look at one finished run, which `tests/integration/conftest.py` makes once for each worker.

@@ -221,7 +221,7 @@ SETS = KeptTokens.of_lists([[4, 6]], vocab_size=VOCAB)
         ({"sampling_params": {"top_k": 5, "temperature": 0.0}, "return_sampling_mask": True}, "every token is kept"),
         ({"sampling_params": {"min_p": 1.0}}, "sampling_params.min_p: 1.0; give 0 (off) or more, below 1"),
         ({"sampling_params": {"min_p": -0.1}}, "sampling_params.min_p: -0.1"),
-        ({"kept_tokens": [SETS]}, "scores given tokens only in requests that generate"),
+        ({"kept_tokens": [SETS]}, "scores tokens only in requests that generate"),
         (
             {
                 "input_ids": [[5]] * 65536,

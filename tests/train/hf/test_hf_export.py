@@ -186,5 +186,5 @@ def test_a_full_disk_is_told(source: Path, tmp_path: Path) -> None:
 
 
 def test_a_source_without_config_is_told(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=rf"model\.path={tmp_path} has no config\.json"):
+    with pytest.raises(ValueError, match=rf"model\.path={tmp_path}: no config\.json"):
         export_hf_folder(iter([]), shapes={}, dtype="float32", source_folder=tmp_path, target=tmp_path / "hf")
