@@ -1,4 +1,4 @@
-"""kill -9 of the engine, of the rollout's worker and of the metrics in mid-run: the run goes on and the ledger is complete."""
+"""kill -9 of an engine, of the rollout worker and of the metrics in mid-run: the run continues, the ledger is complete."""
 
 from __future__ import annotations
 

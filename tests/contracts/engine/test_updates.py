@@ -16,8 +16,7 @@ from relax_core.config.choices import WeightTransportName
 from relax_core.contracts.engine import Generated, SamplingParams, TensorSpec
 from relax_core.engines.sglang.client.sglang_client import SglangClient
 from relax_core.weights.publisher import WEIGHTS, SyncReport, WeightPublisher
-from relax_core.weights.transports.choice import build_transport
-from relax_core.weights.transports.file_transports import DiskTransport
+from relax_core.weights.transports.choice import DiskTransport, build_transport
 from relax_core.weights.version_folder import read_latest
 from tests.contracts.engine.harness import (
     Engine,
