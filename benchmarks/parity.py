@@ -184,37 +184,7 @@ def table(found: Sequence[Mapping[str, Any]]) -> str:
 
 
 DOCS = Path(__file__).parent.parent / "docs" / "parity.md"
-INTRO = """# Every layout computes the same
-
-The table below is written by `python -m benchmarks.parity --docs`; `tests/train/test_parity_layouts.py` holds every
-row of it to 1e-5. Each row is two train steps of a tiny model in float32, on gloo ranks of this machine, against the
-same steps in a single process; the first rows are the single process against Hugging Face (one padded batch,
-`torch.optim.AdamW`, the same loss function). Shown are the largest absolute differences of the loss, of the log-probs
-before and after the steps, and of the weights after them, and the largest relative one of the gradient norm.
-
-- The models have four layers, four heads, two key-value heads and a vocabulary of 51, which two tensor-parallel ranks
-  must pad. Dense Qwen3 has tied embeddings; Qwen3-MoE (rows with EP or ETP) has four experts, two a token, and untied
-  ones; Qwen2 has biases of query, key and value, untied embeddings and Llama 3's rotary scaling. Neither the stream's
-  length nor a prompt's divides anything.
-- `tree`: groups of four samples that share a prompt. `plain`: the same samples, each a group of its own. Data-parallel
-  replicas share the samples of a micro-batch, also those of one group, each with its prompt. With a pipeline, `plain`
-  makes more micro-batches
-  than it collects for one run of its schedule.
-- The loss is GSPO's, whose ratio is a sequence's: under context parallelism the tokens of one sample lie on different
-  ranks. An entropy bonus is added, and the temperature is 0.9.
-- Adam's epsilon is 1e-2, like the gradients themselves: with a tiny one the first update is the learning rate times the
-  sign of each gradient, and where a gradient is zero but for rounding, that is noise. With the large one the change of
-  a weight (learning rate 3e-2) follows its gradient's size, so that a wrong factor shows.
-- `replay`: as `tree`, and every token goes to random experts that came with it (routing replay). `balanced`: as `tree`,
-  with a balancing loss of coefficient 0.1, where the layout leaves micro-batches whole. Here and in all other rows with
-  experts, the loads of the experts are compared, too.
-- `kept`: as `tree`, with a kept set for each token, from the token alone to the whole vocabulary, and with a banned
-  token. The sets of two tensor-parallel ranks differ, and many a row keeps nothing on one of them.
-- `log-probs only`: a back end that does not train, as actor_fwd and reference use it.
-
-What no CPU shows: TransformerEngine's layers, grouped GEMM, fused Adam, and NCCL beside the compute.
-
-"""
+TABLE_BEGIN = "| Layout |"
 
 
 def main() -> None:
@@ -227,7 +197,8 @@ def main() -> None:
     found = measure(rows)
     print(table(found))
     if arguments.docs:
-        DOCS.write_text(INTRO + table(found) + "\n")
+        text = DOCS.read_text(encoding="utf-8").split(TABLE_BEGIN)[0]
+        DOCS.write_text(text + table(found) + "\n", encoding="utf-8")
     if arguments.json:
         arguments.json.write_text(json.dumps(found, indent=1))
     worst = max(float(one[name]) for one in found for name in FIGURES if name in one)

@@ -1,4 +1,4 @@
-"""kill -9 of an engine, of the rollout worker and of the metrics in mid-run: the run goes on, the ledger is complete."""
+"""kill -9 of an engine, a rollout worker and the metrics in mid-run: the run goes on and the ledger is complete."""
 
 from __future__ import annotations
 
