@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.docstrings import has_verb, public_docstrings
+
 ROOT = Path(__file__).resolve().parents[1]
 CODE = ("relax_core", "algorithms", "rewards", "envs", "launchers", "hydra_plugins")
 MOST_LINES, MOST_FUNCTION_LINES, MOST_MODULES = 400, 60, 16
@@ -173,3 +175,7 @@ def test_docstrings_name_files_that_exist() -> None:
             file.read_text(encoding="utf-8"),
         ):
             assert (ROOT / path).exists(), f"{file.relative_to(ROOT)}: {path} is not there"
+
+
+def test_public_docstrings_begin_with_a_sentence() -> None:
+    assert [f"{name}: {text}" for name, text in public_docstrings() if not has_verb(text)] == []

@@ -46,7 +46,7 @@ DATA_LOCATION_KEYS = ("data.name", "data.path", "data.paths", "data.eval_path", 
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """A key whose value differs from the checkpoint's."""
+    """Is a key whose value differs from the checkpoint's."""
 
     key: str
     was: Any

@@ -115,7 +115,7 @@ class LedgerCounts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BusProgress(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of the run.
+    """Holds the state of the run.
 
     ``version`` is the weight version in force, which equals the number of finished train steps.
     """

@@ -27,7 +27,7 @@ class EngineUnreachable(EngineError):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """The sampling parameters of a call.
+    """Holds the sampling parameters of a call.
 
     ``n`` is the number of responses for each prompt; response k uses seed ``(sampling_seed, k)``. ``temperature`` 0 is
     greedy. ``top_p`` 1, ``top_k`` -1 and ``min_p`` 0 switch truncation off; ``min_p`` keeps the tokens that have at
@@ -57,7 +57,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PromptRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One prompt of a /generate call. The engine holds it until its weights are at least ``min_version``.
+    """Is one prompt of a /generate call. The engine holds it until its weights are at least ``min_version``.
 
     ``samples`` lists the wanted responses, 0..n-1; None means all. ``generated`` is the number of last tokens in
     ``input_ids`` that belong to the response itself. The response continues after them with the random numbers that

@@ -24,7 +24,7 @@ class EnvConfig:
 
 @dataclass(frozen=True)
 class InteractionConfig(EnvConfig):
-    """The settings of an env with turns.
+    """Holds the settings of an env with turns.
 
     ``max_turns`` is the largest number of responses in an episode. ``step_timeout_s`` is the time in seconds that one
     call of the env may take; an episode whose env takes longer ends without a reward.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class StepMetrics:
-    """The metrics of one train step over all ranks.
+    """Holds the metrics of one train step over all ranks.
 
     ``moe`` says how evenly the tokens were routed to the experts (`relax_core.train.model.moe.balance_metrics`).
     ``timings_ms`` has the durations of parts of the step on this rank, in milliseconds. ``rows`` counts the token rows

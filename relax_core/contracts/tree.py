@@ -45,7 +45,7 @@ class Turn(msgspec.Struct, frozen=True):
 
 
 class Episode(msgspec.Struct, frozen=True):
-    """One pass of model and environment through a prompt, with one uid, one reward and one end in the ledger.
+    """Is one pass of model and environment through a prompt, with one uid, one reward and one end in the ledger.
 
     ``leaves`` has the last row of each of its segments. ``reward`` is None if it could not be computed; the episode is
     then dropped and never trained as 0. ``ended`` is the reason why it ended; for a single turn it is the response's

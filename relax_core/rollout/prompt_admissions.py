@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class AdmissionBus(Protocol):
-    """The calls of the bus that admissions need."""
+    """Declares the calls of the bus that admissions need."""
 
     async def admit_async(self, max_groups: int, *, worker: int = 0, timeout_s: float) -> list[Admission]:
         """Waits until groups may be sampled and returns their admissions; raises BusTimeout."""

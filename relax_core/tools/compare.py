@@ -29,7 +29,7 @@ SMOOTH = 25  # a curve is a moving mean over a 25th of its steps
 
 @dataclass(frozen=True, kw_only=True)
 class ComparedRun:
-    """A run in a comparison.
+    """Is a run in a comparison.
 
     ``label`` distinguishes it from the others. ``folder`` is None if the run never started. ``summary`` is None if the
     run has not ended. ``outcome`` is one or two words. ``cause`` says why the run was refused or not started.

@@ -47,7 +47,7 @@ class WireColumns(msgspec.Struct, frozen=True, array_like=True):
 
 
 class WireLease(msgspec.Struct, frozen=True, array_like=True):
-    """A lease whose large payloads lie in blocks."""
+    """Is a lease whose large payloads lie in blocks."""
 
     lease_id: int
     task: str
@@ -56,7 +56,7 @@ class WireLease(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Reply(msgspec.Struct, frozen=True, array_like=True):
-    """The answer to a call. ``error`` is a name in `ERRORS`, or empty if ``value`` holds the call's value."""
+    """Is the answer to a call. ``error`` is a name in `ERRORS`, or empty if ``value`` holds the call's value."""
 
     error: str
     text: str

@@ -25,7 +25,7 @@ class _Waiter:
 
 
 class WaitingCalls:
-    """All waiting calls, served in the order in which they came. They belong to one event loop."""
+    """Is all waiting calls, served in the order in which they came. They belong to one event loop."""
 
     def __init__(self) -> None:
         self._waiters: dict[_Waiter, None] = {}

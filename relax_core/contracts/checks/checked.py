@@ -357,7 +357,7 @@ def _checked_denominator(spec: AlgorithmSpec) -> Callable[[StepTotals, Any], flo
 
 
 def checked_sink(spec: SinkSpec) -> SinkSpec:
-    """The same metrics sink, whose ``open`` raises `WrongResult` where it returns no sink."""
+    """Returns the same metrics sink, whose ``open`` raises `WrongResult` where it returns no sink."""
     function = PluginFunction("metrics sink", spec.name, spec.open)
 
     def checked_open(start: SinkStart, config: Any) -> BaseSink:

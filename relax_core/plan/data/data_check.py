@@ -38,7 +38,7 @@ SETTLED_S = 0.1  # a file that was written this many seconds ago has another tim
 
 @dataclass(frozen=True, kw_only=True)
 class DataLook:
-    """The result of a data check.
+    """Holds the result of a data check.
 
     ``rows`` is the number of trained rows; ``generated`` says that a task generates them, so a few represent all.
     ``looked`` is the number of checked rows, spread over the files. ``bad`` maps a reason to its count among these;

@@ -11,7 +11,7 @@ from relax_core.config.schema import RelaxConfig
 
 @dataclass(frozen=True, kw_only=True)
 class RunContext:
-    """One run, as its roles see it. Paths are absolute.
+    """Holds one run, as its roles see it. Paths are absolute.
 
     ``run_namespace`` is the run's Ray namespace; the metrics stay in it for the whole run. ``namespace`` is that of
     this attempt and holds all other services. Restarted services get a new one, so that processes of an earlier attempt

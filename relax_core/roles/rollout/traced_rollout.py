@@ -16,7 +16,7 @@ from relax_core.rollout.rewards.reward_pool import RewardPool
 
 
 class TracedEnginePool(EnginePool):
-    """An engine pool that records the time until the next group of responses as a wait for the engine."""
+    """Is an engine pool that records the time until the next group of responses as a wait for the engine."""
 
     def __init__(
         self,

@@ -70,7 +70,7 @@ class OpenEnv:
 
 @dataclass(eq=False, kw_only=True)
 class EpisodeRecord:
-    """The messages, turns and state of one episode.
+    """Holds the messages, turns and state of one episode.
 
     ``failed`` says why the episode has no reward if its env raised or was too slow. ``error`` is what the env raised.
     """

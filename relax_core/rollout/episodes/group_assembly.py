@@ -24,7 +24,7 @@ MIN_SAMPLES = 2  # a group-relative advantage of one sample has no meaning
 
 @dataclass(frozen=True, kw_only=True)
 class DroppedGroup:
-    """A group with nothing to train on, and the reason."""
+    """Is a group with nothing to train on, and the reason."""
 
     group_uid: str
     reason: str

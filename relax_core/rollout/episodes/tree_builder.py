@@ -59,7 +59,7 @@ class PlayedTurn:
 
 @dataclass(frozen=True, kw_only=True)
 class PlayedEpisode:
-    """One run of model and environment: its turns in order, at least one, and the fields of `Episode`."""
+    """Holds one run of model and environment: its turns in order, at least one, and the fields of `Episode`."""
 
     uid: str
     turns: Sequence[PlayedTurn]

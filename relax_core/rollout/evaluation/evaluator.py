@@ -42,7 +42,7 @@ def eval_versions(*, every: int, start: int, total_steps: int) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class EvalRow:
-    """A data row of an evaluation set with the token ids of its prompt."""
+    """Holds a data row of an evaluation set with the token ids of its prompt."""
 
     row: DataRow
     input_ids: list[int]
