@@ -14,7 +14,7 @@ from relax_core.contracts.algorithm import AlgorithmSpec
 
 @dataclass(frozen=True)
 class GrpoConfig(P.GroupConfig, P.TokenClipConfig):
-    """Holds the settings of GRPO, which name every choice that implementations make differently; conf/algo documents them."""
+    """Holds the settings of GRPO, which name each choice that implementations make differently (see conf/algo)."""
 
     name: str = "grpo"
 
