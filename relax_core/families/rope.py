@@ -15,7 +15,7 @@ DEFAULT_THETA = 10_000.0  # Every configuration class of transformers that is re
 
 @dataclass(frozen=True, kw_only=True)
 class LinearScaling:
-    """Scales by position interpolation (Chen et al. 2023, arXiv 2306.15595), which divides every frequency by ``factor``."""
+    """Scales by position interpolation (Chen et al., arXiv 2306.15595), which divides each frequency by ``factor``."""
 
     factor: float
 
