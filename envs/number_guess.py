@@ -11,7 +11,7 @@ from relax_core.contracts.env import Action, BaseInteractionEnv, EnvSpec, Episod
 
 @dataclass(frozen=True)
 class NumberGuessConfig(InteractionConfig):
-    """The settings of the game; ``highest`` is the largest possible number."""
+    """Holds the settings of the game; ``highest`` is the largest possible number."""
 
     name: str = "number_guess"
     max_turns: int = 3

@@ -11,7 +11,7 @@ from relax_core.contracts.env import EnvConfig, EnvSpec, Message
 
 @dataclass(frozen=True)
 class SingleTurnConfig(EnvConfig):
-    """The settings of the env; it has none."""
+    """Holds the settings of the env; it has none."""
 
     name: str = "single_turn"
 

@@ -45,7 +45,7 @@ _FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")  # each in capit
 
 
 class Spec(Protocol):
-    """What the SPEC of every kind has; kinds whose `_Home.config` is None have no ``config``."""
+    """Holds what the SPEC of every kind has; kinds whose `_Home.config` is None have no ``config``."""
 
     @property
     def name(self) -> str: ...
@@ -171,17 +171,17 @@ GROUP_KINDS = tuple(kind for kind, home in _HOMES.items() if home.key == f"{kind
 
 
 def key_of(kind: Kind) -> str:
-    """The key of the configuration that names a plug-in of this kind."""
+    """Returns the key of the configuration that names a plug-in of this kind."""
     return _HOMES[kind].key
 
 
 def section_of(kind: Kind) -> str:
-    """Below which key of the configuration a plug-in's own configuration stands."""
+    """Returns below which key of the configuration a plug-in's own configuration stands."""
     return _HOMES[kind].section
 
 
 def title_of(kind: Kind) -> str:
-    """How a list of the plug-ins of this kind is headed."""
+    """Returns how a list of the plug-ins of this kind is headed."""
     return _HOMES[kind].title
 
 
@@ -226,7 +226,7 @@ def is_file_plugin(name: str) -> bool:
 
 
 def short_name(name: str) -> str:
-    """A plug-in's name as a run's folder or a message has it: that of a file without its folder and suffix."""
+    """Returns a plug-in's name as a run's folder or a message has it: of a file without its folder and suffix."""
     return Path(name).stem if is_file_plugin(name) else name
 
 
@@ -241,13 +241,13 @@ def known(kind: Kind) -> dict[str, str]:
 
 
 def package_of(kind: Kind, name: str) -> str | None:
-    """The installed package whose entry point gives ``name``; None for Relax's own."""
+    """Returns the installed package whose entry point gives ``name``; None for Relax's own."""
     point = None if is_builtin(kind, name) else _entry_points(kind).get(name)
     return point.dist.name if point is not None and point.dist is not None else None
 
 
 def is_plugin_module(name: str) -> bool:
-    """Whether a module of this name holds a plug-in: one of Relax's own, an installed package's, or a file's."""
+    """Returns whether a module of this name holds a plug-in: Relax's own, an installed package's, or a file's."""
     installed = {point.module for kind in ALL_KINDS for point in _entry_points(kind).values()}
     packages = {home.package for home in _HOMES.values() if home.package}
     return name.startswith(_FILE_MODULE) or name.split(".")[0] in packages or name in installed
@@ -376,7 +376,7 @@ def plugin_words(error: BaseException) -> str:
 
 
 def is_builtin(kind: Kind, name: str) -> bool:
-    """Whether the plug-in of this name is one of Relax's own."""
+    """Returns whether the plug-in of this name is one of Relax's own."""
     return name in _HOMES[kind].own()
 
 

@@ -16,7 +16,7 @@ _FINAL_ANSWER_MARK = "####"  # a GSM8K answer is the worked solution, this mark 
 
 @dataclass(frozen=True)
 class MathConfig(RewardConfig):
-    """The settings of the math reward; ``timeout_s`` is the limit per answer in seconds."""
+    """Holds the settings of the math reward; ``timeout_s`` is the limit per answer in seconds."""
 
     name: str = "math"
     timeout_s: float = 5.0

@@ -12,7 +12,7 @@ _LENGTH_SHARE = 0.2
 
 @dataclass(frozen=True)
 class ReverseDigitsConfig(RewardConfig):
-    """The settings of the reverse-digits reward; ``timeout_s`` is the limit per answer in seconds."""
+    """Holds the settings of the reverse-digits reward; ``timeout_s`` is the limit per answer in seconds."""
 
     name: str = "reverse_digits"
     timeout_s: float = 1.0

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class PolicyLoss(NamedTuple):
-    """The loss of each token with the figures that metrics need; every field is ``[tokens]``.
+    """Holds the loss of each token with the figures that metrics need; every field is ``[tokens]``.
 
     ``per_token`` is the loss. ``log_ratio`` is the log of the ratio that the loss uses, 0 at masked tokens, and
     ``ratio`` is that ratio. ``cut_low`` and ``cut_high`` (bool) are True where the loss holds the gradient back because

@@ -32,7 +32,7 @@ class PolicyGradientConfig(AlgorithmConfig):
 
 @dataclass(frozen=True)
 class DeviationConfig(PolicyGradientConfig):
-    """The settings of algorithms that may divide advantages by a standard deviation of rewards."""
+    """Holds the settings of algorithms that may divide advantages by a standard deviation of rewards."""
 
     normalize_std: str = "group"
     std_epsilon: float = 1e-6
@@ -40,7 +40,7 @@ class DeviationConfig(PolicyGradientConfig):
 
 @dataclass(frozen=True)
 class GroupConfig(DeviationConfig):
-    """The settings of algorithms whose baseline is the group's mean."""
+    """Holds the settings of algorithms whose baseline is the group's mean."""
 
     pass_k: int = 1
 

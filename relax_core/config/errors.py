@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 
 class NotYet(str):
-    """A problem that is no mistake: something that is not built yet, or a value that is not given yet.
+    """Is a problem that is no mistake: something that is not built yet, or a value that is not given yet.
 
     A start is refused as with any other problem. A plan is made and shows the problem at its top.
     """

@@ -10,7 +10,7 @@ from relax_core.registry import is_file_plugin
 
 
 def plugins_of(given: Any, *, key: str) -> list[tuple[str, Mapping[str, Any]]]:
-    """Name or path, and configuration, of each plug-in that ``given`` names; None names none.
+    """Returns name or path, and configuration, of each plug-in that ``given`` names; None names none.
 
     Raises ValueError (key, value, fix) for what is neither a list of names nor a mapping.
     """

@@ -301,7 +301,7 @@ class RolloutConfig:
 
 
 class FolderByTime(str):
-    """A ``run.dir`` with the time in its name, as conf/ has it, so each start has a folder of its own.
+    """Is a ``run.dir`` with the time in its name, as conf/ has it, so each start has a folder of its own.
 
     A resumed run finds its folder among the siblings by the ``label`` at its end. A ``run.dir`` without the time
     belongs to one run.

@@ -37,7 +37,7 @@ class TeacherRequirements:
 
 @dataclass(frozen=True, kw_only=True)
 class Requirements:
-    """The roles and columns that an algorithm needs with its present settings.
+    """Holds the roles and columns that an algorithm needs with its present settings.
 
     ``entropy``: the loss needs the entropy of the distribution that each token was sampled from. ``whole_step``: for an
     algorithm with ``normalize``, whether that function must see all groups of a train step with these settings.
@@ -139,7 +139,7 @@ class StepTotals:
 
 @dataclass(frozen=True)
 class AlgorithmConfig:
-    """The settings that every algorithm has.
+    """Holds the settings that every algorithm has.
 
     ``group_size`` is the number of samples for each prompt. ``mini_batches`` is the number of optimizer updates that a
     train step's groups are split into. ``epochs`` is the number of times that each of them is trained on.

@@ -142,7 +142,7 @@ class VersionChange(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BusWait(msgspec.Struct, frozen=True, kw_only=True):
-    """A call that waits in the bus.
+    """Is a call that waits in the bus.
 
     ``task`` and ``worker`` name the caller; ``worker`` is its number among the task's workers. ``since_s`` is the time
     in seconds since the call came. ``text`` says what the call waits for, with uids. ``owed_by`` lists the tasks that

@@ -17,7 +17,7 @@ TOO_LONG = "too_long"
 
 
 class BadRow(ValueError):
-    """A data row that cannot be used, although others can.
+    """Is a data row that cannot be used, although others can.
 
     ``reason`` is the reason in the ledger: ``too_long``, or ``bad_row:`` and one word. The text names the data row's
     file and line and says what is wrong.
@@ -35,7 +35,7 @@ class BadRow(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class EvalSet:
-    """Data rows that are evaluated and never trained.
+    """Holds data rows that are evaluated and never trained.
 
     ``name`` is empty if the run has one set without a name. ``bad`` lists the data rows that cannot be used; they do
     not count as wrong answers.

@@ -74,7 +74,7 @@ class PromptRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Generated(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """One finished response, to prompt number ``prompt`` of the call; ``sample`` is 0..n-1 within the prompt.
+    """Is one finished response, to prompt number ``prompt`` of the call; ``sample`` is 0..n-1 within the prompt.
 
     ``output_ids`` int32, ``logprobs`` float32 (natural logs) and ``versions`` int32 are ``[tokens]``: each token's id,
     its log-prob under the distribution that it was sampled from, and the weight version that sampled it. ``engine``

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 
 class EngineSettings(Protocol):
-    """The keys ``engine.*`` of the configuration that a kind of engine needs.
+    """Holds the keys ``engine.*`` of the configuration that a kind of engine needs.
 
     ``context_tokens`` is the largest number of prompt and response tokens of one sample. ``flags`` are interpreted by
     the engine alone.
@@ -48,7 +48,7 @@ class EngineSettings(Protocol):
 
 
 class EngineStart(Protocol):
-    """What one engine process is started with (`relax_core.engines.engine_process.EngineLaunch`).
+    """Holds what one engine process is started with (`relax_core.engines.engine_process.EngineLaunch`).
 
     ``family`` is model.family of the run: a name, a file, or None. ``dtype`` is "float32" or "bfloat16". ``token_file``
     holds the bearer token that every call needs. ``port`` 0 takes a free port. With ``load_weights`` the engine serves

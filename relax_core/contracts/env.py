@@ -17,7 +17,7 @@ Ended = Literal["env_done", "max_turns", "context_full", "turn_cut", "step_timeo
 
 @dataclass(frozen=True)
 class EnvConfig:
-    """The settings that every env has."""
+    """Holds the settings that every env has."""
 
     name: str
 

@@ -31,7 +31,7 @@ class Experts:
 
 @dataclass(frozen=True, slots=True)
 class Only:
-    """A key of config.json of which Relax computes one ``value`` only. ``why`` is the last clause of the refusal."""
+    """Is a key of config.json of which Relax computes one ``value`` only. ``why`` is the last clause of the refusal."""
 
     key: str
     value: Any

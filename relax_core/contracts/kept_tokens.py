@@ -21,7 +21,7 @@ OUTSIDE = -1e30
 
 
 class KeptArrays(NamedTuple):
-    """Kept sets as arrays.
+    """Holds kept sets as arrays.
 
     ``counts`` int64 ``[tokens]`` has the number of tokens in each set. ``listed`` and ``masked``, bool ``[tokens]``,
     say which sets are stored as ids and which as bits; a set of neither kind is the whole vocabulary. ``ids`` int64
@@ -37,7 +37,7 @@ class KeptArrays(NamedTuple):
 
 
 class KeptTokens(msgspec.Struct, frozen=True, array_like=True):
-    """Encoded kept sets, one for each of some sampled tokens.
+    """Holds encoded kept sets, one for each of some sampled tokens.
 
     ``counts`` is int32 ``[tokens]``, the number of tokens in each set; 0 means that nothing was left out. ``words`` is
     uint32, set after set. All numbers are little-endian.
@@ -53,12 +53,12 @@ class KeptTokens(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def tokens(self) -> int:
-        """The number of sets."""
+        """Returns the number of sets."""
         return len(self.counts) // 4
 
     @property
     def nbytes(self) -> int:
-        """The number of bytes of all sets."""
+        """Returns the number of bytes of all sets."""
         return len(self.counts) + len(self.words)
 
     # -- encoding ---------------------------------------------------------------------------------------------------

@@ -53,7 +53,7 @@ class RewardOutput:
 
 @dataclass(frozen=True)
 class RewardConfig:
-    """The settings that every reward has.
+    """Holds the settings that every reward has.
 
     ``timeout_s`` is the time in seconds that the scoring of one answer may take. ``max_failed`` is the share of answers
     that may have no reward, over the newest data rows; above it the run ends.

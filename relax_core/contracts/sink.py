@@ -60,13 +60,13 @@ Record = MetricRecord | TextRecord | HistogramRecord
 
 @dataclass(frozen=True, kw_only=True)
 class SinkStart:
-    """What a sink is opened with. ``run_dir`` is the run's folder, which has its configuration as ``config.yaml``."""
+    """Holds what a sink is opened with. ``run_dir`` is the run's folder, which has a ``config.yaml``."""
 
     run_dir: Path
 
 
 class BaseSink(ABC):
-    """An open sink, whose methods are all called by one thread of its own, so each of them may wait.
+    """Is an open sink, whose methods are all called by one thread of its own, so each of them may wait.
 
     If a method raises, the error is reported once and the batch counts as records that this sink lacks. The batch is
     dropped and the next one is tried. The run and the other sinks continue. A sink that hangs is treated in the same

@@ -59,7 +59,7 @@ class TrainBackend(Protocol):
 
     @property
     def weight_shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """The names and shapes of the tensors of `export`, in its order."""
+        """Returns the names and shapes of the tensors of `export`, in its order."""
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """Yields all weights with Hugging Face names and shapes, in the order of the family's map."""

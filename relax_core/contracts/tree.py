@@ -144,7 +144,7 @@ class TokenTree:
 
     @cached_property
     def computed(self) -> np.ndarray:
-        """The rows that the trainer computes, bool ``[rows]``: all but the last of each branch.
+        """Returns the rows that the trainer computes, bool ``[rows]``: all but the last of each branch.
 
         The last row of a branch predicts nothing.
         """
@@ -152,7 +152,7 @@ class TokenTree:
 
     @property
     def computed_rows(self) -> int:
-        """The number of rows that the trainer computes."""
+        """Returns the number of rows that the trainer computes."""
         return int(np.count_nonzero(self.computed))
 
     def path(self, row: int) -> np.ndarray:

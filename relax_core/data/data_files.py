@@ -87,7 +87,7 @@ class JsonlRows:
 
 
 class RowsInMemory:
-    """Data rows that are all in memory.
+    """Holds data rows that are all in memory.
 
     Each entry is (file and line, data row), or (file and line, (one word, text)) for a row that cannot be used.
     """

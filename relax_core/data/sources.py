@@ -89,7 +89,7 @@ def _own_held_out(config: DataConfig, files: Sequence[RowFile]) -> RowFile | Non
 
 
 def are_rows_named(config: DataConfig) -> bool:
-    """Whether the configuration says whose rows are trained on, but for a generated task's."""
+    """Returns whether the configuration says whose rows are trained on, but for a generated task's."""
     return config.path is not None or config.paths is not None or names_plugin(config)
 
 

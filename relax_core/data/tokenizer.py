@@ -87,7 +87,7 @@ class PromptTokenizer:
 
     @property
     def vocabulary_size(self) -> int:
-        """The number of rows that an embedding needs for every token: the largest id plus 1."""
+        """Returns the number of rows that an embedding needs for every token: the largest id plus 1."""
         return max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     def spans(self, text: str) -> list[tuple[int, int]]:

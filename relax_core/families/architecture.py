@@ -39,7 +39,7 @@ class Architecture:
 
     @property
     def ignored_weights(self) -> frozenset[str]:
-        """The Hugging Face names of tensors that a folder may contain but that carry no information.
+        """Returns the Hugging Face names of tensors that a folder may contain but that carry no information.
 
         They are a tied output weight that is stored a second time, and the rotary frequencies that old versions of
         transformers stored.

@@ -54,7 +54,7 @@ class RolloutLoopSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class AdmittedPrompt:
-    """An admitted prompt that is ready for the engine; ``where`` is its data row's file and line.
+    """Is an admitted prompt that is ready for the engine; ``where`` is its data row's file and line.
 
     For an env of several turns the request has no tokens, because the env opens its own episodes.
     """

@@ -40,7 +40,7 @@ MAX_TRUNCATED_IN_A_ROW = 64  # groups in a row whose responses were all cut, wit
 
 
 class RolloutBus(AdmissionBus, Protocol):
-    """The calls of the bus that the rollout's event loop makes."""
+    """Declares the calls of the bus that the rollout's event loop makes."""
 
     async def put_async(self, rows: Sequence[CompleteGroup], *, timeout_s: float) -> None:
         """Puts complete groups into the bus."""

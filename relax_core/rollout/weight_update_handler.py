@@ -12,14 +12,14 @@ from relax_core.contracts.tree import group_uid
 
 
 class VersionBus(Protocol):
-    """The call of the bus that the handler makes."""
+    """Declares the call of the bus that the handler makes."""
 
     async def wait_version_async(self, since_version: int, *, worker: int = 0, timeout_s: float) -> VersionChange:
         """Waits for a version after ``since_version``, or for groups of ``worker`` that the bus has ended."""
 
 
 class AbortingPool(Protocol):
-    """The calls of the engine pool that the handler makes."""
+    """Declares the calls of the engine pool that the handler makes."""
 
     async def abort(self, rids: Iterable[str], *, min_version: int) -> None:
         """Aborts these requests; each continues from its prefix with weights ``min_version`` or newer."""

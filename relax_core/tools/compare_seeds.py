@@ -16,7 +16,7 @@ _NOT_COMPARED = ("seed", "resume", "plan", "run", "launcher")  # settings that d
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
-    """``mean`` and sample standard deviation ``std`` of ``count`` values; the deviation of one value is 0."""
+    """Holds ``mean`` and sample standard deviation ``std`` of ``count`` values; the deviation of one value is 0."""
 
     mean: float
     std: float

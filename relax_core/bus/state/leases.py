@@ -11,7 +11,7 @@ from relax_core.contracts.bus import LeaseLost, LeaseRequest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldLease:
-    """A lease that is held. ``step`` is set for the task "actor" only; times are seconds of the core's clock."""
+    """Is a lease that is held. ``step`` is set for the task "actor" only; times are seconds of the core's clock."""
 
     lease_id: int
     task: str

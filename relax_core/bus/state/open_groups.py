@@ -10,7 +10,7 @@ from relax_core.contracts.bus import Admission, CompleteGroup, LeasedGroup
 
 @dataclass(slots=True, kw_only=True)
 class OpenGroup:
-    """An admitted group that has no end yet.
+    """Is an admitted group that has no end yet.
 
     ``complete`` is None until the rollout puts the complete group. ``worker`` is the rollout worker to which it was
     admitted. ``done`` holds the tasks that have written their columns. ``leases`` maps each task to its lease id.
@@ -40,7 +40,7 @@ class OpenGroup:
 
     @property
     def oldest_version(self) -> int:
-        """The version of the oldest trained token; while the group is in flight, the oldest that it may have."""
+        """Returns the version of the oldest trained token; in flight, the oldest that it may have."""
         return self.admission.min_version if self.complete is None else min(self.complete.versions)
 
     def has_columns(self, columns: Iterable[str]) -> bool:

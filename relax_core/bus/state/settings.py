@@ -32,7 +32,7 @@ class BusSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def most_in_flight(self) -> int | None:
-        """The number of groups that one of several rollout workers may have in flight; None if there is one worker.
+        """Returns how many groups one of several rollout workers may have in flight; None if there is one worker.
 
         It is the worker's part of all groups that admission lets in, which reaches one step past the window.
         """
@@ -42,7 +42,7 @@ class BusSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def window_groups(self) -> int:
-        """The number of groups without an end that may have been started by the weights in force."""
+        """Returns the number of groups without an end that may have been started by the weights in force."""
         steps = self.max_staleness + 1
         return steps * self.groups_per_step + self.spare_groups * (1 if self.surplus == "keep" else steps)
 

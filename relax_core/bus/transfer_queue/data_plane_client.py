@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class NewSample:
-    """The columns that one call writes for one group, without those that travel to the bus process."""
+    """Holds the columns that one call writes for one group, without those that travel to the bus process."""
 
     key: str
     columns: dict[str, bytes]
@@ -38,7 +38,7 @@ class NewSample:
 
 
 class PlaneClient:
-    """The client of a data plane, one for each process and plane; any thread may use it.
+    """Is the client of a data plane, one for each process and plane; any thread may use it.
 
     Its requests run on a thread of their own, and the coroutines below run on that thread only: pass them to `call` or
     `call_async`. Payloads larger than ``inline_bytes`` travel as separate frames, without a copy.

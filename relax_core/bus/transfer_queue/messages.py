@@ -75,7 +75,7 @@ class WrittenColumns(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StoredLease(msgspec.Struct, frozen=True, array_like=True):
-    """A lease whose payloads the client reads from the data plane."""
+    """Is a lease whose payloads the client reads from the data plane."""
 
     lease_id: int
     task: str

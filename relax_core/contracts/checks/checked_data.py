@@ -13,7 +13,7 @@ A_ROW = "a mapping with text keys, such as {'prompt': …, 'answer': …}"
 
 
 def checked_data_source(spec: DataSourceSpec) -> DataSourceSpec:
-    """The same source, whose methods raise `WrongResult` for what is no source, no number of rows and no row."""
+    """Returns the source, whose methods raise `WrongResult` for what is no source, no number of rows and no row."""
     source = PluginFunction("data source", spec.name, spec.open)
 
     def checked_open(config: Any) -> BaseDataSource:

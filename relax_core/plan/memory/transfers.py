@@ -17,7 +17,7 @@ VERSIONS_KEPT = 2  # versions of published weights (weights/publisher.py)
 
 @dataclass(frozen=True, kw_only=True)
 class Transfers:
-    """The bytes that a run sends and stores.
+    """Holds the bytes that a run sends and stores.
 
     ``sync_bytes`` is one published version, which every receiver reads. ``published_bytes`` is what the kept versions
     take. ``checkpoint_bytes`` is one checkpoint; ``checkpoints_kept`` are kept. ``transport`` says how a version

@@ -30,7 +30,7 @@ class Experts:
 
 @dataclass(frozen=True, kw_only=True)
 class LinearAttention:
-    """A gated delta net in ``layers`` of the layers, whose state has one size for every length of the context."""
+    """Is a gated delta net in ``layers`` of the layers, whose state has one size for every length of the context."""
 
     layers: int
     key_heads: int

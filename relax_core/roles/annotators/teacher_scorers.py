@@ -25,7 +25,7 @@ RETRY_S = 0.1
 
 
 class TeacherScores(NamedTuple):
-    """A teacher's scores of a group's rows; rows that were not sampled have zeros.
+    """Is a teacher's scores of a group's rows; rows that were not sampled have zeros.
 
     ``logprobs`` is float32 ``[rows]``. ``top_ids`` int32 ``[rows, top_k]`` are the teacher's most likely tokens, most
     likely first, and ``top_logprobs`` float32 ``[rows, top_k]`` their log-probs; both are None if top_k is 0. For a

@@ -35,7 +35,7 @@ STACK_FRAMES = 12  # the innermost frames of each thread that are reported
 
 @dataclass(frozen=True, kw_only=True)
 class Wait:
-    """A wait for ``what``; ``on`` is the worker that owes it, or "bus", and ``since`` a Unix time in seconds."""
+    """Is a wait for ``what``; ``on`` is the worker that owes it, or "bus", and ``since`` a Unix time in seconds."""
 
     what: str
     on: str
@@ -85,7 +85,7 @@ def python_stacks() -> dict[str, str]:
 
 
 class Worker(ABC):
-    """A role's worker; subclasses implement `work`, which returns when the worker's part of the run is done."""
+    """Is a role's worker; subclasses implement `work`, which returns when the worker's part of the run is done."""
 
     def __init__(self, name: str, context: RunContext) -> None:
         self.name = name

@@ -66,7 +66,7 @@ class TracedEnginePool(EnginePool):
 
 
 class TracedRewardPool(RewardPool):
-    """A reward pool that records scoring as the worker's own wait, because a reward may hang in this process."""
+    """Is a reward pool that records scoring as the worker's own wait, because a reward may hang in this process."""
 
     def __init__(
         self,

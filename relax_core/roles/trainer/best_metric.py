@@ -34,7 +34,7 @@ class BestMetric:
 
     @property
     def candidates(self) -> frozenset[int]:
-        """The versions that are evaluated and have a checkpoint."""
+        """Returns the versions that are evaluated and have a checkpoint."""
         return self._candidates
 
     def add(self, version: int, values: Mapping[str, float]) -> None:

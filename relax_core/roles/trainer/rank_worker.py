@@ -190,7 +190,7 @@ class RankWorker:
 
 
 class ActorRank(RankWorker):
-    """A rank of the trainer; each role has its own class, because Ray titles a process by its class."""
+    """Is a rank of the trainer; each role has its own class, because Ray titles a process by its class."""
 
     role = "actor"
     _rank_groups: RankGroups

@@ -30,7 +30,7 @@ class WaitingOn(Protocol):
 
 
 class Engines(Protocol):
-    """The part of `EngineDirectory` that is used here."""
+    """Holds the part of `EngineDirectory` that is used here."""
 
     def reachable(self) -> list[EngineClient]:
         """Returns clients of the engines that are up."""

@@ -43,7 +43,7 @@ SHOWN = 200  # the characters of an opening that an error shows
 
 @dataclass(frozen=True, kw_only=True)
 class GroupStart:
-    """A group whose episodes are about to start.
+    """Is a group whose episodes are about to start.
 
     ``rid`` is the prefix of its requests' names. ``where`` is the data row's file and line. `PromptRequest` explains
     ``min_version``. ``on_request`` and ``on_response`` are called with a request's name when the request is sent and
@@ -62,7 +62,7 @@ class GroupStart:
 
 @dataclass(frozen=True, kw_only=True)
 class OpenEnv:
-    """The env of an episode that has started, with the object that calls it."""
+    """Is the env of an episode that has started, with the object that calls it."""
 
     env: BaseInteractionEnv
     calls: EnvCalls
@@ -259,7 +259,7 @@ def _check_openings(begun: Sequence[EpisodeRecord], *, name: str, where: str) ->
 
 @dataclass(frozen=True, kw_only=True)
 class PlayedFigures:
-    """The figures of one group; ``tokens`` are sampled ones, and ``reward_s`` is the time of its rewards in seconds."""
+    """Holds the figures of one group; ``tokens`` are sampled ones, ``reward_s`` is the time of its rewards."""
 
     episodes: int
     turns: int

@@ -46,7 +46,7 @@ class GroupFilter:
 
 @dataclass(frozen=True, kw_only=True)
 class ScoredResponse:
-    """One response with its reward, which is an episode of one turn; ``trained_from`` is its first trained token."""
+    """Is one response with its reward, which is an episode of one turn; ``trained_from`` is its first trained token."""
 
     uid: str
     response: Generated

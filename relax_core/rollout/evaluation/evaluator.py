@@ -50,7 +50,7 @@ class EvalRow:
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedSet:
-    """An evaluation set with its prompts; ``bad`` holds the data rows without a usable prompt, which do not count."""
+    """Is an evaluation set with its prompts; ``bad`` holds data rows without a usable prompt, which do not count."""
 
     name: str
     rows: list[EvalRow]

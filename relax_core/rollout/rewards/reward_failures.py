@@ -29,7 +29,7 @@ class RewardFailures:
 
     @property
     def share(self) -> float:
-        """The share of answers without a reward over the newest data rows; 0 before the first answer."""
+        """Returns the share of answers without a reward over the newest data rows; 0 before the first answer."""
         flags = [flag for _, flags in self._rows for flag in flags]
         return sum(flags) / len(flags) if flags else 0.0
 

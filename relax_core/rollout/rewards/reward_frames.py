@@ -14,7 +14,7 @@ HEADER_BYTES = 4
 
 
 class Ready(msgspec.Struct, frozen=True):
-    """A worker's first message; ``error`` says why it cannot score, or is empty."""
+    """Is a worker's first message; ``error`` says why it cannot score, or is empty."""
 
     error: str
 

@@ -28,7 +28,7 @@ _READ_BYTES = 1 << 16
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """What the child process is to try.
+    """Holds what the child process is to try.
 
     ``rows`` holds data rows with their origin (file and line). ``env``, ``reward``, ``algo`` and ``data`` are the name
     of a plug-in and its settings as msgpack; a plug-in with an empty name is not tried. ``call_s`` is the limit of one
