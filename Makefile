@@ -8,7 +8,7 @@ SGLANG_PINS := relax_core/engines/sglang/cpu
 ARGS ?=
 TORCH_ARGS ?=
 # Workers among which `make test` divides the tests; with 0, one process runs them all. Each has engines and runs of its own.
-TEST_WORKERS ?= 3
+TEST_WORKERS ?= 2
 # One torch thread a process: services share the cores, and a spinning thread takes one from its neighbour.
 export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
