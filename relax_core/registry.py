@@ -84,11 +84,11 @@ class _Home:
 
     @property
     def folder(self) -> Path:
-        """Relax's own folder of the package, whatever package of the same name the user's project has."""
+        """Returns Relax's own folder, also if the user's project has a package of the same name."""
         return _ROOT / self.package
 
     def own(self) -> dict[str, str]:
-        """Name to "module:attribute" of Relax's own ones. No plug-in is imported: the source is read, not run."""
+        """Returns name → "module:attribute" of Relax's own plug-ins. Their source is read and not run."""
         if not self.package:
             return dict(self.table)
         files = (file for file in self.folder.glob("*.py") if not file.stem.startswith("_") and _sets_spec(file))
@@ -131,10 +131,7 @@ _HOMES: dict[Kind, _Home] = {
         section="tracker.sinks.NAME",
         title="Metrics sinks",
         entry_points="relax.sinks",
-        table={
-            "jsonl": "relax_core.observe.service.sinks:JSONL",
-            "tensorboard": "relax_core.observe.service.sinks:TENSORBOARD",
-        },
+        table={name: f"relax_core.observe.service.sinks:{name.upper()}" for name in ("jsonl", "tensorboard")},
         spec=SinkSpec,
         config=SinkConfig,
         checked=checked_sink,
@@ -231,7 +228,7 @@ def short_name(name: str) -> str:
 
 
 def names(kind: Kind) -> list[str]:
-    """Names that can be given without a path, sorted. Imports no plug-in."""
+    """Returns the names that can be given without a path, sorted. Imports no plug-in."""
     return sorted({*_HOMES[kind].own(), *_entry_points(kind)})
 
 
@@ -293,6 +290,7 @@ def _sets_spec(file: Path) -> bool:
     return any(isinstance(target, ast.Name) and target.id == "SPEC" for target in targets)
 
 
+@cache  # a search of all installed packages takes milliseconds, and every frame of a plug-in's error asks
 def _entry_points(kind: Kind) -> dict[str, importlib.metadata.EntryPoint]:
     return {point.name: point for point in importlib.metadata.entry_points(group=_HOMES[kind].entry_points)}
 
