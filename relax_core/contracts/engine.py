@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 
 from relax_core.contracts.kept_tokens import KeptTokens
+from relax_core.contracts.media import Media
 
 FinishReason = Literal["stop", "length", "abort"]
 PauseMode = Literal["in_place", "retract", "abort"]
@@ -62,7 +63,8 @@ class PromptRequest(msgspec.Struct, frozen=True, kw_only=True):
     ``samples`` lists the wanted responses, 0..n-1; None means all. ``generated`` is the number of last tokens in
     ``input_ids`` that belong to the response itself. The response continues after them with the random numbers that
     follow, ``max_new_tokens`` counts them, and only new tokens are returned. ``rid`` names the prompt's group in an
-    abort; several prompts of a call may share it.
+    abort; several prompts of a call may share it. ``media`` places the prompt's images and videos in ``input_ids``, in
+    order; the engine gets digests and finds the tensors in its media folder.
     """
 
     rid: str
@@ -71,6 +73,7 @@ class PromptRequest(msgspec.Struct, frozen=True, kw_only=True):
     min_version: int = 0
     samples: list[int] | None = None
     generated: int = 0
+    media: list[Media] = []
 
 
 class Generated(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -86,6 +89,8 @@ class Generated(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     ``kept`` has the set of tokens that each token was sampled from. Experts and kept sets are None unless the call
     asked for them.
 
+    ``prompt_tokens`` is the number of tokens of the prompt that the engine saw, 0 if it does not say.
+
     All arrays are read-only. A response equals only itself, because ``==`` of arrays gives no single answer.
     """
 
@@ -100,6 +105,7 @@ class Generated(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     prompt_experts: np.ndarray | None = None
     response_experts: np.ndarray | None = None
     kept: KeptTokens | None = None
+    prompt_tokens: int = 0
 
 
 class TensorSpec(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from relax_core.contracts.media import MediaKind
+
 HfConfig = Mapping[str, Any]
 
 
@@ -39,6 +41,23 @@ class Only:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Vision:
+    """Is the vision tower of a family: Hugging Face's own modules, which trainer and engine run as they are.
+
+    ``prefix`` begins the Hugging Face names of the tower's weights. ``model`` and ``config`` are the tower's classes as
+    "module:class"; the tower is built from the part ``config_key`` of config.json. ``projector`` lists how the names of
+    the weights behind ``prefix`` begin that belong to the projector, which maps patches to the language model.
+    """
+
+    prefix: str
+    model: str
+    config: str
+    config_key: str = "vision_config"
+    projector: tuple[str, ...] = ()
+    kinds: tuple[MediaKind, ...] = ("image", "video")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Family:
     """Is the record of one model family.
 
@@ -48,6 +67,11 @@ class Family:
     The family accepts the values in ``only`` besides those that all families share (relax_core/families/table.py).
     ``experts`` reads the mixture of experts of a family that has one. ``check`` raises ValueError for a combination
     that no single key shows.
+
+    ``text_key`` names the part of config.json that describes the language model, if it is not the whole, and ``prefix``
+    begins the names of its weights. ``vision`` is the tower of a family that sees. With ``fused_experts`` a layer's
+    experts are two tensors on disk, ``experts.gate_up_proj`` ``[experts, hidden, 2 * width]`` and
+    ``experts.down_proj`` ``[experts, width, hidden]``, as Qwen3-VL-MoE is published.
     """
 
     name: str
@@ -58,6 +82,10 @@ class Family:
     only: tuple[Only, ...] = ()
     experts: Callable[[HfConfig], Experts] | None = None
     check: Callable[[HfConfig], None] | None = None
+    text_key: str | None = None
+    prefix: str = "model."
+    vision: Vision | None = None
+    fused_experts: bool = False
 
 
 def checked_family(family: Family) -> Family:

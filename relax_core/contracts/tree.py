@@ -17,6 +17,7 @@ import numpy as np
 
 from relax_core.contracts.chains import Chains, chains_of, rows_of_episodes
 from relax_core.contracts.kept_tokens import KeptTokens
+from relax_core.contracts.media import Media
 
 TRUNCATED = "truncated"  # the ledger's reason for an episode that is not trained because it was cut at its token limit
 NOT_SAMPLED = -1  # the version of a row that was not sampled
@@ -60,18 +61,6 @@ class Episode(msgspec.Struct, frozen=True):
     ended: str
 
 
-class Media(msgspec.Struct, frozen=True, array_like=True):
-    """Holds a picture, sound or video that the rows ``start`` to ``end`` (exclusive) represent.
-
-    ``reference`` locates its bytes, which do not travel with the tree.
-    """
-
-    kind: str
-    reference: str
-    start: int
-    end: int
-
-
 @dataclass(frozen=True, kw_only=True)
 class TokenTree:
     """Holds all tokens of a group. Arrays are flat over the rows, ``[rows]``, and callers treat them as read-only.
@@ -94,7 +83,7 @@ class TokenTree:
     logprobs: np.ndarray  # float32
     versions: np.ndarray  # int32
     episodes: Sequence[Episode]
-    media: Sequence[Media] = ()
+    media: Sequence[Media] = ()  # in order of rows
     kept: KeptTokens | None = None
     extras: Mapping[str, np.ndarray] = field(default_factory=dict)
     counts_group: bool = True
@@ -303,7 +292,7 @@ def _moved(episode: Episode, before: np.ndarray) -> Episode:
 
 
 def _media(one: Media, before: np.ndarray) -> Media:
-    return msgspec.structs.replace(one, start=int(before[one.start]), end=int(before[one.end]))
+    return msgspec.structs.replace(one, start=int(before[one.start]), end=int(before[one.end - 1]) + 1)
 
 
 def group_uid(index: int) -> str:

@@ -2,12 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from relax_core.contracts.family import Experts
+from relax_core.contracts.family import Experts, Vision
 from relax_core.families.rope import Rope
 
 OUTPUT_WEIGHT = "lm_head.weight"
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisionTower:
+    """Holds one model's vision tower and how images and videos become its patches.
+
+    ``config`` is the tower's part of config.json. A patch has ``patch_size`` pixels in height and width and
+    ``temporal_patch_size`` frames; ``merge_size`` times ``merge_size`` patches become one row. ``deepstack_layers``
+    counts the tower's further outputs: output k is added after layer k of the language model. A pixel enters the tower
+    as (value - mean) / std with ``mean`` and ``std`` on the scale of 0 to 255, one number for each colour.
+    ``min_pixels`` and ``max_pixels`` bound an image after its resize; ``video_min_pixels`` and ``video_max_pixels``
+    bound all frames of a video together.
+    """
+
+    vision: Vision
+    config: Mapping[str, Any]
+    patch_size: int
+    temporal_patch_size: int
+    merge_size: int
+    deepstack_layers: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    intermediate_size: int
+    image_token_id: int
+    video_token_id: int
+    vision_start_token_id: int
+    vision_end_token_id: int
+    mean: tuple[float, ...] = (127.5, 127.5, 127.5)
+    std: tuple[float, ...] = (127.5, 127.5, 127.5)
+    min_pixels: int = 65_536
+    max_pixels: int = 16_777_216
+    video_min_pixels: int = 4_096
+    video_max_pixels: int = 25_165_824
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,6 +54,9 @@ class Architecture:
     config.json's model_type. With ``qkv_bias`` the query, key and value projections add a bias; with ``qk_norm`` the
     query and key heads are normed; with ``tie_word_embeddings`` the embedding is the output weight too. ``activation``,
     that of the gate, is a name in torch.nn.functional. ``experts`` is None for a dense model.
+    ``prefix`` begins the names of the language model's weights, and ``vision`` is None for a model that reads text
+    only. With ``fused_experts`` a layer's experts are two transposed tensors on disk
+    (`relax_core.contracts.family.Family`).
     """
 
     family: str
@@ -36,6 +75,9 @@ class Architecture:
     qk_norm: bool
     activation: str = "silu"
     experts: Experts | None = None
+    prefix: str = "model."
+    vision: VisionTower | None = None
+    fused_experts: bool = False
 
     @property
     def ignored_weights(self) -> frozenset[str]:
@@ -44,5 +86,5 @@ class Architecture:
         They are a tied output weight that is stored a second time, and the rotary frequencies that old versions of
         transformers stored.
         """
-        frequencies = {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in range(self.num_layers)}
+        frequencies = {f"{self.prefix}layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in range(self.num_layers)}
         return frozenset(frequencies | ({OUTPUT_WEIGHT} if self.tie_word_embeddings else set()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -10,6 +11,7 @@ from relax_core.contracts.family import Family, HfConfig
 from relax_core.families.architecture import Architecture
 from relax_core.families.hf_config import read_hf_config
 from relax_core.families.table import read_architecture
+from relax_core.families.vision.tower_settings import read_tower
 from relax_core.registry import find_family, names
 
 WEIGHT_INDEX = "model.safetensors.index.json"
@@ -55,7 +57,7 @@ def folder_architecture(model_folder: Path, *, family: str | None = None, also: 
     """
     hf_config = read_hf_config(model_folder)
     if family is None:
-        return read_architecture(family_of(hf_config, model_folder=model_folder, also=also), hf_config)
+        return _architecture(family_of(hf_config, model_folder=model_folder, also=also), hf_config, model_folder)
     wanted = find_family(family)
     if hf_config.get("model_type") != wanted.name:
         found = family_of(hf_config, model_folder=model_folder)
@@ -63,7 +65,12 @@ def folder_architecture(model_folder: Path, *, family: str | None = None, also: 
             f"model.path={model_folder}: its model_type is {found.name!r}, and model.family={wanted.name}. "
             f"Use model={found.name}."
         )
-    return read_architecture(wanted, hf_config)
+    return _architecture(wanted, hf_config, model_folder)
+
+
+def _architecture(family: Family, hf_config: HfConfig, model_folder: Path) -> Architecture:
+    tower = read_tower(family, hf_config, model_folder=model_folder)
+    return replace(read_architecture(family, hf_config), vision=tower)
 
 
 def weight_files(model_folder: Path) -> list[Path]:

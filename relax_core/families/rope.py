@@ -50,11 +50,22 @@ class Llama3Scaling:
 class Rope:
     """Is a rotary embedding (Su et al. 2021, arXiv 2104.09864).
 
-    Component i of a head of dimension d turns by ``theta``^(-2i/d) radians per position before ``scaling``.
+    Component i of a head of dimension d turns by ``theta``^(-2i/d) radians per position before ``scaling``. With
+    ``sections`` (time, height, width) the components take turns: component i follows the height if i % 3 is 1 and
+    i < 3 * sections[1], the width if i % 3 is 2 and i < 3 * sections[2], else the time (interleaved, as in Qwen3-VL).
     """
 
     theta: float
     scaling: LinearScaling | Llama3Scaling | None = None
+    sections: tuple[int, int, int] | None = None
+
+    def axes(self, components: int) -> list[int]:
+        """Returns which of the three rotary positions each component of a head follows: 0 time, 1 height, 2 width."""
+        axes = [0] * components
+        for axis in (1, 2):
+            for component in range(axis, 3 * (self.sections or (0, 0, 0))[axis], 3):
+                axes[component] = axis
+        return axes
 
     def scaled(self, frequencies: Tensor) -> Tensor:
         """Returns the scaled frequencies of the plain ones, both float32 ``[head_dim / 2]`` in radians per position."""
@@ -82,7 +93,7 @@ def read_rope(config: Mapping[str, Any], *, family: str) -> Rope:
             f"config.json partial_rotary_factor={partial}: {family} computes rotary embedding of whole heads only."
         )
     if kind == "default":
-        return Rope(theta=theta)
+        return Rope(theta=theta, sections=_sections(given, family=family))
     if kind == "linear":
         return Rope(theta=theta, scaling=LinearScaling(factor=given["factor"]))
     if kind == "llama3":
@@ -103,3 +114,16 @@ def read_rope(config: Mapping[str, Any], *, family: str) -> Rope:
         "only lengthens the context (yarn, dynamic), a config.json without it describes the same model at the length "
         "that it was trained with."
     )
+
+
+def _sections(given: Mapping[str, Any], *, family: str) -> tuple[int, int, int] | None:
+    sections = given.get("mrope_section")
+    if sections is None:
+        return None
+    if not given.get("mrope_interleaved", True) or len(sections) != 3:
+        raise ValueError(
+            f"config.json mrope_section={sections}, mrope_interleaved={given.get('mrope_interleaved')}: {family} "
+            "computes three interleaved sections only."
+        )
+    time, height, width = sections
+    return time, height, width

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from relax_core.contracts.family import Experts, Family, HfConfig, Only
+from relax_core.contracts.family import Experts, Family, HfConfig, Only, Vision
 from relax_core.families.architecture import Architecture
 from relax_core.families.rope import read_rope
 
@@ -22,9 +22,11 @@ NO_ATTENTION_BIAS = Only("attention_bias", False, "no bias of the attention's ou
 def read_architecture(family: Family, config: HfConfig) -> Architecture:
     """Returns the architecture that a config.json of ``family`` describes.
 
-    Raises ValueError for a missing key, and for a model that would need other code, so that no model is trained as a
-    different one.
+    Its vision tower is not read here, because it needs more files than this one
+    (`relax_core/families/vision/tower_settings.py`). Raises ValueError for a missing key, and for a model that would
+    need other code, so that no model is trained as a different one.
     """
+    config = text_config(family, config)
     for only in (*COMMON, *family.only):
         given = config.get(only.key)
         if given is not None and given != only.value:
@@ -42,6 +44,20 @@ def read_architecture(family: Family, config: HfConfig) -> Architecture:
         return _described(family, config)
     except KeyError as error:
         raise ValueError(f"config.json has no {error.args[0]}, which family {family.name} needs.") from error
+
+
+def text_config(family: Family, config: HfConfig) -> HfConfig:
+    """Returns the part of a config.json that describes the language model.
+
+    transformers writes tie_word_embeddings into the outer part, which decides.
+    """
+    if family.text_key is None:
+        return config
+    inner = config.get(family.text_key)
+    if not isinstance(inner, dict):
+        raise ValueError(f"config.json has no {family.text_key}, which family {family.name} needs.")
+    tied = config.get("tie_word_embeddings")
+    return inner if tied is None else inner | {"tie_word_embeddings": tied}
 
 
 def _described(family: Family, config: HfConfig) -> Architecture:
@@ -62,6 +78,8 @@ def _described(family: Family, config: HfConfig) -> Architecture:
         qkv_bias=family.qkv_bias,
         qk_norm=family.qk_norm,
         experts=None if family.experts is None else family.experts(config),
+        prefix=family.prefix,
+        fused_experts=family.fused_experts,
     )
 
 
@@ -133,4 +151,39 @@ QWEN3_MOE = Family(
     only=(NO_ATTENTION_BIAS, FULL_ATTENTION),
     experts=_qwen3_experts,
     check=_check_qwen3_experts,
+)
+
+_QWEN3_VISION = "transformers.models.qwen3_vl.modeling_qwen3_vl:Qwen3VLVisionModel"
+_QWEN3_VISION_MOE = "transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe:Qwen3VLMoeVisionModel"
+_PROJECTOR = ("merger.", "deepstack_merger_list.")
+QWEN3_VL = Family(
+    name="qwen3_vl",
+    summary="Qwen3-VL: Qwen3 that sees images and videos",
+    qk_norm=True,
+    only=(NO_ATTENTION_BIAS, FULL_ATTENTION),
+    text_key="text_config",
+    prefix="model.language_model.",
+    vision=Vision(
+        prefix="model.visual.",
+        model=_QWEN3_VISION,
+        config="transformers.models.qwen3_vl.configuration_qwen3_vl:Qwen3VLVisionConfig",
+        projector=_PROJECTOR,
+    ),
+)
+QWEN3_VL_MOE = Family(
+    name="qwen3_vl_moe",
+    summary="Qwen3-VL-MoE: as Qwen3-VL, with experts in every layer",
+    qk_norm=True,
+    only=(NO_ATTENTION_BIAS, FULL_ATTENTION),
+    experts=_qwen3_experts,
+    check=_check_qwen3_experts,
+    text_key="text_config",
+    prefix="model.language_model.",
+    vision=Vision(
+        prefix="model.visual.",
+        model=_QWEN3_VISION_MOE,
+        config="transformers.models.qwen3_vl_moe.configuration_qwen3_vl_moe:Qwen3VLMoeVisionConfig",
+        projector=_PROJECTOR,
+    ),
+    fused_experts=True,
 )

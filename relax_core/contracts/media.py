@@ -1,0 +1,182 @@
+"""Defines images and videos as the system carries them: where they come from, what they become, why they are refused.
+
+An item is encoded once, alone, from its source and the settings, whatever stands around it. Trees, requests, rewards
+and environments carry `MediaItem` records and never bytes; the tensors are in a file or object that readers map
+(`relax_core.contracts.media_file`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal, Protocol, get_args
+
+import msgspec
+import numpy as np
+
+from relax_core.contracts.data import BadRow
+
+MediaKind = Literal["image", "video"]
+MEDIA_KINDS: tuple[MediaKind, ...] = get_args(MediaKind)
+
+BAD_MEDIA = "bad_media"
+# Why an item is refused. The ledger's reason of the dropped prompt is "bad_media:" and one of these.
+MediaReason = Literal[
+    "missing_file",
+    "outside_root",
+    "remote_refused",
+    "too_many_bytes",
+    "unknown_format",
+    "truncated",
+    "too_many_pixels",
+    "bad_aspect",
+    "animated",
+    "no_frames",
+    "too_many_frames",
+    "too_long",
+    "placeholder_count",
+    "too_many_items",
+    "too_many_tokens",
+    "timeout",
+    "worker_killed",
+]
+MEDIA_REASONS: tuple[MediaReason, ...] = get_args(MediaReason)
+
+
+class MediaError(BadRow):
+    """Is an image or video that cannot be used; only its prompt is dropped.
+
+    ``kind`` is the item's kind and ``word`` one of `MEDIA_REASONS`. The text says which file it is and what is wrong.
+    """
+
+    def __init__(self, kind: MediaKind, word: MediaReason, text: str) -> None:
+        super().__init__(f"{BAD_MEDIA}:{word}", text)
+        self.kind = kind
+        self.word = word
+
+
+class MediaSource(msgspec.Struct, frozen=True, kw_only=True):
+    """Says where a data row or an environment has an image or a video: a ``path`` or its ``data``, never both.
+
+    ``data`` is the content of the file, in any format that Relax decodes. ``path`` is absolute, or relative to
+    data.media_root.
+    """
+
+    kind: MediaKind
+    path: str | None = None
+    data: bytes | None = None
+
+    def __post_init__(self) -> None:
+        if (self.path is None) == (self.data is None):
+            raise ValueError(f"a {self.kind} needs a path or its bytes, and not both: give one of them.")
+
+    @property
+    def words(self) -> str:
+        """Returns the source for an error or a log, without its content."""
+        return self.path if self.path is not None else f"{len(self.data or b'')} bytes of {self.kind}"
+
+
+class MediaTensor(msgspec.Struct, frozen=True, kw_only=True):
+    """Is the location of one tensor of an item, counted in bytes from the first tensor byte of its file."""
+
+    name: str
+    dtype: str  # a numpy name: "uint8", "float32"
+    shape: list[int]
+    offset: int
+    nbytes: int
+
+
+class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
+    """Describes an encoded image or video.
+
+    ``digest`` is the xxh3_128 in hex over settings and tensors; equal items have equal digests. ``token_ids`` are the
+    ids of the rows that the item stands for, int32 ``[rows]`` as little-endian bytes; those of a video contain its time
+    stamps. ``offsets`` are the three rotary positions of its rows relative to the position at which it begins, int32
+    ``[3, rows]`` (float32 if ``fractional``); ``advance`` is how far it moves the positions of what follows.
+    ``placeholder`` are the ids that stand for it where an engine expands by itself.
+
+    ``grid`` is (time, height, width) in patches; each of its cells is one patch of the tower. ``seconds`` is the time
+    between two steps of the grid, 0 for an image. ``width`` and ``height`` are those of the source in pixels, and
+    ``frames`` counts the frames that are used. ``tensors`` lie in the item's file, whose size in bytes is ``nbytes``.
+    """
+
+    kind: MediaKind
+    digest: str
+    token_ids: bytes
+    offsets: bytes
+    advance: float
+    fractional: bool = False
+    placeholder: list[int]
+    grid: list[int]
+    seconds: float = 0.0
+    frames: int = 1
+    width: int
+    height: int
+    tensors: list[MediaTensor] = []
+    nbytes: int = 0
+
+    @property
+    def rows(self) -> int:
+        """Returns the number of rows that the item stands for."""
+        return len(self.token_ids) // 4
+
+    @property
+    def patches(self) -> int:
+        """Returns the number of patches that pass the tower."""
+        time, height, width = self.grid
+        return time * height * width
+
+    @property
+    def ids(self) -> np.ndarray:
+        """Returns the ids of its rows, int32 ``[rows]``."""
+        return np.frombuffer(self.token_ids, dtype="<i4")
+
+    @property
+    def rotary_offsets(self) -> np.ndarray:
+        """Returns the rotary offsets of its rows, ``[3, rows]``, int32 or float32."""
+        return np.frombuffer(self.offsets, dtype="<f4" if self.fractional else "<i4").reshape(3, -1)
+
+    @property
+    def words(self) -> str:
+        """Returns the item for logs and tables, such as "[image 333×201]"."""
+        length = f", {self.frames} frames" if self.kind == "video" else ""
+        return f"[{self.kind} {self.width}×{self.height}{length}]"
+
+
+class Media(msgspec.Struct, frozen=True):
+    """Places an item in a token tree or a prompt: it is the rows ``start`` to ``end`` (exclusive)."""
+
+    item: MediaItem
+    start: int
+    end: int
+
+
+class MediaRef(msgspec.Struct, frozen=True, kw_only=True):
+    """Names the tensors of an item without holding them.
+
+    ``place`` is "file" if they are in the media folder of this host, and "object" if they are in Ray's store.
+    """
+
+    digest: str
+    nbytes: int
+    place: Literal["file", "object"] = "file"
+
+
+class MediaReader(Protocol):
+    """Gives access to the tensors of items; the trainer and the engines get one."""
+
+    def tensors(self, item: MediaItem) -> Mapping[str, np.ndarray]:
+        """Returns read-only views of an item's tensors by name. Raises ValueError if the item is not there."""
+
+
+def short_form(token_ids: Sequence[int], media: Sequence[Media]) -> list[int]:
+    """Returns a prompt's ids with each item's rows replaced by its placeholder, for engines that expand themselves.
+
+    ``media`` is in order of rows and does not overlap.
+    """
+    short: list[int] = []
+    done = 0
+    for one in media:
+        short += token_ids[done : one.start]
+        short += one.item.placeholder
+        done = one.end
+    return short + list(token_ids[done:])

@@ -1,0 +1,51 @@
+"""Rotary positions with three axes (time, height, width), which follow from a tree and its media items.
+
+Text moves all three positions by 1. An item adds its offsets to the position at which it begins, and then moves the
+positions by its advance. A branch goes on from its parent. So no positions travel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from relax_core.contracts.chains import Chains
+from relax_core.contracts.media import Media
+
+
+def rotary_positions(runs: Chains, media: Sequence[Media]) -> np.ndarray:
+    """Returns the rotary positions of all rows of a tree, ``[3, rows]``; float64 if an item has fractions, else int64.
+
+    An item's rows lie in one chain.
+    """
+    rows = int(runs.stop[-1])
+    fractional = any(one.item.fractional for one in media)
+    advances = np.ones(rows, dtype=np.float64 if fractional else np.int64)
+    for one in media:
+        advances[one.start : one.end] = 0
+        advances[one.end - 1] = one.item.advance
+    sums = _path_sums(runs, advances)
+    positions = np.repeat((sums - advances)[None], 3, axis=0)
+    for one in media:
+        positions[:, one.start : one.end] = positions[:, one.start, None] + one.item.rotary_offsets
+    return positions
+
+
+def rotary_of_sequence(length: int, media: Sequence[Media]) -> tuple[np.ndarray, float]:
+    """Returns the rotary positions of one sequence, ``[3, length]``, and the position of the token that follows it."""
+    whole = Chains(*(np.array([number]) for number in (0, length, length, -1, 0)))
+    moved = sum(one.item.advance - (one.end - one.start) for one in media)
+    return rotary_positions(whole, media), length + moved
+
+
+def _path_sums(runs: Chains, values: np.ndarray) -> np.ndarray:
+    """Returns for each row the sum of ``values`` over the rows of its path, itself included."""
+    sums = np.cumsum(values)
+    before = sums - values
+    shift = -before[runs.start]  # so that each chain starts its own sum
+    for chain, parent in enumerate(runs.parent.tolist()):
+        if parent >= 0:  # parents come before their children
+            last = int(runs.stop[parent]) - 1
+            shift[chain] += sums[last] + shift[parent]
+    return sums + np.repeat(shift, runs.stop - runs.start)

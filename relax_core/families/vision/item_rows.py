@@ -1,0 +1,72 @@
+"""The rows that an image or a video stands for: their token ids, rotary offsets and advance (Qwen3-VL's rules).
+
+It imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from relax_core.families.architecture import VisionTower
+
+
+class ItemRows(NamedTuple):
+    """Holds the rows of an item: ids int32 ``[rows]``, offsets int32 ``[3, rows]``, and how far it moves positions."""
+
+    token_ids: np.ndarray
+    offsets: np.ndarray
+    advance: int
+    placeholder: list[int]
+
+
+def image_rows(tower: VisionTower, *, grid: Sequence[int]) -> ItemRows:
+    """Returns the rows of an image whose grid is (1, height, width) in patches."""
+    offsets, advance = _grid_offsets(tower, grid)
+    ids = np.full(offsets.shape[1], tower.image_token_id, dtype=np.int32)
+    return ItemRows(ids, offsets, advance, [tower.image_token_id])
+
+
+def feature_rows(tower: VisionTower, token_ids: np.ndarray) -> np.ndarray:
+    """Returns which rows of an item get a feature of the tower, bool ``[rows]``; time stamps are text."""
+    found: np.ndarray = (token_ids == tower.image_token_id) | (token_ids == tower.video_token_id)
+    return found
+
+
+def _grid_offsets(tower: VisionTower, grid: Sequence[int]) -> tuple[np.ndarray, int]:
+    """Returns the offsets of one frame's rows and how far they move the positions: its longer side."""
+    height, width = grid[1] // tower.merge_size, grid[2] // tower.merge_size
+    rows = np.zeros((3, height, width), dtype=np.int32)
+    rows[1] = np.arange(height)[:, None]
+    rows[2] = np.arange(width)
+    return rows.reshape(3, -1), max(height, width)
+
+
+def video_rows(tower: VisionTower, *, grid: Sequence[int], stamps: Sequence[Sequence[int]]) -> ItemRows:
+    """Returns the rows of a video whose grid is (time, height, width) in patches.
+
+    ``stamps`` has the token ids of each step's time stamp, such as those of "<0.2 seconds>"; each step is the stamp,
+    the token that begins vision, the rows of the frame, and the token that ends vision.
+    """
+    frame, advance = _grid_offsets(tower, grid)
+    ids: list[np.ndarray] = []
+    offsets: list[np.ndarray] = []
+    position = 0
+    for stamp in stamps:
+        before = [*stamp, tower.vision_start_token_id]
+        ids += [np.array(before), np.full(frame.shape[1], tower.video_token_id), np.array([tower.vision_end_token_id])]
+        offsets.append(np.repeat(position + np.arange(len(before))[None], 3, axis=0))
+        position += len(before)
+        offsets.append(frame + position)
+        position += advance
+        offsets.append(np.full((3, 1), position))
+        position += 1
+    assert len(stamps) == grid[0], "a video has one time stamp for each step of its grid"
+    return ItemRows(
+        np.concatenate(ids).astype(np.int32),
+        np.concatenate(offsets, axis=1).astype(np.int32),
+        position,
+        [tower.vision_start_token_id, tower.video_token_id, tower.vision_end_token_id],
+    )

@@ -1,0 +1,61 @@
+"""Builds a vision tower from Hugging Face's own modules, and passes items through it."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from relax_core.families.architecture import VisionTower
+from relax_core.families.vision.patches import patches_of
+
+
+@dataclass(frozen=True, slots=True)
+class TowerOutput:
+    """Holds what a tower gives for the feature rows of some items, item by item.
+
+    ``features`` is ``[rows, hidden]``; ``deepstack`` has one such tensor for each of the first layers.
+    """
+
+    features: Tensor
+    deepstack: tuple[Tensor, ...]
+
+
+def build_tower(tower: VisionTower, *, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.nn.Module:
+    """Returns the tower's module without weights, which the caller loads; its buffers are initialized."""
+    config = _named(tower.vision.config)(**_own_keys(tower))
+    config._attn_implementation = "sdpa"
+    with torch.device(device):
+        module = _named(tower.vision.model)(config)
+    return module.to(dtype=dtype)
+
+
+def tower_shapes(tower: VisionTower) -> dict[str, tuple[int, ...]]:
+    """Returns the Hugging Face names and shapes of the tower's weights, in the module's order."""
+    module = build_tower(tower, dtype=torch.float32, device="meta")
+    return {tower.vision.prefix + name: tuple(one.shape) for name, one in module.named_parameters()}
+
+
+def pass_items(
+    module: torch.nn.Module, tower: VisionTower, frames: Sequence[np.ndarray], grids: Sequence[Sequence[int]]
+) -> TowerOutput:
+    """Returns the tower's output for items whose frames are uint8 ``[frames, height, width, 3]``."""
+    parameter = next(module.parameters())
+    pixels = torch.cat([patches_of(one, tower, device=parameter.device) for one in frames]).to(parameter.dtype)
+    grid = torch.tensor([list(one) for one in grids], dtype=torch.int64, device=parameter.device)
+    output: Any = module(pixels, grid_thw=grid)
+    return TowerOutput(output.pooler_output, tuple(output.deepstack_features or ()))
+
+
+def _own_keys(tower: VisionTower) -> dict[str, Any]:
+    return {name: value for name, value in tower.config.items() if name not in ("model_type", "transformers_version")}
+
+
+def _named(path: str) -> Any:
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
