@@ -55,7 +55,8 @@ class Architecture:
     query and key heads are normed; with ``tie_word_embeddings`` the embedding is the output weight too. ``activation``,
     that of the gate, is a name in torch.nn.functional. ``experts`` is None for a dense model.
     ``prefix`` begins the names of the language model's weights, and ``vision`` is None for a model that reads text
-    only. With ``fused_experts`` a layer's experts are two transposed tensors on disk (`relax_core.contracts.family.Family`).
+    only. With ``fused_experts`` a layer's experts are two transposed tensors on disk
+    (`relax_core.contracts.family.Family`).
     """
 
     family: str

@@ -13,8 +13,8 @@ def patches_of(frames: np.ndarray, tower: VisionTower, *, device: torch.device |
     """Returns the patches of an item, float32 ``[patches, colours * frames * patch height * patch width]``.
 
     ``frames`` is uint8 ``[frames, height, width, 3]``; height and width are multiples of the patch times the merge
-    size. If the number of frames is no multiple of the temporal patch size, the last frame is repeated. Patches that become
-    one row are neighbours.
+    size. If the number of frames is no multiple of the temporal patch size, the last frame is repeated. Patches that
+    become one row are neighbours.
     """
     step, size, merge = tower.temporal_patch_size, tower.patch_size, tower.merge_size
     pixels = torch.from_numpy(np.array(frames)).to(device)  # a copy, because torch refuses read-only arrays
