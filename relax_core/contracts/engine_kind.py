@@ -54,7 +54,8 @@ class EngineStart(Protocol):
     holds the bearer token that every call needs. ``port`` 0 takes a free port. With ``load_weights`` the engine serves
     the folder's own weights at once, as version 0; without it, nothing is served until the first update. With
     ``beyond_loopback``, ``engine.host`` may be any address of this machine. ``return_routed_experts`` and
-    ``stop_strings`` say that requests may ask for these features.
+    ``stop_strings`` say that requests may ask for these features. ``media_folder`` holds the images and videos that
+    requests name by their digests; None starts an engine that takes text only.
     """
 
     @property
@@ -77,6 +78,8 @@ class EngineStart(Protocol):
     def return_routed_experts(self) -> bool: ...
     @property
     def stop_strings(self) -> bool: ...
+    @property
+    def media_folder(self) -> Path | None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
