@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 def _client(server: EngineServer) -> SglangClient:
     from relax_core.engines.protocol.stop_strings import StopTable
     from relax_core.engines.sglang.client.sglang_client import SglangClient
-    from relax_core.families.hf_config import read_hf_config
+    from relax_core.engines.sglang.served_model import vocab_size
 
     return SglangClient(
         server.url,
         server.token,
         ranks=server.engine.tp,
-        vocab_size=read_hf_config(server.model_folder)["vocab_size"],
+        vocab_size=vocab_size(server.model_folder),
         seeds=bool(server.engine.deterministic),
         attached=bool(server.engine.urls),
         stops=StopTable(server.model_folder),
