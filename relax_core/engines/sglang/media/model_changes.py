@@ -1,4 +1,4 @@
-"""Changes how SGLang's scheduler gets from an item's frames to the features of the vision tower."""
+"""Changes how SGLang's scheduler gets from an item's frames to the vision tower's features and uses them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from relax_core.families.architecture import VisionTower
 
 
 def install() -> None:
-    """Installs the change; call it before sglang is imported."""
+    """Installs the changes; call it before sglang is imported."""
     after_import("sglang.srt.models.qwen3_vl", _take_frames)
+    after_import("sglang.srt.models.qwen3_vl_moe", _count_deepstack)
 
 
 def forget_features() -> None:
@@ -38,6 +39,17 @@ def _take_frames(module: ModuleType) -> None:
         return materialize(model, made, range(len(made)), *more, **named)
 
     module.Qwen3VLForConditionalGeneration._materialize_visual_items = of_frames
+
+
+def _count_deepstack(module: ModuleType) -> None:
+    """Lets a mixture of experts add as many further outputs of the tower as its folder says; SGLang assumes three."""
+    make = module.Qwen3VLMoeForConditionalGeneration.__init__
+
+    def counted(model: Any, *arguments: Any, **keywords: Any) -> None:
+        make(model, *arguments, **keywords)
+        model.model.deepstack_embed_to_decoder_layer = range(model.num_deepstack_embeddings)
+
+    module.Qwen3VLMoeForConditionalGeneration.__init__ = counted
 
 
 def _with_patches(item: Any, device: Any) -> Any:
