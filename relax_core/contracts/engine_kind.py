@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from relax_core.contracts.media import MediaKind
+
 
 class EngineSettings(Protocol):
     """Holds the keys ``engine.*`` of the configuration that a kind of engine needs.
@@ -133,7 +135,7 @@ class EngineSpec:
     folder that RELAX_ENGINE_SCRATCH names, and its owner removes what has that folder's name, and ends its session.
     ``transports`` are the ways in which new weights may reach it (engine.weight_transport). ``memory_mib`` is the
     memory of the process before it has a model, for the memory plan. ``whole_cache`` says that it allocates memory for
-    all engine.max_total_tokens at its start.
+    all engine.max_total_tokens at its start. ``media`` lists the kinds of media that prompts may hold if the model sees.
     """
 
     name: str
@@ -151,3 +153,4 @@ class EngineSpec:
     transports: frozenset[str] = frozenset({"shared_memory"})
     memory_mib: int = 256
     whole_cache: bool = False
+    media: frozenset[MediaKind] = frozenset()
