@@ -30,7 +30,7 @@ from relax_core.plan.model.model_source import find_dimensions, layout_shape, sh
 from relax_core.registry import find_algorithm, find_engine, find_family
 from relax_core.rollout.evaluation.eval_metrics import MOST_SAMPLES
 from relax_core.rollout.evaluation.evaluator import metric_names
-from relax_core.tools.make_tiny import MAX_POSITIONS, MODEL_NAMES, tiny_config
+from relax_core.tools.tiny_configs import MAX_POSITIONS, MODEL_NAMES, tiny_config
 from relax_core.train.hf.check_weights import weight_problems
 from relax_core.train.parallel.layout_arithmetic import (
     LayoutShape,

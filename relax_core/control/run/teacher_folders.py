@@ -11,7 +11,8 @@ from relax_core.data.tokenizer import token_difference
 from relax_core.families.folder import folder_architecture
 from relax_core.families.hf_config import read_hf_config
 from relax_core.registry import find_algorithm
-from relax_core.tools.make_tiny import MODEL_NAMES, tiny_model_folder
+from relax_core.tools.make_tiny import tiny_model_folder
+from relax_core.tools.tiny_configs import MODEL_NAMES
 
 
 def teacher_folders(config: RelaxConfig, *, student: Path) -> dict[str, Path]:

@@ -12,7 +12,8 @@ from relax_core.families.hf_config import read_hf_config
 from relax_core.plan.model.model_source import shape_dimensions
 from relax_core.registry import find_env
 from relax_core.rollout.prompt_tokens import PromptMaker
-from relax_core.tools.make_tiny import MAX_POSITIONS, MODEL_NAMES, tiny_prompt_tokenizer
+from relax_core.tools.tiny_configs import MAX_POSITIONS, MODEL_NAMES
+from relax_core.tools.tiny_tokenizer import tiny_prompt_tokenizer
 
 
 def prompt_maker(config: RelaxConfig) -> PromptMaker | None:
