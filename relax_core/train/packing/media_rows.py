@@ -5,7 +5,8 @@ An item passes the tower once in a micro-batch, wherever and however often it oc
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -13,7 +14,7 @@ import numpy as np
 
 from relax_core.contracts.media import Media, MediaItem
 from relax_core.contracts.tree import TokenTree
-from relax_core.families.architecture import VisionTower
+from relax_core.families.architecture import Architecture, VisionTower
 from relax_core.families.vision.item_rows import feature_rows
 
 
@@ -75,20 +76,48 @@ def media_rows(media: Sequence[Media], tower: VisionTower, *, computed: np.ndarr
     return MediaRows(items=tuple(items.values()), rows=np.concatenate(rows), features=np.concatenate(features))
 
 
+@dataclass(frozen=True, slots=True)
+class TowerWork:
+    """Says what a patch costs: the tower's work for it is that of ``patch_rows`` rows of the language model.
+
+    ``most_patches`` bounds the patches that pass a rank's tower in a micro-batch (parallel.micro_batch_patches).
+    """
+
+    patch_rows: float = 0.0
+    most_patches: int = sys.maxsize
+
+    @staticmethod
+    def of(architecture: Architecture, *, most_patches: int) -> TowerWork:
+        """Returns the work of a model's tower, from the matrix products of its blocks and its mergers."""
+        tower = architecture.vision
+        if tower is None:
+            return NO_TOWER
+        width, merged = tower.hidden_size, tower.hidden_size * tower.merge_size**2
+        blocks = tower.num_layers * (4 * width**2 + 2 * width * tower.intermediate_size)
+        mergers = (1 + tower.deepstack_layers) * (merged**2 + merged * architecture.hidden_size)
+        return TowerWork((blocks + mergers / tower.merge_size**2) / _products_of_row(architecture), most_patches)
+
+
+NO_TOWER = TowerWork()
+
+
+def _products_of_row(architecture: Architecture) -> int:
+    """Returns the multiplications of one row in the layers of the language model, without attention's scores."""
+    one, experts = architecture, architecture.experts
+    attention = 2 * one.hidden_size * one.head_dim * (one.num_heads + one.num_kv_heads)
+    width = one.intermediate_size if experts is None else experts.per_token * experts.width
+    return one.num_layers * (attention + 3 * one.hidden_size * width)
+
+
 def smallest_frames(tower: VisionTower) -> tuple[np.ndarray, list[int]]:
-    """Returns the frames, uint8 ``[frames, height, width, 3]``, and the grid of the smallest item that a tower takes."""
+    """Returns frames, uint8 ``[frames, height, width, 3]``, and the grid of the smallest item that a tower takes."""
     side = tower.merge_size * tower.patch_size
     return np.zeros((tower.temporal_patch_size, side, side, 3), dtype=np.uint8), [1, tower.merge_size, tower.merge_size]
 
 
 def tree_patches(trees: Sequence[TokenTree]) -> int:
     """Returns the patches of the distinct items of some trees."""
-    return sum({one.item.digest: one.item.patches for one in _media(trees)}.values())
-
-
-def _media(trees: Sequence[TokenTree]) -> Iterator[Media]:
-    for tree in trees:
-        yield from tree.media
+    return sum({one.item.digest: one.item.patches for tree in trees for one in tree.media}.values())
 
 
 def _feature_count(item: MediaItem, tower: VisionTower) -> int:
