@@ -14,8 +14,8 @@ from relax_core.contracts.media import Media, MediaItem
 from relax_core.contracts.rotary import rotary_of_sequence
 from relax_core.families.architecture import VisionTower
 from relax_core.families.folder import folder_architecture
+from relax_core.families.tiny_configs import processor_files, tiny_config
 from relax_core.families.vision.item_rows import image_rows, video_rows
-from relax_core.tools.tiny_configs import processor_files, tiny_config
 from relax_core.tools.tiny_tokenizer import build_tokenizer
 from relax_core.tools.tiny_warm_start import WARM_STARTS, SeeWarmStart, padded, supervised_steps
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from relax_core.data.generated import ARITHMETIC, REVERSE_DIGITS, Example, example
-from relax_core.tools.tiny_configs import EXPERTS, STUDENT, TEACHER, VISION, VISION_EXPERTS, tiny_config
+from relax_core.families.tiny_configs import EXPERTS, STUDENT, TEACHER, VISION, VISION_EXPERTS, tiny_config
 from relax_core.tools.tiny_tokenizer import build_tokenizer
 
 if TYPE_CHECKING:
