@@ -33,6 +33,7 @@ from relax_core.train.model.gpt import build_chunks
 from relax_core.train.model.media_features import MediaPlan
 from relax_core.train.model.moe import balance_metrics, clear_counts
 from relax_core.train.model.routing_replay import RouterPlan
+from relax_core.train.packing.media_rows import TowerWork
 from relax_core.train.packing.micro_batches import ROW, MicroBatcher, with_row_numbers
 from relax_core.train.packing.tree_packing import pack_tree
 from relax_core.train.parallel import process_group
@@ -98,6 +99,7 @@ class MegatronRank:
         experts = self.architecture.experts
         experts_over_ranks = self._parallel.ep * self._parallel.etp > 1 and experts is not None
         self._computes_empty_batches = self._overlap or experts_over_ranks
+        self.tower_work = TowerWork.of(self.architecture, most_patches=self._parallel.micro_batch_patches)
         self._sharding = RowSharding.of_this_rank(sequence_parallel=self._parallel.sequence_parallel)
         # A critic does not replay the experts that come with the groups, because they are the policy's.
         self._routers = None if experts is None else self._router_plan(replays=not value_head)
@@ -361,7 +363,8 @@ class MegatronRank:
         """
         self._gather_parameters()
         numbered = with_row_numbers(groups)
-        batcher = MicroBatcher(self._parallel.micro_batch_tokens)
+        patches = self._parallel.micro_batch_patches
+        batcher = MicroBatcher(self._parallel.micro_batch_tokens, most_patches=patches)
         batches: list[Sequence[TokenTree]] = [batch for batch in (*batcher.add(numbered), batcher.flush()) if batch]
         empty = [()] * (self._most_over_ranks(len(batches)) - len(batches)) if self._computes_empty_batches else []
         found = self._schedule.evaluate([*batches, *empty], columns)[: len(batches)]
