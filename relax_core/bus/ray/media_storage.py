@@ -101,10 +101,10 @@ class MediaObjects:
         """
         on_its_node = NodeAffinitySchedulingStrategy(node_id, soft=False)
         # Ray must not read a file a second time, because the first task has removed it.
-        task = ray.remote(num_cpus=0, max_retries=0, num_returns=1 + len(digests))(_take_files)
-        found, *refs = task.options(scheduling_strategy=on_its_node).remote(folder, digests)
+        task: Any = ray.remote(num_cpus=0, max_retries=0, num_returns=1 + len(digests))(_take_files)
+        answers: list[Any] = task.options(scheduling_strategy=on_its_node).remote(folder, digests)
         try:
-            taken: list[str] = await asyncio.wait_for(found, timeout_s)
+            taken: list[str] = await asyncio.wait_for(answers[0], timeout_s)
         except TimeoutError:
             raise BusTimeout(
                 f"the files of {len(digests)} media items on node {node_id} did not become objects of Ray's store "
@@ -112,7 +112,7 @@ class MediaObjects:
             ) from None
         except WorkerCrashedError:  # the files may be gone, so that the rollout worker writes them again
             taken = []
-        there = dict(zip(digests, refs, strict=True))
+        there = dict(zip(digests, answers[1:], strict=True))
         self._refs |= {digest: there[digest] for digest in taken if digest in named}
         return [digest for digest in digests if digest not in self._refs]
 
@@ -147,7 +147,7 @@ class ObjectReader:
 
     def tensors(self, item: MediaItem) -> Mapping[str, np.ndarray]:
         """Returns read-only views of an item's tensors by name; the object stays mapped while one is referenced."""
-        return read_item(memoryview(self._find(item.digest)))[1]
+        return read_item(self._find(item.digest).data)[1]
 
 
 def stored_media(settings: BusSettings) -> MediaFiles | MediaObjects | None:
