@@ -45,9 +45,9 @@ class RewardInput:
     media_folder: str = ""
 
     def frames(self, number: int) -> np.ndarray:
-        """Returns the pixels of ``media[number]`` as the model sees them, read-only uint8 ``[frames, height, width, 3]``.
+        """Returns the pixels of ``media[number]`` as the model sees them.
 
-        They are read from the item's file, in a worker process too. Raises ValueError if the file is not there.
+        They are read-only uint8 ``[frames, height, width, 3]`` and are read from the item's file, in a worker process too. Raises ValueError if the file is not there.
         """
         from pathlib import Path
 

@@ -175,7 +175,7 @@ def test_a_tree_with_an_item_where_it_belongs_is_taken() -> None:
 
 
 @pytest.mark.parametrize(
-    "change,told",
+    ("change", "told"),
     [
         (lambda tree, item: {"media": [Media(item, 0, 6)]}, "the ids of its rows are not those of the item"),
         (lambda tree, item: {"media": [Media(item, 1, 6)]}, "it stands for 6 rows"),
