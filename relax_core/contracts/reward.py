@@ -47,7 +47,8 @@ class RewardInput:
     def frames(self, number: int) -> np.ndarray:
         """Returns the pixels of ``media[number]`` as the model sees them.
 
-        They are read-only uint8 ``[frames, height, width, 3]`` and are read from the item's file, in a worker process too. Raises ValueError if the file is not there.
+        They are read-only uint8 ``[frames, height, width, 3]`` and are read from the item's file, in a worker process
+        too. Raises ValueError if the file is not there.
         """
         from pathlib import Path
 

@@ -28,10 +28,10 @@ _OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")  # 
 class PromptTokenizer:
     """Converts text to token ids and back.
 
-    ``stop_token_ids`` are the tokens that end a response, sorted. ``media_ids`` has the token that stands for an image
-    and for a video in the rendered text; it is empty for a model that reads text only. ``template_arguments`` are more variables for the
-    chat template, such as Qwen3's enable_thinking. Raises ValueError for a folder that lacks a needed file, and for a
-    variable that its template does not read.
+    ``stop_token_ids`` are the tokens that end a response, sorted. ``media_ids`` has the token that stands for an
+    image and for a video in the rendered text; it is empty for a model that reads text only. ``template_arguments``
+    are more variables for the chat template, such as Qwen3's enable_thinking. Raises ValueError for a folder that
+    lacks a needed file, and for a variable that its template does not read.
     """
 
     def __init__(self, model_folder: Path, *, template_arguments: Mapping[str, Any] | None = None) -> None:

@@ -102,12 +102,15 @@ class PromptMaker:
         return await self.items.items(sources, owner=owner)
 
     async def hold_again(self, row: DataRow, media: Sequence[Media], *, owner: str) -> None:
-        """Makes ``owner`` hold the images and videos of a prompt that was made before; given-up ones are encoded again."""
+        """Makes ``owner`` hold the images and videos of a prompt that was made before.
+
+        Those that the cache gave up are encoded again. Raises ValueError if their files are others now.
+        """
         if media:
             again = await self.encoded(media_sources(self._messages(row, where="")), owner=owner)
-            assert [one.digest for one in again] == [one.item.digest for one in media], (
-                "a source changed during the run"
-            )
+            if [one.digest for one in again] != [one.item.digest for one in media]:
+                words = ", ".join(one.item.words for one in media)
+                raise ValueError(f"the files of {words} changed while the run read them. Start the run again.")
 
     def release(self, owner: str) -> None:
         """Ends what ``owner`` holds of the encoded images and videos."""

@@ -159,8 +159,9 @@ def complete_group(
     """Returns the group for the bus once all its responses are in, or why there is none.
 
     A response without a reward is dropped alone. The group is dropped if fewer than two responses of several have a
-    reward, or if the only one has none. ``media`` places items in the prompt. ``refuse`` may drop a complete group. ``teacher`` is the name of the teacher
-    that scores the group, and ``extras`` computes further columns of a group that is kept.
+    reward, or if the only one has none. ``media`` places items in the prompt. ``refuse`` may drop a complete group.
+    ``teacher`` is the name of the teacher that scores the group, and ``extras`` computes further columns of a group
+    that is kept.
 
     `trained_from` explains ``mask_off_policy`` and ``mask_truncated``. A masked episode stays in the group, because its
     reward is part of the baseline; a group without trained tokens is dropped. No response here was aborted, because

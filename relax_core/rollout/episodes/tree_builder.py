@@ -1,10 +1,9 @@
 """Builds a group's token tree from the turns of its episodes.
 
-Rows that were not sampled are shared if their ids are equal, and their routed experts where those are recorded; the rows
-of an image or a video are shared whole, if it is the same item. A
-response always has new rows: sampled rows are shared only by episodes that continue the same draw, and the tree forks
-after them. A history that differs from the previous one continues after their last common row. If they have no common
-row, the group is a forest.
+Rows that were not sampled are shared if their ids are equal, and their routed experts where those are recorded; the
+rows of an image or a video are shared whole, if it is the same item. A response always has new rows: sampled rows are
+shared only by episodes that continue the same draw, and the tree forks after them. A history that differs from the
+previous one continues after their last common row. If they have no common row, the group is a forest.
 """
 
 from __future__ import annotations
@@ -52,7 +51,8 @@ class Chain:
 class PlayedTurn:
     """Is one request of an episode and its response.
 
-    ``prompt_ids`` are all tokens before the response, and ``media`` places items in them. ``reward`` is that of this turn alone. Times are Unix seconds.
+    ``prompt_ids`` are all tokens before the response, and ``media`` places items in them. ``reward`` is that of this
+    turn alone. Times are Unix seconds.
     """
 
     prompt_ids: Sequence[int]
