@@ -94,14 +94,26 @@ def _qwen3_experts(config: HfConfig) -> Experts:
     )
 
 
+def _qwen3_vl_experts(config: HfConfig) -> Experts:
+    """Reads the experts of a family whose router always scales the weights of the chosen ones to a sum of 1."""
+    return _qwen3_experts({**config, "norm_topk_prob": True})
+
+
 def _check_qwen3_experts(config: HfConfig) -> None:
+    _check_experts(_qwen3_experts(config), config, family="qwen3_moe")
+
+
+def _check_qwen3_vl_experts(config: HfConfig) -> None:
+    _check_experts(_qwen3_vl_experts(config), config, family="qwen3_vl_moe")
+
+
+def _check_experts(experts: Experts, config: HfConfig, *, family: str) -> None:
     if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
         raise ValueError(
             f"config.json mlp_only_layers={config.get('mlp_only_layers')}, decoder_sparse_step="
-            f"{config.get('decoder_sparse_step', 1)}: qwen3_moe computes models with experts in every layer only "
+            f"{config.get('decoder_sparse_step', 1)}: {family} computes models with experts in every layer only "
             "(mlp_only_layers=[], decoder_sparse_step=1)."
         )
-    experts = _qwen3_experts(config)
     if not 1 <= experts.per_token <= experts.count:
         raise ValueError(
             f"config.json num_experts_per_tok={experts.per_token}: must be 1 to {experts.count}, the number of experts."
@@ -109,7 +121,7 @@ def _check_qwen3_experts(config: HfConfig) -> None:
     if experts.per_token == 1 and experts.normalized:
         raise ValueError(
             "config.json num_experts_per_tok=1 with norm_topk_prob=true: each weight is then 1, so the router "
-            "learns nothing. qwen3_moe trains it with norm_topk_prob=false only."
+            f"learns nothing. {family} trains it with norm_topk_prob=false only."
         )
 
 
@@ -174,9 +186,13 @@ QWEN3_VL_MOE = Family(
     name="qwen3_vl_moe",
     summary="Qwen3-VL-MoE: as Qwen3-VL, with experts in every layer",
     qk_norm=True,
-    only=(NO_ATTENTION_BIAS, FULL_ATTENTION),
-    experts=_qwen3_experts,
-    check=_check_qwen3_experts,
+    only=(
+        NO_ATTENTION_BIAS,
+        FULL_ATTENTION,
+        Only("norm_topk_prob", True, "this family's router scales the weights of the chosen experts to a sum of 1"),
+    ),
+    experts=_qwen3_vl_experts,
+    check=_check_qwen3_vl_experts,
     text_key="text_config",
     prefix="model.language_model.",
     vision=Vision(

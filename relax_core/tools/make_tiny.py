@@ -1,9 +1,10 @@
-"""Makes the builtin tiny models: a character-level tokenizer and a 2-layer Qwen3 with a short supervised warm start.
+"""Makes the builtin tiny models, with which a laptop can run the whole system, and stores them in the user's cache.
 
-With them a laptop can run the whole system: each has about a hundred thousand parameters, and GRPO teaches it a
-generated task in half a minute. `tiny_model_folder` makes a model once and stores it in the user's cache. The teacher,
-for distillation, is the same model after more of the same supervised steps. The mixture of experts is a Qwen3-MoE with
-twice the parameters, of which a token uses a third.
+Each is a character-level tokenizer and a Qwen3 of a few layers with a short supervised warm start
+(`relax_core.tools.tiny_warm_start`). Each has a few hundred thousand parameters at most, and GRPO teaches it a
+generated task in half a minute. The teacher, for distillation, is the same model after more of the same supervised
+steps. The mixture of experts is a Qwen3-MoE with twice the parameters, of which a token uses a third. The models that
+see are Qwen3-VL (`relax_core.tools.tiny_vision`).
 """
 
 from __future__ import annotations
@@ -12,212 +13,46 @@ import argparse
 import fcntl
 import hashlib
 import importlib.metadata
-import json
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from relax_core.data.generated import ARITHMETIC, REVERSE_DIGITS, Example, check_task, example, task_names
-from relax_core.data.tokenizer import PromptTokenizer
+from relax_core.families.tiny_configs import MODEL_NAMES, STUDENT, VISION_NAMES
+from relax_core.tools.tiny_warm_start import WARM_STARTS, write_text_model
 
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
-    from torch import Tensor
-    from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM, Qwen3MoeForCausalLM
-
-    TinyModel = Qwen3ForCausalLM | Qwen3MoeForCausalLM
-
-STUDENT, TEACHER, EXPERTS = "tiny_qwen3", "tiny_qwen3_teacher", "tiny_qwen3_moe"
-MODEL_NAMES = (STUDENT, TEACHER, EXPERTS)
-MAX_POSITIONS = 4096  # prompt and response tokens of one sample at most
-RECIPE_VERSION = 1  # to be raised when a change below gives other models
+RECIPE_VERSION = 1  # to be raised when a change of a recipe gives other models
 _LIBRARIES = ("torch", "transformers", "tokenizers")
 _MAKE_DEADLINE_S = 600.0
 
-_SPECIAL_TOKENS = ("<pad>", "<unk>", "<|im_start|>", "<|im_end|>")
-_ROLES = ("user", "assistant", "system")
-_CHARACTERS = " \n0123456789abcdefghijklmnopqrstuvwxyz+-*/=?.,:'$"
-_CHAT_TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 
-
-@dataclass(frozen=True)
-class WarmStart:
-    """Holds the supervised steps before GRPO: AdamW on the answers' tokens, ``steps`` × ``batch_size`` examples.
-
-    ``seed`` also determines the initial weights. With some seeds, the same steps leave GRPO too little to start from.
-    """
-
-    steps: int
-    seed: int
-    batch_size: int = 64
-    lr: float = 2e-3
-    warmup_steps: int = 20
-    beta2: float = 0.99
-
-
-# After these steps the student solves some of the tasks, so that GRPO gets rewards and can still improve.
-# The teacher solves all of them; more steps would only sharpen its distribution.
-_WARM_STARTS = {
-    (STUDENT, REVERSE_DIGITS): WarmStart(steps=58, seed=8),
-    (STUDENT, ARITHMETIC): WarmStart(steps=240, seed=0, lr=3e-3),
-    (TEACHER, REVERSE_DIGITS): WarmStart(steps=200, seed=8),
-    (TEACHER, ARITHMETIC): WarmStart(steps=500, seed=0, lr=3e-3),
-    (EXPERTS, REVERSE_DIGITS): WarmStart(steps=58, seed=8),
-    (EXPERTS, ARITHMETIC): WarmStart(steps=240, seed=0, lr=3e-3),
-}
-
-
-def make_tiny_qwen3(folder: Path, *, task: str, name: str = STUDENT) -> None:
+def make_tiny_model(folder: Path, *, task: str, name: str = STUDENT) -> None:
     """Writes model and tokenizer as a Hugging Face folder. With one torch thread, the result is always the same."""
-    check_task(task)
-    recipe = _WARM_STARTS[name, task]
+    check_tiny_model(name, task=task)
     import torch
 
     torch.set_num_threads(1)
-    torch.manual_seed(recipe.seed)
-    tokenizer = _build_tokenizer()
-    model = _build_model(tokenizer, name)
-    _train_warm_start(model, tokenizer, recipe, task=task)
-    tokenizer.save_pretrained(folder)
-    model.save_pretrained(folder)
+    if name in VISION_NAMES:
+        from relax_core.tools.tiny_vision import write_vision_model
+
+        write_vision_model(folder, name=name, task=task)
+    else:
+        write_text_model(folder, name=name, task=task)
 
 
-def _tokenizer_core() -> Tokenizer:
-    """Returns a tokenizer with one token for each character, in lower case.
-
-    The chat marks and the role names are one token each.
-    """
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
-
-    vocabulary = {token: index for index, token in enumerate((*_SPECIAL_TOKENS, *_ROLES, *_CHARACTERS))}
-    core = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    core.normalizer = normalizers.Lowercase()
-    core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    core.decoder = decoders.Fuse()
-    core.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in _SPECIAL_TOKENS])
-    core.add_tokens([AddedToken(role, single_word=True, normalized=False) for role in _ROLES])
-    return core
-
-
-def tiny_prompt_tokenizer(*, template_arguments: Mapping[str, Any] | None = None) -> PromptTokenizer:
-    """Returns the tokenizer of every builtin model without making a model. Imports no transformers."""
-    with tempfile.TemporaryDirectory() as folder:
-        write_prompt_tokenizer(Path(folder))
-        return PromptTokenizer(Path(folder), template_arguments=template_arguments)
-
-
-def write_prompt_tokenizer(folder: Path) -> None:
-    """Writes the tokenizer's files that `PromptTokenizer` reads."""
-    _tokenizer_core().save(str(folder / "tokenizer.json"))
-    settings = {"eos_token": "<|im_end|>", "chat_template": _CHAT_TEMPLATE}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
-
-
-def _build_tokenizer() -> PreTrainedTokenizerFast:
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=_tokenizer_core(),
-        pad_token="<pad>",
-        unk_token="<unk>",
-        eos_token="<|im_end|>",
-        model_max_length=4096,
-        clean_up_tokenization_spaces=False,
-    )
-    tokenizer.chat_template = _CHAT_TEMPLATE
-    return tokenizer
-
-
-def write_tiny_tokenizer(folder: Path) -> None:
-    """Writes the tokenizer's files alone."""
-    _build_tokenizer().save_pretrained(folder)
-
-
-def tiny_config(name: str = STUDENT) -> dict[str, Any]:
-    """Returns the sizes in a builtin model's config.json without making the model."""
-    dense = {
-        "model_type": "qwen3",
-        "vocab_size": len(_SPECIAL_TOKENS) + len(_ROLES) + len(_CHARACTERS),
-        "hidden_size": 64,
-        "intermediate_size": 192,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "max_position_embeddings": MAX_POSITIONS,
-        "tie_word_embeddings": True,
-    }
-    if name != EXPERTS:
-        return dense
-    return dense | {
-        "model_type": "qwen3_moe",
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 64,
-        "norm_topk_prob": True,
-    }
-
-
-def _build_model(tokenizer: PreTrainedTokenizerFast, name: str) -> TinyModel:
-    from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    values = tiny_config(name) | {
-        "pad_token_id": tokenizer.pad_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "dtype": "float32",
-    }
-    if name == EXPERTS:
-        return Qwen3MoeForCausalLM(Qwen3MoeConfig(**values))
-    return Qwen3ForCausalLM(Qwen3Config(**values))
-
-
-def _train_warm_start(model: TinyModel, tokenizer: PreTrainedTokenizerFast, recipe: WarmStart, *, task: str) -> None:
-    import torch
-
-    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, betas=(0.9, recipe.beta2), weight_decay=0.0)
-    for step in range(recipe.steps):
-        first = step * recipe.batch_size
-        examples = [
-            example(task, split="train", seed=recipe.seed, index=index)
-            for index in range(first, first + recipe.batch_size)
-        ]
-        ids, targets = _batch(tokenizer, examples)
-        hidden = model.model(input_ids=ids).last_hidden_state
-        rows = targets >= 0
-        loss = torch.nn.functional.cross_entropy(model.lm_head(hidden[rows]), targets[rows])
-        optimizer.param_groups[0]["lr"] = recipe.lr * min(1.0, (step + 1) / recipe.warmup_steps)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-
-
-def _batch(tokenizer: PreTrainedTokenizerFast, examples: list[Example]) -> tuple[Tensor, Tensor]:
-    """Returns ids ``[batch, width]``, padded on the right, and each position's next token, -1 if it is not trained."""
-    import torch
-
-    prompts = tokenizer.apply_chat_template(
-        [[{"role": "user", "content": one.prompt}] for one in examples], add_generation_prompt=True, return_dict=False
-    )
-    answers = [[*tokenizer.encode(one.answer), tokenizer.eos_token_id] for one in examples]
-    width = max(len(prompt) + len(answer) for prompt, answer in zip(prompts, answers, strict=True))
-    ids = torch.full((len(examples), width), tokenizer.pad_token_id)
-    targets = torch.full((len(examples), width), -1)
-    for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-        end = len(prompt) + len(answer)
-        ids[row, :end] = torch.tensor(prompt + answer)
-        targets[row, len(prompt) - 1 : end - 1] = torch.tensor(answer)
-    return ids, targets
+def check_tiny_model(name: str, *, task: str) -> None:
+    """Raises ValueError for an unknown model, and for a task for which the model has no warm start."""
+    if name not in MODEL_NAMES:
+        raise ValueError(f"model.builtin={name!r}: no such builtin model. Use one of: {', '.join(MODEL_NAMES)}.")
+    tasks = [each for model, each in WARM_STARTS if model == name]
+    if task not in tasks:
+        raise ValueError(f"model.task={task!r}: {name} has no warm start for it. Use one of: {', '.join(tasks)}.")
 
 
 def default_cache_root() -> Path:
@@ -230,9 +65,7 @@ def tiny_model_folder(name: str, *, task: str, cache_root: Path | None = None) -
 
     Other processes that call it at the same time wait for the first. Raises ValueError for an unknown name or task.
     """
-    if name not in MODEL_NAMES:
-        raise ValueError(f"model.builtin={name!r}: no such builtin model. Use one of: {', '.join(MODEL_NAMES)}.")
-    check_task(task)
+    check_tiny_model(name, task=task)
     root = cache_root or default_cache_root()
     folder = root / f"{name}-{task}-{_cache_key(name, task)}"
     if folder.is_dir():
@@ -245,7 +78,7 @@ def tiny_model_folder(name: str, *, task: str, cache_root: Path | None = None) -
 
 
 def _cache_key(name: str, task: str) -> str:
-    parts = [str(RECIPE_VERSION), str(asdict(_WARM_STARTS[name, task]))]
+    parts = [str(RECIPE_VERSION), str(asdict(WARM_STARTS[name, task]))]
     parts += [f"{library}={importlib.metadata.version(library)}" for library in _LIBRARIES]
     return hashlib.blake2b("/".join(parts).encode(), digest_size=6).hexdigest()
 
@@ -304,12 +137,13 @@ def main() -> None:
     """Runs the command line."""
     parser = argparse.ArgumentParser(description="Make the builtin tiny model and print its folder.")
     parser.add_argument("--name", default=STUDENT, choices=MODEL_NAMES, help="which of them")
-    parser.add_argument("--task", required=True, choices=task_names(), help="generated task of the warm start")
+    tasks = sorted({task for _, task in WARM_STARTS})
+    parser.add_argument("--task", required=True, choices=tasks, help="generated task of the warm start")
     parser.add_argument("--cache-root", type=Path, default=None, help="default: the user's cache folder")
     parser.add_argument("--into", type=Path, default=None, help="write into this folder, past the cache")
     arguments = parser.parse_args()
     if arguments.into is not None:
-        make_tiny_qwen3(arguments.into, task=arguments.task, name=arguments.name)
+        make_tiny_model(arguments.into, task=arguments.task, name=arguments.name)
         print(arguments.into)
     else:
         print(tiny_model_folder(arguments.name, task=arguments.task, cache_root=arguments.cache_root))

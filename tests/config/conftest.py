@@ -13,7 +13,7 @@ import pytest
 from relax_core.contracts.engine import TensorSpec
 from relax_core.families.table import read_architecture
 from relax_core.registry import find_family
-from relax_core.tools.make_tiny import write_prompt_tokenizer
+from relax_core.tools.tiny_tokenizer import write_prompt_tokenizer
 from relax_core.train.hf.weight_rules import tensor_shape, weight_rules
 from relax_core.weights.safetensors_stream import header_bytes
 

@@ -12,7 +12,7 @@ import pytest
 
 from relax_core.config.checks.model_folder import media_token_ids
 from relax_core.data.tokenizer import PromptTokenizer
-from relax_core.tools.make_tiny import write_tiny_tokenizer
+from relax_core.tools.tiny_tokenizer import write_tiny_tokenizer
 
 CONVERSATIONS = [
     [{"role": "user", "content": "rev 12345"}],

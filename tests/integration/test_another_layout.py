@@ -9,8 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from relax_core.families.tiny_configs import tiny_config
 from relax_core.tools import export
-from relax_core.tools.make_tiny import WarmStart, _build_tokenizer, _train_warm_start, tiny_config
+from relax_core.tools.tiny_tokenizer import build_tokenizer
+from relax_core.tools.tiny_warm_start import WarmStart, train_warm_start
 from tests.integration.live_run import run_to_end
 
 pytestmark = [pytest.mark.integration, pytest.mark.soak]
@@ -27,11 +29,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     path: Path = tmp_path_factory.mktemp("qwen2")
     torch.manual_seed(8)
-    tokenizer = _build_tokenizer()
+    tokenizer = build_tokenizer()
     sizes = {key: value for key, value in tiny_config().items() if key not in ("model_type", "head_dim")}
     config = Qwen2Config(**sizes | {"tie_word_embeddings": False, "eos_token_id": tokenizer.eos_token_id})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    _train_warm_start(model, tokenizer, WarmStart(steps=58, seed=8), task="reverse_digits")
+    train_warm_start(model, tokenizer, WarmStart(steps=58, seed=8), task="reverse_digits")
     tokenizer.save_pretrained(path)
     model.save_pretrained(path)
     return path

@@ -13,7 +13,8 @@ import pytest
 from relax_core.contracts.reward import RewardInput, RewardOutput
 from relax_core.data.generated import example
 from relax_core.data.tokenizer import PromptTokenizer, token_difference
-from relax_core.tools.make_tiny import MODEL_NAMES, make_tiny_qwen3, tiny_config, tiny_model_folder
+from relax_core.families.tiny_configs import MODEL_NAMES, tiny_config
+from relax_core.tools.make_tiny import make_tiny_model, tiny_model_folder
 from rewards.reverse_digits import SPEC
 
 EVAL_ROWS = 256
@@ -107,7 +108,7 @@ def test_the_folder_is_a_tied_qwen3_of_about_100k_parameters(cache: Path) -> Non
 
 def test_the_same_seed_gives_the_same_bits(cache: Path, tmp_path: Path) -> None:
     folder = tiny_model_folder("tiny_qwen3", task="reverse_digits", cache_root=cache)
-    make_tiny_qwen3(tmp_path, task="reverse_digits")
+    make_tiny_model(tmp_path, task="reverse_digits")
     for file in ("model.safetensors", "tokenizer.json", "config.json"):
         assert (tmp_path / file).read_bytes() == (folder / file).read_bytes(), file
 

@@ -8,11 +8,12 @@ from pathlib import Path
 from relax_core.config.checks.model_folder import folder_problems
 from relax_core.config.schema import RelaxConfig
 from relax_core.data.tokenizer import PromptTokenizer
-from relax_core.families.hf_config import read_hf_config
+from relax_core.families.hf_config import language_values, read_hf_config
+from relax_core.families.tiny_configs import MAX_POSITIONS, MODEL_NAMES, VISION_NAMES
 from relax_core.plan.model.model_source import shape_dimensions
 from relax_core.registry import find_env
 from relax_core.rollout.prompt_tokens import PromptMaker
-from relax_core.tools.make_tiny import MAX_POSITIONS, MODEL_NAMES, tiny_prompt_tokenizer
+from relax_core.tools.tiny_tokenizer import tiny_prompt_tokenizer
 
 
 def prompt_maker(config: RelaxConfig) -> PromptMaker | None:
@@ -51,7 +52,7 @@ def positions(config: RelaxConfig) -> int | None:
         return MAX_POSITIONS
     try:
         if model.path is not None:
-            longest = read_hf_config(Path(model.path)).get("max_position_embeddings")
+            longest = language_values(read_hf_config(Path(model.path))).get("max_position_embeddings")
             return longest if isinstance(longest, int) else None
         return shape_dimensions(model.shape).positions if model.shape is not None else None
     except (ValueError, OSError):
@@ -61,7 +62,9 @@ def positions(config: RelaxConfig) -> int | None:
 def _tokenizer(config: RelaxConfig) -> PromptTokenizer | None:
     model, arguments = config.model, config.data.chat_template_kwargs
     if model.path is None:
-        return tiny_prompt_tokenizer(template_arguments=arguments) if model.builtin in MODEL_NAMES else None
+        if model.builtin not in MODEL_NAMES:
+            return None
+        return tiny_prompt_tokenizer(template_arguments=arguments, vision=model.builtin in VISION_NAMES)
     folder = Path(model.path)
     if model.builtin is not None or any(folder_problems(config, folder, key="model.path")):
         return None

@@ -197,7 +197,7 @@ def _of_a_family_that_trains(values: Values, name: str, family: Family) -> Model
         one = read_architecture(family, values)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
-    experts = one.experts
+    experts, vision = one.experts, family.vision
     return ModelDimensions(
         name=name,
         family=one.family,
@@ -215,6 +215,7 @@ def _of_a_family_that_trains(values: Values, name: str, family: Family) -> Model
         else Experts(count=experts.count, per_token=experts.per_token, width=experts.width),
         qkv_bias=one.qkv_bias,
         qk_norm=one.qk_norm,
+        towers={} if vision is None else {"vision": vision_parameters(values[vision.config_key])},
     )
 
 
@@ -290,7 +291,6 @@ def audio_parameters(values: Values) -> int:
 
 # These families can be planned and cannot be trained yet.
 _READERS = {
-    "qwen3_vl_moe": _omni_mixture,
     "qwen3_5_moe": _hybrid_mixture,
     "qwen3_omni_moe_thinker": _omni_mixture,
 }

@@ -19,7 +19,8 @@ from relax_core.plan.build_plan import make_plan
 from relax_core.plan.data.context_length import settle_context
 from relax_core.plan.data.data_check import DataLook, look_at_data
 from relax_core.preflight import CHECKS, settle, settle_evaluation
-from relax_core.tools.make_tiny import tiny_model_folder, tiny_prompt_tokenizer
+from relax_core.tools.make_tiny import tiny_model_folder
+from relax_core.tools.tiny_tokenizer import tiny_prompt_tokenizer
 from tests.config.conftest import SHAPE, write_folder
 
 AROUND = 8  # tokens that the tiny chat template puts around one message

@@ -7,9 +7,9 @@ import json
 import pytest
 import torch
 
+from relax_core.families.tiny_configs import tiny_config
 from relax_core.plan.model.dimensions import read_dimensions
 from relax_core.plan.model.model_source import SHAPES, shape_names
-from relax_core.tools.make_tiny import tiny_config
 
 CLASSES = {
     "llama": "LlamaForCausalLM",
@@ -64,9 +64,9 @@ def test_the_built_in_model() -> None:
 
 
 def test_the_built_in_models_vocabulary_is_its_tokenizers() -> None:
-    from relax_core.tools.make_tiny import _build_tokenizer
+    from relax_core.tools.tiny_tokenizer import build_tokenizer
 
-    assert tiny_config()["vocab_size"] == len(_build_tokenizer())
+    assert tiny_config()["vocab_size"] == len(build_tokenizer())
 
 
 def test_linear_attention_keeps_a_state_and_no_cache() -> None:

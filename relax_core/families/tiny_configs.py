@@ -1,0 +1,142 @@
+"""Holds the sizes and tokens of the builtin models, and the settings files of those that see.
+
+No two sizes of a model that sees are equal where a weight has them as its axes: a transposed weight would go unnoticed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+STUDENT, TEACHER, EXPERTS = "tiny_qwen3", "tiny_qwen3_teacher", "tiny_qwen3_moe"
+VISION, VISION_EXPERTS = "tiny_qwen3_vl", "tiny_qwen3_vl_moe"
+VISION_NAMES = (VISION, VISION_EXPERTS)
+MODEL_NAMES = (STUDENT, TEACHER, EXPERTS, *VISION_NAMES)
+MAX_POSITIONS = 4096  # prompt and response tokens of one sample at most
+
+VISION_START, VISION_END, IMAGE_PAD, VIDEO_PAD = VISION_TOKENS = (
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+)
+SPECIAL_TOKENS = ("<pad>", "<unk>", "<|im_start|>", "<|im_end|>")
+ROLES = ("user", "assistant", "system")
+_CHARACTERS = " \n0123456789abcdefghijklmnopqrstuvwxyz+-*/=?.,:'$"
+_VISION_CHARACTERS = "<>|_"  # so that a user's text may contain the name of a special token
+
+_PATCHES = {"patch_size": 8, "temporal_patch_size": 2, "merge_size": 2}
+_PIXELS = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5], "processor_class": "Qwen3VLProcessor"}
+
+
+def token_ids(*, vision: bool) -> dict[str, int]:
+    """Returns the id of every token by its text."""
+    more = (*_VISION_CHARACTERS, *VISION_TOKENS) if vision else ()
+    return {token: index for index, token in enumerate((*SPECIAL_TOKENS, *ROLES, *_CHARACTERS, *more))}
+
+
+def tiny_config(name: str = STUDENT) -> dict[str, Any]:
+    """Returns the sizes in a builtin model's config.json without making the model."""
+    if name in VISION_NAMES:
+        return _vision_model(experts=name == VISION_EXPERTS)
+    dense = {
+        "model_type": "qwen3",
+        "vocab_size": len(token_ids(vision=False)),
+        "hidden_size": 64,
+        "intermediate_size": 192,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": MAX_POSITIONS,
+        "tie_word_embeddings": True,
+    }
+    if name != EXPERTS:
+        return dense
+    return dense | {
+        "model_type": "qwen3_moe",
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "norm_topk_prob": True,
+    }
+
+
+def _vision_model(*, experts: bool) -> dict[str, Any]:
+    """Returns a config.json in the form in which Qwen3-VL is published."""
+    ids, kind = token_ids(vision=True), "qwen3_vl_moe" if experts else "qwen3_vl"
+    text = {
+        "model_type": f"{kind}_text",
+        "vocab_size": len(ids),
+        "hidden_size": 72,
+        "intermediate_size": 160,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": MAX_POSITIONS,
+        "rope_theta": 10_000.0,
+        "rope_scaling": {"rope_type": "default", "mrope_interleaved": True, "mrope_section": [4, 2, 2]},
+        "pad_token_id": ids["<pad>"],
+        "eos_token_id": ids["<|im_end|>"],
+        "dtype": "float32",
+    }
+    if experts:
+        text |= {
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 40,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        }
+    return {
+        "architectures": ["Qwen3VLMoeForConditionalGeneration" if experts else "Qwen3VLForConditionalGeneration"],
+        "model_type": kind,
+        "image_token_id": ids[IMAGE_PAD],
+        "video_token_id": ids[VIDEO_PAD],
+        "vision_start_token_id": ids[VISION_START],
+        "vision_end_token_id": ids[VISION_END],
+        "tie_word_embeddings": not experts,
+        "text_config": text,
+        "vision_config": _tower(kind, out=text["hidden_size"]),
+    }
+
+
+def _tower(kind: str, *, out: int) -> dict[str, Any]:
+    return {
+        "model_type": kind,
+        "depth": 3,
+        "hidden_size": 32,
+        "intermediate_size": 56,
+        "num_heads": 2,
+        "hidden_act": "gelu_pytorch_tanh",
+        "in_channels": 3,
+        "patch_size": _PATCHES["patch_size"],
+        "temporal_patch_size": _PATCHES["temporal_patch_size"],
+        "spatial_merge_size": _PATCHES["merge_size"],
+        "out_hidden_size": out,
+        "num_position_embeddings": 64,
+        "deepstack_visual_indexes": [0, 1],
+        "initializer_range": 0.02,
+    }
+
+
+def processor_files() -> dict[str, dict[str, Any]]:
+    """Returns the settings of images and videos by their file names, as Qwen3-VL is published.
+
+    An image has 4 to 64 rows, and a video at most 256.
+    """
+    image = {"size": _size(32 * 32, 128 * 128), "image_processor_type": "Qwen2VLImageProcessorFast"}
+    video = {"size": _size(4 * 32 * 32, 32 * 64 * 64), "video_processor_type": "Qwen3VLVideoProcessor"}
+    return {
+        "preprocessor_config.json": {**_PATCHES, **_PIXELS, **image},
+        "video_preprocessor_config.json": {**_PATCHES, **_PIXELS, **video},
+    }
+
+
+def _size(smallest: int, largest: int) -> dict[str, int]:
+    return {"shortest_edge": smallest, "longest_edge": largest}  # Both count pixels, in spite of their names.

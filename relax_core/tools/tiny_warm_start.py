@@ -1,0 +1,141 @@
+"""Trains the builtin text models for a few supervised steps, so that GRPO finds rewards and can still improve."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from relax_core.data.generated import ARITHMETIC, REVERSE_DIGITS, Example, example
+from relax_core.families.tiny_configs import EXPERTS, STUDENT, TEACHER, VISION, VISION_EXPERTS, tiny_config
+from relax_core.tools.tiny_tokenizer import build_tokenizer
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+    from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM, Qwen3MoeForCausalLM
+
+    TinyModel = Qwen3ForCausalLM | Qwen3MoeForCausalLM
+
+SEE = "see"
+
+
+@dataclass(frozen=True)
+class WarmStart:
+    """Holds the supervised steps before GRPO: AdamW on the answers' tokens, ``steps`` × ``batch_size`` examples.
+
+    ``seed`` also determines the initial weights. With some seeds, the same steps leave GRPO too little to start from.
+    """
+
+    steps: int
+    seed: int
+    batch_size: int = 64
+    lr: float = 2e-3
+    warmup_steps: int = 20
+    beta2: float = 0.99
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeeWarmStart(WarmStart):
+    """Is the warm start of a model that sees.
+
+    The answers of the first ``blind_steps`` are drawn at random from those of the question, so that the model learns
+    how an answer is spelled before it learns which one is right.
+    """
+
+    blind_steps: int
+
+
+# After these steps the student solves some of the tasks, so that GRPO gets rewards and can still improve.
+# The teacher solves all of them; more steps would only sharpen its distribution.
+WARM_STARTS = {
+    (STUDENT, REVERSE_DIGITS): WarmStart(steps=58, seed=8),
+    (STUDENT, ARITHMETIC): WarmStart(steps=240, seed=0, lr=3e-3),
+    (TEACHER, REVERSE_DIGITS): WarmStart(steps=200, seed=8),
+    (TEACHER, ARITHMETIC): WarmStart(steps=500, seed=0, lr=3e-3),
+    (EXPERTS, REVERSE_DIGITS): WarmStart(steps=58, seed=8),
+    (EXPERTS, ARITHMETIC): WarmStart(steps=240, seed=0, lr=3e-3),
+    (VISION, SEE): SeeWarmStart(steps=80, blind_steps=60, seed=0, batch_size=48),
+    (VISION_EXPERTS, SEE): SeeWarmStart(steps=80, blind_steps=60, seed=0, batch_size=48),
+}
+
+
+def write_text_model(folder: Path, *, name: str, task: str) -> None:
+    """Makes a text model and writes it with its tokenizer. With one torch thread, the result is always the same."""
+    import torch
+
+    recipe = WARM_STARTS[name, task]
+    torch.manual_seed(recipe.seed)
+    tokenizer = build_tokenizer()
+    model = _build_model(tokenizer, name)
+    train_warm_start(model, tokenizer, recipe, task=task)
+    tokenizer.save_pretrained(folder)
+    model.save_pretrained(folder)
+
+
+def _build_model(tokenizer: PreTrainedTokenizerFast, name: str) -> TinyModel:
+    from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    values = tiny_config(name) | {
+        "pad_token_id": tokenizer.pad_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "dtype": "float32",
+    }
+    if name == EXPERTS:
+        return Qwen3MoeForCausalLM(Qwen3MoeConfig(**values))
+    return Qwen3ForCausalLM(Qwen3Config(**values))
+
+
+def train_warm_start(model: TinyModel, tokenizer: PreTrainedTokenizerFast, recipe: WarmStart, *, task: str) -> None:
+    """Trains a text model on the answers of a generated task."""
+    import torch
+
+    def loss_of_step(step: int) -> Tensor:
+        first = step * recipe.batch_size
+        examples = [
+            example(task, split="train", seed=recipe.seed, index=index)
+            for index in range(first, first + recipe.batch_size)
+        ]
+        ids, targets = _batch(tokenizer, examples)
+        hidden = model.model(input_ids=ids).last_hidden_state
+        rows = targets >= 0
+        return torch.nn.functional.cross_entropy(model.lm_head(hidden[rows]), targets[rows])
+
+    supervised_steps(model, recipe, loss_of_step)
+
+
+def supervised_steps(model: torch.nn.Module, recipe: WarmStart, loss_of_step: Callable[[int], Tensor]) -> None:
+    """Takes the steps of a warm start on the loss of each step."""
+    import torch
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, betas=(0.9, recipe.beta2), weight_decay=0.0)
+    for step in range(recipe.steps):
+        loss = loss_of_step(step)
+        optimizer.param_groups[0]["lr"] = recipe.lr * min(1.0, (step + 1) / recipe.warmup_steps)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+def _batch(tokenizer: PreTrainedTokenizerFast, examples: list[Example]) -> tuple[Tensor, Tensor]:
+    """Returns `padded` ids and targets of some examples."""
+    prompts = tokenizer.apply_chat_template(
+        [[{"role": "user", "content": one.prompt}] for one in examples], add_generation_prompt=True, return_dict=False
+    )
+    answers = [[*tokenizer.encode(one.answer), tokenizer.eos_token_id] for one in examples]
+    return padded(prompts, answers, pad=tokenizer.pad_token_id)
+
+
+def padded(prompts: list[list[int]], answers: list[list[int]], *, pad: int) -> tuple[Tensor, Tensor]:
+    """Returns ids ``[batch, width]``, padded on the right, and each position's next token, -1 if it is not trained."""
+    import torch
+
+    width = max(len(prompt) + len(answer) for prompt, answer in zip(prompts, answers, strict=True))
+    ids = torch.full((len(prompts), width), pad)
+    targets = torch.full((len(prompts), width), -1)
+    for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        end = len(prompt) + len(answer)
+        ids[row, :end] = torch.tensor(prompt + answer)
+        targets[row, len(prompt) - 1 : end - 1] = torch.tensor(answer)
+    return ids, targets
