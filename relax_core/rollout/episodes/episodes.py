@@ -74,7 +74,8 @@ class OpenEnv:
 class EpisodeRecord:
     """Holds the messages, turns and state of one episode.
 
-    XX
+    ``media`` places the images and videos of the newest prompt in it. ``failed`` says why the episode has no reward if
+    its env raised or was too slow. ``error`` is what the env raised.
     """
 
     uid: str
