@@ -26,9 +26,9 @@ LOGPROBS = "logprobs"
 VERSIONS = "versions"
 EPISODES = "episodes"  # list[Episode]
 MEDIA = "media"  # list[Media]
-FORWARD_COLUMNS = (TOKEN_IDS, END, VERSIONS, EPISODES)  # the inputs of a forward pass
+FORWARD_COLUMNS = (TOKEN_IDS, END, VERSIONS, EPISODES, MEDIA)  # the inputs of a forward pass
 # A tree without its tokens, from which micro-batches are formed and a step's metrics are computed.
-STRUCTURE_COLUMNS = (END, LOSS_MASK, LOGPROBS, VERSIONS, EPISODES)
+STRUCTURE_COLUMNS = (END, LOSS_MASK, LOGPROBS, VERSIONS, EPISODES, MEDIA)
 ROLLOUT_COLUMNS = (TOKEN_IDS, END, LOSS_MASK, LOGPROBS, VERSIONS, EPISODES, MEDIA)
 
 OLD_LOGPROBS = "old_logprobs"  # written by actor_fwd
