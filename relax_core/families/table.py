@@ -5,6 +5,7 @@ from __future__ import annotations
 from relax_core.contracts.family import Experts, Family, HfConfig, Only, Vision
 from relax_core.families.architecture import Architecture
 from relax_core.families.rope import read_rope
+from relax_core.families.vision.tower_shapes import qwen3_vision_shapes
 
 COMMON = (
     Only("hidden_act", "silu", "no other activation is computed"),
@@ -179,6 +180,7 @@ QWEN3_VL = Family(
         prefix="model.visual.",
         model=_QWEN3_VISION,
         config="transformers.models.qwen3_vl.configuration_qwen3_vl:Qwen3VLVisionConfig",
+        shapes=qwen3_vision_shapes,
         projector=_PROJECTOR,
     ),
 )
@@ -199,6 +201,7 @@ QWEN3_VL_MOE = Family(
         prefix="model.visual.",
         model=_QWEN3_VISION_MOE,
         config="transformers.models.qwen3_vl_moe.configuration_qwen3_vl_moe:Qwen3VLMoeVisionConfig",
+        shapes=qwen3_vision_shapes,
         projector=_PROJECTOR,
     ),
     fused_experts=True,

@@ -14,6 +14,7 @@ from relax_core.contracts.media import Media, MediaItem
 from relax_core.contracts.rotary import rotary_of_sequence
 from relax_core.families.architecture import VisionTower
 from relax_core.families.folder import folder_architecture
+from relax_core.families.hf_config import CONFIG_FILE
 from relax_core.families.tiny_configs import processor_files, tiny_config
 from relax_core.families.vision.item_rows import image_rows, video_rows
 from relax_core.tools.tiny_tokenizer import build_tokenizer
@@ -53,11 +54,9 @@ def write_vision_model(folder: Path, *, name: str, task: str) -> None:
     tokenizer = build_tokenizer(vision=True)
     tokenizer.save_pretrained(folder)
     config = tiny_config(name)
-    _write_json(folder / "config.json", config)
+    _write_json(folder / CONFIG_FILE, config)
     for file, values in processor_files().items():
         _write_json(folder / file, values)
-    ends = {key: config["text_config"][key] for key in ("eos_token_id", "pad_token_id")}
-    _write_json(folder / "generation_config.json", ends)
     tower = folder_architecture(folder).vision
     assert tower is not None, "the family has a tower"
     model = _build_model(config)
@@ -123,8 +122,8 @@ def _prompt(tokenizer: PreTrainedTokenizerFast, tower: VisionTower, one: SeenExa
     """Returns the ids of a prompt, with the rows of what it shows, and where these are."""
     kind = "video" if one.is_video else "image"
     parts = [] if one.frames is None else [{"type": kind}]
-    text = [{"role": "user", "content": [*parts, {"type": "text", "text": one.prompt}]}]
-    ids: list[int] = tokenizer.apply_chat_template(text, add_generation_prompt=True, return_dict=False)
+    messages: Any = [{"role": "user", "content": [*parts, {"type": "text", "text": one.prompt}]}]
+    ids: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     if one.frames is None:
         return ids, []
     item = _item(tokenizer, tower, one.frames, is_video=one.is_video)
@@ -172,9 +171,9 @@ def _tower_inputs(
         (True, "pixel_values_videos", "video_grid_thw"),
     ):
         shown = [
-            (one.frames, item.item.grid)
-            for one, (item, *_) in zip(examples, (items or [None] for items in media), strict=True)
-            if item is not None and one.is_video is is_video and one.frames is not None
+            (one.frames, items[0].item.grid)
+            for one, items in zip(examples, media, strict=True)
+            if items and one.frames is not None and one.is_video is is_video
         ]
         if shown:
             found[pixels] = torch.cat([patches_of(frames, tower) for frames, _ in shown])

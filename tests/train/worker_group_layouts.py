@@ -33,6 +33,7 @@ def parallel_config(**sizes: Any) -> ParallelConfig:
             "distributed_optimizer": False,
             "overlap": False,
             "micro_batch_tokens": 8192,
+            "micro_batch_patches": 8192,
             "logprob_chunk_tokens": 1024,
             "threads_per_rank": 1,
             **sizes,

@@ -51,6 +51,7 @@ RANGES: dict[str, Range] = {
     "parallel.etp": _COUNT,
     **{f"parallel.{role}.{size}": _COUNT for role in ("actor_fwd", "reference") for size in FORWARD_SIZES},
     "parallel.micro_batch_tokens": _COUNT,
+    "parallel.micro_batch_patches": _COUNT,
     "parallel.logprob_chunk_tokens": _COUNT,
     "parallel.threads_per_rank": _COUNT,
     "model.moe_aux_loss_coef": Range(0, why="0: no balancing loss"),
