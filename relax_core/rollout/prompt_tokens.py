@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,7 +34,7 @@ class PromptMaker:
     """Makes prompts of at most ``max_prompt_tokens`` tokens; ``overlong`` says what happens to longer ones.
 
     ``items`` encodes images and videos; without it, rows that have some cannot be used. A prompt has at most
-    ``prompt_items`` of them.
+    ``prompt_items`` of them. ``item_rows`` says how many rows one has at most, for `tokens`, which encodes none.
     """
 
     def __init__(
@@ -47,6 +47,7 @@ class PromptMaker:
         overlong: Overlong = Overlong.drop,
         items: ItemCache | None = None,
         prompt_items: int = DEFAULT_PROMPT_ITEMS,
+        item_rows: Callable[[MediaSource], int] = lambda source: 1,
     ) -> None:
         self.tokenizer = tokenizer
         self._env = env
@@ -55,12 +56,14 @@ class PromptMaker:
         self._overlong = overlong
         self.items = items
         self._prompt_items = prompt_items
+        self._item_rows = item_rows
 
     def tokens(self, row: DataRow, *, where: str) -> list[int]:
         """Returns the token ids of a prompt of text; ``where`` is the data row's file and line for errors.
 
-        Raises `BadRow` as `text` does, and if the prompt is too long and such rows are dropped. Raises ValueError if
-        the prompt is too long and ``overlong`` is error.
+        For each image and video there are as many ids as it may have rows, without a meaning. Raises `BadRow` as
+        `text` does, and if the prompt is too long and such rows are dropped. Raises ValueError if the prompt is too
+        long and ``overlong`` is error.
         """
         return self._opening(self._messages(row, where=where), (), where=where).token_ids
 
@@ -147,6 +150,19 @@ class PromptMaker:
         """
         return self._render(self._messages(row, where=where), where=where)
 
+    def bound(self, row: DataRow, *, where: str) -> int:
+        """Returns a number of tokens that the whole prompt does not exceed: each stands for at least one byte.
+
+        Raises as `text` does.
+        """
+        messages = self._messages(row, where=where)
+        rows = sum(self._item_rows(source) for source in media_sources(messages))
+        return len(self._render(messages, where=where).encode()) + rows
+
+    def count(self, row: DataRow, *, where: str) -> int:
+        """Returns the number of tokens of the whole prompt, of any length. Raises as `text` does."""
+        return len(self._encode(self._messages(row, where=where), (), where=where).token_ids)
+
     def _messages(self, row: DataRow, *, where: str) -> Sequence[Message]:
         assert self._env.messages is not None, "an env of several turns opens its own episodes"
         try:
@@ -167,7 +183,8 @@ class PromptMaker:
         except ValueError as error:
             raise BadRow.because("template", f"{where}: {error}") from error
         if not items:
-            return Prompt(token_ids=ids)
+            rows = sum(self._item_rows(source) - 1 for source in media_sources(messages))
+            return Prompt(token_ids=ids + [0] * rows)
         try:
             ids, media = self.tokenizer.place_items(ids, items)
         except ValueError as error:
