@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from relax_core.contracts.media import MediaKind
+
 
 class EngineSettings(Protocol):
     """Holds the keys ``engine.*`` of the configuration that a kind of engine needs.
@@ -87,6 +89,7 @@ class EngineServer:
     """Is a server and how a client reaches it.
 
     ``token`` is empty if the server asks for none. ``model_folder`` is the folder of the served model.
+    ``media_folder`` holds the images and videos of prompts, None if there are none.
     ``request_timeout_s`` is the longest pause in seconds within a generate call, and ``control_timeout_s`` the longest
     time of any other call.
     """
@@ -97,6 +100,7 @@ class EngineServer:
     model_folder: Path
     request_timeout_s: float
     control_timeout_s: float
+    media_folder: Path | None = None
 
 
 def environment_of_threads(start: EngineStart) -> dict[str, str]:
@@ -133,7 +137,7 @@ class EngineSpec:
     folder that RELAX_ENGINE_SCRATCH names, and its owner removes what has that folder's name, and ends its session.
     ``transports`` are the ways in which new weights may reach it (engine.weight_transport). ``memory_mib`` is the
     memory of the process before it has a model, for the memory plan. ``whole_cache`` says that it allocates memory for
-    all engine.max_total_tokens at its start.
+    all engine.max_total_tokens at its start. ``media`` has the kinds of media that prompts may hold if the model sees.
     """
 
     name: str
@@ -151,3 +155,4 @@ class EngineSpec:
     transports: frozenset[str] = frozenset({"shared_memory"})
     memory_mib: int = 256
     whole_cache: bool = False
+    media: frozenset[MediaKind] = frozenset()

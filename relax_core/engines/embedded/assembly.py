@@ -15,8 +15,8 @@ from relax_core.engines.embedded.http.media_body import RequestMedia
 from relax_core.engines.embedded.http.request_bounds import RequestLimits
 from relax_core.engines.embedded.model.decoder_model import LanguageModel
 from relax_core.engines.embedded.model.fused_weights import FusedWeights
-from relax_core.engines.embedded.model.media_features import MediaFeatures
 from relax_core.engines.embedded.model.model_config import ModelConfig, read_model_config
+from relax_core.engines.embedded.model.tower_features import MediaFeatures
 from relax_core.engines.embedded.model.weight_updates import WeightUpdates
 from relax_core.engines.embedded.scheduler.decoder import Decoder
 from relax_core.engines.embedded.scheduler.scheduler import NOTHING_ATTESTED, Scheduler

@@ -16,15 +16,16 @@ if TYPE_CHECKING:
 def _client(server: EngineServer) -> SglangClient:
     from relax_core.engines.protocol.stop_strings import StopTable
     from relax_core.engines.sglang.client.sglang_client import SglangClient
-    from relax_core.engines.sglang.served_model import vocab_size
+    from relax_core.families.hf_config import language_values, read_hf_config
 
     return SglangClient(
         server.url,
         server.token,
         ranks=server.engine.tp,
-        vocab_size=vocab_size(server.model_folder),
+        vocab_size=language_values(read_hf_config(server.model_folder))["vocab_size"],
         seeds=bool(server.engine.deterministic),
         attached=bool(server.engine.urls),
+        media_folder=server.media_folder,
         stops=StopTable(server.model_folder),
         request_timeout_s=server.request_timeout_s,
         control_timeout_s=server.control_timeout_s,

@@ -11,8 +11,8 @@ import numpy as np
 from relax_core.contracts.engine import FinishReason
 from relax_core.contracts.kept_tokens import KeptTokens
 from relax_core.contracts.media import Media
-from relax_core.engines.embedded.model.media_features import MediaGone
 from relax_core.engines.embedded.model.prefill import SequenceMedia
+from relax_core.engines.embedded.model.tower_features import MediaGone
 from relax_core.engines.embedded.scheduler.routing_log import PromptRoutes
 from relax_core.engines.embedded.scheduler.slots import Prefix
 from relax_core.engines.embedded.scheduler.token_sampler import SamplingSettings, keys_behind, sample_keys

@@ -18,8 +18,8 @@ from relax_core.contracts.media import Media
 from relax_core.engines.embedded.model.decode_attention import CacheViews, DecodeAttention
 from relax_core.engines.embedded.model.decoder_model import LanguageModel
 from relax_core.engines.embedded.model.kv_cache import KVCache
-from relax_core.engines.embedded.model.media_features import MediaFeatures
 from relax_core.engines.embedded.model.prefill import SequenceMedia, Wanted, empty_kv, like_lengths, prefill_passes
+from relax_core.engines.embedded.model.tower_features import MediaFeatures
 from relax_core.engines.embedded.scheduler.kept_log import KeptTable
 from relax_core.engines.embedded.scheduler.routing_log import RouteTable
 from relax_core.engines.embedded.scheduler.slots import Prefix, SlotTable
