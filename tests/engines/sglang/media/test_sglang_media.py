@@ -191,9 +191,9 @@ def dict_frames(served: Served, item: MediaItem) -> np.ndarray:
 def test_a_new_tower_sees_the_same_picture_anew(served: Served, tmp_path: Path) -> None:
     """Changes the tower alone: picture prompts move, and text prompts keep their bits."""
     image = frames_of(1, 32, 48, seed=20)
-    pictured, text = prompt(*served.shown(served.item(image)), [9], rid="image"), prompt([5, 6, 7], rid="text")
+    pictured, text = prompt(*served.shown(served.item(image)), [9], rid="image"), prompt([11, 12, 13], rid="text")
     greedy = SamplingParams(max_new_tokens=4, temperature=0.0)
-    before = served.generate([pictured, text], greedy)
+    before = [served.generate([one], greedy)[0] for one in (pictured, text)]
     weights = published_weights(served.model)
     with torch.no_grad():
         for name, parameter in served.model.named_parameters():
@@ -201,7 +201,7 @@ def test_a_new_tower_sees_the_same_picture_anew(served: Served, tmp_path: Path) 
                 parameter.mul_(1.5)
     try:
         served.publish(published_weights(served.model), tmp_path)
-        after = served.generate([pictured, text], greedy)
+        after = [served.generate([one], greedy)[0] for one in (pictured, text)]
         assert abs(float(after[0].logprobs[0]) - float(before[0].logprobs[0])) > 1e-3
         assert after[1].logprobs.tobytes() == before[1].logprobs.tobytes()
         assert {int(one.versions[0]) for one in after} == {served.version}
