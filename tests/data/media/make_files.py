@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import struct
+import tempfile
 import zlib
 from collections.abc import Sequence
+from pathlib import Path
 
 import av
 import numpy as np
@@ -55,19 +57,22 @@ def video(
     form: str = "mp4",
     codec: str = "h264",
     group: int = 12,
-    options: dict[str, str] | None = None,
+    header_first: bool = False,
 ) -> bytes:
     """Returns a video of uint8 frames ``[height, width, 3]`` with even sides, one key frame in ``group``."""
-    file = io.BytesIO()
-    with av.open(file, "w", format=form, options=options or {}) as container:
+    file = tempfile.NamedTemporaryFile()  # noqa: SIM115  # FFmpeg reads the file again to move its header
+    options = {"movflags": "faststart"} if header_first else {}
+    with file, av.open(file.name, "w", format=form, options=options) as container:
         stream = container.add_stream(codec, rate=rate)
         stream.height, stream.width = frames[0].shape[:2]
         stream.pix_fmt = "yuv420p"
         stream.codec_context.gop_size = group
+        stream.codec_context.bit_rate = 4_000_000
         for frame in frames:
             container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
         container.mux(stream.encode())
-    return file.getvalue()
+        container.close()
+        return Path(file.name).read_bytes()
 
 
 def sound_only() -> bytes:
@@ -87,6 +92,6 @@ def grey_frames(levels: Sequence[int], height: int = 64, width: int = 96) -> lis
 
 
 def patched(data: bytes, name: bytes, offset: int, value: bytes) -> bytes:
-    """Returns an MP4 with bytes replaced, ``offset`` bytes behind the name of its only box ``name``."""
-    at = data.index(name) + len(name) + offset
+    """Returns an MP4 with bytes replaced, ``offset`` bytes behind the name of its last box ``name``."""
+    at = data.rindex(name) + len(name) + offset
     return data[:at] + value + data[at + len(value) :]

@@ -52,7 +52,7 @@ def plain_video() -> bytes:
 @cache
 def streamed_video() -> bytes:
     """A video whose header comes first."""
-    return video([noise(64, 96, seed) for seed in range(24)], options={"movflags": "faststart"})
+    return video([noise(64, 96, seed) for seed in range(24)], header_first=True)
 
 
 def tenths(content: Content) -> Iterator[tuple[int, Content]]:
@@ -103,7 +103,7 @@ CASES: dict[str, tuple[MediaKind, str, Content]] = {
     "50 KB of 400 megapixels.png": ("image", "too_many_pixels", lambda: png_bomb(20_032, 20_032)),
     "2 gigapixels each side.png": ("image", "too_many_pixels", lambda: png((1 << 31) - 1, (1 << 31) - 1, b"\0")),
     "bomb.bmp": ("image", "too_many_pixels", lambda: _bmp(30_000, 30_000)),
-    "bomb.gif": ("image", "too_many_pixels", lambda: b"GIF89a" + struct.pack("<HHBBB", 65_535, 65_535, 0x80, 0, 0) + bytes(6) + b";"),
+    "bomb.gif": ("image", "too_many_pixels", lambda: b"GIF89a" + struct.pack("<HHBBB", 65_535, 65_535, 0x80, 0, 0) + bytes(6) + b"," + struct.pack("<HHHHB", 0, 0, 65_535, 65_535, 0) + b"\2\1\0\0;"),
     "bomb, extended.webp": ("image", "too_many_pixels", lambda: _webp(b"VP8X", bytes(4) + b"\xff\x3f\0" * 2)),
     "bomb, lossless.webp": ("image", "too_many_pixels", lambda: _webp(b"VP8L", b"\x2f" + b"\xff\xff\xff\x0f" + bytes(8))),
     "bomb, lossy.webp": ("image", "too_many_pixels", lambda: _webp(b"VP8 ", bytes(3) + b"\x9d\x01\x2a" + b"\xff\x3f\xff\x3f" + bytes(8))),
@@ -123,9 +123,7 @@ CASES: dict[str, tuple[MediaKind, str, Content]] = {
     "only magic.gif": ("image", "truncated", lambda: b"GIF89a"),
     "bad sum.png": ("image", "truncated", _bad_crc),
     "no pixels.png": ("image", "truncated", lambda: png(64, 64, b"")),
-    "half of the pixels.png": ("image", "truncated", lambda: png(64, 64, bytes(193 * 32))),
     "an unknown colour type.png": ("image", "truncated", lambda: png(8, 8, bytes(25 * 8), colour=5)),
-    "more rows than data.jpg": ("image", "truncated", lambda: _jpeg_of(640, 64)),
     "more rows than data.bmp": ("image", "truncated", lambda: _bmp(64, 64)),
     "half.webp": ("image", "truncated", lambda: saved(noise(64, 64), "WEBP")[:2000]),
     "half.gif": ("image", "truncated", lambda: saved(noise(64, 64), "GIF")[:2000]),
@@ -158,12 +156,12 @@ CASES: dict[str, tuple[MediaKind, str, Content]] = {
     "empty.mp4": ("video", "truncated", lambda: b""),
     "noise.mp4": ("video", "truncated", lambda: BOX.pack(16, b"ftyp") + np.random.default_rng(7).bytes(3000)),
     "noise.mkv": ("video", "truncated", lambda: b"\x1a\x45\xdf\xa3" + np.random.default_rng(7).bytes(3000)),
-    "a box of 4 GB.mp4": ("video", "truncated", lambda: BOX.pack(16, b"ftyp") + b"isom\0\0\0\0" + BOX.pack(0xFFFFFFFF, b"moov")),
+    "a box of 4 GB.mp4": ("video", "no_frames", lambda: BOX.pack(16, b"ftyp") + b"isom\0\0\0\0" + BOX.pack(0xFFFFFFFF, b"moov")),
     "header alone.mp4": ("video", "truncated", lambda: streamed_video()[: streamed_video().index(b"mdat") - 4]),
     "sound.mp4": ("video", "no_frames", sound_only),
     "no frames.mkv": ("video", "no_frames", lambda: video(grey_frames(range(2)), form="matroska")[:600]),
     "damaged in the middle.mp4": ("video", "truncated", lambda: plain_video()[:3000] + bytes(20_000) + plain_video()[23_000:]),
-    "65,535 a side.mp4": ("video", "too_many_pixels", lambda: patched(plain_video(), b"avc1", 24, b"\xff\xff\xff\xff")),
+    "8 megapixels.mp4": ("video", "too_many_pixels", lambda: video(grey_frames([1], 2_000, 4_000))),
     "8 megapixels behind a small header.mp4": ("video", "too_many_pixels", lambda: patched(video(grey_frames([1], 2_000, 4_000)), b"avc1", 24, b"\0\x40\0\x40")),
     "1 x 400.mp4": ("video", "bad_aspect", lambda: video(grey_frames(range(4), 2, 402))),
     "weeks.mp4": ("video", "too_long", lambda: patched(plain_video(), b"mdhd", 12, struct.pack(">II", 1, 10_000_000))),
