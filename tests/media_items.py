@@ -15,7 +15,7 @@ from relax_core.families.vision.item_rows import ItemRows, image_rows, video_row
 
 IMAGE, VIDEO, START, END = 90, 91, 92, 93  # the tokens of the tower below
 TOWER = VisionTower(
-    vision=Vision(prefix="model.visual.", model="", config=""),
+    vision=Vision(prefix="model.visual.", model="", config="", shapes=lambda config: {}),
     config={},
     patch_size=4,
     temporal_patch_size=2,

@@ -25,18 +25,16 @@ FIRST_TEXT = 7  # ids from here to LAST_TEXT are characters
 LAST_TEXT = 50
 
 
-def make_seeing_model(
-    folder: Path | None, *, name: str = DENSE, seed: int = 0, deepstack: list[int] | None = None
-) -> Any:
+def make_seeing_model(folder: Path | None, *, name: str = DENSE, seed: int = 0, layers: int | None = None) -> Any:
     """Makes a random model whose distributions are far from flat, and writes it as published if a folder is given.
 
-    ``deepstack`` replaces the layers of the tower that have further outputs.
+    ``layers`` replaces the number of the language model's layers.
     """
     import transformers
 
     config = tiny_config(name)
-    if deepstack is not None:
-        config["vision_config"]["deepstack_visual_indexes"] = deepstack
+    if layers is not None:
+        config["text_config"]["num_hidden_layers"] = layers
     torch.manual_seed(seed)
     model_class = getattr(transformers, config["architectures"][0])
     model = model_class(model_class.config_class.from_dict(config)).float().eval()

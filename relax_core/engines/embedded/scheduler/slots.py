@@ -208,16 +208,8 @@ class SlotTable:
         holes = sorted(slot for slot in freed if slot < kept)
         moves = list(zip(movers, holes, strict=True))
         if moves:
-            columns = (
-                self._token,
-                self.position,
-                self.rotary_shift,
-                self.columns,
-                self._key,
-                self._length,
-                self._limit,
-            )
-            for column in (*columns, self._stop, self._ids, self._logprobs):
+            columns = (self._token, self.position, self.columns, self._key, self._length, self._limit)
+            for column in (*columns, self.rotary_shift, self._stop, self._ids, self._logprobs):
                 column[holes] = column[movers]
             for source, target in moves:
                 self._settings[target] = self._settings[source]

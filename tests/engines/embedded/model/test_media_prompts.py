@@ -37,8 +37,8 @@ BANNED = tuple(token_ids(vision=True)[token] for token in VISION_TOKENS)
 class Seer:
     """Holds a model that sees, in this process, and transformers' model of the same weights."""
 
-    def __init__(self, folder: Path, name: str, *, deepstack: list[int] | None = None) -> None:
-        self.reference = make_seeing_model(folder / "model", name=name, deepstack=deepstack)
+    def __init__(self, folder: Path, name: str, *, layers: int | None = None) -> None:
+        self.reference = make_seeing_model(folder / "model", name=name, layers=layers)
         self.seen = Seen(folder / "model", folder / "media")
         self.config = read_model_config(folder / "model")
         self.weights = FusedWeights(self.config, torch.float32)
@@ -106,8 +106,8 @@ def test_text_keeps_its_bits_beside_a_picture(seer: Seer) -> None:
 
 def test_deepstack_rows_may_reach_the_last_layer(tmp_path: Path) -> None:
     """There the last layer is computed for all tokens, though few are asked for."""
-    deep = Seer(tmp_path, DENSE, deepstack=[0, 1, 1, 2])
-    assert deep.config.vision is not None and deep.config.vision.deepstack_layers == deep.config.num_layers
+    deep = Seer(tmp_path, DENSE, layers=2)
+    assert deep.config.vision is not None and deep.config.vision.deepstack_layers == deep.config.num_layers == 2
     prompts = scene(deep.seen)
     torch.testing.assert_close(deep.scores(*prompts), deep.expected(*prompts), atol=TOLERANCE, rtol=0)
 
