@@ -47,7 +47,10 @@ def test_columns_fill_the_places_of_the_prompt_in_order(tmp_path: Path) -> None:
         {"prompt": "<image>What colour?", "images": ["a/17.png"]},
         {"prompt": "a<video>b<image>c<image>", "images": ["1.png", "/abs/2.png"], "videos": "3.mp4"},
         {"prompt": [{"role": "system", "content": "look"}, {"role": "user", "content": "<image>?"}], "images": URI},
-        {"prompt": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}], "images": "x.png"},
+        {
+            "prompt": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}],
+            "images": "x.png",
+        },
     )
     assert rows[0]["prompt"] == "only text with a < and a <video"
     (message,) = rows[1]["prompt"]
@@ -152,7 +155,9 @@ def test_parquet_rows_have_bytes_in_structs_and_text_rows_among_them(tmp_path: P
     file = open_rows(parquet(tmp_path, group=4), keys(tmp_path))
     assert file[0]["prompt"] == "text" and file[0]["answer"] == "0"
     assert media_sources(file[7]["prompt"]) == [MediaSource(kind="image", data=PICTURE + bytes([7]) * 2000)]
-    with pytest.raises(ValueError, match=r"data.media_keys.image=pictures: .* has no such column; it has answer, images"):
+    with pytest.raises(
+        ValueError, match=r"data.media_keys.image=pictures: .* has no such column; it has answer, images"
+    ):
         open_rows(tmp_path / "rows.parquet", keys(tmp_path, media=MediaColumns(columns={"image": "pictures"})))
 
 
