@@ -17,7 +17,7 @@ from relax_core.bus.ray.ray_bus import RayBus
 from relax_core.config.choices import Partial
 from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.algorithm import AlgorithmSpec
-from relax_core.contracts.bus import BusClosed
+from relax_core.contracts.bus import Admission, BusClosed
 from relax_core.contracts.data import PromptSource
 from relax_core.contracts.stop_signals import ignore_stop_signals
 from relax_core.data.eval_sets import eval_sets, held_out_count
@@ -82,6 +82,8 @@ class RolloutWorker(Worker):
         rewards = self._rewards()
         source = make_source(config.data, seed=config.seed, eval_rows=held_out_count(config))
         env = find_env(config.env.name)
+        # Reclaiming ends what an earlier process of this worker held at the bus, so it comes before any encoding.
+        reclaimed = await self._reclaim(bus)
         encoders = self._encoders()
         prompts = PromptMaker(
             env=env,
@@ -134,7 +136,7 @@ class RolloutWorker(Worker):
                     group.create_task(asyncio.to_thread(importlib.import_module, "torch"))
                 if evaluator is not None:
                     group.create_task(self._evaluate(evaluator, metrics))
-                group.create_task(self._sample(loop, bus))
+                group.create_task(self._sample(loop, reclaimed))
         except* Exception as failures:
             raise first_cause(failures) from failures
         finally:
@@ -205,10 +207,17 @@ class RolloutWorker(Worker):
         own = {"worker": float(self._rank)} if self.context.config.rollout.workers > 1 else {}
         return lambda source, step, values: metrics.record(source, step, {**values, **own})
 
-    async def _sample(self, loop: RolloutLoop, bus: RayBus) -> None:
+    async def _reclaim(self, bus: RayBus) -> list[Admission] | BusClosed:
         try:
             timeout_s = self.context.config.bus.call_timeout_s
-            reclaimed = await asyncio.to_thread(bus.reclaim, worker=self._rank, timeout_s=timeout_s)
+            return await asyncio.to_thread(bus.reclaim, worker=self._rank, timeout_s=timeout_s)
+        except BusClosed as closed:
+            return closed
+
+    async def _sample(self, loop: RolloutLoop, reclaimed: list[Admission] | BusClosed) -> None:
+        try:
+            if isinstance(reclaimed, BusClosed):
+                raise reclaimed
             await loop.run(reclaimed)
         except BusClosed as closed:  # sampling has ended; the last evaluation may still be to come
             self.set_state("running", str(closed))
