@@ -52,6 +52,8 @@ def huggingface_steps(
         logprobs, entropy = _forward(model, groups, left, logits)
         loss, denominator = _loss(logprobs, entropy, groups)
         (loss.loss_sum / denominator).backward()
+        for parameter in model.parameters():  # A tower that no text passes decays all the same.
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         grad_norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.clip_grad)))
         losses.append(float(loss.loss_sum.detach()) / denominator)
         if published is not None and step == 0:
@@ -60,7 +62,13 @@ def huggingface_steps(
     with torch.no_grad():
         after = _forward(model, groups, left, logits)[0].numpy()
     weights = _exported(model) if published is None else published(dict(model.named_parameters()))
-    return Outcome(losses=losses, grad_norms=grad_norms, logprobs=[before, after], weights=weights, gradients=gradients)
+    return Outcome(
+        losses=losses,
+        grad_norms=grad_norms,
+        logprobs=[before, after],
+        weights={n: w.detach() for n, w in weights.items()},
+        gradients=gradients,
+    )
 
 
 def _left(model: Any, groups: Sequence[TokenTree], banned: Sequence[int]) -> Tensor:
