@@ -70,6 +70,35 @@ _media_decoder = msgspec.msgpack.Decoder(list[Media])
 _kept_decoder = msgspec.msgpack.Decoder(KeptTokens)
 
 
+class _ItemName(msgspec.Struct, frozen=True):
+    digest: str
+    nbytes: int
+
+
+class _PlacedItem(msgspec.Struct, frozen=True):
+    """Is what the bus reads of a `Media`; the other fields are skipped."""
+
+    item: _ItemName
+
+
+_named_decoder = msgspec.msgpack.Decoder(list[_PlacedItem])
+_NO_MEDIA = _encoder.encode([])
+
+
+def media_sizes(columns: Mapping[str, bytes]) -> dict[str, int]:
+    """Returns the size in bytes of each media item that a group's tree places, by digest.
+
+    Raises ValueError if column `MEDIA` is damaged.
+    """
+    payload = columns.get(MEDIA, _NO_MEDIA)
+    if payload == _NO_MEDIA:
+        return {}
+    try:
+        return {one.item.digest: one.item.nbytes for one in _named_decoder.decode(payload)}
+    except msgspec.DecodeError as error:
+        raise ValueError(f"column {MEDIA} is no list of media items: {error}") from error
+
+
 def encode_tree(tree: TokenTree) -> Columns:
     """Returns all columns of a tree. Raises ValueError as `check_tree` does."""
     check_tree(tree)

@@ -63,6 +63,9 @@ def text_config(family: Family, config: HfConfig) -> HfConfig:
 
 def _described(family: Family, config: HfConfig) -> Architecture:
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    rope = read_rope(config, family=family.name)
+    if family.vision is not None and rope.sections is None:
+        raise KeyError("mrope_section")
     return Architecture(
         family=family.name,
         vocab_size=config["vocab_size"],
@@ -73,7 +76,7 @@ def _described(family: Family, config: HfConfig) -> Architecture:
         num_kv_heads=config.get("num_key_value_heads") or heads,
         head_dim=config.get("head_dim") or hidden // heads,
         rms_norm_eps=config.get("rms_norm_eps") or 1e-6,
-        rope=read_rope(config, family=family.name),
+        rope=rope,
         tie_word_embeddings=bool(config.get("tie_word_embeddings", family.tied_by_default)),
         max_positions=config["max_position_embeddings"],
         qkv_bias=family.qkv_bias,

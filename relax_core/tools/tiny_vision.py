@@ -54,12 +54,10 @@ def write_vision_model(folder: Path, *, name: str, task: str) -> None:
     tokenizer = build_tokenizer(vision=True)
     tokenizer.save_pretrained(folder)
     config = tiny_config(name)
-    _write_json(folder / CONFIG_FILE, config)
-    for file, values in processor_files().items():
-        _write_json(folder / file, values)
+    write_settings(folder, config)
     tower = folder_architecture(folder).vision
     assert tower is not None, "the family has a tower"
-    model = _build_model(config)
+    model = build_vision_model(config)
 
     def loss_of_step(step: int) -> Tensor:
         return _loss(model, tokenizer, tower, _examples(recipe, step))
@@ -88,11 +86,14 @@ def write_published(model: PreTrainedModel, folder: Path) -> None:
     )
 
 
-def _write_json(path: Path, values: dict[str, Any]) -> None:
-    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+def write_settings(folder: Path, config: dict[str, Any]) -> None:
+    """Writes the configuration of a model that sees, and its processor files."""
+    for name, values in {CONFIG_FILE: config, **processor_files()}.items():
+        (folder / name).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
-def _build_model(config: dict[str, Any]) -> PreTrainedModel:
+def build_vision_model(config: dict[str, Any]) -> PreTrainedModel:
+    """Returns transformers' model of a configuration as published, with random weights."""
     import transformers
 
     model_class = getattr(transformers, config["architectures"][0])
