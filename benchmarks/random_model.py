@@ -14,7 +14,7 @@ def main() -> None:
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    from relax_core.tools.tiny_configs import MAX_POSITIONS
+    from relax_core.families.tiny_configs import MAX_POSITIONS
     from relax_core.tools.tiny_tokenizer import write_tiny_tokenizer
 
     folder = Path(sys.argv[1])

@@ -33,8 +33,8 @@ from relax_core.data.generated import example
 from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.engines.engine_process import EngineLaunch, EngineProcess
 from relax_core.engines.protocol.engine_client import EngineClient
+from relax_core.families.tiny_configs import EXPERTS
 from relax_core.tools.make_tiny import tiny_model_folder
-from relax_core.tools.tiny_configs import EXPERTS
 from tests.trees import answers_tree, of_tokens
 
 REACH = 5.0  # the largest gap is to fall so many times

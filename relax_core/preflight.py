@@ -14,12 +14,12 @@ from relax_core.config.errors import NotYet
 from relax_core.config.schema import FORWARD_SIZES, RelaxConfig
 from relax_core.control.run.role_counts import layout_key, worker_group_layouts
 from relax_core.control.run.teacher_folders import teacher_model_problems
-from relax_core.data import generated
 from relax_core.data.eval_sets import name_problems
 from relax_core.data.plugin_source import is_configured, names_plugin
 from relax_core.data.sources import GENERATED_KEYS
 from relax_core.families.folder import folder_architecture
-from relax_core.families.hf_config import has_hf_config, read_hf_config
+from relax_core.families.hf_config import has_hf_config, language_values, read_hf_config
+from relax_core.families.tiny_configs import MAX_POSITIONS, MODEL_NAMES, tiny_config
 from relax_core.observe.service.records import EVAL
 from relax_core.plan.data.context_length import settle_context, settle_evaluation_context
 from relax_core.plan.data.data_check import look_at_data
@@ -30,7 +30,7 @@ from relax_core.plan.model.model_source import find_dimensions, layout_shape, sh
 from relax_core.registry import find_algorithm, find_engine, find_family
 from relax_core.rollout.evaluation.eval_metrics import MOST_SAMPLES
 from relax_core.rollout.evaluation.evaluator import metric_names
-from relax_core.tools.tiny_configs import MAX_POSITIONS, MODEL_NAMES, tiny_config
+from relax_core.tools.make_tiny import check_tiny_model
 from relax_core.train.hf.check_weights import weight_problems
 from relax_core.train.parallel.layout_arithmetic import (
     LayoutShape,
@@ -115,11 +115,11 @@ def experts_problems(config: RelaxConfig) -> Iterator[str]:
         return
     if config.model.path is not None:
         try:
-            values = read_hf_config(Path(config.model.path))
+            values = language_values(read_hf_config(Path(config.model.path)))
         except (ValueError, OSError):
             return  # config/ has reported it
     elif config.model.builtin in MODEL_NAMES:
-        values = tiny_config(config.model.builtin)
+        values = language_values(tiny_config(config.model.builtin))
     else:
         return  # there is no model yet
     if not (values.get("num_local_experts") or values.get("num_experts")):
@@ -134,15 +134,17 @@ def builtin_model_problems(config: RelaxConfig) -> Iterator[str]:
         return
     if model.builtin not in MODEL_NAMES:
         yield f"model.builtin={model.builtin}: no such built-in model. What exists: {', '.join(MODEL_NAMES)}."
+    elif model.task is not None:
+        try:
+            check_tiny_model(model.builtin, task=model.task)
+        except ValueError as error:
+            yield str(error)
     context = config.engine.context_length
     if context is not None and context > MAX_POSITIONS:
         yield (
             f"engine.context_length={context} is more than the model's {MAX_POSITIONS} positions. "
             f"Use engine.context_length={MAX_POSITIONS} or less."
         )
-    if model.task is not None and model.task not in generated.task_names():
-        tasks = ", ".join(generated.task_names())
-        yield f"model.task={model.task}: no such generated task. What exists: {tasks}."
 
 
 def banned_token_problems(config: RelaxConfig) -> Iterator[str]:
@@ -150,9 +152,9 @@ def banned_token_problems(config: RelaxConfig) -> Iterator[str]:
     model = config.model
     try:
         if model.path is not None:
-            vocab_size = read_hf_config(Path(model.path)).get("vocab_size")
+            vocab_size = language_values(read_hf_config(Path(model.path))).get("vocab_size")
         elif model.builtin in MODEL_NAMES:
-            vocab_size = tiny_config(model.builtin)["vocab_size"]
+            vocab_size = language_values(tiny_config(model.builtin))["vocab_size"]
         else:
             return  # there is no model yet
     except (ValueError, OSError):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
+_TEXT_KEY = "text_config"
 
 
 def has_hf_config(model_folder: Path) -> bool:
@@ -25,6 +27,15 @@ def read_hf_config(model_folder: Path) -> dict[str, Any]:
     return _read_object(model_folder / CONFIG_FILE)
 
 
+def language_values(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the values of a config.json that describe the language model.
+
+    A model that sees has them in a part of its own, text_config. Other keys stay those of the whole.
+    """
+    inner = hf_config.get(_TEXT_KEY)
+    return {**hf_config, **inner} if isinstance(inner, dict) else hf_config
+
+
 def end_token_ids(model_folder: Path) -> tuple[int, ...]:
     """Returns the sorted ids that end a response, of config.json and generation_config.json together, as in SGLang.
 
@@ -33,7 +44,7 @@ def end_token_ids(model_folder: Path) -> tuple[int, ...]:
     found: set[int] = set()
     for name in (CONFIG_FILE, GENERATION_FILE):
         file = model_folder / name
-        ids = _read_object(file).get("eos_token_id") if file.is_file() else None
+        ids = language_values(_read_object(file)).get("eos_token_id") if file.is_file() else None
         found.update([ids] if isinstance(ids, int) else ids or [])
     return tuple(sorted(found))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from relax_core.contracts.family import Experts, Family, HfConfig, Only, Vision
 from relax_core.families.architecture import Architecture
 from relax_core.families.rope import read_rope
+from relax_core.families.vision.tower_shapes import qwen3_vision_shapes
 
 COMMON = (
     Only("hidden_act", "silu", "no other activation is computed"),
@@ -62,6 +63,9 @@ def text_config(family: Family, config: HfConfig) -> HfConfig:
 
 def _described(family: Family, config: HfConfig) -> Architecture:
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    rope = read_rope(config, family=family.name)
+    if family.vision is not None and rope.sections is None:
+        raise KeyError("mrope_section")
     return Architecture(
         family=family.name,
         vocab_size=config["vocab_size"],
@@ -72,7 +76,7 @@ def _described(family: Family, config: HfConfig) -> Architecture:
         num_kv_heads=config.get("num_key_value_heads") or heads,
         head_dim=config.get("head_dim") or hidden // heads,
         rms_norm_eps=config.get("rms_norm_eps") or 1e-6,
-        rope=read_rope(config, family=family.name),
+        rope=rope,
         tie_word_embeddings=bool(config.get("tie_word_embeddings", family.tied_by_default)),
         max_positions=config["max_position_embeddings"],
         qkv_bias=family.qkv_bias,
@@ -94,14 +98,26 @@ def _qwen3_experts(config: HfConfig) -> Experts:
     )
 
 
+def _qwen3_vl_experts(config: HfConfig) -> Experts:
+    """Reads the experts of a family whose router always scales the weights of the chosen ones to a sum of 1."""
+    return _qwen3_experts({**config, "norm_topk_prob": True})
+
+
 def _check_qwen3_experts(config: HfConfig) -> None:
+    _check_experts(_qwen3_experts(config), config, family="qwen3_moe")
+
+
+def _check_qwen3_vl_experts(config: HfConfig) -> None:
+    _check_experts(_qwen3_vl_experts(config), config, family="qwen3_vl_moe")
+
+
+def _check_experts(experts: Experts, config: HfConfig, *, family: str) -> None:
     if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
         raise ValueError(
             f"config.json mlp_only_layers={config.get('mlp_only_layers')}, decoder_sparse_step="
-            f"{config.get('decoder_sparse_step', 1)}: qwen3_moe computes models with experts in every layer only "
+            f"{config.get('decoder_sparse_step', 1)}: {family} computes models with experts in every layer only "
             "(mlp_only_layers=[], decoder_sparse_step=1)."
         )
-    experts = _qwen3_experts(config)
     if not 1 <= experts.per_token <= experts.count:
         raise ValueError(
             f"config.json num_experts_per_tok={experts.per_token}: must be 1 to {experts.count}, the number of experts."
@@ -109,7 +125,7 @@ def _check_qwen3_experts(config: HfConfig) -> None:
     if experts.per_token == 1 and experts.normalized:
         raise ValueError(
             "config.json num_experts_per_tok=1 with norm_topk_prob=true: each weight is then 1, so the router "
-            "learns nothing. qwen3_moe trains it with norm_topk_prob=false only."
+            f"learns nothing. {family} trains it with norm_topk_prob=false only."
         )
 
 
@@ -167,6 +183,7 @@ QWEN3_VL = Family(
         prefix="model.visual.",
         model=_QWEN3_VISION,
         config="transformers.models.qwen3_vl.configuration_qwen3_vl:Qwen3VLVisionConfig",
+        shapes=qwen3_vision_shapes,
         projector=_PROJECTOR,
     ),
 )
@@ -174,15 +191,20 @@ QWEN3_VL_MOE = Family(
     name="qwen3_vl_moe",
     summary="Qwen3-VL-MoE: as Qwen3-VL, with experts in every layer",
     qk_norm=True,
-    only=(NO_ATTENTION_BIAS, FULL_ATTENTION),
-    experts=_qwen3_experts,
-    check=_check_qwen3_experts,
+    only=(
+        NO_ATTENTION_BIAS,
+        FULL_ATTENTION,
+        Only("norm_topk_prob", True, "this family's router scales the weights of the chosen experts to a sum of 1"),
+    ),
+    experts=_qwen3_vl_experts,
+    check=_check_qwen3_vl_experts,
     text_key="text_config",
     prefix="model.language_model.",
     vision=Vision(
         prefix="model.visual.",
         model=_QWEN3_VISION_MOE,
         config="transformers.models.qwen3_vl_moe.configuration_qwen3_vl_moe:Qwen3VLMoeVisionConfig",
+        shapes=qwen3_vision_shapes,
         projector=_PROJECTOR,
     ),
     fused_experts=True,

@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
-from relax_core.tools.tiny_configs import MODEL_NAMES, STUDENT, VISION_NAMES
+from relax_core.families.tiny_configs import MODEL_NAMES, STUDENT, VISION_NAMES
 from relax_core.tools.tiny_warm_start import WARM_STARTS, write_text_model
 
 RECIPE_VERSION = 1  # to be raised when a change of a recipe gives other models

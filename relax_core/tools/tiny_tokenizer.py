@@ -13,21 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from relax_core.data.tokenizer import PromptTokenizer
+from relax_core.families.tiny_configs import ROLES, SPECIAL_TOKENS, VISION_TOKENS, token_ids
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
-VISION_START, VISION_END, IMAGE_PAD, VIDEO_PAD = VISION_TOKENS = (
-    "<|vision_start|>",
-    "<|vision_end|>",
-    "<|image_pad|>",
-    "<|video_pad|>",
-)
-_SPECIAL_TOKENS = ("<pad>", "<unk>", "<|im_start|>", "<|im_end|>")
-_ROLES = ("user", "assistant", "system")
-_CHARACTERS = " \n0123456789abcdefghijklmnopqrstuvwxyz+-*/=?.,:'$"
-_VISION_CHARACTERS = "<>|_"  # so that a user's text may contain the name of a special token
 _CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -43,12 +34,6 @@ _VISION_CHAT_TEMPLATE = (
     "<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-
-
-def token_ids(*, vision: bool) -> dict[str, int]:
-    """Returns the id of every token by its text."""
-    more = (*_VISION_CHARACTERS, *VISION_TOKENS) if vision else ()
-    return {token: index for index, token in enumerate((*_SPECIAL_TOKENS, *_ROLES, *_CHARACTERS, *more))}
 
 
 def tiny_prompt_tokenizer(
@@ -100,7 +85,7 @@ def _tokenizer_core(*, vision: bool) -> Tokenizer:
     core.normalizer = normalizers.Lowercase()
     core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     core.decoder = decoders.Fuse()
-    special = (*_SPECIAL_TOKENS, *(VISION_TOKENS if vision else ()))
+    special = (*SPECIAL_TOKENS, *(VISION_TOKENS if vision else ()))
     core.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
-    core.add_tokens([AddedToken(role, single_word=True, normalized=False) for role in _ROLES])
+    core.add_tokens([AddedToken(role, single_word=True, normalized=False) for role in ROLES])
     return core

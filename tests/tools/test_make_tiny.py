@@ -13,8 +13,8 @@ import pytest
 from relax_core.contracts.reward import RewardInput, RewardOutput
 from relax_core.data.generated import example
 from relax_core.data.tokenizer import PromptTokenizer, token_difference
+from relax_core.families.tiny_configs import MODEL_NAMES, tiny_config
 from relax_core.tools.make_tiny import make_tiny_model, tiny_model_folder
-from relax_core.tools.tiny_configs import MODEL_NAMES, tiny_config
 from rewards.reverse_digits import SPEC
 
 EVAL_ROWS = 256

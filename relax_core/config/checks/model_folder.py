@@ -14,7 +14,9 @@ import msgspec
 
 from relax_core.config.errors import NotYet
 from relax_core.config.schema import RelaxConfig
-from relax_core.families.hf_config import has_hf_config, read_hf_config
+from relax_core.contracts.family import HfConfig
+from relax_core.families.hf_config import has_hf_config, language_values, read_hf_config
+from relax_core.families.tiny_configs import MODEL_NAMES, tiny_config
 from relax_core.registry import is_builtin, names
 
 DTYPES = ("float32", "bfloat16")
@@ -45,22 +47,24 @@ def media_token_ids(folder: Path) -> list[int]:
     except msgspec.DecodeError as error:
         raise ValueError(f"{file} is no tokenizer: {error}.") from error
     found = {token.id for token in added if _MEDIA_TOKEN.fullmatch(token.content)}
-    config = read_hf_config(folder)
-    found.update(value for key, value in config.items() if _MEDIA_CONFIG_KEY.fullmatch(key) and value is not None)
-    return sorted(found)
+    return sorted(found | _media_ids_of(read_hf_config(folder)))
+
+
+def _media_ids_of(hf_config: HfConfig) -> set[int]:
+    return {value for key, value in hf_config.items() if _MEDIA_CONFIG_KEY.fullmatch(key) and value is not None}
 
 
 def set_banned_tokens(config: RelaxConfig) -> None:
     """Sets the media tokens of the model's folder as banned tokens if the user named none.
 
-    A built-in model has no media tokens. The value stays null for a folder that cannot be read, or that only another
-    machine has.
+    The value stays null for a folder that cannot be read, or that only another machine has.
     """
     model, rollout = config.model, config.rollout
     if rollout.banned_token_ids is not None:
         rollout.banned_token_ids = sorted(set(rollout.banned_token_ids))
     elif model.path is None:
-        rollout.banned_token_ids = []
+        known = model.builtin in MODEL_NAMES
+        rollout.banned_token_ids = sorted(_media_ids_of(tiny_config(str(model.builtin)))) if known else []
     else:
         with suppress(ValueError, OSError):  # the checks of the folder report what is wrong with it
             rollout.banned_token_ids = media_token_ids(Path(model.path))
@@ -112,7 +116,7 @@ def folder_problems(config: RelaxConfig, folder: Path, *, key: str) -> Iterator[
         yield f"{key}: no *.safetensors in it. Weights are read from safetensors only."
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         yield f"{key}: no tokenizer in it ({_TOKENIZER_FILES[0]})."
-    longest = values.get("max_position_embeddings")
+    longest = language_values(values).get("max_position_embeddings")
     context = config.engine.context_length
     if isinstance(longest, int) and context is not None and context > longest:
         yield (

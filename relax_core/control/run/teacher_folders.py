@@ -9,10 +9,10 @@ from relax_core.config.checks.model_folder import folder_problems, media_token_i
 from relax_core.config.schema import RelaxConfig
 from relax_core.data.tokenizer import token_difference
 from relax_core.families.folder import folder_architecture
-from relax_core.families.hf_config import read_hf_config
+from relax_core.families.hf_config import language_values, read_hf_config
+from relax_core.families.tiny_configs import MODEL_NAMES
 from relax_core.registry import find_algorithm
 from relax_core.tools.make_tiny import tiny_model_folder
-from relax_core.tools.tiny_configs import MODEL_NAMES
 
 
 def teacher_folders(config: RelaxConfig, *, student: Path) -> dict[str, Path]:
@@ -69,7 +69,7 @@ def _misfits(config: RelaxConfig, folder: Path, *, student: Path, key: str, top_
             f"{key}={folder}: its media tokens are {media[1]}, those of the model that learns are {media[0]}. All "
             "roles skip the same tokens, so a teacher must name the same ones in tokenizer.json and config.json."
         )
-    sizes = [int(read_hf_config(one)["vocab_size"]) for one in (student, folder)]
+    sizes = [int(language_values(read_hf_config(one))["vocab_size"]) for one in (student, folder)]
     if top_k and sizes[0] != sizes[1]:
         yield (
             f"{key}={folder}: config.json has vocab_size {sizes[1]}, the model that learns has {sizes[0]}. With "

@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 def _client(server: EngineServer) -> SglangClient:
     from relax_core.engines.protocol.stop_strings import StopTable
     from relax_core.engines.sglang.client.sglang_client import SglangClient
-    from relax_core.families.hf_config import read_hf_config
+    from relax_core.families.hf_config import language_values, read_hf_config
 
     return SglangClient(
         server.url,
         server.token,
         ranks=server.engine.tp,
-        vocab_size=read_hf_config(server.model_folder)["vocab_size"],
+        vocab_size=language_values(read_hf_config(server.model_folder))["vocab_size"],
         seeds=bool(server.engine.deterministic),
         attached=bool(server.engine.urls),
         stops=StopTable(server.model_folder),

@@ -10,7 +10,7 @@ from relax_core.config.choices import LauncherKind
 from relax_core.config.schema import RelaxConfig
 from relax_core.data.eval_sets import asks_held_out, eval_sets
 from relax_core.data.sources import make_source
-from relax_core.families.hf_config import read_hf_config
+from relax_core.families.hf_config import language_values, read_hf_config
 from relax_core.plan.data.data_check import keep_look, look_at_data
 from relax_core.plan.data.prompt_maker import positions, prompt_maker
 from relax_core.registry import find_env
@@ -81,8 +81,7 @@ def _longest_asked(config: RelaxConfig, prompts: PromptMaker) -> int:
 def _vocabulary_problems(config: RelaxConfig, prompts: PromptMaker) -> Iterator[str]:
     if config.model.path is None:
         return
-    values = read_hf_config(Path(config.model.path))
-    rows = values.get("vocab_size", values.get("text_config", {}).get("vocab_size"))
+    rows = language_values(read_hf_config(Path(config.model.path))).get("vocab_size")
     size = prompts.tokenizer.vocabulary_size
     if isinstance(rows, int) and size > rows:
         yield (

@@ -7,13 +7,18 @@ from pathlib import Path
 
 from relax_core.config.checks.model_folder import folder_problems
 from relax_core.config.schema import RelaxConfig
+from relax_core.contracts.media import MediaKind
+from relax_core.data.generated import MEDIA_ROWS
 from relax_core.data.tokenizer import PromptTokenizer
-from relax_core.families.hf_config import read_hf_config
+from relax_core.families.hf_config import language_values, read_hf_config
+from relax_core.families.tiny_configs import MAX_POSITIONS, MODEL_NAMES, VISION_NAMES
 from relax_core.plan.model.model_source import shape_dimensions
 from relax_core.registry import find_env
 from relax_core.rollout.prompt_tokens import PromptMaker
-from relax_core.tools.tiny_configs import MAX_POSITIONS, MODEL_NAMES
 from relax_core.tools.tiny_tokenizer import tiny_prompt_tokenizer
+
+FRAMES_A_STEP = 2  # frames that become one step of a video in Qwen3-VL
+STAMP_TOKENS = 16  # tokens of a step's time stamp, with the tokens that begin and end vision, at most
 
 
 def prompt_maker(config: RelaxConfig) -> PromptMaker | None:
@@ -32,7 +37,18 @@ def prompt_maker(config: RelaxConfig) -> PromptMaker | None:
         tokenizer=tokenizer,
         max_prompt_tokens=prompt_room(config),
         overlong=config.data.overlong,
+        item_rows=lambda source: most_rows(config, source.kind),
     )
+
+
+def most_rows(config: RelaxConfig, kind: MediaKind) -> int:
+    """Returns how many rows an image or a video has at most, by the limits of `modality`."""
+    if config.data.task in MEDIA_ROWS:
+        return MEDIA_ROWS[config.data.task]
+    modality = config.modality
+    if kind == "image":
+        return modality.image_tokens[1]
+    return -(-modality.video_frames[1] // FRAMES_A_STEP) * (modality.frame_tokens + STAMP_TOKENS)
 
 
 def prompt_room(config: RelaxConfig) -> int:
@@ -52,7 +68,7 @@ def positions(config: RelaxConfig) -> int | None:
         return MAX_POSITIONS
     try:
         if model.path is not None:
-            longest = read_hf_config(Path(model.path)).get("max_position_embeddings")
+            longest = language_values(read_hf_config(Path(model.path))).get("max_position_embeddings")
             return longest if isinstance(longest, int) else None
         return shape_dimensions(model.shape).positions if model.shape is not None else None
     except (ValueError, OSError):
@@ -62,7 +78,9 @@ def positions(config: RelaxConfig) -> int | None:
 def _tokenizer(config: RelaxConfig) -> PromptTokenizer | None:
     model, arguments = config.model, config.data.chat_template_kwargs
     if model.path is None:
-        return tiny_prompt_tokenizer(template_arguments=arguments) if model.builtin in MODEL_NAMES else None
+        if model.builtin not in MODEL_NAMES:
+            return None
+        return tiny_prompt_tokenizer(template_arguments=arguments, vision=model.builtin in VISION_NAMES)
     folder = Path(model.path)
     if model.builtin is not None or any(folder_problems(config, folder, key="model.path")):
         return None

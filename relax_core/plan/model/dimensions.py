@@ -77,6 +77,7 @@ class ModelDimensions:
     qkv_bias: bool = False
     qk_norm: bool = True
     towers: Mapping[str, int] = field(default_factory=dict)
+    deepstack_layers: int = 0  # the first layers that add outputs of the vision tower
 
     @property
     def query(self) -> int:
@@ -197,7 +198,7 @@ def _of_a_family_that_trains(values: Values, name: str, family: Family) -> Model
         one = read_architecture(family, values)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
-    experts = one.experts
+    experts, vision = one.experts, family.vision
     return ModelDimensions(
         name=name,
         family=one.family,
@@ -215,6 +216,8 @@ def _of_a_family_that_trains(values: Values, name: str, family: Family) -> Model
         else Experts(count=experts.count, per_token=experts.per_token, width=experts.width),
         qkv_bias=one.qkv_bias,
         qk_norm=one.qk_norm,
+        towers={} if vision is None else {"vision": vision_parameters(values[vision.config_key])},
+        deepstack_layers=0 if vision is None else len(values[vision.config_key].get("deepstack_visual_indexes") or ()),
     )
 
 
@@ -290,7 +293,6 @@ def audio_parameters(values: Values) -> int:
 
 # These families can be planned and cannot be trained yet.
 _READERS = {
-    "qwen3_vl_moe": _omni_mixture,
     "qwen3_5_moe": _hybrid_mixture,
     "qwen3_omni_moe_thinker": _omni_mixture,
 }

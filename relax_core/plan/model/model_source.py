@@ -8,8 +8,8 @@ from pathlib import Path
 from relax_core.config.errors import nearest
 from relax_core.config.schema import RelaxConfig
 from relax_core.families.hf_config import read_hf_config
+from relax_core.families.tiny_configs import MODEL_NAMES, tiny_config
 from relax_core.plan.model.dimensions import ModelDimensions, read_dimensions
-from relax_core.tools.tiny_configs import MODEL_NAMES, tiny_config
 from relax_core.train.parallel.layout_arithmetic import LayoutShape
 
 SHAPES = Path(__file__).parent / "shapes"
@@ -75,4 +75,5 @@ def layout_shape(model: ModelDimensions) -> LayoutShape:
         experts=model.experts.count if model.experts else 0,
         expert_width=model.experts.width if model.experts else 0,
         widths=widths,
+        deepstack_layers=model.deepstack_layers,
     )

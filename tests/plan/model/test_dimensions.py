@@ -7,9 +7,9 @@ import json
 import pytest
 import torch
 
+from relax_core.families.tiny_configs import tiny_config
 from relax_core.plan.model.dimensions import read_dimensions
 from relax_core.plan.model.model_source import SHAPES, shape_names
-from relax_core.tools.tiny_configs import tiny_config
 
 CLASSES = {
     "llama": "LlamaForCausalLM",

@@ -1,4 +1,4 @@
-"""Holds the sizes of the builtin models, and the settings files of those that see.
+"""Holds the sizes and tokens of the builtin models, and the settings files of those that see.
 
 No two sizes of a model that sees are equal where a weight has them as its axes: a transposed weight would go unnoticed.
 """
@@ -7,16 +7,31 @@ from __future__ import annotations
 
 from typing import Any
 
-from relax_core.tools.tiny_tokenizer import IMAGE_PAD, VIDEO_PAD, VISION_END, VISION_START, token_ids
-
 STUDENT, TEACHER, EXPERTS = "tiny_qwen3", "tiny_qwen3_teacher", "tiny_qwen3_moe"
 VISION, VISION_EXPERTS = "tiny_qwen3_vl", "tiny_qwen3_vl_moe"
 VISION_NAMES = (VISION, VISION_EXPERTS)
 MODEL_NAMES = (STUDENT, TEACHER, EXPERTS, *VISION_NAMES)
 MAX_POSITIONS = 4096  # prompt and response tokens of one sample at most
 
+VISION_START, VISION_END, IMAGE_PAD, VIDEO_PAD = VISION_TOKENS = (
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+)
+SPECIAL_TOKENS = ("<pad>", "<unk>", "<|im_start|>", "<|im_end|>")
+ROLES = ("user", "assistant", "system")
+_CHARACTERS = " \n0123456789abcdefghijklmnopqrstuvwxyz+-*/=?.,:'$"
+_VISION_CHARACTERS = "<>|_"  # so that a user's text may contain the name of a special token
+
 _PATCHES = {"patch_size": 8, "temporal_patch_size": 2, "merge_size": 2}
 _PIXELS = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5], "processor_class": "Qwen3VLProcessor"}
+
+
+def token_ids(*, vision: bool) -> dict[str, int]:
+    """Returns the id of every token by its text."""
+    more = (*_VISION_CHARACTERS, *VISION_TOKENS) if vision else ()
+    return {token: index for index, token in enumerate((*SPECIAL_TOKENS, *ROLES, *_CHARACTERS, *more))}
 
 
 def tiny_config(name: str = STUDENT) -> dict[str, Any]:
@@ -49,7 +64,7 @@ def tiny_config(name: str = STUDENT) -> dict[str, Any]:
 def _vision_model(*, experts: bool) -> dict[str, Any]:
     """Returns a config.json in the form in which Qwen3-VL is published."""
     ids, kind = token_ids(vision=True), "qwen3_vl_moe" if experts else "qwen3_vl"
-    text = {
+    text: dict[str, Any] = {
         "model_type": f"{kind}_text",
         "vocab_size": len(ids),
         "hidden_size": 72,
