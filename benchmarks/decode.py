@@ -1,6 +1,7 @@
 """Decode speed of engines over HTTP, against transformers' generate on the same weights and one thread.
 
     python -m benchmarks.decode --profile [--batches 1 16]     the embedded decoder's operators
+    python -m benchmarks.decode --media [--rounds 5]           prompts with pictures (benchmarks/decode_media.py)
 
 `python -m benchmarks.engines` prints the speeds. All take turns in every round, so that a loaded machine slows all.
 What counts is the ratio, of wall time and of process CPU time: an engine's covers its HTTP, scheduling and decoding,
@@ -176,9 +177,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--profile", action="store_true", required=True)
+    parser.add_argument("--rounds", type=int, default=5)
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--profile", action="store_true")
+    what.add_argument("--media", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    if arguments.media:
+        from benchmarks.decode_media import print_media_speeds
+
+        print_media_speeds(new_tokens=arguments.new_tokens, rounds=arguments.rounds)
+        return
     with tempfile.TemporaryDirectory() as name:
         endless_demo_model(Path(name))
         for batch in arguments.batches:

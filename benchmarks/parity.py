@@ -1,6 +1,6 @@
 """One train step in every parallel layout against the single process, and the single process against Hugging Face.
 
-    python -m benchmarks.parity [--json FILE] [--docs] [--only NAME …]
+    python -m benchmarks.parity [--media] [--json FILE] [--docs] [--only NAME …]
 
 Two steps of tiny models in float32 on 1, 2 and 4 gloo ranks, with tree packing (groups share their prompt) and plain
 packing (each sample a group of its own), prompts and responses ragged, in several micro-batches of which the last
@@ -25,7 +25,10 @@ from typing import Any
 REACH = 1e-5
 DEADLINE_S = 900.0
 FIGURES = ("loss", "grad_norm", "weights", "logprobs")
+MEDIA_REACH = 2e-5
+MEDIA_FIGURES = (*FIGURES, "gradients")
 DENSE, EXPERTS, BIASED = "qwen3", "qwen3_moe", "qwen2"
+SEES, SEES_EXPERTS = "qwen3_vl", "qwen3_vl_moe"
 OTHERS = ("llama", "mistral")  # against Hugging Face only
 SHARDED = {"distributed_optimizer": True}
 OVERLAP = {**SHARDED, "overlap": True}
@@ -48,6 +51,10 @@ class Row:
     def packings(self) -> tuple[str, ...]:
         """The balancing loss is a micro-batch's: it is the same only where the layout leaves micro-batches whole."""
         kept = ("kept",) if self.kept else ()
+        if self.family == SEES:
+            return "tree", "plain"
+        if self.family == SEES_EXPERTS:
+            return "tree", "plain", "replay"
         if self.family == DENSE:
             return "tree", "plain", *kept
         if self.family == BIASED:
@@ -116,21 +123,50 @@ ROWS = (
 )  # fmt: skip
 
 
-def measure(rows: Sequence[Row]) -> list[dict[str, Any]]:
+MEDIA_ROWS = (
+    Row(name="DP2", layout={"dp": 2}, family=SEES),
+    Row(name="DP2, distributed optimizer, overlap", layout={"dp": 2, **OVERLAP}, family=SEES),
+    Row(name="TP2", layout={"tp": 2}, family=SEES),
+    Row(name="TP2, SP", layout={"tp": 2, **SEQUENCE}, family=SEES),
+    Row(name="TP2, SP, full recompute", layout={"tp": 2, **SEQUENCE, **_recompute("full")}, family=SEES),
+    Row(name="TP2, SP, selective recompute", layout={"tp": 2, **SEQUENCE, **_recompute("selective")}, family=SEES),
+    Row(name="PP2", layout={"pp": 2}, family=SEES),
+    Row(name="PP2, full recompute", layout={"pp": 2, **_recompute("full")}, family=SEES),
+    Row(name="PP2, VPP2", layout={"pp": 2, "vpp": 2}, family=SEES),
+    Row(name="CP2", layout={"cp": 2}, family=SEES),
+    Row(name="CP2, distributed optimizer, overlap", layout={"cp": 2, **OVERLAP}, family=SEES),
+    Row(name="EP2", layout={"dp": 2, "ep": 2}, family=SEES_EXPERTS),
+    Row(name="EP2, distributed optimizer, overlap", layout={"dp": 2, "ep": 2, **OVERLAP}, family=SEES_EXPERTS),
+    Row(name="TP2, SP, EP2", layout={"tp": 2, "ep": 2, **SEQUENCE}, family=SEES_EXPERTS),
+    Row(name="TP2, SP, ETP2, full recompute", layout={"tp": 2, "etp": 2, **SEQUENCE, **_recompute("full")},
+        family=SEES_EXPERTS),
+    Row(name="TP2, PP2", layout={"tp": 2, "pp": 2}, family=SEES),
+    Row(name="TP2, SP, PP2, VPP2", layout={"tp": 2, "pp": 2, "vpp": 2, **SEQUENCE}, family=SEES),
+    Row(name="TP2, CP2", layout={"tp": 2, "cp": 2}, family=SEES),
+    Row(name="TP2, SP, CP2", layout={"tp": 2, "cp": 2, **SEQUENCE}, family=SEES),
+    Row(name="DP2, PP2, VPP2, distributed optimizer, overlap", layout={"dp": 2, "pp": 2, "vpp": 2, **OVERLAP},
+        family=SEES),
+    Row(name="PP2, EP2", layout={"dp": 2, "pp": 2, "ep": 2}, family=SEES_EXPERTS),
+    Row(name="TP2, SP, CP2, EP2", layout={"tp": 2, "cp": 2, "ep": 2, **SEQUENCE}, family=SEES_EXPERTS),
+)  # fmt: skip
+
+
+def measure(rows: Sequence[Row], *, media: bool = False) -> list[dict[str, Any]]:
     """Figures of each row and packing, as dicts of ``name``, ``packing`` and `FIGURES`; Hugging Face's first."""
     # Imported before the processes are forked off: an import costs each of them six seconds.
-    from benchmarks import parity_ranks
+    from benchmarks import parity_media_ranks, parity_ranks
 
+    work = parity_media_ranks if media else parity_ranks
     with tempfile.TemporaryDirectory(prefix="relax-parity-") as name:
         folder = Path(name)
-        _run_all(folder, [parity_ranks.reference_main], [{"folder": folder}])
+        _run_all(folder, [work.reference_main], [{"folder": folder}])
         found = _read(folder / "1.jsonl")
         for ranks in sorted({row.ranks for row in rows}):
             port, mine = _free_port(), [row for row in rows if row.ranks == ranks]
             calls = [
                 {"folder": folder, "rank": rank, "ranks": ranks, "port": port, "rows": mine} for rank in range(ranks)
             ]
-            _run_all(folder, [parity_ranks.rank_main] * ranks, calls)
+            _run_all(folder, [work.rank_main] * ranks, calls)
             found += _read(folder / f"{ranks}.jsonl")
     return found
 
@@ -172,18 +208,18 @@ def _free_port() -> int:
         return port
 
 
-def table(found: Sequence[Mapping[str, Any]]) -> str:
-    lines = [
-        "| Layout | Packing | loss | gradient norm | weights | log-probs |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
+def table(found: Sequence[Mapping[str, Any]], *, media: bool = False) -> str:
+    titles = ["Layout", "Packing", "loss", "gradient norm", "weights", "log-probs", *(["gradients"] if media else [])]
+    lines = [f"| {' | '.join(titles)} |", f"| {' | '.join(['---'] * len(titles))} |"]
     for one in found:
-        figures = " | ".join(f"{one[name]:.1e}" if name in one else "–" for name in FIGURES)
+        names = MEDIA_FIGURES if media else FIGURES
+        figures = " | ".join(f"{one[name]:.1e}" if name in one else "–" for name in names)
         lines.append(f"| {one['name']} | {one['packing']} | {figures} |")
     return "\n".join(lines)
 
 
 DOCS = Path(__file__).parent.parent / "docs" / "parity.md"
+MEDIA_DOCS = DOCS.with_name("parity_media.md")
 TABLE_BEGIN = "| Layout |"
 
 
@@ -192,17 +228,20 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures there")
     parser.add_argument("--docs", action="store_true", help="write docs/parity.md")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="rows with these names")
+    parser.add_argument("--media", action="store_true", help="models that see, with images and videos")
     arguments = parser.parse_args()
-    rows = [row for row in ROWS if not arguments.only or row.name in arguments.only]
-    found = measure(rows)
-    print(table(found))
+    media = arguments.media
+    rows = [row for row in (MEDIA_ROWS if media else ROWS) if not arguments.only or row.name in arguments.only]
+    found = measure(rows, media=media)
+    print(table(found, media=media))
     if arguments.docs:
-        text = DOCS.read_text(encoding="utf-8").split(TABLE_BEGIN)[0]
-        DOCS.write_text(text + table(found) + "\n", encoding="utf-8")
+        docs = MEDIA_DOCS if media else DOCS
+        text = docs.read_text(encoding="utf-8").split(TABLE_BEGIN)[0]
+        docs.write_text(text + table(found, media=media) + "\n", encoding="utf-8")
     if arguments.json:
         arguments.json.write_text(json.dumps(found, indent=1))
-    worst = max(float(one[name]) for one in found for name in FIGURES if name in one)
-    print(f"\nlargest: {worst:.1e}; to reach: {REACH:.0e}")
+    worst = max(float(one[name]) for one in found for name in MEDIA_FIGURES if name in one)
+    print(f"\nlargest: {worst:.1e}; to reach: {MEDIA_REACH if media else REACH:.0e}")
 
 
 if __name__ == "__main__":

@@ -60,6 +60,7 @@ class Outcome:
     logprobs: list[np.ndarray]
     weights: Mapping[str, Tensor]
     loads: list[float] = dataclasses.field(default_factory=list)
+    gradients: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)  # of the first step, clipped to norm 1
 
     def difference(self, other: Outcome) -> dict[str, float]:
         """The largest absolute ones; of the gradient norm relative to it."""
@@ -70,26 +71,35 @@ class Outcome:
         if not self.losses:
             return {"logprobs": widest(self.logprobs, other.logprobs[:1])}
         assert self.weights.keys() == other.weights.keys()
-        return {
+        found = {
             "loss": widest(self.losses, other.losses),
             "grad_norm": widest(np.divide(self.grad_norms, other.grad_norms), np.ones(STEPS)),
             "weights": max(float((tensor - other.weights[name]).abs().max()) for name, tensor in self.weights.items()),
             "logprobs": widest(self.logprobs, other.logprobs),
         }
+        if self.gradients and other.gradients:
+            assert self.gradients.keys() == other.gradients.keys()
+            of_tensors = ((one - other.gradients[name]).abs().max() for name, one in self.gradients.items())
+            found["gradients"] = max(map(float, of_tensors))
+        return found
 
     def save(self, path: Path) -> None:
         arrays = {f"logprobs.{index}": torch.from_numpy(array) for index, array in enumerate(self.logprobs)}
         figures = {"losses": torch.tensor(self.losses), "grad_norms": torch.tensor(self.grad_norms)}
         figures["loads"] = torch.tensor(self.loads)
-        save_file({**arrays, **{name: one.double() for name, one in figures.items()}, **self.weights}, path)
+        gradients = {f"gradient.{name}": one.contiguous() for name, one in self.gradients.items()}
+        doubles = {name: one.double() for name, one in figures.items()}
+        save_file({**arrays, **doubles, **gradients, **self.weights}, path)
 
     @staticmethod
     def read(path: Path) -> Outcome:
         tensors = load_file(path)
+        gradients = {name: tensors.pop(name) for name in list(tensors) if name.startswith("gradient.")}
         return Outcome(
             losses=tensors.pop("losses").tolist(),
             grad_norms=tensors.pop("grad_norms").tolist(),
             logprobs=[tensors.pop(f"logprobs.{index}").numpy() for index in range(2)],
             loads=tensors.pop("loads").tolist(),
             weights=tensors,
+            gradients={name.removeprefix("gradient."): one for name, one in gradients.items()},
         )

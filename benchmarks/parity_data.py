@@ -111,7 +111,7 @@ def micro_batches(groups: Sequence[TokenTree], *, pipeline: bool) -> list[list[T
     """In order; the last has one group, so that a second replica gets none. For a ``pipeline`` groups of one sample
     make more of them than it waits for before its first run.
     """
-    others, size = groups[:-1], 2 if pipeline else len(groups) // 2
+    others, size = groups[:-1], 2 if pipeline else max(1, len(groups) // 2)
     return [list(others[start : start + size]) for start in range(0, len(others), size)] + [list(groups[-1:])]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,24 @@ from benchmarks.parity_case import CONFIG, OPTIMIZER, SPEC, STEPS, TEMPERATURE, 
 from benchmarks.parity_data import one_sample_each
 from relax_core.contracts.algorithm import LossInputs, LossOutputs, StepTotals
 from relax_core.contracts.tree import TokenTree
-from tests.trees import answer_ids, of_tokens, prompt_of
+from tests.trees import answer_ids, of_tokens
+
+Logits = Callable[[Any, Sequence[TokenTree]], list[Tensor]]  # of samples, one ``[rows, vocabulary]`` each
 
 
-def huggingface_steps(model: Any, groups: Sequence[TokenTree], *, banned: Sequence[int] = ()) -> Outcome:
+def huggingface_steps(
+    model: Any,
+    groups: Sequence[TokenTree],
+    *,
+    banned: Sequence[int] = (),
+    logits: Logits | None = None,
+    published: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] | None = None,
+) -> Outcome:
     """Every sample as a row of one padded batch, the same loss function on its log-probs, which are over the kept sets
-    and without ``banned`` tokens.
+    and without ``banned`` tokens. ``logits`` computes the samples in another way. With ``published``, which turns
+    tensors into those of a folder, the outcome has gradients.
     """
+    logits = logits or _padded_logits
     model.train()
     norms = [parameter for parameter in model.parameters() if parameter.dim() == 1]
     matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
@@ -33,23 +44,37 @@ def huggingface_steps(model: Any, groups: Sequence[TokenTree], *, banned: Sequen
         eps=OPTIMIZER.eps,
     )
     left = _left(model, groups, banned)
-    before, losses, grad_norms = _padded_forward(model, groups, left)[0].detach().numpy(), [], []
-    for _ in range(STEPS):
+    with torch.no_grad():
+        before, losses, grad_norms = _forward(model, groups, left, logits)[0].numpy(), list[float](), list[float]()
+    gradients: Mapping[str, Tensor] = {}
+    for step in range(STEPS):
         optimizer.zero_grad()
-        logprobs, entropy = _padded_forward(model, groups, left)
+        logprobs, entropy = _forward(model, groups, left, logits)
         loss, denominator = _loss(logprobs, entropy, groups)
         (loss.loss_sum / denominator).backward()
+        for parameter in model.parameters():  # A tower that no text passes decays all the same.
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         grad_norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.clip_grad)))
         losses.append(float(loss.loss_sum.detach()) / denominator)
+        if published is not None and step == 0:
+            gradients = published({name: one.grad.clone() for name, one in model.named_parameters()})
         optimizer.step()
-    after = _padded_forward(model, groups, left)[0].detach().numpy()
-    return Outcome(losses=losses, grad_norms=grad_norms, logprobs=[before, after], weights=_exported(model))
+    with torch.no_grad():
+        after = _forward(model, groups, left, logits)[0].numpy()
+    weights = _exported(model) if published is None else published(dict(model.named_parameters()))
+    return Outcome(
+        losses=losses,
+        grad_norms=grad_norms,
+        logprobs=[before, after],
+        weights={n: w.detach() for n, w in weights.items()},
+        gradients=gradients,
+    )
 
 
 def _left(model: Any, groups: Sequence[TokenTree], banned: Sequence[int]) -> Tensor:
     """Bool ``[tokens, vocab]``: what each response token was sampled from."""
     masks = [
-        np.ones((int(group.lengths.sum()), model.config.vocab_size), dtype=bool)
+        np.ones((int(group.lengths.sum()), model.config.get_text_config().vocab_size), dtype=bool)
         if group.kept is None
         else of_tokens(group, group.kept.mask())
         for group in groups
@@ -59,18 +84,19 @@ def _left(model: Any, groups: Sequence[TokenTree], banned: Sequence[int]) -> Ten
     return left
 
 
-def _padded_forward(model: Any, groups: Sequence[TokenTree], left: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-prob and entropy of every response token over the tokens that are ``left``."""
-    samples = one_sample_each(groups)
+def _padded_logits(model: Any, samples: Sequence[TokenTree]) -> list[Tensor]:
     sequences = [one.token_ids for one in samples]
     width = max(map(len, sequences))
     ids = torch.tensor(np.array([np.pad(one, (0, width - len(one))) for one in sequences]), dtype=torch.int64)
     attention = torch.tensor([[1] * len(one) + [0] * (width - len(one)) for one in sequences])
-    every = model(input_ids=ids, attention_mask=attention).logits / TEMPERATURE
-    predicting = [
-        every[row, len(prompt_of(one)) - 1 : len(sequence) - 1]
-        for row, (one, sequence) in enumerate(zip(samples, sequences, strict=True))
-    ]
+    return list(model(input_ids=ids, attention_mask=attention).logits)
+
+
+def _forward(model: Any, groups: Sequence[TokenTree], left: Tensor, logits: Logits) -> tuple[Tensor, Tensor]:
+    """Log-prob and entropy of every response token over the tokens that are ``left``."""
+    samples = one_sample_each(groups)
+    every = [one / TEMPERATURE for one in logits(model, samples)]
+    predicting = [of_rows[one.tokens[1] - 1] for of_rows, one in zip(every, samples, strict=True)]
     table = torch.cat(predicting).masked_fill(~left, -torch.inf).log_softmax(-1)
     targets = torch.from_numpy(np.concatenate([answer_ids(one) for one in samples])).long()
     surprise = table.masked_fill(~left, 0.0)

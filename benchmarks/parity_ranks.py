@@ -28,6 +28,7 @@ from benchmarks.parity_data import (
     with_rollout,
 )
 from benchmarks.parity_huggingface import huggingface_steps
+from relax_core.contracts.media import MediaReader
 from relax_core.contracts.train import StepMetrics
 from relax_core.contracts.tree import TokenTree
 from relax_core.train.packing.micro_batches import split_over_ranks
@@ -51,6 +52,7 @@ def make_backend(
     port: int,
     trainable: bool = True,
     packing: str = "tree",
+    media: MediaReader | None = None,
 ) -> MegatronBackend:
     setup = RankSetup(
         model_folder=folder / family,
@@ -69,7 +71,7 @@ def make_backend(
         moe_aux_loss_coef=BALANCE if packing == "balanced" else 0.0,
         banned_token_ids=[BANNED] if packing == "kept" else [],
     )
-    return MegatronBackend(setup, temperature=TEMPERATURE, trainable=trainable)
+    return MegatronBackend(setup, temperature=TEMPERATURE, trainable=trainable, media=media)
 
 
 def run_steps(

@@ -39,14 +39,17 @@ def create_bus(
     socket_folder: Path = Path("/tmp"),
     plane: DataPlane | None = None,
     node_options: Mapping[str, Any] | None = None,
+    media_folder: Path | None = None,
+    media_objects: bool = False,
 ) -> RayBus:
     """Starts the bus process and waits until it answers.
 
     `connect_bus` finds it by ``name`` and ``namespace``. The bus process ends with the process that called this
     function. ``plane`` stores the payloads of bus=transfer_queue; if it is None, a new one starts that ends with the
     bus and has its sockets below ``socket_folder``. That path must be short, because a socket's path may have 107
-    bytes. ``node_options`` are Ray's options for the node on which the bus process runs. Raises ValueError for an
-    unknown backend or settings that make no sense.
+    bytes. ``node_options`` are Ray's options for the node on which the bus process runs. ``media_folder`` is the folder
+    of media items, None in a run without media; with ``media_objects`` the bus keeps the items in Ray's object store,
+    which other nodes can read. Raises ValueError for an unknown backend or settings that make no sense.
     """
     if config.name not in BACKENDS:
         raise ValueError(f"bus={config.name} is not built. What exists for bus: {', '.join(BACKENDS)}")
@@ -61,6 +64,8 @@ def create_bus(
         spare_groups=spare_groups,
         surplus=surplus,
         rollout_workers=rollout_workers,
+        media_folder="" if media_folder is None else str(media_folder),
+        media_objects=media_objects,
     )
     options = {
         "name": name,

@@ -18,7 +18,11 @@ REFUSED = (
     "seed",
     "data",
     "model",
-    "modality",
+    "modality.name",
+    "modality.image_tokens",
+    "modality.video_fps",
+    "modality.video_frames",
+    "modality.frame_tokens",
     "algo.name",
     "algo.group_size",
     "reward.name",
@@ -41,7 +45,16 @@ WHOLE = (
     "data.paths",
     "data.config",
 )  # mappings whose keys are the user's: compared as one value
-DATA_LOCATION_KEYS = ("data.name", "data.path", "data.paths", "data.eval_path", "data.config")  # where the content lies
+# Where the content lies, and how it is read.
+DATA_LOCATION_KEYS = (
+    "data.name",
+    "data.path",
+    "data.paths",
+    "data.eval_path",
+    "data.config",
+    "data.media_root",
+    "data.row_group_mb",
+)
 
 
 @dataclass(frozen=True, kw_only=True)

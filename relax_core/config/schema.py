@@ -45,6 +45,18 @@ class ModalityConfig:
     """Holds the keys of `modality`."""
 
     name: str = MISSING
+    image_tokens: list[int] = MISSING
+    source_pixels: int = MISSING
+    video_fps: float = MISSING
+    video_frames: list[int] = MISSING
+    frame_tokens: int = MISSING
+    item_mb: int = MISSING
+    prompt_items: int = MISSING
+    workers: int = MISSING
+    worker_timeout_s: float = MISSING
+    worker_mb: int = MISSING
+    cache_mb: int = MISSING
+    max_bad_in_a_row: int = MISSING
 
 
 @dataclass
@@ -79,6 +91,7 @@ class ParallelConfig:
     distributed_optimizer: bool = MISSING
     overlap: bool = MISSING
     micro_batch_tokens: int = MISSING  # largest number of packed token rows in a micro-batch
+    micro_batch_patches: int = MISSING  # largest number of patches of images and videos in a micro-batch
     logprob_chunk_tokens: int = MISSING  # number of token rows whose logits exist at one time
     threads_per_rank: int = MISSING
     actor_fwd: ForwardLayout = field(default_factory=ForwardLayout)
@@ -152,6 +165,20 @@ class BusConfig:
 
 
 @dataclass
+class MediaKeys:
+    """Holds the keys of `data.media_keys`: the columns that have images and videos."""
+
+    image: str | None = None
+    video: str | None = None
+
+    @property
+    def columns(self) -> dict[str, str]:
+        """Returns the column of each kind that has one."""
+        found = {"image": self.image, "video": self.video}
+        return {kind: column for kind, column in found.items() if column is not None}
+
+
+@dataclass
 class DataConfig:
     """Holds the keys of `data`."""
 
@@ -168,6 +195,9 @@ class DataConfig:
     max_bad_rows: float = 0.05
     overlong: Overlong = Overlong.drop
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    media_keys: MediaKeys = field(default_factory=MediaKeys)
+    media_root: str | None = None
+    row_group_mb: int = 256
     config: dict[str, Any] = field(default_factory=dict)  # of a plug-in source, typed by its own dataclass
 
 

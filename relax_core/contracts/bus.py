@@ -15,6 +15,8 @@ from typing import Protocol
 
 import msgspec
 
+from relax_core.contracts.media import MediaReader
+
 
 class BusTimeout(TimeoutError):
     """A wait passed its deadline. The text names what the call waited for, since when, and which task has to act."""
@@ -50,7 +52,9 @@ class CompleteGroup(msgspec.Struct, frozen=True, kw_only=True):
     """Is a complete group as the rollout enters it.
 
     ``uids`` names the samples that were kept, and ``versions`` has the oldest weight version among the trained tokens
-    of each. ``dropped`` maps the uids of the other samples to the reason.
+    of each. ``dropped`` maps the uids of the other samples to the reason. ``media`` maps the digest of each media item
+    that the tree places to its size in bytes; the client of a bus reads it from column `MEDIA`, so a caller leaves it
+    empty.
     """
 
     group_uid: str
@@ -59,6 +63,7 @@ class CompleteGroup(msgspec.Struct, frozen=True, kw_only=True):
     versions: list[int]
     columns: dict[str, bytes]
     dropped: dict[str, str] = {}
+    media: dict[str, int] = {}
 
 
 class LeasedGroup(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,7 +122,8 @@ class LedgerCounts(msgspec.Struct, frozen=True, kw_only=True):
 class BusProgress(msgspec.Struct, frozen=True, kw_only=True):
     """Holds the state of the run.
 
-    ``version`` is the weight version in force, which equals the number of finished train steps.
+    ``version`` is the weight version in force, which equals the number of finished train steps. ``media_items`` counts
+    the media items that somebody names, and ``media_bytes`` is their size in bytes.
     """
 
     version: int
@@ -128,6 +134,8 @@ class BusProgress(msgspec.Struct, frozen=True, kw_only=True):
     credits: int
     staleness_histogram: dict[int, int]
     ledger: LedgerCounts
+    media_items: int = 0
+    media_bytes: int = 0
 
 
 class VersionChange(msgspec.Struct, frozen=True, kw_only=True):
@@ -174,11 +182,17 @@ class Bus(Protocol):
     def reclaim(self, *, worker: int = 0, timeout_s: float) -> list[Admission]:
         """Returns the worker's admissions whose groups never came, in order of issue: its work after a restart.
 
-        A waiting `admit` of this worker raises `LeaseLost`, because only its predecessor can have made the call.
+        A waiting `admit` of this worker raises `LeaseLost`, because only its predecessor can have made the call. Media
+        items that the predecessor held stay until the last of these groups is complete or has ended, because engines
+        may still work on its requests.
         """
 
     def put(self, groups: Sequence[CompleteGroup], *, timeout_s: float) -> None:
-        """Enters complete groups. Ignores a group that is in, trained or dropped already (at-least-once delivery)."""
+        """Enters complete groups. Ignores a group that is in, trained or dropped already (at-least-once delivery).
+
+        From now on the group names the media items of its column `MEDIA`, until it ends. Raises ValueError if nobody
+        names one of them, because its tensors may be gone.
+        """
 
     def drop(self, group_uid: str, *, reason: str, timeout_s: float) -> None:
         """Ends an admitted group that yields nothing. Its credit becomes free."""
@@ -187,6 +201,24 @@ class Bus(Protocol):
         """Returns once another version than ``since_version`` is in force, with the worker's groups that ended since.
 
         One caller of each worker may call it. After ``timeout_s`` it returns the same version and no groups.
+        """
+
+    def hold(self, items: Mapping[str, int], *, worker: int = 0, timeout_s: float) -> list[str]:
+        """Names media items for a rollout worker, and returns the digests of those that are not stored.
+
+        ``items`` maps digests to sizes in bytes. The tensors of an item stay as long as a rollout worker holds it, a
+        group places it or a lease has such a group; then the bus removes them. A worker writes an item's file, holds
+        the item, writes those that this call returns again, and holds them again. It holds an item until it has put
+        the groups whose requests use it. A file that nobody holds is removed some minutes after it was written.
+        """
+
+    def let_go(self, digests: Sequence[str], *, worker: int = 0, timeout_s: float) -> None:
+        """Ends the hold of a rollout worker on media items. Ignores those that it does not hold."""
+
+    def media_reader(self, *, timeout_s: float) -> MediaReader:
+        """Returns the reader that maps the tensors of stored items, for any process that has the bus.
+
+        ``timeout_s`` is the deadline of each read. The views stay valid after the item was removed.
         """
 
     # -- calls of workers that lease ------------------------------------------------------------------------------

@@ -26,9 +26,9 @@ LOGPROBS = "logprobs"
 VERSIONS = "versions"
 EPISODES = "episodes"  # list[Episode]
 MEDIA = "media"  # list[Media]
-FORWARD_COLUMNS = (TOKEN_IDS, END, VERSIONS, EPISODES)  # the inputs of a forward pass
+FORWARD_COLUMNS = (TOKEN_IDS, END, VERSIONS, EPISODES, MEDIA)  # the inputs of a forward pass
 # A tree without its tokens, from which micro-batches are formed and a step's metrics are computed.
-STRUCTURE_COLUMNS = (END, LOSS_MASK, LOGPROBS, VERSIONS, EPISODES)
+STRUCTURE_COLUMNS = (END, LOSS_MASK, LOGPROBS, VERSIONS, EPISODES, MEDIA)
 ROLLOUT_COLUMNS = (TOKEN_IDS, END, LOSS_MASK, LOGPROBS, VERSIONS, EPISODES, MEDIA)
 
 OLD_LOGPROBS = "old_logprobs"  # written by actor_fwd
@@ -68,6 +68,35 @@ _encoder = msgspec.msgpack.Encoder()
 _episodes_decoder = msgspec.msgpack.Decoder(list[Episode])
 _media_decoder = msgspec.msgpack.Decoder(list[Media])
 _kept_decoder = msgspec.msgpack.Decoder(KeptTokens)
+
+
+class _ItemName(msgspec.Struct, frozen=True):
+    digest: str
+    nbytes: int
+
+
+class _PlacedItem(msgspec.Struct, frozen=True):
+    """Is what the bus reads of a `Media`; the other fields are skipped."""
+
+    item: _ItemName
+
+
+_named_decoder = msgspec.msgpack.Decoder(list[_PlacedItem])
+_NO_MEDIA = _encoder.encode([])
+
+
+def media_sizes(columns: Mapping[str, bytes]) -> dict[str, int]:
+    """Returns the size in bytes of each media item that a group's tree places, by digest.
+
+    Raises ValueError if column `MEDIA` is damaged.
+    """
+    payload = columns.get(MEDIA, _NO_MEDIA)
+    if payload == _NO_MEDIA:
+        return {}
+    try:
+        return {one.item.digest: one.item.nbytes for one in _named_decoder.decode(payload)}
+    except msgspec.DecodeError as error:
+        raise ValueError(f"column {MEDIA} is no list of media items: {error}") from error
 
 
 def encode_tree(tree: TokenTree) -> Columns:

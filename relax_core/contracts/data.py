@@ -38,12 +38,13 @@ class EvalSet:
     """Holds data rows that are evaluated and never trained.
 
     ``name`` is empty if the run has one set without a name. ``bad`` lists the data rows that cannot be used; they do
-    not count as wrong answers.
+    not count as wrong answers. ``parts`` are the values of the rows' key "part" for which the figures are told apart.
     """
 
     name: str
     rows: Sequence[DataRow]
     bad: Sequence[BadRow] = ()
+    parts: Sequence[str] = ()
 
 
 class PromptSource(Protocol):

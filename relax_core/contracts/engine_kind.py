@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from relax_core.contracts.media import MediaKind
+
 
 class EngineSettings(Protocol):
     """Holds the keys ``engine.*`` of the configuration that a kind of engine needs.
@@ -54,7 +56,8 @@ class EngineStart(Protocol):
     holds the bearer token that every call needs. ``port`` 0 takes a free port. With ``load_weights`` the engine serves
     the folder's own weights at once, as version 0; without it, nothing is served until the first update. With
     ``beyond_loopback``, ``engine.host`` may be any address of this machine. ``return_routed_experts`` and
-    ``stop_strings`` say that requests may ask for these features.
+    ``stop_strings`` say that requests may ask for these features. ``media_folder`` holds the images and videos that
+    requests name by their digests; None starts an engine that takes text only.
     """
 
     @property
@@ -77,6 +80,8 @@ class EngineStart(Protocol):
     def return_routed_experts(self) -> bool: ...
     @property
     def stop_strings(self) -> bool: ...
+    @property
+    def media_folder(self) -> Path | None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +135,7 @@ class EngineSpec:
     folder that RELAX_ENGINE_SCRATCH names, and its owner removes what has that folder's name, and ends its session.
     ``transports`` are the ways in which new weights may reach it (engine.weight_transport). ``memory_mib`` is the
     memory of the process before it has a model, for the memory plan. ``whole_cache`` says that it allocates memory for
-    all engine.max_total_tokens at its start.
+    all engine.max_total_tokens at its start. ``media`` has the kinds of media that prompts may hold if the model sees.
     """
 
     name: str
@@ -148,3 +153,4 @@ class EngineSpec:
     transports: frozenset[str] = frozenset({"shared_memory"})
     memory_mib: int = 256
     whole_cache: bool = False
+    media: frozenset[MediaKind] = frozenset()

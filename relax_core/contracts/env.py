@@ -5,9 +5,41 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
-Message = dict[str, str]
+from relax_core.contracts.media import MediaSource
+
+
+class TextPart(TypedDict):
+    """Is the text in a list of content parts."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ImagePart(TypedDict):
+    """Is an image in a list of content parts."""
+
+    type: Literal["image"]
+    image: MediaSource
+
+
+class VideoPart(TypedDict):
+    """Is a video in a list of content parts."""
+
+    type: Literal["video"]
+    video: MediaSource
+
+
+ContentPart = TextPart | ImagePart | VideoPart
+Message = dict[str, Any]  # "role" is text; "content" is text, or a list of ContentPart
+
+
+def media_sources(messages: Sequence[Mapping[str, Any]]) -> list[MediaSource]:
+    """Returns the images and videos of a conversation, in order."""
+    parts = (part for message in messages if not isinstance(message["content"], str) for part in message["content"])
+    return [part[part["type"]] for part in parts if part["type"] != "text"]
+
 
 # The reasons why an episode of several turns ends: the env said so; it had max_turns turns; the context has no room for
 # another turn; a response was cut at rollout.max_new_tokens; a call of the env took too long; the env raised an error.
@@ -81,7 +113,9 @@ class BaseInteractionEnv(ABC):
 
     Each method may be ``async def``. A plain method runs in a thread, so it may wait. An error in a method, or a call
     that takes longer than ``config.step_timeout_s``, ends the episode without a reward. Text of the env is encoded
-    without the special tokens of the chat template; only the opening messages are a prompt like any other.
+    without the special tokens of the chat template; only the opening messages are a prompt like any other. A message
+    may have a list of content parts with images and videos, each a `MediaSource`; an item that cannot be used ends the
+    episode as an error of the env does.
     """
 
     @abstractmethod

@@ -45,13 +45,15 @@ class Vision:
     """Is the vision tower of a family: Hugging Face's own modules, which trainer and engine run as they are.
 
     ``prefix`` begins the Hugging Face names of the tower's weights. ``model`` and ``config`` are the tower's classes as
-    "module:class"; the tower is built from the part ``config_key`` of config.json. ``projector`` lists how the names of
-    the weights behind ``prefix`` begin that belong to the projector, which maps patches to the language model.
+    "module:class"; the tower is built from the part ``config_key`` of config.json. ``shapes`` returns the shapes of its
+    weights from that part, by their names behind ``prefix``. ``projector`` lists how the names of those weights begin
+    that belong to the projector, which maps patches to the language model.
     """
 
     prefix: str
     model: str
     config: str
+    shapes: Callable[[HfConfig], Mapping[str, tuple[int, ...]]]
     config_key: str = "vision_config"
     projector: tuple[str, ...] = ()
     kinds: tuple[MediaKind, ...] = ("image", "video")

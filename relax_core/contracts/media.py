@@ -69,6 +69,9 @@ class MediaSource(msgspec.Struct, frozen=True, kw_only=True):
         if (self.path is None) == (self.data is None):
             raise ValueError(f"a {self.kind} needs a path or its bytes, and not both: give one of them.")
 
+    def __repr__(self) -> str:
+        return f"MediaSource({self.words})"
+
     @property
     def words(self) -> str:
         """Returns the source for an error or a log, without its content."""

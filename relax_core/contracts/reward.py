@@ -5,7 +5,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from relax_core.contracts.media import MediaItem
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +25,10 @@ class RewardInput:
     responses, in order. ``turn_rewards`` has the env's reward for each, None if it gave none. ``messages`` is the whole
     conversation with the responses. ``ended`` is the reason why the episode ended (`relax_core.contracts.env.Ended`).
     These four are empty if one response answers a data row.
+
+    ``media`` describes the images and videos of the conversation, in order; `frames` gives their pixels. No field holds
+    their bytes: the row and the messages name a file, or say how many bytes an item without a file had.
+    ``media_folder`` is the folder of the items' files.
     """
 
     response: str
@@ -30,8 +39,22 @@ class RewardInput:
     where: str = ""
     turns: Sequence[str] = ()
     turn_rewards: Sequence[float | None] = ()
-    messages: Sequence[Mapping[str, str]] = ()
+    messages: Sequence[Mapping[str, Any]] = ()
     ended: str = ""
+    media: Sequence[MediaItem] = ()
+    media_folder: str = ""
+
+    def frames(self, number: int) -> np.ndarray:
+        """Returns the pixels of ``media[number]`` as the model sees them.
+
+        They are read-only uint8 ``[frames, height, width, 3]`` and are read from the item's file, in a worker process
+        too. Raises ValueError if the file is not there.
+        """
+        from pathlib import Path
+
+        from relax_core.contracts.media_file import FolderReader
+
+        return FolderReader(Path(self.media_folder)).tensors(self.media[number])["frames"]
 
 
 @dataclass(frozen=True, kw_only=True)

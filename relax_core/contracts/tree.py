@@ -254,7 +254,7 @@ def check_tree(tree: TokenTree) -> None:
         rows = [*one.leaves, *(row for turn in one.turns for row in (turn.start, turn.end - 1))]
         if not one.leaves or min(rows) < 0 or max(rows) >= tree.rows:
             raise wrong(f"episode {one.uid} names row {rows}, but its group has {tree.rows} rows")
-    if (fault := _fault_of_turns(tree)) is not None:
+    if (fault := _fault_of_turns(tree) or _fault_of_media(tree)) is not None:
         raise wrong(fault)
 
 
@@ -277,6 +277,30 @@ def _fault_of_turns(tree: TokenTree) -> str | None:
             return (
                 f"episode {one.uid} has a turn of rows {turn.start} to {turn.end}, which are on no path to its leaves"
             )
+    return None
+
+
+def _fault_of_media(tree: TokenTree) -> str | None:
+    """Returns why the media of a tree cannot be those of its rows; None if they can.
+
+    A tree that was decoded without its tokens has negative ids, which are not compared.
+    """
+    runs, behind = tree.runs, 0
+    for one in tree.media:
+        what = f"item {one.item.digest} {one.item.words} of rows {one.start} to {one.end}"
+        if not 0 <= one.start < one.end <= tree.rows or one.end - one.start != one.item.rows:
+            return f"{what}: it stands for {one.item.rows} rows, and its group has {tree.rows}"
+        if one.start < behind:
+            return f"{what}: it overlaps the item before it, or the items are not in order of rows"
+        first, last = runs.of_rows(np.array([one.start, one.end - 1]))
+        if first != last:
+            return f"{what}: a branch begins inside it, but an item lies in one chain"
+        own = tree.token_ids[one.start : one.end]
+        if own[0] >= 0 and not np.array_equal(own, one.item.ids):
+            return f"{what}: the ids of its rows are not those of the item"
+        if (tree.versions[one.start : one.end] >= 0).any():
+            return f"{what}: a weight version sampled one of its rows, but no engine samples media"
+        behind = one.end
     return None
 
 

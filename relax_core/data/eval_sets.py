@@ -55,7 +55,7 @@ def _read(config: RelaxConfig, source: PromptSource | None, name: str, file: str
     if file is None:
         assert source is not None
         held_out = source.held_out()
-        return EvalSet(name=name, rows=held_out.rows, bad=held_out.bad)
+        return EvalSet(name=name, rows=held_out.rows, bad=held_out.bad, parts=held_out.parts)
     rows = rows_of(Path(file), config.data)
     return read_eval_set(name, ((rows, number) for number in range(min(len(rows), config.eval.rows))))
 

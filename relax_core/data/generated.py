@@ -12,9 +12,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from relax_core.contracts.media import MediaSource
+from relax_core.data.see_task import MOST_ROWS, PARTS, see_example
+
 Split = Literal["train", "eval"]
 
 REVERSE_DIGITS, ARITHMETIC = "reverse_digits", "arithmetic"  # the tasks, as data.task names them
+# Pictures and videos; in the second, the control, each row has any row's.
+SEE, SEE_EXCHANGED = SEE_TASKS = ("see", "see_exchanged")
 REVERSED_DIGITS = 5
 _EVAL_SEED = 0  # every run seed has the same evaluation rows, so that two runs can be compared
 _HELD_OUT_SLOTS = 16
@@ -22,10 +27,15 @@ _HELD_OUT_SLOTS = 16
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """Is one prompt and its reference answer, as plain text."""
+    """Is one prompt and its reference answer, as plain text.
+
+    ``source`` is the image or video that stands before the prompt. ``part`` names the part of a task that has several.
+    """
 
     prompt: str
     answer: str
+    source: MediaSource | None = None
+    part: str = ""
 
 
 def _reverse_digits(rng: random.Random) -> Example:
@@ -58,24 +68,33 @@ _TASKS: dict[str, Callable[[random.Random], Example]] = {
 }
 
 
-LONGEST_PROMPT = {REVERSE_DIGITS: 9, ARITHMETIC: 47}  # characters
+LONGEST_PROMPT = {REVERSE_DIGITS: 9, ARITHMETIC: 47, SEE: 13, SEE_EXCHANGED: 13}  # characters
+MEDIA_ROWS = {SEE: MOST_ROWS, SEE_EXCHANGED: MOST_ROWS}  # rows of a prompt's images and videos, at most
 
 
 def task_names() -> tuple[str, ...]:
     """Returns the names of the tasks."""
-    return tuple(_TASKS)
+    return (*_TASKS, *SEE_TASKS)
+
+
+def parts_of(task: str) -> tuple[str, ...]:
+    """Returns the parts of a task whose figures are told apart."""
+    return PARTS if task in SEE_TASKS else ()
 
 
 def check_task(task: str | None) -> None:
     """Raises ValueError for a task that does not exist."""
-    if task not in _TASKS:
-        raise ValueError(f"data.task={task!r}: no such generated task. Use one of: {', '.join(_TASKS)}.")
+    if task not in task_names():
+        raise ValueError(f"data.task={task!r}: no such generated task. Use one of: {', '.join(task_names())}.")
 
 
 def example(task: str, *, split: Split, seed: int, index: int) -> Example:
     """Returns example ``index`` of a split, the same in every process. The eval split does not depend on ``seed``."""
     check_task(task)
     rng = random.Random(f"{task}/{split}/{seed if split == 'train' else _EVAL_SEED}/{index}")
+    if task in SEE_TASKS:
+        seen = see_example(split=split, rng=rng, index=index, exchange=task == SEE_EXCHANGED)
+        return Example(seen.prompt, seen.answer, seen.source, seen.part)
     while True:
         drawn = _TASKS[task](rng)
         if _is_held_out(drawn.prompt) == (split == "eval"):

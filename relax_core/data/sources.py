@@ -6,6 +6,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 from relax_core.config.schema import DataConfig
 from relax_core.contracts.data import BadRow, DataRow, EvalSet, PromptSource
@@ -215,11 +216,18 @@ class GeneratedSource:
             _as_row(generated.example(self._task, split="eval", seed=self._seed, index=index))
             for index in range(self._held_out)
         ]
-        return EvalSet(name="", rows=rows)
+        return EvalSet(name="", rows=rows, parts=generated.parts_of(self._task))
 
 
 def _as_row(example: generated.Example) -> DataRow:
-    return {"prompt": example.prompt, "answer": example.answer}
+    row: dict[str, Any] = {"prompt": example.prompt, "answer": example.answer}
+    if example.part:
+        row["part"] = example.part
+    if example.source is not None:
+        kind = example.source.kind
+        parts = [{"type": kind, kind: example.source}, {"type": "text", "text": example.prompt}]
+        row["prompt"] = [{"role": "user", "content": parts}]
+    return row
 
 
 class FileSource:

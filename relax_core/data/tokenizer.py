@@ -8,12 +8,15 @@ megabytes. A test checks that the result equals transformers' `apply_chat_templa
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from relax_core.families.hf_config import end_token_ids
+from relax_core.contracts.media import MEDIA_KINDS, Media, MediaItem, MediaKind
+from relax_core.families.hf_config import end_token_ids, has_hf_config, read_hf_config
 
 if TYPE_CHECKING:
     import jinja2
@@ -25,9 +28,10 @@ _OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")  # 
 class PromptTokenizer:
     """Converts text to token ids and back.
 
-    ``stop_token_ids`` are the tokens that end a response, sorted. ``template_arguments`` are more variables for the
-    chat template, such as Qwen3's enable_thinking. Raises ValueError for a folder that lacks a needed file, and for a
-    variable that its template does not read.
+    ``stop_token_ids`` are the tokens that end a response, sorted. ``media_ids`` has the token that stands for an
+    image and for a video in the rendered text; it is empty for a model that reads text only. ``template_arguments``
+    are more variables for the chat template, such as Qwen3's enable_thinking. Raises ValueError for a folder that
+    lacks a needed file, and for a variable that its template does not read.
     """
 
     def __init__(self, model_folder: Path, *, template_arguments: Mapping[str, Any] | None = None) -> None:
@@ -51,24 +55,62 @@ class PromptTokenizer:
         self._arguments = dict(template_arguments or {})
         _check_arguments(self._arguments, template, model_folder)
         self.stop_token_ids = self._stop_token_ids(model_folder)
+        self.media_ids = self._media_ids(model_folder)
 
-    def encode(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def encode(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Returns the token ids of a conversation as the chat template renders it, up to the next answer.
 
-        Raises ValueError, with the template's message, for a conversation that the template does not accept.
+        An image or video of a content part is its placeholder (`place_items`). For a model that sees, names of special
+        tokens in the messages are plain text. Raises ValueError, with the template's message, for a conversation that
+        the template does not accept.
         """
-        return self.encode_text(self.render(messages))
+        special = self._special_names if self.media_ids else None
+        if special is None or not any(special.search(text) for text in _texts(messages)):
+            return self.encode_text(self.render(messages))
+        hidden = self.render([_with_texts(one, lambda text: special.sub(_hide, text)) for one in messages])
+        ids: list[int] = []
+        # The pattern has one group, so every second piece is a special token, which the template wrote.
+        for number, piece in enumerate(special.split(hidden)):
+            if piece:
+                ids += self.encode_text(piece) if number % 2 else self.encode_plain(_HIDDEN.sub(_shown, piece))
+        return ids
 
-    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """Returns the text of a conversation, which `encode_text` turns into ids.
 
         Raises ValueError as `encode` does.
         """
-        own = dict(zip(_OWN_VARIABLES, (list(messages), None, None, True), strict=True))
+        shown = [_without_sources(one) for one in messages]
+        own = dict(zip(_OWN_VARIABLES, (shown, None, None, True), strict=True))
         try:
             return self._template.render(**(self._special_tokens | self._arguments | own))
         except Exception as error:  # A template is the model author's code and may raise any error.
             raise ValueError(f"the chat template does not take it: {type(error).__name__}: {error}") from error
+
+    def place_items(self, ids: Sequence[int], items: Sequence[MediaItem]) -> tuple[list[int], list[Media]]:
+        """Returns ids in which the items' ids stand for their placeholders, in order, and where they stand.
+
+        Raises ValueError if the ids have other placeholders than the items.
+        """
+        kinds = {token: kind for kind, token in self.media_ids.items()}
+        places = [place for place, token in enumerate(ids) if token in kinds]
+        if [kinds[ids[place]] for place in places] != [item.kind for item in items]:
+            found = ", ".join(kinds[ids[place]] for place in places) or "no item"
+            wanted = ", ".join(item.kind for item in items) or "none"
+            raise ValueError(f"the chat template shows {found}, but the conversation has {wanted}")
+        whole: list[int] = []
+        media: list[Media] = []
+        done = 0
+        for place, item in zip(places, items, strict=True):
+            first = place - item.placeholder.index(ids[place])
+            behind = first + len(item.placeholder)
+            if first < done or list(ids[first:behind]) != item.placeholder:
+                raise ValueError(f"the chat template does not write the placeholder {item.placeholder} of {item.kind}")
+            whole += ids[done:first]
+            media.append(Media(item, len(whole), len(whole) + item.rows))
+            whole += item.ids.tolist()
+            done = behind
+        return whole + list(ids[done:]), media
 
     def encode_text(self, text: str) -> list[int]:
         """Returns the token ids of a text from `render`."""
@@ -84,6 +126,13 @@ class PromptTokenizer:
             return self._tokenizer.encode(text, add_special_tokens=False).ids
         finally:
             self._tokenizer.encode_special_tokens = False
+
+    @cached_property
+    def _special_names(self) -> re.Pattern[str] | None:
+        """Finds the names of special tokens in a text, the longest first; None if the tokenizer has none."""
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        names = sorted((token.content for token in added if token.special and token.content), key=len, reverse=True)
+        return re.compile(f"({'|'.join(map(re.escape, names))})") if names else None
 
     @property
     def vocabulary_size(self) -> int:
@@ -102,6 +151,15 @@ class PromptTokenizer:
         """
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
+    def _media_ids(self, model_folder: Path) -> dict[MediaKind, int]:
+        """Returns the placeholders that config.json names; without that file, those that the vocabulary has."""
+        if has_hf_config(model_folder):
+            values = read_hf_config(model_folder)
+            found = {kind: values.get(f"{kind}_token_id") for kind in MEDIA_KINDS}
+        else:
+            found = {kind: self._tokenizer.token_to_id(f"<|{kind}_pad|>") for kind in MEDIA_KINDS}
+        return {kind: token for kind, token in found.items() if token is not None}
+
     def _stop_token_ids(self, model_folder: Path) -> list[int]:
         """Returns the tokenizer's end token and those in the model's generation settings, sorted."""
         found: set[int] = set()
@@ -115,6 +173,46 @@ class PromptTokenizer:
                 "eos_token_id in generation_config.json."
             )
         return sorted(found)
+
+
+# Names of special tokens in a user's text are hidden from the chat template's text while it is split at its own ones.
+# The code points are of the private use area, and each stands for a character of the name.
+_HIDE_FROM, _HIDE_MARK = 0xF0000, "\U00100000"
+_HIDDEN = re.compile(f"{_HIDE_MARK}([{chr(_HIDE_FROM)}-{chr(_HIDE_FROM + 0xFFFD)}]+)")
+
+
+def _hide(found: re.Match[str]) -> str:
+    return _HIDE_MARK + "".join(chr(_HIDE_FROM + ord(one)) for one in found[0])
+
+
+def _shown(found: re.Match[str]) -> str:
+    return "".join(chr(ord(one) - _HIDE_FROM) for one in found[1])
+
+
+def _texts(messages: Sequence[Mapping[str, Any]]) -> Iterable[str]:
+    for message in messages:
+        content = message["content"]
+        if isinstance(content, str):
+            yield content
+        else:
+            yield from (part["text"] for part in content if part["type"] == "text")
+
+
+def _with_texts(message: Mapping[str, Any], change: Callable[[str], str]) -> dict[str, Any]:
+    """Returns a message with changed texts."""
+    content = message["content"]
+    if isinstance(content, str):
+        return {**message, "content": change(content)}
+    parts = [{**part, "text": change(part["text"])} if part["type"] == "text" else part for part in content]
+    return {**message, "content": parts}
+
+
+def _without_sources(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns a message whose images and videos are only named, so that no template writes their content."""
+    content = message["content"]
+    if isinstance(content, str):
+        return message
+    return {**message, "content": [part if part["type"] == "text" else {"type": part["type"]} for part in content]}
 
 
 def token_difference(one: Path, other: Path) -> str | None:

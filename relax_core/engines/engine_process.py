@@ -31,6 +31,7 @@ class EngineLaunch:
     ``beyond_loopback``: ``engine.host`` may be any address of this machine; the bearer token is asked for there too.
     ``return_routed_experts``, ``stop_strings``: be ready to tell them, and to look for them; the embedded engine always
     is.
+    ``media_folder``: the folder of the images and videos that requests name; None for an engine that takes text only.
     """
 
     model_folder: Path
@@ -44,6 +45,7 @@ class EngineLaunch:
     beyond_loopback: bool = False
     return_routed_experts: bool = False
     stop_strings: bool = False
+    media_folder: Path | None = None
 
     def command(self) -> list[str]:
         """Returns the command line."""

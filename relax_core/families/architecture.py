@@ -45,6 +45,11 @@ class VisionTower:
     video_min_pixels: int = 4_096
     video_max_pixels: int = 25_165_824
 
+    @property
+    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Returns the shapes of the tower's weights by their Hugging Face names."""
+        return {self.vision.prefix + name: shape for name, shape in self.vision.shapes(self.config).items()}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:

@@ -94,6 +94,8 @@ def read_rope(config: Mapping[str, Any], *, family: str) -> Rope:
         )
     if kind == "default":
         return Rope(theta=theta, sections=_sections(given, family=family))
+    if "mrope_section" in given:
+        raise ValueError(f"config.json rope_type={kind}: {family} computes three sections with rope_type default only.")
     if kind == "linear":
         return Rope(theta=theta, scaling=LinearScaling(factor=given["factor"]))
     if kind == "llama3":

@@ -5,6 +5,7 @@ from __future__ import annotations
 from relax_core.contracts.family import Experts, Family, HfConfig, Only, Vision
 from relax_core.families.architecture import Architecture
 from relax_core.families.rope import read_rope
+from relax_core.families.vision.tower_shapes import qwen3_vision_shapes
 
 COMMON = (
     Only("hidden_act", "silu", "no other activation is computed"),
@@ -62,6 +63,9 @@ def text_config(family: Family, config: HfConfig) -> HfConfig:
 
 def _described(family: Family, config: HfConfig) -> Architecture:
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    rope = read_rope(config, family=family.name)
+    if family.vision is not None and rope.sections is None:
+        raise KeyError("mrope_section")
     return Architecture(
         family=family.name,
         vocab_size=config["vocab_size"],
@@ -72,7 +76,7 @@ def _described(family: Family, config: HfConfig) -> Architecture:
         num_kv_heads=config.get("num_key_value_heads") or heads,
         head_dim=config.get("head_dim") or hidden // heads,
         rms_norm_eps=config.get("rms_norm_eps") or 1e-6,
-        rope=read_rope(config, family=family.name),
+        rope=rope,
         tie_word_embeddings=bool(config.get("tie_word_embeddings", family.tied_by_default)),
         max_positions=config["max_position_embeddings"],
         qkv_bias=family.qkv_bias,
@@ -179,6 +183,7 @@ QWEN3_VL = Family(
         prefix="model.visual.",
         model=_QWEN3_VISION,
         config="transformers.models.qwen3_vl.configuration_qwen3_vl:Qwen3VLVisionConfig",
+        shapes=qwen3_vision_shapes,
         projector=_PROJECTOR,
     ),
 )
@@ -199,6 +204,7 @@ QWEN3_VL_MOE = Family(
         prefix="model.visual.",
         model=_QWEN3_VISION_MOE,
         config="transformers.models.qwen3_vl_moe.configuration_qwen3_vl_moe:Qwen3VLMoeVisionConfig",
+        shapes=qwen3_vision_shapes,
         projector=_PROJECTOR,
     ),
     fused_experts=True,

@@ -64,7 +64,7 @@ def tiny_config(name: str = STUDENT) -> dict[str, Any]:
 def _vision_model(*, experts: bool) -> dict[str, Any]:
     """Returns a config.json in the form in which Qwen3-VL is published."""
     ids, kind = token_ids(vision=True), "qwen3_vl_moe" if experts else "qwen3_vl"
-    text = {
+    text: dict[str, Any] = {
         "model_type": f"{kind}_text",
         "vocab_size": len(ids),
         "hidden_size": 72,

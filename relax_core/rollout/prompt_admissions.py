@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from relax_core.contracts.data import BadRow, DataRow, PromptSource
 from relax_core.contracts.engine import PromptRequest, SamplingParams
 from relax_core.contracts.tree import group_uid
 from relax_core.rollout.bad_rows import BadRows
-from relax_core.rollout.prompt_tokens import PromptMaker
+from relax_core.rollout.prompt_tokens import Prompt, PromptMaker
 from relax_core.rollout.sample_seeds import sampling_seed
 from relax_core.rollout.teacher_choice import TeacherOf
 from relax_core.rollout.weight_update_handler import WeightUpdateHandler
@@ -37,7 +38,8 @@ class RolloutLoopSettings:
 
     ``batch_prompts`` is the largest number of prompts in one engine request. ``worker`` is the rank of the rollout
     worker, and ``alone`` is True if no other worker asks for admissions. With ``in_order``, groups go to the bus in the
-    order in which their responses arrived, which is equal in every run.
+    order in which their responses arrived, which is equal in every run. ``media_folder`` holds the files of encoded
+    images and videos; it is empty for a run on text.
     """
 
     seed: int
@@ -50,6 +52,7 @@ class RolloutLoopSettings:
     mask_off_policy: bool = False
     mask_truncated: bool = False
     in_order: bool = False
+    media_folder: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,13 +119,16 @@ class PromptAdmissions:
             if self._weight_update_handler is not None:
                 self._weight_update_handler.admit(admissions)
             left_out = 0
-            for admission in admissions:
+            # The images and videos of all these prompts are encoded at the same time.
+            made = await asyncio.gather(*(self._prompt_or_error(one) for one in admissions))
+            for admission, prompt in zip(admissions, made, strict=True):
                 self._bad_rows.draw(self._source.number(admission.index))
-                try:
-                    prompts.append(self._prompt(admission))
-                except BadRow as error:
+                if isinstance(prompt, AdmittedPrompt):
+                    self._bad_rows.use()
+                    prompts.append(prompt)
+                else:
                     left_out += 1
-                    await self.leave_out(admission.index, error)
+                    await self.leave_out(admission.index, prompt)
             # If other workers ask too, one of them may have taken the credit, and these prompts must not wait for it.
             admissions = await self._admitted_at_once(left_out) if left_out and self._settings.alone else ()
         return prompts
@@ -131,6 +137,7 @@ class PromptAdmissions:
         """Ends the group of a data row that cannot be used; raises ValueError if there are too many such rows."""
         if self._weight_update_handler is not None:
             self._weight_update_handler.end(index)
+        self._prompts.release(group_uid(index))
         await self._bus.drop_async(group_uid(index), reason=error.reason, timeout_s=self._settings.call_timeout_s)
         self._bad_rows.leave_out(self._source.number(index), error)
 
@@ -141,9 +148,19 @@ class PromptAdmissions:
         except BusTimeout:
             return ()
 
-    def _prompt(self, admission: Admission) -> AdmittedPrompt:
+    async def _prompt_or_error(self, admission: Admission) -> AdmittedPrompt | BadRow:
+        try:
+            return await self._prompt(admission)
+        except BadRow as error:
+            return error
+
+    async def _prompt(self, admission: Admission) -> AdmittedPrompt:
         row = self._source.row(admission.index)
         where = self._source.where(self._source.number(admission.index))
+        teacher = None if self._teacher_of is None else self._teacher_of(row, where)
+        prompt = Prompt(token_ids=[])
+        if not self._opens_itself:
+            prompt = await self._prompts.prompt(row, where=where, owner=admission.group_uid)
         return AdmittedPrompt(
             index=admission.index,
             attempt=admission.attempt,
@@ -151,9 +168,10 @@ class PromptAdmissions:
             where=where,
             request=PromptRequest(
                 rid=f"{admission.group_uid}-{admission.attempt}",
-                input_ids=[] if self._opens_itself else self._prompts.tokens(row, where=where),
+                input_ids=prompt.token_ids,
                 sampling_seed=sampling_seed(self._settings.seed, index=admission.index),
                 min_version=admission.min_version,
+                media=prompt.media,
             ),
-            teacher=None if self._teacher_of is None else self._teacher_of(row, where),
+            teacher=teacher,
         )

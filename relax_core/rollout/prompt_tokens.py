@@ -1,18 +1,41 @@
-"""Turns a data row into the token ids of its prompt: conversation, chat template, limit of length."""
+"""Turns a data row into its prompt: conversation, encoded images and videos, chat template, limit of length."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from relax_core.config.choices import Overlong
 from relax_core.contracts.data import TOO_LONG, BadRow, DataRow
-from relax_core.contracts.env import EnvSpec, Message
+from relax_core.contracts.engine import EngineError, Generated, PromptRequest
+from relax_core.contracts.env import EnvSpec, Message, media_sources
+from relax_core.contracts.media import Media, MediaError, MediaItem, MediaSource
 from relax_core.data.tokenizer import PromptTokenizer
+from relax_core.rollout.item_cache import ItemCache
+
+DEFAULT_PROMPT_ITEMS = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """Holds the token ids of a prompt; ``media`` places its images and videos in them, in order."""
+
+    token_ids: list[int]
+    media: list[Media] = field(default_factory=list)
+
+    @property
+    def items(self) -> list[MediaItem]:
+        """Returns the images and videos, in order."""
+        return [one.item for one in self.media]
 
 
 class PromptMaker:
-    """Makes prompts of at most ``max_prompt_tokens`` tokens; ``overlong`` says what happens to longer ones."""
+    """Makes prompts of at most ``max_prompt_tokens`` tokens; ``overlong`` says what happens to longer ones.
+
+    ``items`` encodes images and videos; without it, rows that have some cannot be used. A prompt has at most
+    ``prompt_items`` of them. ``item_rows`` says how many rows one has at most, for `tokens`, which encodes none.
+    """
 
     def __init__(
         self,
@@ -22,39 +45,102 @@ class PromptMaker:
         tokenizer: PromptTokenizer,
         max_prompt_tokens: int,
         overlong: Overlong = Overlong.drop,
+        items: ItemCache | None = None,
+        prompt_items: int = DEFAULT_PROMPT_ITEMS,
+        item_rows: Callable[[MediaSource], int] = lambda source: 1,
     ) -> None:
         self.tokenizer = tokenizer
         self._env = env
         self._config = env_config
         self.max_prompt_tokens = max_prompt_tokens
         self._overlong = overlong
+        self.items = items
+        self._prompt_items = prompt_items
+        self._item_rows = item_rows
 
     def tokens(self, row: DataRow, *, where: str) -> list[int]:
-        """Returns the prompt's token ids; ``where`` is the data row's file and line for errors.
+        """Returns the token ids of a prompt of text; ``where`` is the data row's file and line for errors.
 
-        Raises `BadRow` as `text` does, and if the prompt is too long and such rows are dropped. Raises ValueError if
-        the prompt is too long and ``overlong`` is error.
+        For each image and video there are as many ids as it may have rows, without a meaning. Raises `BadRow` as
+        `text` does, and if the prompt is too long and such rows are dropped. Raises ValueError if the prompt is too
+        long and ``overlong`` is error.
         """
-        return self.opening(self._messages(row, where=where), where=where)
+        return self._opening(self._messages(row, where=where), (), where=where).token_ids
 
-    def opening(self, messages: Sequence[Message], *, where: str) -> list[int]:
-        """Returns the token ids of a conversation that opens an episode; raises as `tokens` does."""
-        ids = self._encode(messages, where=where)
-        if len(ids) <= self.max_prompt_tokens:
-            return ids
+    async def prompt(self, row: DataRow, *, where: str, owner: str) -> Prompt:
+        """Returns a data row's prompt once its images and videos are encoded; ``owner`` holds them.
+
+        Raises as `tokens` does, and `MediaError` for an item that cannot be used; the owner then holds nothing of it.
+        """
+        return await self.opening(self._messages(row, where=where), where=where, owner=owner)
+
+    async def opening(self, messages: Sequence[Message], *, where: str, owner: str) -> Prompt:
+        """Returns the prompt of a conversation that opens an episode; raises as `prompt` does."""
+        sources = media_sources(messages)
+        if not sources:
+            return self._opening(messages, (), where=where)
+        try:
+            items = await self.encoded(sources, owner=owner)
+            return self._opening(messages, items, where=where)
+        except MediaError as error:
+            self.release(owner)
+            raise error if str(error).startswith(where) else _of_row(error, where) from error
+        except ValueError:
+            self.release(owner)
+            raise
+
+    async def encoded(self, sources: Sequence[MediaSource], *, owner: str) -> list[MediaItem]:
+        """Returns the items of these sources, in order, which ``owner`` holds until `release`.
+
+        Raises `MediaError`.
+        """
+        if not sources:
+            return []
+        first = sources[0].kind
+        if self.items is None:
+            raise BadRow.because("prompt", f"it has a {first}, but this run reads text only (modality=text).")
+        if len(sources) > self._prompt_items:
+            text = f"it has {len(sources)} images and videos, more than modality.prompt_items={self._prompt_items}."
+            raise MediaError(first, "too_many_items", text)
+        return await self.items.items(sources, owner=owner)
+
+    async def hold_again(self, row: DataRow, media: Sequence[Media], *, owner: str) -> None:
+        """Makes ``owner`` hold the images and videos of a prompt that was made before.
+
+        Those that the cache gave up are encoded again. Raises ValueError if their files are others now.
+        """
+        if media:
+            again = await self.encoded(media_sources(self._messages(row, where="")), owner=owner)
+            if [one.digest for one in again] != [one.item.digest for one in media]:
+                words = ", ".join(one.item.words for one in media)
+                raise ValueError(f"the files of {words} changed while the run read them. Start the run again.")
+
+    def release(self, owner: str) -> None:
+        """Ends what ``owner`` holds of the encoded images and videos."""
+        if self.items is not None:
+            self.items.release(owner)
+
+    def _opening(self, messages: Sequence[Message], items: Sequence[MediaItem], *, where: str) -> Prompt:
+        prompt = self._encode(messages, items, where=where)
+        count = len(prompt.token_ids)
+        if count <= self.max_prompt_tokens:
+            return prompt
         text = (
-            f"{where}: its prompt has {len(ids)} tokens, but engine.context_length leaves room for "
+            f"{where}: its prompt has {count} tokens, but engine.context_length leaves room for "
             f"{self.max_prompt_tokens} beside rollout.max_new_tokens."
         )
+        if items:
+            rows = sum(item.rows for item in items)
+            text += f" Its images and videos take {rows} of them: lower modality.image_tokens or frame_tokens."
         if self._overlong is Overlong.error:
             raise ValueError(
                 f"{text} Raise engine.context_length, or use data.overlong=drop, which leaves such rows out."
             )
         if self._overlong is Overlong.drop:
-            raise BadRow(TOO_LONG, text)
-        cut = self._cut(messages, excess=len(ids) - self.max_prompt_tokens, where=where)
+            raise _too_long(text, items)
+        cut = self._cut(messages, items, excess=count - self.max_prompt_tokens, where=where)
         if cut is None:
-            raise BadRow(TOO_LONG, f"{text} It is too long even without its longest message.")
+            raise _too_long(f"{text} It is too long even without its longest message.", items)
         return cut
 
     def text(self, row: DataRow, *, where: str) -> str:
@@ -63,6 +149,19 @@ class PromptMaker:
         Raises `BadRow` if the env or the template makes no prompt from the data row.
         """
         return self._render(self._messages(row, where=where), where=where)
+
+    def bound(self, row: DataRow, *, where: str) -> int:
+        """Returns a number of tokens that the whole prompt does not exceed: each stands for at least one byte.
+
+        Raises as `text` does.
+        """
+        messages = self._messages(row, where=where)
+        rows = sum(self._item_rows(source) for source in media_sources(messages))
+        return len(self._render(messages, where=where).encode()) + rows
+
+    def count(self, row: DataRow, *, where: str) -> int:
+        """Returns the number of tokens of the whole prompt, of any length. Raises as `text` does."""
+        return len(self._encode(self._messages(row, where=where), (), where=where).token_ids)
 
     def _messages(self, row: DataRow, *, where: str) -> Sequence[Message]:
         assert self._env.messages is not None, "an env of several turns opens its own episodes"
@@ -78,25 +177,104 @@ class PromptMaker:
         except ValueError as error:
             raise BadRow.because("template", f"{where}: {error}") from error
 
-    def _encode(self, messages: Sequence[Mapping[str, str]], *, where: str) -> list[int]:
-        return self.tokenizer.encode_text(self._render(messages, where=where))
+    def _encode(self, messages: Sequence[Message], items: Sequence[MediaItem], *, where: str) -> Prompt:
+        try:
+            ids = self.tokenizer.encode(messages)
+        except ValueError as error:
+            raise BadRow.because("template", f"{where}: {error}") from error
+        if not items:
+            rows = sum(self._item_rows(source) - 1 for source in media_sources(messages))
+            return Prompt(token_ids=ids + [0] * rows)
+        try:
+            ids, media = self.tokenizer.place_items(ids, items)
+        except ValueError as error:
+            raise MediaError(items[0].kind, "placeholder_count", f"{where}: {error}.") from error
+        return Prompt(token_ids=ids, media=media)
 
-    def _cut(self, messages: Sequence[Message], *, excess: int, where: str) -> list[int] | None:
-        """Returns the token ids with a part of the longest message left out, so that they just fit.
+    def _cut(
+        self, messages: Sequence[Message], items: Sequence[MediaItem], *, excess: int, where: str
+    ) -> Prompt | None:
+        """Returns the prompt with a part of the longest text left out, so that it just fits.
 
-        The template's own tokens stay. Returns None if that message is not long enough.
+        The template's own tokens stay. Returns None if that text is not long enough.
         """
-        longest = max(range(len(messages)), key=lambda one: len(messages[one]["content"]))
-        text = messages[longest]["content"]
+        texts = list(_texts(messages))
+        if not texts:
+            return None
+        message, part, text = max(texts, key=lambda one: len(one[2]))
         spans = self.tokenizer.spans(text)
         kept = len(spans) - excess
         while kept > 0:
-            shorter = dict(messages[longest]) | {"content": shortened(text, spans, kept=kept, how=self._overlong)}
-            ids = self._encode([*messages[:longest], shorter, *messages[longest + 1 :]], where=where)
-            if len(ids) <= self.max_prompt_tokens:
-                return ids
-            kept -= len(ids) - self.max_prompt_tokens
+            shorter = _with_text(messages, message, part, shortened(text, spans, kept=kept, how=self._overlong))
+            prompt = self._encode(shorter, items, where=where)
+            if len(prompt.token_ids) <= self.max_prompt_tokens:
+                return prompt
+            kept -= len(prompt.token_ids) - self.max_prompt_tokens
         return None
+
+
+def check_prompt_tokens(request: PromptRequest, responses: Iterable[Generated]) -> None:
+    """Raises EngineError for an answer to another prompt than the one that will be trained.
+
+    An engine may expand an image to another number of tokens than the tree has. An engine that does not say how many
+    tokens it saw is believed if the prompt is text.
+    """
+    for one in responses:
+        seen, sent = one.prompt_tokens, len(request.input_ids)
+        if seen != sent and (seen or request.media):
+            raise EngineError(
+                f"{one.engine or 'the engine'}, request {request.rid}: it saw a prompt of {seen} tokens, and "
+                f"{sent} were sent with {len(request.media)} images and videos. Its answer is refused, because it was "
+                "sampled from another prompt than the one that would be trained."
+            )
+
+
+def shown_prompt(prompt: Any, items: Sequence[MediaItem] = ()) -> str:
+    """Returns a data row's prompt for a table or a log; each image or video is shown as "[image 333×201]"."""
+    if isinstance(prompt, str):
+        return prompt
+    rest = iter(items)
+    shown = []
+    for message in prompt:
+        content = message["content"]
+        if not isinstance(content, str):
+            words = (_shown_part(part, rest) for part in content)
+            message = {**message, "content": "".join(words)}
+        shown.append(message)
+    return str(shown)
+
+
+def _shown_part(part: Mapping[str, Any], items: Iterator[MediaItem]) -> str:
+    if part["type"] == "text":
+        return str(part["text"])
+    item = next(items, None)
+    return f"[{part['type']}]" if item is None else item.words
+
+
+def _of_row(error: MediaError, where: str) -> MediaError:
+    return MediaError(error.kind, error.word, f"{where}: {error}")
+
+
+def _too_long(text: str, items: Sequence[MediaItem]) -> BadRow:
+    return MediaError(items[0].kind, "too_many_tokens", text) if items else BadRow(TOO_LONG, text)
+
+
+def _texts(messages: Sequence[Message]) -> Iterator[tuple[int, int | None, str]]:
+    """Yields the texts of a conversation: the message, its part (None for plain content) and the text."""
+    for number, message in enumerate(messages):
+        content = message["content"]
+        if isinstance(content, str):
+            yield number, None, content
+        else:
+            yield from ((number, at, part["text"]) for at, part in enumerate(content) if part["type"] == "text")
+
+
+def _with_text(messages: Sequence[Message], number: int, part: int | None, text: str) -> list[Message]:
+    content: Any = text
+    if part is not None:
+        content = list(messages[number]["content"])
+        content[part] = {"type": "text", "text": text}
+    return [*messages[:number], {**messages[number], "content": content}, *messages[number + 1 :]]
 
 
 def shortened(text: str, spans: Sequence[tuple[int, int]], *, kept: int, how: Overlong) -> str:

@@ -29,7 +29,7 @@ from relax_core.rollout.episodes.group_assembly import (
     complete_group,
 )
 from relax_core.rollout.prompt_admissions import AdmissionBus, AdmittedPrompt, PromptAdmissions, RolloutLoopSettings
-from relax_core.rollout.prompt_tokens import PromptMaker
+from relax_core.rollout.prompt_tokens import PromptMaker, check_prompt_tokens
 from relax_core.rollout.rewards.reward_inputs import reward_input
 from relax_core.rollout.rewards.reward_pool import RewardPool
 from relax_core.rollout.teacher_choice import TeacherOf
@@ -131,6 +131,7 @@ class RolloutLoop:
         """Sends one engine request for prompts of one weight version; each group leaves when it is complete."""
         await self._gate(version)
         start = time.perf_counter()
+        unanswered = {prompt.index for prompt in prompts}
         if self._weight_update_handler is not None:  # some groups may have ended since they were admitted
             prompts = [prompt for prompt in prompts if self._weight_update_handler.begin(prompt.index, prompt.request)]
         samples = tokens = newest = 0
@@ -143,6 +144,8 @@ class RolloutLoop:
             on_end=engine.append,
         ):
             prompt = prompts[number]
+            check_prompt_tokens(prompt.request, responses)
+            unanswered.discard(prompt.index)
             if self._weight_update_handler is not None:
                 self._weight_update_handler.end(prompt.index)
             samples += len(responses)
@@ -150,6 +153,8 @@ class RolloutLoop:
             newest = max(newest, int(responses[-1].versions[-1]))
             self._newest_group = tasks.create_task(self._score_and_stage(prompt, responses, tasks, self._newest_group))
             groups.append(self._newest_group)
+        for index in unanswered:  # these were given up
+            self._prompts.release(group_uid(index))
         reward_s = sum(await asyncio.gather(*groups))
         if not samples:  # every group was given up
             return
@@ -224,10 +229,14 @@ class RolloutLoop:
         except BadRow as error:
             await self._admissions.leave_out(prompt.index, error)
             return None
+        except asyncio.CancelledError:
+            self._prompts.release(group_uid(prompt.index))
+            raise
         if handler is not None:
             handler.end(prompt.index)
         began = time.perf_counter()
-        episodes = await score_episodes(records, self._rewards, row=prompt.row, where=prompt.where)
+        folder = self._settings.media_folder
+        episodes = await score_episodes(records, self._rewards, row=prompt.row, where=prompt.where, media_folder=folder)
         reward_s = time.perf_counter() - began
         if self._settings.in_order and before is not None:
             await asyncio.wait([before])
@@ -264,6 +273,8 @@ class RolloutLoop:
                 stop=self._settings.sampling.stop,
                 uid=sample_uid(uid, response.sample),
                 where=prompt.where,
+                media=[one.item for one in prompt.request.media],
+                media_folder=self._settings.media_folder,
             )
             for response in responses
         ]
@@ -277,6 +288,7 @@ class RolloutLoop:
             prompt_ids=prompt.request.input_ids,
             generated=responses,
             rewards=rewards,
+            media=prompt.request.media,
             refuse=self._refuse,
             teacher=prompt.teacher,
             mask_off_policy=self._settings.mask_off_policy,
@@ -290,6 +302,7 @@ class RolloutLoop:
         self._count_truncated(done)
         if isinstance(done, DroppedGroup):
             await self._bus.drop_async(done.group_uid, reason=done.reason, timeout_s=self._settings.call_timeout_s)
+            self._prompts.release(done.group_uid)
             return
         self._staged.append(done)
         if not self._flushing:
@@ -313,4 +326,6 @@ class RolloutLoop:
         while self._staged:
             rows, self._staged = self._staged, []
             await self._bus.put_async(rows, timeout_s=self._settings.call_timeout_s)
+            for row in rows:  # from here on the bus keeps their images and videos
+                self._prompts.release(row.group_uid)
         self._flushing = False

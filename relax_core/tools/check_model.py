@@ -15,7 +15,7 @@ from pathlib import Path
 from relax_core.config.options import yaml_options
 from relax_core.families.folder import family_key, folder_architecture
 from relax_core.train.hf.check_weights import weight_problems
-from relax_core.train.hf.weight_rules import tensor_shape, weight_rules
+from relax_core.train.hf.stored_weights import stored_weights
 
 SHOWN = 20  # the number of problems that are printed; a wrong folder has thousands
 
@@ -38,12 +38,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if len(problems) > SHOWN:
             print(f"relax: … {len(problems) - SHOWN} more", file=sys.stderr)
         return 2
-    rules = weight_rules(architecture)
-    parameters = sum(math.prod(tensor_shape(rule, architecture)) for rule in rules)
+    stored = stored_weights(architecture)
+    parameters = sum(math.prod(one.shape) for one in stored)
     key = family_key(architecture.family, also=words.family)
     assert key is not None, "the folder's architecture was read by it"
     model = f"model={key}" if key in yaml_options("model") else f"model=folder model.family={key}"
-    print(f"{folder}: {len(rules):,} weights, {parameters:,} parameters; {model} trains it.")
+    print(f"{folder}: {len(stored):,} weights, {parameters:,} parameters; {model} trains it.")
     return 0
 
 

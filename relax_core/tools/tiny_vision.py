@@ -14,6 +14,7 @@ from relax_core.contracts.media import Media, MediaItem
 from relax_core.contracts.rotary import rotary_of_sequence
 from relax_core.families.architecture import VisionTower
 from relax_core.families.folder import folder_architecture
+from relax_core.families.hf_config import CONFIG_FILE
 from relax_core.families.tiny_configs import processor_files, tiny_config
 from relax_core.families.vision.item_rows import image_rows, video_rows
 from relax_core.tools.tiny_tokenizer import build_tokenizer
@@ -53,14 +54,10 @@ def write_vision_model(folder: Path, *, name: str, task: str) -> None:
     tokenizer = build_tokenizer(vision=True)
     tokenizer.save_pretrained(folder)
     config = tiny_config(name)
-    _write_json(folder / "config.json", config)
-    for file, values in processor_files().items():
-        _write_json(folder / file, values)
-    ends = {key: config["text_config"][key] for key in ("eos_token_id", "pad_token_id")}
-    _write_json(folder / "generation_config.json", ends)
+    write_settings(folder, config)
     tower = folder_architecture(folder).vision
     assert tower is not None, "the family has a tower"
-    model = _build_model(config)
+    model = build_vision_model(config)
 
     def loss_of_step(step: int) -> Tensor:
         return _loss(model, tokenizer, tower, _examples(recipe, step))
@@ -89,11 +86,14 @@ def write_published(model: PreTrainedModel, folder: Path) -> None:
     )
 
 
-def _write_json(path: Path, values: dict[str, Any]) -> None:
-    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+def write_settings(folder: Path, config: dict[str, Any]) -> None:
+    """Writes the configuration of a model that sees, and its processor files."""
+    for name, values in {CONFIG_FILE: config, **processor_files()}.items():
+        (folder / name).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
-def _build_model(config: dict[str, Any]) -> PreTrainedModel:
+def build_vision_model(config: dict[str, Any]) -> PreTrainedModel:
+    """Returns transformers' model of a configuration as published, with random weights."""
     import transformers
 
     model_class = getattr(transformers, config["architectures"][0])
@@ -123,8 +123,8 @@ def _prompt(tokenizer: PreTrainedTokenizerFast, tower: VisionTower, one: SeenExa
     """Returns the ids of a prompt, with the rows of what it shows, and where these are."""
     kind = "video" if one.is_video else "image"
     parts = [] if one.frames is None else [{"type": kind}]
-    text = [{"role": "user", "content": [*parts, {"type": "text", "text": one.prompt}]}]
-    ids: list[int] = tokenizer.apply_chat_template(text, add_generation_prompt=True, return_dict=False)
+    messages: Any = [{"role": "user", "content": [*parts, {"type": "text", "text": one.prompt}]}]
+    ids: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     if one.frames is None:
         return ids, []
     item = _item(tokenizer, tower, one.frames, is_video=one.is_video)
@@ -172,9 +172,9 @@ def _tower_inputs(
         (True, "pixel_values_videos", "video_grid_thw"),
     ):
         shown = [
-            (one.frames, item.item.grid)
-            for one, (item, *_) in zip(examples, (items or [None] for items in media), strict=True)
-            if item is not None and one.is_video is is_video and one.frames is not None
+            (one.frames, items[0].item.grid)
+            for one, items in zip(examples, media, strict=True)
+            if items and one.frames is not None and one.is_video is is_video
         ]
         if shown:
             found[pixels] = torch.cat([patches_of(frames, tower) for frames, _ in shown])

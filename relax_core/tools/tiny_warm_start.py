@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from relax_core.data.generated import ARITHMETIC, REVERSE_DIGITS, Example, example
 from relax_core.families.tiny_configs import EXPERTS, STUDENT, TEACHER, VISION, VISION_EXPERTS, tiny_config
@@ -120,7 +120,7 @@ def supervised_steps(model: torch.nn.Module, recipe: WarmStart, loss_of_step: Ca
 
 def _batch(tokenizer: PreTrainedTokenizerFast, examples: list[Example]) -> tuple[Tensor, Tensor]:
     """Returns `padded` ids and targets of some examples."""
-    prompts = tokenizer.apply_chat_template(
+    prompts: Any = tokenizer.apply_chat_template(
         [[{"role": "user", "content": one.prompt}] for one in examples], add_generation_prompt=True, return_dict=False
     )
     answers = [[*tokenizer.encode(one.answer), tokenizer.eos_token_id] for one in examples]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from relax_core.contracts.algorithm import ValueInputs
+from relax_core.contracts.media import MediaReader
 from relax_core.contracts.tree import TokenTree
 from relax_core.train.rank import MegatronRank
 from relax_core.train.rank_setup import RankSetup
@@ -23,9 +24,9 @@ class CriticBackend(MegatronRank):
     Every value is therefore 0 until the first update.
     """
 
-    def __init__(self, setup: RankSetup) -> None:
+    def __init__(self, setup: RankSetup, *, media: MediaReader | None = None) -> None:
         assert setup.algorithm.value_loss is not None, "a critic needs a value loss"
-        super().__init__(setup, value_head=True)
+        super().__init__(setup, value_head=True, media=media)
 
     def loss(self, batch: MicroBatch, hidden: Tensor) -> Tensor:
         """Returns the algorithm's summed value loss of a micro-batch; see `MegatronRank.loss`."""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from relax_core.contracts.algorithm import LossInputs
 from relax_core.contracts.kept_tokens import KeptTokens
+from relax_core.contracts.media import MediaReader
 from relax_core.contracts.tree import TokenTree
 from relax_core.train.megatron_on_cpu.device_loader import has_cuda
 from relax_core.train.model.logprobs import HeadOutputs, chunked_logprobs, head_outputs, top_k_tokens
@@ -43,10 +44,12 @@ class MegatronBackend(MegatronRank):
     sampled from: only over the groups' kept sets if they have them, and without the banned tokens.
     """
 
-    def __init__(self, setup: RankSetup, *, temperature: float, trainable: bool = True) -> None:
+    def __init__(
+        self, setup: RankSetup, *, temperature: float, trainable: bool = True, media: MediaReader | None = None
+    ) -> None:
         if temperature <= 0:
             raise ValueError(f"rollout.temperature={temperature}: training needs more than 0; 1.0 is usual.")
-        super().__init__(setup, trainable=trainable)
+        super().__init__(setup, trainable=trainable, media=media)
         self._inverse_temperature = 1.0 / temperature
         self._vocab_size = self.architecture.vocab_size
         self._wants_entropy = self.trainable and self._algorithm.requirements(self._config).entropy

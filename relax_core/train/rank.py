@@ -20,6 +20,7 @@ from megatron.core.distributed import finalize_model_grads
 from torch import Tensor
 
 from relax_core.contracts.algorithm import StepTotals
+from relax_core.contracts.media import MediaReader
 from relax_core.contracts.train import StepMetrics
 from relax_core.contracts.tree import NOT_SAMPLED, Episode, TokenTree
 from relax_core.families.folder import folder_architecture
@@ -29,8 +30,10 @@ from relax_core.train.hf.hf_weights import HfWeights
 from relax_core.train.hf.weight_slices import WholeTensor
 from relax_core.train.megatron_on_cpu.device_loader import has_cuda, training_device
 from relax_core.train.model.gpt import build_chunks
+from relax_core.train.model.media_features import MediaPlan
 from relax_core.train.model.moe import balance_metrics, clear_counts
 from relax_core.train.model.routing_replay import RouterPlan
+from relax_core.train.packing.media_rows import TowerWork
 from relax_core.train.packing.micro_batches import ROW, MicroBatcher, with_row_numbers
 from relax_core.train.packing.tree_packing import pack_tree
 from relax_core.train.parallel import process_group
@@ -62,10 +65,18 @@ class MegatronRank:
     If ``trainable`` is False the rank has no gradients and no optimizer. If ``value_head`` is True the model ends in
     one number a token. The ranks of a data-parallel replica get the same groups. Each rank packs them into the same
     stream and computes its own rows of it (sequence and context parallelism) with its own heads, experts and layers.
-    All ranks of the last pipeline stage compute the loss of the whole replica; one of them reports it.
+    All ranks of the last pipeline stage compute the loss of the whole replica; one of them reports it. ``media`` reads
+    the tensors of media on the first pipeline stage; a model that sees text only needs none.
     """
 
-    def __init__(self, setup: RankSetup, *, trainable: bool = True, value_head: bool = False) -> None:
+    def __init__(
+        self,
+        setup: RankSetup,
+        *,
+        trainable: bool = True,
+        value_head: bool = False,
+        media: MediaReader | None = None,
+    ) -> None:
         if setup.dtype not in DTYPES:
             raise ValueError(f"model.dtype={setup.dtype} is not known. Use one of {', '.join(DTYPES)}.")
         self.architecture = folder_architecture(setup.model_folder, family=setup.family)
@@ -88,9 +99,11 @@ class MegatronRank:
         experts = self.architecture.experts
         experts_over_ranks = self._parallel.ep * self._parallel.etp > 1 and experts is not None
         self._computes_empty_batches = self._overlap or experts_over_ranks
+        self.tower_work = TowerWork.of(self.architecture, most_patches=self._parallel.micro_batch_patches)
         self._sharding = RowSharding.of_this_rank(sequence_parallel=self._parallel.sequence_parallel)
         # A critic does not replay the experts that come with the groups, because they are the policy's.
         self._routers = None if experts is None else self._router_plan(replays=not value_head)
+        self._media = self._media_plan(media)
         self._schedule = Schedule(self.model_chunks, self, overlap=self._overlap)
         self._param_gather_pending = False  # True after an update with overlap, until the parameters are gathered.
         if trainable:
@@ -237,7 +250,9 @@ class MegatronRank:
     def pack(self, groups: Sequence[TokenTree], *, rows: int = 0, trained_only: bool = False) -> MicroBatch:
         """Packs groups into a stream of at least ``rows`` rows; see `Passes.pack`."""
         with self.timed("pack"):
-            layout = pack_tree(groups or [_EMPTY_MICRO_BATCH], trained_only=trained_only)
+            self._refuse_media(groups)
+            tower = self.architecture.vision
+            layout = pack_tree(groups or [_EMPTY_MICRO_BATCH], trained_only=trained_only, tower=tower)
             tree = TreeBatch.of(layout, device=self._device, dtype=self._dtype, sharding=self._sharding, rows=rows)
             if self._routers is not None:
                 routers = self._routers.router_rows(
@@ -247,6 +262,8 @@ class MegatronRank:
                     balance_weight=self._balance_weight(groups),
                 )
                 tree = replace(tree, routers=routers)
+            if self._media is not None:
+                tree = replace(tree, media=self._media.inputs(layout, padded_rows=tree.padded_rows))
             return MicroBatch(groups=groups, layout=layout, tree=tree)
 
     def forward(self, chunk: Any, batch: MicroBatch) -> Tensor:
@@ -286,6 +303,29 @@ class MegatronRank:
             device=self._device,
         )
 
+    def _media_plan(self, reader: MediaReader | None) -> MediaPlan | None:
+        tower = self.architecture.vision
+        if tower is None or not parallel_state.is_pipeline_first_stage():
+            return None
+        sequence_parallel = self._parallel.sequence_parallel
+        return MediaPlan(
+            tower=tower,
+            reader=reader,
+            sharding=self._sharding,
+            parts=self._parallel.tp if sequence_parallel else 1,
+            part=parallel_state.get_tensor_model_parallel_rank() if sequence_parallel else 0,
+            device=self._device,
+        )
+
+    def _refuse_media(self, groups: Sequence[TokenTree]) -> None:
+        if self.architecture.vision is None:
+            for group in groups:
+                if group.media:
+                    raise ValueError(
+                        f"group {group.group_uid} has {group.media[0].item.words}, but the model in "
+                        f"{self._setup.model_folder} reads text only. Use a model of a family that sees."
+                    )
+
     def _balance_weight(self, groups: Sequence[TokenTree]) -> float:
         """Returns the micro-batch's share of the denominator, which is 0 if no token of it is trained.
 
@@ -323,7 +363,8 @@ class MegatronRank:
         """
         self._gather_parameters()
         numbered = with_row_numbers(groups)
-        batcher = MicroBatcher(self._parallel.micro_batch_tokens)
+        patches = self._parallel.micro_batch_patches
+        batcher = MicroBatcher(self._parallel.micro_batch_tokens, most_patches=patches)
         batches: list[Sequence[TokenTree]] = [batch for batch in (*batcher.add(numbered), batcher.flush()) if batch]
         empty = [()] * (self._most_over_ranks(len(batches)) - len(batches)) if self._computes_empty_batches else []
         found = self._schedule.evaluate([*batches, *empty], columns)[: len(batches)]

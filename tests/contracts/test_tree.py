@@ -16,7 +16,9 @@ from relax_core.contracts import columns as c
 from relax_core.contracts.bus import LeasedGroup
 from relax_core.contracts.chains import chains_of
 from relax_core.contracts.kept_tokens import KeptTokens
-from relax_core.contracts.tree import Episode, Media, TokenTree, Turn, check_tree
+from relax_core.contracts.media import Media
+from relax_core.contracts.tree import Episode, TokenTree, Turn, check_tree
+from tests.media_items import image_item
 from tests.trees import answers_tree, path_of, random_tree, with_tokens
 
 SEEDS = st.integers(0, 2**31)
@@ -124,11 +126,15 @@ def whole_tree(random: np.random.Generator, *, roots: int = 1, experts: int = 8)
     mask = random.random((tree.rows, VOCABULARY)) < 0.3
     mask[np.arange(tree.rows), tree.token_ids] = True
     runs = tree.runs
-    media = [
-        Media("image", f"file-{run}", int(runs.start[run]), int(runs.stop[run]))
-        for run in range(len(runs.start))
-        if tree.versions[runs.start[run]] < 0
-    ]
+    media = []
+    for run in range(len(runs.start)):
+        first, behind = int(runs.start[run]), int(runs.stop[run])
+        sampled = np.flatnonzero(tree.versions[first:behind] >= 0)
+        behind = first + int(sampled[0]) if len(sampled) else behind
+        if first < behind:
+            ids = tree.token_ids[first:behind].astype("<i4").tobytes()
+            item = msgspec.structs.replace(image_item(1, 1, seed=run), token_ids=ids)
+            media.append(Media(item, first, behind))
     names = ("old_logprobs", "reference_logprobs", "teacher_logprobs")
     tree = dataclasses.replace(tree, kept=KeptTokens.of_mask(mask), media=media)
     extras = {name: one for name, one in tree.extras.items() if name != "on_policy"}

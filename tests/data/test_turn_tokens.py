@@ -36,16 +36,16 @@ def test_the_next_prompt_is_the_template_s_rendering_of_the_whole(
     whole = tokenizer.encode([*OPENING, {"role": "assistant", "content": "34"}, *messages])
     turns = TurnTokens(tokenizer, OPENING)
     for _ in range(2):  # the second is read from what was found out
-        assert turns.next_prompt(opening, sampled, messages) == whole
+        assert turns.next_prompt(opening, sampled, messages)[0] == whole
     # A stop string ended it: the template's own end token follows.
-    assert turns.next_prompt(opening, sampled[:-1], messages) == whole
+    assert turns.next_prompt(opening, sampled[:-1], messages)[0] == whole
 
 
 def test_what_was_sampled_stays_as_it_is(tokenizer: PromptTokenizer) -> None:
     """The sampled tokens spell the answer differently than the tokenizer would, and have an end token in the middle."""
     (end,) = tokenizer.stop_token_ids
     sampled = [end, *tokenizer.encode_plain("1"), end]
-    prompt = TurnTokens(tokenizer, OPENING).next_prompt([5, 6], sampled, HIGHER)
+    prompt, _ = TurnTokens(tokenizer, OPENING).next_prompt([5, 6], sampled, HIGHER)
     assert prompt[: 2 + len(sampled)] == [5, 6, *sampled]
     assert (
         tokenizer.decode(prompt[2 + len(sampled) :]) == "\n<|im_start|>user\nhigher<|im_end|>\n<|im_start|>assistant\n"
@@ -55,8 +55,8 @@ def test_what_was_sampled_stays_as_it_is(tokenizer: PromptTokenizer) -> None:
 def test_markup_in_an_observation_is_text(tokenizer: PromptTokenizer) -> None:
     (end,) = tokenizer.stop_token_ids
     turns = TurnTokens(tokenizer, OPENING)
-    plain = turns.next_prompt([5], [end], [{"role": "user", "content": "a"}])
-    marked = turns.next_prompt([5], [end], [{"role": "user", "content": "a<|im_end|><|im_start|>"}])
+    plain, _ = turns.next_prompt([5], [end], [{"role": "user", "content": "a"}])
+    marked, _ = turns.next_prompt([5], [end], [{"role": "user", "content": "a<|im_end|><|im_start|>"}])
     assert marked.count(end) == plain.count(end) == 2
     assert tokenizer.encode_text("<|im_end|>") == [end]  # in a prompt of the template it is markup as before
 

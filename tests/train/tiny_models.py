@@ -46,10 +46,30 @@ def make_model(folder: Path, *, tied: bool = True, seed: int = 0, **sizes: Any) 
     return model
 
 
+def make_vision_model(folder: Path, name: str, *, seed: int = 0, **sizes: Any) -> Any:
+    """Writes a random builtin model that sees, with its processor files, as published; ``sizes`` are the text's."""
+    from relax_core.families.tiny_configs import tiny_config
+    from relax_core.tools.tiny_vision import build_vision_model, write_published, write_settings
+
+    torch.manual_seed(seed)
+    config = tiny_config(name)
+    config["text_config"] |= sizes
+    config["vision_config"]["out_hidden_size"] = config["text_config"]["hidden_size"]
+    model = build_vision_model(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_settings(folder, config)
+    write_published(model, folder)
+    return model
+
+
 def make_models(folder: Path) -> None:
     """Makes models of four layers for layouts.
 
     untied, tied and moe are Qwen3 models, and biased is an untied Qwen2. Two ranks cannot share their 51 tokens evenly.
+    sees and sees_moe are Qwen3-VL of 67 tokens, tied and untied.
     """
     sizes = {"vocab_size": VOCABULARY + 1, "intermediate_size": 96, "num_hidden_layers": 4}
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
@@ -57,3 +77,5 @@ def make_models(folder: Path) -> None:
     make_model(folder / "tied", tied=True, **sizes)
     make_model(folder / "moe", tied=False, **sizes, **experts)
     make_family_model(folder / "biased", "qwen2", **sizes)
+    make_vision_model(folder / "sees", "tiny_qwen3_vl", vocab_size=VOCABULARY + 17)
+    make_vision_model(folder / "sees_moe", "tiny_qwen3_vl_moe", vocab_size=VOCABULARY + 17, num_experts=4)

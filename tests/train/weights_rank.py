@@ -15,11 +15,18 @@ import torch
 from safetensors.torch import load_file
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from worker_group_layouts import DENSE_LAYOUTS, MOE_LAYOUTS, RANKS, parallel_config
+from worker_group_layouts import (
+    DENSE_LAYOUTS,
+    MOE_LAYOUTS,
+    RANKS,
+    VISION_LAYOUTS,
+    VISION_MOE_LAYOUTS,
+    parallel_config,
+)
 
 from relax_core.families.folder import folder_architecture
 from relax_core.train.hf.hf_weights import HfWeights
-from relax_core.train.hf.weight_rules import weight_rules
+from relax_core.train.hf.stored_weights import stored_weights
 from relax_core.train.model.gpt import build_chunks
 from relax_core.train.parallel import process_group
 from relax_core.weights.folder_stream import StoredTensor, open_safetensors
@@ -92,7 +99,7 @@ def see(folder: Path, family: str, sizes: dict[str, int], *, rank: int, port: st
     seen = {
         "missing": sorted(source.keys() - set(names)),
         "different": different,
-        "in order": names == [rule.hf for rule in weight_rules(architecture)],
+        "in order": names == [one.name for one in stored_weights(architecture)],
         "finite": all(bool(torch.isfinite(parameter).all()) for parameter in parameters),
         "held": held.peak,
         "largest": max(tensor.nbytes for tensor in source.values()),
@@ -114,6 +121,8 @@ def main() -> None:
         ("tied", "qwen3", DENSE_LAYOUTS),
         ("biased", "qwen2", DENSE_LAYOUTS),
         ("moe", "qwen3_moe", MOE_LAYOUTS),
+        ("sees", "qwen3_vl", VISION_LAYOUTS),
+        ("sees_moe", "qwen3_vl_moe", VISION_MOE_LAYOUTS),
     ):
         for layout, sizes in layouts.items():
             seen[f"{name} {layout}"] = see(Path(folder, name), family, sizes, rank=int(rank), port=port)

@@ -19,6 +19,7 @@ import ray
 
 from relax_core.bus.ledger.journal import Journal
 from relax_core.bus.ledger.ledger import Ledger
+from relax_core.bus.ray.media_storage import MediaFiles, MediaObjects, ObjectRefs, stored_media
 from relax_core.bus.ray.payload_blocks import (
     ERRORS,
     Block,
@@ -75,9 +76,13 @@ def answers(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[An
         except tuple(ERRORS.values()) as error:
             name = next(name for name, kind in ERRORS.items() if isinstance(error, kind))
             return encode(Reply(name, str(error), msgspec.Raw(encode(None))))
+        finally:
+            self.remove_unnamed_media()
         blocks: tuple[Any, ...] = ()
         if isinstance(value, Lease):
             value, blocks = self.pack_lease(value)
+        elif isinstance(value, ObjectRefs):
+            blocks, value = value.refs, None
         reply = encode(Reply("", "", msgspec.Raw(encode(value))))
         return (reply, *blocks) if blocks else reply
 
@@ -94,6 +99,7 @@ class BusActor:
         self._core = BusCore(self._settings, ledger=ledger, clock=time.monotonic)
         self._waiting = WaitingCalls()
         self._expiry: asyncio.TimerHandle | None = None
+        self._media = stored_media(self._settings)
         self._lost: BusLost | None = None  # set by a backend whose payloads are stored in other processes
 
     # -- calls of the rollout ------------------------------------------------------------------------------------
@@ -146,6 +152,46 @@ class BusActor:
             )
         except BusTimeout:
             return VersionChange(version=since_version, retired=[])
+
+    # -- media items ----------------------------------------------------------------------------------------------
+    @answers
+    async def hold(self, items: dict[str, int], worker: int) -> Any:
+        """Names items for a rollout worker and returns the digests of those that are not stored."""
+        media = self._require_media()
+        self._core.hold(items, worker=worker)
+        media.keep_sweeping(self._core.media)
+        return await media.missing(list(items))
+
+    @answers
+    async def let_go(self, digests: list[str], worker: int) -> None:
+        """Ends the hold of a rollout worker on items."""
+        self._core.let_go(digests, worker=worker)
+
+    @answers
+    async def take_media(self, digests: list[str], node_id: str, timeout_s: float) -> Any:
+        """Moves the files of items on a node into objects, and returns the digests that have no file."""
+        media, folder = self._require_media(), self._settings.media_folder
+        assert isinstance(media, MediaObjects), "only a client of such a bus calls it"
+        named = self._core.media
+        return await media.take_files(folder, digests, node_id=node_id, named=named, timeout_s=timeout_s)
+
+    @answers
+    async def find_media(self, digests: list[str]) -> Any:
+        """Returns the object refs of stored items."""
+        media = self._require_media()
+        assert isinstance(media, MediaObjects), "only a client of such a bus calls it"
+        return media.find(digests)
+
+    def _require_media(self) -> MediaFiles | MediaObjects:
+        if self._media is None:
+            raise ValueError("bus: this run has no media: its model has no tower, or it runs with modality=text")
+        return self._media
+
+    def remove_unnamed_media(self) -> None:
+        """Begins to remove the tensors of the items that nobody names any more."""
+        unnamed = self._core.media.take_unnamed()
+        if unnamed and self._media is not None:
+            self._media.remove(unnamed)
 
     # -- calls of workers that lease ------------------------------------------------------------------------------
     @answers
@@ -289,6 +335,7 @@ class BusActor:
     def _expire(self) -> None:
         self._core.expire()
         self._changed()
+        self.remove_unnamed_media()
 
 
 def _complete_group(wire: WireGroup, large: Mapping[str, Any]) -> CompleteGroup:
@@ -299,6 +346,7 @@ def _complete_group(wire: WireGroup, large: Mapping[str, Any]) -> CompleteGroup:
         versions=wire.versions,
         columns={**wire.columns, **large},
         dropped=wire.dropped,
+        media=wire.media,
     )
 
 

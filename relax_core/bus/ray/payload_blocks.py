@@ -28,7 +28,10 @@ ERRORS: dict[str, type[Exception]] = {
 
 
 class WireGroup(msgspec.Struct, frozen=True, array_like=True):
-    """Is a group in a put or a lease. ``large`` maps a column to the location of its payload in the blocks."""
+    """Is a group in a put or a lease. ``large`` maps a column to the location of its payload in the blocks.
+
+    ``media`` maps the digest of each media item to its size in bytes; a lease does not name it.
+    """
 
     group_uid: str
     index: int
@@ -37,6 +40,7 @@ class WireGroup(msgspec.Struct, frozen=True, array_like=True):
     columns: dict[str, bytes]
     large: dict[str, BlockLocation]
     dropped: dict[str, str] = {}
+    media: dict[str, int] = {}
 
 
 class WireColumns(msgspec.Struct, frozen=True, array_like=True):

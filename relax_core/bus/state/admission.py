@@ -6,7 +6,26 @@ A group enters only if some train step inside the staleness window can consume i
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from relax_core.bus.state.bus_state import BusCore
+
+
+def admissible_versions(core: BusCore, max_groups: int, *, worker: int) -> list[int]:
+    """Returns the ``min_version`` of each group that a rollout worker may enter now, at most ``max_groups``."""
+    settings = core.settings
+    return plan_admissions(
+        [group.ready_from(core.version) for group in core.groups.values() if group.actor_step != core.version],
+        version=core.version,
+        slots_left=core.slots_left(),
+        groups_per_step=settings.groups_per_step,
+        max_staleness=settings.max_staleness,
+        total_steps=settings.total_steps,
+        max_groups=min(max_groups, core.room_of(worker)),
+        spare_groups=settings.spare_groups,
+        surplus=settings.surplus,
+    )
 
 
 def plan_admissions(

@@ -13,10 +13,12 @@ import msgspec
 
 from relax_core.bus.ledger.ledger import Ledger
 from relax_core.bus.state import call_checks as checks
-from relax_core.bus.state.admission import plan_admissions
+from relax_core.bus.state.admission import admissible_versions
 from relax_core.bus.state.leases import HeldLease, LeaseTable
+from relax_core.bus.state.named_media import NamedMedia
 from relax_core.bus.state.open_groups import OpenGroup
-from relax_core.bus.state.selection import choose_for_actor, choose_for_worker
+from relax_core.bus.state.run_progress import run_progress
+from relax_core.bus.state.selection import choose
 from relax_core.bus.state.settings import BusSettings
 from relax_core.bus.state.snapshot import Snapshot
 from relax_core.bus.state.surplus import OVER_SAMPLED, RetiredGroups, is_surplus, newest_version
@@ -30,7 +32,7 @@ from relax_core.contracts.bus import (
     LeaseRequest,
     VersionChange,
 )
-from relax_core.contracts.columns import payload_bytes, persisted_payloads
+from relax_core.contracts.columns import persisted_payloads
 from relax_core.contracts.tree import group_uid, sample_uid
 
 STALE = "stale"
@@ -50,6 +52,7 @@ class BusCore:
         # The groups are in order of issue, because each new group has a higher index than all before it.
         self.groups: dict[str, OpenGroup] = {}
         self.leases = LeaseTable(clock)
+        self.media = NamedMedia()
         self.closed_because: str | None = None
         self._reissue: deque[tuple[int, int]] = deque()  # (index, attempt) of a snapshot's open groups
         self._next_index = 0
@@ -64,18 +67,7 @@ class BusCore:
         """
         self._require_running()
         checks.check_admit(max_groups)
-        settings = self.settings
-        min_versions = plan_admissions(
-            [group.ready_from(self.version) for group in self.groups.values() if group.actor_step != self.version],
-            version=self.version,
-            slots_left=self.slots_left(),
-            groups_per_step=settings.groups_per_step,
-            max_staleness=settings.max_staleness,
-            total_steps=settings.total_steps,
-            max_groups=min(max_groups, self.room_of(worker)),
-            spare_groups=settings.spare_groups,
-            surplus=settings.surplus,
-        )
+        min_versions = admissible_versions(self, max_groups, worker=worker)
         return [self._issue(min_version, worker) for min_version in min_versions]
 
     def _issue(self, min_version: int, worker: int) -> Admission:
@@ -108,6 +100,7 @@ class BusCore:
                     old.index, old.group_uid, group.uids, attempt=old.attempt + 1, min_version=old.min_version
                 )
                 reclaimed.append(group.admission)
+        self.media.lose_worker(worker, until_ended=[admission.group_uid for admission in reclaimed])
         return reclaimed
 
     def accepts(self, uid: str) -> bool:
@@ -119,10 +112,12 @@ class BusCore:
         """Raises ValueError for the first group that contradicts its admission or is too large."""
         for given in groups:
             checks.check_issued(given.group_uid, given.index, issued=self._next_index)
-            checks.check_size(given.group_uid, payload_bytes(given.columns), max_row_bytes=self.settings.max_row_bytes)
+            checks.check_size(given.group_uid, given.columns, given.media, max_row_bytes=self.settings.max_row_bytes)
             group = self.groups.get(given.group_uid)
             if group is not None:
                 checks.check_samples(given, group.uids, version=self.version)
+                if group.in_flight:
+                    checks.check_media(given, self.media)
 
     def put(self, groups: Sequence[CompleteGroup]) -> None:
         """Enters complete groups: all of them, or none if one is refused. A group without kept samples ends at once."""
@@ -137,6 +132,7 @@ class BusCore:
                 group.complete = msgspec.structs.replace(given, columns=dict(given.columns))
                 if self.settings.spare_groups:
                     group.newest_version = newest_version(given.columns)
+                self.media.enter_group(given.group_uid, given.media)
                 self._drop_if_stale(group)
             else:
                 self._end_as_dropped(group, given.dropped)
@@ -157,28 +153,26 @@ class BusCore:
             return None
         return VersionChange(version=self.version, retired=self._retired.since(since_version, worker=worker))
 
+    def hold(self, items: Mapping[str, int], *, worker: int = 0) -> None:
+        """Names media items (digest → bytes) for a rollout worker."""
+        self._require_open()
+        checks.check_digests(items)
+        self.media.hold(worker, items)
+
+    def let_go(self, digests: Sequence[str], *, worker: int = 0) -> None:
+        """Ends the hold of a rollout worker on media items."""
+        self._require_open()
+        self.media.let_go(worker, digests)
+
     # -- calls of workers that lease --------------------------------------------------------------------------------
     def lease(self, request: LeaseRequest) -> Lease | None:
         """Leases groups, or returns None while fewer than ``min_groups`` are ready."""
         self._require_running()
         checks.check_lease_request(request, version=self.version, groups_per_step=self.settings.groups_per_step)
         self.expire()
-        if request.task == checks.ACTOR:
-            if request.step != self.version:
-                return None
-            chosen = choose_for_actor(
-                self.groups.values(),
-                columns=request.columns,
-                step=self.version,
-                max_staleness=self.settings.max_staleness,
-                max_groups=request.max_groups,
-                slots=self.slots_left(),
-                over_sampled=self.settings.spare_groups > 0,
-            )
-        else:
-            chosen = choose_for_worker(
-                self.groups.values(), task=request.task, columns=request.columns, max_groups=request.max_groups
-            )
+        if request.task == checks.ACTOR and request.step != self.version:
+            return None
+        chosen = choose(self, request)
         if len(chosen) < request.min_groups:
             return None
         return self._hand_out(request, chosen)
@@ -196,6 +190,7 @@ class BusCore:
                 group.deliveries += 1
                 self.ledger.lease(complete.group_uid, complete.uids, step=self.version, delivery=group.deliveries)
             leased.append(group.leased_group(payloads))
+        self.media.lease(lease.lease_id, lease.group_uids)
         return Lease(lease_id=lease.lease_id, task=lease.task, rows=leased)
 
     def read(self, lease_id: int, group_uids: Sequence[str], columns: Sequence[str]) -> Lease:
@@ -217,15 +212,16 @@ class BusCore:
         checks.check_write(lease_id, columns, task=lease.task, held=lease.group_uids)
         written = [(group, columns[uid]) for uid in lease.group_uids if (group := self.groups.get(uid)) is not None]
         for group, payloads in written:
-            assert group.complete is not None
-            size = payload_bytes({**group.complete.columns, **payloads})
-            checks.check_size(group.complete.group_uid, size, max_row_bytes=self.settings.max_row_bytes)
+            complete = group.complete
+            assert complete is not None
+            together = {**complete.columns, **payloads}
+            checks.check_size(complete.group_uid, together, complete.media, max_row_bytes=self.settings.max_row_bytes)
         for group, payloads in written:
             assert group.complete is not None
             group.complete.columns.update(payloads)
             group.done.add(lease.task)
             del group.leases[lease.task]
-        self.leases.remove(lease_id)
+        self._remove_lease(lease_id)
 
     def ack(self, lease_ids: Sequence[int], *, step: int, dropped: Mapping[str, str]) -> None:
         """Records the leases' samples as trained at ``step`` or as ``dropped``. The version becomes ``step + 1``."""
@@ -238,7 +234,7 @@ class BusCore:
         for group in groups:
             self._end_as_trained(group, step=step, masked=dropped)
         for lease in leases:
-            self.leases.remove(lease.lease_id)
+            self._remove_lease(lease.lease_id)
         self.version = step + 1
         for group in list(self.groups.values()):
             if not self._drop_if_surplus(group):
@@ -288,18 +284,8 @@ class BusCore:
 
     def progress(self) -> BusProgress:
         """Returns the counts of groups and samples, and the staleness histogram of all trained samples."""
-        in_flight = sum(group.in_flight for group in self.groups.values())
-        leased = sum(group.actor_step is not None for group in self.groups.values())
-        return BusProgress(
-            version=self.version,
-            admitted=self._next_index,
-            in_flight=in_flight,
-            waiting=len(self.groups) - in_flight - leased,
-            leased=leased,
-            credits=self.credits(),
-            staleness_histogram=dict(sorted(self._staleness.items())),
-            ledger=self.ledger.counts(index for index, _ in self._open_indices()),
-        )
+        counts = self.ledger.counts(index for index, _ in self._open_indices())
+        return run_progress(self, admitted=self._next_index, staleness=self._staleness, ledger=counts)
 
     def _open_indices(self) -> Iterator[tuple[int, int]]:
         """Yields (index, attempt) of all groups without an end, in order of issue."""
@@ -325,6 +311,7 @@ class BusCore:
         self.version = state.version
         self.groups.clear()
         self.leases.clear()
+        self.media.end_groups_and_leases()
         self._retired.clear()
         self._reissue = deque(state.open_groups)
         self._next_index = state.next_index
@@ -348,12 +335,12 @@ class BusCore:
         )
         drops = {uid: masked[uid] for uid in complete.uids if uid in masked} | complete.dropped
         self.ledger.drop(complete.index, complete.group_uid, drops, step=step)
-        del self.groups[group.admission.group_uid]
+        self._forget(group.admission.group_uid)
 
     def _end_as_dropped(self, group: OpenGroup, reasons: Mapping[str, str]) -> None:
         admission = group.admission
         self.ledger.drop(admission.index, admission.group_uid, reasons, step=self.version)
-        del self.groups[group.admission.group_uid]
+        self._forget(group.admission.group_uid)
 
     def _drop_if_surplus(self, group: OpenGroup) -> bool:
         """Ends a group that no train step needs any more, and returns whether it did."""
@@ -375,7 +362,7 @@ class BusCore:
             self._end_as_dropped(group, dict.fromkeys(complete.uids, STALE) | complete.dropped)
 
     def _end_lease(self, lease: HeldLease, *, reason: str) -> None:
-        self.leases.remove(lease.lease_id)
+        self._remove_lease(lease.lease_id)
         for uid in lease.group_uids:
             group = self.groups.get(uid)
             if group is None:
@@ -386,6 +373,14 @@ class BusCore:
                 group.actor_step = None
                 self.ledger.give_back(uid, group.complete.uids, step=lease.step, reason=reason)
                 self._drop_if_stale(group)
+
+    def _remove_lease(self, lease_id: int) -> None:
+        self.leases.remove(lease_id)
+        self.media.end_lease(lease_id)
+
+    def _forget(self, uid: str) -> None:
+        del self.groups[uid]
+        self.media.end_group(uid)
 
     # -- checks of calls ----------------------------------------------------------------------------------------
     def _require_open(self) -> None:

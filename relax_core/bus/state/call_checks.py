@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 from relax_core.contracts.bus import CompleteGroup, LeaseRequest
+from relax_core.contracts.columns import payload_bytes
+from relax_core.contracts.media_file import is_digest
 from relax_core.contracts.tree import group_uid
 
 ACTOR = "actor"
@@ -101,10 +103,28 @@ def check_samples(group: CompleteGroup, issued: Sequence[str], *, version: int) 
         )
 
 
-def check_size(group_uid: str, nbytes: int, *, max_row_bytes: int) -> None:
-    """Refuses a group whose payloads have more than ``max_row_bytes`` bytes."""
+def check_size(group_uid: str, columns: Mapping[str, bytes], media: Mapping[str, int], *, max_row_bytes: int) -> None:
+    """Refuses a group whose payloads and media items (digest → bytes) have more than ``max_row_bytes`` bytes."""
+    media_bytes = sum(media.values())
+    nbytes = payload_bytes(columns) + media_bytes
     if nbytes > max_row_bytes:
+        of_media = f", {media_bytes} of them in media items" if media else ""
         raise ValueError(
-            f"bus: group {group_uid} has {nbytes} bytes, bus.max_row_bytes={max_row_bytes}: "
+            f"bus: group {group_uid} has {nbytes} bytes{of_media}, bus.max_row_bytes={max_row_bytes}: "
             "raise it or make the group smaller"
         )
+
+
+def check_media(group: CompleteGroup, named: Container[str]) -> None:
+    """Refuses a group that places a media item that is not ``named`` by anybody."""
+    if lost := [digest for digest in group.media if digest not in named]:
+        raise ValueError(
+            f"bus: group {group.group_uid} places media item {lost[0]}, which nobody holds, so that its tensors may be "
+            "gone: hold an item until the groups that place it were put"
+        )
+
+
+def check_digests(digests: Iterable[str]) -> None:
+    """Refuses names that are no digests, because the name of a file is made from each."""
+    if wrong := [digest for digest in digests if not is_digest(digest)]:
+        raise ValueError(f"bus: {wrong[0]!r} is no digest of a media item: give 32 hexadecimal digits")

@@ -3,8 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
+from relax_core.bus.state.call_checks import ACTOR
 from relax_core.bus.state.open_groups import OpenGroup
+from relax_core.contracts.bus import LeaseRequest
+
+if TYPE_CHECKING:
+    from relax_core.bus.state.bus_state import BusCore
+
+
+def choose(core: BusCore, request: LeaseRequest) -> list[OpenGroup]:
+    """Returns the groups that a lease gets now; the actor's request is for the step that is due."""
+    groups = core.groups.values()
+    if request.task != ACTOR:
+        return choose_for_worker(groups, task=request.task, columns=request.columns, max_groups=request.max_groups)
+    return choose_for_actor(
+        groups,
+        columns=request.columns,
+        step=core.version,
+        max_staleness=core.settings.max_staleness,
+        max_groups=request.max_groups,
+        slots=core.slots_left(),
+        over_sampled=core.settings.spare_groups > 0,
+    )
 
 
 def choose_for_worker(

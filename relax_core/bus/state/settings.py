@@ -16,7 +16,9 @@ class BusSettings(msgspec.Struct, frozen=True, kw_only=True):
     travel inside the message, larger ones beside it. ``max_row_bytes``: a group whose payloads have more bytes is
     refused. ``spare_groups`` is the number of groups that over-sampling admits beyond what a step needs. ``surplus``
     says whether unused groups are dropped or kept for later steps. ``rollout_workers`` is the number of workers that
-    share the groups.
+    share the groups. ``media_folder`` is the folder of the media items' files, empty in a run without media. If
+    ``media_objects`` is True, the bus keeps the items in Ray's object store, and the folder is where each node's
+    rollout workers write them first.
     """
 
     groups_per_step: int
@@ -29,6 +31,8 @@ class BusSettings(msgspec.Struct, frozen=True, kw_only=True):
     spare_groups: int = 0
     surplus: Literal["drop", "keep"] = "drop"
     rollout_workers: int = 1
+    media_folder: str = ""
+    media_objects: bool = False
 
     @property
     def most_in_flight(self) -> int | None:

@@ -56,7 +56,10 @@ class StoredColumns(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StoredGroup(msgspec.Struct, frozen=True, array_like=True):
-    """Is a group in a put or a lease. ``columns`` holds the payloads that travel in the message."""
+    """Is a group in a put or a lease. ``columns`` holds the payloads that travel in the message.
+
+    ``media`` maps the digest of each media item to its size in bytes; a lease does not name it.
+    """
 
     group_uid: str
     index: int
@@ -65,6 +68,7 @@ class StoredGroup(msgspec.Struct, frozen=True, array_like=True):
     columns: dict[str, bytes]
     stored: list[StoredColumns]
     dropped: dict[str, str] = {}
+    media: dict[str, int] = {}
 
 
 class WrittenColumns(msgspec.Struct, frozen=True, array_like=True):

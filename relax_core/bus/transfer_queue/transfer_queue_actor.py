@@ -107,6 +107,7 @@ class TransferQueueBusActor(BusActor):
             versions=group.versions,
             columns={**group.columns, **self._payloads(group.stored)},
             dropped=group.dropped,
+            media=group.media,
         )
 
     def _payloads(self, stored: list[StoredColumns]) -> dict[str, Any]:

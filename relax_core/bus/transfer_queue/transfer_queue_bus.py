@@ -30,7 +30,7 @@ from relax_core.bus.transfer_queue.messages import (
 )
 from relax_core.bus.transfer_queue.transfer_queue_actor import TransferQueueBusActor
 from relax_core.contracts.bus import CompleteGroup, Lease, LeasedGroup, LeaseRequest
-from relax_core.contracts.columns import PERSISTED_COLUMNS
+from relax_core.contracts.columns import PERSISTED_COLUMNS, media_sizes
 
 STUCK_S = 60.0  # a server counts as stuck if one call takes longer
 
@@ -162,6 +162,7 @@ def _pack_groups(groups: Sequence[CompleteGroup], stored: Sequence[StoredColumns
                 _kept(group.columns),
                 [one] if one is not None else [],
                 group.dropped,
+                media_sizes(group.columns),
             )
             for group, one in zip(groups, stored, strict=True)
         ]

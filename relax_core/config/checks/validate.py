@@ -12,6 +12,7 @@ from pathlib import Path
 
 from relax_core.config.checks.engine_keys import engine_file_problems, engine_name_problems, engine_problems
 from relax_core.config.checks.launcher_keys import launcher_problems
+from relax_core.config.checks.modality_keys import modality_problems
 from relax_core.config.checks.model_folder import model_problems
 from relax_core.config.checks.ranges import range_problems
 from relax_core.config.checks.weight_transport import transport_problems
@@ -37,7 +38,7 @@ Check = Callable[[RelaxConfig], Iterable[str]]
 
 _BUILT = {
     "bus": ("ray", "transfer_queue"),
-    "modality": ("text",),
+    "modality": ("auto", "text"),
     "tracker": ("default",),
     "placement": ("cpu", "gpu"),
 }
@@ -335,4 +336,4 @@ _CHECKS: tuple[Check, ...] = (
     _check_evaluation,
     _check_turns,
 )
-_FILE_CHECKS: tuple[Check, ...] = (model_problems, engine_file_problems, _check_run_folder)
+_FILE_CHECKS: tuple[Check, ...] = (model_problems, modality_problems, engine_file_problems, _check_run_folder)

@@ -22,6 +22,7 @@ from relax_core.contracts.algorithm import (
     ValueInputs,
 )
 from relax_core.contracts.env import Action, BaseInteractionEnv, EnvSpec, EpisodeStart, Message, StepResult
+from relax_core.contracts.media import MEDIA_KINDS, MediaSource
 from relax_core.contracts.reward import RewardInput, RewardOutput, RewardSpec
 from relax_core.contracts.sink import BaseSink, SinkSpec, SinkStart
 
@@ -31,7 +32,11 @@ if TYPE_CHECKING:
 SHOWN = 80  # characters of a wrong result that an error shows
 A_REWARD = "a finite number, or RewardOutput(reward=…), whose reward is None if it could not be computed"
 A_STEP = "StepResult(observation=…), with reward and done if there are any"
-MESSAGES = 'a list that is not empty, of {"role": text, "content": text}'
+MESSAGES = 'a list that is not empty, of {"role": text, "content": text or parts}'
+PARTS = (
+    'text, or a list of parts: {"type": "text", "text": text}, {"type": "image", "image": MediaSource(…)} or '
+    '{"type": "video", "video": MediaSource(…)}'
+)
 
 
 class WrongResult(TypeError):
@@ -244,12 +249,21 @@ def _conversation(came: Any, source: PluginFunction) -> list[Message]:
             raise source.wrong(message, MESSAGES, what="a message")
         content = message.get("content")
         if isinstance(content, Sequence) and not isinstance(content, str):
-            raise source.wrong(
-                content, "text; content in parts (pictures, sounds) is not supported yet", what="content"
-            )
-        if not isinstance(content, str):
+            if not content or not all(map(_is_part, content)):
+                raise source.wrong(content, PARTS, what="content")
+        elif not isinstance(content, str):
             raise source.wrong(message, MESSAGES, what="a message")
     return list(came)
+
+
+def _is_part(part: Any) -> bool:
+    if not isinstance(part, Mapping):
+        return False
+    kind = part.get("type")
+    if kind == "text":
+        return isinstance(part.get("text"), str)
+    source = part.get(kind) if kind in MEDIA_KINDS else None
+    return isinstance(source, MediaSource) and source.kind == kind
 
 
 def checked_algorithm(spec: AlgorithmSpec) -> AlgorithmSpec:

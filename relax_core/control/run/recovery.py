@@ -28,9 +28,11 @@ from relax_core.control.run.resume import ResumePoint, find_resume_point
 from relax_core.control.run.run_view import RunView
 from relax_core.control.run.serve_deployments import ServeDeployments
 from relax_core.control.run.services import Services
+from relax_core.families.folder import folder_architecture
 from relax_core.observe.service.metrics_actor import MetricsClient, MetricsUnavailable
 from relax_core.roles.process.role_context import RunContext
 
+MEDIA = "media"  # the folder of media items inside a folder of weights
 METRICS_S = 10.0
 RETRY_S = 0.2
 
@@ -54,14 +56,28 @@ class RunParts:
 
 
 def attempt(context: RunContext, number: int, point: ResumePoint | None) -> RunContext:
-    """Returns the context of the services for their start number ``number``, counted from 0."""
+    """Returns the context of the services for their start number ``number``, counted from 0.
+
+    Each has its own folder of media items inside its folder of weights: whatever a process of an earlier attempt
+    writes or removes there, this attempt does not see it.
+    """
+    weights_folder = context.weights_folder / str(number)
     return replace(
         context,
         namespace=f"{context.run_namespace}-{number}",
-        weights_folder=context.weights_folder / str(number),
+        weights_folder=weights_folder,
+        media_folder=weights_folder / MEDIA if reads_media(context) else None,
         resume_from=point.folder if point else None,
         start_step=point.step if point else 0,
     )
+
+
+def reads_media(context: RunContext) -> bool:
+    """Returns whether the run's model has a tower and the run uses it."""
+    config = context.config
+    if config.modality.name == "text":
+        return False
+    return folder_architecture(context.model_folder, also=config.model.family).vision is not None
 
 
 def run_services(context: RunContext, resume: ResumePoint | None, parts: RunParts) -> RunEnd:

@@ -82,6 +82,8 @@ class Services:
 
     def _create_bus(self, snapshot: bytes | None) -> RayBus:
         config = self._context.config
+        if self._context.media_folder is not None:
+            self._context.media_folder.mkdir(mode=0o700, parents=True)
         bus = create_bus(
             config.bus,
             groups_per_step=config.rollout.prompts_per_step,
@@ -97,6 +99,7 @@ class Services:
             namespace=self._context.namespace,
             socket_folder=self._context.token_file.parent,
             node_options=node_options(config.launcher, BUS, 0),
+            media_folder=self._context.media_folder,
         )
         if snapshot is not None:
             bus.restore(snapshot, timeout_s=config.bus.call_timeout_s)

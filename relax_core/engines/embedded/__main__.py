@@ -25,6 +25,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m relax_core.engines.embedded", description=__doc__)
     parser.add_argument("--model-path", type=Path, required=True, help="Hugging Face folder")
     parser.add_argument("--family", help="a model family, by name or file, beside those that are known by name")
+    parser.add_argument("--media-folder", type=Path, help="folder of the images and videos that requests name")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
     parser.add_argument("--beyond-loopback", action="store_true", help="allow a --host that other machines can reach")
     parser.add_argument("--port", type=int, default=0, help="0 takes any free port")

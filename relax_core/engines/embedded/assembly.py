@@ -7,13 +7,16 @@ from pathlib import Path
 
 import torch
 
+from relax_core.contracts.media_file import FolderReader
 from relax_core.engines.embedded.http.application import EngineApp
 from relax_core.engines.embedded.http.control_routes import ControlRoutes
-from relax_core.engines.embedded.http.generate_body import RequestLimits
 from relax_core.engines.embedded.http.generate_route import GenerateRoute
+from relax_core.engines.embedded.http.media_body import RequestMedia
+from relax_core.engines.embedded.http.request_bounds import RequestLimits
 from relax_core.engines.embedded.model.decoder_model import LanguageModel
 from relax_core.engines.embedded.model.fused_weights import FusedWeights
-from relax_core.engines.embedded.model.model_config import read_model_config
+from relax_core.engines.embedded.model.model_config import ModelConfig, read_model_config
+from relax_core.engines.embedded.model.tower_features import MediaFeatures
 from relax_core.engines.embedded.model.weight_updates import WeightUpdates
 from relax_core.engines.embedded.scheduler.decoder import Decoder
 from relax_core.engines.embedded.scheduler.scheduler import NOTHING_ATTESTED, Scheduler
@@ -36,12 +39,14 @@ def build_app(arguments: argparse.Namespace) -> tuple[EngineApp, Scheduler]:
         raise ValueError(f"--token-file {arguments.token_file}: empty; write the run's bearer token into it")
     dtype = getattr(torch, arguments.dtype)
     weights = FusedWeights(config, dtype)
+    reader = None if arguments.media_folder is None else FolderReader(arguments.media_folder)
     decoder = Decoder(
         LanguageModel(config, weights, context_length=arguments.context_length),
         dtype=dtype,
         max_samples=arguments.max_running_samples,
         max_tokens=arguments.max_total_tokens,
         context_length=arguments.context_length,
+        features=_features(config, weights, reader),
     )
     version = NOTHING_ATTESTED
     if arguments.load_weights:
@@ -57,12 +62,19 @@ def build_app(arguments: argparse.Namespace) -> tuple[EngineApp, Scheduler]:
         max_total_tokens=arguments.max_total_tokens,
     )
     app = EngineApp(
-        GenerateRoute(scheduler, config, limits, StopTable(arguments.model_path)),
+        GenerateRoute(scheduler, config, limits, StopTable(arguments.model_path), RequestMedia(reader, config)),
         ControlRoutes(scheduler, WeightUpdates(weights, scheduler), info),
         token=token,
     )
     scheduler.start()
     return app, scheduler
+
+
+def _features(config: ModelConfig, weights: FusedWeights, reader: FolderReader | None) -> MediaFeatures | None:
+    """Returns the features of a model that sees, None for another."""
+    if config.vision is None or weights.tower is None:
+        return None
+    return MediaFeatures(config.vision, weights.tower, reader)
 
 
 def _check(arguments: argparse.Namespace, max_positions: int) -> None:
@@ -89,3 +101,5 @@ def _warm_up(decoder: Decoder) -> None:
         decoder.step()
         decoder.remove(range(samples))
     decoder.free_cache()
+    if decoder.features is not None:
+        decoder.features.warm_up()

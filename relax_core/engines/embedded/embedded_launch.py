@@ -28,6 +28,8 @@ def command(launch: EngineStart) -> list[str]:
     words = [word for option, value in options.items() for word in (option, str(value))]
     if launch.family is not None:
         words += ["--family", launch.family]
+    if launch.media_folder is not None:
+        words += ["--media-folder", str(launch.media_folder)]
     if launch.load_weights:
         words.append("--load-weights")
     if launch.beyond_loopback:

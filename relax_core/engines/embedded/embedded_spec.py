@@ -11,4 +11,5 @@ SPEC = EngineSpec(
     command=command,
     environment=environment,
     transports=frozenset({"shared_memory", "gloo", "disk"}),
+    media=frozenset({"image", "video"}),
 )

@@ -125,7 +125,7 @@ class EnginePool:
                 tie=tie,
                 request=request,
                 n=params.n,
-                cost=params.max_new_tokens + len(request.input_ids) / params.n,
+                cost=params.max_new_tokens + _prompt_cost(request) / params.n,
             )
             for index, (request, tie) in enumerate(zip(prompts, places, strict=True))
         ]
@@ -315,6 +315,11 @@ class EnginePool:
             ours = sum(len(prompt.asked) for prompt in opened if prompt.engine == engine)
             mean_cost = sum(prompt.cost for prompt in opened) / len(opened)
             self._router.others(engine, max(0, samples - ours) * mean_cost)
+
+
+def _prompt_cost(request: PromptRequest) -> int:
+    """Returns what a prompt's prefill costs in tokens; a patch that passes the vision tower counts as one."""
+    return len(request.input_ids) + sum(one.item.patches for one in request.media)
 
 
 def _by_engine(prompts: Iterable[OpenPrompt]) -> dict[int, list[str]]:

@@ -17,7 +17,8 @@ class OpenPrompt:
     """Holds one prompt with its ``n`` samples.
 
     ``index`` is its index in the prompt batch. ``tie`` chooses among engines that are equally loaded: engine ``tie %
-    count`` comes first. ``cost`` is the number of tokens that one sample may take, with its share of the prompt.
+    count`` comes first. ``cost`` is the number of tokens that one sample may take, with its share of the prompt and of
+    the patches of the prompt's media.
     ``done`` holds the finished samples, ``partial`` the tokens so far of aborted ones, and ``asked`` those that
     ``engine`` has to return now. ``ticket`` counts the calls of `ask`; a request with an older ticket counts no more.
     ``excused`` is True if the pool itself wants the engine to abort the samples that are asked for. ``fruitless`` maps

@@ -20,6 +20,7 @@ from relax_core.contracts.engine import (
     SamplingParams,
 )
 from relax_core.engines.protocol.frames import EVENT_STREAM, MSGPACK, Finished, FrameReader, StreamEnd, StreamFailure
+from relax_core.engines.protocol.request_media import checked_prompt_tokens, media_fields
 from relax_core.engines.protocol.score_calls import TokenScores, TokensToScore, read_scores, score_body
 from relax_core.engines.protocol.server_sent_events import EventReader
 from relax_core.engines.protocol.weight_calls import WeightCalls
@@ -133,7 +134,7 @@ class EngineClient(WeightCalls):
                 for frame in frames.feed(data):
                     match frame:
                         case Finished():
-                            yield _response(frame, prompt_experts)
+                            yield self._response(frame, prompts, prompt_experts)
                         case StreamFailure(message):
                             raise EngineError(f"engine {self.url} /generate: {message}")
                         case StreamEnd() if on_end is not None:
@@ -156,6 +157,21 @@ class EngineClient(WeightCalls):
                 if isinstance(event, str):
                     raise EngineError(f"engine {self.url} /generate: {event}")
                 yield event
+
+    def _response(self, frame: Finished, prompts: Sequence[PromptRequest], known: dict[int, np.ndarray]) -> Generated:
+        """Returns the response of a frame, with the experts of its prompt.
+
+        The engine sends a prompt's experts with one of its responses only. ``known`` maps the index of a prompt to its
+        experts. Raises EngineError if the engine saw another number of prompt tokens.
+        """
+        if frame.prompt_experts is not None:
+            known[frame.prompt] = frame.prompt_experts.array()
+        try:
+            tokens = checked_prompt_tokens(frame.prompt_tokens, prompts[frame.prompt])
+        except ValueError as error:
+            raise EngineError(f"engine {self.url} /generate: {error}") from error
+        experts = None if frame.response_experts is None else known[frame.prompt]
+        return frame.response(prompt_tokens=tokens, prompt_experts=experts)
 
     async def answers(self, *, timeout_s: float) -> None:
         """Returns once the engine's process has answered, with any status.
@@ -342,18 +358,7 @@ def generate_body(prompts: Sequence[PromptRequest], params: SamplingParams) -> d
         body["sampling_params"] = [
             sampling | {"max_new_tokens": params.max_new_tokens - prompt.generated} for prompt in prompts
         ]
-    return body
-
-
-def _response(frame: Finished, known: dict[int, np.ndarray]) -> Generated:
-    """Returns the response of a frame, with the experts of its prompt.
-
-    The engine sends a prompt's experts with one of its responses only. ``known`` maps the index of a prompt to its
-    experts.
-    """
-    if frame.prompt_experts is not None:
-        known[frame.prompt] = frame.prompt_experts.array()
-    return frame.response(prompt_experts=None if frame.response_experts is None else known[frame.prompt])
+    return body | media_fields([prompt.media for prompt in prompts])
 
 
 def _words(error: BaseException) -> str:

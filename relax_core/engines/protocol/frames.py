@@ -48,7 +48,8 @@ class Finished(msgspec.Struct, frozen=True, array_like=True, tag="finished"):
     """Holds a finished response, as `Generated` describes it.
 
     ``output_ids`` holds the bytes of little-endian int32, ``logprobs`` those of little-endian float32. The engine sends
-    a prompt's experts with one of its responses only.
+    a prompt's experts with one of its responses only. ``prompt_tokens`` is the number of input tokens that the engine
+    saw.
     """
 
     rid: str
@@ -61,9 +62,10 @@ class Finished(msgspec.Struct, frozen=True, array_like=True, tag="finished"):
     prompt_experts: Experts | None = None
     response_experts: Experts | None = None
     kept: KeptTokens | None = None
+    prompt_tokens: int = 0
 
-    def response(self, *, prompt_experts: np.ndarray | None = None) -> Generated:
-        """Returns the response as arrays, with the given experts of its prompt.
+    def response(self, *, prompt_tokens: int = 0, prompt_experts: np.ndarray | None = None) -> Generated:
+        """Returns the response as arrays, with the given number of prompt tokens and experts of its prompt.
 
         Raises ValueError if its version spans do not cover its tokens.
         """
@@ -79,6 +81,7 @@ class Finished(msgspec.Struct, frozen=True, array_like=True, tag="finished"):
             prompt_experts=prompt_experts,
             response_experts=None if self.response_experts is None else self.response_experts.array(),
             kept=self.kept,
+            prompt_tokens=prompt_tokens,
         )
 
 

@@ -11,6 +11,8 @@ import msgspec
 import numpy as np
 
 from relax_core.contracts.kept_tokens import OUTSIDE, KeptTokens
+from relax_core.contracts.media import Media
+from relax_core.engines.protocol.request_media import media_fields
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,12 +20,13 @@ class TokensToScore:
     """Holds a sequence whose tokens from position ``first`` on are scored.
 
     ``first`` is 1 or more, because nothing predicts the token at position 0. ``kept`` holds the set that each scored
-    token was sampled from; None stands for the whole vocabulary.
+    token was sampled from; None stands for the whole vocabulary. ``media`` places the sequence's images and videos.
     """
 
     input_ids: list[int]
     first: int
     kept: KeptTokens | None = None
+    media: Sequence[Media] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -53,6 +56,7 @@ class _TopEntry(msgspec.Struct, array_like=True, gc=False):
 
 class _Meta(msgspec.Struct):
     input_token_logprobs: list[_Entry]
+    prompt_tokens: int = 0
     input_top_logprobs: list[list[_TopEntry] | None] | None = None
 
 
@@ -74,13 +78,17 @@ def score_body(
     truncated: dict[str, Any] = {"banned_token_ids": list(banned_token_ids)} if banned_token_ids else {}
     if any(item.kept is not None for item in items):
         truncated["kept_tokens"] = [item.kept for item in items]
-    return truncated | {
-        "input_ids": [item.input_ids for item in items],
-        "sampling_params": {"max_new_tokens": 0, "temperature": temperature},
-        "return_logprob": True,
-        "logprob_start_len": [item.first - 1 for item in items],
-        "top_logprobs_num": [top_k for _ in items],
-    }
+    return (
+        truncated
+        | media_fields([item.media for item in items])
+        | {
+            "input_ids": [item.input_ids for item in items],
+            "sampling_params": {"max_new_tokens": 0, "temperature": temperature},
+            "return_logprob": True,
+            "logprob_start_len": [item.first - 1 for item in items],
+            "top_logprobs_num": [top_k for _ in items],
+        }
+    )
 
 
 def read_scores(data: bytes, items: Sequence[TokensToScore], *, top_k: int, fewer: bool = False) -> list[TokenScores]:
@@ -98,6 +106,8 @@ def read_scores(data: bytes, items: Sequence[TokensToScore], *, top_k: int, fewe
 
 
 def _scores(meta: _Meta, item: TokensToScore, *, top_k: int, fewer: bool) -> TokenScores:
+    if meta.prompt_tokens not in (0, len(item.input_ids)):
+        raise ValueError(f"the engine saw {meta.prompt_tokens} tokens and the request has {len(item.input_ids)}")
     expected = len(item.input_ids) - item.first
     logprobs = [entry.logprob for entry in meta.input_token_logprobs[1:] if entry.logprob is not None]
     tops = [top or [] for top in (meta.input_top_logprobs or [])[1:]] if top_k else [[]] * expected

@@ -11,6 +11,7 @@ import numpy as np
 
 from relax_core.contracts.engine import FinishReason, Generated, PromptRequest
 from relax_core.contracts.kept_tokens import KeptTokens
+from relax_core.engines.protocol.request_media import checked_prompt_tokens
 from relax_core.engines.protocol.routed_experts import read_routed_experts
 from relax_core.engines.protocol.version_spans import VersionSpan, token_versions
 
@@ -46,6 +47,7 @@ class _Meta(msgspec.Struct):
     output_token_sampling_logprobs: list[float] | None = None  # log-probs over the kept tokens
     routed_experts: str | None = None
     cached_tokens: int = 0
+    prompt_tokens: int = 0
 
 
 class _Words(msgspec.Struct):
@@ -132,6 +134,7 @@ class EventReader:
     def _finished(self, index: int, growing: _Growing, meta: _Meta, reason: FinishReason) -> Generated:
         """Raises ValueError if the parts of the response do not fit each other."""
         prompt, sample = self._samples[index]
+        prompt_tokens = checked_prompt_tokens(meta.prompt_tokens, self._prompts[prompt])
         ids, logprobs, kept = growing
         tokens = len(ids)
         if len(logprobs) != tokens:
@@ -156,6 +159,7 @@ class EventReader:
             prompt_experts=prompt_experts,
             response_experts=response_experts,
             kept=KeptTokens.joined(kept) if kept else None,
+            prompt_tokens=prompt_tokens,
         )
 
 

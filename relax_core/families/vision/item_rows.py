@@ -48,7 +48,9 @@ def video_rows(tower: VisionTower, *, grid: Sequence[int], stamps: Sequence[Sequ
     """Returns the rows of a video whose grid is (time, height, width) in patches.
 
     ``stamps`` has the token ids of each step's time stamp, such as those of "<0.2 seconds>"; each step is the stamp,
-    the token that begins vision, the rows of the frame, and the token that ends vision.
+    the token that begins vision, the rows of the frame, and the token that ends vision. All of them take the place of
+    one token: the pair of vision tokens that the chat template sets around a video stays around its steps, as in
+    transformers' Qwen3VLProcessor and in SGLang.
     """
     frame, advance = _grid_offsets(tower, grid)
     ids: list[np.ndarray] = []
@@ -68,5 +70,5 @@ def video_rows(tower: VisionTower, *, grid: Sequence[int], stamps: Sequence[Sequ
         np.concatenate(ids).astype(np.int32),
         np.concatenate(offsets, axis=1).astype(np.int32),
         position,
-        [tower.vision_start_token_id, tower.video_token_id, tower.vision_end_token_id],
+        [tower.video_token_id],
     )

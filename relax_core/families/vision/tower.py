@@ -35,12 +35,6 @@ def build_tower(tower: VisionTower, *, dtype: torch.dtype, device: torch.device 
     return module.to(dtype=dtype)
 
 
-def tower_shapes(tower: VisionTower) -> dict[str, tuple[int, ...]]:
-    """Returns the Hugging Face names and shapes of the tower's weights, in the module's order."""
-    module = build_tower(tower, dtype=torch.float32, device="meta")
-    return {tower.vision.prefix + name: tuple(one.shape) for name, one in module.named_parameters()}
-
-
 def pass_items(
     module: torch.nn.Module, tower: VisionTower, frames: Sequence[np.ndarray], grids: Sequence[Sequence[int]]
 ) -> TowerOutput:

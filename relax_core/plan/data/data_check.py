@@ -213,7 +213,7 @@ class _Found:
             if self._teacher_of is not None:
                 self._teacher_of(row, where)
             if self._prompts is not None:
-                self._sizes.append((-len(self._prompts.text(row, where=where).encode()), number))
+                self._sizes.append((-self._prompts.bound(row, where=where), number))
         except BadRow as error:
             self._leave_out(number, error)
 
@@ -236,7 +236,7 @@ class _Found:
 
     def _measure(self, number: int, prompts: PromptMaker) -> None:
         row, where = self._source.numbered(number), self._source.where(number)
-        tokens = len(prompts.tokenizer.encode_text(prompts.text(row, where=where)))
+        tokens = prompts.count(row, where=where)
         self.longest = max(self.longest, tokens)
         if tokens <= self._room:
             return

@@ -7,6 +7,8 @@ from pathlib import Path
 
 from relax_core.config.checks.model_folder import folder_problems
 from relax_core.config.schema import RelaxConfig
+from relax_core.contracts.media import MediaKind
+from relax_core.data.generated import MEDIA_ROWS
 from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.families.hf_config import language_values, read_hf_config
 from relax_core.families.tiny_configs import MAX_POSITIONS, MODEL_NAMES, VISION_NAMES
@@ -14,6 +16,9 @@ from relax_core.plan.model.model_source import shape_dimensions
 from relax_core.registry import find_env
 from relax_core.rollout.prompt_tokens import PromptMaker
 from relax_core.tools.tiny_tokenizer import tiny_prompt_tokenizer
+
+FRAMES_A_STEP = 2  # frames that become one step of a video in Qwen3-VL
+STAMP_TOKENS = 16  # tokens of a step's time stamp, with the tokens that begin and end vision, at most
 
 
 def prompt_maker(config: RelaxConfig) -> PromptMaker | None:
@@ -32,7 +37,18 @@ def prompt_maker(config: RelaxConfig) -> PromptMaker | None:
         tokenizer=tokenizer,
         max_prompt_tokens=prompt_room(config),
         overlong=config.data.overlong,
+        item_rows=lambda source: most_rows(config, source.kind),
     )
+
+
+def most_rows(config: RelaxConfig, kind: MediaKind) -> int:
+    """Returns how many rows an image or a video has at most, by the limits of `modality`."""
+    if config.data.task in MEDIA_ROWS:
+        return MEDIA_ROWS[config.data.task]
+    modality = config.modality
+    if kind == "image":
+        return modality.image_tokens[1]
+    return -(-modality.video_frames[1] // FRAMES_A_STEP) * (modality.frame_tokens + STAMP_TOKENS)
 
 
 def prompt_room(config: RelaxConfig) -> int:

@@ -77,6 +77,7 @@ class ModelDimensions:
     qkv_bias: bool = False
     qk_norm: bool = True
     towers: Mapping[str, int] = field(default_factory=dict)
+    deepstack_layers: int = 0  # the first layers that add outputs of the vision tower
 
     @property
     def query(self) -> int:
@@ -216,6 +217,7 @@ def _of_a_family_that_trains(values: Values, name: str, family: Family) -> Model
         qkv_bias=one.qkv_bias,
         qk_norm=one.qk_norm,
         towers={} if vision is None else {"vision": vision_parameters(values[vision.config_key])},
+        deepstack_layers=0 if vision is None else len(values[vision.config_key].get("deepstack_visual_indexes") or ()),
     )
 
 

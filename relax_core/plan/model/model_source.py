@@ -75,4 +75,5 @@ def layout_shape(model: ModelDimensions) -> LayoutShape:
         experts=model.experts.count if model.experts else 0,
         expert_width=model.experts.width if model.experts else 0,
         widths=widths,
+        deepstack_layers=model.deepstack_layers,
     )

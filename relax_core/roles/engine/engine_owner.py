@@ -102,6 +102,7 @@ class EngineOwner(Worker):
             port=port,
             return_routed_experts=config.algo.routing_replay,
             stop_strings=bool(config.rollout.stop),
+            media_folder=self.context.media_folder,
         )
 
     def _first_port(self) -> int:

@@ -20,7 +20,8 @@ class RunContext:
     ``start_step`` is the number of train steps that the checkpoint in ``resume_from`` has done, or 0. ``data_digest``
     is the digest of the training data if the data is in files (`relax_core.data.data_identity`). ``weights_folder``
     holds this attempt's weight versions (shared memory). ``token_file`` holds the run's bearer token.
-    ``teacher_folders`` are the model folders of a distillation's teachers, by name.
+    ``teacher_folders`` are the model folders of a distillation's teachers, by name. ``media_folder`` holds the files
+    of the media items (shared memory), None in a run on text.
     """
 
     config: RelaxConfig
@@ -34,6 +35,7 @@ class RunContext:
     start_step: int
     data_digest: str = ""
     teacher_folders: Mapping[str, Path] = field(default_factory=dict)
+    media_folder: Path | None = None
 
     @property
     def log_dir(self) -> Path:

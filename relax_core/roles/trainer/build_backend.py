@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 from relax_core.config.schema import OptimizerConfig, ParallelConfig, RelaxConfig
 from relax_core.contracts.engine import WeightManifest
+from relax_core.contracts.media import MediaReader
+from relax_core.contracts.media_file import FolderReader
 from relax_core.families.folder import family_key, folder_architecture
 from relax_core.roles.process.process_placement import LOOPBACK
 from relax_core.roles.process.role_context import RunContext
@@ -48,7 +50,8 @@ def _build(context: RunContext, setup: RankSetup, *, trainable: bool) -> Megatro
     # Imported here, because the controller and the Serve deployments import the roles without torch and Megatron.
     from relax_core.train.policy_backend import MegatronBackend
 
-    return MegatronBackend(setup, temperature=context.config.rollout.temperature, trainable=trainable)
+    temperature = context.config.rollout.temperature
+    return MegatronBackend(setup, temperature=temperature, trainable=trainable, media=_media_reader(context))
 
 
 def build_critic(context: RunContext) -> CriticBackend:
@@ -59,7 +62,8 @@ def build_critic(context: RunContext) -> CriticBackend:
     if optimizer.critic_lr is not None:
         optimizer = replace(optimizer, lr=optimizer.critic_lr)
     parallel = critic_parallel(context.config.parallel)
-    return CriticBackend(_setup(context, parallel, optimizer, rank=0, store_address=store_address(1)))
+    setup = _setup(context, parallel, optimizer, rank=0, store_address=store_address(1))
+    return CriticBackend(setup, media=_media_reader(context))
 
 
 def load_published(backend: MegatronBackend, manifest: WeightManifest) -> bool:
@@ -71,6 +75,10 @@ def load_published(backend: MegatronBackend, manifest: WeightManifest) -> bool:
     except FileNotFoundError:
         return False
     return True
+
+
+def _media_reader(context: RunContext) -> MediaReader | None:
+    return None if context.media_folder is None else FolderReader(context.media_folder)
 
 
 def _setup(

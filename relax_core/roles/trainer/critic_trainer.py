@@ -68,7 +68,8 @@ class CriticTrainer(ColumnWorker):
 
         The lead calls it for groups that have this critic's values, so `prepare` has run before.
         """
-        batcher = MicroBatcher(self.context.config.parallel.micro_batch_tokens)
+        parallel = self.context.config.parallel
+        batcher = MicroBatcher(parallel.micro_batch_tokens, most_patches=parallel.micro_batch_patches)
         for batch in (*batcher.add(self._rank_groups.trees(step, parts)), batcher.flush()):
             self._run("accumulate", batch)
 

@@ -81,6 +81,7 @@ class PolicyTrainer(Worker):
             mini_batches=config.algo.mini_batches,
             epochs=config.algo.epochs,
             budget_tokens=config.parallel.micro_batch_tokens,
+            budget_patches=config.parallel.micro_batch_patches,
             ranks=config.parallel.dp,
             seed=config.seed,
         )

@@ -125,7 +125,7 @@ class WorkerGroup:
         """Returns the log-probs under the current weights, one float32 ``[rows]`` per group, in order."""
         if not self._other_ranks:
             return self.lead.logprobs(groups)
-        shares = split_over_ranks(with_row_numbers(groups), len(self._replicas))
+        shares = split_over_ranks(with_row_numbers(groups), len(self._replicas), tower=self.lead.tower_work)
         answering = {ranks[0] for ranks in self._replicas}
         sent = self._send_shares("logprobs", shares, answering=answering)
         with self._collective("logprobs", sent):
@@ -219,7 +219,7 @@ class TrainerWorkerGroup(WorkerGroup):
         """Trains on a micro-batch of all data-parallel ranks."""
         if not groups:
             return
-        shares = split_over_ranks(groups, len(self._replicas))
+        shares = split_over_ranks(groups, len(self._replicas), tower=self.lead.tower_work)
         parts: list[list[TreePart]] = [[] for _ in range(1 + len(self._other_ranks))]  # by rank
         for ranks, share in zip(self._replicas, shares, strict=True):
             own = self._parts(share)

@@ -24,7 +24,9 @@ from relax_core.contracts.env import (
     InteractionConfig,
     Message,
     StepResult,
+    media_sources,
 )
+from relax_core.contracts.media import Media, MediaItem
 from relax_core.contracts.reward import RewardInput, RewardOutput
 from relax_core.contracts.tree import group_uid, sample_uid
 from relax_core.data.turn_tokens import TurnTokens
@@ -33,8 +35,8 @@ from relax_core.registry import plugin_words
 from relax_core.rollout.episodes.env_calls import EnvCalls, EnvTooSlow
 from relax_core.rollout.episodes.shared_requests import SharedRequests
 from relax_core.rollout.episodes.tree_builder import PlayedEpisode, PlayedTurn
-from relax_core.rollout.prompt_tokens import PromptMaker
-from relax_core.rollout.rewards.reward_inputs import response_text
+from relax_core.rollout.prompt_tokens import Prompt, PromptMaker, check_prompt_tokens
+from relax_core.rollout.rewards.reward_inputs import response_text, without_bytes
 from relax_core.rollout.rewards.reward_pool import RewardPool
 from relax_core.rollout.sample_seeds import sampling_seed
 
@@ -72,13 +74,15 @@ class OpenEnv:
 class EpisodeRecord:
     """Holds the messages, turns and state of one episode.
 
-    ``failed`` says why the episode has no reward if its env raised or was too slow. ``error`` is what the env raised.
+    ``media`` places the images and videos of the newest prompt in it. ``failed`` says why the episode has no reward if
+    its env raised or was too slow. ``error`` is what the env raised.
     """
 
     uid: str
     messages: list[Message] = field(default_factory=list)
     turns: list[PlayedTurn] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
+    media: list[Media] = field(default_factory=list)
     ended: Ended | None = None
     failed: str = ""
     error: Exception | None = None
@@ -87,19 +91,22 @@ class EpisodeRecord:
         """Ends the episode without a reward."""
         self.ended, self.failed, self.error = ended, words, error
 
-    def reward_input(self, row: DataRow, where: str) -> RewardInput:
+    def reward_input(self, row: DataRow, where: str, *, media_folder: str = "") -> RewardInput:
         """Returns the input of the reward for this episode."""
+        items = [one.item for one in self.media]
         return RewardInput(
             response=self.texts[-1] if self.texts else "",
             stopped=bool(self.turns) and self.turns[-1].response.finish_reason == "stop",
             answer=str(row["answer"]),
-            row=row,
+            row=without_bytes(row) if items else row,
             uid=self.uid,
             where=where,
             turns=self.texts,
             turn_rewards=[turn.reward for turn in self.turns],
-            messages=self.messages,
+            messages=without_bytes(self.messages) if items else self.messages,
             ended=self.ended or "",
+            media=items,
+            media_folder=media_folder,
         )
 
 
@@ -147,12 +154,12 @@ class EpisodePlayer:
             if begun:
                 _check_openings(begun, name=self._name, where=start.where)
                 messages = list(begun[0].messages)
-                prompt_ids = self._prompts.opening(messages, where=start.where)
+                prompt = await self._prompts.opening(messages, where=start.where, owner=uid)
                 between = TurnTokens(self._prompts.tokenizer, messages)
                 async with asyncio.TaskGroup() as playing:
                     for sample, (record, env) in enumerate(zip(records, opened, strict=True)):
                         if env is not None and record.ended is None:
-                            playing.create_task(self._play(start, sample, record, env, prompt_ids, between, tasks))
+                            playing.create_task(self._play(start, sample, record, env, prompt, between, tasks))
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from failures  # the first failure cancelled the other tasks
         finally:
@@ -183,11 +190,13 @@ class EpisodePlayer:
         sample: int,
         record: EpisodeRecord,
         env: OpenEnv,
-        prompt_ids: list[int],
+        prompt: Prompt,
         between: TurnTokens,
         tasks: asyncio.TaskGroup,
     ) -> None:
         """Plays one episode turn by turn until it has ended."""
+        prompt_ids = prompt.token_ids
+        record.media = list(prompt.media)
         while record.ended is None:
             number = len(record.turns)
             request = PromptRequest(
@@ -195,30 +204,41 @@ class EpisodePlayer:
                 input_ids=prompt_ids,
                 sampling_seed=sampling_seed(self._seed, index=start.index, purpose=f"train/{sample}/{number}"),
                 min_version=start.min_version,
+                media=list(record.media),
             )
             began_s = time.time()
             start.on_request(request.rid)
             response = await self._requests.generate(request, tie=start.index, tasks=tasks)
             start.on_response(request.rid)
-            played = PlayedTurn(prompt_ids=prompt_ids, response=response, began_s=began_s, ended_s=time.time())
+            check_prompt_tokens(request, [response])
+            played = PlayedTurn(
+                prompt_ids=prompt_ids, response=response, media=request.media, began_s=began_s, ended_s=time.time()
+            )
             record.turns.append(played)
             record.texts.append(response_text(response, tokenizer=self._prompts.tokenizer, stop=self._stop))
             record.messages.append({"role": "assistant", "content": record.texts[-1]})
             if response.finish_reason != "stop":
                 record.ended = "turn_cut"
                 return
-            messages = list[Message]()
+            messages, items = list[Message](), list[MediaItem]()
             what = f"turn {number + 1}"
-            await self._guarded(self._step(env, record, messages), record, where=start.where, what=what)
+            step = self._step(env, record, messages, items, owner=group_uid(start.index))
+            await self._guarded(step, record, where=start.where, what=what)
             if record.ended is not None:
                 return
             record.messages += messages
-            prompt_ids = between.next_prompt(prompt_ids, response.output_ids.tolist(), messages)
+            prompt_ids, new = between.next_prompt(prompt_ids, response.output_ids.tolist(), messages, items)
+            record.media += new
             if len(prompt_ids) > self._prompts.max_prompt_tokens:
                 record.ended = "context_full"
 
-    async def _step(self, opened: OpenEnv, record: EpisodeRecord, messages: list[Message]) -> None:
-        """Stores the reward for the newest response, and the ``messages`` that follow it or the end of the episode."""
+    async def _step(
+        self, opened: OpenEnv, record: EpisodeRecord, messages: list[Message], items: list[MediaItem], *, owner: str
+    ) -> None:
+        """Stores the reward for the newest response, and the ``messages`` that follow it or the end of the episode.
+
+        ``items`` gets the images and videos of these messages, which ``owner`` then holds.
+        """
         env, calls = opened.env, opened.calls
         step: StepResult = await calls(env.step, Action(text=record.texts[-1], stopped=True))
         record.turns[-1] = replace(record.turns[-1], reward=step.reward)
@@ -228,6 +248,7 @@ class EpisodePlayer:
             record.ended = "max_turns"
         else:
             messages += await calls(env.format_observation, step.observation)
+            items += await self._prompts.encoded(media_sources(messages), owner=owner)
 
     async def _guarded(self, call: Any, record: EpisodeRecord, *, where: str, what: str) -> None:
         """Awaits a call of the env. An error or a missed deadline ends the episode; a wrong result ends the run."""
@@ -281,13 +302,13 @@ class PlayedFigures:
 
 
 async def score_episodes(
-    records: Sequence[EpisodeRecord], rewards: RewardPool, *, row: DataRow, where: str
+    records: Sequence[EpisodeRecord], rewards: RewardPool, *, row: DataRow, where: str, media_folder: str = ""
 ) -> list[PlayedEpisode]:
     """Returns the episodes with their rewards, in order; an episode whose env failed has no reward.
 
     Raises what `RewardPool.score` raises, and `RewardsFailed` if too many envs fail.
     """
-    inputs = {record.uid: record.reward_input(row, where) for record in records}
+    inputs = {record.uid: record.reward_input(row, where, media_folder=media_folder) for record in records}
     whole = [record for record in records if not record.failed]
     outputs = await rewards.score([inputs[record.uid] for record in whole]) if whole else []
     scored = {record.uid: output for record, output in zip(whole, outputs, strict=True)}

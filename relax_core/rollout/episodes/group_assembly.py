@@ -12,6 +12,7 @@ from relax_core.contracts.bus import CompleteGroup
 from relax_core.contracts.columns import ROUTED_EXPERTS, TEACHER, encode_tree
 from relax_core.contracts.engine import Generated
 from relax_core.contracts.kept_tokens import KeptTokens
+from relax_core.contracts.media import Media
 from relax_core.contracts.reward import RewardOutput
 from relax_core.contracts.tree import NOT_SAMPLED, TRUNCATED, Episode, TokenTree, Turn, group_uid, sample_uid
 from relax_core.rollout.episodes.tree_builder import PlayedEpisode, build_tree, checked_kept, version_spans
@@ -68,8 +69,10 @@ def trained_from(generated: Generated, *, mask_off_policy: bool, mask_truncated:
     return 0
 
 
-def one_turn_tree(uid: str, prompt_ids: Sequence[int], answers: Sequence[ScoredResponse]) -> TokenTree:
-    """Returns a tree with the prompt as its trunk and each answer as a branch.
+def one_turn_tree(
+    uid: str, prompt_ids: Sequence[int], answers: Sequence[ScoredResponse], *, media: Sequence[Media] = ()
+) -> TokenTree:
+    """Returns a tree with the prompt as its trunk and each answer as a branch; ``media`` places items in the prompt.
 
     Raises ValueError if a token is not in the kept set that it was sampled from.
     """
@@ -100,6 +103,7 @@ def one_turn_tree(uid: str, prompt_ids: Sequence[int], answers: Sequence[ScoredR
         logprobs=logprobs,
         versions=versions,
         episodes=episodes,
+        media=media,
         kept=_kept(trunk, answers),
         extras={} if experts is None else {ROUTED_EXPERTS: experts},
     )
@@ -145,6 +149,7 @@ def complete_group(
     prompt_ids: list[int],
     generated: Sequence[Generated],
     rewards: Sequence[RewardOutput],
+    media: Sequence[Media] = (),
     refuse: GroupFilter | None = None,
     teacher: str | None = None,
     mask_off_policy: bool = False,
@@ -154,8 +159,9 @@ def complete_group(
     """Returns the group for the bus once all its responses are in, or why there is none.
 
     A response without a reward is dropped alone. The group is dropped if fewer than two responses of several have a
-    reward, or if the only one has none. ``refuse`` may drop a complete group. ``teacher`` is the name of the teacher
-    that scores the group, and ``extras`` computes further columns of a group that is kept.
+    reward, or if the only one has none. ``media`` places items in the prompt. ``refuse`` may drop a complete group.
+    ``teacher`` is the name of the teacher that scores the group, and ``extras`` computes further columns of a group
+    that is kept.
 
     `trained_from` explains ``mask_off_policy`` and ``mask_truncated``. A masked episode stays in the group, because its
     reward is part of the baseline; a group without trained tokens is dropped. No response here was aborted, because
@@ -173,7 +179,7 @@ def complete_group(
             kept.append(ScoredResponse(uid=one, response=response, output=output, trained_from=first))
     if len(kept) < min(MIN_SAMPLES, len(generated)):
         return DroppedGroup(group_uid=uid, reason=REWARD_FAILED)
-    tree = one_turn_tree(uid, prompt_ids, kept)
+    tree = one_turn_tree(uid, prompt_ids, kept, media=media)
     return _complete(tree, index=index, dropped=dropped, refuse=refuse, teacher=teacher, extras=extras)
 
 

@@ -1,9 +1,9 @@
 """Builds a group's token tree from the turns of its episodes.
 
-Rows that were not sampled are shared if their ids are equal, and their routed experts where those are recorded. A
-response always has new rows: sampled rows are shared only by episodes that continue the same draw, and the tree forks
-after them. A history that differs from the previous one continues after their last common row. If they have no common
-row, the group is a forest.
+Rows that were not sampled are shared if their ids are equal, and their routed experts where those are recorded; the
+rows of an image or a video are shared whole, if it is the same item. A response always has new rows: sampled rows are
+shared only by episodes that continue the same draw, and the tree forks after them. A history that differs from the
+previous one continues after their last common row. If they have no common row, the group is a forest.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 
 from relax_core.contracts.columns import ROUTED_EXPERTS
 from relax_core.contracts.engine import Generated
 from relax_core.contracts.kept_tokens import KeptTokens
+from relax_core.contracts.media import Media
 from relax_core.contracts.tree import NOT_SAMPLED, Episode, TokenTree, Turn
 
 
@@ -26,7 +28,8 @@ class Chain:
     ``token_ids`` is int32 ``[rows]``. ``response`` is the response that sampled these rows, and ``offset`` the index of
     the first of them in it. ``experts`` ``[known rows, layers, experts per token]`` covers the first rows only: an
     engine does not run the model on the last token of a response, so only a later turn knows that token's experts.
-    ``first`` is the number of the chain's first row once the tree is laid out.
+    ``media`` places items, which are whole, in these rows. ``first`` is the number of the chain's first row once the
+    tree is laid out.
     """
 
     token_ids: np.ndarray
@@ -34,6 +37,7 @@ class Chain:
     response: Generated | None = None
     offset: int = 0
     experts: np.ndarray | None = None
+    media: list[Media] = field(default_factory=list)
     children: list[Chain] = field(default_factory=list)
     first: int = 0
 
@@ -47,11 +51,13 @@ class Chain:
 class PlayedTurn:
     """Is one request of an episode and its response.
 
-    ``prompt_ids`` are all tokens before the response. ``reward`` is that of this turn alone. Times are Unix seconds.
+    ``prompt_ids`` are all tokens before the response, and ``media`` places items in them. ``reward`` is that of this
+    turn alone. Times are Unix seconds.
     """
 
     prompt_ids: Sequence[int]
     response: Generated
+    media: Sequence[Media] = ()
     reward: float | None = None
     began_s: float = 0.0
     ended_s: float = 0.0
@@ -68,6 +74,20 @@ class PlayedEpisode:
     ended: str
 
 
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Holds rows that follow a position and were not sampled there; ``experts`` has one entry for each, if any."""
+
+    ids: np.ndarray
+    experts: np.ndarray | None
+    media: Sequence[Media]
+
+    def after(self, rows: int) -> _Rows:
+        """Returns what is left after the first ``rows`` rows."""
+        experts = None if self.experts is None else self.experts[rows:]
+        return _Rows(self.ids[rows:], experts, _after(self.media, rows))
+
+
 class TreeBuilder:
     """Grows the token tree of one group; ``root`` is an empty chain before all rows.
 
@@ -77,24 +97,33 @@ class TreeBuilder:
     def __init__(self) -> None:
         self.root = Chain(token_ids=np.empty(0, dtype=np.int32), parent=None)
 
-    def observe(self, at: Chain, ids: Sequence[int] | np.ndarray, experts: np.ndarray | None = None) -> Chain:
+    def observe(
+        self,
+        at: Chain,
+        ids: Sequence[int] | np.ndarray,
+        experts: np.ndarray | None = None,
+        media: Sequence[Media] = (),
+    ) -> Chain:
         """Returns the position after ``ids``, which follow ``at`` and were not sampled there.
 
-        Rows of other paths with the same ids and the same ``experts`` ``[ids, layers, experts per token]`` are shared.
+        Rows of other paths with the same ids, the same ``experts`` ``[ids, layers, experts per token]`` and the same
+        items are shared.
         """
-        rest = np.asarray(ids, dtype=np.int32)
-        while len(rest):
+        return self._observe(at, _Rows(np.asarray(ids, dtype=np.int32), experts, media))
+
+    def _observe(self, at: Chain, rest: _Rows) -> Chain:
+        while len(rest.ids):
             shared, common = None, 0
             for child in at.children:
-                if child.response is None and (common := _common(child, rest, experts)):
+                if child.response is None and (common := _common(child, rest)):
                     shared = child
                     break
             if shared is None:
-                chain = Chain(token_ids=rest, parent=at, experts=experts)
+                chain = Chain(token_ids=rest.ids, parent=at, experts=rest.experts, media=list(rest.media))
                 at.children.append(chain)
                 return chain
             at = _ended_at(shared, common)
-            rest, experts = rest[common:], None if experts is None else experts[common:]
+            rest = rest.after(common)
         return at
 
     def sample(self, at: Chain, response: Generated) -> Chain:
@@ -103,32 +132,38 @@ class TreeBuilder:
         at.children.append(chain)
         return chain
 
-    def follow(self, own: Chain, ids: Sequence[int] | np.ndarray, experts: np.ndarray | None = None) -> Chain:
+    def follow(
+        self,
+        own: Chain,
+        ids: Sequence[int] | np.ndarray,
+        experts: np.ndarray | None = None,
+        media: Sequence[Media] = (),
+    ) -> Chain:
         """Returns the position after ``ids``, which start at the root, for an episode whose path ends at ``own``.
 
-        The rows of that path, sampled ones included, are shared as far as ids and ``experts`` agree. The rest is
-        observed.
+        The rows of that path, sampled ones included, are shared as far as ids, ``experts`` and ``media`` agree. The
+        rest is observed.
         """
         path = [own]
         while (parent := path[-1].parent) is not None:
             path.append(parent)
-        at, rest = self.root, np.asarray(ids, dtype=np.int32)
+        at, rest = self.root, _Rows(np.asarray(ids, dtype=np.int32), experts, media)
         for chain in reversed(path[:-1]):
-            common = _common(chain, rest, experts)
+            common = _common(chain, rest)
             if common:
-                _learn_last(chain, experts, common)
+                _learn_last(chain, rest.experts, common)
                 at = _ended_at(chain, common)
-                rest, experts = rest[common:], None if experts is None else experts[common:]
+                rest = rest.after(common)
             if at is not chain:
                 break
-        return self.observe(at, rest, experts)
+        return self._observe(at, rest)
 
     def add(self, episode: PlayedEpisode) -> list[Chain]:
         """Adds an episode's rows and returns the position after each of its turns."""
         ends: list[Chain] = []
         for turn in episode.turns:
             own = ends[-1] if ends else self.root
-            at = self.follow(own, turn.prompt_ids, turn.response.prompt_experts)
+            at = self.follow(own, turn.prompt_ids, turn.response.prompt_experts, turn.media)
             ends.append(self.sample(at, turn.response))
         return ends
 
@@ -174,6 +209,7 @@ def build_tree(group_uid: str, episodes: Sequence[PlayedEpisode]) -> TokenTree:
         logprobs=logprobs,
         versions=versions,
         episodes=[_episode(*one) for one in zip(episodes, ends, strict=True)],
+        media=[moved_media(one, chain.first) for chain in chains for one in chain.media],
         kept=_kept(chains),
         extras={} if experts is None else {ROUTED_EXPERTS: experts},
     )
@@ -215,14 +251,33 @@ def _episode(played: PlayedEpisode, ends: Sequence[Chain]) -> Episode:
     return Episode(played.uid, leaves, played.reward, played.parts, turns, played.ended)
 
 
-def _common(chain: Chain, ids: np.ndarray, experts: np.ndarray | None) -> int:
-    """Returns how many of the chain's first rows equal ``ids``, with equal experts where both are known."""
-    length = min(len(chain.token_ids), len(ids))
-    same = chain.token_ids[:length] == ids[:length]
-    if experts is not None and chain.experts is not None:
+def moved_media(one: Media, rows: int) -> Media:
+    """Returns the place of an item, ``rows`` rows later."""
+    return msgspec.structs.replace(one, start=one.start + rows, end=one.end + rows)
+
+
+def _after(media: Sequence[Media], rows: int) -> list[Media]:
+    """Returns the items that begin at or after row number ``rows``, counted from that row."""
+    return [moved_media(one, -rows) for one in media if one.start >= rows]
+
+
+def _common(chain: Chain, rest: _Rows) -> int:
+    """Returns how many of the chain's first rows equal ``rest``, with equal experts where both are known.
+
+    The rows end before the first item that only one of them has, and never inside an item.
+    """
+    length = min(len(chain.token_ids), len(rest.ids))
+    same = chain.token_ids[:length] == rest.ids[:length]
+    if rest.experts is not None and chain.experts is not None:
         known = min(length, len(chain.experts))
-        same[:known] &= (chain.experts[:known] == experts[:known]).all((1, 2))
-    return length if same.all() else int(same.argmin())
+        same[:known] &= (chain.experts[:known] == rest.experts[:known]).all((1, 2))
+    common = length if same.all() else int(same.argmin())
+    if chain.media or rest.media:
+        mine, theirs = ({(one.start, one.item.digest): one.end for one in media} for media in (chain.media, rest.media))
+        for (start, digest), end in (*mine.items(), *theirs.items()):
+            if start < common and (end > common or (start, digest) not in mine.keys() & theirs.keys()):
+                common = start
+    return common
 
 
 def _learn_last(chain: Chain, experts: np.ndarray | None, common: int) -> None:
@@ -246,12 +301,14 @@ def _ended_at(chain: Chain, rows: int) -> Chain:
         response=chain.response,
         offset=chain.offset,
         experts=None if chain.experts is None else chain.experts[:rows],
+        media=[one for one in chain.media if one.start < rows],
         children=[chain],
     )
     siblings = chain.parent.children
     siblings[siblings.index(chain)] = head
     chain.parent = head
     chain.token_ids = chain.token_ids[rows:]
+    chain.media = _after(chain.media, rows)
     chain.experts = None if chain.experts is None else chain.experts[rows:]
     chain.offset += rows
     return head

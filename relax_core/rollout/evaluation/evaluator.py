@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from relax_core.contracts.data import BadRow, DataRow, EvalSet
 from relax_core.contracts.engine import Generated, PromptRequest, SamplingParams
+from relax_core.contracts.media import Media
 from relax_core.contracts.reward import RewardInput, RewardOutput
 from relax_core.data.eval_sets import check_bad_rows
 from relax_core.engines.pool.engine_pool import EnginePool
@@ -21,7 +22,7 @@ from relax_core.rollout.evaluation.eval_metrics import (
     mean_reward,
     pass_at_k,
 )
-from relax_core.rollout.prompt_tokens import PromptMaker
+from relax_core.rollout.prompt_tokens import PromptMaker, check_prompt_tokens, shown_prompt
 from relax_core.rollout.rewards.reward_inputs import reward_input
 from relax_core.rollout.rewards.reward_pool import RewardPool
 from relax_core.rollout.sample_seeds import sampling_seed
@@ -42,19 +43,24 @@ def eval_versions(*, every: int, start: int, total_steps: int) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class EvalRow:
-    """Holds a data row of an evaluation set with the token ids of its prompt."""
+    """Holds a data row of an evaluation set with the token ids of its prompt, and its images and videos."""
 
     row: DataRow
     input_ids: list[int]
+    media: list[Media] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedSet:
-    """Is an evaluation set with its prompts; ``bad`` holds data rows without a usable prompt, which do not count."""
+    """Is an evaluation set with its prompts; ``bad`` holds data rows without a usable prompt, which do not count.
+
+    ``parts`` are the values of the rows' key "part" whose figures are told apart (`relax_core.contracts.data.EvalSet`).
+    """
 
     name: str
     rows: list[EvalRow]
     bad: list[BadRow]
+    parts: Sequence[str] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +97,11 @@ class SetAnswers:
         reward = mean_reward(self.answers)
         values["reward"] = 0.0 if reward is None else reward.value
         values |= {"rows": len(self.answers), "bad_rows": len(self.of.bad), "unscored": self.unscored}
+        for part in self.of.parts:
+            own = [place for place, one in enumerate(self.of.rows) if one.row.get("part") == part]
+            of_part = PreparedSet(name="", rows=[self.of.rows[place] for place in own], bad=[])
+            its = SetAnswers(of=of_part, answers=[self.answers[place] for place in own]).values() if own else {}
+            values |= {f"{part}/{name}": value for name, value in its.items()}
         return values
 
 
@@ -103,16 +114,48 @@ def metric_names(*, samples: int, sets: Sequence[str]) -> list[str]:
 
 
 def prepare(one: EvalSet, prompts: PromptMaker, *, most_bad: float) -> PreparedSet:
-    """Returns a set with its prompts; raises ValueError if more than the share ``most_bad`` of its rows is unusable."""
+    """Returns a set of text with its prompts.
+
+    Raises ValueError if more than the share ``most_bad`` of its rows is unusable.
+    """
     rows, bad = [], list(one.bad)
     for number, row in enumerate(one.rows):
         try:
-            where = f"eval row {number}" + (f" of {one.name}" if one.name else "")
-            rows.append(EvalRow(row=row, input_ids=prompts.tokens(row, where=where)))
+            rows.append(EvalRow(row=row, input_ids=prompts.tokens(row, where=_where(one, number))))
         except BadRow as error:
             bad.append(error)
+    return _prepared(one, rows, bad, most_bad=most_bad)
+
+
+async def prepare_with_media(one: EvalSet, prompts: PromptMaker, *, most_bad: float) -> PreparedSet:
+    """Returns a set with its prompts, whose images and videos are encoded once to know which rows can be used.
+
+    Raises as `prepare` does.
+    """
+
+    async def prepared(number: int, row: DataRow) -> EvalRow | BadRow:
+        owner = f"prepare {one.name} {number}"
+        try:
+            prompt = await prompts.prompt(row, where=_where(one, number), owner=owner)
+        except BadRow as error:
+            return error
+        finally:
+            prompts.release(owner)
+        return EvalRow(row=row, input_ids=prompt.token_ids, media=prompt.media)
+
+    found = await asyncio.gather(*(prepared(number, row) for number, row in enumerate(one.rows)))
+    rows = [row for row in found if isinstance(row, EvalRow)]
+    bad = [*one.bad, *(row for row in found if isinstance(row, BadRow))]
+    return _prepared(one, rows, bad, most_bad=most_bad)
+
+
+def _where(one: EvalSet, number: int) -> str:
+    return f"eval row {number}" + (f" of {one.name}" if one.name else "")
+
+
+def _prepared(one: EvalSet, rows: list[EvalRow], bad: list[BadRow], *, most_bad: float) -> PreparedSet:
     check_bad_rows(one.name, len(rows), bad, most=most_bad)
-    return PreparedSet(name=one.name, rows=rows, bad=bad)
+    return PreparedSet(name=one.name, rows=rows, bad=bad, parts=one.parts)
 
 
 async def ask(
@@ -124,6 +167,7 @@ async def ask(
     rewards: RewardPool,
     sampling: SamplingParams,
     on_progress: Callable[[int], None] | None = None,
+    media_folder: str = "",
 ) -> list[SetAnswers]:
     """Asks all prompts of all sets together, with weights ``version`` or newer, and scores the answers.
 
@@ -138,6 +182,7 @@ async def ask(
             input_ids=one.rows[number].input_ids,
             sampling_seed=sampling_seed(0, index=number, purpose=f"eval/{one.name}" if one.name else "eval"),
             min_version=version,
+            media=one.rows[number].media,
         )
         for request, (one, number) in enumerate(asked)
     ]
@@ -147,14 +192,27 @@ async def ask(
         async with asyncio.TaskGroup() as tasks:
             for first in range(0, len(requests), together):
                 call = requests[first : first + together]
+                for position, request in enumerate(call):
+                    one, number = asked[first + position]
+                    await prompts.hold_again(one.rows[number].row, request.media, owner=request.rid)
                 async for position, responses in pool.generate(call, sampling, places=range(first, first + len(call))):
                     one, number = asked[first + position]
                     data_row = one.rows[number].row
+                    check_prompt_tokens(call[position], responses)
                     inputs = [
-                        reward_input(data_row, response, tokenizer=prompts.tokenizer, stop=sampling.stop)
+                        reward_input(
+                            data_row,
+                            response,
+                            tokenizer=prompts.tokenizer,
+                            stop=sampling.stop,
+                            media=[one.item for one in call[position].media],
+                            media_folder=media_folder,
+                        )
                         for response in responses
                     ]
-                    answered[first + position] = tasks.create_task(_score(responses, inputs, rewards))
+                    scored = tasks.create_task(_score(responses, inputs, rewards))
+                    scored.add_done_callback(lambda _, owner=call[position].rid: prompts.release(owner))  # type: ignore[misc]
+                    answered[first + position] = scored
                     on_progress(len(answered))
     except BaseExceptionGroup as failures:
         raise failures.exceptions[0] from failures  # the first failure cancelled the other tasks
@@ -201,6 +259,7 @@ class Evaluator:
         sampling: SamplingParams,
         wait_version: Callable[[int], Awaitable[None]],
         in_order: bool,
+        media_folder: str = "",
         record: Record,
         record_texts: RecordTexts,
         ends_run: EndsRun | None = None,
@@ -212,6 +271,7 @@ class Evaluator:
         self._sampling = sampling
         self._wait_version = wait_version
         self._in_order = in_order
+        self._media_folder = media_folder
         self._record = record
         self._record_texts = record_texts
         self._ends_run = ends_run
@@ -240,6 +300,7 @@ class Evaluator:
             prompts=self._prompts,
             rewards=self._rewards,
             sampling=self._sampling,
+            media_folder=self._media_folder,
         )
         values = evaluation_values(found)
         self._record("eval", version, values)
@@ -260,7 +321,7 @@ def _texts(found: SetAnswers) -> list[dict[str, str | bool]]:
     """Returns the first data rows, each with the first answer to it."""
     texts: list[dict[str, str | bool]] = [
         {
-            "prompt": str(one.row["prompt"]),
+            "prompt": shown_prompt(one.row["prompt"], [media.item for media in one.media]),
             "answer": str(one.row["answer"]),
             "response": answers[0].text,
             "exact": answers[0].exact,

@@ -114,13 +114,13 @@ class RewardPool:
         Calls in flight in worker processes return without a reward. Calls in threads are not waited for.
         """
         for worker in self._workers:
-            worker.stop()
+            worker.process.stop()
         if self._watch is not None:
             self._watch.close()
         # A thread that waits for a worker has noticed the worker's end.
         self._threads.shutdown(wait=bool(self._workers), cancel_futures=True)
         for worker in self._workers:
-            worker.close_pipes()
+            worker.process.close_pipes()
 
     def __enter__(self) -> Self:
         return self

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from relax_core.rollout.rewards.reward_frames import HEADER_BYTES, payload_bytes, to_frame
+from relax_core.data.killable.worker_frames import HEADER_BYTES, payload_bytes, to_frame
 
 START_S = 120.0  # the limit for the start of an interpreter and the imports of plug-ins and their libraries
 END_S = 10.0

@@ -15,9 +15,9 @@ import msgspec
 from relax_core.contracts.checks.checked import WrongResult
 from relax_core.contracts.env import EnvSpec, EpisodeStart
 from relax_core.contracts.reward import RewardInput, RewardOutput, RewardSpec
+from relax_core.data.killable.worker_frames import HEADER_BYTES, payload_bytes, to_frame
 from relax_core.registry import find_algorithm, find_env, find_reward, plugin_words
 from relax_core.rollout.data_source_trial import try_data_source
-from relax_core.rollout.rewards.reward_frames import HEADER_BYTES, payload_bytes, to_frame
 from relax_core.rollout.trial.algorithm_trial import try_algorithm
 from relax_core.rollout.trial.plugin_trial import START_S, Done, Request, Stage
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from relax_core.train.attention.branch_attention import BranchPlan
 from relax_core.train.attention.flex_attention import FlexBlocks
+from relax_core.train.model.media_features import MediaInputs
 from relax_core.train.model.routing_replay import OWN_CHOICE, RouterRows
 from relax_core.train.packing.tree_packing import TreeLayout, tree_starts
 from relax_core.train.parallel.context_parallel import WHOLE, RowSharding, TokenSharding
@@ -193,6 +194,8 @@ class TreeBatch:
     sharding: RowSharding = WHOLE
     tokens: TokenSharding | None = None  # None without context parallelism
     routers: RouterRows = OWN_CHOICE  # for a mixture of experts
+    rotary: Tensor | None = None  # float32 [3, rows]; None if all three rotary positions are `positions`
+    media: MediaInputs | None = None  # on the first pipeline stage, if this rank has rows of an item
 
     @staticmethod
     def of(
@@ -218,6 +221,7 @@ class TreeBatch:
             attention=attention_over(layout.end, sharding, padded=padded, device=device, dtype=dtype),
             sharding=sharding,
             tokens=tokens,
+            rotary=None if layout.rotary is None else _rotary(layout.rotary, padded, mine, device),
         )
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *, scale: float | None) -> Tensor:
@@ -244,6 +248,11 @@ def attention_over(
         return MaskedGrid.of_rank(end, sharding, padded=padded, device=device, dtype=dtype)
     plan = BranchPlan.of(end, dtype=dtype)
     return MaskedGrid.of(end, pads=padded - len(end), device=device, dtype=dtype) if plan is None else plan
+
+
+def _rotary(positions: np.ndarray, padded: int, mine: np.ndarray, device: torch.device) -> Tensor:
+    whole = np.pad(positions.astype(np.float32), ((0, 0), (0, padded - positions.shape[1])))
+    return _put(whole[:, mine], device)
 
 
 def _put(array: np.ndarray, device: torch.device) -> Tensor:

@@ -13,7 +13,7 @@ from relax_core.train.checkpoints.checkpoint_errors import read_errors_as_valuee
 from relax_core.train.checkpoints.checkpoint_shards import WEIGHTS, StoredFolder
 from relax_core.train.checkpoints.provenance import check_same_numbers, model_numbers, read_provenance
 from relax_core.train.hf.hf_export import SHARD_BYTES, export_hf_folder
-from relax_core.train.hf.weight_rules import weight_rules
+from relax_core.train.hf.stored_weights import fused, stored_weights
 
 BUCKET_BYTES = 64 << 20
 
@@ -44,7 +44,8 @@ def export_checkpoint(
     with read_errors_as_valueerror(checkpoint):
         stored = StoredFolder(checkpoint)
 
-    names = [WEIGHTS + rule.hf for rule in weight_rules(architecture)]
+    weights = stored_weights(architecture)
+    names = [WEIGHTS + rule.hf for weight in weights for rule in weight.rules]
     written = dtype or provenance.dtype
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
@@ -53,10 +54,9 @@ def export_checkpoint(
                 yield name.removeprefix(WEIGHTS), tensor.to(getattr(torch, written))
                 del tensor  # This frees the tensor before the next ones are read.
 
-    shapes = stored.tensors()
     export_hf_folder(
-        tensors(),
-        shapes={name.removeprefix(WEIGHTS): shapes[name].size for name in names},
+        fused(tensors(), weights),
+        shapes={weight.name: weight.shape for weight in weights},
         dtype=written,
         source_folder=model_folder,
         target=target,

@@ -20,6 +20,7 @@ from relax_core.train.model.transformer_config import megatron_arguments
 PROVENANCE = "provenance.json"
 _OLDER_NAME = "made_by.json"  # Checkpoints written before 2026-11-22 have this name.
 _SIZES = ("dp", "tp", "pp", "vpp", "cp", "ep", "etp")
+_UNREAD = ("model_type", "dtype", "torch_dtype", "transformers_version")  # keys of a tower that set no number
 _LIBRARIES = ("relax-core", "torch", "megatron-core")
 
 
@@ -66,6 +67,10 @@ def model_numbers(architecture: Architecture) -> dict[str, Any]:
     }
     if architecture.rope.scaling is not None:
         numbers["rotary_scaling"] = dataclasses.asdict(architecture.rope.scaling)
+    if architecture.rope.sections is not None:
+        numbers["rotary_sections"] = list(architecture.rope.sections)
+    if architecture.vision is not None:
+        numbers["vision"] = {key: value for key, value in architecture.vision.config.items() if key not in _UNREAD}
     return numbers
 
 

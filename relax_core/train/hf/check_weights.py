@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from relax_core.families.architecture import Architecture
 from relax_core.families.folder import weight_files
-from relax_core.train.hf.weight_rules import tensor_shape, weight_rules
+from relax_core.train.hf.stored_weights import stored_weights
 
 
 def stored_shapes(folder: Path) -> Iterator[tuple[str, tuple[int, ...], Path]]:
@@ -28,25 +28,25 @@ def stored_shapes(folder: Path) -> Iterator[tuple[str, tuple[int, ...], Path]]:
 
 def weight_problems(folder: Path, architecture: Architecture) -> list[str]:
     """Returns one sentence for each reason why the trainer cannot load the folder, or an empty list."""
-    rules = {rule.hf: rule for rule in weight_rules(architecture)}
+    stored = {one.name: one for one in stored_weights(architecture)}
     ignored = architecture.ignored_weights
     problems, found = [], dict[str, Path]()
     try:
         for name, shape, path in stored_shapes(folder):
             if name in ignored:
                 continue
-            if name not in rules:
+            if name not in stored:
                 problems.append(f"{path}: {name} is not a weight of family {architecture.family}.")
             elif name in found:
                 problems.append(f"{path}: {name} is also in {found[name]}.")
-            elif shape != (wanted := tensor_shape(rules[name], architecture)):
-                problems.append(f"{path}: {name} has shape {shape}; config.json requires {wanted}.")
+            elif stored[name].problem(shape) is not None:
+                problems.append(f"{path}: {name} has shape {shape}; config.json requires {stored[name].shape}.")
             found[name] = path
     except ValueError as error:
         return [*problems, str(error)]
     if not found:
         return [f"{folder} has no *.safetensors file. Give a Hugging Face folder with weights."]
-    missing = [name for name in rules if name not in found]
+    missing = [name for name in stored if name not in found]
     if missing:
-        problems.append(f"{folder}: {len(missing)} of {len(rules)} weights are missing: {', '.join(missing[:3])} …")
+        problems.append(f"{folder}: {len(missing)} of {len(stored)} weights are missing: {', '.join(missing[:3])} …")
     return problems

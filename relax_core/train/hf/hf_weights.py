@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from relax_core.families.architecture import OUTPUT_WEIGHT, Architecture
+from relax_core.train.hf.stored_weights import WholeTensor, fused, stored_weights
 from relax_core.train.hf.weight_gather import BUCKET_BYTES, agree_on_senders, buckets_of, gather_bucket
-from relax_core.train.hf.weight_rules import Shard, WeightRule, weight_rules
-from relax_core.train.hf.weight_slices import WeightSlice, WholeTensor, part_view, weight_slices
+from relax_core.train.hf.weight_rules import Shard, WeightRule
+from relax_core.train.hf.weight_slices import WeightSlice, part_view, weight_slices
 from relax_core.train.model.gpt import VALUE_HEAD
 
 VALUE_RULES = tuple(WeightRule(VALUE_HEAD + name, VALUE_HEAD + name, Shard.replicated) for name in ("weight", "bias"))
@@ -38,11 +39,13 @@ class HfWeights:
         tensor_of: Callable[[torch.nn.Parameter], Tensor] = torch.Tensor.detach,
     ) -> None:
         self._architecture = architecture
-        rules = weight_rules(architecture)
+        stored = stored_weights(architecture)
         self._ignored = architecture.ignored_weights
         if value_head and not architecture.tie_word_embeddings:
             self._ignored |= {OUTPUT_WEIGHT}
-            rules = tuple(rule for rule in rules if rule.hf != OUTPUT_WEIGHT)
+            stored = tuple(one for one in stored if one.name != OUTPUT_WEIGHT)
+        self._stored = {one.name: one for one in stored}
+        rules = tuple(rule for one in stored for rule in one.rules)
         all_rules = (*rules, *(VALUE_RULES if value_head else ()))
         self._order = {rule.hf: index for index, rule in enumerate(all_rules)}
         slices, unused = weight_slices(
@@ -57,10 +60,8 @@ class HfWeights:
         self._slices = {name: one for name, one in slices.items() if not name.startswith(VALUE_HEAD)}
         self._like = next(iter(self._slices.values())).views[0]
         weights = agree_on_senders(rules, self._slices, device=self._like.device)
-        self.shapes: Mapping[str, tuple[int, ...]] = {  # of the weights that `export` yields, in its order
-            weight.rule.hf: (architecture.vocab_size, *weight.shape[1:]) if weight.rule.vocabulary else weight.shape
-            for weight in weights
-        }
+        # The shapes of the weights that `export` yields, in its order.
+        self.shapes: Mapping[str, tuple[int, ...]] = {one.name: one.shape for one in stored}
         self._buckets = buckets_of(weights, element_size=self._like.element_size(), bucket_bytes=bucket_bytes)
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
@@ -68,11 +69,15 @@ class HfWeights:
 
         A tensor that rank 0 has whole is a view, valid until the next step. Beside the model, rank 0 holds
         ``bucket_bytes`` bytes, or more if one tensor, its copy (if it is split along its columns) and the tensor before
-        it take more. The call is collective.
+        it take more. Fused experts of a layer are one tensor, which rank 0 holds besides. The call is collective.
         """
+        return fused(self._gathered(), list(self._stored.values()))
+
+    def _gathered(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields the tensors of the rules on rank 0, without the padding of the vocabulary."""
         for bucket in self._buckets:
             for rule, tensor in gather_bucket(bucket, self._slices, like=self._like):
-                yield rule.hf, tensor[: self.shapes[rule.hf][0]]
+                yield rule.hf, tensor[: self._architecture.vocab_size] if rule.vocabulary else tensor
 
     def parts(self, tensor_of: Callable[[torch.nn.Parameter], Tensor]) -> Iterator[tuple[int, str, Tensor]]:
         """Yields (index in the map, which all ranks share, name, piece) for this rank's pieces of all tensors.
@@ -88,18 +93,17 @@ class HfWeights:
 
         Raises ValueError on every rank if a weight is missing, unknown, given twice or has the wrong shape.
         """
-        missing = dict.fromkeys(self.shapes)
+        missing = dict.fromkeys(self._stored)
         for name, tensor in tensors:
             if name in self._ignored:
                 continue
             if name not in missing:
                 family = self._architecture.family
-                problem = "comes twice" if name in self.shapes else f"is not a weight of family {family}"
+                problem = "comes twice" if name in self._stored else f"is not a weight of family {family}"
                 raise ValueError(f"weight {name} {problem}.")
-            if tuple(tensor.shape) != self.shapes[name]:
-                raise ValueError(f"weight {name} has shape {tuple(tensor.shape)}; the model's is {self.shapes[name]}.")
-            if name in self._slices:
-                self._slices[name].fill(tensor)
+            for rule_name, part in self._stored[name].parts(tensor):
+                if rule_name in self._slices:
+                    self._slices[rule_name].fill(part)
             del missing[name]
         if missing:
             raise ValueError(f"{len(missing)} weight(s) missing: {', '.join(list(missing)[:3])} …")

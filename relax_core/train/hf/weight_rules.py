@@ -5,11 +5,14 @@ It imports no torch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 
 from relax_core.families.architecture import OUTPUT_WEIGHT, Architecture
+
+TOWER = "vision."  # The names of the tower's parameters in the first chunk of the model begin with this.
 
 
 class Shard(Enum):
@@ -40,6 +43,7 @@ class Part(Enum):
 class WeightRule:
     """Maps one Hugging Face tensor ``hf`` to the parameter ``megatron`` that holds it.
 
+    A rule's tensor is a matrix or a vector; a folder may hold another form (relax_core/train/hf/stored_weights.py).
     Megatron names are those of a build without TransformerEngine. Their layer and expert numbers count over the whole
     model: the layer number determines the pipeline stage and the expert number the expert-parallel rank. ``shard``
     applies to the tensor-parallel ranks, or for an ``expert`` to the expert-tensor-parallel ranks. If ``vocabulary`` is
@@ -62,20 +66,24 @@ class WeightRule:
 def weight_rules(architecture: Architecture) -> tuple[WeightRule, ...]:
     """Returns the rules of all weights in the order of an export.
 
-    The order is: embedding, layers, final norm and, if it is not tied, the output weight.
+    The order is: embedding, layers, final norm, the output weight if it is not tied, and the vision tower's weights.
     """
     return tuple(_rules(architecture))
 
 
 def _rules(architecture: Architecture) -> Iterator[WeightRule]:
-    yield WeightRule("model.embed_tokens.weight", "embedding.word_embeddings.weight", Shard.column, vocabulary=True)
+    prefix = architecture.prefix
+    yield WeightRule(f"{prefix}embed_tokens.weight", "embedding.word_embeddings.weight", Shard.column, vocabulary=True)
     for index in range(architecture.num_layers):
-        hf, megatron = f"model.layers.{index}.", f"decoder.layers.{index}."
+        hf, megatron = f"{prefix}layers.{index}.", f"decoder.layers.{index}."
         yield from _attention_rules(hf, megatron, architecture)
         yield from _mlp_rules(hf + "mlp.", megatron + "mlp.", architecture)
-    yield WeightRule("model.norm.weight", "decoder.final_layernorm.weight", Shard.replicated)
+    yield WeightRule(f"{prefix}norm.weight", "decoder.final_layernorm.weight", Shard.replicated)
     if not architecture.tie_word_embeddings:
         yield WeightRule(OUTPUT_WEIGHT, "output_layer.weight", Shard.column, vocabulary=True)
+    if (tower := architecture.vision) is not None:
+        for name in tower.weight_shapes:
+            yield WeightRule(name, TOWER + name.removeprefix(tower.vision.prefix), Shard.replicated)
 
 
 def _attention_rules(hf: str, megatron: str, architecture: Architecture) -> Iterator[WeightRule]:
@@ -99,8 +107,15 @@ def _mlp_rules(hf: str, megatron: str, architecture: Architecture) -> Iterator[W
         yield from _gated_rules(hf, megatron, expert=False)
         return
     yield WeightRule(hf + "gate.weight", megatron + "router.weight", Shard.replicated)
-    for expert in range(architecture.experts.count):
-        yield from _gated_rules(f"{hf}experts.{expert}.", f"{megatron}experts.local_experts.{expert}.", expert=True)
+    rules = [
+        list(_gated_rules(f"{hf}experts.{expert}.", f"{megatron}experts.local_experts.{expert}.", expert=True))
+        for expert in range(architecture.experts.count)
+    ]
+    if architecture.fused_experts:  # The tensors that share one in the folder follow each other.
+        yield from (rule for of_expert in rules for rule in of_expert[:2])
+        yield from (of_expert[2] for of_expert in rules)
+    else:
+        yield from (rule for of_expert in rules for rule in of_expert)
 
 
 def _gated_rules(hf: str, megatron: str, *, expert: bool) -> Iterator[WeightRule]:
@@ -112,7 +127,11 @@ def _gated_rules(hf: str, megatron: str, *, expert: bool) -> Iterator[WeightRule
 
 
 def tensor_shape(rule: WeightRule, architecture: Architecture) -> tuple[int, ...]:
-    """Returns the shape of the whole Hugging Face tensor."""
+    """Returns the shape of the whole tensor of a rule, which has at most two axes."""
+    if rule.megatron.startswith(TOWER):
+        assert architecture.vision is not None, "the rule is the tower's"
+        rows, *rest = architecture.vision.weight_shapes[rule.hf]
+        return (rows, math.prod(rest)) if rest else (rows,)
     one, experts = architecture, architecture.experts
     hidden, queries, keys = one.hidden_size, one.num_heads * one.head_dim, one.num_kv_heads * one.head_dim
     width = experts.width if rule.expert and experts is not None else one.intermediate_size

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import torch
 from megatron.core import parallel_state
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from relax_core.families.architecture import Architecture
 from relax_core.train.checkpoints.checkpoint_shards import Block
+from relax_core.train.hf.stored_weights import WholeTensor
 from relax_core.train.hf.weight_rules import Part, Shard, WeightRule
 from relax_core.train.model.gpt import VALUE_HEAD
 from relax_core.train.model.layer_specs import parameter_name
@@ -20,16 +20,6 @@ from relax_core.train.model.layer_specs import parameter_name
 _LAYER = re.compile(r"(?<=decoder\.layers\.)\d+")
 _EXPERT = re.compile(r"(?<=local_experts\.)\d+|(?<=experts\.linear_fc[12]\.weight)\d+")
 _EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
-
-
-class WholeTensor(Protocol):
-    """Is a tensor, or a tensor in a file that reads only what is indexed (weights/folder_stream.py)."""
-
-    @property
-    def shape(self) -> Sequence[int]:
-        """Returns the shape of the whole tensor."""
-
-    def __getitem__(self, index: Any, /) -> Tensor: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +41,7 @@ class WeightSlice:
 
     @property
     def matrix(self) -> Tensor:
-        """Returns the piece as Hugging Face stores it, or a copy if Megatron interleaves it with other tensors."""
+        """Returns the piece as a matrix or a vector, or a copy if Megatron interleaves it with other tensors."""
         return self.views[0].reshape(piece_shape(self.views[0], self.rule))
 
     def fill(self, source: WholeTensor) -> None:
@@ -204,12 +194,15 @@ def part_view(parameter: Tensor, part: Part, architecture: Architecture) -> Tens
 
 
 def piece_shape(view: Tensor, rule: WeightRule) -> tuple[int, ...]:
-    """Returns the shape of the piece as Hugging Face stores it; views of attention parts have more leading axes."""
+    """Returns the shape of the piece as a matrix or a vector.
+
+    Views of attention parts have more leading axes, and the tower's convolution has more trailing ones.
+    """
     if rule.is_bias:
         return (view.numel(),)
     if rule.part in (Part.query, Part.key, Part.value):
         return (view.shape[:-1].numel(), view.shape[-1])
-    return tuple(view.shape)
+    return (view.shape[0], view.shape[1:].numel()) if view.dim() > 2 else tuple(view.shape)
 
 
 def _whole_shape(view: Tensor, rule: WeightRule, pieces: int, architecture: Architecture) -> tuple[int, ...]:

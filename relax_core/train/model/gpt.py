@@ -21,11 +21,13 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from relax_core.config.choices import Recompute
 from relax_core.config.schema import ParallelConfig
-from relax_core.families.architecture import Architecture
+from relax_core.families.architecture import Architecture, VisionTower
 from relax_core.train.attention.tree_attention import TreeBatch
 from relax_core.train.megatron_on_cpu.device_loader import has_cuda
 from relax_core.train.model.layer_specs import block_spec, has_transformer_engine
+from relax_core.train.model.media_features import add_tower, with_features
 from relax_core.train.model.moe import number_routers
 from relax_core.train.model.transformer_config import megatron_arguments
 
@@ -34,12 +36,19 @@ class TreeGPTModel(GPTModel):
     """Ends a GPTModel's forward pass before the output layer.
 
     Log-probs are computed chunk by chunk from its hidden states and `output_weight`, so all logits never exist at once.
+    The first chunk of a model that sees has its ``vision`` tower, of which ``tower`` is the description.
     """
 
+    vision: torch.nn.Module | None
+    tower: VisionTower | None
+    rotary_axes: Tensor
     _rotary_table: Tensor | None = None
 
     def rotary(self, tree: TreeBatch) -> Tensor:
         """Returns the rotary angles of this rank's rows, ``[rows, 1, 1, head_dim]``; the table grows by doubling."""
+        if tree.rotary is not None:
+            half = tree.rotary[self.rotary_axes].t() * self.rotary_pos_emb.inv_freq
+            return torch.cat([half, half], dim=-1)[:, None, None]
         if self._rotary_table is None or len(self._rotary_table) <= tree.max_position:
             # Without "packed" the call returns this context-parallel rank's part of a plain sequence.
             self._rotary_table = self.rotary_pos_emb(1 << max(9, tree.max_position.bit_length()), packed_seq=True)
@@ -52,13 +61,15 @@ class TreeGPTModel(GPTModel):
         equal on all tensor-parallel ranks. Other chunks return what the next chunk reads, ``[rows, 1, hidden]``, with
         the rows split by sequence parallelism.
         """
-        hidden: Tensor = self.decoder(
-            hidden_states=self.embedding(input_ids=tree.token_ids[None], position_ids=None)
-            if self.pre_process
-            else None,
-            attention_mask=tree,
-            rotary_pos_emb=self.rotary(tree),
-        )
+        embedded: Tensor | None = None
+        if self.pre_process:
+            embedded = self.embedding(input_ids=tree.token_ids[None], position_ids=None)
+            if self.vision is not None and self.tower is not None:
+                sequence_parallel = self.config.sequence_parallel
+                embedded, tree = with_features(
+                    embedded, tree, self.vision, self.tower, sequence_parallel=sequence_parallel
+                )
+        hidden: Tensor = self.decoder(hidden_states=embedded, attention_mask=tree, rotary_pos_emb=self.rotary(tree))
         if not self.post_process:
             return hidden
         if self.config.sequence_parallel:
@@ -175,7 +186,14 @@ def build_chunks(
         _mark_shards(model)
         if config.num_moe_experts and parallel.etp != parallel.tp:
             _reduce_experts_apart(model)
-        chunks.append(model.to(device="cuda" if has_cuda() else "cpu", dtype=dtype))
+        device = "cuda" if has_cuda() else "cpu"
+        chunks.append(model.to(device=device, dtype=dtype))
+        model.vision, model.tower = None, architecture.vision
+        axes = architecture.rope.axes(architecture.head_dim // 2)
+        model.rotary_axes = torch.tensor(axes, device=device)
+        if architecture.vision is not None and model.pre_process:
+            recompute = parallel.recompute is Recompute.full
+            add_tower(model, architecture.vision, dtype=dtype, device=device, recompute=recompute)
     if architecture.experts is not None:
         number_routers(chunks)
     return chunks

@@ -4,63 +4,80 @@ Trees arrive lease by lease, and a micro-batch closes as soon as the next tree d
 depends on the order of the trees and not on their arrival times. A tree that is larger than the budget is split between
 episodes, and each piece repeats the rows that its episodes share with others. An episode is never split, because
 sequence-level ratios and lengths are computed over whole episodes.
+
+Images and videos have a second budget, that of the patches which pass the tower. An item counts once for each run of
+rows that it is in, so an item of a trunk counts once for all episodes of a piece.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
 from relax_core.contracts.tree import TokenTree
+from relax_core.train.packing.media_rows import NO_TOWER, TowerWork, tree_patches
 
 REPEATED = "repeated"
 ROW = "row"
 Piece = tuple[int, int, int]  # The index of a tree, and its first and last (exclusive) episode.
-Paths = list[dict[int, int]]  # For each episode of a tree: run on its path → rows computed for that run.
+
+
+class Work(NamedTuple):
+    """Holds for each episode of a tree the runs on its path, and for each run its computed rows and its patches.
+
+    ``load`` is what a run costs, in rows: its rows and the tower's work for its patches.
+    """
+
+    paths: list[list[int]]
+    load: list[int]
+    patches: list[int]
 
 
 class MicroBatcher:
     """Collects trees into micro-batches and splits trees that are larger than one.
 
-    In a micro-batch each of the ``ranks`` data-parallel ranks has at most ``budget_rows`` computed rows, or one episode
-    that is larger.
+    In a micro-batch each of the ``ranks`` data-parallel ranks has at most ``budget_rows`` computed rows and
+    ``most_patches`` patches, or one episode that is larger.
     """
 
-    def __init__(self, budget_rows: int, *, ranks: int = 1) -> None:
-        self._budget, self._ranks = budget_rows, ranks
+    def __init__(self, budget_rows: int, *, ranks: int = 1, most_patches: int = sys.maxsize) -> None:
+        self._budget, self._ranks, self._most_patches = budget_rows, ranks, most_patches
         self._open: list[TokenTree] = []
-        self._open_paths: list[Paths] = []  # Filled only if there are several ranks.
+        self._open_work: list[Work] = []  # Filled only if there are several ranks.
 
     def add(self, trees: Sequence[TokenTree]) -> list[list[TokenTree]]:
         """Adds trees; returns the micro-batches that are now full."""
         full = []
         for tree in trees:
-            paths = [] if self._ranks == 1 else [_paths(tree)]
-            if self._open and not self._fits([*self._open, tree], [*self._open_paths, *paths]):
+            work = [] if self._ranks == 1 else [_work(tree)]
+            if self._open and not self._fits([*self._open, tree], [*self._open_work, *work]):
                 full.append(self.flush())
-            if self._open or self._fits([tree], paths):
+            if self._open or self._fits([tree], work):
                 self._open.append(tree)
-                self._open_paths += paths
+                self._open_work += work
                 continue
-            bins = _pieces_of_bins([tree], _fill_bins([_paths(tree)], self._budget))
+            bins = _pieces_of_bins([tree], _fill_bins([_work(tree)], self._budget, self._most_patches))
             for first in range(0, len(bins), self._ranks):
                 full.append([piece for one in bins[first : first + self._ranks] for piece in one])
             self._open = full.pop()  # The last piece may leave room for more trees.
-            self._open_paths = [] if self._ranks == 1 else [_paths(piece) for piece in self._open]
+            self._open_work = [] if self._ranks == 1 else [_work(piece) for piece in self._open]
         return full
 
     def flush(self) -> list[TokenTree]:
         """Returns the open micro-batch, which may be empty, and starts a new one."""
-        batch, self._open, self._open_paths = self._open, [], []
+        batch, self._open, self._open_work = self._open, [], []
         return batch
 
-    def _fits(self, trees: Sequence[TokenTree], paths: Sequence[Paths]) -> bool:
+    def _fits(self, trees: Sequence[TokenTree], work: Sequence[Work]) -> bool:
         if self._ranks == 1:
             single = len(trees) == 1 and len(trees[0].episodes) == 1
-            return single or sum(tree.computed_rows for tree in trees) <= self._budget
-        return len(_fill_bins(paths, self._budget)) <= self._ranks
+            rows = sum(tree.computed_rows for tree in trees)
+            return single or (rows <= self._budget and tree_patches(trees) <= self._most_patches)
+        return len(_fill_bins(work, self._budget, self._most_patches)) <= self._ranks
 
 
 def with_row_numbers(trees: Sequence[TokenTree]) -> list[TokenTree]:
@@ -75,61 +92,68 @@ def with_row_numbers(trees: Sequence[TokenTree]) -> list[TokenTree]:
     ]
 
 
-def split_over_ranks(trees: Sequence[TokenTree], ranks: int) -> list[list[TokenTree]]:
+def split_over_ranks(trees: Sequence[TokenTree], ranks: int, *, tower: TowerWork = NO_TOWER) -> list[list[TokenTree]]:
     """Splits one micro-batch into the episodes of each data-parallel rank, in order of issue.
 
-    The split minimizes the rows of the rank that has most. A rank may get no episodes.
+    The split minimizes the work of the rank that has most: rows, and the tower's work in rows. A rank may get no
+    episodes. A rank has at most ``tower.most_patches`` patches if a split with that bound exists, as it does for the
+    micro-batches of a `MicroBatcher` with the same bound.
     """
     if ranks == 1:
         return [list(trees)]
-    paths = [_paths(tree) for tree in trees]
-    rows = sum(tree.computed_rows for tree in trees)
-    low, high = -(-rows // ranks), rows
+    work = [_work(tree, patch_rows=tower.patch_rows) for tree in trees]
+    load = sum(sum(one.load) for one in work)
+    patches = tower.most_patches if len(_fill_bins(work, load, tower.most_patches)) <= ranks else sys.maxsize
+    low, high = -(-load // ranks), load
     while low < high:
         middle = (low + high) // 2
-        if len(_fill_bins(paths, middle)) <= ranks:
+        if len(_fill_bins(work, middle, patches)) <= ranks:
             high = middle
         else:
             low = middle + 1
-    shares = _pieces_of_bins(trees, _fill_bins(paths, high))
+    shares = _pieces_of_bins(trees, _fill_bins(work, high, patches))
     return [*shares, *([] for _ in range(ranks - len(shares)))]
 
 
-def _fill_bins(trees: Sequence[Paths], capacity: int) -> list[list[Piece]]:
-    """Fills bins in order; a bin has at most ``capacity`` rows, or a single episode that has more."""
+def _fill_bins(trees: Sequence[Work], capacity: int, most_patches: int) -> list[list[Piece]]:
+    """Fills bins in order; a bin has at most ``capacity`` load and ``most_patches``, or a single larger episode."""
     bins: list[list[Piece]] = []
-    rows = capacity + 1  # The first episode opens a bin.
-    for index, paths in enumerate(trees):
+    load, patches = capacity + 1, 0  # The first episode opens a bin.
+    for index, work in enumerate(trees):
         seen: set[int] = set()
         first = 0
-        for episode, path in enumerate(paths):
-            more = sum(size for run, size in path.items() if run not in seen)
-            if rows + more > capacity and (rows or not bins):
+        for episode, path in enumerate(work.paths):
+            new = [run for run in path if run not in seen]
+            more, more_patches = sum(work.load[run] for run in new), sum(work.patches[run] for run in new)
+            over = load + more > capacity or patches + more_patches > most_patches
+            if over and (load or not bins):
                 if episode > first:
                     bins[-1].append((index, first, episode))
                 bins.append([])
-                first, rows, seen = episode, 0, set()
-                more = sum(path.values())
-            rows += more
+                first, load, patches, seen = episode, 0, 0, set()
+                more, more_patches = sum(work.load[run] for run in path), sum(work.patches[run] for run in path)
+            load, patches = load + more, patches + more_patches
             seen.update(path)
-        bins[-1].append((index, first, len(paths)))
+        bins[-1].append((index, first, len(work.paths)))
     return bins
 
 
-def _paths(tree: TokenTree) -> Paths:
-    """Returns for each episode the runs on its paths and the rows that are computed for each run."""
+def _work(tree: TokenTree, *, patch_rows: float = 0.0) -> Work:
     runs = tree.runs
-    sizes = (runs.stop - runs.start - (runs.stop == runs.end)).tolist()
+    rows = (runs.stop - runs.start - (runs.stop == runs.end)).tolist()
     parent = runs.parent.tolist()
-    paths: Paths = []
+    paths: list[list[int]] = []
     for one in tree.episodes:
-        path: dict[int, int] = {}
+        path: dict[int, None] = {}
         for run in runs.of_rows(np.array(one.leaves)).tolist():
             while run >= 0 and run not in path:
-                path[run] = sizes[run]
+                path[run] = None
                 run = parent[run]
-        paths.append(path)
-    return paths
+        paths.append(list(path))
+    patches = [0] * len(rows)
+    for media in tree.media:
+        patches[int(runs.of_rows(np.array(media.start)))] += media.item.patches
+    return Work(paths, [own + round(patch_rows * its) for own, its in zip(rows, patches, strict=True)], patches)
 
 
 def _pieces_of_bins(trees: Sequence[TokenTree], bins: Sequence[Sequence[Piece]]) -> list[list[TokenTree]]:

@@ -11,7 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from relax_core.contracts.chains import concatenate_chains
+from relax_core.contracts.rotary import rotary_positions
 from relax_core.contracts.tree import TokenTree
+from relax_core.families.architecture import VisionTower
+from relax_core.train.packing.media_rows import MediaRows, media_of_stream, media_rows
 
 # On a CPU, attention without a mask is used if it computes at least this many fewer pairs of token rows.
 MASKLESS_SAVES_PAIRS = 2**17
@@ -35,12 +38,17 @@ class TreeLayout:
     token_positions: np.ndarray | None  # int64 [tokens]
     sample_ids: np.ndarray  # int64 [tokens], the episode of each token
     num_samples: int
+    rotary: np.ndarray | None = None  # int64 or float64 [3, rows], the rotary positions (time, height, width)
+    media: MediaRows | None = None  # the rows that get features of a tower
 
 
-def pack_tree(trees: Sequence[TokenTree], *, trained_only: bool = False) -> TreeLayout:
+def pack_tree(
+    trees: Sequence[TokenTree], *, trained_only: bool = False, tower: VisionTower | None = None
+) -> TreeLayout:
     """Lays out one or more trees as one stream.
 
     If ``trained_only`` is True and any row is trained, only trained rows are chosen instead of all sampled ones.
+    ``tower`` is that of the model; trees with media need one.
     """
     sizes = np.array([tree.rows for tree in trees])
     before = (np.cumsum(sizes) - sizes).tolist()
@@ -56,6 +64,8 @@ def pack_tree(trees: Sequence[TokenTree], *, trained_only: bool = False) -> Tree
     token_rows = np.concatenate([tree.tokens[1] + first for tree, first in zip(trees, before, strict=True)])
     episodes = np.array([len(tree.episodes) for tree in trees])
     episodes_before = (np.cumsum(episodes) - episodes).tolist()
+    media = media_of_stream(trees)
+    assert tower is not None or not media, "only a model that sees takes media"
     return TreeLayout(
         token_ids=token_ids[inner],
         end=stream_row[end[inner]],
@@ -66,6 +76,8 @@ def pack_tree(trees: Sequence[TokenTree], *, trained_only: bool = False) -> Tree
         token_positions=_token_positions(chosen, token_rows),
         sample_ids=np.concatenate([t.tokens[0] + first for t, first in zip(trees, episodes_before, strict=True)]),
         num_samples=int(episodes.sum()),
+        rotary=rotary_positions(runs, media)[:, inner] if media else None,
+        media=media_rows(media, tower, computed=inner) if media and tower is not None else None,
     )
 
 

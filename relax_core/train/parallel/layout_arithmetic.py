@@ -45,6 +45,7 @@ class LayoutShape:
 
     ``linear_heads`` are the key heads of linear attention, or 0. ``widths`` maps a name to the width of each layer that
     tensor parallelism splits. ``experts`` is 0 for a dense model, and ``expert_width`` is the width of one expert.
+    ``deepstack_layers`` counts the first layers that add outputs of a vision tower.
     """
 
     layers: int
@@ -54,6 +55,7 @@ class LayoutShape:
     experts: int
     widths: dict[str, int]
     expert_width: int = 0
+    deepstack_layers: int = 0
 
 
 # -- Ranks ------------------------------------------------------------------------------------------------------------
@@ -150,6 +152,7 @@ def model_faults(layout: Layout, shape: LayoutShape, *, key: str = "parallel") -
         yield from _indivisible(f"{key}.ep", layout.ep, shape.experts, "experts")
         yield from _indivisible(f"{key}.etp", layout.etp, shape.expert_width, "hidden units of an expert")
     yield from _indivisible(f"{key}.pp", layout.pp, shape.layers, "layers")
+    yield from _deepstack_faults(shape, layout.pp, vpp=1, key=key)
     heads = {"attention heads": shape.heads, "key-value heads": shape.kv_heads}  # Megatron could copy the latter
     for what, count in {**heads, "linear-attention heads": shape.linear_heads, **shape.widths}.items():
         yield from _indivisible(f"{key}.tp", layout.tp, count, what)
@@ -164,6 +167,8 @@ def trainer_faults(parallel: ParallelConfig, shape: LayoutShape) -> Iterator[str
             f"parallel.pp={parallel.pp} x vpp={parallel.vpp} = {chunks} does not divide the model's {shape.layers} "
             f"layers. Use parallel.vpp={fix}."
         )
+    elif parallel.vpp > 1:
+        yield from _deepstack_faults(shape, parallel.pp, vpp=parallel.vpp, key="parallel")
     if shape.experts and parallel.tp > 1 and not parallel.sequence_parallel:
         yield (
             f"parallel.sequence_parallel=false with parallel.tp={parallel.tp} and experts: Megatron does not train "
@@ -194,6 +199,21 @@ def rank_faults(layout: Layout, *, ranks: int, ranks_key: str, key: str = "paral
             f"{key}.tp={layout.tp} x pp={layout.pp} x cp={layout.cp} x dp={layout.dp} = {product} ranks, but there are "
             f"GPUs for {ranks}. Set {' or '.join(fixes)}."
         )
+
+
+def _deepstack_faults(shape: LayoutShape, pp: int, *, vpp: int, key: str) -> Iterator[str]:
+    """Yields one sentence if the first chunk lacks a layer that adds outputs of the tower, which only it has."""
+    needed, layers = shape.deepstack_layers, shape.layers
+    if shape.layers % (pp * vpp) or layers // (pp * vpp) >= needed:
+        return
+    fitting_vpp = [one for one in range(1, vpp) if layers % (pp * one) == 0 and layers // (pp * one) >= needed]
+    fitting_pp = [one for one in range(1, pp) if layers % one == 0 and layers // one >= needed]
+    fix = f"{key}.vpp={max(fitting_vpp)}" if fitting_vpp else f"{key}.pp={max(fitting_pp)}"
+    value = f"{key}.pp={pp}" + (f" x vpp={vpp}" if vpp > 1 else "")
+    yield (
+        f"{value}: the first chunk of layers has {layers // (pp * vpp)} of the model's {layers}, but the vision "
+        f"tower's outputs are added in the first {needed}, which one chunk must hold. Use {fix}."
+    )
 
 
 def _indivisible(key: str, size: int, count: int, what: str) -> Iterator[str]:

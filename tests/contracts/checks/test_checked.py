@@ -237,7 +237,7 @@ def test_observations_are_text_or_messages_and_content_parts_are_refused() -> No
     for wrong in (None, 3, [], {"role": "user", "content": "x"}, [{"role": "user"}]):
         with pytest.raises(WrongResult, match=r"env mine \(.*\): format_observation returned"):
             env.format_observation(wrong)
-    with pytest.raises(WrongResult, match=r"Wanted: text; content in parts .* is not supported yet"):
+    with pytest.raises(WrongResult, match=r"Wanted: text, or a list of parts: .*MediaSource"):
         env.format_observation([{"role": "user", "content": [{"type": "image", "image": "a.png"}]}])
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from relax_core.contracts.engine import PromptRequest
+from relax_core.contracts.media import Media, MediaItem
 from relax_core.engines.pool.open_prompts import OpenPrompt
 from relax_core.engines.pool.prompt_routing import LONG_PREFIX, Router
 
@@ -72,3 +74,35 @@ def test_a_short_prefix_says_nothing() -> None:
     router = Router(2, by_load=True)
     chosen = router.choose([prompt(i, tokens=LONG_PREFIX, first=LONG_PREFIX - 64) for i in range(4)], usable=[0, 1])
     assert chosen == [0, 1, 0, 1]
+
+
+def item(digest: str, rows: int) -> MediaItem:
+    """Returns an image whose rows all have the id 9."""
+    ids = np.full(rows, 9, dtype="<i4").tobytes()
+    offsets = np.zeros((3, rows), dtype="<i4").tobytes()
+    return MediaItem(
+        kind="image",
+        digest=digest,
+        token_ids=ids,
+        offsets=offsets,
+        advance=1,
+        placeholder=[9],
+        grid=[1, 2, 2 * rows],
+        width=1,
+        height=1,
+    )
+
+
+def test_pictures_are_part_of_a_prefix() -> None:
+    """Two pictures with the same question have equal ids, and share no cache."""
+    router = Router(2, by_load=True)
+
+    def picture(index: int, digest: str) -> OpenPrompt:
+        ids = [1] * 8 + [9] * LONG_PREFIX + [2] * 40
+        media = [Media(item(digest, LONG_PREFIX), 8, 8 + LONG_PREFIX)]
+        request = PromptRequest(rid="g", input_ids=ids, sampling_seed=0, media=media)
+        return OpenPrompt(index=index, tie=index, request=request, n=1, cost=100.0)
+
+    assert router.choose([picture(0, "a")], usable=[0, 1]) == [0]
+    assert router.choose([picture(1, "a")], usable=[0, 1]) == [0], "its prefix is known there, though its tie is 1"
+    assert router.choose([picture(1, "b")], usable=[0, 1]) == [1]

@@ -164,3 +164,19 @@ def test_an_abort_with_a_status_is_a_failure_and_one_without_is_a_partial_respon
     (one,) = reader_of(n=1).feed(plain.replace(b'"matched": 3', b'"status_code": null, "message": "Aborted"'))
     assert isinstance(one, Generated) and one.finish_reason == "abort"
     check_arrays(one, ids=[1, 2], versions=[4, 4])
+
+
+def test_the_number_of_prompt_tokens_is_compared_with_the_request() -> None:
+    """It counts the tokens that a response goes on from, which are not part of the prompt."""
+    again = PromptRequest(rid="a", input_ids=[1, 2, 3], sampling_seed=0, generated=1)
+
+    def found(tokens: int) -> Generated | str:
+        meta = {"completion_tokens": 0, "finish_reason": {"type": "abort"}, "prompt_tokens": tokens}
+        (one,) = EventReader([again], samples=[(0, 0)]).feed(f"data: {json.dumps({'meta_info': meta})}\n\n".encode())
+        return one
+
+    for tokens, count in ((3, 2), (0, 0)):
+        one = found(tokens)
+        assert isinstance(one, Generated) and one.prompt_tokens == count
+    words = found(9)
+    assert isinstance(words, str) and "saw 9 prompt tokens and the request has 3" in words

@@ -205,7 +205,7 @@ SPEC = EnvSpec(name="odd", summary="s", config=InteractionConfig, open=Odd)
     ("reset", "words"),
     [
         ("self.prompt", ()),
-        ("[{'role': 'user', 'content': [{'type': 'image'}]}]", ("env odd (", "Wanted: text; content in parts")),
+        ("[{'role': 'user', 'content': [{'type': 'image'}]}]", ("env odd (", "Wanted: text, or a list of parts")),
         ("self.missing", ("rows.jsonl, line 1", "no attribute 'missing'")),
     ],
 )

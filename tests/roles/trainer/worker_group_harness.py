@@ -18,6 +18,7 @@ from relax_core.roles.process.worker import WorkerStatus
 from relax_core.roles.trainer.rank_batches import policy_groups
 from relax_core.roles.trainer.rank_worker import STATUS_GROUPS, ActorRank
 from relax_core.roles.trainer.worker_group import Ranks, TrainerWorkerGroup
+from relax_core.train.packing.media_rows import NO_TOWER
 
 Seen = tuple[list[str], list[int], list[float]]  # of a tree that was trained: episodes, tokens, advantages
 STEP = 0
@@ -27,6 +28,8 @@ BROKE = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Connection c
 
 class Backend:
     """A rank that fails on request, and whose log-prob of each row is its token plus 1,000 times its own number."""
+
+    tower_work = NO_TOWER
 
     def __init__(self, rank: int, *, fails: str = "") -> None:
         self.rank, self.fails = rank, fails

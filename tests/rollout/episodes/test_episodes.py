@@ -288,7 +288,7 @@ def test_a_result_of_the_wrong_shape_ends_the_run_with_env_uid_row_and_turn(engi
         def step(self, action: Action) -> StepResult:
             return StepResult(observation=[{"role": "user", "content": [{"type": "image", "image": "a.png"}]}])
 
-    told = r"episode g0000000\d\.\d \(rows.jsonl, line \d\), turn 1: env mine .*Wanted: text; content in parts"
+    told = r"episode g0000000\d\.\d \(rows.jsonl, line \d\), turn 1: env mine .*Wanted: text, or a list of parts"
     with pytest.raises(WrongResult, match=told):
         play(engine, folder, CoreBus(steps=1), env_of(Pictures))
 

@@ -19,8 +19,8 @@ import pytest
 
 from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput
 from relax_core.contracts.stop_signals import STOP_SIGNALS
+from relax_core.data.killable import killable_process
 from relax_core.registry import find_reward
-from relax_core.rollout.rewards import reward_worker
 from relax_core.rollout.rewards.reward_failures import RewardsFailed
 from relax_core.rollout.rewards.reward_pool import RewardPool
 
@@ -100,7 +100,7 @@ def score(pool: RewardPool, inputs: list[RewardInput]) -> list[RewardOutput]:
 
 
 def _pids(pool: RewardPool) -> set[int]:
-    return {worker._process.pid for worker in pool._workers}
+    return {worker.process.pid for worker in pool._workers}
 
 
 def _alive(pid: int) -> bool:
@@ -157,7 +157,7 @@ def test_a_score_that_hangs_is_no_reward_and_later_ones_work(make_pool: Any, res
 
 
 def test_a_worker_that_closed_its_pipe_is_not_waited_for(make_pool: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reward_worker, "_CLOSED_S", 0.2)
+    monkeypatch.setattr(killable_process, "_CLOSED_S", 0.2)
     pool = make_pool()
     (output,) = score(pool, _given("close"))
     assert output.reward is None and "closed its pipe and keeps running" in (output.reason or "")
@@ -178,7 +178,7 @@ def test_a_killed_worker_takes_its_children_along(make_pool: Any) -> None:
     children = Path(f"/proc/{before}/task/{before}/children")
     _wait_until(lambda: bool(children.read_text().split()))
     (child,) = map(int, children.read_text().split())
-    pool._workers[0]._kill()  # as past its time limit
+    pool._workers[0].process.kill()  # as past its time limit
     scored.join(LONG_S)
     assert not scored.is_alive()
     _wait_until(lambda: not _alive(child))
@@ -327,7 +327,7 @@ def test_no_worker_outlives_an_owner_that_is_killed(tmp_path: Path, busy: str) -
                 given = RewardInput(response=text, stopped=True, answer="a", row={{}})
                 asyncio.run(pool.score([given]))
             score("idle")
-            print(pool._workers[0]._process.pid, flush=True)
+            print(pool._workers[0].process.pid, flush=True)
             score({busy!r}) if {busy!r} != "idle" else input()
             """),
         ],

@@ -47,6 +47,17 @@ def layout(*, sequence_parallel: bool | None = None, **sizes: int) -> ParallelCo
     )
 
 
+def test_the_first_chunk_must_hold_the_layers_that_add_outputs_of_the_tower() -> None:
+    sees = dataclasses.replace(MIXTURE, layers=12, deepstack_layers=3)
+    assert not faults(layout(pp=4), sees, ranks=4)
+    (found,) = faults(layout(pp=6), sees, ranks=6)
+    assert found.startswith("parallel.pp=6: the first chunk of layers has 2 of the model's 12, but")
+    assert found.endswith("the first 3, which one chunk must hold. Use parallel.pp=4.")
+    (found,) = faults(layout(pp=2, vpp=3), sees, ranks=2)
+    assert found.startswith("parallel.pp=2 x vpp=3: the first chunk of layers has 2")
+    assert found.endswith("Use parallel.vpp=2.")
+
+
 def faults(parallel: ParallelConfig, shape: LayoutShape = MIXTURE, *, ranks: int | None = None) -> list[str]:
     ranks = world_size(parallel) if ranks is None else ranks
     return [

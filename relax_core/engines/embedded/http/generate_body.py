@@ -12,7 +12,9 @@ import msgspec
 
 from relax_core.contracts.engine import MAX_TOP_K
 from relax_core.contracts.kept_tokens import KeptTokens
+from relax_core.contracts.media import Media
 from relax_core.engines.embedded.http.asgi import HttpError
+from relax_core.engines.embedded.http.media_body import PlacedDigests, RequestMedia
 from relax_core.engines.embedded.http.request_bounds import (
     MAX_BANNED,
     MAX_CONTAINERS,
@@ -21,6 +23,8 @@ from relax_core.engines.embedded.http.request_bounds import (
     SEEDS,
     TEMPERATURES,
     VERSIONS,
+    RequestLimits,
+    check_lengths,
     check_rids,
     check_within,
     is_temperature,
@@ -67,10 +71,10 @@ class SamplingBody(msgspec.Struct, forbid_unknown_fields=True):
 class GenerateBody(msgspec.Struct, forbid_unknown_fields=True):
     """Holds the fields of SGLang's GenerateReqInput, and Relax's own.
 
-    Relax's own fields are ``min_version``, ``sampling_seed``, ``banned_token_ids``, ``samples``, ``generated`` (see
-    `PromptRequest`) and ``kept_tokens``. The fields from ``text`` on are accepted only at their neutral value.
-    ``kept_tokens``, ``logprob_start_len`` and ``top_logprobs_num`` are accepted only if the request scores tokens
-    (`parse_score`).
+    Relax's own fields are ``min_version``, ``sampling_seed``, ``banned_token_ids``, ``samples``, ``generated``,
+    ``media`` (see `PromptRequest`) and ``kept_tokens``. The fields from ``text`` on are accepted only at their neutral
+    value. ``kept_tokens``, ``logprob_start_len`` and ``top_logprobs_num`` are accepted only if the request scores
+    tokens (`parse_score`).
     """
 
     input_ids: list[int | list[int]] | None = None
@@ -88,6 +92,7 @@ class GenerateBody(msgspec.Struct, forbid_unknown_fields=True):
     logprob_start_len: int | list[int] | None = -1
     top_logprobs_num: int | list[int] | None = 0
     kept_tokens: list[KeptTokens | None] | None = None
+    media: list[PlacedDigests | None] | None = None
     routing_key: str | None = None  # a router in front of several engines reads it
     return_text_in_logprobs: bool = False  # the engine returns no text
     text: Any = None
@@ -121,6 +126,7 @@ class RequestBody:
     single: bool
     sampling: list[SamplingBody]
     rids: list[str]
+    media: list[list[Media]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,6 +141,7 @@ class ParsedPrompt:
     samples: list[int]
     generated: int
     stop: tuple[str, ...] = ()
+    media: list[Media]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,16 +160,7 @@ class GenerateRequest:
     stream_interval: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class RequestLimits:
-    """Holds the engine's sizes that bound a request, in tokens and samples."""
-
-    context_length: int
-    max_running_samples: int
-    max_total_tokens: int
-
-
-def parse_body(body: bytes, *, model: ModelConfig) -> RequestBody:
+def parse_body(body: bytes, *, model: ModelConfig, media: RequestMedia) -> RequestBody:
     """Decodes a JSON body and checks its prompts. Raises HttpError 400 with key, value and fix."""
     if (count := body.count(b"[") + body.count(b"{")) > MAX_CONTAINERS:
         raise HttpError(400, f"/generate: {count} lists and objects, at most {MAX_CONTAINERS} are taken; send fewer")
@@ -180,7 +178,8 @@ def parse_body(body: bytes, *, model: ModelConfig) -> RequestBody:
         if (problem := unknown_token(index, ids, rid=given, vocab_size=model.vocab_size)) is not None:
             raise HttpError(400, problem)
     sampling = _sampling(raw.sampling_params, len(prompts))
-    return RequestBody(raw=raw, prompts=prompts, single=single, sampling=sampling, rids=rids)
+    items = media.of_prompts(raw.media, prompts)
+    return RequestBody(raw=raw, prompts=prompts, single=single, sampling=sampling, rids=rids, media=items)
 
 
 def parse_generate(body: RequestBody, *, model: ModelConfig, limits: RequestLimits) -> GenerateRequest:
@@ -206,7 +205,7 @@ def parse_generate(body: RequestBody, *, model: ModelConfig, limits: RequestLimi
     banned = banned_tokens(raw, model)
     settings = [_settings(one, banned, model, tells_kept=raw.return_sampling_mask) for one in sampling]
     for index, (token_ids, one) in enumerate(zip(prompts, settings, strict=True)):
-        _check_lengths(index, len(token_ids), one.max_new_tokens, n=n, limits=limits)
+        check_lengths(index, len(token_ids), one.max_new_tokens, n=n, limits=limits)
     return GenerateRequest(
         prompts=[
             ParsedPrompt(
@@ -218,10 +217,12 @@ def parse_generate(body: RequestBody, *, model: ModelConfig, limits: RequestLimi
                 samples=samples,
                 generated=generated,
                 stop=_stop_strings(asked.stop),
+                media=items,
             )
-            for rid, ids, asked, one, seed, version, samples, generated in zip(
+            for rid, ids, items, asked, one, seed, version, samples, generated in zip(
                 body.rids,
                 prompts,
+                body.media,
                 sampling,
                 settings,
                 seeds,
@@ -374,25 +375,3 @@ def _settings(body: SamplingBody, banned: tuple[int, ...], model: ModelConfig, *
             400, "return_sampling_mask=true: every token is kept; give a top_k, top_p or min_p, or leave it out"
         )
     return settings
-
-
-def _check_lengths(index: int, prompt: int, new: int, *, n: int, limits: RequestLimits) -> None:
-    total = prompt + new
-    if total > limits.context_length:
-        raise HttpError(
-            400,
-            f"input_ids[{index}]: prompt of {prompt} tokens + max_new_tokens {new} = {total} is longer than the "
-            f"context of {limits.context_length}; shorten one of them or raise engine.context_length",
-        )
-    if n > limits.max_running_samples:
-        raise HttpError(
-            400,
-            f"sampling_params.n: {n} samples of one prompt, at most {limits.max_running_samples} run at one time; "
-            f"lower n or raise engine.max_running_samples",
-        )
-    if n * total > limits.max_total_tokens:
-        raise HttpError(
-            400,
-            f"input_ids[{index}]: n={n} samples of up to {total} tokens need {n * total} cache tokens, there are "
-            f"{limits.max_total_tokens}; lower n or max_new_tokens, or raise engine.max_total_tokens",
-        )

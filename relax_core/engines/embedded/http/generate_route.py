@@ -10,9 +10,10 @@ import msgspec
 
 from relax_core.engines.embedded.http import asgi
 from relax_core.engines.embedded.http.asgi import HttpError, Receive, Scope, Send
-from relax_core.engines.embedded.http.generate_body import GenerateRequest, RequestLimits, parse_body, parse_generate
+from relax_core.engines.embedded.http.generate_body import GenerateRequest, parse_body, parse_generate
+from relax_core.engines.embedded.http.media_body import RequestMedia
 from relax_core.engines.embedded.http.replies import finished, sglang_reply, stream_end
-from relax_core.engines.embedded.http.request_bounds import MAX_KEPT, MAX_SAMPLES
+from relax_core.engines.embedded.http.request_bounds import MAX_KEPT, MAX_SAMPLES, RequestLimits
 from relax_core.engines.embedded.http.score_body import ScoreRequest, asks_for_scores, parse_score
 from relax_core.engines.embedded.http.score_route import answer_scores
 from relax_core.engines.embedded.model.model_config import ModelConfig
@@ -39,7 +40,10 @@ News = list[Progress] | Failure | None  # None says that the client has disconne
 class GenerateRoute:
     """The handler of /generate aborts the samples of a client that disconnects."""
 
-    def __init__(self, scheduler: Scheduler, model: ModelConfig, limits: RequestLimits, stops: StopTable) -> None:
+    def __init__(
+        self, scheduler: Scheduler, model: ModelConfig, limits: RequestLimits, stops: StopTable, media: RequestMedia
+    ) -> None:
+        self._media = media
         self._scheduler = scheduler
         self._stops = stops
         self._model = model
@@ -67,7 +71,7 @@ class GenerateRoute:
             self._open_samples -= samples
 
     def _parse(self, body: bytes) -> GenerateRequest | ScoreRequest:
-        parsed = parse_body(body, model=self._model)
+        parsed = parse_body(body, model=self._model, media=self._media)
         if asks_for_scores(parsed):
             return parse_score(parsed, model=self._model, limits=self._limits)
         return parse_generate(parsed, model=self._model, limits=self._limits)
@@ -112,6 +116,7 @@ class GenerateRoute:
                 samples=one.samples,
                 generated=one.generated,
                 stop=self._stop_strings(one.stop),
+                media=one.media,
             )
             for index, one in enumerate(request.prompts)
         ]

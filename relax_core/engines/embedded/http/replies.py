@@ -39,6 +39,7 @@ def finished(news: Progress, sent: set[int]) -> Finished:
         prompt_experts=prompt_experts,
         response_experts=response_experts,
         kept=news.kept,
+        prompt_tokens=len(prompt.token_ids),
     )
 
 

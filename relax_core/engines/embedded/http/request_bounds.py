@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from relax_core.contracts.engine import MAX_TEMPERATURE, MIN_TEMPERATURE
 from relax_core.engines.embedded.http.asgi import HttpError
@@ -17,6 +18,15 @@ MAX_KEPT = 1 << 24  # kept tokens in one reply that lists their ids
 SEEDS = range(-(1 << 63), 1 << 64)  # 64 bits, signed or unsigned
 VERSIONS = range(-1, 1 << 63)
 TEMPERATURES = f"0 (greedy), or {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestLimits:
+    """Holds the engine's sizes that bound a request, in tokens and samples."""
+
+    context_length: int
+    max_running_samples: int
+    max_total_tokens: int
 
 
 def is_temperature(value: float) -> bool:
@@ -61,3 +71,26 @@ def per_prompt(key: str, value: int | list[int], count: int) -> list[int]:
         return [value] * count
     same_length(key, len(value), count)
     return value
+
+
+def check_lengths(index: int, prompt: int, new: int, *, n: int, limits: RequestLimits) -> None:
+    """Raises HttpError 400 for a prompt whose ``n`` samples of up to ``new`` new tokens have no room."""
+    total = prompt + new
+    if total > limits.context_length:
+        raise HttpError(
+            400,
+            f"input_ids[{index}]: prompt of {prompt} tokens + max_new_tokens {new} = {total} is longer than the "
+            f"context of {limits.context_length}; shorten one of them or raise engine.context_length",
+        )
+    if n > limits.max_running_samples:
+        raise HttpError(
+            400,
+            f"sampling_params.n: {n} samples of one prompt, at most {limits.max_running_samples} run at one time; "
+            f"lower n or raise engine.max_running_samples",
+        )
+    if n * total > limits.max_total_tokens:
+        raise HttpError(
+            400,
+            f"input_ids[{index}]: n={n} samples of up to {total} tokens need {n * total} cache tokens, there are "
+            f"{limits.max_total_tokens}; lower n or max_new_tokens, or raise engine.max_total_tokens",
+        )

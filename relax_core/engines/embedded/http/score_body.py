@@ -9,13 +9,13 @@ from relax_core.contracts.kept_tokens import KeptTokens
 from relax_core.engines.embedded.http.asgi import HttpError
 from relax_core.engines.embedded.http.generate_body import (
     RequestBody,
-    RequestLimits,
     SamplingBody,
     banned_tokens,
 )
 from relax_core.engines.embedded.http.request_bounds import (
     MAX_TOPS,
     TEMPERATURES,
+    RequestLimits,
     is_temperature,
     per_prompt,
     same_length,
@@ -56,8 +56,8 @@ def parse_score(body: RequestBody, *, model: ModelConfig, limits: RequestLimits)
     starts = per_prompt("logprob_start_len", -1 if raw.logprob_start_len is None else raw.logprob_start_len, count)
     top_ks = per_prompt("top_logprobs_num", raw.top_logprobs_num or 0, count)
     items = []
-    given = zip(body.prompts, starts, top_ks, body.sampling, kept, strict=True)
-    for index, (ids, start, top_k, sampling, sets) in enumerate(given):
+    given = zip(body.prompts, starts, top_ks, body.sampling, kept, body.media, strict=True)
+    for index, (ids, start, top_k, sampling, sets, media) in enumerate(given):
         if len(ids) > limits.context_length:
             raise HttpError(
                 400,
@@ -81,6 +81,7 @@ def parse_score(body: RequestBody, *, model: ModelConfig, limits: RequestLimits)
                 temperature=sampling.temperature or 1.0,
                 banned=banned,
                 kept=sets,
+                media=media,
             )
         )
     tops = sum(item.top_k * (len(item.token_ids) - item.start) for item in items)

@@ -11,6 +11,7 @@ from relax_core.engines.embedded.http.asgi import HttpError, Receive, Send
 from relax_core.engines.embedded.http.replies import score_reply
 from relax_core.engines.embedded.http.score_body import ScoreRequest
 from relax_core.engines.embedded.model.prefill import like_lengths
+from relax_core.engines.embedded.model.tower_features import MediaGone
 from relax_core.engines.embedded.scheduler.scheduler import NOTHING_ATTESTED, Scheduler
 from relax_core.engines.embedded.scheduler.token_sampler import NonFiniteLogits
 
@@ -39,6 +40,8 @@ async def answer_scores(request: ScoreRequest, scheduler: Scheduler, receive: Re
                 latency_s = time.perf_counter() - began
                 rid = request.rids[index]
                 replies[index] = score_reply(item, one, rid=rid, version=version, latency_s=latency_s)
+    except MediaGone as error:
+        raise HttpError(500, str(error)) from error
     except NonFiniteLogits as error:
         raise HttpError(500, f"weight version {scheduler.version}: {error}") from error
     finally:

@@ -32,10 +32,20 @@ class DecodeAttention:
     """Computes the attention of up to ``steps`` steps of the same samples; `advance` goes on to the next step.
 
     Queries are grouped by key head, because for one token two batched products are faster than the fused kernel, which
-    pads the query. ``positions`` ``[slots]`` holds the columns of the tokens that the first step computes.
+    pads the query. ``positions`` ``[slots]`` holds the columns of the tokens that the first step computes;
+    ``rotary_shift`` ``[slots]``, if given, is what to add to them for the rotary positions. ``rotary`` ``[slots]`` has
+    the rotary positions of the current step: int64, or float64 if one has a fraction.
     """
 
-    def __init__(self, views: CacheViews, positions: np.ndarray, *, steps: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        views: CacheViews,
+        positions: np.ndarray,
+        *,
+        steps: int,
+        dtype: torch.dtype,
+        rotary_shift: np.ndarray | None = None,
+    ) -> None:
         count = len(positions)
         self._used = count * views.kv_heads
         self._dim = views.head_dim
@@ -45,9 +55,13 @@ class DecodeAttention:
         self._width = int(positions.max()) + 1
         self._left = steps - 1  # steps after this one
         columns = torch.from_numpy(positions)[:, None]
+        # The rotary positions, then the places of keys and values.
         moving = torch.cat((columns.view(-1), (views.first_vectors[:count] + columns).view(-1)))
         self._moving = moving  # all indices that a step increases by one
-        self.positions, self._vectors = moving[:count], moving[count:]
+        self.rotary, self._vectors = moving[:count], moving[count:]
+        self._fractions: Tensor | None = None  # rotary positions that are not among the indices
+        if rotary_shift is not None and np.count_nonzero(rotary_shift):
+            self._shift_rotary(rotary_shift)
         self._bias: Tensor | None = None
         if int(positions.min()) + 1 < self._width:
             # This is the last step's bias; an earlier step uses a part of it, because the number of masked columns of
@@ -56,6 +70,12 @@ class DecodeAttention:
             bias = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
             self._bias = bias.repeat_interleave(views.kv_heads, 0)[:, None]
         self._narrow()
+
+    def _shift_rotary(self, rotary_shift: np.ndarray) -> None:
+        if (rotary_shift == np.trunc(rotary_shift)).all():
+            self.rotary += torch.from_numpy(rotary_shift.astype(np.int64))
+        else:
+            self.rotary = self._fractions = self.rotary + torch.from_numpy(rotary_shift)
 
     def _narrow(self) -> None:
         """Makes the views of this step's keys, values and bias."""
@@ -66,6 +86,8 @@ class DecodeAttention:
     def advance(self) -> None:
         """Goes on to the next step."""
         self._moving.add_(1)
+        if self._fractions is not None:
+            self._fractions.add_(1)
         self._width += 1
         self._left -= 1
         self._narrow()

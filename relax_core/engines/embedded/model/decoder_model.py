@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +20,21 @@ from relax_core.engines.embedded.model.products import add_product, product
 Attend = Callable[[int, Tensor, Tensor], Tensor]
 
 
+class MediaRows(NamedTuple):
+    """Holds what images and videos change in one pass.
+
+    ``rows`` are the tokens whose embedding is replaced by ``features`` ``[rows, hidden]``; ``deepstack[k]`` is added to
+    them after layer k. ``placed`` are all tokens of the sequences that have items, and ``positions`` ``[3,
+    placed]`` are their rotary positions in time, height and width.
+    """
+
+    rows: Tensor
+    features: Tensor
+    deepstack: Sequence[Tensor]
+    placed: Tensor
+    positions: Tensor
+
+
 class LanguageModel:
     """Computes tokens of different samples and positions together; only ``attend`` knows which token sees which."""
 
@@ -31,6 +47,8 @@ class LanguageModel:
         # The query's norm divides the scores by sqrt(dim); without norms, both are scaled by dim ** -0.25.
         length = 1.0 if config.qk_norm else config.head_dim**-0.25
         self._rotation = torch.polar(torch.full_like(angles, length), angles)[:, None]  # [positions, 1, dim / 2]
+        self._frequencies, self._length = frequencies, length
+        self._axes = torch.tensor(config.rope.axes(config.head_dim // 2))
         self._floor = torch.tensor(math.sqrt(config.rms_norm_eps * config.hidden_size))
         self._head_floor = torch.tensor(math.sqrt(config.rms_norm_eps * config.head_dim))
         self._activation = getattr(F, config.activation)
@@ -57,6 +75,20 @@ class LanguageModel:
             heads.div_(length.hypot_(self._head_floor)).mul_(weight)
         heads.view(torch.complex64).mul_(rotation)
 
+    def _rotation_of(self, positions: Tensor) -> Tensor:
+        """Returns the rotation at ``positions`` ``[3, tokens]``, complex64 ``[tokens, 1, head_dim / 2]``."""
+        angles = positions.float().index_select(0, self._axes).t() * self._frequencies
+        return torch.polar(torch.full_like(angles, self._length), angles)[:, None]
+
+    def _rotations(self, positions: Tensor, media: MediaRows | None) -> Tensor:
+        """Returns the rotation of each token; whole positions that are equal on all axes come from the table."""
+        if positions.is_floating_point():
+            return self._rotation_of(positions.expand(3, -1))
+        rotation = self._rotation.index_select(0, positions)
+        if media is not None:
+            rotation.index_copy_(0, media.placed, self._rotation_of(media.positions))
+        return rotation
+
     def hidden(
         self,
         ids: Tensor,
@@ -65,18 +97,25 @@ class LanguageModel:
         *,
         routes: list[Tensor] | None = None,
         wanted: Tensor | None = None,
+        media: MediaRows | None = None,
     ) -> Tensor:
         """Returns the last layer's output before the final norm, ``[tokens, hidden]``.
 
-        ``ids`` and ``positions`` are int64 ``[tokens]``. The experts of each layer, int64 ``[tokens, per_token]``, are
-        appended to ``routes`` if it is given. ``wanted``, if given, holds int64 indices of the tokens whose output is
-        asked for; after its attention the last layer is computed for these tokens only.
+        ``ids`` are int64 ``[tokens]``, and ``positions`` are the rotary ones, int64 or, if they have fractions,
+        float64. ``media`` are the images and videos of the tokens. The experts of each layer, int64 ``[tokens,
+        per_token]``, are appended to ``routes`` if it is given. ``wanted``, if given, holds int64 indices of the tokens
+        whose output is asked for; after its attention the last layer is computed for these tokens only.
         """
         config = self.config
         shape = (ids.shape[0], -1, config.head_dim)
         heads, kv_heads, rotated = config.num_heads, config.num_kv_heads, config.num_heads + config.num_kv_heads
-        rotation = self._rotation.index_select(0, positions)
+        rotation = self._rotations(positions, media)
         x = self.weights.embedding.index_select(0, ids)
+        deepstack: Sequence[Tensor] = () if media is None else media.deepstack
+        if media is not None:
+            x.index_copy_(0, media.rows, media.features)
+        # In this layer only the wanted tokens go on; there is none if deepstack rows are added after every layer.
+        last = config.num_layers - 1 if len(deepstack) < config.num_layers else -1
         for index, layer in enumerate(self.weights.layers):
             qkv = self._queries_keys_values(x, layer).view(shape)
             if self._narrow:
@@ -86,7 +125,7 @@ class LanguageModel:
                 qkv = qkv.to(self._dtype)
             q, kv = qkv.split_with_sizes((heads, 2 * kv_heads), 1)
             attended = attend(index, q, kv)
-            if wanted is not None and index == config.num_layers - 1:
+            if wanted is not None and index == last:
                 x, attended = x.index_select(0, wanted), attended.index_select(0, wanted)
             x = add_product(x, attended, layer.output_t)
             normed = self._norm(x, layer.mlp_norm)
@@ -96,7 +135,9 @@ class LanguageModel:
                 gate_up = product(normed, layer.mlp.gate_up_t)
                 gate, up = gate_up.split_with_sizes((config.intermediate_size, config.intermediate_size), 1)
                 x = add_product(x, self._activation(gate).mul_(up), layer.mlp.down_t)
-        return x
+            if media is not None and index < len(deepstack):
+                x.index_add_(0, media.rows, deepstack[index])
+        return x if wanted is None or last >= 0 else x.index_select(0, wanted)
 
     def _queries_keys_values(self, x: Tensor, layer: LayerWeights) -> Tensor:
         """Returns ``[tokens, (heads + 2 * kv_heads) * dim]``, given the layer's input ``[tokens, hidden]``."""

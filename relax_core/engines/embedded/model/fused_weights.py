@@ -13,6 +13,7 @@ from relax_core.contracts.family import Experts
 from relax_core.engines.embedded.http.asgi import clipped
 from relax_core.engines.embedded.model.model_config import ModelConfig
 from relax_core.engines.embedded.model.moe_layer import ExpertWeights
+from relax_core.families.architecture import OUTPUT_WEIGHT, VisionTower
 
 WEIGHT_DTYPES = {torch.float64, torch.float32, torch.float16, torch.bfloat16}  # dtypes of an update's tensors
 
@@ -56,21 +57,25 @@ class Target(NamedTuple):
 
 
 class FusedWeights:
-    """Holds all weights of one model, which are zeros until `apply`."""
+    """Holds all weights of one model, which are zeros until `apply`.
+
+    ``tower`` is the vision tower of a model that sees, Hugging Face's module as it is; it is None for other models.
+    """
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
         self._targets: dict[str, Target] = {}
         hidden, vocab = config.hidden_size, config.vocab_size
         self.embedding = torch.zeros(vocab, hidden, dtype=dtype)
-        self._whole("model.embed_tokens.weight", self.embedding)
+        self._whole(f"{config.prefix}embed_tokens.weight", self.embedding)
         self.layers = [self._layer(index, config, dtype) for index in range(config.num_layers)]
         self.final_norm = torch.zeros(hidden)
-        self._whole("model.norm.weight", self.final_norm, scale=math.sqrt(hidden))
+        self._whole(f"{config.prefix}norm.weight", self.final_norm, scale=math.sqrt(hidden))
         head = self.embedding
         if not config.tie_word_embeddings:
             head = torch.zeros(vocab, hidden, dtype=dtype)
-            self._whole("lm_head.weight", head)
+            self._whole(OUTPUT_WEIGHT, head)
         self.head_t = head.t()
+        self.tower = None if config.vision is None else self._tower(config.vision, dtype)
         self._ignored = config.ignored_weights
 
     def _whole(self, name: str, tensor: Tensor, *, scale: float = 1.0) -> None:
@@ -79,7 +84,7 @@ class FusedWeights:
     def _layer(self, index: int, config: ModelConfig, dtype: torch.dtype) -> LayerWeights:
         hidden, half = config.hidden_size, config.head_dim // 2
         heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
-        layer = f"model.layers.{index}."
+        layer = f"{config.prefix}layers.{index}."
 
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(*shape, dtype=dtype)
@@ -110,7 +115,7 @@ class FusedWeights:
         if config.experts is None:
             mlp = self._dense(f"{layer}mlp.", hidden, config.intermediate_size, dtype)
         else:
-            mlp = self._experts(f"{layer}mlp.", hidden, config.experts, dtype)
+            mlp = self._experts(f"{layer}mlp.", hidden, config.experts, dtype, fused=config.fused_experts)
         return LayerWeights(
             input_norm=input_norm,
             qkv_t=projections["weight"].t(),
@@ -128,11 +133,27 @@ class FusedWeights:
         self._whole(f"{prefix}down_proj.weight", down)
         return DenseWeights(gate_up.t(), down.t())
 
-    def _experts(self, prefix: str, hidden: int, experts: Experts, dtype: torch.dtype) -> ExpertWeights:
+    def _experts(self, prefix: str, hidden: int, experts: Experts, dtype: torch.dtype, *, fused: bool) -> ExpertWeights:
+        """Adds a layer's experts; with ``fused`` they are two tensors, transposed as in `Family`."""
         router = torch.zeros(experts.count, hidden, dtype=dtype)
         self._whole(f"{prefix}gate.weight", router)
+        if fused:
+            gate_up = torch.zeros(experts.count, 2 * experts.width, hidden, dtype=dtype)
+            down = torch.zeros(experts.count, hidden, experts.width, dtype=dtype)
+            self._whole(f"{prefix}experts.gate_up_proj", gate_up.transpose(1, 2))
+            self._whole(f"{prefix}experts.down_proj", down.transpose(1, 2))
+            return ExpertWeights(router.t(), [one.t() for one in gate_up], [one.t() for one in down])
         each = [self._dense(f"{prefix}experts.{one}.", hidden, experts.width, dtype) for one in range(experts.count)]
         return ExpertWeights(router.t(), [one.gate_up_t for one in each], [one.down_t for one in each])
+
+    def _tower(self, tower: VisionTower, dtype: torch.dtype) -> torch.nn.Module:
+        """Builds the vision tower, whose parameters are targets under their Hugging Face names."""
+        from relax_core.families.vision.tower import build_tower  # it imports transformers
+
+        module = build_tower(tower, dtype=dtype).eval().requires_grad_(False)
+        for name, parameter in module.named_parameters():
+            self._whole(tower.vision.prefix + name, parameter.detach().zero_())
+        return module
 
     @property
     def _most_numbers(self) -> int:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from relax_core.engines.embedded.model.decoder_model import Attend, LanguageModel
+from relax_core.engines.embedded.model.decoder_model import Attend, LanguageModel, MediaRows
 
 PREFILL_TOKENS = 512  # tokens of one pass, with padding; the products of so many stay in the processor's cache
 
@@ -41,6 +41,21 @@ class Wanted(NamedTuple):
     positions: Tensor
 
 
+class SequenceMedia(NamedTuple):
+    """Holds the images and videos of one sequence.
+
+    ``rows`` int64 ``[rows]``, ascending, are its positions whose embeddings are ``features`` ``[rows, hidden]``;
+    ``deepstack[k]`` has their rows for layer k. ``positions`` ``[3, tokens]`` are the rotary positions of all of its
+    tokens, and ``following`` is that of the token after them, less their number.
+    """
+
+    rows: Tensor
+    features: Tensor
+    deepstack: tuple[Tensor, ...]
+    positions: Tensor
+    following: float
+
+
 def prefill_passes(
     model: LanguageModel,
     token_ids: Sequence[Sequence[int]],
@@ -48,13 +63,15 @@ def prefill_passes(
     *,
     wanted: Wanted,
     routes: np.ndarray | None = None,
+    media: Sequence[SequenceMedia | None] = (),
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Fills ``kv`` piece by piece; yields for each piece which wanted tokens it has, and their outputs.
 
     The yielded pair is (indices into ``wanted``, the last layer's output before its norm ``[indices, hidden]``).
     Shorter sequences are padded on the right. ``routes`` ``[sequences, width, layers, per_token]``, if given, is filled
-    with the experts of every token.
+    with the experts of every token. ``media``, if given, has an entry for each sequence.
     """
+    seen = [(index, one) for index, one in enumerate(media) if one is not None]
     count, width = len(token_ids), kv.shape[4]
     padded = np.zeros((count, width), dtype=np.int64)
     for index, ids in enumerate(token_ids):
@@ -68,13 +85,40 @@ def prefill_passes(
         attend = _causal_attention(kv, start, stop)
         found = ((wanted.positions >= start) & (wanted.positions < stop)).nonzero()[:, 0]
         indices = wanted.sequences[found] * (stop - start) + wanted.positions[found] - start
+        rows = _media_rows(seen, start, stop) if seen else None
         if routes is None:
-            hidden = model.hidden(tokens, positions, attend, wanted=indices)
+            hidden = model.hidden(tokens, positions, attend, wanted=indices, media=rows)
         else:
             chosen: list[Tensor] = []
-            hidden = model.hidden(tokens, positions, attend, routes=chosen).index_select(0, indices)
+            hidden = model.hidden(tokens, positions, attend, routes=chosen, media=rows).index_select(0, indices)
             routes[:, start:stop] = torch.stack(chosen, 1).view(count, stop - start, *routes.shape[2:]).numpy()
         yield found, hidden
+
+
+def _media_rows(seen: Sequence[tuple[int, SequenceMedia]], start: int, stop: int) -> MediaRows:
+    """Returns what the items of some sequences, given with their numbers, change at positions [start, stop)."""
+    parts = []
+    for number, one in seen:
+        first, end = torch.searchsorted(one.rows, torch.tensor([start, stop])).tolist()
+        shift = number * (stop - start) - start
+        last = max(start, min(stop, one.positions.shape[1]))
+        parts.append(
+            (
+                one.rows[first:end] + shift,
+                one.features[first:end],
+                [layer[first:end] for layer in one.deepstack],
+                torch.arange(start, last) + shift,
+                one.positions[:, start:last],
+            )
+        )
+    rows, features, deepstack, placed, positions = zip(*parts, strict=True)
+    return MediaRows(
+        rows=torch.cat(rows),
+        features=torch.cat(features),
+        deepstack=[torch.cat(layer) for layer in zip(*deepstack, strict=True)],
+        placed=torch.cat(placed),
+        positions=torch.cat(positions, 1),
+    )
 
 
 def _causal_attention(kv: Tensor, start: int, stop: int) -> Attend:

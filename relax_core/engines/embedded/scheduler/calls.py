@@ -10,6 +10,9 @@ import numpy as np
 
 from relax_core.contracts.engine import FinishReason
 from relax_core.contracts.kept_tokens import KeptTokens
+from relax_core.contracts.media import Media
+from relax_core.engines.embedded.model.prefill import SequenceMedia
+from relax_core.engines.embedded.model.tower_features import MediaGone
 from relax_core.engines.embedded.scheduler.routing_log import PromptRoutes
 from relax_core.engines.embedded.scheduler.slots import Prefix
 from relax_core.engines.embedded.scheduler.token_sampler import SamplingSettings, keys_behind, sample_keys
@@ -47,7 +50,8 @@ class Prompt:
     """Holds one prompt of a call, which stands at ``index`` in the call.
 
     ``routes`` is given if the prompt's experts are asked for. ``samples`` and ``generated`` are those of
-    `PromptRequest`. ``stop`` holds the strings that end a response, if there are any.
+    `PromptRequest`. ``stop`` holds the strings that end a response, if there are any. ``media`` places the prompt's
+    images and videos.
     """
 
     call: Call
@@ -61,6 +65,7 @@ class Prompt:
     samples: Sequence[int] = (0,)
     generated: int = 0
     stop: StopStrings | None = None
+    media: Sequence[Media] = ()
 
     def response(self, ids: list[int]) -> list[int]:
         """Returns a sample's whole response, given the tokens ``ids`` that this call has generated."""
@@ -93,6 +98,12 @@ class Sample:
         if not self.marks or self.marks[-1][1] != version:
             self.marks.append((start, version))
 
+    def matched(self, ids: list[int]) -> int | str | None:
+        """Returns the stop token or the stop string that the last token of ``ids`` completes, or None."""
+        if ids[-1] in self.prompt.settings.stop_token_ids:
+            return ids[-1]
+        return None if self.prompt.stop is None else self.prompt.stop.matched(self.prompt.response(ids))
+
     def spans(self, length: int) -> list[VersionSpan]:
         """Returns the weight versions of its first ``length`` tokens."""
         ends = [start for start, _ in self.marks[1:]] + [length]
@@ -110,8 +121,13 @@ class Waiting:
     prompt: Prompt
     samples: list[Sample]
 
-    def prefix(self) -> Prefix:
-        """Returns the tokens that are computed once for all of these samples."""
+    @property
+    def tokens(self) -> int:
+        """Returns the number of tokens of the prefix."""
+        return len(self.prompt.token_ids) + len(self.samples[0].done)
+
+    def prefix(self, media: SequenceMedia | None) -> Prefix:
+        """Returns the tokens that are computed once for all of these samples, with what their ``media`` change."""
         first = self.samples[0]
         return Prefix(
             token_ids=self.prompt.token_ids + first.done,
@@ -122,6 +138,7 @@ class Waiting:
             routes=self.prompt.routes,
             done_routes=first.done_routes,
             done_kept=first.done_kept,
+            media=media,
         )
 
 
@@ -155,3 +172,23 @@ def waiting_prompts(prompts: Sequence[Prompt], *, n: int) -> list[Waiting]:
         groups.append(Waiting(prompt, [Sample(prompt, index, keys[index : index + 1]) for index in prompt.samples]))
         prompt.call.open_samples += len(prompt.samples)
     return groups
+
+
+def seen_prefixes(
+    groups: Sequence[Waiting], see: Callable[[int, Sequence[Media]], SequenceMedia | None]
+) -> tuple[list[Waiting], list[Prefix], dict[Call, MediaGone]]:
+    """Returns groups and their prefixes, with what ``see`` gives for the images and videos of that many tokens.
+
+    The groups of a call for which ``see`` raises MediaGone are left out; the call is returned with its error.
+    """
+    failed: dict[Call, MediaGone] = {}
+    seen: list[tuple[Waiting, Prefix]] = []
+    for group in groups:
+        try:
+            media = see(group.tokens, group.prompt.media)
+        except MediaGone as error:
+            failed[group.prompt.call] = error
+        else:
+            seen.append((group, group.prefix(media)))
+    seen = [(group, prefix) for group, prefix in seen if group.prompt.call not in failed]
+    return [group for group, _ in seen], [prefix for _, prefix in seen], failed

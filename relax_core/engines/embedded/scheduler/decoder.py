@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 
 from relax_core.contracts.kept_tokens import KeptTokens
+from relax_core.contracts.media import Media
 from relax_core.engines.embedded.model.decode_attention import CacheViews, DecodeAttention
 from relax_core.engines.embedded.model.decoder_model import LanguageModel
 from relax_core.engines.embedded.model.kv_cache import KVCache
-from relax_core.engines.embedded.model.prefill import Wanted, empty_kv, like_lengths, prefill_passes
+from relax_core.engines.embedded.model.prefill import SequenceMedia, Wanted, empty_kv, like_lengths, prefill_passes
+from relax_core.engines.embedded.model.tower_features import MediaFeatures
 from relax_core.engines.embedded.scheduler.kept_log import KeptTable
 from relax_core.engines.embedded.scheduler.routing_log import RouteTable
 from relax_core.engines.embedded.scheduler.slots import Prefix, SlotTable
@@ -29,10 +31,18 @@ class Decoder:
     """Decodes up to ``max_samples`` samples; the KV cache holds at most ``max_tokens`` tokens, slots times columns."""
 
     def __init__(
-        self, model: LanguageModel, *, dtype: torch.dtype, max_samples: int, max_tokens: int, context_length: int
+        self,
+        model: LanguageModel,
+        *,
+        dtype: torch.dtype,
+        max_samples: int,
+        max_tokens: int,
+        context_length: int,
+        features: MediaFeatures | None = None,
     ) -> None:
         config = model.config
         self._model = model
+        self.features = features  # for a model that sees only
         self.max_samples = max_samples
         self._max_tokens = max_tokens
         self._dtype = dtype
@@ -46,6 +56,10 @@ class Decoder:
         self._recording_routes = False  # whether the experts of a running sample are asked for
         self._views = CacheViews(self.cache)
         self._attention: DecodeAttention | None = None  # attention of the steps that the slots have prepared
+
+    def see(self, length: int, media: Sequence[Media]) -> SequenceMedia | None:
+        """Returns what the items of a sequence of ``length`` tokens change; None without items. Raises MediaGone."""
+        return None if self.features is None else self.features.of_sequence(length, media)
 
     # -- admission ------------------------------------------------------------------------------------------------
     def fits(self, *, samples: int, columns: int) -> bool:
@@ -104,7 +118,8 @@ class Decoder:
         kv = empty_kv(self._model, count=count, width=width, dtype=self._dtype)
         last = Wanted(torch.arange(count), torch.tensor([len(ids) - 1 for ids in token_ids]))
         output = torch.empty(count, self._model.config.hidden_size, dtype=self._dtype)
-        for found, hidden in prefill_passes(self._model, token_ids, kv, wanted=last, routes=routes):
+        media = [prefix.media for prefix in prefixes]
+        for found, hidden in prefill_passes(self._model, token_ids, kv, wanted=last, routes=routes, media=media):
             output[found] = hidden
         if routes is not None:
             self._record_prefix_routes(prefixes, slots, routes)
@@ -129,8 +144,9 @@ class Decoder:
                 self.routes.put(slot, found[end - 1 : end], start=done - 1)
 
     def score(self, items: Sequence[ScoreItem]) -> list[Scores]:
-        """Returns the log-probs of given tokens and touches no slot. Raises NonFiniteLogits."""
-        return score(self._model, items, dtype=self._dtype)
+        """Returns the log-probs of given tokens and touches no slot. Raises NonFiniteLogits and MediaGone."""
+        media = [self.see(len(item.token_ids), item.media) for item in items]
+        return score(self._model, items, dtype=self._dtype, media=media)
 
     # -- decoding -------------------------------------------------------------------------------------------------
     def step(self) -> np.ndarray:
@@ -142,7 +158,7 @@ class Decoder:
         slots = self.slots
         attention = self._next_attention()
         chosen: list[Tensor] | None = [] if self._recording_routes else None
-        hidden = self._model.hidden(slots.newest_ids, attention.positions, attention, routes=chosen)
+        hidden = self._model.hidden(slots.newest_ids, attention.rotary, attention, routes=chosen)
         if chosen is not None and self.routes is not None:
             self.routes.record(slots.newest(), torch.stack(chosen, 1).numpy())
         ids, logprobs = self._sample(self._model.logits(hidden), slots.plan(), slots.draw())
@@ -173,7 +189,10 @@ class Decoder:
             steps = slots.look_ahead()
             positions = slots.position[: slots.count]
             self._reserve(int(positions.max()) + steps, used_slots=slots.count)
-            self._attention = DecodeAttention(self._views, positions, steps=steps, dtype=self._dtype)
+            shift = None if self.features is None else slots.rotary_shift[: slots.count]
+            self._attention = DecodeAttention(
+                self._views, positions, steps=steps, dtype=self._dtype, rotary_shift=shift
+            )
         return self._attention
 
     def _reserve(self, columns: int, *, used_slots: int) -> None:

@@ -16,7 +16,7 @@ import torch
 
 from relax_core.contracts.engine import FinishReason, PauseMode
 from relax_core.contracts.kept_tokens import KeptTokens
-from relax_core.engines.embedded.scheduler.calls import Call, Progress, Sample, Waiting
+from relax_core.engines.embedded.scheduler.calls import Call, Progress, Sample, Waiting, seen_prefixes
 from relax_core.engines.embedded.scheduler.decoder import Decoder
 from relax_core.engines.embedded.scheduler.token_sampler import NonFiniteLogits
 from relax_core.engines.embedded.scheduler.token_scoring import ScoreItem, Scores
@@ -31,7 +31,8 @@ class Load:
     """Holds the engine's load at one time.
 
     ``running``, ``queued`` and ``held`` count samples that decode, wait for slots, and wait for a weight version.
-    ``busy_s`` is the time spent in prefill and decoding since the start, in seconds.
+    ``busy_s`` is the time spent in prefill and decoding since the start, in seconds. ``tower_passes`` counts the images
+    and videos that have passed the vision tower since the start.
     """
 
     running: int
@@ -41,6 +42,8 @@ class Load:
     decode_steps: int
     generated_tokens: int
     kv_cache_bytes: int
+    tower_passes: int = 0
+    media_feature_bytes: int = 0
 
 
 class Scheduler(threading.Thread):
@@ -140,11 +143,13 @@ class Scheduler(threading.Thread):
     def replace_weights(self, copy: Callable[[], None] | None, version: int) -> float:
         """Runs ``copy`` and puts ``version`` in force; returns the stall in milliseconds.
 
-        Running samples go on with the cache that they have.
+        Running samples go on with the cache that they have. Features of images and videos are computed anew.
         """
         start = time.perf_counter()
         if copy is not None:
             copy()
+        if self._decoder.features is not None:
+            self._decoder.features.forget()
         self.version = version
         for slot, sample in enumerate(self._running):
             sample.mark(self._decoder.slots.length(slot), version)
@@ -154,6 +159,8 @@ class Scheduler(threading.Thread):
         """Frees the KV cache; running samples wait for `resume_memory`, and their cache is then computed anew."""
         self._retract()
         self._decoder.free_cache()
+        if self._decoder.features is not None:
+            self._decoder.features.forget()
         self._released = True
 
     def resume_memory(self) -> None:
@@ -164,6 +171,7 @@ class Scheduler(threading.Thread):
         """Returns the engine's load."""
         held = sum(len(group.samples) for group in self._waiting if group.prompt.min_version > self.version)
         waiting = sum(len(group.samples) for group in self._waiting)
+        features = self._decoder.features
         return Load(
             running=len(self._running),
             queued=waiting - held,
@@ -172,6 +180,8 @@ class Scheduler(threading.Thread):
             decode_steps=self._steps,
             generated_tokens=self._tokens,
             kv_cache_bytes=self._decoder.cache.nbytes,
+            tower_passes=0 if features is None else features.passes,
+            media_feature_bytes=0 if features is None else features.nbytes,
         )
 
     # -- the loop ---------------------------------------------------------------------------------------------------
@@ -241,6 +251,11 @@ class Scheduler(threading.Thread):
 
     def _prefill(self, groups: list[Waiting]) -> None:
         start = time.perf_counter()
+        groups, prefixes, unseen = seen_prefixes(groups, self._decoder.see)
+        for call, error in unseen.items():
+            self._fail_calls({call}, str(error))
+        if not groups:
+            return
         for group in groups:
             self._running.extend(group.samples)
             self._streaming |= group.prompt.call.stream_interval > 0
@@ -248,7 +263,7 @@ class Scheduler(threading.Thread):
             for sample in group.samples:
                 sample.mark(len(sample.done), self.version)
         try:
-            finished = self._decoder.admit([group.prefix() for group in groups])
+            finished = self._decoder.admit(prefixes)
         except NonFiniteLogits as error:
             failed = self._fail(error)
             left = [group for group in groups if group.prompt.call not in failed]
@@ -273,7 +288,7 @@ class Scheduler(threading.Thread):
         for slot in finished:
             sample = self._running[slot]
             ids, logprobs = self._decoder.slots.output(slot)
-            matched = None if reason else _matched(sample, ids)
+            matched = None if reason else sample.matched(ids)
             ended: FinishReason = reason or ("length" if matched is None else "stop")
             routes = None if sample.prompt.routes is None else self._decoder.response_routes(slot)
             kept = self._kept(sample, slot)
@@ -370,16 +385,13 @@ class Scheduler(threading.Thread):
         """Fails the calls of the slots that have no token, and no other calls; returns these calls."""
         self._decoder.clear(error.slots)
         calls = {self._running[slot].prompt.call for slot in error.slots}
+        self._fail_calls(calls, f"weight version {self.version}: {error}")
+        return calls
+
+    def _fail_calls(self, calls: set[Call], message: str) -> None:
+        """Ends these calls with ``message``, whether their samples run or wait."""
         self._waiting = [group for group in self._waiting if group.prompt.call not in calls]
         self._free([slot for slot, sample in enumerate(self._running) if sample.prompt.call in calls])
         self._deliver()
         for call in calls:
-            call.fail(f"weight version {self.version}: {error}")
-        return calls
-
-
-def _matched(sample: Sample, ids: list[int]) -> int | str | None:
-    """Returns the stop token or the stop string that the last token completes, or None."""
-    if ids[-1] in sample.prompt.settings.stop_token_ids:
-        return ids[-1]
-    return None if sample.prompt.stop is None else sample.prompt.stop.matched(sample.prompt.response(ids))
+            call.fail(message)

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from relax_core.contracts.kept_tokens import KeptTokens
+from relax_core.engines.embedded.model.prefill import SequenceMedia
 from relax_core.engines.embedded.scheduler.routing_log import PromptRoutes
 from relax_core.engines.embedded.scheduler.token_sampler import SamplingPlan, SamplingSettings, sampling_plan, uniforms
 
@@ -25,7 +26,7 @@ class Prefix:
     uint64 for each sample. ``done`` and ``done_logprobs`` are what the retracted sample had generated, the end of
     ``token_ids``. ``routes`` is given if the experts are asked for. ``done_routes`` are the experts of ``done`` except
     its last token, which only the prefill computes. ``done_kept`` holds the sets that ``done`` was sampled from, if
-    they are asked for.
+    they are asked for. ``media`` holds the images and videos of ``token_ids``.
     """
 
     token_ids: Sequence[int]
@@ -36,6 +37,7 @@ class Prefix:
     routes: PromptRoutes | None = None
     done_routes: np.ndarray | None = None
     done_kept: KeptTokens | None = None
+    media: SequenceMedia | None = None
 
     @property
     def columns(self) -> int:
@@ -58,6 +60,7 @@ class SlotTable:
         self._settings: list[SamplingSettings] = []
         self._plan: SamplingPlan | None = None
         self.position = np.zeros(capacity, dtype=np.int64)  # the newest token's column, which the cache does not hold
+        self.rotary_shift = np.zeros(capacity)  # what to add to a new token's column for its rotary position
         self.columns = np.zeros(capacity, dtype=np.int64)  # the most KV columns that the sample may need
         self._token = np.zeros(capacity, dtype=np.int64)  # the newest token
         self._key = np.zeros(capacity, dtype=np.uint64)
@@ -80,6 +83,7 @@ class SlotTable:
             self._widen_stops(len(settings.stop_token_ids))
             self._widen_output(done)
             self.position[slots] = len(prefix.token_ids) - 1
+            self.rotary_shift[slots] = 0.0 if prefix.media is None else prefix.media.following
             self.columns[slots] = prefix.columns
             self._key[slots] = prefix.keys
             self._length[slots] = done
@@ -205,7 +209,7 @@ class SlotTable:
         moves = list(zip(movers, holes, strict=True))
         if moves:
             columns = (self._token, self.position, self.columns, self._key, self._length, self._limit)
-            for column in (*columns, self._stop, self._ids, self._logprobs):
+            for column in (*columns, self.rotary_shift, self._stop, self._ids, self._logprobs):
                 column[holes] = column[movers]
             for source, target in moves:
                 self._settings[target] = self._settings[source]

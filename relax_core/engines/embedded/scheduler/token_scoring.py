@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from relax_core.contracts.kept_tokens import KeptTokens
+from relax_core.contracts.media import Media
 from relax_core.engines.embedded.model.decoder_model import LanguageModel
-from relax_core.engines.embedded.model.prefill import Wanted, empty_kv, prefill_passes
+from relax_core.engines.embedded.model.prefill import SequenceMedia, Wanted, empty_kv, prefill_passes
 from relax_core.engines.embedded.scheduler.token_sampler import NonFiniteLogits
 
 _CHUNK_ELEMENTS = 1 << 22  # logits that exist at one time, which bounds them and their log-softmax to 16 MiB each
@@ -23,7 +24,8 @@ class ScoreItem:
     """Holds a sequence whose tokens from position ``start`` + 1 on are scored under softmax(logits / ``temperature``).
 
     The ``top_k`` most likely tokens at each of these positions are returned with the score. The softmax leaves out
-    ``banned`` tokens, and the tokens outside of the scored token's set in ``kept``.
+    ``banned`` tokens, and the tokens outside of the scored token's set in ``kept``. ``media`` places the sequence's
+    images and videos.
     """
 
     token_ids: Sequence[int]
@@ -32,6 +34,7 @@ class ScoreItem:
     temperature: float
     banned: Sequence[int] = ()
     kept: KeptTokens | None = None
+    media: Sequence[Media] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,10 +50,17 @@ class Scores:
     top_logprobs: list[list[float]]
 
 
-def score(model: LanguageModel, items: Sequence[ScoreItem], *, dtype: torch.dtype) -> list[Scores]:
+def score(
+    model: LanguageModel,
+    items: Sequence[ScoreItem],
+    *,
+    dtype: torch.dtype,
+    media: Sequence[SequenceMedia | None] = (),
+) -> list[Scores]:
     """Scores ``items``, which share their banned tokens; returns the scores in their order.
 
-    One call is fastest with items of similar length (`like_lengths`). Raises NonFiniteLogits if the weights yield
+    One call is fastest with items of similar length (`like_lengths`). ``media`` holds what each item's images and
+    videos change. Raises NonFiniteLogits if the weights yield
     logits that are not finite.
     """
     # The logits of the last token are not computed, because they score no token of the item.
@@ -62,7 +72,7 @@ def score(model: LanguageModel, items: Sequence[ScoreItem], *, dtype: torch.dtyp
     asked, targets = _asked(items)
     kept, banned = _kept(items), torch.tensor(items[0].banned, dtype=torch.int64)
     step = max(1, _CHUNK_ELEMENTS // model.config.vocab_size)
-    for these, hidden in prefill_passes(model, sequences, kv, wanted=asked):
+    for these, hidden in prefill_passes(model, sequences, kv, wanted=asked, media=media):
         for at in range(0, len(these), step):
             some = these[at : at + step]
             owners = asked.sequences[some]

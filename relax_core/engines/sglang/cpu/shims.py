@@ -25,19 +25,24 @@ def install() -> None:
     """Installs the changes; call it in each of the server's processes before sglang is imported."""
     if importlib.util.find_spec("sgl_kernel") is None:
         sys.path.append(str(Path(__file__).parent))
-    _define_torchvision_schemas()
+    after_import("torchvision.extension", _define_missing_schemas)
     after_import("sglang.srt.mem_cache.pool_host.common", _pin_no_memory)
     after_import("sglang.srt.arg_groups.choices", _allow_seeds)
     after_import("sglang.srt.batch_invariant_ops", _keep_torch_kernels)
 
 
-def _define_torchvision_schemas() -> None:
-    """Defines two operators that torchvision's CUDA wheel has, because torchvision registers fake kernels for them."""
+def _define_missing_schemas(module: ModuleType) -> None:
+    """Defines the two operators for which torchvision registers fake kernels, if its compiled library has not.
+
+    ``module`` is torchvision.extension, whose import loads the library. PyPI's library needs a CUDA build of torch. If
+    an operator is defined twice, the library's own definition ends the process without an exception.
+    """
     import torch
 
     library = torch.library.Library("torchvision", "FRAGMENT")
     for operator in ("nms", "qnms"):
-        library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        if not hasattr(torch.ops.torchvision, operator):
+            library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     _kept.append(library)
 
 

@@ -1,7 +1,7 @@
-"""The messages between a reward pool and its worker processes: length-prefixed msgpack over two pipes.
+"""The messages between a worker process and its owner: length-prefixed msgpack over two pipes.
 
-The pool sends the settings, and the worker answers with one `Ready`. After that the pool sends one list of
-`RewardInput` at a time, and the worker answers with a list of as many `RewardOutput`.
+The owner sends the settings, and the worker answers with one `Ready`. After that the owner sends one request at a time,
+and the worker answers each with one message.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ HEADER_BYTES = 4
 
 
 class Ready(msgspec.Struct, frozen=True):
-    """Is a worker's first message; ``error`` says why it cannot score, or is empty."""
+    """Is a worker's first message; ``error`` says why it cannot work, or is empty."""
 
     error: str
 

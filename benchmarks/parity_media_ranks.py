@@ -1,0 +1,148 @@
+"""What `benchmarks.parity --media` runs in its processes, as `benchmarks.parity_ranks` does for text."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import traceback
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.parity_case import Outcome
+from benchmarks.parity_data import one_sample_each, save_rollout, with_rollout
+from benchmarks.parity_huggingface import huggingface_steps
+from benchmarks.parity_media import (
+    CASES,
+    DENSE,
+    EXPERT_COUNT,
+    EXPERTS,
+    LAYERS,
+    PER_TOKEN,
+    Items,
+    huggingface_logits,
+    make_case,
+    make_model,
+    published,
+)
+from benchmarks.parity_ranks import make_backend, run_steps
+from relax_core.contracts.media_file import FolderReader
+from relax_core.contracts.tree import TokenTree
+from relax_core.families.folder import folder_architecture
+from relax_core.train.hf.hf_weights import HfWeights
+from relax_core.train.parallel import process_group
+from relax_core.train.policy_backend import MegatronBackend
+from tests.trees import with_experts, with_tokens
+
+
+def groups_of(folder: Path, family: str, case: str, packing: str) -> list[TokenTree]:
+    """The groups of a case; with "replay" they have experts that no router would choose."""
+    groups = make_case(case, Items(folder / family, folder / "media"))
+    if packing == "replay":
+        random = np.random.default_rng(2)
+        shape = (LAYERS, EXPERT_COUNT)
+        groups = [
+            with_experts(one, random.random((one.computed_rows, *shape)).argsort(-1)[..., :PER_TOKEN].astype(np.uint8))
+            for one in groups
+        ]
+    return one_sample_each(groups) if packing == "plain" else groups
+
+
+def with_saved_rollout(folder: Path, name: str, groups: Sequence[TokenTree]) -> list[TokenTree]:
+    ends = np.cumsum([int(group.lengths.sum()) for group in groups])[:-1]
+    return [
+        with_tokens(group, logprobs=mine)
+        for group, mine in zip(groups, np.split(np.load(folder / f"{name}.npy"), ends), strict=True)
+    ]
+
+
+def steps(backend: MegatronBackend, groups: Sequence[TokenTree], *, replica: int, layout: Mapping[str, Any]) -> Outcome:
+    """Two steps, and the gradients of the first one where each rank has them whole."""
+    gradients: dict[str, Tensor] = {}
+    finish = backend.finish_step
+
+    def finish_step() -> Any:
+        metrics = finish()
+        if not gradients:
+            whole = HfWeights(backend.models, backend.architecture, tensor_of=lambda parameter: parameter.main_grad)
+            gradients.update({name: one.clone() for name, one in whole.export()} or {"": torch.zeros(())})
+        return metrics
+
+    if not layout.get("distributed_optimizer"):
+        backend.finish_step = finish_step  # type: ignore[method-assign]
+    outcome = run_steps(backend, groups, replica=replica, layout=layout)
+    return dataclasses.replace(outcome, gradients=gradients)
+
+
+def rank_main(folder: Path, *, rank: int, ranks: int, port: int, rows: Sequence[Any]) -> None:
+    """Every row of the table that has ``ranks`` ranks; rank 0 writes a line of ``<ranks>.jsonl`` for each."""
+    from megatron.core import parallel_state
+
+    torch.set_num_threads(1)
+    reader = FolderReader(folder / "media")
+    where = ""
+    try:
+        for row in rows:
+            for packing in row.packings:
+                where, name = f"{row.name}, {packing}", f"{row.family}.mixed {packing}"
+                groups = with_saved_rollout(folder, name, groups_of(folder, row.family, "mixed", packing))
+                backend = make_backend(
+                    folder, family=row.family, layout=row.layout, rank=rank, ranks=ranks, port=port, media=reader
+                )
+                replica = parallel_state.get_data_parallel_rank()
+                outcome = steps(backend, groups, replica=replica, layout=row.layout)
+                if rank == 0:
+                    figures = outcome.difference(Outcome.read(folder / f"{name}.safetensors"))
+                    line = {"name": row.name, "packing": packing, **figures}
+                    with (folder / f"{ranks}.jsonl").open("a") as file:
+                        file.write(json.dumps(line) + "\n")
+            process_group.leave()
+    except BaseException:
+        (folder / f"{ranks}.{rank}.error").write_text(f"{where}: {traceback.format_exc()}")
+        raise
+
+
+def reference_main(folder: Path) -> None:
+    """Hugging Face against the single process in every case, as trees and as rows."""
+    torch.set_num_threads(1)
+    with (folder / "1.jsonl").open("w") as lines:
+        for family in (DENSE, EXPERTS):
+            make_model(folder / family, family)
+            for case in CASES:
+                for line in _case(folder, family, case):
+                    lines.write(json.dumps(line) + "\n")
+
+
+def _case(folder: Path, family: str, case: str) -> list[dict[str, Any]]:
+    """The lines of a case. The outcomes of the single process in the case "mixed" are written for the layouts."""
+    reader = FolderReader(folder / "media")
+    backend = partial(make_backend, folder, family=family, layout={}, rank=0, ranks=1, port=0, media=reader)
+    lines = []
+    tower = folder_architecture(folder / family).vision
+    assert tower is not None
+    plain = groups_of(folder, family, case, "tree")
+    plain = with_rollout(plain, backend().logprobs(plain))
+    packings = {"tree": plain, "plain": one_sample_each(plain)}
+    if family == EXPERTS and case == "mixed":
+        replayed = groups_of(folder, family, case, "replay")
+        packings["replay"] = with_rollout(replayed, backend().logprobs(replayed))
+
+    def logits(model: Any, samples: Sequence[TokenTree]) -> list[Tensor]:
+        return [huggingface_logits(model, one, reader, tower) for one in samples]
+
+    expected = huggingface_steps(make_model(folder / family, family), plain, logits=logits, published=published)
+    for packing, groups in packings.items():
+        outcome = steps(backend(), groups, replica=0, layout={})
+        if case == "mixed":
+            outcome.save(folder / f"{family}.mixed {packing}.safetensors")
+            save_rollout(folder, family, f"mixed {packing}", groups)
+        if packing != "replay":
+            lines.append(
+                {"name": f"Hugging Face, {family}: {case}", "packing": packing, **expected.difference(outcome)}
+            )
+    return lines

@@ -1,0 +1,68 @@
+"""Checks the keys of `modality` and of the data's images and videos against the model's family."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+
+from relax_core.config.schema import RelaxConfig
+from relax_core.contracts.media import MediaKind
+from relax_core.data.generated import SEE_TASKS
+from relax_core.families.hf_config import read_hf_config
+from relax_core.registry import find_family
+
+TEXT = "text"
+LIBRARIES = {"PIL": "Pillow", "av": "PyAV"}
+INSTALL = "pip install 'relax-core[omni]'"
+
+
+def media_kinds(config: RelaxConfig) -> tuple[MediaKind, ...]:
+    """Returns the kinds of media that prompts of this run may have; none for a run on text.
+
+    A family that cannot be found has none; the checks of the model report it.
+    """
+    return () if config.modality.name == TEXT else _family_kinds(config)
+
+
+def _family_kinds(config: RelaxConfig) -> tuple[MediaKind, ...]:
+    name = config.model.family
+    try:
+        if name is None and config.model.path is not None:
+            name = read_hf_config(Path(config.model.path)).get("model_type")
+        vision = find_family(name).vision if name is not None else None
+    except (ValueError, OSError):
+        return ()
+    return () if vision is None else vision.kinds
+
+
+def modality_problems(config: RelaxConfig) -> Iterator[str]:
+    """Returns one sentence for everything about images and videos that cannot work."""
+    yield from _limits(config)
+    kinds = media_kinds(config)
+    why = f"modality={TEXT} reads none" if config.modality.name == TEXT else f"model={config.model.name} reads text only"
+    for kind, column in config.data.media_keys.columns.items():
+        if kind not in kinds:
+            yield f"data.media_keys.{kind}={column}: {why}. Choose a model that sees, e.g. model=qwen3_vl, with modality=auto; or drop the key."
+    if config.data.task in SEE_TASKS and not kinds:
+        yield f"data.task={config.data.task} has images and videos: {why}. Choose model=tiny_qwen3_vl with modality=auto."
+    missing = [words for module, words in LIBRARIES.items() if importlib.util.find_spec(module) is None]
+    if kinds and missing:
+        yield (
+            f"model={config.model.name} with modality={config.modality.name}: {' and '.join(missing)} not installed. "
+            f"Run {INSTALL}, or train it on text with modality={TEXT}."
+        )
+
+
+def _limits(config: RelaxConfig) -> Iterator[str]:
+    modality, context = config.modality, config.engine.context_length
+    context = context if media_kinds(config) else None
+    for key in ("image_tokens", "video_frames"):
+        value = list(getattr(modality, key))
+        if len(value) != 2 or not 1 <= value[0] <= value[1]:
+            yield f"modality.{key}={value}: give the least and the most, e.g. modality.{key}=[4,64]."
+        elif key == "image_tokens" and context is not None and config.model.path is not None and value[1] >= context:
+            yield (
+                f"modality.image_tokens={value} with engine.context_length={context}: one image may fill the context. "
+                f"Use a largest number below {context}, or raise engine.context_length."
+            )

@@ -1,0 +1,168 @@
+"""Runs one worker process that answers requests, and restarts the process if it hangs or dies."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from relax_core.data.killable.worker_frames import HEADER_BYTES, Ready, payload_bytes, to_frame
+
+_START_DEADLINE_S = 120.0
+_END_DEADLINE_S = 10.0  # the limit for the end of a killed process
+_CLOSED_S = 10.0  # the limit for the end of a process that closed its pipe
+_READ_BYTES = 1 << 16
+
+
+class WorkerLost(Exception):
+    """The worker process died, or did not answer before the deadline; the text says which.
+
+    ``late`` is true if it did not answer.
+    """
+
+    def __init__(self, text: str, *, late: bool = False) -> None:
+        super().__init__(text)
+        self.late = late
+
+
+class KillableProcess:
+    """Is one worker process; it is replaced if it is lost.
+
+    ``command`` is the module that runs and its arguments, and ``settings`` its first message. ``what`` begins the text
+    of errors. The output of the process goes to ``log_file``, or to this process's stderr.
+    """
+
+    def __init__(self, command: Sequence[str], settings: Any, *, what: str, log_file: Path | None = None) -> None:
+        self._command = command
+        self._settings = settings
+        self._what = what
+        self._log_file = log_file
+        self._lock = threading.Lock()  # serialises a restart and `stop`
+        self._stopped = False
+        self._process = self._start()
+        self._ready = False
+
+    @property
+    def pid(self) -> int:
+        """Returns the number of the process that runs now."""
+        return self._process.pid
+
+    def ask(self, message: Any, *, limit_s: float, content: bytes = b"") -> bytes:
+        """Returns the process's answer to a message, which ``content`` follows as it is, within ``limit_s`` seconds.
+
+        Must be called by one thread at a time. Raises `WorkerLost` if the process hangs or dies; a new process is
+        started then. Raises RuntimeError if the process cannot start or `stop` was called.
+        """
+        self._wait_ready()
+        try:
+            return self._answer(message, content, limit_s=limit_s)
+        except WorkerLost:
+            self._restart()
+            raise
+
+    def stop(self) -> None:
+        """Kills the process for good; a call of `ask` in flight raises `WorkerLost`."""
+        with self._lock:
+            self._stopped = True
+            self.kill()
+
+    def kill(self) -> None:
+        """Kills the process with all of its children; the next call of `ask` notices it."""
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait(_END_DEADLINE_S)
+
+    def close_pipes(self) -> None:
+        """Closes the pipes to the process."""
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        root = Path(__file__).parents[3]
+        path = {"PYTHONPATH": os.pathsep.join([str(root), *sys.path])}
+        with nullcontext() if self._log_file is None else self._log_file.open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", *self._command],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                bufsize=0,
+                env=os.environ | path | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+                start_new_session=True,  # Ctrl-C reaches only the owner, and a kill reaches the process's own children
+            )
+        assert process.stdin is not None and process.stdout is not None
+        os.set_blocking(process.stdin.fileno(), False)
+        os.set_blocking(process.stdout.fileno(), False)
+        return process
+
+    def _restart(self) -> None:
+        with self._lock:
+            self.kill()
+            if not self._stopped:
+                self.close_pipes()
+                self._process = self._start()
+                self._ready = False
+
+    def _wait_ready(self) -> None:
+        if self._stopped:
+            raise RuntimeError(f"{self._what}: the pool was closed")
+        if self._ready:
+            return
+        try:
+            answer = self._answer(self._settings, b"", limit_s=_START_DEADLINE_S)
+            error = msgspec.msgpack.decode(answer, type=Ready).error
+        except WorkerLost as lost:
+            error = str(lost)
+        if error:
+            raise RuntimeError(f"{self._what}: its worker process could not start: {error}")
+        self._ready = True
+
+    def _answer(self, message: Any, content: bytes, *, limit_s: float) -> bytes:
+        """Returns the process's answer; raises `WorkerLost` if it takes longer than ``limit_s`` seconds."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        to_worker, from_worker = self._process.stdin.fileno(), self._process.stdout.fileno()
+        deadline = time.monotonic() + limit_s
+
+        def wait_for(descriptor: int, event: int) -> None:
+            poll = select.poll()
+            poll.register(descriptor, event)
+            if not poll.poll(max(0.0, deadline - time.monotonic()) * 1e3):
+                raise WorkerLost(f"no answer within {limit_s:g} s", late=True)
+
+        def read(count: int) -> bytes:
+            received = bytearray()
+            while len(received) < count:
+                wait_for(from_worker, select.POLLIN)
+                part = os.read(from_worker, min(_READ_BYTES, count - len(received)))
+                if not part:
+                    raise self._died()
+                received += part
+            return bytes(received)
+
+        for rest in (memoryview(to_frame(message)), memoryview(content)):
+            while rest:
+                wait_for(to_worker, select.POLLOUT)
+                try:
+                    rest = rest[os.write(to_worker, rest) :]
+                except BrokenPipeError:
+                    raise self._died() from None
+        return read(payload_bytes(read(HEADER_BYTES)))
+
+    def _died(self) -> WorkerLost:
+        try:
+            code = self._process.wait(_CLOSED_S)
+        except subprocess.TimeoutExpired:
+            return WorkerLost("its worker process closed its pipe and keeps running")
+        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        return WorkerLost(f"its worker process died ({how})")

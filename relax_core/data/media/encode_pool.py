@@ -1,0 +1,76 @@
+"""Encodes images and videos in worker processes that can be killed, many at the same time."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import msgspec
+
+from relax_core.contracts.media import MediaError, MediaItem, MediaSource
+from relax_core.data.killable.killable_process import KillableProcess, WorkerLost
+from relax_core.data.media.encode_messages import EncodeAnswer, EncodeRequest, EncodeSettings
+
+_MAIN = "relax_core.data.media.encode_worker_main"
+
+
+class EncodePool:
+    """Encodes sources in ``workers`` child processes, one source at a time in each.
+
+    A worker that takes longer than ``settings.limits.worker_timeout_s`` seconds for an item, or dies, is replaced, and
+    its item is refused. The media folder must exist.
+    """
+
+    def __init__(self, settings: EncodeSettings, *, workers: int, log_file: Path | None = None) -> None:
+        self._timeout_s = settings.limits.worker_timeout_s
+        self.workers = [
+            KillableProcess([_MAIN], settings, what="encoding of media", log_file=log_file) for _ in range(workers)
+        ]
+        self._idle: queue.SimpleQueue[KillableProcess] = queue.SimpleQueue()
+        for worker in self.workers:
+            self._idle.put(worker)
+        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="encode")
+
+    async def encode(self, source: MediaSource) -> MediaItem:
+        """Returns the item of a source, whose file is in the media folder then.
+
+        Raises MediaError if the source is refused, and RuntimeError if a worker cannot start or the pool was closed.
+        """
+        answer = await asyncio.get_running_loop().run_in_executor(self._threads, self._in_worker, source)
+        if answer.item is not None:
+            return answer.item
+        assert answer.word is not None, "an answer has an item or a reason"
+        raise MediaError(source.kind, answer.word, answer.text)
+
+    def _in_worker(self, source: MediaSource) -> EncodeAnswer:
+        data = source.data or b""
+        request = EncodeRequest(kind=source.kind, path=source.path, data_bytes=len(data))
+        worker = self._idle.get_nowait()  # never empty, because there are as many threads as workers
+        try:
+            answer = worker.ask(request, limit_s=self._timeout_s, content=data)
+        except WorkerLost as lost:
+            text = f"{source.words}: {lost}"
+            return EncodeAnswer(word="timeout" if lost.late else "worker_killed", text=text)
+        finally:
+            self._idle.put(worker)
+        return msgspec.msgpack.decode(answer, type=EncodeAnswer)
+
+    def close(self) -> None:
+        """Ends all workers; may be called twice. Items that are being encoded are refused."""
+        for worker in self.workers:
+            worker.stop()
+        self._threads.shutdown(wait=True, cancel_futures=True)  # a thread that waits has noticed its worker's end
+        for worker in self.workers:
+            worker.close_pipes()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

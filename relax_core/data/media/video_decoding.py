@@ -1,0 +1,215 @@
+"""Decodes the sampled frames of a video with PyAV: bounded by its header, by its packets and while it decodes."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import IO, Any
+
+import numpy as np
+
+from relax_core.contracts.media import MediaError
+from relax_core.data.media.media_limits import MediaLimits
+from relax_core.data.media.media_sizes import check_source_size
+
+# What phones, cameras, browsers and data sets write. FFmpeg knows hundreds more, most of them old and little tested.
+_CODECS = ("h264", "hevc", "vp8", "vp9", "av1", "libdav1d", "mpeg4", "mjpeg")
+
+
+@dataclass(frozen=True, kw_only=True)
+class VideoHeader:
+    """Holds what a video says about itself: frames, frames per second, and the size of a frame before rotation."""
+
+    frames: int
+    fps: float
+    height: int
+    width: int
+
+    @property
+    def seconds(self) -> float:
+        """Returns the length in seconds."""
+        return self.frames / self.fps if self.fps > 0 else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class VideoIndex:
+    """Holds the presentation times of a video's frames in order, and which of them begin a group of pictures.
+
+    ``times`` is None if the container does not tell a distinct time for each frame.
+    """
+
+    header: VideoHeader
+    times: Sequence[int] | None
+    keys: Sequence[int]
+
+
+def sample_frames(frames: int, fps: float, limits: MediaLimits) -> list[int]:
+    """Returns which frames are used: uniformly many, ``limits.video_fps`` per second, as Qwen3-VL's processor does."""
+    count = int(frames / fps * limits.video_fps)
+    count = min(max(count, limits.video_frames_min), limits.video_frames_max, frames)
+    indices: list[int] = np.linspace(0, frames - 1, count).round().astype(int).tolist()
+    return indices
+
+
+def stamp_seconds(indices: Sequence[int], fps: float, step: int) -> list[float]:
+    """Returns the time of each frame step in seconds: the middle between its first and its last frame."""
+    padded = [*indices, *[indices[-1]] * (-len(indices) % step)]
+    return [(padded[at] / fps + padded[at + step - 1] / fps) / 2 for at in range(0, len(padded), step)]
+
+
+def video_header(file: IO[bytes], form: str, limits: MediaLimits) -> VideoHeader:
+    """Returns a video's header; only if it does not say the number of frames, the packets are counted.
+
+    Raises MediaError if the header breaks a limit.
+    """
+    with _opened(file, form, limits) as (_, stream):
+        header = _header(stream, limits)
+    return header if header.frames else video_index(file, form, limits).header
+
+
+def video_index(file: IO[bytes], form: str, limits: MediaLimits) -> VideoIndex:
+    """Returns what the packets of a video say, without decoding them. Raises MediaError as `video_header` does."""
+    with _opened(file, form, limits) as (container, stream):
+        said = _header(stream, limits)
+        times: list[int | None] = []
+        keys: list[int] = []
+        for packet in container.demux(stream):
+            if packet.size == 0 or packet.is_discard:
+                continue
+            if packet.is_corrupt:
+                raise MediaError("video", "truncated", f"frame {len(times)} is not complete.")
+            times.append(packet.pts)
+            if packet.is_keyframe and packet.pts is not None:
+                keys.append(packet.pts)
+            if len(times) > limits.source_frames:
+                raise _too_many_frames(f"more than {limits.source_frames:,}", limits)
+        if not times:
+            raise MediaError("video", "no_frames", "it has no frames.")
+        if len(times) < said.frames * 0.99 - 1:
+            raise MediaError("video", "truncated", f"its header says {said.frames} frames, and {len(times)} are there.")
+        known = sorted(time for time in times if time is not None)
+        distinct = len(known) == len(times) and len(set(known)) == len(known)
+        header = VideoHeader(frames=len(times), fps=said.fps, height=said.height, width=said.width)
+        _check_length(header.seconds, limits)
+        if distinct:
+            _check_length(float((known[-1] - known[0]) * stream.time_base), limits)
+        return VideoIndex(header=header, times=known if distinct else None, keys=sorted(keys))
+
+
+def decode_frames(
+    file: IO[bytes], form: str, limits: MediaLimits, index: VideoIndex, indices: Sequence[int]
+) -> Iterator[np.ndarray]:
+    """Yields the frames with the given numbers, in order, upright, uint8 ``[height, width, 3]``.
+
+    A part of the video that holds no such frame is skipped if a group of pictures begins behind it. Raises MediaError
+    for a frame that is damaged or breaks a limit.
+    """
+    with _opened(file, form, limits) as (container, stream):
+        stream.codec_context.options = {"max_pixels": str(limits.source_pixels)}
+        stream.codec_context.thread_count = 1
+        frames = _by_number(container, stream) if index.times is None else _by_time(container, stream, index, indices)
+        wanted = iter(indices)
+        number = next(wanted, None)
+        for found, frame in frames:
+            while number is not None and found == number:
+                check_source_size("video", limits, height=frame.height, width=frame.width)
+                yield np.rot90(frame.to_ndarray(format="rgb24"), frame.rotation // 90)
+                number = next(wanted, None)
+            if number is None:
+                return
+        raise MediaError("video", "truncated", f"frame {number} of {index.header.frames} cannot be decoded.")
+
+
+def _by_number(container: Any, stream: Any) -> Iterator[tuple[int, Any]]:
+    for number, frame in enumerate(container.decode(stream)):
+        yield number, _whole(frame)
+
+
+def _by_time(container: Any, stream: Any, index: VideoIndex, indices: Sequence[int]) -> Iterator[tuple[int, Any]]:
+    """Yields frames with their numbers; it seeks to the last group of pictures that begins at or before a frame."""
+    assert index.times is not None
+    numbers = {time: number for number, time in enumerate(index.times)}
+    reached, keys = index.times[0] - 1, index.keys[1:]
+    decoder = container.decode(stream)
+    for time in (index.times[number] for number in indices):
+        place = bisect_right(keys, time) - 1
+        sought = place >= 0 and keys[place] > reached
+        if sought:
+            container.seek(keys[place], stream=stream, backward=True)
+            decoder = container.decode(stream)
+        while reached < time:
+            frame = next(decoder, None)
+            if frame is None:
+                return
+            if sought and frame.pts is not None and frame.pts > time:  # the container sought too far
+                container.seek(index.times[0], stream=stream, backward=True)
+                decoder, keys, sought = container.decode(stream), [], False
+                continue
+            sought = False
+            if frame.pts in numbers:
+                reached = frame.pts
+                yield numbers[reached], _whole(frame)
+
+
+def _whole(frame: Any) -> Any:
+    if frame.is_corrupt:
+        raise MediaError("video", "truncated", "a frame of it is damaged.")
+    return frame
+
+
+def _header(stream: Any, limits: MediaLimits) -> VideoHeader:
+    context = stream.codec_context
+    if context is None or context.name not in _CODECS:
+        name = "of an unknown codec" if context is None else context.name
+        raise MediaError("video", "unknown_format", f"its stream is {name}, none of {', '.join(_CODECS)}. Convert it.")
+    check_source_size("video", limits, height=context.height, width=context.width)
+    if stream.frames > limits.source_frames:
+        raise _too_many_frames(f"{stream.frames:,}", limits)
+    fps = float(stream.average_rate or stream.guessed_rate or 0)
+    if stream.duration is not None and stream.time_base:
+        _check_length(float(stream.duration * stream.time_base), limits)
+    if fps <= 0:
+        raise MediaError("video", "no_frames", "its header says no frame rate.")
+    header = VideoHeader(frames=stream.frames, fps=fps, height=context.height, width=context.width)
+    _check_length(header.seconds, limits)
+    return header
+
+
+def _check_length(seconds: float, limits: MediaLimits) -> None:
+    if seconds > limits.source_seconds:
+        raise MediaError(
+            "video",
+            "too_long",
+            f"it is {seconds:,.0f} s long, and the limit is {limits.source_seconds:,.0f} s. Cut it.",
+        )
+
+
+def _too_many_frames(count: str, limits: MediaLimits) -> MediaError:
+    text = f"it has {count} frames, and the limit is {limits.source_frames:,}. Cut it."
+    return MediaError("video", "too_many_frames", text)
+
+
+@contextmanager
+def _opened(file: IO[bytes], form: str, limits: MediaLimits) -> Iterator[tuple[Any, Any]]:
+    """Opens the first video stream of a file object; errors of FFmpeg inside the block become MediaError."""
+    import av
+
+    file.seek(0)
+    options = {"format_whitelist": "mov,matroska,webm", "protocol_whitelist": "none", "enable_drefs": "0"}
+    try:
+        container = av.open(
+            file, format=form, container_options=options, metadata_errors="replace",
+            options={"max_pixels": str(limits.source_pixels)},
+        )  # fmt: skip
+        with container:
+            if not container.streams.video:
+                raise MediaError("video", "no_frames", "it has no video stream.")
+            yield container, container.streams.video[0]
+    except av.error.MemoryError as error:
+        raise MemoryError(str(error)) from error
+    except (av.FFmpegError, OSError, ValueError, ArithmeticError) as error:
+        if isinstance(error, MediaError):
+            raise
+        raise MediaError("video", "truncated", f"it is truncated or damaged: {error}") from error

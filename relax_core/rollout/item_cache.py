@@ -1,0 +1,144 @@
+"""Keeps the encoded images and videos of a run, so that each is encoded once wherever it occurs.
+
+An item is known by its source: the path of a file, or the digest of its bytes. Prompts of training and evaluation hold
+their items, and an item that nobody holds is let go once the cache has more bytes than it may have.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import xxhash
+
+from relax_core.contracts.media import MediaError, MediaItem, MediaReason, MediaSource
+
+Key = tuple[str, str]  # kind, and the path or the digest of the bytes
+MOST_ERRORS = 65_536  # refused sources that are remembered
+PASSING: tuple[MediaReason, ...] = ("timeout", "worker_killed")  # reasons that may not hold another time
+
+
+class ItemEncoder(Protocol):
+    """Declares the call of the encode workers that the cache makes."""
+
+    async def encode(self, source: MediaSource) -> MediaItem:
+        """Returns the item, whose tensors are stored. Raises `MediaError` if the source cannot be used."""
+
+
+class ItemCache:
+    """Gives items by their sources and encodes what it does not have.
+
+    ``most_bytes`` bounds the tensors of all items that nobody holds, together with those that somebody does.
+    ``let_go`` is called with the digest of each item that the cache gives up. ``encoded`` counts the encodings.
+    """
+
+    def __init__(
+        self, encoder: ItemEncoder, *, most_bytes: int, let_go: Callable[[str], None] = lambda digest: None
+    ) -> None:
+        self._encoder = encoder
+        self._most_bytes = most_bytes
+        self._let_go = let_go
+        self._items: dict[Key, MediaItem] = {}
+        self._errors: OrderedDict[Key, MediaError] = OrderedDict()
+        self._encoding: dict[Key, asyncio.Task[MediaItem]] = {}
+        self._wanted_by: dict[Key, list[str]] = defaultdict(list)  # owners that wait for an encoding
+        self._unused: OrderedDict[str, None] = OrderedDict()  # digests that nobody holds, the oldest first
+        self._keys: dict[str, set[Key]] = defaultdict(set)
+        self._sizes: dict[str, int] = {}
+        self._bytes = 0
+        self._held: dict[str, Counter[str]] = {}  # by owner
+        self._holders: Counter[str] = Counter()
+        self.encoded = 0
+
+    async def items(self, sources: Sequence[MediaSource], *, owner: str) -> list[MediaItem]:
+        """Returns the items of these sources in order; ``owner`` holds them until `release`.
+
+        Raises the `MediaError` of the first source that cannot be used; the owner then holds none of these items.
+        """
+        found = await asyncio.gather(*(self._item(one, owner) for one in sources), return_exceptions=True)
+        for one in found:
+            if isinstance(one, BaseException):
+                for other in found:
+                    if isinstance(other, MediaItem):
+                        self._drop(owner, other.digest)
+                raise one
+        return [one for one in found if isinstance(one, MediaItem)]
+
+    def release(self, owner: str) -> None:
+        """Ends what ``owner`` holds or waits for; an owner that holds nothing is no error."""
+        for waiting in self._wanted_by.values():
+            waiting[:] = [one for one in waiting if one != owner]
+        for digest, count in self._held.pop(owner, Counter()).items():
+            self._unhold(digest, count)
+        self._evict()
+
+    async def _item(self, source: MediaSource, owner: str) -> MediaItem:
+        key = _key(source)
+        error = self._errors.get(key)
+        if error is not None:
+            raise MediaError(error.kind, error.word, str(error))
+        item = self._items.get(key)
+        if item is not None:
+            self._hold(owner, item.digest)
+            return item
+        if key not in self._encoding:
+            self._encoding[key] = asyncio.create_task(self._encode(key, source))
+        # The encoding holds the item for those that wait, so that it is not given up before they run again.
+        self._wanted_by[key].append(owner)
+        return await asyncio.shield(self._encoding[key])
+
+    async def _encode(self, key: Key, source: MediaSource) -> MediaItem:
+        try:
+            item = await self._encoder.encode(source)
+        except MediaError as error:
+            if error.word not in PASSING:
+                self._errors[key] = error
+                if len(self._errors) > MOST_ERRORS:
+                    self._errors.popitem(last=False)
+            raise
+        finally:
+            self._encoding.pop(key, None)
+            owners = self._wanted_by.pop(key, [])
+        self.encoded += 1
+        self._items[key] = item
+        self._keys[item.digest].add(key)
+        if item.digest not in self._sizes:
+            self._sizes[item.digest] = item.nbytes
+            self._bytes += item.nbytes
+        for owner in owners:
+            self._hold(owner, item.digest)
+        self._evict()
+        return item
+
+    def _hold(self, owner: str, digest: str) -> None:
+        self._held.setdefault(owner, Counter())[digest] += 1
+        self._holders[digest] += 1
+        self._unused.pop(digest, None)
+
+    def _drop(self, owner: str, digest: str) -> None:
+        held = self._held.get(owner, Counter())
+        if held[digest] > 0:
+            held[digest] -= 1
+            self._unhold(digest, 1)
+
+    def _unhold(self, digest: str, count: int) -> None:
+        self._holders[digest] -= count
+        if self._holders[digest] <= 0:
+            del self._holders[digest]
+            self._unused[digest] = None
+
+    def _evict(self) -> None:
+        while self._unused and self._bytes > self._most_bytes:
+            digest, _ = self._unused.popitem(last=False)
+            for key in self._keys.pop(digest, ()):
+                self._items.pop(key, None)
+            self._bytes -= self._sizes.pop(digest)
+            self._let_go(digest)
+
+
+def _key(source: MediaSource) -> Key:
+    if source.path is not None:
+        return source.kind, source.path
+    return source.kind, f"xxh3:{xxhash.xxh3_128_hexdigest(source.data or b'')}"

@@ -1,0 +1,132 @@
+"""Passes the items of a micro-batch through the vision tower and puts their features into the first layers.
+
+Every rank of the first pipeline stage holds the whole tower. The ranks of a tensor-parallel group pass the same items
+and get the same gradients. A context-parallel rank passes the items of which it has rows, so its gradients are partial;
+they are summed like those of all other weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
+from torch import Tensor
+
+from relax_core.contracts.media import MediaReader
+from relax_core.families.architecture import VisionTower
+from relax_core.families.vision.tower import TowerOutput, build_tower, pass_items
+from relax_core.train.model.routing_replay import rows_inside_layers
+from relax_core.train.packing.media_rows import smallest_frames
+from relax_core.train.packing.tree_packing import TreeLayout
+from relax_core.train.parallel.context_parallel import RowSharding
+
+if TYPE_CHECKING:
+    from relax_core.train.attention.tree_attention import TreeBatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MediaInputs:
+    """Holds the items of which a rank of the first stage has rows, and those of its rows that get their features.
+
+    ``frames`` are uint8 ``[frames, height, width, 3]`` and ``grids`` (time, height, width) in patches, one for each
+    item. Row ``rows[i]`` inside the layers gets feature ``features[i]``, both int64. ``deepstack`` is ``[layers, rows,
+    hidden]`` after the tower's pass: its entry k is added to these rows after layer k.
+    """
+
+    frames: Sequence[np.ndarray]
+    grids: Sequence[Sequence[int]]
+    rows: Tensor
+    features: Tensor
+    deepstack: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MediaPlan:
+    """Makes the `MediaInputs` of a rank of the first stage for each micro-batch.
+
+    ``part`` and ``parts`` are those of sequence parallelism.
+    """
+
+    tower: VisionTower
+    reader: MediaReader | None
+    sharding: RowSharding
+    parts: int
+    part: int
+    device: torch.device
+
+    def inputs(self, layout: TreeLayout, *, padded_rows: int) -> MediaInputs | None:
+        """Returns the inputs of a micro-batch, or None if this rank has no row of an item."""
+        if layout.media is None:
+            return None
+        mine = self.sharding.rows_of_rank(padded_rows)
+        kept = np.isin(layout.media.rows, mine, assume_unique=True)
+        if not kept.any():
+            return None
+        media = layout.media.taken(np.flatnonzero(kept), self.tower)
+        inside = rows_inside_layers(self.sharding, padded_rows, parts=self.parts, part=self.part)
+        places = np.minimum(np.searchsorted(inside, media.rows), len(inside) - 1)
+        own = inside[places] == media.rows
+        assert self.reader is not None, "a role whose model sees is given a reader of media"
+        return MediaInputs(
+            frames=[self.reader.tensors(item)["frames"] for item in media.items],
+            grids=[item.grid for item in media.items],
+            rows=torch.from_numpy(places[own]).to(self.device),
+            features=torch.from_numpy(media.features[own]).to(self.device),
+        )
+
+
+def add_tower(model: Any, tower: VisionTower, *, dtype: torch.dtype, device: str, recompute: bool) -> None:
+    """Gives the first chunk of a model its vision tower, whose outputs its first layers add.
+
+    If ``recompute`` is True the activations of the tower's layers are computed again in the backward pass.
+    """
+    model.vision = build_tower(tower, dtype=dtype, device=device)
+    if recompute:
+        model.vision.gradient_checkpointing_enable({"use_reentrant": False})
+    for number, layer in enumerate(model.decoder.layers[: tower.deepstack_layers]):
+        layer.register_forward_hook(partial(_add_deepstack, number), with_kwargs=True)
+
+
+def with_features(
+    hidden: Tensor, tree: TreeBatch, vision: torch.nn.Module, tower: VisionTower, *, sequence_parallel: bool
+) -> tuple[Tensor, TreeBatch]:
+    """Returns the embedded rows ``[rows, 1, hidden]`` with the features, and the batch with the deepstack rows.
+
+    If no row of a trained tower's media is here, the smallest item passes it at weight zero, so that every weight has
+    a gradient on every rank in every micro-batch, which overlapped reduction needs.
+    """
+    media = tree.media
+    if media is None:
+        if torch.is_grad_enabled() and any(one.requires_grad for one in vision.parameters()):
+            frames, grid = smallest_frames(tower)
+            hidden = hidden + 0.0 * _stacked(pass_items(vision, tower, [frames], [grid])).sum()
+        return hidden, tree
+    outputs = _stacked(pass_items(vision, tower, media.frames, media.grids))
+    if sequence_parallel:
+        # Each rank of the group uses the features of its own rows, so the backward pass sums their gradients.
+        outputs = copy_to_tensor_model_parallel_region(outputs)
+    outputs = outputs[:, media.features]
+    hidden = hidden.index_copy(0, media.rows, outputs[0, :, None])
+    return hidden, replace(tree, media=replace(media, deepstack=outputs[1:]))
+
+
+def _stacked(output: TowerOutput) -> Tensor:
+    """Returns all outputs of a tower, ``[1 + deepstack layers, rows, hidden]``."""
+    return torch.stack([output.features, *output.deepstack])
+
+
+def _add_deepstack(number: int, layer: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+    """Adds the deepstack rows after layer ``number``.
+
+    This is outside of the layer, so a layer that is recomputed does not go backward through the tower a second time.
+    """
+    media = kwargs["attention_mask"].media
+    if media is None:
+        return None
+    hidden, context = output
+    return hidden.index_add(0, media.rows, media.deepstack[number, :, None]), context

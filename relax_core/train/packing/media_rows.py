@@ -1,0 +1,124 @@
+"""Finds the rows of a packed stream that get features of a vision tower.
+
+An item passes the tower once in a micro-batch, wherever and however often it occurs there.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from relax_core.contracts.media import Media, MediaItem
+from relax_core.contracts.tree import TokenTree
+from relax_core.families.architecture import Architecture, VisionTower
+from relax_core.families.vision.item_rows import feature_rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MediaRows:
+    """Names the rows of a stream, or of a part of it, that get features of its ``items``, each of which is there once.
+
+    Row ``rows[i]`` gets feature ``features[i]``; both are int64, and the rows ascend. Features are numbered item by
+    item.
+    """
+
+    items: tuple[MediaItem, ...]
+    rows: np.ndarray
+    features: np.ndarray
+
+    def taken(self, kept: np.ndarray, tower: VisionTower) -> MediaRows:
+        """Returns the entries at the indexes ``kept`` and the items that these need, with their features renumbered."""
+        ends = np.cumsum([_feature_count(item, tower) for item in self.items])
+        features = self.features[kept]
+        owners = np.searchsorted(ends, features, side="right")
+        needed, new = np.unique(owners, return_inverse=True)
+        counts = np.diff(ends, prepend=0)[needed]
+        first = np.cumsum(counts) - counts
+        return MediaRows(
+            items=tuple(self.items[index] for index in needed),
+            rows=self.rows[kept],
+            features=features - (ends - np.diff(ends, prepend=0))[owners] + first[new],
+        )
+
+
+def media_of_stream(trees: Sequence[TokenTree]) -> list[Media]:
+    """Returns the media of trees whose rows are concatenated, at their rows there."""
+    first, found = 0, list[Media]()
+    for tree in trees:
+        found += [msgspec.structs.replace(one, start=one.start + first, end=one.end + first) for one in tree.media]
+        first += tree.rows
+    return found
+
+
+def media_rows(media: Sequence[Media], tower: VisionTower, *, computed: np.ndarray) -> MediaRows:
+    """Returns the stream's rows of ``media``, which is in order of rows.
+
+    ``computed`` is bool ``[rows]`` and True at the rows that are in the stream.
+    """
+    stream_row = np.cumsum(computed) - 1
+    items: dict[str, MediaItem] = {}
+    first_feature: dict[str, int] = {}
+    count = 0
+    for one in media:
+        if one.item.digest not in items:
+            items[one.item.digest], first_feature[one.item.digest] = one.item, count
+            count += _feature_count(one.item, tower)
+    rows, features = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int64)]
+    for one in media:
+        own = one.start + np.flatnonzero(feature_rows(tower, one.item.ids))
+        inside = computed[own]
+        rows.append(stream_row[own[inside]])
+        features.append(first_feature[one.item.digest] + np.flatnonzero(inside))
+    return MediaRows(items=tuple(items.values()), rows=np.concatenate(rows), features=np.concatenate(features))
+
+
+@dataclass(frozen=True, slots=True)
+class TowerWork:
+    """Says what a patch costs: the tower's work for it is that of ``patch_rows`` rows of the language model.
+
+    ``most_patches`` bounds the patches that pass a rank's tower in a micro-batch (parallel.micro_batch_patches).
+    """
+
+    patch_rows: float = 0.0
+    most_patches: int = sys.maxsize
+
+    @staticmethod
+    def of(architecture: Architecture, *, most_patches: int) -> TowerWork:
+        """Returns the work of a model's tower, from the matrix products of its blocks and its mergers."""
+        tower = architecture.vision
+        if tower is None:
+            return NO_TOWER
+        width, merged = tower.hidden_size, tower.hidden_size * tower.merge_size**2
+        blocks = tower.num_layers * (4 * width**2 + 2 * width * tower.intermediate_size)
+        mergers = (1 + tower.deepstack_layers) * (merged**2 + merged * architecture.hidden_size)
+        return TowerWork((blocks + mergers / tower.merge_size**2) / _products_of_row(architecture), most_patches)
+
+
+NO_TOWER = TowerWork()
+
+
+def _products_of_row(architecture: Architecture) -> int:
+    """Returns the multiplications of one row in the layers of the language model, without attention's scores."""
+    one, experts = architecture, architecture.experts
+    attention = 2 * one.hidden_size * one.head_dim * (one.num_heads + one.num_kv_heads)
+    width = one.intermediate_size if experts is None else experts.per_token * experts.width
+    return one.num_layers * (attention + 3 * one.hidden_size * width)
+
+
+def smallest_frames(tower: VisionTower) -> tuple[np.ndarray, list[int]]:
+    """Returns frames, uint8 ``[frames, height, width, 3]``, and the grid of the smallest item that a tower takes."""
+    side = tower.merge_size * tower.patch_size
+    return np.zeros((tower.temporal_patch_size, side, side, 3), dtype=np.uint8), [1, tower.merge_size, tower.merge_size]
+
+
+def tree_patches(trees: Sequence[TokenTree]) -> int:
+    """Returns the patches of the distinct items of some trees."""
+    return sum({one.item.digest: one.item.patches for tree in trees for one in tree.media}.values())
+
+
+def _feature_count(item: MediaItem, tower: VisionTower) -> int:
+    return item.patches // tower.merge_size**2

@@ -1,0 +1,27 @@
+"""Right or wrong by comparison of the text: for answers that are one word or number."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput, RewardSpec
+
+
+@dataclass(frozen=True)
+class ExactConfig(RewardConfig):
+    """Holds the settings of the reward; ``timeout_s`` is the limit per answer in seconds."""
+
+    name: str = "exact"
+    timeout_s: float = 1.0
+
+
+def score(given: RewardInput, config: ExactConfig) -> RewardOutput:
+    """Returns 1 if the response, without white space at its ends, is the reference answer, else 0.
+
+    A response that the token limit cut is never right.
+    """
+    exact = given.stopped and given.response.strip() == given.answer.strip()
+    return RewardOutput(reward=float(exact), exact=exact)
+
+
+SPEC = RewardSpec(name="exact", summary="1 if the response is the answer, else 0", config=ExactConfig, score=score)

@@ -1,0 +1,123 @@
+"""The families that see: what is read from a published folder, what is refused, and the tower's weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from relax_core.contracts.family import Experts
+from relax_core.families.folder import folder_architecture
+from relax_core.families.hf_config import end_token_ids, language_values
+from relax_core.families.rope import Rope
+from relax_core.families.table import read_architecture
+from relax_core.families.tiny_configs import VISION_NAMES, processor_files, tiny_config
+from relax_core.plan.model.model_source import SHAPES
+from relax_core.registry import find_family
+from relax_core.tools.tiny_vision import write_settings
+
+PUBLISHED = sorted(file.stem for file in SHAPES.glob("Qwen3-VL-*.json"))
+CLASSES = {"qwen3_vl": "Qwen3VLForConditionalGeneration", "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration"}
+
+
+def config_of(name: str) -> dict[str, Any]:
+    if name in VISION_NAMES:
+        return tiny_config(name)
+    values: dict[str, Any] = json.loads((SHAPES / f"{name}.json").read_text())
+    del values["_source"]
+    return values
+
+
+def on_meta(config: dict[str, Any]) -> Any:
+    model_class = getattr(transformers, CLASSES[config["model_type"]])
+    with torch.device("meta"):
+        return model_class(model_class.config_class.from_dict(config))
+
+
+@pytest.mark.parametrize("name", [*VISION_NAMES, *PUBLISHED])
+def test_a_towers_weights_are_those_of_transformers(name: str) -> None:
+    config = config_of(name)
+    vision = find_family(config["model_type"]).vision
+    assert vision is not None
+    theirs = {
+        weight: tuple(parameter.shape)
+        for weight, parameter in on_meta(config).named_parameters()
+        if weight.startswith(vision.prefix)
+    }
+    assert {vision.prefix + part: shape for part, shape in vision.shapes(config["vision_config"]).items()} == theirs
+    projector = {part for part in vision.shapes(config["vision_config"]) if part.startswith(vision.projector)}
+    assert 0 < len(projector) < len(theirs)
+
+
+@pytest.mark.parametrize("name", VISION_NAMES)
+def test_a_published_folder_is_read(tmp_path: Path, name: str) -> None:
+    config = tiny_config(name)
+    write_settings(tmp_path, config)
+    one = folder_architecture(tmp_path, family=config["model_type"])
+    assert (one.vocab_size, one.hidden_size, one.num_layers, one.max_positions) == (64, 72, 4, 4096)
+    assert one.rope == Rope(theta=1e4, sections=(4, 2, 2)) and one.qk_norm and not one.qkv_bias
+    assert one.prefix == "model.language_model." and one.tie_word_embeddings is (name == "tiny_qwen3_vl")
+    experts = Experts(count=8, per_token=2, width=40, normalized=True)
+    assert one.experts == (experts if one.fused_experts else None) and one.fused_experts is name.endswith("_moe")
+    tower = one.vision
+    assert tower is not None
+    assert (tower.patch_size, tower.temporal_patch_size, tower.merge_size, tower.deepstack_layers) == (8, 2, 2, 2)
+    assert (tower.min_pixels, tower.max_pixels) == (32 * 32, 128 * 128)
+    assert tower.mean == tower.std == (127.5, 127.5, 127.5)
+    assert end_token_ids(tmp_path) == (config["text_config"]["eos_token_id"],)
+
+
+@pytest.mark.parametrize("name", VISION_NAMES)
+def test_a_folder_that_transformers_5_wrote_is_the_same(tmp_path: Path, name: str) -> None:
+    """It has rope_parameters and num_local_experts, and leaves norm_topk_prob out."""
+    config = tiny_config(name)
+    family = find_family(config["model_type"])
+    on_meta(config).config.save_pretrained(tmp_path)
+    new = json.loads((tmp_path / "config.json").read_text())
+    assert "rope_parameters" in new["text_config"] and "rope_scaling" not in new["text_config"]
+    new["text_config"].pop("norm_topk_prob", None)
+    assert read_architecture(family, new) == read_architecture(family, config)
+
+
+@pytest.mark.parametrize("name", VISION_NAMES)
+def test_no_two_axes_of_a_matrix_of_the_language_model_are_equal(name: str) -> None:
+    for weight, parameter in on_meta(tiny_config(name)).named_parameters():
+        if ".language_model." in weight and parameter.dim() > 1:
+            assert parameter.shape[-1] != parameter.shape[-2], weight
+
+
+@pytest.mark.parametrize("file", sorted(processor_files()))
+def test_a_missing_processor_file_is_named(tmp_path: Path, file: str) -> None:
+    write_settings(tmp_path, tiny_config("tiny_qwen3_vl"))
+    (tmp_path / file).unlink()
+    with pytest.raises(ValueError, match=f"no {file} there.*Fetch the folder again"):
+        folder_architecture(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"norm_topk_prob": False}, "norm_topk_prob=False: qwen3_vl_moe computes norm_topk_prob=True only"),
+        ({"rope_scaling": {"rope_type": "default"}}, "config.json has no mrope_section"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "mrope_section": [4, 2, 2]}}, "rope_type=linear"),
+        ({"rope_scaling": {"mrope_section": [4, 2, 2], "mrope_interleaved": False}}, "interleaved sections only"),
+        ({"num_experts_per_tok": 1}, "the router learns nothing"),
+        ({"mlp_only_layers": [1]}, "qwen3_vl_moe computes models with experts in every layer only"),
+    ],
+)
+def test_what_is_not_computed_is_refused(changes: dict[str, Any], words: str) -> None:
+    config = tiny_config("tiny_qwen3_vl_moe")
+    config["text_config"] |= changes
+    with pytest.raises(ValueError, match=words):
+        read_architecture(find_family("qwen3_vl_moe"), config)
+
+
+def test_the_language_part_gives_the_sizes_of_the_language_model() -> None:
+    config = tiny_config("tiny_qwen3_vl")
+    values = language_values(config)
+    assert values["vocab_size"] == 64 and values["image_token_id"] == config["image_token_id"]
+    assert language_values({"vocab_size": 5}) == {"vocab_size": 5}

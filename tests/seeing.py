@@ -1,0 +1,156 @@
+"""Holds what tests of models that see share: random folders in the published layout, items, and transformers' view."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from relax_core.contracts.media import Media, MediaItem
+from relax_core.contracts.media_file import FolderReader, item_digest, write_item
+from relax_core.families.architecture import VisionTower
+from relax_core.families.folder import folder_architecture
+from relax_core.families.vision.item_rows import image_rows, video_rows
+from relax_core.families.vision.patches import patches_of
+from relax_core.tools.tiny_configs import processor_files, tiny_config
+from relax_core.tools.tiny_vision import write_published
+
+DENSE, EXPERTS = "tiny_qwen3_vl", "tiny_qwen3_vl_moe"
+FIRST_TEXT = 7  # ids from here to LAST_TEXT are characters
+LAST_TEXT = 50
+
+
+def make_seeing_model(folder: Path | None, *, name: str = DENSE, seed: int = 0, layers: int | None = None) -> Any:
+    """Makes a random model whose distributions are far from flat, and writes it as published if a folder is given.
+
+    ``layers`` replaces the number of the language model's layers.
+    """
+    import transformers
+
+    config = tiny_config(name)
+    if layers is not None:
+        config["text_config"]["num_hidden_layers"] = layers
+    torch.manual_seed(seed)
+    model_class = getattr(transformers, config["architectures"][0])
+    model = model_class(model_class.config_class.from_dict(config)).float().eval()
+    with torch.no_grad():
+        for label, parameter in model.named_parameters():
+            if parameter.ndim == 1:
+                parameter.copy_((1.0 if "norm" in label else 0.0) + 0.2 * torch.randn_like(parameter))
+            else:
+                parameter.normal_(std=1.2 / parameter[0].numel() ** 0.5 if parameter.ndim != 3 else 0.15)
+    if folder is not None:
+        write_folder(model, folder, config)
+    return model
+
+
+def write_folder(model: Any, folder: Path, config: dict[str, Any]) -> None:
+    """Writes config.json, the processors' files and the weights."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for file, values in {"config.json": config, **processor_files()}.items():
+        (folder / file).write_text(json.dumps(values))
+    write_published(model, folder)
+
+
+@dataclass
+class Seen:
+    """Makes items of a model and prompts that hold them; ``folder`` gets the files of the items."""
+
+    model_folder: Path
+    folder: Path
+    tower: VisionTower = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        tower = folder_architecture(self.model_folder).vision
+        assert tower is not None
+        self.tower = tower
+
+    def image(self, height: int, width: int, *, seed: int = 0) -> MediaItem:
+        """Encodes a random image of ``height`` by ``width`` rows."""
+        return self._item(_noise(1, height, width, self.tower, seed), stamps=None)
+
+    def video(self, steps: int, height: int, width: int, *, seed: int = 0) -> MediaItem:
+        """Encodes a random video of ``steps`` steps of ``height`` by ``width`` rows, with random time stamps."""
+        rng = np.random.default_rng(seed)
+        stamps = [rng.integers(FIRST_TEXT, LAST_TEXT, 3 + step % 2).tolist() for step in range(steps)]
+        frames = _noise(steps * self.tower.temporal_patch_size, height, width, self.tower, seed)
+        return self._item(frames, stamps=stamps)
+
+    def _item(self, frames: np.ndarray, *, stamps: Sequence[Sequence[int]] | None) -> MediaItem:
+        tower = self.tower
+        count, height, width, _ = frames.shape
+        grid = [-(-count // tower.temporal_patch_size), height // tower.patch_size, width // tower.patch_size]
+        rows = image_rows(tower, grid=grid) if stamps is None else video_rows(tower, grid=grid, stamps=stamps)
+        item = MediaItem(
+            kind="image" if stamps is None else "video",
+            digest=item_digest(b"test", {"frames": frames}),
+            token_ids=rows.token_ids.astype("<i4").tobytes(),
+            offsets=rows.offsets.astype("<i4").tobytes(),
+            advance=rows.advance,
+            placeholder=rows.placeholder,
+            grid=grid,
+            frames=count,
+            width=width,
+            height=height,
+        )
+        return write_item(self.folder, item, {"frames": frames})
+
+    def prompt(self, *parts: Sequence[int] | MediaItem) -> tuple[list[int], list[Media]]:
+        """Returns the ids of texts and items one after the other, and where the items are.
+
+        An image stands between the tokens that begin and end vision, as in the chat template.
+        """
+        ids: list[int] = []
+        media: list[Media] = []
+        for part in parts:
+            if not isinstance(part, MediaItem):
+                ids += part
+                continue
+            around = part.kind == "image"
+            ids += [self.tower.vision_start_token_id] * around
+            media.append(Media(part, len(ids), len(ids) + part.rows))
+            ids += part.ids.tolist()
+            ids += [self.tower.vision_end_token_id] * around
+        return ids, media
+
+    def logits(self, model: Any, ids: Sequence[int], media: Sequence[Media]) -> Any:
+        """Returns the output of transformers over one sequence, whose rotary positions are transformers' own."""
+        reader = FolderReader(self.folder)
+        token_ids = torch.tensor([list(ids)])
+        types = (token_ids == self.tower.image_token_id) * 1 + (token_ids == self.tower.video_token_id) * 2
+        given: dict[str, Any] = {}
+        for kind, pixels, grids in (
+            ("image", "pixel_values", "image_grid_thw"),
+            ("video", "pixel_values_videos", "video_grid_thw"),
+        ):
+            items = [one.item for one in media if one.item.kind == kind]
+            if items:
+                patches = [patches_of(reader.tensors(item)["frames"], self.tower) for item in items]
+                given[pixels] = torch.cat(patches)
+                given[grids] = torch.tensor([item.grid for item in items])
+        more = {"output_router_logits": True} if hasattr(model.config.get_text_config(), "num_experts") else {}
+        model.model.rope_deltas = None
+        with torch.no_grad():
+            return model(input_ids=token_ids, mm_token_type_ids=types, use_cache=False, **given, **more)
+
+    def logprobs(self, model: Any, ids: Sequence[int], media: Sequence[Media]) -> torch.Tensor:
+        """Returns transformers' log-prob of each token but the first, ``[tokens - 1]``."""
+        table = self.logits(model, ids, media).logits[0, :-1].log_softmax(-1)
+        return table.gather(-1, torch.tensor(list(ids[1:]))[:, None])[:, 0]
+
+
+def text(length: int, *, seed: int = 0) -> list[int]:
+    """Returns random characters."""
+    return np.random.default_rng(seed + 1000 * length).integers(FIRST_TEXT, LAST_TEXT, length).tolist()
+
+
+def _noise(frames: int, height: int, width: int, tower: VisionTower, seed: int) -> np.ndarray:
+    size = tower.patch_size * tower.merge_size
+    shape = (frames, height * size, width * size, 3)
+    return np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)

@@ -1,0 +1,89 @@
+"""Fused experts and towers: the published layout in and out, transformers' other layout, and square experts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_models import make_vision_model
+from torch import Tensor
+from transformers import AutoModelForImageTextToText
+
+from relax_core.families.folder import folder_architecture
+from relax_core.train.hf.check_weights import weight_problems
+from relax_core.train.hf.stored_weights import fused, stored_weights
+from relax_core.weights.folder_stream import open_safetensors
+
+EXPERTS = "model.language_model.layers.1.mlp.experts."
+
+
+def through_the_rules(folder: Path) -> dict[str, Tensor]:
+    """Returns a folder's tensors after they were cut into those of the rules and joined again."""
+    stored = stored_weights(folder_architecture(folder))
+    files = dict(open_safetensors(folder))
+    parts = ((name, part[:]) for one in stored for name, part in one.parts(files[one.name]))
+    return dict(fused(parts, stored))
+
+
+def expert_tensors(folder: Path) -> dict[str, Tensor]:
+    """Returns the tensors of the rules of one layer's experts."""
+    stored = stored_weights(folder_architecture(folder))
+    files = dict(open_safetensors(folder))
+    layer = [one for one in stored if one.name.startswith(EXPERTS)]
+    return {name: part[:] for one in layer for name, part in one.parts(files[one.name])}
+
+
+@pytest.mark.parametrize("name", ["tiny_qwen3_vl", "tiny_qwen3_vl_moe"])
+def test_the_published_layout_goes_in_and_out(tmp_path: Path, name: str) -> None:
+    make_vision_model(tmp_path, name)
+    source, ours = load_file(tmp_path / "model.safetensors"), through_the_rules(tmp_path)
+    assert weight_problems(tmp_path, folder_architecture(tmp_path)) == []
+    assert source.keys() == ours.keys()
+    for weight, tensor in source.items():
+        assert tensor.shape == ours[weight].shape and torch.equal(tensor, ours[weight]), weight
+    assert source["model.visual.patch_embed.proj.weight"].dim() == 5
+
+
+def test_an_expert_is_the_one_of_transformers(tmp_path: Path) -> None:
+    """Transformers loads the published folder and holds each expert's matrices as the product needs them."""
+    make_vision_model(tmp_path, "tiny_qwen3_vl_moe")
+    theirs: Any = AutoModelForImageTextToText.from_pretrained(tmp_path)
+    experts = theirs.model.language_model.layers[1].mlp.experts
+    ours = expert_tensors(tmp_path)
+    for number in range(8):
+        gate, up = experts.gate_up_proj[number].chunk(2)
+        assert torch.equal(ours[f"{EXPERTS}{number}.gate_proj.weight"], gate)
+        assert torch.equal(ours[f"{EXPERTS}{number}.up_proj.weight"], up)
+        assert torch.equal(ours[f"{EXPERTS}{number}.down_proj.weight"], experts.down_proj[number])
+
+
+def write_untransposed(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    turned = {name: one.mT.contiguous() if ".mlp.experts." in name else one for name, one in weights.items()}
+    save_file(turned, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_the_layout_of_a_model_that_transformers_made_is_read_too(tmp_path: Path) -> None:
+    make_vision_model(tmp_path, "tiny_qwen3_vl_moe")
+    published = load_file(tmp_path / "model.safetensors")
+    write_untransposed(tmp_path)
+    assert weight_problems(tmp_path, folder_architecture(tmp_path)) == []
+    ours = through_the_rules(tmp_path)
+    assert all(torch.equal(tensor, ours[name]) for name, tensor in published.items())  # as published
+
+
+@pytest.mark.parametrize(("width", "other"), [(36, "down_proj"), (72, "gate_up_proj")])
+def test_a_square_expert_in_the_wrong_layout_is_caught(tmp_path: Path, width: int, other: str) -> None:
+    """One of the two tensors is square and tells nothing; so the other one must be as published."""
+    make_vision_model(tmp_path, "tiny_qwen3_vl_moe", moe_intermediate_size=width)
+    published, architecture = load_file(tmp_path / "model.safetensors"), folder_architecture(tmp_path)
+    ours = through_the_rules(tmp_path)
+    assert all(torch.equal(tensor, ours[name]) for name, tensor in published.items())
+    write_untransposed(tmp_path)
+    problems = weight_problems(tmp_path, architecture)
+    assert len(problems) == 4 and all(f".experts.{other} has shape" in problem for problem in problems)
+    with pytest.raises(ValueError, match=f"experts.{other} has shape"):
+        through_the_rules(tmp_path)
