@@ -19,6 +19,7 @@ from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.algorithm import AlgorithmSpec
 from relax_core.contracts.bus import Admission, BusClosed
 from relax_core.contracts.data import PromptSource
+from relax_core.contracts.env import EnvSpec
 from relax_core.contracts.stop_signals import ignore_stop_signals
 from relax_core.data.eval_sets import eval_sets, held_out_count
 from relax_core.data.sources import make_source
@@ -85,15 +86,7 @@ class RolloutWorker(Worker):
         # Reclaiming ends what an earlier process of this worker held at the bus, so it comes before any encoding.
         reclaimed = await self._reclaim(bus)
         encoders = self._encoders()
-        prompts = PromptMaker(
-            env=env,
-            env_config=config.env,
-            tokenizer=PromptTokenizer(context.model_folder, template_arguments=config.data.chat_template_kwargs),
-            max_prompt_tokens=config.engine.context_tokens - config.rollout.max_new_tokens,
-            overlong=config.data.overlong,
-            items=None if encoders is None else self._items(encoders, bus),
-            prompt_items=config.modality.prompt_items,
-        )
+        prompts = self._prompts(env, encoders, bus)
         spec = find_algorithm(config.algo.name)
         teachers = spec.requirements(config.algo).teacher
         advantages = group_advantages(spec, config) if computes_advantages_per_group(config) else None
@@ -154,6 +147,18 @@ class RolloutWorker(Worker):
             model_folder=context.model_folder,
             media_folder=context.media_folder,
             log_dir=context.log_dir,
+        )
+
+    def _prompts(self, env: EnvSpec, encoders: EncodePool | None, bus: RayBus) -> PromptMaker:
+        context, config = self.context, self.context.config
+        return PromptMaker(
+            env=env,
+            env_config=config.env,
+            tokenizer=PromptTokenizer(context.model_folder, template_arguments=config.data.chat_template_kwargs),
+            max_prompt_tokens=config.engine.context_tokens - config.rollout.max_new_tokens,
+            overlong=config.data.overlong,
+            items=None if encoders is None else self._items(encoders, bus),
+            prompt_items=config.modality.prompt_items,
         )
 
     def _items(self, encoders: EncodePool, bus: RayBus) -> ItemCache:
