@@ -48,6 +48,7 @@ from relax_core.rollout.rewards.reward_pool import RewardPool
 from relax_core.rollout.rollout_loop import Record, RolloutLoop
 from relax_core.rollout.sampling_params import evaluation_sampling, training_sampling
 from relax_core.rollout.teacher_choice import teacher_chooser
+from relax_core.rollout.thumbnails import THUMBNAILS, Thumbnails
 from relax_core.rollout.weight_update_handler import WeightUpdateHandler
 
 if TYPE_CHECKING:
@@ -83,7 +84,6 @@ class RolloutWorker(Worker):
         rewards = self._rewards()
         source = make_source(config.data, seed=config.seed, eval_rows=held_out_count(config))
         env = find_env(config.env.name)
-        # Reclaiming ends what an earlier process of this worker held at the bus, so it comes before any encoding.
         reclaimed = await self._reclaim(bus)
         encoders = self._encoders()
         prompts = self._prompts(env, encoders, bus)
@@ -164,7 +164,14 @@ class RolloutWorker(Worker):
     def _items(self, encoders: EncodePool, bus: RayBus) -> ItemCache:
         config = self.context.config
         held = HeldItems(encoders, bus, worker=self._rank, timeout_s=config.bus.call_timeout_s)
-        return ItemCache(held, most_bytes=config.modality.cache_mb * MEGABYTE, let_go=held.let_go)
+        assert self.context.media_folder is not None, "there are encoders"
+        thumbnails = Thumbnails(self.context.run_dir / THUMBNAILS, self.context.media_folder)
+        return ItemCache(
+            held,
+            most_bytes=config.modality.cache_mb * MEGABYTE,
+            let_go=held.let_go,
+            on_encoded=thumbnails.add if self._rank == 0 else lambda item: None,
+        )
 
     def _pool(self) -> TracedEnginePool:
         config = self.context.config
@@ -213,6 +220,10 @@ class RolloutWorker(Worker):
         return lambda source, step, values: metrics.record(source, step, {**values, **own})
 
     async def _reclaim(self, bus: RayBus) -> list[Admission] | BusClosed:
+        """Returns the admissions of an earlier process of this worker, or that the bus is closed.
+
+        The bus then ends what that process held, so this comes before any encoding.
+        """
         try:
             timeout_s = self.context.config.bus.call_timeout_s
             return await asyncio.to_thread(bus.reclaim, worker=self._rank, timeout_s=timeout_s)
