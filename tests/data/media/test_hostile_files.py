@@ -1,3 +1,4 @@
+# ruff: noqa: E501 (a case is one line)
 """Hostile and broken files, made by code: each gives its reason, within the memory and the time of a worker."""
 
 from __future__ import annotations

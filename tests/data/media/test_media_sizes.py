@@ -55,16 +55,21 @@ def test_frames_have_the_sizes_of_the_published_function(
 @given(SIDES, SIDES, st.integers(2, 64))
 def test_no_item_has_more_rows_than_the_limits(height: int, width: int, frames: int) -> None:
     limits = MediaLimits(image_rows_min=4, image_rows_max=64, frame_rows=16)
-    for most, size in (
-        (64, lambda: image_size(SETTINGS, limits, height=height, width=width)),
-        (16, lambda: video_size(SETTINGS, limits, frames=frames, height=height, width=width)),
-    ):
-        try:
-            rows = np.prod(size()) // 32**2
-        except MediaError as refused:
-            assert refused.word in ("bad_aspect", "too_many_tokens")
+    for most, kind in ((64, "image"), (16, "video")):
+        rows = _rows(kind, limits, frames=frames, height=height, width=width)
+        assert rows is None or 1 <= rows <= most
+
+
+def _rows(kind: str, limits: MediaLimits, *, frames: int, height: int, width: int) -> int | None:
+    """Returns the rows of an image or a frame, None if it is refused."""
+    try:
+        if kind == "image":
+            size = image_size(SETTINGS, limits, height=height, width=width)
         else:
-            assert 1 <= rows <= most
+            size = video_size(SETTINGS, limits, frames=frames, height=height, width=width)
+    except MediaError:
+        return None
+    return int(np.prod(size)) // 32**2
 
 
 def test_a_strip_that_cannot_be_small_enough_has_too_many_tokens() -> None:
