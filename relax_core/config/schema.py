@@ -24,6 +24,7 @@ from relax_core.config.choices import (
     Surplus,
     WeightTransportName,
 )
+from relax_core.config.media_schema import MediaKeys, ModalityConfig
 
 
 @dataclass
@@ -38,25 +39,6 @@ class ModelConfig:
     shape: str | None = None  # published dimensions to plan with while there is no path
     dtype: str = MISSING  # float32 | bfloat16
     moe_aux_loss_coef: float = 0.0  # only for a mixture of experts
-
-
-@dataclass
-class ModalityConfig:
-    """Holds the keys of `modality`."""
-
-    name: str = MISSING
-    image_tokens: list[int] = MISSING
-    source_pixels: int = MISSING
-    video_fps: float = MISSING
-    video_frames: list[int] = MISSING
-    frame_tokens: int = MISSING
-    item_mb: int = MISSING
-    prompt_items: int = MISSING
-    workers: int = MISSING
-    worker_timeout_s: float = MISSING
-    worker_mb: int = MISSING
-    cache_mb: int = MISSING
-    max_bad_in_a_row: int = MISSING
 
 
 @dataclass
@@ -162,20 +144,6 @@ class BusConfig:
     inline_bytes: int = MISSING
     max_row_bytes: int = MISSING
     storage_units: int | None = None  # only for bus=transfer_queue
-
-
-@dataclass
-class MediaKeys:
-    """Holds the keys of `data.media_keys`: the columns that have images and videos."""
-
-    image: str | None = None
-    video: str | None = None
-
-    @property
-    def columns(self) -> dict[str, str]:
-        """Returns the column of each kind that has one."""
-        found = {"image": self.image, "video": self.video}
-        return {kind: column for kind, column in found.items() if column is not None}
 
 
 @dataclass
