@@ -42,7 +42,7 @@ def main() -> int:
     try:
         with tempfile.TemporaryDirectory(prefix="demo-seeds-") as scratch:
             for name, words in runs.items():
-                summary = _run(Path(scratch) / name.replace(" ", "-"), (*arguments.overrides, *words))
+                summary = run_demo(Path(scratch) / name.replace(" ", "-"), (*arguments.overrides, *words))
                 held_out = [evaluation["exact"] for evaluation in summary["eval"]]
                 print(_line(name, summary, held_out), flush=True)
                 if not (held_out[-1] < CONTROL_BOUND if name == "control" else _is_kept(held_out)):
@@ -65,8 +65,8 @@ def largest_fall(accuracies: Sequence[float]) -> float:
     return max(highest - accuracy for highest, accuracy in zip(best, accuracies, strict=True))
 
 
-def _run(folder: Path, overrides: Sequence[str]) -> dict[str, Any]:
-    """One run of the demo; its summary."""
+def run_demo(folder: Path, overrides: Sequence[str]) -> dict[str, Any]:
+    """Runs the demo once and returns its summary."""
     command = [sys.executable, "-m", "relax_core", f"run.dir={folder}", "run.panel=false", *overrides]
     done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
     if done.returncode != 0:
