@@ -1,8 +1,8 @@
 """What media items cost on the data bus: ``python -m benchmarks.bus --media``.
 
 An item of 12 MB is written, held and put with its group; the trainer leases the group and maps the item. Backends,
-places and the bounds take turns within one Ray: memcpy, and a plain write to a new file of /dev/shm. The bus process has
-no item mapped, and its peak memory shows whether items pass through it.
+places and the bounds take turns within one Ray: memcpy, and a plain write to a new file of /dev/shm. The bus process
+has no item mapped, and its peak memory shows whether items pass through it.
 """
 
 from __future__ import annotations
@@ -137,7 +137,8 @@ def measure_media(folder: Path, *, rounds: int) -> None:
         both = nbytes / (put + lease) / 1e9
         shares = ", ".join(f"{both / rate:.2f} of {bound}" for bound, rate in rates.items())
         print(
-            f"  {name:<22} put {nbytes / put / 1e9:5.2f}   lease {lease * 1e3:6.1f} ms   put + lease {both:5.2f} = {shares}"
+            f"  {name:<22} put {nbytes / put / 1e9:5.2f}   lease {lease * 1e3:6.1f} ms   "
+            f"put + lease {both:5.2f} = {shares}"
         )
         print(
             f"    {line.message_bytes} bytes of a group's media in the bus process, whose peak memory grew by "
