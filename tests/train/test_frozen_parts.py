@@ -24,7 +24,7 @@ from frozen_ranks import (
     exported,
     part_of_weight,
 )
-from tiny_trainer import train_step
+from tiny_trainer import make_critic, train_step
 
 HERE = Path(__file__).parent
 
@@ -87,3 +87,37 @@ def test_the_tower_has_a_learning_rate_of_its_own(folder: Path) -> None:
     for name, step in moved[0].items():
         factor = 0.1 if part_of_weight(name) == "vision" else 1.0
         torch.testing.assert_close(moved[1][name], factor * step, atol=1e-6, rtol=0, msg=name)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_bfloat16_weights_that_are_frozen_keep_their_bits(folder: Path, tmp_path: Path, sharded: bool) -> None:
+    case = "the router alone"
+    settings = {"dtype": "bfloat16", "distributed_optimizer": sharded, "optimizer": {**OPTIMIZER, "lr": 0.1}}
+    backend = build(folder, case, **settings)
+    before = exported(backend)
+    train_step(backend, batches_of(folder, "experts"))
+    after = exported(backend)
+    assert {name for name in before if not before[name].equal(after[name])} == {
+        name for name in before if part_of_weight(name) == "router"
+    }
+    backend.save(tmp_path / "saved")
+    again = build(folder, case, **settings)
+    again.load(tmp_path / "saved")
+    assert all(one.equal(after[name]) for name, one in exported(again).items())
+
+
+def test_a_critic_freezes_the_same_parts_and_never_its_head(folder: Path) -> None:
+    critic = make_critic(folder / "experts", family="qwen3_moe", frozen=("language", "router"), optimizer=OPTIMIZER)
+    before = {name: one.detach().clone() for name, one in critic.model.named_parameters()}
+    train_step(critic, batches_of(folder, "experts"))
+    changed = {name for name, one in critic.model.named_parameters() if not one.equal(before[name])}
+    assert changed == {"value_head.weight", "value_head.bias"}
+
+
+def test_a_gradient_that_is_not_finite_is_named_where_others_are_frozen(folder: Path) -> None:
+    backend = build(folder, "the router alone")
+    backend.begin_step(2)
+    backend.model_chunks[0].buffers[0].grad_data[:] = torch.nan
+    backend.accumulate(batches_of(folder, "experts")[0])
+    with pytest.raises(FloatingPointError, match=r"the first such tensor is model\.layers\.\d\.mlp\.gate\.weight"):
+        backend.finish_step()
