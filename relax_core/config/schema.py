@@ -198,7 +198,7 @@ class DataConfig:
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     media_keys: MediaKeys = field(default_factory=MediaKeys)
     media_root: str | None = None
-    row_group_mb: int = 256
+    row_group_mb: int = 32
     config: dict[str, Any] = field(default_factory=dict)  # of a plug-in source, typed by its own dataclass
 
 

@@ -24,6 +24,7 @@ COLOUR, DIRECTION, WORD = PARTS = ("colour", "direction", "word")
 COLOURS = {"red": (220, 40, 40), "green": (40, 180, 60), "blue": (40, 70, 220), "yellow": (230, 210, 50)}
 DIRECTIONS = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}  # steps in x and y
 WORDS = ("north", "south", "east", "west")
+ANSWERS = {COLOUR: tuple(COLOURS), DIRECTION: tuple(DIRECTIONS), WORD: WORDS}
 VARIANTS = {"train": 24, "eval": 12}  # files of each answer
 SIDES = (32, 64)  # the least and the largest width and height of a picture in pixels
 VIDEO_SIDE, FRAMES, FRAMES_A_SECOND, SQUARE, STEP = 48, 8, 2, 12, 5  # of a video; lengths in pixels
@@ -47,7 +48,7 @@ def see_example(*, split: str, rng: random.Random, index: int, exchange: bool) -
     part, turn = PARTS[index % len(PARTS)], index // len(PARTS) % 4
     if part == WORD:
         return SeenExample(part, f"say {WORDS[turn]}", WORDS[turn], None)
-    answers = list(COLOURS if part == COLOUR else DIRECTIONS)
+    answers = ANSWERS[part]
     shown = rng.randrange(4) if exchange else turn
     file = _file(files_folder(), split, part, answers[shown], rng.randrange(VARIANTS[split]))
     kind: MediaKind = "image" if part == COLOUR else "video"

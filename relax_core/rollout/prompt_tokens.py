@@ -234,14 +234,14 @@ def shown_prompt(prompt: Any, items: Sequence[MediaItem] = ()) -> str:
     if isinstance(prompt, str):
         return prompt
     rest = iter(items)
-    shown = []
+    shown: list[tuple[str, str]] = []
     for message in prompt:
         content = message["content"]
-        if not isinstance(content, str):
-            words = (_shown_part(part, rest) for part in content)
-            message = {**message, "content": "".join(words)}
-        shown.append(message)
-    return str(shown)
+        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        shown.append((message["role"], "".join(_shown_part(part, rest) for part in parts)))
+    if all(isinstance(message["content"], str) for message in prompt):
+        return str(prompt)
+    return shown[0][1] if len(shown) == 1 else "\n".join(f"{role}: {text}" for role, text in shown)
 
 
 def _shown_part(part: Mapping[str, Any], items: Iterator[MediaItem]) -> str:

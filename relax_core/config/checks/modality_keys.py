@@ -40,12 +40,16 @@ def modality_problems(config: RelaxConfig) -> Iterator[str]:
     """Returns one sentence for everything about images and videos that cannot work."""
     yield from _limits(config)
     kinds = media_kinds(config)
-    why = f"modality={TEXT} reads none" if config.modality.name == TEXT else f"model={config.model.name} reads text only"
+    why = (
+        f"modality={TEXT} reads none" if config.modality.name == TEXT else f"model={config.model.name} reads text only"
+    )
     for kind, column in config.data.media_keys.columns.items():
         if kind not in kinds:
-            yield f"data.media_keys.{kind}={column}: {why}. Choose a model that sees, e.g. model=qwen3_vl, with modality=auto; or drop the key."
+            told = f"data.media_keys.{kind}={column}: {why}."
+            yield f"{told} Choose a model that sees, e.g. model=qwen3_vl, with modality=auto; or drop the key."
     if config.data.task in SEE_TASKS and not kinds:
-        yield f"data.task={config.data.task} has images and videos: {why}. Choose model=tiny_qwen3_vl with modality=auto."
+        told = f"data.task={config.data.task} has images and videos: {why}."
+        yield f"{told} Choose model=tiny_qwen3_vl with modality=auto."
     missing = [words for module, words in LIBRARIES.items() if importlib.util.find_spec(module) is None]
     if kinds and missing:
         yield (

@@ -27,6 +27,7 @@ class EncodePool:
 
     def __init__(self, settings: EncodeSettings, *, workers: int, log_file: Path | None = None) -> None:
         self._timeout_s = settings.limits.worker_timeout_s
+        settings = msgspec.structs.replace(settings, tower=settings.tower.alone())
         self.workers = [
             KillableProcess([_MAIN], settings, what="encoding of media", log_file=log_file) for _ in range(workers)
         ]

@@ -16,7 +16,7 @@ from relax_core.data.media.media_limits import MediaLimits
 from relax_core.data.media.media_sizes import image_size, video_size
 from relax_core.data.media.source_files import open_source
 from relax_core.data.media.video_decoding import decode_frames, sample_frames, stamp_seconds, video_index
-from relax_core.families.architecture import VisionTower
+from relax_core.families.architecture import PatchSettings
 from relax_core.families.vision.item_rows import ItemRows, image_rows, video_rows
 
 Tokenize = Callable[[str], Sequence[int]]
@@ -25,7 +25,7 @@ _FORMAT = 1  # the digest's version: it changes when the same source and setting
 
 
 def encode_item(
-    source: MediaSource, tower: VisionTower, limits: MediaLimits, *, root: Path, tokenize: Tokenize
+    source: MediaSource, tower: PatchSettings, limits: MediaLimits, *, root: Path, tokenize: Tokenize
 ) -> Encoded:
     """Returns the item of a source and its tensors: ``frames``, uint8 ``[frames, height, width, 3]``.
 
@@ -42,7 +42,7 @@ def encode_item(
         raise MediaError(source.kind, error.word, f"{source.words}: {error}") from error
 
 
-def _encode_image(file: IO[bytes], form: str, tower: VisionTower, limits: MediaLimits) -> Encoded:
+def _encode_image(file: IO[bytes], form: str, tower: PatchSettings, limits: MediaLimits) -> Encoded:
     with opened_image(file, form, limits) as image:
         height, width = upright_size(image)
         size = image_size(tower, limits, height=height, width=width)
@@ -53,7 +53,7 @@ def _encode_image(file: IO[bytes], form: str, tower: VisionTower, limits: MediaL
 
 
 def _encode_video(
-    file: IO[bytes], form: str, tower: VisionTower, limits: MediaLimits, *, tokenize: Tokenize
+    file: IO[bytes], form: str, tower: PatchSettings, limits: MediaLimits, *, tokenize: Tokenize
 ) -> Encoded:
     from PIL import Image
 
@@ -93,7 +93,7 @@ def _item(rows: ItemRows, *, kind: str, grid: list[int], height: int, width: int
     )
 
 
-def _with_digest(item: MediaItem, tensors: Mapping[str, np.ndarray], tower: VisionTower) -> Encoded:
+def _with_digest(item: MediaItem, tensors: Mapping[str, np.ndarray], tower: PatchSettings) -> Encoded:
     """Returns the item with its digest over record, pixel settings of the tower and tensors."""
     pixels = (tower.patch_size, tower.temporal_patch_size, tower.merge_size, tower.mean, tower.std)
     settings = msgspec.msgpack.encode((_FORMAT, item, pixels))

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from relax_core.contracts.engine import PromptRequest, SamplingParams
+from relax_core.engines.sglang.media.placed_items import placed_name
 
 BAN = -1e30  # a logit whose probability is exactly 0 at every temperature, in float32 and bfloat16
 _numbers = itertools.count()
@@ -56,6 +57,7 @@ def sglang_body(
     If sampling leaves tokens out, the body asks for the kept sets, with which SGLang returns the log-probs over these
     sets; its usual log-probs are over the whole vocabulary.
     """
+    media = [[placed_name(one) for one in prompts[sample.prompt].media] for sample in samples]
     bans = {str(token): BAN for token in params.banned_token_ids}
     return {
         "rid": [one.rid for one in samples],
@@ -66,6 +68,7 @@ def sglang_body(
         "extra_key": f"weights-{version}",
         "return_sampling_mask": params.truncates,
         "return_routed_experts": params.return_routed_experts,
+        **({"image_data": media} if any(media) else {}),
     }
 
 

@@ -55,11 +55,13 @@ class SglangWeightCalls(WeightCalls):
             return _done(manifest, 0.0)
         with self._loading():
             self._received = True
-            errors = self._outcome(lambda outcome: LoadFile(manifest, outcome))
-            if all(errors):  # no rank has changed its model
+            outcomes = self._outcome(lambda outcome: LoadFile(manifest, outcome))
+            if all(one.error and not one.changed for one in outcomes):  # no rank has changed its model
                 self._received = False
-                raise EngineError(f"{self._where}: {errors[0]}; version {self._version_in_force()} stays in force")
-            self._refuse(errors)
+                raise EngineError(
+                    f"{self._where}: {outcomes[0].error}; version {self._version_in_force()} stays in force"
+                )
+            self._refuse(outcomes)
             self._order(Confirm(), version=str(manifest.version))
         return _done(manifest, 1e3 * (time.perf_counter() - start))
 
@@ -213,8 +215,8 @@ class SglangWeightCalls(WeightCalls):
             raise
         self._end()
 
-    def _refuse(self, errors: list[str | None]) -> None:
-        if error := next(filter(None, errors), None):
+    def _refuse(self, outcomes: list[Outcome]) -> None:
+        if error := next((one.error for one in outcomes if one.error), None):
             raise EngineError(f"{self._where}: {error}; it serves nothing until other weights are in")
 
     def _end(self) -> None:
@@ -251,8 +253,8 @@ class SglangWeightCalls(WeightCalls):
         }
         self._call("POST", "/update_weights_from_tensor", body)
 
-    def _outcome(self, order: Callable[[str], Order]) -> list[str | None]:
-        """Sends an order; returns for each of the server's ranks why it failed, or None."""
+    def _outcome(self, order: Callable[[str], Order]) -> list[Outcome]:
+        """Sends an order; returns the outcome at each of the server's ranks."""
         with tempfile.TemporaryDirectory(prefix="relax-weights-") as folder:
             self._order(order(f"{folder}/outcome"))
             files = [Path(f"{folder}/outcome.{rank}") for rank in range(self.group_ranks)]
@@ -261,7 +263,7 @@ class SglangWeightCalls(WeightCalls):
                     raise EngineError(
                         f"{self._where}: rank {rank} of the server has written no outcome; it must be on this host"
                     )
-            return [_outcomes.decode(file.read_bytes()).error for file in files]
+            return [_outcomes.decode(file.read_bytes()) for file in files]
 
     def _version_in_force(self) -> int:
         return version_number(self._call("GET", "/model_info")["weight_version"])

@@ -41,9 +41,13 @@ class Confirm(msgspec.Struct, frozen=True, tag="confirm"):
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """Holds the outcome of an order at one rank; ``error`` is why it failed, or None."""
+    """Holds the outcome of an order at one rank.
+
+    ``error`` is why it failed, or None. ``changed`` says that tensors were written to the model before it failed.
+    """
 
     error: str | None
+    changed: bool = False
 
 
 Order = LoadFile | Watch | Attest | Confirm

@@ -10,8 +10,11 @@ from pathlib import Path
 from relax_core.contracts.engine import EngineError
 from relax_core.contracts.engine_kind import EngineStart
 from relax_core.engines.sglang.client.sglang_weight_calls import LOADER
+from relax_core.engines.sglang.media.placed_items import MEDIA_FOLDER, VISION_FOLDER
+from relax_core.engines.sglang.served_model import vision_tower
 from relax_core.families.hf_config import read_hf_config
 
+MEDIA_PACKAGE = "relax_core.engines.sglang.media"
 SERVER = Path(__file__).with_name("sglang_process.py")
 # With a context of C tokens SGLang refuses prompts of C - 6 tokens or more, and a prompt of P tokens gets at most
 # C - P - 2 new tokens.
@@ -68,6 +71,18 @@ def environment(launch: EngineStart) -> dict[str, str]:
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # for SPARE_TOKENS; no position past the model's is used
         **({"GLOO_SOCKET_IFNAME": "lo"} if launch.engine.host.startswith("127.") else {}),
         "PYTHONUNBUFFERED": "1",
+        **_media_environment(launch),
+    }
+
+
+def _media_environment(launch: EngineStart) -> dict[str, str]:
+    """Returns what a model with a vision tower needs; SGLang then uses Relax's processor of images and videos."""
+    if vision_tower(launch.model_folder) is None:
+        return {}
+    return {
+        "SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE": MEDIA_PACKAGE,
+        VISION_FOLDER: str(launch.model_folder),
+        MEDIA_FOLDER: "" if launch.media_folder is None else str(launch.media_folder),
     }
 
 

@@ -15,6 +15,7 @@ from relax_core.engines.sglang.client.weight_orders import Attest, LoadFile, Out
 from relax_core.weights.version_file import DigestMismatch, TensorsDigest, read_weights
 
 NamedTensors = Iterable[tuple[str, Tensor]]
+NAMED = 5  # parameters that an error names
 _watched: dict[int, TensorsDigest] = {}  # id of a model → digest of the tensors that it has loaded since `watch`
 
 
@@ -30,13 +31,14 @@ def follow(model: Any, named_tensors: NamedTensors) -> None:
                 write_outcome(outcome, attest(model, digest))
 
 
-def load_file(model: Any, manifest: WeightManifest) -> str | None:
-    """Loads a published file after comparing all its digests; returns why nothing was loaded, or None."""
+def load_file(model: Any, manifest: WeightManifest) -> Outcome:
+    """Loads a published file after comparing all its digests; returns why nothing or too little was loaded."""
     try:
-        model.load_weights(with_tied_head(model, read_weights(manifest)))
+        model.load_weights(emptied(model, with_tied_head(model, read_weights(manifest))))
     except (DigestMismatch, OSError) as error:
-        return str(error)
-    return None
+        return Outcome(str(error))
+    missing = never_written(model)
+    return Outcome(missing, changed=missing is not None)
 
 
 def with_tied_head(model: Any, named_tensors: NamedTensors) -> Iterator[tuple[str, Tensor]]:
@@ -44,7 +46,7 @@ def with_tied_head(model: Any, named_tensors: NamedTensors) -> Iterator[tuple[st
     head_apart = getattr(model, "lm_head", None) is not getattr(model.model, "embed_tokens", None)
     for name, tensor in named_tensors:
         yield name, tensor
-        if name == "model.embed_tokens.weight" and head_apart and model.config.tie_word_embeddings:
+        if name.endswith(".embed_tokens.weight") and head_apart and model.config.tie_word_embeddings:
             yield "lm_head.weight", tensor
 
 
@@ -52,8 +54,11 @@ def watch(model: Any) -> None:
     """Adds every tensor that the model loads to a digest, until `attest`."""
     load = type(model).load_weights
     digest = _watched[id(model)] = TensorsDigest()
+    first = True
 
     def counted(named_tensors: NamedTensors) -> Iterator[tuple[str, Tensor]]:
+        nonlocal first
+        named_tensors, first = (emptied(model, named_tensors) if first else named_tensors), False
         for name, tensor in named_tensors:
             digest.add(name, tensor)
             yield name, tensor
@@ -61,19 +66,55 @@ def watch(model: Any) -> None:
     model.load_weights = lambda named_tensors, *more, **named: load(model, counted(named_tensors), *more, **named)
 
 
-def attest(model: Any, digest: str) -> str | None:
-    """Returns why the tensors since `watch` are not the published ones, or None if they are."""
+def attest(model: Any, digest: str) -> Outcome:
+    """Returns whether the tensors since `watch` are the published ones, and whether the model has taken them all."""
     if id(model) not in _watched:
-        return "no digest was kept of the tensors that came in"
+        return Outcome("no digest was kept of the tensors that came in")
     del model.load_weights
     found = _watched.pop(id(model)).hexdigest()
-    return None if found == digest else f"the tensors that came in have digest {found}, published as {digest}"
+    if found != digest:
+        return Outcome(f"the tensors that came in have digest {found}, published as {digest}", changed=True)
+    missing = never_written(model)
+    return Outcome(missing, changed=missing is not None)
 
 
-def write_outcome(outcome: str, error: str | None) -> None:
+def emptied(model: Any, named_tensors: NamedTensors) -> Iterator[tuple[str, Tensor]]:
+    """Yields the tensors, and fills the model's parameters with NaN before the first of them.
+
+    SGLang's models skip tensors whose names they do not know, in silence. What has no value after a load is then seen
+    by `never_written`. A version always has all tensors.
+    """
+    filled = False
+    for name, tensor in named_tensors:
+        if not filled:
+            for _, parameter in _from_weights(model):
+                parameter.data.fill_(torch.nan)
+            filled = True
+        yield name, tensor
+
+
+def never_written(model: Any) -> str | None:
+    """Returns which parameters have elements that no tensor has set since `emptied`, or None if there is none."""
+    missing = [name for name, parameter in _from_weights(model) if bool(torch.isnan(parameter.data).any())]
+    if not missing:
+        return None
+    more = f" and {len(missing) - NAMED} more" if len(missing) > NAMED else ""
+    return (
+        f"SGLang took no weights, or not all, for {len(missing)} of its parameters: {', '.join(missing[:NAMED])}{more}"
+    )
+
+
+def _from_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yields the parameters that come from weights; scales of quantization are SGLang's own."""
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and not name.endswith("_scale"):
+            yield name, parameter
+
+
+def write_outcome(outcome: str, found: Outcome) -> None:
     """Writes this rank's outcome atomically."""
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     path = Path(f"{outcome}.{rank}")
     partial = path.with_name(path.name + ".partial")
-    partial.write_bytes(msgspec.json.encode(Outcome(error)))
+    partial.write_bytes(msgspec.json.encode(found))
     partial.replace(path)

@@ -1,0 +1,123 @@
+"""Makes tiny random models that see, and items as the encoder writes them, for the tests of SGLang with media."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from relax_core.contracts.engine import PromptRequest
+from relax_core.contracts.media import Media, MediaItem
+from relax_core.contracts.media_file import item_digest, write_item
+from relax_core.contracts.rotary import rotary_of_sequence
+from relax_core.families.architecture import VisionTower
+from relax_core.families.vision.item_rows import feature_rows, image_rows, video_rows
+from relax_core.families.vision.patches import patches_of
+from relax_core.tools.tiny_configs import processor_files, tiny_config
+from relax_core.tools.tiny_tokenizer import build_tokenizer
+from relax_core.tools.tiny_vision import write_published
+
+FPS = 2.0
+
+
+def make_vision_model(folder: Path | None, *, name: str, seed: int) -> Any:
+    """Makes a random builtin model whose distributions are far from flat, and writes it if a folder is given."""
+    import transformers
+
+    torch.manual_seed(seed)
+    config = tiny_config(name)
+    model_class = getattr(transformers, config["architectures"][0])
+    model = model_class(model_class.config_class.from_dict(config)).float().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+            else:
+                parameter.mul_(3.0)
+    if folder is not None:
+        build_tokenizer(vision=True).save_pretrained(folder)
+        for file, values in {"config.json": config, **processor_files()}.items():
+            (folder / file).write_text(json.dumps(values))
+        write_published(model, folder)
+    return model
+
+
+def published_weights(model: Any) -> list[tuple[str, torch.Tensor]]:
+    """Returns the weights under the names, and in the layout, in which such a model is published."""
+    tied = model.config.tie_word_embeddings
+    return [
+        (name, (weight.transpose(1, 2) if ".mlp.experts." in name else weight).contiguous())
+        for name, weight in model.state_dict().items()
+        if not (tied and name == "lm_head.weight")
+    ]
+
+
+def frames_of(*shape: int, seed: int) -> np.ndarray:
+    """Returns noise, uint8 ``[frames, height, width, 3]``."""
+    return np.random.default_rng(seed).integers(0, 256, (*shape, 3), dtype=np.uint8)
+
+
+def encoded(frames: np.ndarray, tower: VisionTower, folder: Path, *, is_video: bool = False) -> MediaItem:
+    """Writes frames as an item of the folder."""
+    count, height, width, _ = frames.shape
+    steps = -(-count // tower.temporal_patch_size)
+    grid = [steps, height // tower.patch_size, width // tower.patch_size]
+    if is_video:
+        tokenizer = build_tokenizer(vision=True)
+        stamps = [tokenizer.encode(f"<{step * 2 / FPS + 0.5 / FPS:.1f} seconds>") for step in range(steps)]
+        rows = video_rows(tower, grid=grid, stamps=stamps)
+    else:
+        rows = image_rows(tower, grid=grid)
+    item = MediaItem(
+        kind="video" if is_video else "image",
+        digest=item_digest(b"", {"frames": frames}),
+        token_ids=rows.token_ids.tobytes(),
+        offsets=rows.offsets.tobytes(),
+        advance=rows.advance,
+        placeholder=rows.placeholder,
+        grid=grid,
+        frames=count,
+        width=width,
+        height=height,
+    )
+    return write_item(folder, item, {"frames": frames})
+
+
+def prompt(*parts: list[int] | MediaItem, rid: str = "p", seed: int = 1) -> PromptRequest:
+    """Returns a prompt of text, as ids, and items; an image stands between its two marks by the caller's ids."""
+    ids: list[int] = []
+    media: list[Media] = []
+    for part in parts:
+        if isinstance(part, MediaItem):
+            media.append(Media(part, len(ids), len(ids) + part.rows))
+            ids += part.ids.tolist()
+        else:
+            ids += part
+    return PromptRequest(rid=rid, input_ids=ids, sampling_seed=seed, media=media)
+
+
+def reference_logprobs(
+    model: Any, tower: VisionTower, request: PromptRequest, frames: list[np.ndarray], output_ids: list[int]
+) -> torch.Tensor:
+    """Returns transformers' log-probs of generated tokens, ``[tokens]``; ``frames`` are those of the items in order."""
+    ids = torch.tensor([request.input_ids + output_ids])
+    positions = torch.from_numpy(rotary_of_sequence(ids.shape[1], request.media)[0])[:, None]
+    inputs: dict[str, Any] = {}
+    for kind, pixels, grid in (
+        ("image", "pixel_values", "image_grid_thw"),
+        ("video", "pixel_values_videos", "video_grid_thw"),
+    ):
+        chosen = [(one, array) for one, array in zip(request.media, frames, strict=True) if one.item.kind == kind]
+        if chosen:
+            inputs[pixels] = torch.cat([patches_of(array, tower) for _, array in chosen])
+            inputs[grid] = torch.tensor([one.item.grid for one, _ in chosen])
+    if inputs:
+        seen = feature_rows(tower, ids[0].numpy()).astype(int)
+        inputs["mm_token_type_ids"] = torch.from_numpy(seen * (1 + (ids[0].numpy() == tower.video_token_id)))[None]
+    with torch.no_grad():
+        logits = model(input_ids=ids, position_ids=positions, **inputs).logits[0, len(request.input_ids) - 1 : -1]
+    chosen_ids = torch.tensor(output_ids)[:, None]
+    return logits.log_softmax(-1).gather(-1, chosen_ids)[:, 0]
