@@ -29,6 +29,7 @@ from relax_core.train.checkpoints.model_checkpoint import RankCheckpoint, StateC
 from relax_core.train.hf.hf_weights import HfWeights
 from relax_core.train.hf.weight_slices import WholeTensor
 from relax_core.train.megatron_on_cpu.device_loader import has_cuda, training_device
+from relax_core.train.model.frozen_parts import freeze_parts
 from relax_core.train.model.gpt import build_chunks
 from relax_core.train.model.media_features import media_plan
 from relax_core.train.model.moe import balance_metrics, clear_counts
@@ -139,6 +140,7 @@ class MegatronRank:
         self.model_chunks: list[Any] = self.models
         self.optimizer: Any = None
         if trainable:
+            freeze_parts(self.models, setup.frozen, self.architecture)
             self.model_chunks = wrap_for_training(self.models, parallel=parallel, dtype=self._dtype)
             sharded = parallel.distributed_optimizer
             self.optimizer = build_optimizer(
@@ -155,7 +157,7 @@ class MegatronRank:
         self._step = step
         self._learning_rate = learning_rate(self._setup.optimizer, step=step, total_steps=self._setup.total_steps)
         for group in self.optimizer.param_groups:
-            group["lr"] = self._learning_rate
+            group["lr"] = self._learning_rate * group["lr_mult"]  # that of the tower, if it has a rate of its own
         for chunk in self.model_chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
