@@ -25,8 +25,8 @@ from relax_core.contracts.media_file import FolderReader
 from relax_core.engines.engine_process import EngineLaunch, EngineProcess
 from relax_core.engines.protocol.engine_client import EngineClient
 from relax_core.engines.protocol.frames import StreamEnd
+from relax_core.families.tiny_configs import VISION, tiny_config
 from relax_core.families.vision.patches import patches_of
-from relax_core.tools.tiny_configs import VISION, tiny_config
 from tests.seeing import Seen, make_seeing_model, text
 
 ROWS = (4, 4)  # of an image, in height and width

@@ -51,7 +51,7 @@ SPEC = dataclasses.replace(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """Of two steps: loss and gradient norm of each; log-probs before and after them; the weights after them; of a
+    """Of some steps: loss and gradient norm of each; log-probs before and after them; the weights after them; of a
     mixture of experts their loads in each. Of a back end that does not train: the log-probs.
     """
 
@@ -73,7 +73,7 @@ class Outcome:
         assert self.weights.keys() == other.weights.keys()
         found = {
             "loss": widest(self.losses, other.losses),
-            "grad_norm": widest(np.divide(self.grad_norms, other.grad_norms), np.ones(STEPS)),
+            "grad_norm": widest(np.divide(self.grad_norms, other.grad_norms), np.ones(len(self.grad_norms))),
             "weights": max(float((tensor - other.weights[name]).abs().max()) for name, tensor in self.weights.items()),
             "logprobs": widest(self.logprobs, other.logprobs),
         }

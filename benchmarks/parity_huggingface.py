@@ -14,6 +14,7 @@ from torch import Tensor
 
 from benchmarks.parity_case import CONFIG, OPTIMIZER, SPEC, STEPS, TEMPERATURE, Outcome
 from benchmarks.parity_data import one_sample_each
+from relax_core.config.schema import OptimizerConfig
 from relax_core.contracts.algorithm import LossInputs, LossOutputs, StepTotals
 from relax_core.contracts.tree import TokenTree
 from tests.trees import answer_ids, of_tokens
@@ -26,6 +27,8 @@ def huggingface_steps(
     groups: Sequence[TokenTree],
     *,
     banned: Sequence[int] = (),
+    steps: int = STEPS,
+    settings: OptimizerConfig = OPTIMIZER,
     logits: Logits | None = None,
     published: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] | None = None,
 ) -> Outcome:
@@ -38,23 +41,23 @@ def huggingface_steps(
     norms = [parameter for parameter in model.parameters() if parameter.dim() == 1]
     matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
     optimizer = torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": OPTIMIZER.weight_decay}, {"params": norms, "weight_decay": 0.0}],
-        lr=OPTIMIZER.lr,
-        betas=(OPTIMIZER.beta1, OPTIMIZER.beta2),
-        eps=OPTIMIZER.eps,
+        [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": norms, "weight_decay": 0.0}],
+        lr=settings.lr,
+        betas=(settings.beta1, settings.beta2),
+        eps=settings.eps,
     )
     left = _left(model, groups, banned)
     with torch.no_grad():
         before, losses, grad_norms = _forward(model, groups, left, logits)[0].numpy(), list[float](), list[float]()
     gradients: Mapping[str, Tensor] = {}
-    for step in range(STEPS):
+    for step in range(steps):
         optimizer.zero_grad()
         logprobs, entropy = _forward(model, groups, left, logits)
         loss, denominator = _loss(logprobs, entropy, groups)
         (loss.loss_sum / denominator).backward()
         for parameter in model.parameters():  # A tower that no text passes decays all the same.
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        grad_norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.clip_grad)))
+        grad_norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip_grad)))
         losses.append(float(loss.loss_sum.detach()) / denominator)
         if published is not None and step == 0:
             gradients = published({name: one.grad.clone() for name, one in model.named_parameters()})

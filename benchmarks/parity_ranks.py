@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from benchmarks.parity_data import (
     with_rollout,
 )
 from benchmarks.parity_huggingface import huggingface_steps
+from relax_core.config.schema import OptimizerConfig
 from relax_core.contracts.media import MediaReader
 from relax_core.contracts.train import StepMetrics
 from relax_core.contracts.tree import TokenTree
@@ -38,6 +39,7 @@ from relax_core.train.rank_setup import RankSetup
 from tests.trees import of_tokens
 
 DEADLINE_S = 300.0
+Order = Callable[[int, Sequence[TokenTree]], Sequence[TokenTree]]  # the groups of a step in their order
 BALANCE = 0.1  # coefficient of the balancing loss
 ONE_RANK = one_rank_parallel(micro_batch_tokens=96, logprob_chunk_tokens=8)
 
@@ -53,12 +55,13 @@ def make_backend(
     trainable: bool = True,
     packing: str = "tree",
     media: MediaReader | None = None,
+    optimizer: OptimizerConfig = OPTIMIZER,
 ) -> MegatronBackend:
     setup = RankSetup(
         model_folder=folder / family,
         family=family,
         parallel=dataclasses.replace(ONE_RANK, **layout),
-        optimizer=OPTIMIZER,
+        optimizer=optimizer,
         total_steps=STEPS,
         dtype="float32",
         algorithm=SPEC,
@@ -75,9 +78,16 @@ def make_backend(
 
 
 def run_steps(
-    backend: MegatronBackend, groups: Sequence[TokenTree], *, replica: int = 0, layout: Mapping[str, Any]
+    backend: MegatronBackend,
+    groups: Sequence[TokenTree],
+    *,
+    replica: int = 0,
+    layout: Mapping[str, Any],
+    order: Order = lambda step, groups: groups,
+    steps: int = STEPS,
+    after_step: Callable[[], None] = lambda: None,
 ) -> Outcome:
-    """Two steps over the replicas. The weights are whole only on rank 0."""
+    """Some steps over the replicas, each in its ``order``. The weights are whole only on rank 0."""
     replicas = layout.get("dp", 1)
 
     def logprobs() -> np.ndarray:
@@ -89,11 +99,12 @@ def run_steps(
     if not backend.trainable:
         return Outcome(losses=[], grad_norms=[], logprobs=[before], weights={})
     metrics: list[StepMetrics] = []
-    for step in range(STEPS):
+    for step in range(steps):
         backend.begin_step(step)
-        for batch in micro_batches(groups, pipeline="pp" in layout):
+        for batch in micro_batches(order(step, groups), pipeline="pp" in layout):
             backend.accumulate(split_over_ranks(batch, replicas)[replica])
         metrics.append(backend.finish_step())
+        after_step()
     return Outcome(
         losses=[one.loss for one in metrics],
         grad_norms=[one.grad_norm for one in metrics],

@@ -15,9 +15,9 @@ from relax_core.contracts.media import Media, MediaItem
 from relax_core.contracts.media_file import FolderReader, item_digest, write_item
 from relax_core.families.architecture import VisionTower
 from relax_core.families.folder import folder_architecture
+from relax_core.families.tiny_configs import processor_files, tiny_config
 from relax_core.families.vision.item_rows import image_rows, video_rows
 from relax_core.families.vision.patches import patches_of
-from relax_core.tools.tiny_configs import processor_files, tiny_config
 from relax_core.tools.tiny_vision import write_published
 
 DENSE, EXPERTS = "tiny_qwen3_vl", "tiny_qwen3_vl_moe"

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from importlib.util import find_spec
 from pathlib import Path
 
 from relax_core.cli.versions import versions
@@ -23,6 +24,8 @@ from relax_core.plan.plan_text import size_words
 
 CORES, DISK_BYTES, SHARED_BYTES = 2, 2 << 30, 512 << 20
 _NVIDIA_S = 10.0
+_MEDIA_S = 60.0
+_MEDIA_LIBRARIES = {"av": "PyAV", "PIL": "Pillow"}
 
 
 class Verdict(Enum):
@@ -150,6 +153,28 @@ def _gpus() -> Iterator[Finding]:
         yield Finding(topic="GPU", verdict=Verdict.good, words=f"{line.strip()}; a run uses it with placement=gpu")
 
 
+def _media() -> Iterator[Finding]:
+    missing = [name for module, name in _MEDIA_LIBRARIES.items() if find_spec(module) is None]
+    if missing:
+        words = f"{' and '.join(missing)} missing. Only models that see need them: pip install 'relax-core[omni]'"
+        yield Finding(topic="media", verdict=Verdict.note, words=words)
+        return
+    command = [sys.executable, "-m", "relax_core.data.media.media_trial_main"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_MEDIA_S, check=False)
+    except subprocess.TimeoutExpired:
+        yield Finding(
+            topic="media", verdict=Verdict.bad, words=f"three small files were not decoded in {_MEDIA_S:.0f} s"
+        )
+        return
+    if done.returncode != 0:
+        reason = (done.stderr.strip().splitlines() or [f"the process ended with {done.returncode}"])[-1]
+        words = f"images and videos cannot be decoded: {reason}. Install again: pip install 'relax-core[omni]'"
+        yield Finding(topic="media", verdict=Verdict.bad, words=words)
+        return
+    yield Finding(topic="media", verdict=Verdict.good, words=f"{done.stdout.strip()} are decoded")
+
+
 def _stale_runs() -> Iterator[Finding]:
     found = find_stale_runs()
     for stale_run in found:
@@ -167,5 +192,6 @@ _CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     _disk,
     _ports,
     _gpus,
+    _media,
     _stale_runs,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -10,11 +11,23 @@ import xxhash
 from relax_core.config.plugin_types import plugin_config
 from relax_core.config.schema import DataConfig
 from relax_core.contracts.data import BadRow, BaseDataSource, DataRow
-from relax_core.data.data_files import check_row
+from relax_core.data.data_files import RowKeys, check_row
+from relax_core.data.row_media import MediaColumns
 from relax_core.registry import find_data_source, is_file_plugin, names, plugin_words
 
 DIGESTED_ROWS = 4096  # rows, spread evenly over the source, that represent its content
 _newest: dict[bytes, BaseDataSource] = {}  # the open source of this process, at most one
+
+
+def row_keys(config: DataConfig, *, folder: Path | None = None) -> RowKeys:
+    """Returns the keys of a row; relative paths begin at ``data.media_root``, or else in the data file's ``folder``."""
+    root = Path(config.media_root) if config.media_root is not None else folder or Path()
+    return RowKeys(
+        prompt=config.prompt_key,
+        answer=config.answer_key,
+        media=MediaColumns(columns=config.media_keys.columns, root=root.absolute()),
+        row_group_bytes=config.row_group_mb * 1_000_000,
+    )
 
 
 def names_plugin(config: DataConfig) -> bool:
@@ -105,8 +118,7 @@ class PluginRows:
         return hasher.hexdigest()
 
     def _checked(self, row: DataRow, where: str) -> DataRow:
-        keys = self._config
-        return check_row(row, where=where, prompt_key=keys.prompt_key, answer_key=keys.answer_key)
+        return check_row(row, row_keys(self._config), where=where)
 
 
 class HeldOutRows:

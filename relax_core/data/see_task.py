@@ -13,6 +13,7 @@ import os
 import random
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -24,6 +25,7 @@ COLOUR, DIRECTION, WORD = PARTS = ("colour", "direction", "word")
 COLOURS = {"red": (220, 40, 40), "green": (40, 180, 60), "blue": (40, 70, 220), "yellow": (230, 210, 50)}
 DIRECTIONS = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}  # steps in x and y
 WORDS = ("north", "south", "east", "west")
+ANSWERS = {COLOUR: tuple(COLOURS), DIRECTION: tuple(DIRECTIONS), WORD: WORDS}
 VARIANTS = {"train": 24, "eval": 12}  # files of each answer
 SIDES = (32, 64)  # the least and the largest width and height of a picture in pixels
 VIDEO_SIDE, FRAMES, FRAMES_A_SECOND, SQUARE, STEP = 48, 8, 2, 12, 5  # of a video; lengths in pixels
@@ -31,6 +33,7 @@ QUESTIONS = {COLOUR: "which colour?", DIRECTION: "which way?"}
 MOST_ROWS = 160  # rows of one picture or video of this task, at most, for the builtin models
 _VERSION = 1  # to be raised when the files below change
 _LAST_FILE = ".complete"
+_MAKE_DEADLINE_S = 120.0
 
 
 class SeenExample(NamedTuple):
@@ -47,7 +50,7 @@ def see_example(*, split: str, rng: random.Random, index: int, exchange: bool) -
     part, turn = PARTS[index % len(PARTS)], index // len(PARTS) % 4
     if part == WORD:
         return SeenExample(part, f"say {WORDS[turn]}", WORDS[turn], None)
-    answers = list(COLOURS if part == COLOUR else DIRECTIONS)
+    answers = ANSWERS[part]
     shown = rng.randrange(4) if exchange else turn
     file = _file(files_folder(), split, part, answers[shown], rng.randrange(VARIANTS[split]))
     kind: MediaKind = "image" if part == COLOUR else "video"
@@ -76,9 +79,19 @@ def _file(folder: Path, split: str, part: str, answer: str, variant: int) -> Pat
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Holds a lock file against other processes, which make the same files within seconds or die."""
+    """Holds a lock file against other processes, which make the same files. The kernel releases it if one dies."""
+    give_up = time.monotonic() + _MAKE_DEADLINE_S
     with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > give_up:
+                    raise TimeoutError(
+                        f"waited {_MAKE_DEADLINE_S:.0f} s for another process that makes the pictures (lock {path})"
+                    ) from None
+                time.sleep(0.1)
         yield
 
 

@@ -14,7 +14,7 @@ from relax_core.data import generated
 from relax_core.data.data_files import RowFile, open_rows
 from relax_core.data.order import Mixture, apportion, row_of
 from relax_core.data.paths import FilePart, data_parts
-from relax_core.data.plugin_source import PluginRows, names_plugin, open_plugin_rows
+from relax_core.data.plugin_source import PluginRows, names_plugin, open_plugin_rows, row_keys
 
 GENERATED_KEYS = ("prompt", "answer")
 
@@ -99,7 +99,7 @@ def rows_of(file: Path, config: DataConfig) -> RowFile:
 
     Raises ValueError as `open_rows` does.
     """
-    return open_rows(file, prompt_key=config.prompt_key, answer_key=config.answer_key)
+    return open_rows(file, row_keys(config, folder=file.parent))
 
 
 def read_eval_set(name: str, chosen: Iterable[tuple[RowFile, int]]) -> EvalSet:

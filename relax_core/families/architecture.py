@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from relax_core.contracts.family import Experts, Vision
@@ -13,27 +13,18 @@ OUTPUT_WEIGHT = "lm_head.weight"
 
 
 @dataclass(frozen=True, kw_only=True)
-class VisionTower:
-    """Holds one model's vision tower and how images and videos become its patches.
+class PatchSettings:
+    """Holds how images and videos become the patches and the rows of one model.
 
-    ``config`` is the tower's part of config.json. A patch has ``patch_size`` pixels in height and width and
-    ``temporal_patch_size`` frames; ``merge_size`` times ``merge_size`` patches become one row. ``deepstack_layers``
-    counts the tower's further outputs: output k is added after layer k of the language model. A pixel enters the tower
-    as (value - mean) / std with ``mean`` and ``std`` on the scale of 0 to 255, one number for each colour.
-    ``min_pixels`` and ``max_pixels`` bound an image after its resize; ``video_min_pixels`` and ``video_max_pixels``
-    bound all frames of a video together.
+    A patch has ``patch_size`` pixels in height and width and ``temporal_patch_size`` frames; ``merge_size`` times
+    ``merge_size`` patches become one row. A pixel enters the tower as (value - mean) / std with ``mean`` and ``std`` on
+    the scale of 0 to 255, one number for each colour. ``min_pixels`` and ``max_pixels`` bound an image after its
+    resize; ``video_min_pixels`` and ``video_max_pixels`` bound all frames of a video together.
     """
 
-    vision: Vision
-    config: Mapping[str, Any]
     patch_size: int
     temporal_patch_size: int
     merge_size: int
-    deepstack_layers: int
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-    intermediate_size: int
     image_token_id: int
     video_token_id: int
     vision_start_token_id: int
@@ -44,6 +35,27 @@ class VisionTower:
     max_pixels: int = 16_777_216
     video_min_pixels: int = 4_096
     video_max_pixels: int = 25_165_824
+
+    def alone(self) -> PatchSettings:
+        """Returns these settings without what a subclass adds, for a process that does not compute the tower."""
+        return PatchSettings(**{one.name: getattr(self, one.name) for one in fields(PatchSettings)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisionTower(PatchSettings):
+    """Holds one model's vision tower.
+
+    ``config`` is the tower's part of config.json. ``deepstack_layers`` counts the tower's further outputs: output k is
+    added after layer k of the language model.
+    """
+
+    vision: Vision
+    config: Mapping[str, Any]
+    deepstack_layers: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    intermediate_size: int
 
     @property
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:

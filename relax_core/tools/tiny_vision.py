@@ -3,42 +3,30 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import random
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from relax_core.contracts.media import Media, MediaItem
+from relax_core.contracts.media import Media, MediaSource
 from relax_core.contracts.rotary import rotary_of_sequence
+from relax_core.data.generated import Example, example
+from relax_core.data.media.item_encoder import Encoded, encode_item
+from relax_core.data.media.media_limits import MediaLimits
+from relax_core.data.see_task import ANSWERS
+from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.families.architecture import VisionTower
 from relax_core.families.folder import folder_architecture
 from relax_core.families.hf_config import CONFIG_FILE
 from relax_core.families.tiny_configs import processor_files, tiny_config
-from relax_core.families.vision.item_rows import image_rows, video_rows
 from relax_core.tools.tiny_tokenizer import build_tokenizer
 from relax_core.tools.tiny_warm_start import WARM_STARTS, SeeWarmStart, padded, supervised_steps
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
-    from transformers import PreTrainedModel, PreTrainedTokenizerFast
-
-_FRAMES_A_SECOND = 2.0  # of the videos of the warm start
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SeenExample:
-    """Is one example: a question and its answer, and the frames that it is about.
-
-    ``frames`` is uint8 ``[frames, height, width, 3]`` of an image (one frame) or a video, None for text alone.
-    """
-
-    prompt: str
-    answer: str
-    frames: np.ndarray | None = None
-    is_video: bool = False
+    from transformers import PreTrainedModel
 
 
 def write_vision_model(folder: Path, *, name: str, task: str) -> None:
@@ -51,16 +39,16 @@ def write_vision_model(folder: Path, *, name: str, task: str) -> None:
     recipe = WARM_STARTS[name, task]
     assert isinstance(recipe, SeeWarmStart)
     torch.manual_seed(recipe.seed)
-    tokenizer = build_tokenizer(vision=True)
-    tokenizer.save_pretrained(folder)
+    build_tokenizer(vision=True).save_pretrained(folder)
     config = tiny_config(name)
     write_settings(folder, config)
     tower = folder_architecture(folder).vision
     assert tower is not None, "the family has a tower"
     model = build_vision_model(config)
+    examples = SeenExamples(folder, tower)
 
     def loss_of_step(step: int) -> Tensor:
-        return _loss(model, tokenizer, tower, _examples(recipe, step))
+        return torch.nn.functional.cross_entropy(*answer_logits(model, tower, examples.batch(recipe, step, task=task)))
 
     supervised_steps(model, recipe, loss_of_step)
     write_published(model, folder)
@@ -101,125 +89,77 @@ def build_vision_model(config: dict[str, Any]) -> PreTrainedModel:
     return model
 
 
-def _loss(
-    model: Any, tokenizer: PreTrainedTokenizerFast, tower: VisionTower, examples: Sequence[SeenExample]
-) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class SeenBatch:
+    """Holds examples of the task: ids of prompts and answers, where items stand, and their frames by kind."""
+
+    prompts: list[list[int]] = field(default_factory=list)
+    answers: list[list[int]] = field(default_factory=list)
+    media: list[list[Media]] = field(default_factory=list)
+    frames: dict[str, list[tuple[np.ndarray, list[int]]]] = field(default_factory=lambda: {"image": [], "video": []})
+
+
+class SeenExamples:
+    """Makes ids and frames of the task's examples; each image or video is encoded once."""
+
+    def __init__(self, folder: Path, tower: VisionTower) -> None:
+        self._tokenizer, self._tower = PromptTokenizer(folder), tower
+        self._encoded: dict[str, Encoded] = {}
+
+    def batch(self, recipe: SeeWarmStart, step: int, *, task: str) -> SeenBatch:
+        """Returns the examples of a step of the warm start."""
+        first, rng, batch = step * recipe.batch_size, random.Random(f"{recipe.seed}/{step}"), SeenBatch()
+        for index in range(first, first + recipe.batch_size):
+            one = example(task, split="train", seed=recipe.seed, index=index)
+            blind = rng.random() < recipe.blind
+            self.add(batch, one, answer=rng.choice(ANSWERS[one.part]) if blind else one.answer)
+        return batch
+
+    def add(self, batch: SeenBatch, one: Example, *, answer: str) -> None:
+        """Adds an example with this answer to a batch."""
+        shown = [] if one.source is None else [self._item(one.source)]
+        content = [*({"type": item.kind} for item, _ in shown), {"type": "text", "text": one.prompt}]
+        ids = self._tokenizer.encode([{"role": "user", "content": content}])
+        prompt, media = self._tokenizer.place_items(ids, [item for item, _ in shown])
+        batch.prompts.append(prompt)
+        batch.answers.append([*self._tokenizer.encode_plain(answer), *self._tokenizer.stop_token_ids])
+        batch.media.append(media)
+        for item, tensors in shown:
+            batch.frames[item.kind].append((tensors["frames"], item.grid))
+
+    def _item(self, source: MediaSource) -> Encoded:
+        assert source.path is not None, "the task has files"
+        if source.path not in self._encoded:
+            root, tokenize = Path(source.path).parent, self._tokenizer.encode_plain
+            found = encode_item(source, self._tower, MediaLimits(), root=root, tokenize=tokenize)
+            self._encoded[source.path] = found
+        return self._encoded[source.path]
+
+
+def answer_logits(model: Any, tower: VisionTower, batch: SeenBatch) -> tuple[Tensor, Tensor]:
+    """Returns the logits of the answers' tokens ``[tokens, vocabulary]`` and the tokens, answer by answer."""
     import torch
 
-    prompts, media = zip(*(_prompt(tokenizer, tower, one) for one in examples), strict=True)
-    answers = [[*tokenizer.encode(one.answer), tokenizer.eos_token_id] for one in examples]
-    ids, targets = padded(list(prompts), answers, pad=tokenizer.pad_token_id)
-    positions = [rotary_of_sequence(ids.shape[1], one)[0] for one in media]
+    ids, targets = padded(batch.prompts, batch.answers, pad=model.config.text_config.pad_token_id)
+    positions = [rotary_of_sequence(ids.shape[1], media)[0] for media in batch.media]
     hidden = model.model(
-        input_ids=ids,
-        position_ids=torch.from_numpy(np.stack(positions, axis=1)),
-        **_tower_inputs(tower, examples, media),
+        input_ids=ids, position_ids=torch.from_numpy(np.stack(positions, axis=1)), **_tower_inputs(tower, batch)
     ).last_hidden_state
     rows = targets >= 0
-    return torch.nn.functional.cross_entropy(model.lm_head(hidden[rows]), targets[rows])
+    return model.lm_head(hidden[rows]), targets[rows]
 
 
-def _prompt(tokenizer: PreTrainedTokenizerFast, tower: VisionTower, one: SeenExample) -> tuple[list[int], list[Media]]:
-    """Returns the ids of a prompt, with the rows of what it shows, and where these are."""
-    kind = "video" if one.is_video else "image"
-    parts = [] if one.frames is None else [{"type": kind}]
-    messages: Any = [{"role": "user", "content": [*parts, {"type": "text", "text": one.prompt}]}]
-    ids: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    if one.frames is None:
-        return ids, []
-    item = _item(tokenizer, tower, one.frames, is_video=one.is_video)
-    length = len(item.placeholder)
-    start = next(at for at in range(len(ids)) if ids[at : at + length] == item.placeholder)
-    return [*ids[:start], *item.ids.tolist(), *ids[start + length :]], [Media(item, start, start + item.rows)]
-
-
-def _item(tokenizer: PreTrainedTokenizerFast, tower: VisionTower, frames: np.ndarray, *, is_video: bool) -> MediaItem:
-    count, height, width, _ = frames.shape
-    steps = -(-count // tower.temporal_patch_size)
-    grid = [steps, height // tower.patch_size, width // tower.patch_size]
-    if is_video:
-        step_s = tower.temporal_patch_size / _FRAMES_A_SECOND
-        middle = (tower.temporal_patch_size - 1) / _FRAMES_A_SECOND / 2  # of the frames of a step
-        stamps = [tokenizer.encode(f"<{step * step_s + middle:.1f} seconds>") for step in range(steps)]
-        rows = video_rows(tower, grid=grid, stamps=stamps)
-    else:
-        rows = image_rows(tower, grid=grid)
-    return MediaItem(
-        kind="video" if is_video else "image",
-        digest="",
-        token_ids=rows.token_ids.tobytes(),
-        offsets=rows.offsets.tobytes(),
-        advance=rows.advance,
-        placeholder=rows.placeholder,
-        grid=grid,
-        frames=count,
-        width=width,
-        height=height,
-    )
-
-
-def _tower_inputs(
-    tower: VisionTower, examples: Sequence[SeenExample], media: Sequence[Sequence[Media]]
-) -> dict[str, torch.Tensor]:
+def _tower_inputs(tower: VisionTower, batch: SeenBatch) -> dict[str, Tensor]:
     """Returns patches and grids under the names that transformers gives them."""
     import torch
 
     from relax_core.families.vision.patches import patches_of
 
-    found: dict[str, torch.Tensor] = {}
-    for is_video, pixels, grids in (
-        (False, "pixel_values", "image_grid_thw"),
-        (True, "pixel_values_videos", "video_grid_thw"),
-    ):
-        shown = [
-            (one.frames, items[0].item.grid)
-            for one, items in zip(examples, media, strict=True)
-            if items and one.frames is not None and one.is_video is is_video
-        ]
+    names = {"image": ("pixel_values", "image_grid_thw"), "video": ("pixel_values_videos", "video_grid_thw")}
+    found: dict[str, Tensor] = {}
+    for kind, shown in batch.frames.items():
         if shown:
+            pixels, grids = names[kind]
             found[pixels] = torch.cat([patches_of(frames, tower) for frames, _ in shown])
             found[grids] = torch.tensor([grid for _, grid in shown])
     return found
-
-
-_COLOURS = {"red": (220, 40, 40), "green": (40, 180, 60), "blue": (40, 70, 220), "yellow": (230, 210, 50)}
-_STEPS = {"left": (0, -1), "right": (0, 1), "up": (-1, 0), "down": (1, 0)}
-_WORDS = ("north", "south", "east", "west")
-
-
-def _examples(recipe: SeeWarmStart, step: int) -> list[SeenExample]:
-    """Returns a step's examples: in turns a colour, a direction and a word."""
-    numbers = range(step * recipe.batch_size, (step + 1) * recipe.batch_size)
-    found = [_example(recipe.seed, number) for number in numbers]
-    if step >= recipe.blind_steps:
-        return found
-    choices = np.random.default_rng((recipe.seed, step)).integers(4, size=len(found))
-    kinds = (list(_COLOURS), list(_STEPS), _WORDS)
-    return [
-        replace(one, answer=kinds[number % 3][choice])
-        for one, number, choice in zip(found, numbers, choices.tolist(), strict=True)
-    ]
-
-
-def _example(seed: int, index: int) -> SeenExample:
-    rng = np.random.default_rng((seed, index))
-    part, choice = index % 3, int(rng.integers(4))
-    if part == 2:
-        return SeenExample(prompt=f"say {_WORDS[choice]}", answer=_WORDS[choice])
-    ground = rng.integers(0, 50, 3)
-    if part == 0:
-        name = list(_COLOURS)[choice]
-        size = 16 * rng.integers(2, 5, 2)
-        frames = np.broadcast_to(ground, (1, *size, 3)).astype(np.uint8)
-        top, left = (int(rng.integers(0, side // 2)) for side in size)
-        frames[0, top : top + size[0] // 2, left : left + size[1] // 2] = _COLOURS[name]
-        return SeenExample(prompt="which colour?", answer=name, frames=frames)
-    name = list(_STEPS)[choice]
-    frames = np.broadcast_to(ground, (8, 48, 48, 3)).astype(np.uint8)
-    down, right = _STEPS[name]
-    across = int(rng.integers(2, 34))
-    for number in range(8):
-        along = 1 + 5 * (number if down + right > 0 else 7 - number) - 2
-        y, x = (max(0, along), across) if down else (across, max(0, along))
-        frames[number, y : y + 12, x : x + 12] = (240, 220, 180)
-    return SeenExample(prompt="which way?", answer=name, frames=frames, is_video=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from relax_core.data.generated import ARITHMETIC, REVERSE_DIGITS, Example, example
+from relax_core.data.generated import ARITHMETIC, REVERSE_DIGITS, SEE, Example, example
 from relax_core.families.tiny_configs import EXPERTS, STUDENT, TEACHER, VISION, VISION_EXPERTS, tiny_config
 from relax_core.tools.tiny_tokenizer import build_tokenizer
 
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM, Qwen3MoeForCausalLM
 
     TinyModel = Qwen3ForCausalLM | Qwen3MoeForCausalLM
-
-SEE = "see"
 
 
 @dataclass(frozen=True)
@@ -40,11 +38,11 @@ class WarmStart:
 class SeeWarmStart(WarmStart):
     """Is the warm start of a model that sees.
 
-    The answers of the first ``blind_steps`` are drawn at random from those of the question, so that the model learns
-    how an answer is spelled before it learns which one is right.
+    A share ``blind`` of the answers is drawn at random from those to the question, so that the model learns how an
+    answer is spelled faster than which one is right.
     """
 
-    blind_steps: int
+    blind: float
 
 
 # After these steps the student solves some of the tasks, so that GRPO gets rewards and can still improve.
@@ -56,8 +54,8 @@ WARM_STARTS = {
     (TEACHER, ARITHMETIC): WarmStart(steps=500, seed=0, lr=3e-3),
     (EXPERTS, REVERSE_DIGITS): WarmStart(steps=58, seed=8),
     (EXPERTS, ARITHMETIC): WarmStart(steps=240, seed=0, lr=3e-3),
-    (VISION, SEE): SeeWarmStart(steps=80, blind_steps=60, seed=0, batch_size=48),
-    (VISION_EXPERTS, SEE): SeeWarmStart(steps=80, blind_steps=60, seed=0, batch_size=48),
+    (VISION, SEE): SeeWarmStart(steps=80, blind=0.5, seed=0, batch_size=48),
+    (VISION_EXPERTS, SEE): SeeWarmStart(steps=80, blind=0.5, seed=0, batch_size=48),
 }
 
 

@@ -14,10 +14,12 @@ from hypothesis import strategies as st
 from relax_core.contracts.bus import Admission, BusClosed, CompleteGroup, Lease, LeaseLost, LeaseRequest
 from tests.bus.ledger_model import FLUSH_S, LedgerModel, Saved
 from tests.bus.make_rows import uids_of
+from tests.bus.media_model import DIGESTS, NBYTES, MediaModel
 
 LEASE_S = 10.0
 MOST_WORKERS = 3  # the largest number of rollout workers
 WORKERS = st.integers(0, MOST_WORKERS - 1)
+ITEMS = st.sets(st.sampled_from(DIGESTS), max_size=4)
 COLUMNS = st.sampled_from([("a",), ("a", "b")])
 
 Draw = Callable[[st.SearchStrategy[Any]], Any]
@@ -74,10 +76,25 @@ class BusModel(LedgerModel):
             versions=[version for _, version in kept],
             columns={"a": admission.group_uid.encode()},
             dropped=dict.fromkeys(dropped, "reward failed"),
+            media={} if draw is None else self.draw_media(draw),
         )
         self.core.put([row])
         self.rows[row.group_uid] = row
         self.in_flight.pop(row.group_uid)
+
+    def draw_media(self, draw: Draw) -> dict[str, int]:
+        """Returns some of the items that somebody names."""
+        self.media.check(self.core, self.rows, self.in_flight)
+        if not self.media.stored:
+            return {}
+        digests = draw(st.sets(st.sampled_from(sorted(self.media.stored)), max_size=3))
+        return {digest: NBYTES[digest] for digest in digests}
+
+    def hold(self, draw: Draw) -> None:
+        self.media.hold(self.core, draw(WORKERS), draw(ITEMS))
+
+    def let_go(self, draw: Draw) -> None:
+        self.media.let_go(self.core, draw(WORKERS), draw(ITEMS))
 
     def put_again(self, draw: Draw) -> None:
         before = self.core.progress()
@@ -107,6 +124,7 @@ class BusModel(LedgerModel):
                 row = self.core.groups[leased.group_uid].complete
                 assert row is not None and "b" not in row.columns, "worked on twice"
             self.worker_leases.append(lease)
+            self.media.lease(lease, self.rows)
 
     def write(self, draw: Draw | None) -> None:
         if not self.worker_leases:
@@ -138,6 +156,7 @@ class BusModel(LedgerModel):
         )
         if lease is None:
             return None
+        self.media.lease(lease, self.rows)
         assert min_groups <= len(lease.rows) <= min(max_groups, slots)
         for row in lease.rows:
             assert set(row.uids) == set(self.rows[row.group_uid].uids), "a group came in parts or mixed"
@@ -236,6 +255,7 @@ class BusModel(LedgerModel):
         for admission in reclaimed:
             assert admission.attempt == self.in_flight[admission.group_uid].attempt + 1
             self.in_flight[admission.group_uid] = admission
+        self.media.lose_worker(worker, [admission.group_uid for admission in reclaimed])
 
     def save(self, draw: Draw) -> None:
         snapshot = self.core.snapshot()
@@ -269,6 +289,7 @@ class BusModel(LedgerModel):
             self.file = saved.file.rename(self.new_file())
             self.saved.pop()
         self.start(self.file)
+        self.media = MediaModel()
         self.back_to(saved)
 
     def restore(self, draw: Draw) -> None:
@@ -284,6 +305,7 @@ class BusModel(LedgerModel):
         self.start(self.file)
         self.issued, self.trained, self.rows, self.unfilled = set(), {}, {}, 0
         self.in_flight, self.actor_leases, self.worker_leases = {}, [], []
+        self.media = MediaModel()
         self.admit_groups(1)
         self.check_file()
 
@@ -297,6 +319,7 @@ class BusModel(LedgerModel):
         self.issued, self.trained, self.unfilled = set(saved.issued), dict(saved.trained), saved.unfilled
         self.rows = copy.deepcopy(saved.ended_rows)
         self.in_flight, self.actor_leases, self.worker_leases = {}, [], []
+        self.media.go_back()
         self.check_file()
         open_at_cut = self.core.progress().ledger.open // self.group_size
         again = self.core.admit(open_at_cut, worker=1) if open_at_cut else []
@@ -315,6 +338,8 @@ class BusModel(LedgerModel):
             lambda: self.core.reclaim(),
             lambda: self.core.put([]),
             lambda: self.core.drop("g00000000", reason="late"),
+            lambda: self.core.hold({}),
+            lambda: self.core.let_go([]),
             lambda: self.core.lease(LeaseRequest(task="advantages", columns=("a",), max_groups=1)),
             lambda: self.core.write(1, {}),
             lambda: self.core.ack([], step=self.core.version, dropped={}),

@@ -16,6 +16,7 @@ from relax_core.bus.ledger.ledger_reader import LedgerFile
 from relax_core.bus.state.bus_state import BusCore
 from relax_core.contracts.bus import Admission, CompleteGroup, Lease
 from tests.bus.make_rows import Clock, make_settings
+from tests.bus.media_model import MediaModel
 
 TOTAL_STEPS = 12
 FLUSH_S = 120.0
@@ -65,6 +66,7 @@ class LedgerModel:
         self.trained: dict[str, int] = {}  # uid → staleness
         self.unfilled = 0  # groups that the steps so far could have trained and did not
         self.saved: list[Saved] = []
+        self.media = MediaModel()
 
     def new_file(self) -> Path:
         self.files += 1
@@ -103,6 +105,7 @@ class LedgerModel:
         assert (issued, trained) == (self.issued, set(self.trained))
 
     def check_counts(self) -> None:
+        self.media.check(self.core, self.rows, self.in_flight)
         progress = self.core.progress()
         counts = progress.ledger
         assert counts.lost == 0

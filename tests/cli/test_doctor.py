@@ -18,7 +18,17 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 def test_a_run_can_work_here(capsys: pytest.CaptureFixture[str]) -> None:
     assert doctor.doctor_command() == 0
     printed = capsys.readouterr().out
-    for topic in ("python", "libraries", "cores", "memory", "shared memory", "disk, /tmp", "ports", "GPU"):
+    for topic in (
+        "python",
+        "libraries",
+        "cores",
+        "memory",
+        "shared memory",
+        "disk, /tmp",
+        "ports",
+        "GPU",
+        "PNG, WebP, MP4 are decoded",
+    ):
         assert topic in printed
     assert "A run can work here." in printed
 
@@ -38,6 +48,19 @@ def test_a_missing_library_is_bad(capsys: pytest.CaptureFixture[str], monkeypatc
     printed = capsys.readouterr().out
     assert "ray is missing" in printed
     assert "torch 2.14.0, tested with 2.13.0" in printed
+
+
+def test_a_missing_decoder_is_a_note_and_a_broken_one_is_bad(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(doctor, "find_spec", lambda name: None if name == "av" else object())
+        assert doctor.doctor_command() == 0
+    assert "note  media          PyAV missing. " in capsys.readouterr().out
+    (tmp_path / "av.py").write_text("import os; os.abort()")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert doctor.doctor_command() == 1
+    assert "BAD   media          images and videos cannot be decoded: " in capsys.readouterr().out
 
 
 def test_versions_are_those_of_the_constraints() -> None:
@@ -60,8 +83,9 @@ def test_what_a_dead_run_left_is_told_and_cleaned(capsys: pytest.CaptureFixture[
 
 def test_nothing_heavy_is_imported() -> None:
     code = (
-        "import sys; from relax_core.__main__ import main; main(['doctor']); main(['list']);"
-        "print([name for name in ('torch', 'ray', 'transformers') if name in sys.modules], file=sys.stderr)"
+        "import sys; from relax_core.__main__ import main; main(['doctor']); main(['list']); "
+        "heavy = ('torch', 'ray', 'transformers', 'av', 'PIL'); "
+        "print([name for name in heavy if name in sys.modules], file=sys.stderr)"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
     assert done.stderr.strip().splitlines()[-1] == "[]", done.stderr

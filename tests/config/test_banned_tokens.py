@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 import yaml
 
+from relax_core.config.checks.model_folder import media_token_ids
 from relax_core.config.compose import config_from_yaml, load_config
 from relax_core.config.errors import ConfigError
 from relax_core.config.saved import to_whole_yaml, to_yaml
+from relax_core.families.tiny_configs import tiny_config
 from relax_core.preflight import CHECKS, banned_token_problems
 
 
@@ -30,6 +32,31 @@ def test_they_are_the_media_tokens_of_the_model_and_stand_in_the_record(with_med
     assert yaml.safe_load(to_yaml(config))["rollout"]["banned_token_ids"] == [7, 9]
     assert config_from_yaml(to_whole_yaml(config)).rollout.banned_token_ids == [7, 9]
     assert load_config().rollout.banned_token_ids == []
+
+
+def test_a_builtin_model_that_sees_has_its_own() -> None:
+    ids = tiny_config("tiny_qwen3_vl")
+    keys = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    config = load_config(["model=tiny_qwen3_vl"])
+    assert config.rollout.banned_token_ids == sorted(ids[key] for key in keys) and len(config.rollout.banned()) == 4
+
+
+def test_an_omni_model_names_them_in_its_part_for_language(with_media: list[str], model_folder: Path) -> None:
+    config = json.loads((model_folder / "config.json").read_text())
+    omni = {"image_token_id": 11, "audio_start_token_id": 12, "audio_token_index": 13, "text_token_id": 14}
+    (model_folder / "config.json").write_text(json.dumps(config | {"thinker_config": omni}))
+    assert load_config(with_media).rollout.banned_token_ids == [7, 9, 11, 12, 13]
+
+
+@pytest.mark.parametrize("name", ["vision_start", "vision_pad", "video_pad", "audio_bos", "AUDIO", "audio_start"])
+def test_every_media_special_of_a_tokenizer_is_found(model_folder: Path, name: str) -> None:
+    added = [
+        {"id": 7, "content": f"<|{name}|>"},
+        {"id": 8, "content": "<|box_start|>"},
+        {"id": 9, "content": "<think>"},
+    ]
+    (model_folder / "tokenizer.json").write_text(json.dumps({"added_tokens": added}))
+    assert media_token_ids(model_folder) == [7]
 
 
 def test_a_list_of_ones_own_holds(with_media: list[str]) -> None:

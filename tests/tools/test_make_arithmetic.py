@@ -4,7 +4,7 @@ from pathlib import Path
 
 import msgspec
 
-from relax_core.data.data_files import open_rows
+from relax_core.data.data_files import RowKeys, open_rows
 from relax_core.tools.make_arithmetic import write_arithmetic
 
 SHIPPED = Path(__file__).parents[2] / "examples" / "arithmetic.jsonl"
@@ -13,7 +13,7 @@ SHIPPED = Path(__file__).parents[2] / "examples" / "arithmetic.jsonl"
 def test_the_shipped_file_is_what_the_tool_writes(tmp_path: Path) -> None:
     write_arithmetic(tmp_path / "rows.jsonl", rows=500, seed=0)
     assert (tmp_path / "rows.jsonl").read_bytes() == SHIPPED.read_bytes()
-    assert len(open_rows(SHIPPED, prompt_key="question", answer_key="answer")) == 500
+    assert len(open_rows(SHIPPED, RowKeys(prompt="question", answer="answer"))) == 500
 
 
 def test_another_seed_gives_other_rows(tmp_path: Path) -> None:

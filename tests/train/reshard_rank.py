@@ -49,6 +49,18 @@ CHAINS: dict[str, tuple[str, str, str, list[dict[str, Any]]]] = {
             {"tp": 2, "dp": 2, "ep": 2, "etp": 2} | DIVIDED,
         ],
     ),
+    "sees": (
+        "sees",
+        "qwen3_vl",
+        "float32",
+        [{"tp": 2, "pp": 2} | PLAIN, {"dp": 4} | DIVIDED, {"pp": 2, "dp": 2} | DIVIDED],
+    ),
+    "sees_moe": (
+        "sees_moe",
+        "qwen3_vl_moe",
+        "float32",
+        [{"tp": 2, "dp": 2, "ep": 4} | DIVIDED, {"pp": 2, "dp": 2, "ep": 2} | PLAIN],
+    ),
 }
 
 

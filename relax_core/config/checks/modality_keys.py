@@ -6,9 +6,9 @@ import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
+from relax_core.config.media_schema import SEE_TASKS
 from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.media import MediaKind
-from relax_core.data.generated import SEE_TASKS
 from relax_core.families.hf_config import read_hf_config
 from relax_core.registry import find_family
 
@@ -40,14 +40,14 @@ def modality_problems(config: RelaxConfig) -> Iterator[str]:
     """Returns one sentence for everything about images and videos that cannot work."""
     yield from _limits(config)
     kinds = media_kinds(config)
-    why = (
-        f"modality={TEXT} reads none" if config.modality.name == TEXT else f"model={config.model.name} reads text only"
-    )
+    why = f"modality={TEXT} reads none" if config.modality.name == TEXT else f"model={config.model.name} reads text only"
     for kind, column in config.data.media_keys.columns.items():
         if kind not in kinds:
-            yield f"data.media_keys.{kind}={column}: {why}. Choose a model that sees, e.g. model=qwen3_vl, with modality=auto; or drop the key."
+            told = f"data.media_keys.{kind}={column}: {why}."
+            yield f"{told} Choose a model that sees, e.g. model=qwen3_vl, with modality=auto; or drop the key."
     if config.data.task in SEE_TASKS and not kinds:
-        yield f"data.task={config.data.task} has images and videos: {why}. Choose model=tiny_qwen3_vl with modality=auto."
+        told = f"data.task={config.data.task} has images and videos: {why}."
+        yield f"{told} Choose model=tiny_qwen3_vl with modality=auto."
     missing = [words for module, words in LIBRARIES.items() if importlib.util.find_spec(module) is None]
     if kinds and missing:
         yield (

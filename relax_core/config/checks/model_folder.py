@@ -22,6 +22,7 @@ from relax_core.registry import is_builtin, names
 DTYPES = ("float32", "bfloat16")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json")
 _MEDIA_TOKEN = re.compile(r"<\|?_?(vision|image|video|audio)[a-z_]*\|?>", re.IGNORECASE)
+_OMNI_KEY = "thinker_config"
 _MEDIA_CONFIG_KEY = re.compile(r"(vision|image|video|audio)\w*_token_(id|index)")
 
 
@@ -51,7 +52,11 @@ def media_token_ids(folder: Path) -> list[int]:
 
 
 def _media_ids_of(hf_config: HfConfig) -> set[int]:
-    return {value for key, value in hf_config.items() if _MEDIA_CONFIG_KEY.fullmatch(key) and value is not None}
+    """Returns the ids that a config.json names, which an Omni model has in its part for the language model."""
+    parts = [hf_config, hf_config.get(_OMNI_KEY) or {}]
+    return {
+        value for part in parts for key, value in part.items() if _MEDIA_CONFIG_KEY.fullmatch(key) and value is not None
+    }
 
 
 def set_banned_tokens(config: RelaxConfig) -> None:

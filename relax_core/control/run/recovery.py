@@ -17,6 +17,7 @@ from typing import NoReturn
 from ray.exceptions import RayError
 
 from relax_core.bus.ledger.journal import LedgerUnwritable
+from relax_core.config.checks.modality_keys import media_kinds
 from relax_core.contracts.bus import BusLost, BusTimeout
 from relax_core.control.health.bus_watch import BusWatch
 from relax_core.control.health.watchdog import Watchdog
@@ -28,7 +29,6 @@ from relax_core.control.run.resume import ResumePoint, find_resume_point
 from relax_core.control.run.run_view import RunView
 from relax_core.control.run.serve_deployments import ServeDeployments
 from relax_core.control.run.services import Services
-from relax_core.families.folder import folder_architecture
 from relax_core.observe.service.metrics_actor import MetricsClient, MetricsUnavailable
 from relax_core.roles.process.role_context import RunContext
 
@@ -66,18 +66,10 @@ def attempt(context: RunContext, number: int, point: ResumePoint | None) -> RunC
         context,
         namespace=f"{context.run_namespace}-{number}",
         weights_folder=weights_folder,
-        media_folder=weights_folder / MEDIA if reads_media(context) else None,
+        media_folder=weights_folder / MEDIA if media_kinds(context.config) else None,
         resume_from=point.folder if point else None,
         start_step=point.step if point else 0,
     )
-
-
-def reads_media(context: RunContext) -> bool:
-    """Returns whether the run's model has a tower and the run uses it."""
-    config = context.config
-    if config.modality.name == "text":
-        return False
-    return folder_architecture(context.model_folder, also=config.model.family).vision is not None
 
 
 def run_services(context: RunContext, resume: ResumePoint | None, parts: RunParts) -> RunEnd:

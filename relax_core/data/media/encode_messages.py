@@ -6,14 +6,17 @@ import msgspec
 
 from relax_core.contracts.media import MediaItem, MediaKind, MediaReason
 from relax_core.data.media.media_limits import MediaLimits
-from relax_core.families.architecture import VisionTower
+from relax_core.families.architecture import PatchSettings
 
 
 class EncodeSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Holds what a worker needs: ``root`` is data.media_root, and ``folder`` is where it writes the items."""
+    """Holds what a worker needs: ``root`` is data.media_root, and ``folder`` is where it writes the items.
+
+    ``tower`` may be a whole vision tower; only its patch settings are sent.
+    """
 
     model_folder: str
-    tower: VisionTower
+    tower: PatchSettings
     limits: MediaLimits
     root: str
     folder: str

@@ -27,6 +27,7 @@ class EncodePool:
 
     def __init__(self, settings: EncodeSettings, *, workers: int, log_file: Path | None = None) -> None:
         self._timeout_s = settings.limits.worker_timeout_s
+        settings = msgspec.structs.replace(settings, tower=settings.tower.alone())
         self.workers = [
             KillableProcess([_MAIN], settings, what="encoding of media", log_file=log_file) for _ in range(workers)
         ]
@@ -60,10 +61,13 @@ class EncodePool:
         return msgspec.msgpack.decode(answer, type=EncodeAnswer)
 
     def close(self) -> None:
-        """Ends all workers; may be called twice. Items that are being encoded are refused."""
+        """Ends all workers; may be called twice.
+
+        Items that are being encoded are refused, and those that wait for a worker raise RuntimeError.
+        """
         for worker in self.workers:
             worker.stop()
-        self._threads.shutdown(wait=True, cancel_futures=True)  # a thread that waits has noticed its worker's end
+        self._threads.shutdown(wait=True)  # what still waits for a worker finds it stopped
         for worker in self.workers:
             worker.close_pipes()
 

@@ -16,7 +16,7 @@ from relax_core.data.media.media_limits import MediaLimits
 from relax_core.data.media.media_sizes import image_size, video_size
 from relax_core.data.media.source_files import open_source
 from relax_core.data.media.video_decoding import decode_frames, sample_frames, stamp_seconds, video_index
-from relax_core.families.architecture import VisionTower
+from relax_core.families.architecture import PatchSettings
 from relax_core.families.vision.item_rows import ItemRows, image_rows, video_rows
 
 Tokenize = Callable[[str], Sequence[int]]
@@ -25,7 +25,7 @@ _FORMAT = 1  # the digest's version: it changes when the same source and setting
 
 
 def encode_item(
-    source: MediaSource, tower: VisionTower, limits: MediaLimits, *, root: Path, tokenize: Tokenize
+    source: MediaSource, tower: PatchSettings, limits: MediaLimits, *, root: Path, tokenize: Tokenize
 ) -> Encoded:
     """Returns the item of a source and its tensors: ``frames``, uint8 ``[frames, height, width, 3]``.
 
@@ -42,18 +42,16 @@ def encode_item(
         raise MediaError(source.kind, error.word, f"{source.words}: {error}") from error
 
 
-def _encode_image(file: IO[bytes], form: str, tower: VisionTower, limits: MediaLimits) -> Encoded:
+def _encode_image(file: IO[bytes], form: str, tower: PatchSettings, limits: MediaLimits) -> Encoded:
     with opened_image(file, form, limits) as image:
         height, width = upright_size(image)
         size = image_size(tower, limits, height=height, width=width)
         pixels = resized(decoded_image(image), height=size[0], width=size[1])
-    grid = [1, size[0] // tower.patch_size, size[1] // tower.patch_size]
-    item = _item(image_rows(tower, grid=grid), kind="image", grid=grid, height=height, width=width)
-    return _with_digest(item, {"frames": pixels[None]}, tower)
+    return image_item(tower, pixels, height=height, width=width)
 
 
 def _encode_video(
-    file: IO[bytes], form: str, tower: VisionTower, limits: MediaLimits, *, tokenize: Tokenize
+    file: IO[bytes], form: str, tower: PatchSettings, limits: MediaLimits, *, tokenize: Tokenize
 ) -> Encoded:
     from PIL import Image
 
@@ -70,8 +68,32 @@ def _encode_video(
             size = video_size(tower, limits, frames=len(indices), height=height, width=width)
             frames = np.empty((len(indices), *size, 3), dtype=np.uint8)
         frames[number] = resized(Image.fromarray(frame), height=size[0], width=size[1])
-    seconds = stamp_seconds(indices, fps, step)
-    grid = [len(seconds), size[0] // tower.patch_size, size[1] // tower.patch_size]
+    return video_item(tower, frames, indices, fps=fps, height=height, width=width, tokenize=tokenize)
+
+
+def image_item(tower: PatchSettings, pixels: np.ndarray, *, height: int, width: int) -> Encoded:
+    """Returns the item of a resized image, uint8 ``[height, width, 3]``; the keywords are the size of its source."""
+    grid = [1, pixels.shape[0] // tower.patch_size, pixels.shape[1] // tower.patch_size]
+    item = _item(image_rows(tower, grid=grid), kind="image", grid=grid, height=height, width=width)
+    return _with_digest(item, {"frames": pixels[None]}, tower)
+
+
+def video_item(
+    tower: PatchSettings,
+    frames: np.ndarray,
+    indices: Sequence[int],
+    *,
+    fps: float,
+    height: int,
+    width: int,
+    tokenize: Tokenize,
+) -> Encoded:
+    """Returns the item of a video's resized frames, uint8 ``[frames, height, width, 3]``.
+
+    ``indices`` are their numbers in the source, which has ``fps`` frames per second and frames of the given size.
+    """
+    seconds = stamp_seconds(indices, fps, tower.temporal_patch_size)
+    grid = [len(seconds), frames.shape[1] // tower.patch_size, frames.shape[2] // tower.patch_size]
     stamps = [tokenize(f"<{at:.1f} seconds>") for at in seconds]
     item = _item(video_rows(tower, grid=grid, stamps=stamps), kind="video", grid=grid, height=height, width=width)
     between = (seconds[-1] - seconds[0]) / (len(seconds) - 1) if len(seconds) > 1 else 0.0
@@ -93,7 +115,7 @@ def _item(rows: ItemRows, *, kind: str, grid: list[int], height: int, width: int
     )
 
 
-def _with_digest(item: MediaItem, tensors: Mapping[str, np.ndarray], tower: VisionTower) -> Encoded:
+def _with_digest(item: MediaItem, tensors: Mapping[str, np.ndarray], tower: PatchSettings) -> Encoded:
     """Returns the item with its digest over record, pixel settings of the tower and tensors."""
     pixels = (tower.patch_size, tower.temporal_patch_size, tower.merge_size, tower.mean, tower.std)
     settings = msgspec.msgpack.encode((_FORMAT, item, pixels))

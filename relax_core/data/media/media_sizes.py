@@ -6,12 +6,12 @@ import math
 
 from relax_core.contracts.media import MediaError, MediaKind
 from relax_core.data.media.media_limits import MediaLimits
-from relax_core.families.architecture import VisionTower
+from relax_core.families.architecture import PatchSettings
 
 MOST_ASPECT = 200  # the processors refuse a longer side of more than this times the shorter one
 
 
-def image_size(tower: VisionTower, limits: MediaLimits, *, height: int, width: int) -> tuple[int, int]:
+def image_size(tower: PatchSettings, limits: MediaLimits, *, height: int, width: int) -> tuple[int, int]:
     """Returns height and width of an image after its resize, multiples of the patch times the merge size.
 
     Raises MediaError if the image has more than ``limits.image_rows_max`` rows at its smallest size.
@@ -25,7 +25,7 @@ def image_size(tower: VisionTower, limits: MediaLimits, *, height: int, width: i
     return size
 
 
-def video_size(tower: VisionTower, limits: MediaLimits, *, frames: int, height: int, width: int) -> tuple[int, int]:
+def video_size(tower: PatchSettings, limits: MediaLimits, *, frames: int, height: int, width: int) -> tuple[int, int]:
     """Returns height and width of each of a video's ``frames`` sampled frames after their resize.
 
     Raises MediaError if a frame step has more than ``limits.frame_rows`` rows at its smallest size.

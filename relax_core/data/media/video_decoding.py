@@ -85,10 +85,10 @@ def video_index(file: IO[bytes], form: str, limits: MediaLimits) -> VideoIndex:
                 keys.append(packet.pts)
             if len(times) > limits.source_frames:
                 raise _too_many_frames(f"more than {limits.source_frames:,}", limits)
-        if not times:
-            raise MediaError("video", "no_frames", "it has no frames.")
         if len(times) < said.frames * 0.99 - 1:
             raise MediaError("video", "truncated", f"its header says {said.frames} frames, and {len(times)} are there.")
+        if not times:
+            raise MediaError("video", "no_frames", "it has no frames.")
         known = sorted(time for time in times if time is not None)
         distinct = len(known) == len(times) and len(set(known)) == len(known)
         header = VideoHeader(frames=len(times), fps=said.fps, height=said.height, width=said.width)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from relax_core.families.architecture import VisionTower
+from relax_core.families.architecture import PatchSettings
 
 
 class ItemRows(NamedTuple):
@@ -22,20 +22,20 @@ class ItemRows(NamedTuple):
     placeholder: list[int]
 
 
-def image_rows(tower: VisionTower, *, grid: Sequence[int]) -> ItemRows:
+def image_rows(tower: PatchSettings, *, grid: Sequence[int]) -> ItemRows:
     """Returns the rows of an image whose grid is (1, height, width) in patches."""
     offsets, advance = _grid_offsets(tower, grid)
     ids = np.full(offsets.shape[1], tower.image_token_id, dtype=np.int32)
     return ItemRows(ids, offsets, advance, [tower.image_token_id])
 
 
-def feature_rows(tower: VisionTower, token_ids: np.ndarray) -> np.ndarray:
+def feature_rows(tower: PatchSettings, token_ids: np.ndarray) -> np.ndarray:
     """Returns which rows of an item get a feature of the tower, bool ``[rows]``; time stamps are text."""
     found: np.ndarray = (token_ids == tower.image_token_id) | (token_ids == tower.video_token_id)
     return found
 
 
-def _grid_offsets(tower: VisionTower, grid: Sequence[int]) -> tuple[np.ndarray, int]:
+def _grid_offsets(tower: PatchSettings, grid: Sequence[int]) -> tuple[np.ndarray, int]:
     """Returns the offsets of one frame's rows and how far they move the positions: its longer side."""
     height, width = grid[1] // tower.merge_size, grid[2] // tower.merge_size
     rows = np.zeros((3, height, width), dtype=np.int32)
@@ -44,7 +44,7 @@ def _grid_offsets(tower: VisionTower, grid: Sequence[int]) -> tuple[np.ndarray, 
     return rows.reshape(3, -1), max(height, width)
 
 
-def video_rows(tower: VisionTower, *, grid: Sequence[int], stamps: Sequence[Sequence[int]]) -> ItemRows:
+def video_rows(tower: PatchSettings, *, grid: Sequence[int], stamps: Sequence[Sequence[int]]) -> ItemRows:
     """Returns the rows of a video whose grid is (time, height, width) in patches.
 
     ``stamps`` has the token ids of each step's time stamp, such as those of "<0.2 seconds>"; each step is the stamp,

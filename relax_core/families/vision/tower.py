@@ -32,7 +32,9 @@ def build_tower(tower: VisionTower, *, dtype: torch.dtype, device: torch.device 
     config._attn_implementation = "sdpa"
     with torch.device(device):
         module = _named(tower.vision.model)(config)
-    return module.to(dtype=dtype)
+    for parameter in module.parameters():  # The rotary frequencies, which are buffers, stay float32.
+        parameter.data = parameter.data.to(dtype)
+    return module
 
 
 def pass_items(

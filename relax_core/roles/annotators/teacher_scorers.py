@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import numpy as np
 
 from relax_core.contracts.engine import EngineUnreachable
+from relax_core.contracts.media import Media
 from relax_core.contracts.tree import TokenTree
 from relax_core.engines.protocol.score_calls import TokenScores, TokensToScore
 from relax_core.roles.engine.engine_directory import EngineDirectory
@@ -131,7 +132,18 @@ def _path_of(group: TokenTree, leaf: int) -> _Path:
 
 def _to_score(group: TokenTree, path: _Path) -> TokensToScore:
     kept = None if group.kept is None else group.kept.take(path.rows[path.first :])
-    return TokensToScore(input_ids=group.token_ids[path.rows].tolist(), first=path.first, kept=kept)
+    ids = group.token_ids[path.rows].tolist()
+    return TokensToScore(input_ids=ids, first=path.first, kept=kept, media=_media_of(group, path.rows))
+
+
+def _media_of(group: TokenTree, rows: np.ndarray) -> list[Media]:
+    """Returns the images and videos of a path with these ``rows``, which ascend, placed in the path's tokens."""
+    starts = np.searchsorted(rows, [one.start for one in group.media]).tolist()
+    return [
+        Media(one.item, start, start + one.item.rows)
+        for one, start in zip(group.media, starts, strict=True)
+        if start < len(rows) and rows[start] == one.start
+    ]
 
 
 def _calls(sequences: Sequence[TokensToScore]) -> Iterator[list[TokensToScore]]:

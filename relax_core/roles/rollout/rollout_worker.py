@@ -9,7 +9,7 @@ import math
 import threading
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ray.exceptions import RayActorError
 
@@ -17,8 +17,9 @@ from relax_core.bus.ray.ray_bus import RayBus
 from relax_core.config.choices import Partial
 from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.algorithm import AlgorithmSpec
-from relax_core.contracts.bus import BusClosed
+from relax_core.contracts.bus import Admission, BusClosed
 from relax_core.contracts.data import PromptSource
+from relax_core.contracts.env import EnvSpec
 from relax_core.contracts.stop_signals import ignore_stop_signals
 from relax_core.data.eval_sets import eval_sets, held_out_count
 from relax_core.data.sources import make_source
@@ -36,15 +37,22 @@ from relax_core.roles.rollout.traced_rollout import TracedEnginePool, TracedRewa
 from relax_core.rollout.bad_rows import BadRows
 from relax_core.rollout.episodes.episodes import EpisodePlayer
 from relax_core.rollout.episodes.group_assembly import GroupFilter, MakeExtras
-from relax_core.rollout.evaluation.evaluator import Evaluator, eval_versions, prepare
+from relax_core.rollout.evaluation.evaluator import Evaluator, eval_versions, prepare_with_media
 from relax_core.rollout.group_advantages import advantage_extras, computes_advantages_per_group
+from relax_core.rollout.held_items import HeldItems
+from relax_core.rollout.item_cache import ItemCache
+from relax_core.rollout.media_encoding import MEGABYTE, open_encoders
 from relax_core.rollout.prompt_admissions import RolloutLoopSettings
 from relax_core.rollout.prompt_tokens import PromptMaker
 from relax_core.rollout.rewards.reward_pool import RewardPool
 from relax_core.rollout.rollout_loop import Record, RolloutLoop
 from relax_core.rollout.sampling_params import evaluation_sampling, training_sampling
 from relax_core.rollout.teacher_choice import teacher_chooser
+from relax_core.rollout.thumbnails import THUMBNAILS, Thumbnails
 from relax_core.rollout.weight_update_handler import WeightUpdateHandler
+
+if TYPE_CHECKING:
+    from relax_core.data.media.encode_pool import EncodePool
 
 log = logging.getLogger(__name__)
 CLOSED_S = 0.2
@@ -76,19 +84,17 @@ class RolloutWorker(Worker):
         rewards = self._rewards()
         source = make_source(config.data, seed=config.seed, eval_rows=held_out_count(config))
         env = find_env(config.env.name)
-        prompts = PromptMaker(
-            env=env,
-            env_config=config.env,
-            tokenizer=PromptTokenizer(context.model_folder, template_arguments=config.data.chat_template_kwargs),
-            max_prompt_tokens=config.engine.context_tokens - config.rollout.max_new_tokens,
-            overlong=config.data.overlong,
-        )
+        reclaimed = await self._reclaim(bus)
+        encoders = self._encoders()
+        prompts = self._prompts(env, encoders, bus)
         spec = find_algorithm(config.algo.name)
         teachers = spec.requirements(config.algo).teacher
         advantages = group_advantages(spec, config) if computes_advantages_per_group(config) else None
         evaluator = None
         if self._rank == 0:
-            evaluator = self._evaluator(source, bus=bus, metrics=metrics, pool=pool, prompts=prompts, rewards=rewards)
+            evaluator = await self._evaluator(
+                source, bus=bus, metrics=metrics, pool=pool, prompts=prompts, rewards=rewards
+            )
         settings = self._settings(prompts.tokenizer)
         player = None
         if env.has_turns:
@@ -108,6 +114,7 @@ class RolloutWorker(Worker):
                 rows=len(source),
                 most=config.data.max_bad_rows,
                 report=lambda rows: metrics.record_texts(bad_rows_kind(self._rank), context.start_step, rows),
+                most_in_a_row=config.modality.max_bad_in_a_row,
             ),
             refuse=group_filter(spec, config.algo),
             teacher_of=None if teachers is None else teacher_chooser(teachers),
@@ -122,11 +129,49 @@ class RolloutWorker(Worker):
                     group.create_task(asyncio.to_thread(importlib.import_module, "torch"))
                 if evaluator is not None:
                     group.create_task(self._evaluate(evaluator, metrics))
-                group.create_task(self._sample(loop, bus))
+                group.create_task(self._sample(loop, reclaimed))
         except* Exception as failures:
             raise first_cause(failures) from failures
         finally:
             rewards.close()
+            if encoders is not None:
+                encoders.close()
+
+    def _encoders(self) -> EncodePool | None:
+        """Returns the processes that encode images and videos, or None for a run on text."""
+        context = self.context
+        if context.media_folder is None:
+            return None
+        return open_encoders(
+            context.config,
+            model_folder=context.model_folder,
+            media_folder=context.media_folder,
+            log_dir=context.log_dir,
+        )
+
+    def _prompts(self, env: EnvSpec, encoders: EncodePool | None, bus: RayBus) -> PromptMaker:
+        context, config = self.context, self.context.config
+        return PromptMaker(
+            env=env,
+            env_config=config.env,
+            tokenizer=PromptTokenizer(context.model_folder, template_arguments=config.data.chat_template_kwargs),
+            max_prompt_tokens=config.engine.context_tokens - config.rollout.max_new_tokens,
+            overlong=config.data.overlong,
+            items=None if encoders is None else self._items(encoders, bus),
+            prompt_items=config.modality.prompt_items,
+        )
+
+    def _items(self, encoders: EncodePool, bus: RayBus) -> ItemCache:
+        config = self.context.config
+        held = HeldItems(encoders, bus, worker=self._rank, timeout_s=config.bus.call_timeout_s)
+        assert self.context.media_folder is not None, "there are encoders"
+        thumbnails = Thumbnails(self.context.run_dir / THUMBNAILS, self.context.media_folder)
+        return ItemCache(
+            held,
+            most_bytes=config.modality.cache_mb * MEGABYTE,
+            let_go=held.let_go,
+            on_encoded=thumbnails.add if self._rank == 0 else lambda item: None,
+        )
 
     def _pool(self) -> TracedEnginePool:
         config = self.context.config
@@ -174,10 +219,21 @@ class RolloutWorker(Worker):
         own = {"worker": float(self._rank)} if self.context.config.rollout.workers > 1 else {}
         return lambda source, step, values: metrics.record(source, step, {**values, **own})
 
-    async def _sample(self, loop: RolloutLoop, bus: RayBus) -> None:
+    async def _reclaim(self, bus: RayBus) -> list[Admission] | BusClosed:
+        """Returns the admissions of an earlier process of this worker, or that the bus is closed.
+
+        The bus then ends what that process held, so this comes before any encoding.
+        """
         try:
             timeout_s = self.context.config.bus.call_timeout_s
-            reclaimed = await asyncio.to_thread(bus.reclaim, worker=self._rank, timeout_s=timeout_s)
+            return await asyncio.to_thread(bus.reclaim, worker=self._rank, timeout_s=timeout_s)
+        except BusClosed as closed:
+            return closed
+
+    async def _sample(self, loop: RolloutLoop, reclaimed: list[Admission] | BusClosed) -> None:
+        try:
+            if isinstance(reclaimed, BusClosed):
+                raise reclaimed
             await loop.run(reclaimed)
         except BusClosed as closed:  # sampling has ended; the last evaluation may still be to come
             self.set_state("running", str(closed))
@@ -227,6 +283,7 @@ class RolloutWorker(Worker):
             mask_off_policy=rollout.mask_off_policy,
             mask_truncated=rollout.mask_truncated,
             in_order=config.in_order,
+            media_folder=str(self.context.media_folder or ""),
         )
 
     async def _report_evaluation(self, version: int, values: Mapping[str, float]) -> bool:
@@ -242,7 +299,7 @@ class RolloutWorker(Worker):
             log.warning("the trainer did not get the evaluation of version %d: %s", version, error)
             return False
 
-    def _evaluator(
+    async def _evaluator(
         self,
         source: PromptSource,
         *,
@@ -270,15 +327,18 @@ class RolloutWorker(Worker):
 
         versions = [version for version in planned if version >= now]
         sets = eval_sets(config, source) if versions else []
+        most = config.data.max_bad_rows
+        prepared = [await prepare_with_media(one, prompts, most_bad=most) for one in sets]
         return Evaluator(
             versions=versions,
-            sets=[prepare(one, prompts, most_bad=config.data.max_bad_rows) for one in sets],
+            sets=prepared,
             pool=pool,
             prompts=prompts,
             rewards=rewards,
             sampling=evaluation_sampling(config, prompts.tokenizer),
             wait_version=wait_version,
             in_order=config.in_order,
+            media_folder=str(context.media_folder or ""),
             record=metrics.record,
             record_texts=lambda version, rows: metrics.record_texts("eval", version, rows),
             ends_run=None if config.run.keep_best is None else self._report_evaluation,

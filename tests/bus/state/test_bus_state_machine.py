@@ -1,8 +1,8 @@
 """Random histories of the bus's core, checked against a model of each sample.
 
-The actions are those of clients and crashes, in any order. After each action the counts must agree with the model;
-after each restore the ledger's file must agree, too. At the end, a run without faults must be able to finish from any
-state.
+The actions are those of clients and crashes, in any order. After each action the counts must agree with the model, and
+exactly those media items are stored that somebody names; after each restore the ledger's file must agree, too. At the
+end, a run without faults must be able to finish from any state.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from tests.bus.bus_model import MOST_WORKERS, BusModel
+from tests.bus.media_model import DIGESTS
 
-WORK = ["roll_out", "train", "work", "lease"] * 4 + ["admit", "write", "ack", "put_again", "drop"] * 2
+WORK = ["roll_out", "train", "work", "lease"] * 4 + ["admit", "write", "ack", "put_again", "drop", "hold", "let_go"] * 2
 TROUBLE = ["release", "revoke", "wait", "reclaim", "save", "restore", "crash_and_resume", "start_afresh"]
 
 
@@ -76,6 +77,10 @@ class BusMachine(RuleBasedStateMachine):
             self.model.train_fully()
             self.model.check_counts()
         self.model.check_file()
+        for worker in range(MOST_WORKERS):
+            self.model.media.let_go(self.model.core, worker, DIGESTS)
+        self.model.check_counts()
+        assert self.model.core.groups or not self.model.media.stored, "left behind at the end of the run"
         self.model.close()
 
 

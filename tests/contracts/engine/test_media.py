@@ -101,11 +101,19 @@ def start(launch: EngineLaunch, folder: Path, *, name: str, kind: str) -> Iterat
     process.stop(timeout_s=5.0)
 
 
-@pytest.fixture(scope="module", params=[(kind, name) for kind in ("embedded",) for name in (DENSE, EXPERTS)], ids=str)
-def seeing(request: pytest.FixtureRequest, launch: EngineLaunch, tmp_path_factory: pytest.TempPathFactory) -> Any:
+MODELS = [
+    pytest.param((kind, name), id=f"{kind}-{name}", marks=marks)
+    for kind, marks in (("embedded", ()), ("sglang", pytest.mark.sglang))
+    for name in (DENSE, EXPERTS)
+]
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def seeing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     kind, name = request.param
     if not find_engine(kind).media:
         pytest.skip(f"{kind} takes no media")
+    launch = request.getfixturevalue("launch" if kind == "embedded" else "sglang_launch")
     yield from start(launch, tmp_path_factory.mktemp("seeing"), name=name, kind=kind)
 
 
@@ -230,6 +238,8 @@ def test_an_item_passes_the_tower_once_for_each_weight_version(seeing: Seeing, t
     seeing.publish(tmp_path / "same", seeing.model)
     seeing.engine.generate(prompts, seeing.params)
     assert seeing.passes - start == 2
+    seeing.engine.post("/flush_cache")
+    assert seeing.engine.client.loads()["media_feature_bytes"] == 0
 
 
 # -- while samples run ------------------------------------------------------------------------------------------------

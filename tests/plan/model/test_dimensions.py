@@ -17,6 +17,7 @@ CLASSES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
+    "qwen3_vl": "Qwen3VLForConditionalGeneration",
     "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
     "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
     "qwen3_omni_moe_thinker": "Qwen3OmniMoeThinkerForConditionalGeneration",
@@ -55,6 +56,29 @@ def test_parameters_are_those_of_transformers(name: str) -> None:
     assert found.embedding_parameters == parts["embeddings"]
     assert found.layer_parameters == parts["rest"]
     assert found.parameters == sum(parts.values())
+
+
+@pytest.mark.parametrize(("hidden", "wide", "heads"), [(32, 56, 2), (64, 224, 4)])
+def test_a_tower_keeps_as_much_as_autograd_saves(hidden: int, wide: int, heads: int) -> None:
+    """Counts the storages that transformers' tower saves for 1,024 patches, without its weights."""
+    from relax_core.tools.tiny_vision import build_vision_model
+
+    config = tiny_config("tiny_qwen3_vl")
+    config["vision_config"] |= {"hidden_size": hidden, "intermediate_size": wide, "num_heads": heads, "depth": 6}
+    tower = build_vision_model(config).model.visual
+    weights = {parameter.untyped_storage().data_ptr() for parameter in tower.parameters()}
+    saved: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        tower(torch.randn(1024, 384), grid_thw=torch.tensor([[1, 32, 32]]))
+    measured = sum(storage.nbytes() for at, storage in saved.items() if at not in weights) / 4 / 1024
+    found = read_dimensions(config, name="tiny").patches
+    assert found is not None
+    assert found.values(recomputed=False) == pytest.approx(measured, rel=0.05)
 
 
 def test_the_built_in_model() -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,13 +28,14 @@ from relax_core.engines.protocol.engine_client import EngineClient
 from relax_core.engines.sglang.client.sglang_client import SglangClient
 from relax_core.registry import find_algorithm, names
 from relax_core.roles.annotators.forward_logprobs import ActorFwdWorker, ReferenceWorker
-from relax_core.roles.annotators.teacher_scorers import EngineTeacher, ForwardTeacher
+from relax_core.roles.annotators.teacher_scorers import EngineTeacher, ForwardTeacher, TeacherScores
 from relax_core.roles.annotators.teacher_worker import TeacherWorker, teacher_columns
 from relax_core.roles.process.role_context import RunContext
 from relax_core.rollout.episodes.group_assembly import complete_group
 from relax_core.rollout.group_advantages import advantage_extras
 from relax_core.train.packing.leased_trees import decode_train_tree
 from tests.contracts.engine.harness import SGLANG_PYTHON, VOCAB, make_model, prompts_of, random_prompt
+from tests.train.rank_processes import run_ranks
 from tests.train.tiny_trainer import make_backend
 from tests.trees import answers_of, of_tokens, prompt_of
 
@@ -43,6 +44,8 @@ TOKEN = "token-of-the-run"
 TEMPERATURE = 0.8
 BANNED = 17
 BANNED_MASS = 0.3  # that the model gives to it, at the least
+WORDS = VOCAB + 1  # two tensor-parallel ranks pad an odd vocabulary
+TOP_K = 12  # some kept sets have fewer tokens
 PROMPTS = [random_prompt(length, seed=length) for length in (3, 9, 20)]
 SAMPLES = 4
 TRUNCATIONS: dict[str, dict[str, Any]] = {
@@ -56,7 +59,7 @@ TRUNCATIONS: dict[str, dict[str, Any]] = {
 # SGLang tells kept sets with a top_k only, and draws by seed without min_p only.
 OF_SGLANG: dict[str, dict[str, Any]] = {
     "banned": {},
-    "top_p": {"top_k": VOCAB, "top_p": 0.9},
+    "top_p": {"top_k": WORDS, "top_p": 0.9},
     "top_k": {"top_k": 5},
     "both": {"top_k": 8, "top_p": 0.8},
 }
@@ -70,10 +73,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Returns a model that gives the banned token a high probability after all these prompts."""
     path = tmp_path_factory.mktemp("model")
     model = make_model(None, seed=0, tied=False)
+    model.resize_token_embeddings(WORDS)
     with torch.no_grad():
         hidden = torch.cat([model.model(torch.tensor([ids])).last_hidden_state[0] for ids in PROMPTS])
         model.lm_head.weight.mul_(0.4)
-        model.lm_head.weight[BANNED] = 7.0 * hidden.mean(0) / hidden.mean(0).norm()
+        model.lm_head.weight[BANNED] = 1.4 * hidden.mean(0) / hidden.mean(0).norm()
     model.save_pretrained(path)
     return path
 
@@ -228,7 +232,7 @@ def sglang_client(folder: Path, tmp_path: Path) -> Iterator[EngineClient]:
     )
     process = EngineProcess.start(launch)
     times = {"request_timeout_s": 60.0, "control_timeout_s": 30.0}
-    client = SglangClient(process.url, TOKEN, **times, ranks=1, vocab_size=VOCAB, seeds=True)
+    client = SglangClient(process.url, TOKEN, **times, ranks=1, vocab_size=WORDS, seeds=True)
     yield client
     client.close()
     process.stop(timeout_s=5.0)
@@ -286,7 +290,7 @@ def test_the_entropy_is_that_of_what_was_left(folder: Path, scored: Rows) -> Non
         backend.accumulate(groups)
         expected = []
         for group in groups:
-            mask = np.ones((group.rows, VOCAB), bool) if group.kept is None else group.kept.mask()
+            mask = np.ones((group.rows, WORDS), bool) if group.kept is None else group.kept.mask()
             mask[:, BANNED] = False
             masks, prompt = np.split(of_tokens(group, mask), np.cumsum(group.lengths)[:-1]), prompt_of(group)
             for response, left in zip(answers_of(group), masks, strict=True):
@@ -339,18 +343,16 @@ class OneEngine:
 def test_a_teacher_that_is_the_student_has_nothing_to_teach(
     folder: Path, client: EngineClient, scored: Rows, served_by: str, tmp_path: Path
 ) -> None:
-    """Some kept sets have fewer tokens than the teacher returns."""
-    top_k = 12
     keys = [f"rollout.temperature={TEMPERATURE}", f"rollout.banned_token_ids=[{BANNED}]", "rollout.top_p=0.9"]
     context = context_of(["algo=distill", *keys], model_folder=folder, run_dir=tmp_path)
     teacher: Any = (
-        ForwardTeacher(context, folder, top_k=top_k)
+        ForwardTeacher(context, folder, top_k=TOP_K)
         if served_by == "forward"
-        else EngineTeacher(context, OneEngine(client), 0, top_k=top_k)
+        else EngineTeacher(context, OneEngine(client), 0, top_k=TOP_K)
     )
     recorded = Recorded(find_algorithm("distill"))
     for form in ("topk_forward", "topk_reverse", "topk_jsd"):
-        config: Any = recorded.spec.config(group_size=SAMPLES, form=form, top_k=top_k)
+        config: Any = recorded.spec.config(group_size=SAMPLES, form=form, top_k=TOP_K)
         backend = make_backend(
             folder, temperature=TEMPERATURE, banned_token_ids=[BANNED], algorithm=recorded.spec, config=config
         )
@@ -378,3 +380,62 @@ def test_a_teacher_that_is_the_student_has_nothing_to_teach(
                 for buffer in chunk.buffers
             )
         assert pads > 100
+
+
+def figures_of_the_head(rows: Rows, make: Callable[..., Any]) -> dict[str, dict[str, np.ndarray]]:
+    """Returns, for each truncation, what a rank computes from the output layer for the sampled tokens.
+
+    ``make`` makes a back end from the algorithm and its configuration. The teacher's columns are those of the back end.
+    """
+    recorded = Recorded(find_algorithm("distill"))
+    inner = recorded.spec.requirements
+    spec = dataclasses.replace(recorded.spec, requirements=lambda config: replace(inner(config), entropy=True))
+    config: Any = spec.config(group_size=SAMPLES, form="topk_forward", top_k=TOP_K)
+    backend = make(algorithm=spec, config=config)
+    found: dict[str, dict[str, np.ndarray]] = {}
+    for name, of_name in rows.items():
+        trees = [c.decode_tree(row) for row in of_name]
+        alone, top = backend.logprobs(trees), backend.top_logprobs(trees, top_k=TOP_K)
+        taught = []
+        for row, one in zip(of_name, top, strict=True):
+            scores = TeacherScores(one.logprobs, one.top_ids.astype(np.int32), one.top_logprobs)
+            taught.append(msgspec.structs.replace(row, columns={**row.columns, **teacher_columns(scores)}))
+        recorded.seen.clear()
+        backend.begin_step(0)
+        backend.accumulate(train_groups(taught, spec, config))
+        inputs = recorded.seen[0][0]
+        assert inputs.entropy is not None and inputs.top_logprobs is not None
+
+        def of_groups(values: Sequence[np.ndarray], trees: Sequence[TokenTree] = trees) -> np.ndarray:
+            return np.concatenate([of_tokens(tree, own) for tree, own in zip(trees, values, strict=True)])
+
+        found[name] = {
+            "engine": of_groups([tree.logprobs for tree in trees]),
+            "forward": of_groups(alone),
+            "trainer": inputs.logprobs.detach().numpy(),
+            "entropy": inputs.entropy.detach().numpy(),
+            "top_ids": of_groups([one.top_ids for one in top]),
+            "top_logprobs": of_groups([one.top_logprobs for one in top]),
+            "gathered": inputs.top_logprobs.detach().numpy(),
+        }
+    return found
+
+
+def test_two_tensor_parallel_ranks_leave_out_the_same_tokens(folder: Path, rows: Rows, tmp_path: Path) -> None:
+    """The engine's log-probs, entropy, a teacher's tokens and the student's log-probs of them, over a padded head."""
+    (tmp_path / "rows").write_bytes(msgspec.msgpack.encode(rows))
+    script = Path(__file__).parent / "truncated_ranks.py"
+    for status, error in run_ranks(str(script), [(folder, tmp_path / "rows", tmp_path)] * 2):
+        assert status == 0, error
+
+    def one_rank(**settings: Any) -> Any:
+        return make_backend(folder, temperature=TEMPERATURE, banned_token_ids=[BANNED], **settings)
+
+    for name, expected in figures_of_the_head(rows, one_rank).items():
+        for rank in range(2):
+            found = np.load(tmp_path / f"rank{rank}-{name}.npz")
+            for whose in ("forward", "trainer"):
+                assert np.abs(found[whose] - expected["engine"]).max() <= TOLERANCE, (name, whose)
+            for figure in ("entropy", "top_logprobs", "gathered"):
+                np.testing.assert_allclose(found[figure], expected[figure], atol=TOLERANCE, rtol=0, err_msg=name)
+            assert np.array_equal(found["top_ids"], expected["top_ids"]) and BANNED not in found["top_ids"]

@@ -13,14 +13,14 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiny_models import make_models
 from tiny_trainer import dp_groups, make_backend, make_critic, train_step
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from relax_core.families.folder import folder_architecture
 from relax_core.families.hf_config import read_hf_config
 from relax_core.tools import check_model, export
 from relax_core.train.checkpoints.checkpoint_store import CheckpointStore
 from relax_core.train.hf.check_weights import stored_shapes, weight_problems
-from relax_core.train.hf.weight_rules import tensor_shape, weight_rules
+from relax_core.train.hf.stored_weights import stored_weights
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +63,27 @@ def test_export_is_what_was_trained(trained: tuple[Path, dict[str, torch.Tensor]
     assert torch.equal(model.model.layers[3].mlp.gate.weight, weights["model.layers.3.mlp.gate.weight"])
 
 
+def test_a_model_that_sees_is_exported_as_published(models: Path, tmp_path: Path) -> None:
+    """The checkpoint has each expert apart; the folder has a layer's experts in one tensor, and the processor files."""
+    source = models / "sees_moe"
+    backend = make_backend(source, family="qwen3_vl_moe")
+    checkpoint = save_run(backend, tmp_path / "run", model=source)
+    weights = dict(backend.export())
+    assert export.main([str(checkpoint), str(tmp_path / "hf")]) == 0
+    exported, published = load_file(tmp_path / "hf" / "model.safetensors"), load_file(source / "model.safetensors")
+    assert {name: tensor.shape for name, tensor in exported.items()} == {n: one.shape for n, one in published.items()}
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in exported.items())
+    experts = "model.language_model.layers.1.mlp.experts.down_proj"
+    assert not torch.equal(exported[experts], published[experts])
+    for name in ("preprocessor_config.json", "video_preprocessor_config.json"):
+        assert (tmp_path / "hf" / name).read_bytes() == (source / name).read_bytes()
+    loaded: Any = AutoModelForImageTextToText.from_pretrained(tmp_path / "hf", output_loading_info=True)
+    model, info = loaded
+    assert not any(info.values())
+    theirs = model.state_dict()[experts]  # transformers turns them
+    assert torch.equal(theirs, exported[experts].mT)
+
+
 def test_export_in_another_dtype(trained: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:
     checkpoint, weights = trained
     assert export.main([str(checkpoint), str(tmp_path / "hf"), "--dtype", "bfloat16"]) == 0
@@ -99,10 +120,10 @@ def _refusal_of_other_family(checkpoint: Path, models: Path) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize("name", ["untied", "tied", "moe", "biased"])
+@pytest.mark.parametrize("name", ["untied", "tied", "moe", "biased", "sees", "sees_moe"])
 def test_shapes_are_those_of_transformers(models: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     architecture = folder_architecture(models / name)
-    wanted = {rule.hf: tensor_shape(rule, architecture) for rule in weight_rules(architecture)}
+    wanted = {one.name: one.shape for one in stored_weights(architecture)}
     assert wanted == {tensor: shape for tensor, shape, _ in stored_shapes(models / name)}
     assert check_model.main([str(models / name)]) == 0
     parameters = sum(tensor.numel() for tensor in load_file(models / name / "model.safetensors").values())

@@ -37,7 +37,7 @@ def test_load_then_export_is_bit_identical(seen: list[dict[str, Any]], case: str
 
 @pytest.mark.parametrize("case", CASES)
 def test_no_rank_holds_more_than_a_bucket_beside_its_part(seen: list[dict[str, Any]], case: str) -> None:
-    joined = 2 * seen[0][case]["largest"] if "sees_moe" in case else 0  # a layer's experts, and those of the one before
+    joined = 2 * seen[0][case]["largest"] if "sees" in case else 0  # more than a bucket: a tensor and its copy
     assert max(rank[case]["held"] for rank in seen) <= BUCKET_BYTES + joined
     assert seen[0][case]["held"] >= seen[0][case]["largest"]  # The measurement notices tensors.
 
@@ -46,6 +46,9 @@ def test_no_rank_holds_more_than_a_bucket_beside_its_part(seen: list[dict[str, A
 def test_a_rank_reads_its_slices_only(seen: list[dict[str, Any]], case: str) -> None:
     parts = [rank[case]["read"] for rank in seen]
     copies = {"dp4": 4, "tp2_cp2": 2, "pp2_vpp2_dp2": 2}.get(case.split()[1])
+    if "sees" in case:
+        assert max(parts) < 0.75  # Every rank of the first stage has the whole tower, a third of this model.
+        return
     if copies:
         assert sum(parts) == pytest.approx(copies, abs=0.06)  # Every tensor-parallel rank has the norms.
     assert max(parts) < 0.6 or "dp4" in case
@@ -54,7 +57,5 @@ def test_a_rank_reads_its_slices_only(seen: list[dict[str, Any]], case: str) -> 
 @pytest.mark.parametrize("case", CASES)
 def test_all_ranks_refuse_a_misshapen_weight(seen: list[dict[str, Any]], case: str) -> None:
     refusals = {rank[case]["refusal"] for rank in seen}
-    wanted = (
-        "has shape (1, 72); the model's is (67, 72)" if "sees" in case else "has shape (1, 64); the model's is (51, 64)"
-    )
-    assert len(refusals) == 1 and wanted in refusals.pop()
+    rows, width = (67, 72) if "sees" in case else (51, 64)
+    assert len(refusals) == 1 and f"has shape (1, {width}); the model's is ({rows}, {width})" in refusals.pop()

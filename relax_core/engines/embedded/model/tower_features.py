@@ -21,7 +21,7 @@ FEATURE_BYTES = 256 << 20
 
 
 class MediaGone(RuntimeError):
-    """The tensors of a request's item cannot be read any more."""
+    """Says that the tensors of a request's item cannot be read any more."""
 
 
 @dataclass(frozen=True, slots=True)

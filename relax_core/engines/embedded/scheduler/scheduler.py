@@ -148,19 +148,22 @@ class Scheduler(threading.Thread):
         start = time.perf_counter()
         if copy is not None:
             copy()
-        if self._decoder.features is not None:
-            self._decoder.features.forget()
+        self.forget_features()
         self.version = version
         for slot, sample in enumerate(self._running):
             sample.mark(self._decoder.slots.length(slot), version)
         return 1e3 * (time.perf_counter() - start)
 
+    def forget_features(self) -> None:
+        """Drops the features of images and videos that are kept; they are computed anew when a prompt needs them."""
+        if self._decoder.features is not None:
+            self._decoder.features.forget()
+
     def release_memory(self) -> None:
         """Frees the KV cache; running samples wait for `resume_memory`, and their cache is then computed anew."""
         self._retract()
         self._decoder.free_cache()
-        if self._decoder.features is not None:
-            self._decoder.features.forget()
+        self.forget_features()
         self._released = True
 
     def resume_memory(self) -> None:

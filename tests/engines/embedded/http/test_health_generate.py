@@ -36,6 +36,7 @@ def scheduler(model_folder: Path, tmp_path: Path) -> Iterator[Scheduler]:
         dtype="float32",
         load_weights=True,
         weight_version=0,
+        media_folder=None,
     )
     _, found = build_app(arguments)
     yield found

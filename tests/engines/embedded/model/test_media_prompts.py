@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import subprocess
 import sys
@@ -242,3 +243,30 @@ print([name for name in ("transformers", "PIL", "av", "relax_core.families.visio
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300, check=True
     )
     assert found.stdout.strip() == "[]"
+
+
+@torch.inference_mode()
+def test_bfloat16_is_no_further_off_than_that_of_transformers(seer: Seer) -> None:
+    """The reference is float32 with the same weights rounded to bfloat16; rotary frequencies are not rounded."""
+    reference = copy.deepcopy(seer.reference)
+    for parameter in reference.parameters():
+        parameter.data = parameter.data.bfloat16()
+    prompts = scene(seer.seen)[:2]
+    theirs = torch.cat([seer.seen.logprobs(reference, ids, media).float() for ids, media in prompts])
+    exact = torch.cat([seer.seen.logprobs(reference.float(), ids, media) for ids, media in prompts])
+    half = copy.copy(seer)
+    half.weights = FusedWeights(seer.config, torch.bfloat16)
+    half.weights.apply(half.weights.checked(read_safetensors(seer.seen.model_folder)))
+    assert half.weights.tower is not None
+    assert {one.dtype for one in half.weights.tower.buffers()} == {torch.float32}
+    decoder = Decoder(
+        LanguageModel(seer.config, half.weights, context_length=CONTEXT),
+        dtype=torch.bfloat16,
+        max_samples=4,
+        max_tokens=4 * CONTEXT,
+        context_length=CONTEXT,
+        features=half.features(),
+    )
+    items = [ScoreItem(token_ids=ids, start=0, top_k=1, temperature=1.0, media=media) for ids, media in prompts]
+    ours = torch.cat([torch.tensor(one.logprobs) for one in decoder.score(items)])
+    assert 0 < float((ours - exact).abs().mean()) <= 1.1 * float((theirs - exact).abs().mean())

@@ -1,0 +1,72 @@
+"""Builds what encodes a run's images and videos: limits, the root of their files, worker processes and the cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from relax_core.config.media_schema import SEE_TASKS, ModalityConfig
+from relax_core.config.schema import RelaxConfig
+from relax_core.data.paths import data_parts
+from relax_core.data.plugin_source import names_plugin
+from relax_core.data.see_task import files_folder
+from relax_core.registry import is_file_plugin
+
+if TYPE_CHECKING:
+    from relax_core.data.media.encode_pool import EncodePool
+    from relax_core.data.media.media_limits import MediaLimits
+
+ENCODE_LOG = "encode.log"  # the output of the worker processes
+MEGABYTE = 1_000_000
+
+
+def open_encoders(config: RelaxConfig, *, model_folder: Path, media_folder: Path, log_dir: Path) -> EncodePool:
+    """Returns the worker processes that encode images and videos into ``media_folder``; the caller closes them.
+
+    Raises ValueError if the model's folder lacks a processor file.
+    """
+    from relax_core.data.media.encode_messages import EncodeSettings
+    from relax_core.data.media.encode_pool import EncodePool
+    from relax_core.families.folder import folder_architecture
+
+    tower = folder_architecture(model_folder).vision
+    assert tower is not None, "only a family that sees has kinds of media"
+    settings = EncodeSettings(
+        model_folder=str(model_folder),
+        tower=tower,
+        limits=media_limits(config.modality),
+        root=str(media_root(config)),
+        folder=str(media_folder),
+    )
+    return EncodePool(settings, workers=config.modality.workers, log_file=log_dir / ENCODE_LOG)
+
+
+def media_limits(modality: ModalityConfig) -> MediaLimits:
+    """Returns the limits that the configuration sets."""
+    from relax_core.data.media.media_limits import MediaLimits
+
+    return MediaLimits(
+        image_rows_min=modality.image_tokens[0],
+        image_rows_max=modality.image_tokens[1],
+        source_pixels=modality.source_pixels,
+        video_fps=modality.video_fps,
+        video_frames_min=modality.video_frames[0],
+        video_frames_max=modality.video_frames[1],
+        frame_rows=modality.frame_tokens,
+        item_bytes=modality.item_mb * MEGABYTE,
+        worker_timeout_s=modality.worker_timeout_s,
+        worker_bytes=modality.worker_mb * MEGABYTE,
+    )
+
+
+def media_root(config: RelaxConfig) -> Path:
+    """Returns the folder below which every image and video lies: data.media_root, or else the data file's folder."""
+    data = config.data
+    if data.media_root is not None:
+        return Path(data.media_root).absolute()
+    if data.task in SEE_TASKS:
+        return files_folder()
+    if names_plugin(data):
+        return Path(data.name).parent.absolute() if is_file_plugin(data.name) else Path.cwd()
+    parts = data_parts(data) if data.path is not None or data.paths is not None else []
+    return parts[0].files[0].parent.absolute() if parts else Path.cwd()

@@ -1,0 +1,57 @@
+"""A model of who names which media item, beside a bus."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable
+
+from relax_core.bus.state.bus_state import BusCore
+from relax_core.contracts.bus import CompleteGroup, Lease
+
+DIGESTS = [f"{number:032x}" for number in range(6)]
+NBYTES = {digest: 100 + number for number, digest in enumerate(DIGESTS)}
+
+
+class MediaModel:
+    """The tensors that are stored, and everybody who needs them."""
+
+    def __init__(self) -> None:
+        self.stored: set[str] = set()
+        self.held: dict[int, set[str]] = defaultdict(set)  # by rollout worker
+        # What a lost worker held, and its groups in flight at that time.
+        self.lost: dict[int, tuple[set[str], set[str]]] = {}
+        self.leased: dict[int, set[str]] = {}  # by lease id
+
+    def hold(self, core: BusCore, worker: int, digests: Collection[str]) -> None:
+        core.hold({digest: NBYTES[digest] for digest in digests}, worker=worker)
+        self.held[worker].update(digests)
+        self.stored.update(digests)
+
+    def let_go(self, core: BusCore, worker: int, digests: Collection[str]) -> None:
+        core.let_go(list(digests), worker=worker)
+        self.held[worker].difference_update(digests)
+
+    def lose_worker(self, worker: int, in_flight: Iterable[str]) -> None:
+        earlier = self.lost.get(worker, (set(), set()))[0]
+        self.lost[worker] = (earlier | self.held.pop(worker, set()), set(in_flight))
+
+    def lease(self, lease: Lease, rows: dict[str, CompleteGroup]) -> None:
+        self.leased[lease.lease_id] = {digest for row in lease.rows for digest in rows[row.group_uid].media}
+
+    def go_back(self) -> None:
+        """The bus is restored: groups and leases are gone, and the workers hold what they held."""
+        self.lost, self.leased = {}, {}
+
+    def check(self, core: BusCore, rows: dict[str, CompleteGroup], in_flight: Collection[str]) -> None:
+        """Removes what the bus would remove, and compares what is left with what somebody needs."""
+        self.stored.difference_update(core.media.take_unnamed())
+        self.lost = {worker: one for worker, one in self.lost.items() if not one[1].isdisjoint(in_flight)}
+        self.leased = {lease: digests for lease, digests in self.leased.items() if lease in core.leases}
+        open_groups = [set(rows[uid].media) for uid in core.groups if uid in rows and uid not in in_flight]
+        needed = set().union(
+            *self.held.values(), *(items for items, _ in self.lost.values()), *self.leased.values(), *open_groups
+        )
+        assert needed <= self.stored, "lost while somebody names it"
+        assert self.stored <= needed, "stored although nobody names it"
+        progress = core.progress()
+        assert (progress.media_items, progress.media_bytes) == (len(needed), sum(NBYTES[one] for one in needed))

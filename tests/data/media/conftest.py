@@ -1,0 +1,72 @@
+"""One encode pool for all tests of media; its workers are started once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from relax_core.contracts.media import MediaItem, MediaSource
+from relax_core.data.media.encode_messages import EncodeSettings
+from relax_core.data.media.encode_pool import EncodePool
+from relax_core.data.media.media_limits import MediaLimits
+from relax_core.families.architecture import PatchSettings
+from relax_core.tools.tiny_tokenizer import write_prompt_tokenizer
+
+Encode = Callable[[MediaSource], MediaItem]
+MakeSettings = Callable[..., EncodeSettings]
+
+SETTINGS = PatchSettings(
+    patch_size=16,
+    temporal_patch_size=2,
+    merge_size=2,
+    image_token_id=1,
+    video_token_id=2,
+    vision_start_token_id=3,
+    vision_end_token_id=4,
+    min_pixels=4 * 32 * 32,
+)
+# Small enough that a hostile file would be noticed, and large enough for the interpreter and both libraries.
+LIMITS = MediaLimits(
+    source_pixels=4_000_000, item_bytes=8 << 20, source_frames=1_000, source_seconds=100.0, worker_bytes=768 << 20
+)
+
+
+@pytest.fixture(scope="session")
+def make_settings(tmp_path_factory: pytest.TempPathFactory) -> MakeSettings:
+    """Returns a function that makes settings whose root and media folder are new; limits may be given."""
+    model = tmp_path_factory.mktemp("model")
+    write_prompt_tokenizer(model, vision=True)
+
+    def make(limits: MediaLimits = LIMITS, tower: PatchSettings = SETTINGS) -> EncodeSettings:
+        folder = tmp_path_factory.mktemp("media")
+        (folder / "items").mkdir()
+        (folder / "root").mkdir()
+        return EncodeSettings(
+            model_folder=str(model), tower=tower, limits=limits, root=str(folder / "root"), folder=str(folder / "items")
+        )
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def settings(make_settings: MakeSettings) -> EncodeSettings:
+    return make_settings()
+
+
+@pytest.fixture(scope="session")
+def root(settings: EncodeSettings) -> Path:
+    return Path(settings.root)
+
+
+@pytest.fixture(scope="session")
+def pool(settings: EncodeSettings) -> Iterator[EncodePool]:
+    with EncodePool(settings, workers=2) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session")
+def encode(pool: EncodePool) -> Encode:
+    return lambda source: asyncio.run(pool.encode(source))

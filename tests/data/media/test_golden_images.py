@@ -1,0 +1,127 @@
+"""Golden pixels of each kind of image; the expected values are written down, or follow from the format's definition."""
+
+from __future__ import annotations
+
+import io
+import struct
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from relax_core.data.media.image_decoding import decoded_image, opened_image, upright_size
+from relax_core.data.media.source_files import _sniff
+from tests.data.media.conftest import LIMITS
+from tests.data.media.make_files import chunk, noise, png, saved
+
+RED, GREEN, BLUE, WHITE, BLACK = (255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 255), (0, 0, 0)
+
+
+def pixels(data: bytes) -> np.ndarray:
+    with opened_image(io.BytesIO(data), _sniff(data), LIMITS) as image:
+        size = upright_size(image)
+        decoded = decoded_image(image)
+    assert decoded.mode == "RGB" and (decoded.height, decoded.width) == size
+    return np.asarray(decoded)
+
+
+def rows(*lines: bytes) -> bytes:
+    """Returns the lines of a PNG, each with the filter "none"."""
+    return b"".join(b"\0" + line for line in lines)
+
+
+def test_colours() -> None:
+    data = png(2, 1, rows(bytes(RED + BLUE)))
+    assert pixels(data).tolist() == [[list(RED), list(BLUE)]]
+
+
+def test_alpha_lies_on_white() -> None:
+    """Half of red on white is (255, 127, 127), to one level."""
+    data = png(3, 1, rows(bytes((*RED, 255, *RED, 0, *RED, 128))), colour=6)
+    opaque, clear, half = pixels(data)[0].tolist()
+    assert (opaque, clear) == ([255, 0, 0], [255, 255, 255])
+    assert half[0] == 255 and abs(half[1] - 127) <= 1 and half[1] == half[2]
+
+
+def test_grey_with_alpha() -> None:
+    data = png(3, 1, rows(bytes((0, 255, 0, 0, 100, 255))), colour=4)
+    assert pixels(data)[0].tolist() == [list(BLACK), list(WHITE), [100] * 3]
+
+
+def test_a_palette_with_transparency() -> None:
+    more = chunk(b"PLTE", bytes(RED + GREEN + BLUE)) + chunk(b"tRNS", bytes((255, 0)))
+    data = png(3, 1, rows(bytes((0, 1, 2))), colour=3, more=more)
+    assert pixels(data)[0].tolist() == [list(RED), list(WHITE), list(BLUE)]
+
+
+def test_a_transparent_colour() -> None:
+    more = chunk(b"tRNS", struct.pack(">HHH", *GREEN))
+    data = png(2, 1, rows(bytes(GREEN + RED)), more=more)
+    assert pixels(data)[0].tolist() == [list(WHITE), list(RED)]
+
+
+def test_one_bit() -> None:
+    data = png(3, 1, rows(b"\xa0"), bits=1, colour=0)
+    assert pixels(data)[0].tolist() == [list(WHITE), list(BLACK), list(WHITE)]
+
+
+def test_sixteen_bits_of_grey_keep_the_upper_byte() -> None:
+    data = png(4, 1, rows(struct.pack(">HHHH", 0, 0x7FFF, 0x80FF, 0xFFFF)), bits=16, colour=0)
+    assert pixels(data)[0, :, 0].tolist() == [0, 0x7F, 0x80, 0xFF]
+
+
+def test_sixteen_bits_of_grey_with_a_transparent_one() -> None:
+    more = chunk(b"tRNS", struct.pack(">H", 0x1234))
+    data = png(2, 1, rows(struct.pack(">HH", 0x1234, 0x1235)), bits=16, colour=0, more=more)
+    assert pixels(data)[0, :, 0].tolist() == [255, 0x12]
+
+
+def test_sixteen_bits_of_colour_keep_the_upper_byte() -> None:
+    data = png(1, 1, rows(struct.pack(">HHH", 0x12FF, 0x8000, 0xFFFF)), bits=16, colour=2)
+    assert pixels(data)[0, 0].tolist() == [0x12, 0x80, 0xFF]
+
+
+def test_cmyk() -> None:
+    """Pure cyan has no red; paper is white. JPEG loses a few levels."""
+    inks = np.zeros((16, 32, 4), np.uint8)
+    inks[:, 16:, 0] = 255
+    found = pixels(saved(Image.fromarray(inks, "CMYK"), "JPEG", quality=100))
+    assert np.abs(found[8, 8].astype(int) - 255).max() <= 2
+    assert np.abs(found[8, 24].astype(int) - (0, 255, 255)).max() <= 2
+
+
+# Where the two upper corners (left, right) and the two lower ones of an upright image lie in the stored one:
+# the definition of the EXIF tag, as numbers of the stored corners 0 1 / 2 3.
+EXIF = {1: "0123", 2: "1032", 3: "3210", 4: "2301", 5: "0213", 6: "2031", 7: "3120", 8: "1302"}
+
+
+@pytest.mark.parametrize("orientation", EXIF)
+@pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP"])
+def test_exif_rotation_is_applied(orientation: int, form: str) -> None:
+    corners = np.array([RED, GREEN, BLUE, WHITE], np.uint8)
+    stored = corners.reshape(2, 2, 3).repeat(32, axis=0).repeat(16, axis=1)  # 64 high, 32 wide
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    options: dict[str, object] = {"lossless": True} if form == "WEBP" else {}
+    if form == "JPEG":
+        options = {"quality": 100, "subsampling": 0}
+    found = pixels(saved(stored, form, exif=exif.tobytes(), **options)).astype(int)
+    height, width = found.shape[:2]
+    assert (height, width) == ((64, 32) if orientation <= 4 else (32, 64))
+    points = [found[y, x] for y in (8, height - 8) for x in (8, width - 8)]
+    expected = [corners[int(number)] for number in EXIF[orientation]]
+    assert np.abs(np.array(points) - np.array(expected, int)).max() <= 3
+
+
+@pytest.mark.parametrize("form", ["BMP", "GIF", "WEBP"])
+def test_other_formats_without_loss(form: str) -> None:
+    stored = np.array([[RED, GREEN], [BLUE, WHITE]], np.uint8).repeat(8, axis=0).repeat(8, axis=1)
+    options: dict[str, object] = {"lossless": True} if form == "WEBP" else {}
+    assert np.array_equal(pixels(saved(stored, form, **options)), stored)
+
+
+def test_a_picture_with_a_preview_is_the_picture() -> None:
+    """Phones store a second, smaller picture behind the first (MPO)."""
+    picture, preview = Image.fromarray(noise(64, 64)), Image.fromarray(noise(16, 16))
+    data = saved(picture, "MPO", save_all=True, append_images=[preview], quality=95)
+    assert pixels(data).shape == (64, 64, 3)

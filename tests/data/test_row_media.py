@@ -1,0 +1,174 @@
+"""Tests rows with images and videos: columns, places and content parts, of JSONL and Parquet, and what is refused."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import json
+import subprocess
+import sys
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from relax_core.contracts.data import BadRow
+from relax_core.contracts.env import media_sources
+from relax_core.contracts.media import MediaError, MediaSource
+from relax_core.data.data_files import RowFile, RowKeys, open_rows
+from relax_core.data.row_media import MediaColumns, without_base64
+
+PICTURE = b"\x89PNG" + bytes(range(256))
+URI = "data:image/png;base64," + base64.b64encode(PICTURE).decode()
+
+
+def keys(root: Path, **changes: Any) -> RowKeys:
+    columns = MediaColumns(columns={"image": "images", "video": "videos"}, root=root)
+    return dataclasses.replace(RowKeys(prompt="prompt", answer="answer", media=columns), **changes)
+
+
+def jsonl(folder: Path, *rows: dict[str, Any]) -> RowFile:
+    file = folder / "rows.jsonl"
+    file.write_text("".join(json.dumps({"answer": "red", **row}) + "\n" for row in rows), encoding="utf-8")
+    return open_rows(file, keys(folder))
+
+
+def image(path: Path) -> MediaSource:
+    return MediaSource(kind="image", path=str(path))
+
+
+def test_columns_fill_the_places_of_the_prompt_in_order(tmp_path: Path) -> None:
+    rows = jsonl(
+        tmp_path,
+        {"prompt": "only text with a < and a <video"},
+        {"prompt": "<image>What colour?", "images": ["a/17.png"]},
+        {"prompt": "a<video>b<image>c<image>", "images": ["1.png", "/abs/2.png"], "videos": "3.mp4"},
+        {"prompt": [{"role": "system", "content": "look"}, {"role": "user", "content": "<image>?"}], "images": URI},
+        {
+            "prompt": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}],
+            "images": "x.png",
+        },
+    )
+    assert rows[0]["prompt"] == "only text with a < and a <video"
+    (message,) = rows[1]["prompt"]
+    assert message == {
+        "role": "user",
+        "content": [{"type": "image", "image": image(tmp_path / "a/17.png")}, {"type": "text", "text": "What colour?"}],
+    }
+    assert [part["type"] for part in rows[2]["prompt"][0]["content"]] == [
+        *("text", "video", "text", "image", "text", "image")
+    ]
+    assert media_sources(rows[2]["prompt"]) == [
+        MediaSource(kind="video", path=str(tmp_path / "3.mp4")),
+        image(tmp_path / "1.png"),
+        image(Path("/abs/2.png")),
+    ]
+    assert rows[3]["prompt"][0] == {"role": "system", "content": "look"}
+    assert media_sources(rows[3]["prompt"]) == [MediaSource(kind="image", data=PICTURE)]
+    assert rows[3]["images"] == [MediaSource(kind="image", data=PICTURE)]  # no text of base64 is left in the row
+    assert media_sources(rows[4]["prompt"]) == [image(tmp_path / "x.png")]
+
+
+@pytest.mark.parametrize(
+    ("part", "wanted"),
+    [
+        ({"type": "image", "image": "a.png"}, ("image", "a.png")),
+        ({"type": "image_url", "image_url": {"url": "a.png"}}, ("image", "a.png")),
+        ({"type": "image_url", "image_url": "a.png"}, ("image", "a.png")),
+        ({"type": "video", "video": {"bytes": None, "path": "b.mp4"}}, ("video", "b.mp4")),
+        ({"type": "video_url", "video_url": {"url": "b.mp4"}}, ("video", "b.mp4")),
+    ],
+)
+def test_content_parts_have_openai_s_form(tmp_path: Path, part: dict[str, Any], wanted: tuple[str, str]) -> None:
+    row = jsonl(tmp_path, {"prompt": [{"role": "user", "content": [part, {"type": "text", "text": "?"}]}]})[0]
+    (source,) = media_sources(row["prompt"])
+    assert (source.kind, source.path) == (wanted[0], str(tmp_path / wanted[1]))
+
+
+@pytest.mark.parametrize(
+    ("row", "reason", "words"),
+    [
+        ({"prompt": "<image><image>", "images": ["1.png"]}, "bad_media:placeholder_count", "places for a image"),
+        ({"prompt": "no place", "images": ["1.png"]}, "bad_media:placeholder_count", "data.media_keys.image"),
+        ({"prompt": "<image>"}, "bad_media:placeholder_count", "column images has another number"),
+        ({"prompt": "<image>", "images": [5]}, "bad_media:unknown_format", "neither a path, bytes"),
+        ({"prompt": "<image>", "images": "data:image/png;base64,???"}, "bad_media:unknown_format", "cannot be read"),
+        ({"prompt": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "bad_row:prompt", "'input_audio'"),
+        ({"prompt": [{"role": "user", "content": [{"type": "text"}]}]}, "bad_row:prompt", "'text' is not read"),
+        ({"prompt": [{"role": "user", "content": []}]}, "bad_row:prompt", "neither text nor a list"),
+    ],
+)
+def test_a_row_that_does_not_fit_is_bad_with_its_reason(
+    tmp_path: Path, row: dict[str, Any], reason: str, words: str
+) -> None:
+    with pytest.raises(BadRow, match=words) as told:
+        jsonl(tmp_path, row)[0]
+    assert told.value.reason == reason and str(told.value).startswith(str(tmp_path / "rows.jsonl") + ", line 1: ")
+    assert isinstance(told.value, MediaError) == reason.startswith("bad_media")
+
+
+def test_urls_stay_what_they_are_so_that_they_are_refused_by_name(tmp_path: Path) -> None:
+    row = jsonl(tmp_path, {"prompt": "<image><image>", "images": ["https://x/a.png", "file:///etc/passwd"]})[0]
+    assert [one.path for one in media_sources(row["prompt"])] == ["https://x/a.png", "file:///etc/passwd"]
+
+
+def test_no_error_shows_base64(tmp_path: Path) -> None:
+    prompt = [{"role": "user", "content": {"url": URI * 3}}]
+    with pytest.raises(BadRow) as told:
+        jsonl(tmp_path, {"prompt": prompt})[0]
+    assert URI[30:50] not in str(told.value)
+    assert without_base64(f"a {URI} b") == "a data:… b"
+
+
+def test_inline_media_of_a_jsonl_are_not_kept_in_memory(tmp_path: Path) -> None:
+    big = "data:image/png;base64," + base64.b64encode(bytes(1 << 20)).decode()
+    rows = [{"prompt": "<image>", "images": big} for _ in range(24)]
+    file = jsonl(tmp_path, *rows)
+    tracemalloc.start()
+    file = open_rows(tmp_path / "rows.jsonl", keys(tmp_path))
+    for number in range(len(file)):
+        assert len(media_sources(file[number]["prompt"])[0].data or b"") == 1 << 20
+    kept, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert kept < 4 << 20
+
+
+def parquet(folder: Path, *, group: int, rows: int = 12) -> Path:
+    file = folder / "rows.parquet"
+    struct = [[{"bytes": PICTURE + bytes([number]) * 2000, "path": None}] for number in range(rows)]
+    table = pyarrow.table(
+        {
+            "prompt": ["<image>?" if number % 3 else "text" for number in range(rows)],
+            "answer": [str(number) for number in range(rows)],
+            "images": [one if number % 3 else None for number, one in enumerate(struct)],
+            "videos": pyarrow.array([None] * rows, pyarrow.string()),
+        }
+    )
+    pyarrow.parquet.write_table(table, file, row_group_size=group, compression="none", use_dictionary=False)
+    return file
+
+
+def test_parquet_rows_have_bytes_in_structs_and_text_rows_among_them(tmp_path: Path) -> None:
+    file = open_rows(parquet(tmp_path, group=4), keys(tmp_path))
+    assert file[0]["prompt"] == "text" and file[0]["answer"] == "0"
+    assert media_sources(file[7]["prompt"]) == [MediaSource(kind="image", data=PICTURE + bytes([7]) * 2000)]
+    with pytest.raises(
+        ValueError, match=r"data.media_keys.image=pictures: .* has no such column; it has answer, images"
+    ):
+        open_rows(tmp_path / "rows.parquet", keys(tmp_path, media=MediaColumns(columns={"image": "pictures"})))
+
+
+def test_large_row_groups_are_refused_with_the_command_that_rewrites_the_file(tmp_path: Path) -> None:
+    file = parquet(tmp_path, group=12)
+    small = keys(tmp_path, row_group_bytes=12_000)
+    with pytest.raises(ValueError, match=r"MB, more than data.row_group_mb=0.012.* python -c ") as told:
+        open_rows(file, small)
+    command = str(told.value).partition("python -c ")[2]
+    subprocess.run(f"{sys.executable} -c {command}", shell=True, check=True, timeout=120)
+    again, whole = open_rows(tmp_path / "rows.small.parquet", small), open_rows(file, keys(tmp_path))
+    assert [again[number] for number in range(len(again))] == [whole[number] for number in range(len(whole))]
+    text = dataclasses.replace(small, media=MediaColumns())
+    assert len(open_rows(file, text)) == 12  # text alone is read as before

@@ -1,0 +1,45 @@
+"""Runs one of two tensor-parallel ranks; rank 0 writes what every role computes from the output layer.
+
+python truncated_ranks.py <rank> <2> <port> <model folder> <rows, as MessagePack> <folder of the output>
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import torch.distributed as dist
+
+from relax_core.contracts.bus import LeasedGroup
+from tests.roles.trainer.test_truncated_on_policy import BANNED, TEMPERATURE, figures_of_the_head
+from tests.train.tiny_trainer import make_backend
+from tests.train.worker_group_layouts import parallel_config
+
+
+def main() -> None:
+    rank, size, port, folder, rows_file, output = sys.argv[1:]
+    rows = msgspec.msgpack.decode(Path(rows_file).read_bytes(), type=dict[str, list[LeasedGroup]])
+
+    def backend(**settings: object) -> object:
+        return make_backend(
+            Path(folder),
+            rank=int(rank),
+            world_size=int(size),
+            store_address=f"127.0.0.1:{port}",
+            parallel=parallel_config(tp=2),
+            temperature=TEMPERATURE,
+            banned_token_ids=[BANNED],
+            **settings,
+        )
+
+    for name, found in figures_of_the_head(rows, backend).items():
+        np.savez(Path(output) / f"rank{rank}-{name}.npz", **found)
+    dist.barrier()
+    os._exit(0)  # Threads of gloo may abort a process during its interpreter's shutdown.
+
+
+if __name__ == "__main__":
+    main()
