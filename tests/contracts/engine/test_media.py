@@ -125,7 +125,6 @@ ON_SGLANG = (
     "test_an_item_may_stand_behind_generated_tokens",
     "test_a_response_goes_on_from_its_own_prefix",
     "test_every_row_of_an_item_has_its_experts",
-    "test_given_tokens_are_scored_as_transformers_does",
 )
 
 
