@@ -29,18 +29,14 @@ def start_problems(config: RelaxConfig) -> Iterator[str]:
 
 def vision_problems(config: RelaxConfig) -> Iterator[str]:
     """Yields a sentence for a model with a vision tower that Relax cannot serve with SGLang, whatever it trains on."""
-    path = config.model.path
-    folder = Path(path) if path is not None else None
-    name = config.model.family
-    if name is None and folder is not None and has_hf_config(folder):
-        name = read_hf_config(folder).get("model_type")
-    if name is None or name in VISION_FAMILIES:
-        return
-    key = family_key(name, also=config.model.family)
-    if key is not None and find_family(key).vision is not None:
+    key, path = config.model.family, config.model.path
+    if key is None and path is not None and has_hf_config(Path(path)):
+        key = family_key(read_hf_config(Path(path)).get("model_type"))
+    family = None if key is None else find_family(key)
+    if family is not None and family.vision is not None and family.name not in VISION_FAMILIES:
         yield (
-            f"model.family={name} with engine=sglang: of the models that see it serves {', '.join(VISION_FAMILIES)} "
-            "only. Use engine=embedded."
+            f"model.family={family.name} with engine=sglang: of the models that see it serves "
+            f"{', '.join(VISION_FAMILIES)} only. Use engine=embedded."
         )
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from relax_core.config.compose import load_config
+from relax_core.config.compose import compose, load_config, typed_config
 from relax_core.config.errors import ConfigError
 from relax_core.engines.sglang.checks import version_problems, vision_problems
 
@@ -97,12 +97,12 @@ def test_a_family_that_sees_and_that_sglang_cannot_serve_is_named(tmp_path: Path
     file = tmp_path / "qwen9_vl.py"
     file.write_text(
         "import dataclasses\nfrom relax_core.families.table import QWEN3_VL\n"
-        "FAMILY = dataclasses.replace(QWEN3_VL, name='qwen9_vl')\n"
+        "SPEC = dataclasses.replace(QWEN3_VL, name='qwen9_vl')\n"
     )
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text('{"model_type": "qwen9_vl"}')
-    config = load_config(["engine=sglang", "model=qwen3_vl", f"model.path={folder}", f"model.family={file}"])
-    (problem,) = vision_problems(config)
+    given = ["engine=sglang", "model=qwen3_vl", f"model.path={folder}", f"model.family={file}"]
+    (problem,) = vision_problems(typed_config(compose(given)))
     assert "with engine=sglang: of the models that see it serves qwen3_vl, qwen3_vl_moe only" in problem
-    assert list(vision_problems(load_config(["engine=sglang", "model=qwen3_vl"]))) == []
+    assert list(vision_problems(typed_config(compose(["engine=sglang", "model=qwen3_vl"])))) == []
