@@ -1,4 +1,4 @@
-# make run · make test · make test-chaos · make test-slurm · make test-soak · make env · make test-env · make lint · make clean
+# make run · make run-see · make test · make test-chaos · make test-slurm · make test-soak · make env · make test-env · make lint · make clean
 # make sglang-cpu · make run-sglang · make test-sglang
 PYTHON ?= python3.11
 VENV := .venv
@@ -13,7 +13,7 @@ TEST_WORKERS ?= 2
 export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: env test-env run test test-chaos test-soak slurm test-slurm sglang-cpu run-sglang test-sglang lint clean
+.PHONY: env test-env run run-see test test-chaos test-soak slurm test-slurm sglang-cpu run-sglang test-sglang lint clean
 .DEFAULT_GOAL := run
 
 env: $(VENV)/.relax-env
@@ -22,6 +22,10 @@ test-env: $(VENV)/.relax-test-env
 
 run: env
 	$(BIN)/python -m relax_core $(ARGS)
+
+# Pictures and videos: the extra [omni] has Pillow and PyAV.
+run-see: env $(VENV)/.relax-omni
+	$(BIN)/python -m relax_core model=tiny_qwen3_vl data=see $(ARGS)
 
 test: test-env
 	@$(BIN)/python -m pytest -q -n $(TEST_WORKERS) -m "not soak and not slurm and not chaos and not sglang" $(ARGS)
@@ -80,8 +84,12 @@ $(VENV)/.relax-env: pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install -q -c constraints.txt -e .
 	@touch $@
 
+$(VENV)/.relax-omni: $(VENV)/.relax-env
+	$(BIN)/python -m pip install -q -c constraints.txt -e ".[omni]"
+	@touch $@
+
 $(VENV)/.relax-test-env: $(VENV)/.relax-env
-	$(BIN)/python -m pip install -q -c constraints.txt -e ".[test]"
+	$(BIN)/python -m pip install -q -c constraints.txt -e ".[test,omni]"
 	@touch $@
 
 $(SGLANG)/.relax-sglang: $(SGLANG_PINS)/requirements.txt $(SGLANG_PINS)/requirements-no-deps.txt | $(BIN)/python

@@ -71,6 +71,12 @@ REASONS = {
     ("relax_core/train/hf/weight_gather.py", "_run"): "the trainer's group was made with a deadline",
     ("relax_core/engines/pool/fan_out.py", "fan_out"): "each call has its engine client's deadlines",
     (
+        "relax_core/rollout/item_cache.py",
+        "ItemCache.items",
+    ): "each encoding ends within modality.worker_timeout_s, and the bus's call within its own",
+    ("relax_core/rollout/prompt_admissions.py", "PromptAdmissions.prompts"): "the same",
+    ("relax_core/rollout/evaluation/evaluator.py", "prepare_with_media"): "the same",
+    (
         "relax_core/rollout/evaluation/evaluator.py",
         "Evaluator.gate",
     ): "run() sets it or fails, and its task group ends this one",

@@ -24,6 +24,7 @@ from relax_core.config.choices import (
     Surplus,
     WeightTransportName,
 )
+from relax_core.config.media_schema import MediaKeys, ModalityConfig
 
 
 @dataclass
@@ -38,25 +39,7 @@ class ModelConfig:
     shape: str | None = None  # published dimensions to plan with while there is no path
     dtype: str = MISSING  # float32 | bfloat16
     moe_aux_loss_coef: float = 0.0  # only for a mixture of experts
-
-
-@dataclass
-class ModalityConfig:
-    """Holds the keys of `modality`."""
-
-    name: str = MISSING
-    image_tokens: list[int] = MISSING
-    source_pixels: int = MISSING
-    video_fps: float = MISSING
-    video_frames: list[int] = MISSING
-    frame_tokens: int = MISSING
-    item_mb: int = MISSING
-    prompt_items: int = MISSING
-    workers: int = MISSING
-    worker_timeout_s: float = MISSING
-    worker_mb: int = MISSING
-    cache_mb: int = MISSING
-    max_bad_in_a_row: int = MISSING
+    freeze: list[str] = field(default_factory=list)  # parts that do not train, of choices.MODEL_PARTS
 
 
 @dataclass
@@ -165,20 +148,6 @@ class BusConfig:
 
 
 @dataclass
-class MediaKeys:
-    """Holds the keys of `data.media_keys`: the columns that have images and videos."""
-
-    image: str | None = None
-    video: str | None = None
-
-    @property
-    def columns(self) -> dict[str, str]:
-        """Returns the column of each kind that has one."""
-        found = {"image": self.image, "video": self.video}
-        return {kind: column for kind, column in found.items() if column is not None}
-
-
-@dataclass
 class DataConfig:
     """Holds the keys of `data`."""
 
@@ -281,6 +250,7 @@ class OptimizerConfig:
 
     lr: float = MISSING
     critic_lr: float | None = None  # learning rate of the critic; None means lr
+    tower_lr: float | None = None  # learning rate of the vision tower; None means lr
     min_lr_ratio: float = MISSING
     schedule: Schedule = MISSING
     warmup_steps: int | None = None  # None means DEFAULT_WARMUP_STEPS, or all steps if there are fewer

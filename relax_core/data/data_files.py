@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import msgspec
 
 from relax_core.contracts.data import BadRow, DataRow
-from relax_core.data.media_rows import TEXT_ONLY, MediaColumns, is_content, row_with_sources, without_base64
+from relax_core.data.row_media import TEXT_ONLY, MediaColumns, is_content, row_with_sources, without_base64
 
 
 class RowFile(Protocol):

@@ -12,14 +12,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from relax_core.config.media_schema import SEE, SEE_EXCHANGED, SEE_TASKS
 from relax_core.contracts.media import MediaSource
 from relax_core.data.see_task import MOST_ROWS, PARTS, see_example
 
 Split = Literal["train", "eval"]
 
 REVERSE_DIGITS, ARITHMETIC = "reverse_digits", "arithmetic"  # the tasks, as data.task names them
-# Pictures and videos; in the second, the control, each row has any row's.
-SEE, SEE_EXCHANGED = SEE_TASKS = ("see", "see_exchanged")
 REVERSED_DIGITS = 5
 _EVAL_SEED = 0  # every run seed has the same evaluation rows, so that two runs can be compared
 _HELD_OUT_SLOTS = 16

@@ -12,7 +12,7 @@ from relax_core.config.plugin_types import plugin_config
 from relax_core.config.schema import DataConfig
 from relax_core.contracts.data import BadRow, BaseDataSource, DataRow
 from relax_core.data.data_files import RowKeys, check_row
-from relax_core.data.media_rows import MediaColumns
+from relax_core.data.row_media import MediaColumns
 from relax_core.registry import find_data_source, is_file_plugin, names, plugin_words
 
 DIGESTED_ROWS = 4096  # rows, spread evenly over the source, that represent its content

@@ -13,6 +13,7 @@ import os
 import random
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -32,6 +33,7 @@ QUESTIONS = {COLOUR: "which colour?", DIRECTION: "which way?"}
 MOST_ROWS = 160  # rows of one picture or video of this task, at most, for the builtin models
 _VERSION = 1  # to be raised when the files below change
 _LAST_FILE = ".complete"
+_MAKE_DEADLINE_S = 120.0
 
 
 class SeenExample(NamedTuple):
@@ -77,9 +79,19 @@ def _file(folder: Path, split: str, part: str, answer: str, variant: int) -> Pat
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Holds a lock file against other processes, which make the same files within seconds or die."""
+    """Holds a lock file against other processes, which make the same files. The kernel releases it if one dies."""
+    give_up = time.monotonic() + _MAKE_DEADLINE_S
     with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > give_up:
+                    raise TimeoutError(
+                        f"waited {_MAKE_DEADLINE_S:.0f} s for another process that makes the pictures (lock {path})"
+                    ) from None
+                time.sleep(0.1)
         yield
 
 

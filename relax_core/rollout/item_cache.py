@@ -31,15 +31,22 @@ class ItemCache:
     """Gives items by their sources and encodes what it does not have.
 
     ``most_bytes`` bounds the tensors of all items that nobody holds, together with those that somebody does.
-    ``let_go`` is called with the digest of each item that the cache gives up. ``encoded`` counts the encodings.
+    ``let_go`` is called with the digest of each item that the cache gives up, and ``on_encoded`` with each new item.
+    ``encoded`` counts the encodings.
     """
 
     def __init__(
-        self, encoder: ItemEncoder, *, most_bytes: int, let_go: Callable[[str], None] = lambda digest: None
+        self,
+        encoder: ItemEncoder,
+        *,
+        most_bytes: int,
+        let_go: Callable[[str], None] = lambda digest: None,
+        on_encoded: Callable[[MediaItem], None] = lambda item: None,
     ) -> None:
         self._encoder = encoder
         self._most_bytes = most_bytes
         self._let_go = let_go
+        self._on_encoded = on_encoded
         self._items: dict[Key, MediaItem] = {}
         self._errors: OrderedDict[Key, MediaError] = OrderedDict()
         self._encoding: dict[Key, asyncio.Task[MediaItem]] = {}
@@ -102,6 +109,7 @@ class ItemCache:
             self._encoding.pop(key, None)
             owners = self._wanted_by.pop(key, [])
         self.encoded += 1
+        self._on_encoded(item)
         self._items[key] = item
         self._keys[item.digest].add(key)
         if item.digest not in self._sizes:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from relax_core.config.schema import ModalityConfig, RelaxConfig
-from relax_core.data.generated import SEE_TASKS
+from relax_core.config.media_schema import SEE_TASKS, ModalityConfig
+from relax_core.config.schema import RelaxConfig
 from relax_core.data.paths import data_parts
 from relax_core.data.plugin_source import names_plugin
 from relax_core.data.see_task import files_folder

@@ -47,7 +47,7 @@ class PromptMaker:
         overlong: Overlong = Overlong.drop,
         items: ItemCache | None = None,
         prompt_items: int = DEFAULT_PROMPT_ITEMS,
-        item_rows: Callable[[MediaSource], int] = lambda source: 1,
+        item_rows: Callable[[MediaSource], int] | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self._env = env
@@ -79,12 +79,16 @@ class PromptMaker:
         sources = media_sources(messages)
         if not sources:
             return self._opening(messages, (), where=where)
+        if self.items is None:
+            raise _text_only(sources[0], f"{where}: ")
         try:
             items = await self.encoded(sources, owner=owner)
             return self._opening(messages, items, where=where)
         except MediaError as error:
             self.release(owner)
-            raise error if str(error).startswith(where) else _of_row(error, where) from error
+            if str(error).startswith(where):
+                raise
+            raise _of_row(error, where) from error
         except ValueError:
             self.release(owner)
             raise
@@ -98,7 +102,7 @@ class PromptMaker:
             return []
         first = sources[0].kind
         if self.items is None:
-            raise BadRow.because("prompt", f"it has a {first}, but this run reads text only (modality=text).")
+            raise _text_only(sources[0])
         if len(sources) > self._prompt_items:
             text = f"it has {len(sources)} images and videos, more than modality.prompt_items={self._prompt_items}."
             raise MediaError(first, "too_many_items", text)
@@ -156,8 +160,7 @@ class PromptMaker:
         Raises as `text` does.
         """
         messages = self._messages(row, where=where)
-        rows = sum(self._item_rows(source) for source in media_sources(messages))
-        return len(self._render(messages, where=where).encode()) + rows
+        return len(self._render(messages, where=where).encode()) + sum(self._rows_of(messages, where=where))
 
     def count(self, row: DataRow, *, where: str) -> int:
         """Returns the number of tokens of the whole prompt, of any length. Raises as `text` does."""
@@ -177,14 +180,20 @@ class PromptMaker:
         except ValueError as error:
             raise BadRow.because("template", f"{where}: {error}") from error
 
+    def _rows_of(self, messages: Sequence[Message], *, where: str) -> list[int]:
+        """Returns how many rows each image and video has at most, if `tokens` may stand in for their encoding."""
+        sources = media_sources(messages)
+        if sources and self._item_rows is None:
+            raise _text_only(sources[0], f"{where}: ")
+        return [] if self._item_rows is None else [self._item_rows(source) for source in sources]
+
     def _encode(self, messages: Sequence[Message], items: Sequence[MediaItem], *, where: str) -> Prompt:
         try:
             ids = self.tokenizer.encode(messages)
         except ValueError as error:
             raise BadRow.because("template", f"{where}: {error}") from error
         if not items:
-            rows = sum(self._item_rows(source) - 1 for source in media_sources(messages))
-            return Prompt(token_ids=ids + [0] * rows)
+            return Prompt(token_ids=ids + [0] * sum(rows - 1 for rows in self._rows_of(messages, where=where)))
         try:
             ids, media = self.tokenizer.place_items(ids, items)
         except ValueError as error:
@@ -249,6 +258,10 @@ def _shown_part(part: Mapping[str, Any], items: Iterator[MediaItem]) -> str:
         return str(part["text"])
     item = next(items, None)
     return f"[{part['type']}]" if item is None else item.words
+
+
+def _text_only(source: MediaSource, where: str = "") -> BadRow:
+    return BadRow.because("prompt", f"{where}it has a {source.kind}, but only text is read here.")
 
 
 def _of_row(error: MediaError, where: str) -> MediaError:

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from relax_core.contracts.bus import Admission, CompleteGroup
 from relax_core.contracts.data import BadRow, PromptSource
 from relax_core.contracts.engine import Generated
+from relax_core.contracts.media import BAD_MEDIA
 from relax_core.contracts.tree import TRUNCATED, group_uid, sample_uid
 from relax_core.engines.pool.engine_pool import EnginePool
 from relax_core.engines.protocol.frames import StreamEnd
@@ -84,6 +85,7 @@ class RolloutLoop:
         self._weight_update_handler = weight_update_handler
         self._advantages = advantages
         self._player = player
+        self._bad_rows = bad_rows
         self._admissions = PromptAdmissions(
             bus=bus,
             source=source,
@@ -169,7 +171,7 @@ class RolloutLoop:
         }
         if self._weight_update_handler is not None:
             values["aborts"] = self._weight_update_handler.aborts  # aborted groups since the loop began
-        self._record("rollout", newest, values)
+        self._record("rollout", newest, values | self._media_figures())
 
     async def _played_prompt_batch(
         self, version: int, prompts: Sequence[AdmittedPrompt], tasks: asyncio.TaskGroup
@@ -206,7 +208,15 @@ class RolloutLoop:
         }
         if self._weight_update_handler is not None:
             values["aborts"] = self._weight_update_handler.aborts
-        self._record("rollout", max(one.newest_version for one in played), values)
+        self._record("rollout", max(one.newest_version for one in played), values | self._media_figures())
+
+    def _media_figures(self) -> dict[str, float]:
+        """Returns how many items were encoded and how many prompts had bad ones since the loop began, by reason."""
+        if self._prompts.items is None:
+            return {}
+        reasons = self._bad_rows.media_reasons
+        by_reason = {f"{BAD_MEDIA}/{word}": float(count) for word, count in reasons.items()}
+        return {"encoded": self._prompts.items.encoded, BAD_MEDIA: reasons.total(), **by_reason}
 
     async def _play_and_stage(
         self, prompt: AdmittedPrompt, tasks: asyncio.TaskGroup, before: asyncio.Task[PlayedFigures | None] | None

@@ -45,6 +45,7 @@ def test_every_option_runs(
         **{f"model={family}": [f"model.path={folder}"] for family, folder in other_families.items()},
         "data=file": [f"data.path={data_file}", "model.task=arithmetic"],
         "data=arithmetic": ["reward=math"],
+        "data=see": ["model=tiny_qwen3_vl"],
         "data=plugin": [
             f"data.name={REPOSITORY}/examples/plugins/sqlite_source.py",
             f"data.config.database={write_database(tmp_path / 'rows.db', ROWS)}",

@@ -128,7 +128,7 @@ def test_a_sequence_is_a_tree_of_one_path_and_its_short_form_names_each_item_onc
     short: list[int] = []
     for number, row in enumerate(path):
         if number in by_start:
-            short += [IMAGE] if by_start[number].item.kind == "image" else [START, VIDEO, END]
+            short.append(IMAGE if by_start[number].item.kind == "image" else VIDEO)
         elif number not in inside:
             short.append(tree.ids[row])
     assert short_form([tree.ids[row] for row in path], media) == short

@@ -19,6 +19,7 @@ from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.algorithm import AlgorithmSpec
 from relax_core.contracts.bus import Admission, BusClosed
 from relax_core.contracts.data import PromptSource
+from relax_core.contracts.env import EnvSpec
 from relax_core.contracts.stop_signals import ignore_stop_signals
 from relax_core.data.eval_sets import eval_sets, held_out_count
 from relax_core.data.sources import make_source
@@ -47,6 +48,7 @@ from relax_core.rollout.rewards.reward_pool import RewardPool
 from relax_core.rollout.rollout_loop import Record, RolloutLoop
 from relax_core.rollout.sampling_params import evaluation_sampling, training_sampling
 from relax_core.rollout.teacher_choice import teacher_chooser
+from relax_core.rollout.thumbnails import THUMBNAILS, Thumbnails
 from relax_core.rollout.weight_update_handler import WeightUpdateHandler
 
 if TYPE_CHECKING:
@@ -82,18 +84,9 @@ class RolloutWorker(Worker):
         rewards = self._rewards()
         source = make_source(config.data, seed=config.seed, eval_rows=held_out_count(config))
         env = find_env(config.env.name)
-        # Reclaiming ends what an earlier process of this worker held at the bus, so it comes before any encoding.
         reclaimed = await self._reclaim(bus)
         encoders = self._encoders()
-        prompts = PromptMaker(
-            env=env,
-            env_config=config.env,
-            tokenizer=PromptTokenizer(context.model_folder, template_arguments=config.data.chat_template_kwargs),
-            max_prompt_tokens=config.engine.context_tokens - config.rollout.max_new_tokens,
-            overlong=config.data.overlong,
-            items=None if encoders is None else self._items(encoders, bus),
-            prompt_items=config.modality.prompt_items,
-        )
+        prompts = self._prompts(env, encoders, bus)
         spec = find_algorithm(config.algo.name)
         teachers = spec.requirements(config.algo).teacher
         advantages = group_advantages(spec, config) if computes_advantages_per_group(config) else None
@@ -156,10 +149,29 @@ class RolloutWorker(Worker):
             log_dir=context.log_dir,
         )
 
+    def _prompts(self, env: EnvSpec, encoders: EncodePool | None, bus: RayBus) -> PromptMaker:
+        context, config = self.context, self.context.config
+        return PromptMaker(
+            env=env,
+            env_config=config.env,
+            tokenizer=PromptTokenizer(context.model_folder, template_arguments=config.data.chat_template_kwargs),
+            max_prompt_tokens=config.engine.context_tokens - config.rollout.max_new_tokens,
+            overlong=config.data.overlong,
+            items=None if encoders is None else self._items(encoders, bus),
+            prompt_items=config.modality.prompt_items,
+        )
+
     def _items(self, encoders: EncodePool, bus: RayBus) -> ItemCache:
         config = self.context.config
         held = HeldItems(encoders, bus, worker=self._rank, timeout_s=config.bus.call_timeout_s)
-        return ItemCache(held, most_bytes=config.modality.cache_mb * MEGABYTE, let_go=held.let_go)
+        assert self.context.media_folder is not None, "there are encoders"
+        thumbnails = Thumbnails(self.context.run_dir / THUMBNAILS, self.context.media_folder)
+        return ItemCache(
+            held,
+            most_bytes=config.modality.cache_mb * MEGABYTE,
+            let_go=held.let_go,
+            on_encoded=thumbnails.add if self._rank == 0 else lambda item: None,
+        )
 
     def _pool(self) -> TracedEnginePool:
         config = self.context.config
@@ -208,6 +220,10 @@ class RolloutWorker(Worker):
         return lambda source, step, values: metrics.record(source, step, {**values, **own})
 
     async def _reclaim(self, bus: RayBus) -> list[Admission] | BusClosed:
+        """Returns the admissions of an earlier process of this worker, or that the bus is closed.
+
+        The bus then ends what that process held, so this comes before any encoding.
+        """
         try:
             timeout_s = self.context.config.bus.call_timeout_s
             return await asyncio.to_thread(bus.reclaim, worker=self._rank, timeout_s=timeout_s)

@@ -12,15 +12,20 @@ from hypothesis import strategies as st
 
 from relax_core.contracts.columns import ROUTED_EXPERTS
 from relax_core.contracts.kept_tokens import KeptTokens
+from relax_core.contracts.media import Media
 from relax_core.contracts.reward import RewardOutput
 from relax_core.contracts.tree import TokenTree, check_tree
 from relax_core.rollout.episodes.group_assembly import ScoredResponse, one_turn_tree
 from relax_core.rollout.episodes.tree_builder import PlayedEpisode, PlayedTurn, TreeBuilder, build_tree
+from tests.media_items import image_item
 from tests.responses import response
 
 
-def turn(prompt: Sequence[int], sampled: Sequence[int], *, version: int = 0, **given: object) -> PlayedTurn:
-    return PlayedTurn(prompt_ids=prompt, response=response(sampled, versions=version, **given))  # type: ignore[arg-type]
+def turn(
+    prompt: Sequence[int], sampled: Sequence[int], *, version: int = 0, media: Sequence[Media] = (), **given: object
+) -> PlayedTurn:
+    answer = response(sampled, versions=version, **given)  # type: ignore[arg-type]
+    return PlayedTurn(prompt_ids=prompt, response=answer, media=media)
 
 
 def episode(uid: str, *turns: PlayedTurn, reward: float = 0.0) -> PlayedEpisode:
@@ -239,3 +244,44 @@ def test_any_group_equals_the_tree_of_rows(group: list[PlayedEpisode]) -> None:
 @given(groups(routed=True))
 def test_any_group_with_recorded_experts_equals_the_tree_of_rows(group: list[PlayedEpisode]) -> None:
     check_against_rows(build_tree("g", group), group)
+
+
+def test_rows_of_another_picture_with_equal_ids_are_not_shared() -> None:
+    """Two pictures of one size have the same ids. Episodes share the rows before them, and equal pictures whole."""
+    one, other = image_item(1, 3, seed=1), image_item(1, 3, seed=2)
+    ids = one.ids.tolist()
+    assert ids == other.ids.tolist() and one.digest != other.digest
+    prompt = [5, 6, *ids, 7]
+    tree = build_tree(
+        "g00000000",
+        [
+            episode("g00000000.0", turn(prompt, [1], media=[Media(one, 2, 5)])),
+            episode("g00000000.1", turn(prompt, [2], media=[Media(one, 2, 5)])),
+            episode("g00000000.2", turn(prompt, [3], media=[Media(other, 2, 5)])),
+        ],
+    )
+    check_tree(tree)
+    # 5 6 | picture one 7 | 1 | 2 | picture other 7 | 3
+    assert tree.token_ids.tolist() == [5, 6, *ids, 7, 1, 2, *ids, 7, 3]
+    assert list(tree.media) == [Media(one, 2, 5), Media(other, 8, 11)]
+    assert tree.end.tolist() == [13, 13, 8, 8, 8, 8, 7, 8, 13, 13, 13, 13, 13]
+
+
+def test_a_picture_of_a_later_turn_and_one_that_ends_elsewhere_keep_their_rows() -> None:
+    """The second episode has text where the first has a picture, which is longer than the rows that agree."""
+    item = image_item(2, 2)
+    ids = item.ids.tolist()
+    first = turn([5], [1, 2])
+    tree = build_tree(
+        "g00000000",
+        [
+            episode("g00000000.0", first, turn([5, 1, 2, 6, *ids, 7], [3], media=[Media(item, 4, 8)])),
+            episode("g00000000.1", turn([5, 1], [4]), turn([5, 1, 4, 6, *ids[:2], 9], [3])),
+        ],
+    )
+    check_tree(tree)
+    (placed,) = tree.media
+    assert tree.token_ids[placed.start : placed.end].tolist() == ids and placed.item == item
+    path = tree.token_ids[tree.path(tree.episodes[0].leaves[0])].tolist()
+    assert path == [5, 1, 2, 6, *ids, 7, 3]
+    assert tree.token_ids[tree.path(tree.episodes[1].leaves[-1])].tolist() == [5, 1, 4, 6, *ids[:2], 9, 3]

@@ -47,7 +47,9 @@ def find_items(
         done = one.end
     if blind.any():
         first = int(np.flatnonzero(blind)[0])
-        raise ValueError(f"token {int(ids[first])} at {first} stands for an image or video, and no image_data is there.")
+        raise ValueError(
+            f"token {int(ids[first])} at {first} stands for an image or video, and no image_data is there."
+        )
     return found
 
 

@@ -19,7 +19,7 @@ from relax_core.contracts.data import BadRow
 from relax_core.contracts.env import media_sources
 from relax_core.contracts.media import MediaError, MediaSource
 from relax_core.data.data_files import RowFile, RowKeys, open_rows
-from relax_core.data.media_rows import MediaColumns, without_base64
+from relax_core.data.row_media import MediaColumns, without_base64
 
 PICTURE = b"\x89PNG" + bytes(range(256))
 URI = "data:image/png;base64," + base64.b64encode(PICTURE).decode()

@@ -8,14 +8,14 @@ from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput,
 
 
 @dataclass(frozen=True)
-class ExactConfig(RewardConfig):
+class ExactMatchConfig(RewardConfig):
     """Holds the settings of the reward; ``timeout_s`` is the limit per answer in seconds."""
 
-    name: str = "exact"
+    name: str = "exact_match"
     timeout_s: float = 1.0
 
 
-def score(given: RewardInput, config: ExactConfig) -> RewardOutput:
+def score(given: RewardInput, config: ExactMatchConfig) -> RewardOutput:
     """Returns 1 if the response, without white space at its ends, is the reference answer, else 0.
 
     A response that the token limit cut is never right.
@@ -24,4 +24,4 @@ def score(given: RewardInput, config: ExactConfig) -> RewardOutput:
     return RewardOutput(reward=float(exact), exact=exact)
 
 
-SPEC = RewardSpec(name="exact", summary="1 if the response is the answer, else 0", config=ExactConfig, score=score)
+SPEC = RewardSpec(name="exact_match", summary="1 if the response is the answer, else 0", config=ExactMatchConfig, score=score)
