@@ -1,4 +1,4 @@
-"""Whole runs with pictures: bad ones are counted by reason and nothing holds base64; an env shows one in a later turn."""
+"""Whole runs with pictures: bad ones are counted by reason, no file has base64, an env shows one in a later turn."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ SPEC = EnvSpec(name="show", summary="shows a picture", config=ShowConfig, open=S
 
 
 def write_rows(folder: Path) -> tuple[Path, dict[str, int]]:
-    """Writes 60 rows in order: pictures by path and inline, videos, text, and bad ones; returns the bad ones' reasons."""
+    """Writes 60 rows: pictures by path and inline, videos, text, and bad ones, whose samples it counts by reason."""
     shown = folder / "files"
     shutil.copytree(files_folder() / "train", shown)
     (shown / "cut.png").write_bytes((shown / "red-00.png").read_bytes()[:60])
