@@ -1,5 +1,7 @@
 """What the data bus costs: ``python -m benchmarks.bus`` (about two minutes; ``--quick`` for a look).
 
+``--media`` measures items of images and videos instead.
+
 Prints, for every backend, round trips at the demo's size, rows and bytes a second against memcpy; then what a row costs
 as the ledger grows, which is the same code for all.
 """
@@ -14,6 +16,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from benchmarks.bus_media import measure_media
 from benchmarks.bus_transport import (
     GROUP_SIZE,
     STEPS_WITHOUT_END,
@@ -105,9 +108,15 @@ def measure_ledger(folder: Path, *, sizes: tuple[int, ...], rounds: int) -> None
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer rounds and a ledger of 100,000 samples at most")
-    quick = parser.parse_args().quick
+    parser.add_argument("--media", action="store_true", help="only items of 12 MB")
+    arguments = parser.parse_args()
+    quick = arguments.quick
     with tempfile.TemporaryDirectory(prefix="rx", dir="/tmp") as name:
         folder = Path(name)
+        if arguments.media:
+            with local_ray(folder):
+                measure_media(folder, rounds=3 if quick else 5)
+            return
         with local_ray(folder):
             measure_round_trips(folder, rounds=5 if quick else 25)
             measure_small_rows(folder, rounds=3 if quick else 15)

@@ -103,6 +103,10 @@ REASONS = {
     ): "a daemon thread for which nobody waits: it closes an env when the call that was left behind has ended",
     ("relax_core/rollout/evaluation/evaluator.py", "ask"): "after the task group: its tasks have ended",
     (
+        "relax_core/data/media/encode_pool.py",
+        "EncodePool.close",
+    ): "the workers are killed, which ends each thread's wait for one",
+    (
         "relax_core/rollout/rewards/reward_pool.py",
         "RewardPool.close",
     ): "its threads wait for workers that were just killed",

@@ -40,6 +40,10 @@ class AdvantagesPlace(Enum):
     role = "role"
 
 
+# The parts of a model that `model.freeze` names. The projector maps what the vision tower sees to the language model.
+VISION, PROJECTOR, LANGUAGE, ROUTER = MODEL_PARTS = ("vision", "projector", "language", "router")
+
+
 class Schedule(Enum):
     """Names the learning-rate schedules."""
 

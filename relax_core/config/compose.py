@@ -149,6 +149,7 @@ def typed_config(cfg: DictConfig) -> RelaxConfig:
     if by_time:
         config.run.dir = FolderByTime(config.run.dir)
     set_banned_tokens(config)
+    config.model.freeze = sorted(set(config.model.freeze))  # A resumed run compares it, and its order means nothing.
     return config
 
 

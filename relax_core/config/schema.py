@@ -39,6 +39,7 @@ class ModelConfig:
     shape: str | None = None  # published dimensions to plan with while there is no path
     dtype: str = MISSING  # float32 | bfloat16
     moe_aux_loss_coef: float = 0.0  # only for a mixture of experts
+    freeze: list[str] = field(default_factory=list)  # parts that do not train, of choices.MODEL_PARTS
 
 
 @dataclass
@@ -249,6 +250,7 @@ class OptimizerConfig:
 
     lr: float = MISSING
     critic_lr: float | None = None  # learning rate of the critic; None means lr
+    tower_lr: float | None = None  # learning rate of the vision tower; None means lr
     min_lr_ratio: float = MISSING
     schedule: Schedule = MISSING
     warmup_steps: int | None = None  # None means DEFAULT_WARMUP_STEPS, or all steps if there are fewer

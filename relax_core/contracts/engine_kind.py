@@ -89,6 +89,7 @@ class EngineServer:
     """Is a server and how a client reaches it.
 
     ``token`` is empty if the server asks for none. ``model_folder`` is the folder of the served model.
+    ``media_folder`` holds the images and videos of prompts, None if there are none.
     ``request_timeout_s`` is the longest pause in seconds within a generate call, and ``control_timeout_s`` the longest
     time of any other call.
     """
@@ -99,6 +100,7 @@ class EngineServer:
     model_folder: Path
     request_timeout_s: float
     control_timeout_s: float
+    media_folder: Path | None = None
 
 
 def environment_of_threads(start: EngineStart) -> dict[str, str]:

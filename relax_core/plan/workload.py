@@ -190,7 +190,10 @@ def _prompt_tokens(config: RelaxConfig, *, vocabulary: int) -> tuple[int, str]:
         return room, "all that the context leaves: there is no data yet"
     characters = 1 if vocabulary < _SMALL_VOCABULARY else _CHARACTERS_A_TOKEN
     found = -(-longest // characters) + _TEMPLATE_TOKENS
-    return min(found, room), f"the longest of the first {_LOOKED_AT} rows has {longest} characters"
+    source = f"the longest of the first {_LOOKED_AT} rows has {longest} characters"
+    if media := generated.MEDIA_ROWS.get(data.task or "", 0):
+        found, source = found + media, f"{source}, and images and videos at most {media} rows"
+    return min(found, room), source
 
 
 def _prompts(config: RelaxConfig) -> Iterator[object]:

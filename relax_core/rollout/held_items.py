@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from relax_core.contracts.bus import BusClosed
+from relax_core.contracts.bus import BusClosed, BusLost, BusTimeout
 from relax_core.contracts.media import MediaItem, MediaSource
 from relax_core.rollout.item_cache import ItemEncoder
 
@@ -37,6 +37,7 @@ class HeldItems:
         self._unused: dict[str, None] = {}  # items to be let go
         self._calling = asyncio.Lock()  # a hold never overtakes the end of an earlier one, nor the reverse
         self._letting_go: asyncio.Task[None] | None = None
+        self._failure: BusLost | BusTimeout | None = None  # of the last call that let items go
 
     async def encode(self, source: MediaSource) -> MediaItem:
         """Returns the item, which the bus keeps until `let_go`.
@@ -63,8 +64,8 @@ class HeldItems:
         """Ends the hold on an item soon; items that are let go together need one call."""
         self._unused[digest] = None
         if self._letting_go is None or self._letting_go.done():
-            if self._letting_go is not None:
-                self._letting_go.result()  # raises what the last call failed with
+            if self._failure is not None:
+                raise self._failure
             self._letting_go = asyncio.get_running_loop().create_task(self._let_go_unused())
 
     async def _let_go_unused(self) -> None:
@@ -74,4 +75,7 @@ class HeldItems:
                 try:
                     await self._bus.let_go_async(digests, worker=self._worker, timeout_s=self._timeout_s)
                 except BusClosed:  # the run has ended, and its media folder ends with it
+                    return
+                except (BusLost, BusTimeout) as error:
+                    self._failure = error
                     return

@@ -45,10 +45,10 @@ def write_vision_model(folder: Path, *, name: str, task: str) -> None:
     tower = folder_architecture(folder).vision
     assert tower is not None, "the family has a tower"
     model = build_vision_model(config)
-    examples = _Examples(folder, tower, recipe, task=task)
+    examples = SeenExamples(folder, tower)
 
     def loss_of_step(step: int) -> Tensor:
-        return _loss(model, tower, examples.batch(step))
+        return torch.nn.functional.cross_entropy(*answer_logits(model, tower, examples.batch(recipe, step, task=task)))
 
     supervised_steps(model, recipe, loss_of_step)
     write_published(model, folder)
@@ -89,28 +89,34 @@ def build_vision_model(config: dict[str, Any]) -> PreTrainedModel:
     return model
 
 
-class _Examples:
-    """Gives the examples of the task with their images and videos, each of which is encoded once."""
+@dataclass(frozen=True, slots=True)
+class SeenBatch:
+    """Holds examples of the task: ids of prompts and answers, where items stand, and their frames by kind."""
 
-    def __init__(self, folder: Path, tower: VisionTower, recipe: SeeWarmStart, *, task: str) -> None:
-        self._tokenizer = PromptTokenizer(folder)
-        self._tower, self._recipe, self._task = tower, recipe, task
+    prompts: list[list[int]] = field(default_factory=list)
+    answers: list[list[int]] = field(default_factory=list)
+    media: list[list[Media]] = field(default_factory=list)
+    frames: dict[str, list[tuple[np.ndarray, list[int]]]] = field(default_factory=lambda: {"image": [], "video": []})
+
+
+class SeenExamples:
+    """Makes ids and frames of the task's examples; each image or video is encoded once."""
+
+    def __init__(self, folder: Path, tower: VisionTower) -> None:
+        self._tokenizer, self._tower = PromptTokenizer(folder), tower
         self._encoded: dict[str, Encoded] = {}
 
-    def batch(self, step: int) -> _Batch:
-        """Returns the examples of a step."""
-        first = step * self._recipe.batch_size
-        rng = random.Random(f"{self._recipe.seed}/{step}")
-        batch = _Batch()
-        for index in range(first, first + self._recipe.batch_size):
-            one = example(self._task, split="train", seed=self._recipe.seed, index=index)
-            answer = one.answer
-            if rng.random() < self._recipe.blind:
-                answer = rng.choice(ANSWERS[one.part])
-            self._add(batch, one, answer)
+    def batch(self, recipe: SeeWarmStart, step: int, *, task: str) -> SeenBatch:
+        """Returns the examples of a step of the warm start."""
+        first, rng, batch = step * recipe.batch_size, random.Random(f"{recipe.seed}/{step}"), SeenBatch()
+        for index in range(first, first + recipe.batch_size):
+            one = example(task, split="train", seed=recipe.seed, index=index)
+            blind = rng.random() < recipe.blind
+            self.add(batch, one, answer=rng.choice(ANSWERS[one.part]) if blind else one.answer)
         return batch
 
-    def _add(self, batch: _Batch, one: Example, answer: str) -> None:
+    def add(self, batch: SeenBatch, one: Example, *, answer: str) -> None:
+        """Adds an example with this answer to a batch."""
         shown = [] if one.source is None else [self._item(one.source)]
         content = [*({"type": item.kind} for item, _ in shown), {"type": "text", "text": one.prompt}]
         ids = self._tokenizer.encode([{"role": "user", "content": content}])
@@ -130,15 +136,8 @@ class _Examples:
         return self._encoded[source.path]
 
 
-@dataclass(frozen=True, slots=True)
-class _Batch:
-    prompts: list[list[int]] = field(default_factory=list)
-    answers: list[list[int]] = field(default_factory=list)
-    media: list[list[Media]] = field(default_factory=list)
-    frames: dict[str, list[tuple[np.ndarray, list[int]]]] = field(default_factory=lambda: {"image": [], "video": []})
-
-
-def _loss(model: Any, tower: VisionTower, batch: _Batch) -> Tensor:
+def answer_logits(model: Any, tower: VisionTower, batch: SeenBatch) -> tuple[Tensor, Tensor]:
+    """Returns the logits of the answers' tokens ``[tokens, vocabulary]`` and the tokens, answer by answer."""
     import torch
 
     ids, targets = padded(batch.prompts, batch.answers, pad=model.config.text_config.pad_token_id)
@@ -147,10 +146,10 @@ def _loss(model: Any, tower: VisionTower, batch: _Batch) -> Tensor:
         input_ids=ids, position_ids=torch.from_numpy(np.stack(positions, axis=1)), **_tower_inputs(tower, batch)
     ).last_hidden_state
     rows = targets >= 0
-    return torch.nn.functional.cross_entropy(model.lm_head(hidden[rows]), targets[rows])
+    return model.lm_head(hidden[rows]), targets[rows]
 
 
-def _tower_inputs(tower: VisionTower, batch: _Batch) -> dict[str, Tensor]:
+def _tower_inputs(tower: VisionTower, batch: SeenBatch) -> dict[str, Tensor]:
     """Returns patches and grids under the names that transformers gives them."""
     import torch
 

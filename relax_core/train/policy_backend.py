@@ -143,7 +143,8 @@ class MegatronBackend(MegatronRank):
         The hidden states are ``[local rows, hidden]``.
         """
         weight = self.model.output_weight()
-        if self._overlap:  # Megatron waits for parameters when a module uses them, but no module uses this one.
+        if self._overlap and weight.requires_grad:
+            # Megatron waits for parameters when a module uses them, but no module uses this one.
             self.model_chunks[-1].param_to_bucket_group[weight].finish_param_sync()
         return hidden[batch.tree.predicting_rows], weight, batch.tree.targets
 

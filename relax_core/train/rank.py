@@ -29,12 +29,13 @@ from relax_core.train.checkpoints.model_checkpoint import RankCheckpoint, StateC
 from relax_core.train.hf.hf_weights import HfWeights
 from relax_core.train.hf.weight_slices import WholeTensor
 from relax_core.train.megatron_on_cpu.device_loader import has_cuda, training_device
+from relax_core.train.model.frozen_parts import freeze_parts
 from relax_core.train.model.gpt import build_chunks
-from relax_core.train.model.media_features import MediaPlan
+from relax_core.train.model.media_features import media_plan
 from relax_core.train.model.moe import balance_metrics, clear_counts
-from relax_core.train.model.routing_replay import RouterPlan
-from relax_core.train.packing.media_rows import TowerWork
+from relax_core.train.model.routing_replay import router_plan
 from relax_core.train.packing.micro_batches import ROW, MicroBatcher, with_row_numbers
+from relax_core.train.packing.packed_media import TowerWork
 from relax_core.train.packing.tree_packing import pack_tree
 from relax_core.train.parallel import process_group
 from relax_core.train.parallel.context_parallel import RowSharding
@@ -102,8 +103,10 @@ class MegatronRank:
         self.tower_work = TowerWork.of(self.architecture, most_patches=self._parallel.micro_batch_patches)
         self._sharding = RowSharding.of_this_rank(sequence_parallel=self._parallel.sequence_parallel)
         # A critic does not replay the experts that come with the groups, because they are the policy's.
-        self._routers = None if experts is None else self._router_plan(replays=not value_head)
-        self._media = self._media_plan(media)
+        self._routers = router_plan(
+            self.architecture, self._parallel, self._sharding, replays=not value_head, device=self._device
+        )
+        self._media = media_plan(self.architecture, media, self._parallel, self._sharding, device=self._device)
         self._schedule = Schedule(self.model_chunks, self, overlap=self._overlap)
         self._param_gather_pending = False  # True after an update with overlap, until the parameters are gathered.
         if trainable:
@@ -137,6 +140,7 @@ class MegatronRank:
         self.model_chunks: list[Any] = self.models
         self.optimizer: Any = None
         if trainable:
+            freeze_parts(self.models, setup.frozen, self.architecture)
             self.model_chunks = wrap_for_training(self.models, parallel=parallel, dtype=self._dtype)
             sharded = parallel.distributed_optimizer
             self.optimizer = build_optimizer(
@@ -153,7 +157,7 @@ class MegatronRank:
         self._step = step
         self._learning_rate = learning_rate(self._setup.optimizer, step=step, total_steps=self._setup.total_steps)
         for group in self.optimizer.param_groups:
-            group["lr"] = self._learning_rate
+            group["lr"] = self._learning_rate * group["lr_mult"]  # that of the tower, if it has a rate of its own
         for chunk in self.model_chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -250,7 +254,6 @@ class MegatronRank:
     def pack(self, groups: Sequence[TokenTree], *, rows: int = 0, trained_only: bool = False) -> MicroBatch:
         """Packs groups into a stream of at least ``rows`` rows; see `Passes.pack`."""
         with self.timed("pack"):
-            self._refuse_media(groups)
             tower = self.architecture.vision
             layout = pack_tree(groups or [_EMPTY_MICRO_BATCH], trained_only=trained_only, tower=tower)
             tree = TreeBatch.of(layout, device=self._device, dtype=self._dtype, sharding=self._sharding, rows=rows)
@@ -291,40 +294,6 @@ class MegatronRank:
     # -- Helpers ------------------------------------------------------------------------------------------------
     def _denominator(self, totals: StepTotals) -> float:
         return self._algorithm.denominator(totals, self._config)
-
-    def _router_plan(self, *, replays: bool) -> RouterPlan:
-        sequence_parallel = self._parallel.sequence_parallel
-        return RouterPlan(
-            model=self.architecture,
-            sharding=self._sharding,
-            parts=self._parallel.tp if sequence_parallel else 1,
-            part=parallel_state.get_tensor_model_parallel_rank() if sequence_parallel else 0,
-            replays=replays,
-            device=self._device,
-        )
-
-    def _media_plan(self, reader: MediaReader | None) -> MediaPlan | None:
-        tower = self.architecture.vision
-        if tower is None or not parallel_state.is_pipeline_first_stage():
-            return None
-        sequence_parallel = self._parallel.sequence_parallel
-        return MediaPlan(
-            tower=tower,
-            reader=reader,
-            sharding=self._sharding,
-            parts=self._parallel.tp if sequence_parallel else 1,
-            part=parallel_state.get_tensor_model_parallel_rank() if sequence_parallel else 0,
-            device=self._device,
-        )
-
-    def _refuse_media(self, groups: Sequence[TokenTree]) -> None:
-        if self.architecture.vision is None:
-            for group in groups:
-                if group.media:
-                    raise ValueError(
-                        f"group {group.group_uid} has {group.media[0].item.words}, but the model in "
-                        f"{self._setup.model_folder} reads text only. Use a model of a family that sees."
-                    )
 
     def _balance_weight(self, groups: Sequence[TokenTree]) -> float:
         """Returns the micro-batch's share of the denominator, which is 0 if no token of it is trained.

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from relax_core.config.checks.freeze_keys import frozen_parts
 from relax_core.config.schema import OptimizerConfig, ParallelConfig, RelaxConfig
 from relax_core.contracts.algorithm import AlgorithmSpec
 from relax_core.registry import find_algorithm
@@ -19,7 +20,8 @@ class RankSetup:
 
     ``store_address`` is the "host:port" of the TCPStore that rank 0 hosts. ``timeout_s`` bounds every wait for other
     ranks, in seconds. ``moe_aux_loss_coef`` weights the load-balancing loss of a mixture of experts.
-    ``banned_token_ids`` are tokens that are never sampled, so they have no probability.
+    ``banned_token_ids`` are tokens that are never sampled, so they have no probability. ``frozen`` are the parts
+    of the model that do not train (`relax_core.config.choices.MODEL_PARTS`).
     """
 
     model_folder: Path
@@ -37,6 +39,7 @@ class RankSetup:
     seed: int
     moe_aux_loss_coef: float = 0.0
     banned_token_ids: Sequence[int] = ()
+    frozen: Sequence[str] = ()
 
 
 def rank_setup(
@@ -69,4 +72,5 @@ def rank_setup(
         seed=config.seed,
         moe_aux_loss_coef=config.model.moe_aux_loss_coef,
         banned_token_ids=config.rollout.banned(),
+        frozen=frozen_parts(config),
     )

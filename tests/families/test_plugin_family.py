@@ -141,7 +141,11 @@ def test_the_owner_of_an_engine_hands_it_on(seed_oss: tuple[Path, Any], tmp_path
     host.name, host.context = (
         "engine-0",
         SimpleNamespace(
-            config=typed_config(compose(words)), model_folder=folder, token_file=tmp_path / "token", log_dir=tmp_path
+            config=typed_config(compose(words)),
+            model_folder=folder,
+            token_file=tmp_path / "token",
+            log_dir=tmp_path,
+            media_folder=tmp_path / "media",
         ),
     )
     command = host._engine_launch(0).command()

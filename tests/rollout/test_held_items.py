@@ -91,5 +91,5 @@ def test_an_item_whose_file_vanished_is_encoded_again(bus: RayBus) -> None:
     held = HeldItems(Encoder(folder, vanishing=2), bus, worker=0, timeout_s=T)
     item = asyncio.run(held.encode(source(1)))
     bus.media_reader(timeout_s=T).tensors(item)
-    with pytest.raises(RuntimeError, match="2: the file of media item [0-9a-f]{32} vanished 3 times"):
+    with pytest.raises(RuntimeError, match=r"2: the file of media item [0-9a-f]{32} vanished 3 times"):
         asyncio.run(HeldItems(Encoder(folder, vanishing=9), bus, worker=0, timeout_s=T).encode(source(2)))

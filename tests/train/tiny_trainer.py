@@ -86,6 +86,7 @@ def make_backend(folder: Path, **overrides: Any) -> Any:
     from relax_core.train.policy_backend import MegatronBackend
 
     own = {"temperature": overrides.pop("temperature", 1.0), "trainable": overrides.pop("trainable", True)}
+    own["media"] = overrides.pop("media", None)
     return MegatronBackend(_setup(folder, overrides), **own)
 
 

@@ -132,6 +132,7 @@ RANGES: dict[str, Range] = {
 # These keys may be null; ``why`` says what null means.
 OPTIONAL: dict[str, Range] = {
     "optimizer.critic_lr": Range(0, above=True, why="null takes optimizer.lr"),
+    "optimizer.tower_lr": Range(0, above=True, why="null takes optimizer.lr; model.freeze=[vision] freezes the tower"),
     "optimizer.warmup_steps": Range(0, why="null takes 10, or run.steps where that is less"),
     "run.epochs": Range(0, above=True, why="null leaves run.steps as it is"),
 }

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from relax_core.config.checks.modality_keys import media_kinds
 from relax_core.config.schema import EngineConfig, RelaxConfig
 from relax_core.registry import find_algorithm
 
@@ -55,6 +56,7 @@ def sglang_problems(config: RelaxConfig) -> Iterator[str]:
             yield f"engine.flags.{name}: Relax sets --{flag} itself. What sets it is {OWN_FLAGS[flag]}."
     yield from _truncation_problems(config)
     yield from _url_problems(engine)
+    yield from _media_problems(config)
 
 
 def _flag(name: str) -> str:
@@ -105,6 +107,16 @@ def _truncation_problems(config: RelaxConfig) -> Iterator[str]:
         yield (
             f"rollout.temperature={rollout.temperature:g} with algo.served_by=engine and engine=sglang: SGLang "
             "scores at temperature 1 only. Use rollout.temperature=1, or algo.served_by=forward."
+        )
+
+
+def _media_problems(config: RelaxConfig) -> Iterator[str]:
+    """Returns what attached servers cannot see."""
+    column = config.data.media_keys.video
+    if config.engine.urls and column is not None and "video" in media_kinds(config):
+        yield (
+            f"data.media_keys.video={column} with engine.urls: a server that the run did not start takes images only. "
+            "Drop engine.urls, or drop the key."
         )
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from relax_core.config.checks.engine_keys import engine_file_problems, engine_name_problems, engine_problems
+from relax_core.config.checks.freeze_keys import freeze_problems
 from relax_core.config.checks.launcher_keys import launcher_problems
 from relax_core.config.checks.modality_keys import modality_problems
 from relax_core.config.checks.model_folder import model_problems
@@ -336,4 +337,10 @@ _CHECKS: tuple[Check, ...] = (
     _check_evaluation,
     _check_turns,
 )
-_FILE_CHECKS: tuple[Check, ...] = (model_problems, modality_problems, engine_file_problems, _check_run_folder)
+_FILE_CHECKS: tuple[Check, ...] = (
+    model_problems,
+    modality_problems,
+    freeze_problems,
+    engine_file_problems,
+    _check_run_folder,
+)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from relax_core.config.checks.modality_keys import media_kinds
 from relax_core.config.checks.model_folder import folder_problems, media_token_ids
 from relax_core.config.schema import RelaxConfig
 from relax_core.data.tokenizer import token_difference
+from relax_core.families.architecture import VisionTower
 from relax_core.families.folder import folder_architecture
 from relax_core.families.hf_config import language_values, read_hf_config
 from relax_core.families.tiny_configs import MODEL_NAMES
@@ -54,10 +56,12 @@ def teacher_model_problems(config: RelaxConfig, name: str, model: str, *, top_k:
 def _misfits(config: RelaxConfig, folder: Path, *, student: Path, key: str, top_k: int) -> Iterator[str]:
     """Yields the reasons why a teacher's log-probs do not apply to the student's tokens."""
     try:
-        folder_architecture(folder, also=config.model.family)
+        teacher = folder_architecture(folder, also=config.model.family)
     except ValueError as error:
         yield f"{key}: {error}"
         return
+    if media_kinds(config):
+        yield from _unlike_patches(teacher.vision, folder, student=student, key=key, family=config.model.family)
     if (difference := token_difference(student, folder)) is not None:
         yield (
             f"{key}={folder}: its token ids are not those of the model that learns, {student}: {difference}. A teacher "
@@ -77,6 +81,27 @@ def _misfits(config: RelaxConfig, folder: Path, *, student: Path, key: str, top_
         )
     if top_k > min(sizes):
         yield f"algo.top_k={top_k}: the vocabulary has {min(sizes)} tokens. Use at most {min(sizes)}."
+
+
+def _unlike_patches(
+    tower: VisionTower | None, folder: Path, *, student: Path, key: str, family: str | None
+) -> Iterator[str]:
+    """Yields why a teacher cannot see what the student sees: an item's rows are made for the student's patches."""
+    if tower is None:
+        yield (
+            f"{key}={folder}: it reads text only, and prompts may have images or video. Choose a teacher that sees, or "
+            "train on text alone with modality=text."
+        )
+        return
+    own = folder_architecture(student, also=family).vision
+    assert own is not None, "a run with media has a model that sees"
+    for name in ("patch_size", "temporal_patch_size", "merge_size"):
+        ours, theirs = getattr(own, name), getattr(tower, name)
+        if ours != theirs:
+            yield (
+                f"{key}={folder}: its vision tower has {name}={theirs}, that of the model that learns has {ours}, so "
+                "an image has other rows. Choose a teacher whose tower cuts images alike."
+            )
 
 
 def _folder(config: RelaxConfig, model: str) -> Path:

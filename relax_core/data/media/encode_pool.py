@@ -61,10 +61,13 @@ class EncodePool:
         return msgspec.msgpack.decode(answer, type=EncodeAnswer)
 
     def close(self) -> None:
-        """Ends all workers; may be called twice. Items that are being encoded are refused."""
+        """Ends all workers; may be called twice.
+
+        Items that are being encoded are refused, and those that wait for a worker raise RuntimeError.
+        """
         for worker in self.workers:
             worker.stop()
-        self._threads.shutdown(wait=True, cancel_futures=True)  # a thread that waits has noticed its worker's end
+        self._threads.shutdown(wait=True)  # what still waits for a worker finds it stopped
         for worker in self.workers:
             worker.close_pipes()
 

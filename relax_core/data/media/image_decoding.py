@@ -56,7 +56,8 @@ def decoded_image(image: Image.Image) -> Image.Image:
 
     with _refused_if_damaged():
         image.load()
-        return _to_rgb(ImageOps.exif_transpose(image))
+        ImageOps.exif_transpose(image, in_place=True)
+        return _to_rgb(image)
 
 
 def resized(image: Image.Image, *, height: int, width: int) -> np.ndarray:

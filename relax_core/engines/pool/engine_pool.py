@@ -16,7 +16,7 @@ import msgspec
 from relax_core.contracts.engine import EngineError, EngineUnreachable, Generated, PromptRequest, SamplingParams
 from relax_core.engines.pool.engine_watch import LOAD_POLL_S, ClientFor, EngineWatch
 from relax_core.engines.pool.fan_out import FanOut, fan_out
-from relax_core.engines.pool.open_prompts import OpenPrompt
+from relax_core.engines.pool.open_prompts import OpenPrompt, prompt_cost
 from relax_core.engines.pool.prompt_routing import Router
 from relax_core.engines.protocol.engine_client import EngineClient
 from relax_core.engines.protocol.frames import StreamEnd
@@ -125,7 +125,7 @@ class EnginePool:
                 tie=tie,
                 request=request,
                 n=params.n,
-                cost=params.max_new_tokens + _prompt_cost(request) / params.n,
+                cost=params.max_new_tokens + prompt_cost(request) / params.n,
             )
             for index, (request, tie) in enumerate(zip(prompts, places, strict=True))
         ]
@@ -315,11 +315,6 @@ class EnginePool:
             ours = sum(len(prompt.asked) for prompt in opened if prompt.engine == engine)
             mean_cost = sum(prompt.cost for prompt in opened) / len(opened)
             self._router.others(engine, max(0, samples - ours) * mean_cost)
-
-
-def _prompt_cost(request: PromptRequest) -> int:
-    """Returns what a prompt's prefill costs in tokens; a patch that passes the vision tower counts as one."""
-    return len(request.input_ids) + sum(one.item.patches for one in request.media)
 
 
 def _by_engine(prompts: Iterable[OpenPrompt]) -> dict[int, list[str]]:

@@ -110,6 +110,11 @@ class OpenPrompt:
         return [self.done[sample] for sample in range(self.n)]
 
 
+def prompt_cost(request: PromptRequest) -> int:
+    """Returns what a prompt's prefill costs in tokens; a patch that passes the vision tower counts as one."""
+    return len(request.input_ids) + sum(one.item.patches for one in request.media)
+
+
 def cut(one: Generated, tokens: int) -> Generated:
     """Returns the response's first ``tokens`` tokens, at least one, as if it had ended there."""
     experts = one.response_experts

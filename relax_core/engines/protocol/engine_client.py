@@ -238,7 +238,7 @@ class EngineClient(WeightCalls):
         The log-probs are those of logits / ``temperature`` over each token's kept set, without the banned tokens. The
         embedded engine honours all of these; SGLang scores at temperature 1 over the whole vocabulary only.
         """
-        body = score_body(items, top_k=top_k, temperature=temperature, banned_token_ids=banned_token_ids)
+        body = self._score_body(items, top_k=top_k, temperature=temperature, banned_token_ids=banned_token_ids)
         status, data = self._answer("POST", "/generate", body, timeout_s=self._request_timeout_s)
         if status != 200:
             raise self._refusal("/generate", status, data)
@@ -246,6 +246,9 @@ class EngineClient(WeightCalls):
             return read_scores(data, items, top_k=top_k, fewer="kept_tokens" in body or "banned_token_ids" in body)
         except (ValueError, msgspec.DecodeError) as error:
             raise EngineError(f"engine {self.url} /generate: scores that cannot be read: {error}") from error
+
+    def _score_body(self, items: Sequence[TokensToScore], **options: Any) -> dict[str, Any]:
+        return score_body(items, **options)
 
     def pause(self, mode: PauseMode) -> dict[str, Any]:
         """Stops decoding until `resume`; ``mode`` says what becomes of the samples that run."""

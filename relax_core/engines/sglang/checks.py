@@ -6,12 +6,42 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 from relax_core.config.errors import NotYet
 from relax_core.config.schema import RelaxConfig
 from relax_core.engines.sglang.version import version_problem
+from relax_core.families.folder import family_key
+from relax_core.families.hf_config import has_hf_config, read_hf_config
+from relax_core.registry import find_family
 
 PYTHON_S = 60.0  # An interpreter says within this which SGLang it has.
+
+
+VISION_FAMILIES = ("qwen3_vl", "qwen3_vl_moe")  # those for which Relax has a processor inside SGLang
+
+
+def start_problems(config: RelaxConfig) -> Iterator[str]:
+    """Yields what keeps SGLang's servers from a start, or from serving the model; it may ask interpreters."""
+    yield from vision_problems(config)
+    yield from version_problems(config)
+
+
+def vision_problems(config: RelaxConfig) -> Iterator[str]:
+    """Yields a sentence for a model with a vision tower that Relax cannot serve with SGLang, whatever it trains on."""
+    path = config.model.path
+    folder = Path(path) if path is not None else None
+    name = config.model.family
+    if name is None and folder is not None and has_hf_config(folder):
+        name = read_hf_config(folder).get("model_type")
+    if name is None or name in VISION_FAMILIES:
+        return
+    key = family_key(name, also=config.model.family)
+    if key is not None and find_family(key).vision is not None:
+        yield (
+            f"model.family={name} with engine=sglang: of the models that see it serves {', '.join(VISION_FAMILIES)} "
+            "only. Use engine=embedded."
+        )
 
 
 def version_problems(config: RelaxConfig) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Reads what SGLang's command line and client need to know of the served model's folder."""
+"""Reads what SGLang's processes need to know of the served model's folder."""
 
 from __future__ import annotations
 
@@ -9,13 +9,6 @@ from relax_core.families.folder import family_key
 from relax_core.families.hf_config import has_hf_config, read_hf_config
 from relax_core.families.vision.tower_settings import read_tower
 from relax_core.registry import find_family
-
-
-def vocab_size(model_folder: Path) -> int:
-    """Returns the size of the vocabulary; a model that sees has it in the part that describes its language model."""
-    config = read_hf_config(model_folder)
-    size: int = config["vocab_size"] if "vocab_size" in config else config["text_config"]["vocab_size"]
-    return size
 
 
 def vision_tower(model_folder: Path) -> VisionTower | None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from relax_core.config.checks.sglang_keys import sglang_file_problems, sglang_problems
 from relax_core.contracts.engine_kind import EngineServer, EngineSpec
-from relax_core.engines.sglang.checks import version_problems
+from relax_core.engines.sglang.checks import start_problems
 from relax_core.engines.sglang.server.sglang_launch import command, environment
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ def _client(server: EngineServer) -> SglangClient:
         vocab_size=language_values(read_hf_config(server.model_folder))["vocab_size"],
         seeds=bool(server.engine.deterministic),
         attached=bool(server.engine.urls),
+        media_folder=server.media_folder,
         stops=StopTable(server.model_folder),
         request_timeout_s=server.request_timeout_s,
         control_timeout_s=server.control_timeout_s,
@@ -48,7 +49,7 @@ SPEC = EngineSpec(
     keys=frozenset({"python", "urls", "token_file", "mem_fraction", "deterministic", "flags"}),
     problems=sglang_problems,
     file_problems=sglang_file_problems,
-    start_problems=version_problems,
+    start_problems=start_problems,
     on_gpus=True,
     scratch=True,
     transports=frozenset({"shared_memory", "gloo", "nccl", "disk"}),

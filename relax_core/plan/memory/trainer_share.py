@@ -15,6 +15,7 @@ from relax_core.plan.memory.memory_terms import (
     optimizer_bytes_a_parameter,
 )
 from relax_core.plan.model.dimensions import ModelDimensions
+from relax_core.plan.model.patch_cost import PatchCost
 from relax_core.plan.workload import Workload
 from relax_core.train.parallel.layout_arithmetic import Layout
 
@@ -77,7 +78,17 @@ def activation_terms(
         activations = round(in_flight * layers * inputs) + a_layer
     else:
         activations = round(in_flight * layers * a_layer)
-    return {"activations": activations, "attention mask": round(in_flight * mask_bytes(config, parallel, work))}
+    terms = {"activations": activations, "attention mask": round(in_flight * mask_bytes(config, parallel, work))}
+    if model.patches is not None:
+        kept = model.patches.values(recomputed=parallel.recompute is Recompute.full)
+        terms["tower activations"] = round(in_flight * _most_patches(parallel, model.patches, work)) * kept * size
+    return terms
+
+
+def _most_patches(parallel: ParallelConfig, cost: PatchCost, work: Workload) -> int:
+    """Returns the patches of a micro-batch on one rank, if all rows of its prompts show images or videos."""
+    prompts = -(-work.micro_batch_rows // work.group_rows)
+    return min(parallel.micro_batch_patches, prompts * work.prompt_tokens * cost.a_row)
 
 
 def row_values(parallel: ParallelConfig, model: ModelDimensions) -> int:
@@ -93,10 +104,14 @@ def forward_terms(
     config: RelaxConfig, parallel: ParallelConfig, model: ModelDimensions, work: Workload
 ) -> dict[str, int]:
     """Returns what a rank that only computes forward holds of a micro-batch at a time."""
-    return {
-        "one layer": work.micro_batch_rows // parallel.cp * row_values(parallel, model) * dtype_bytes(config),
+    size = dtype_bytes(config)
+    terms = {
+        "one layer": work.micro_batch_rows // parallel.cp * row_values(parallel, model) * size,
         "attention mask": mask_bytes(config, parallel, work) + mask_making_bytes(config, parallel, work),
     }
+    if model.patches is not None:
+        terms["one tower block"] = _most_patches(parallel, model.patches, work) * model.patches.block * size
+    return terms
 
 
 def _in_flight(parallel: ParallelConfig, work: Workload) -> float:

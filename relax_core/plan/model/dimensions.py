@@ -9,6 +9,7 @@ from typing import Any
 from relax_core.contracts.family import Family
 from relax_core.families.folder import family_key
 from relax_core.families.table import read_architecture
+from relax_core.plan.model.patch_cost import PatchCost, patch_cost
 from relax_core.registry import find_family, names
 
 Values = Mapping[str, Any]
@@ -57,7 +58,7 @@ class ModelDimensions:
     ``family`` is config.json's model_type. ``feed_forward`` is the width of a dense layer, 0 with experts. With
     ``output_gate`` the query projection also computes a gate of its own size. With ``qkv_bias`` query, key and value
     have a bias; with ``qk_norm`` query and key heads have a norm. ``towers`` maps a modality to the number of
-    parameters of its encoder.
+    parameters of its encoder, and ``patches`` says what a patch costs in a vision tower that is trained.
     """
 
     name: str
@@ -78,6 +79,7 @@ class ModelDimensions:
     qk_norm: bool = True
     towers: Mapping[str, int] = field(default_factory=dict)
     deepstack_layers: int = 0  # the first layers that add outputs of the vision tower
+    patches: PatchCost | None = None
 
     @property
     def query(self) -> int:
@@ -217,6 +219,7 @@ def _of_a_family_that_trains(values: Values, name: str, family: Family) -> Model
         qkv_bias=one.qkv_bias,
         qk_norm=one.qk_norm,
         towers={} if vision is None else {"vision": vision_parameters(values[vision.config_key])},
+        patches=None if vision is None else patch_cost(values[vision.config_key]),
         deepstack_layers=0 if vision is None else len(values[vision.config_key].get("deepstack_visual_indexes") or ()),
     )
 

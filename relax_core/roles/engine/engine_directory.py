@@ -35,6 +35,7 @@ def engine_client(
         model_folder=model_folder or context.model_folder,
         token_file=context.token_file,
         control_timeout_s=control_timeout_s,
+        media_folder=context.media_folder,
     )
 
 

@@ -117,8 +117,8 @@ class RewardPool:
             worker.process.stop()
         if self._watch is not None:
             self._watch.close()
-        # A thread that waits for a worker has noticed the worker's end.
-        self._threads.shutdown(wait=bool(self._workers), cancel_futures=True)
+        # A thread that waits for a worker has noticed the worker's end, and a call that waits for one finds it stopped.
+        self._threads.shutdown(wait=bool(self._workers), cancel_futures=not self._workers)
         for worker in self._workers:
             worker.process.close_pipes()
 

@@ -10,6 +10,10 @@ The partial softmaxes of a row are joined by their log-sum-exps. The backward pa
 and log-sum-exp and computes its share of the gradient from them, as ring attention does (Liu, Zaharia and Abbeel 2023,
 arXiv 2310.01889), so nothing else is saved. torch has no public call that returns the log-sum-exp. The two operators
 used here are those that scaled_dot_product_attention itself runs on a CPU.
+
+A context-parallel rank has the queries of two stretches of the stream and the keys of the whole stream. A run is cut
+where a stretch begins or ends, so that each piece is the only child of the piece before it. The same calls are then
+made, with only the rank's own rows as queries. The mask that this saves grows with the square of a tree.
 """
 
 from __future__ import annotations
@@ -23,8 +27,10 @@ import torch
 from torch import Tensor
 
 from relax_core.train.packing.tree_packing import MASKLESS_SAVES_PAIRS, tree_starts
+from relax_core.train.parallel.context_parallel import WHOLE, RowSharding
 
 _LONE_PAIRS = 2**17  # A run, or a run and its subtree, with this many pairs gets a call of its own without pads.
+_JOINED_ROWS = 2**11  # Partial softmaxes are joined for so many rows at a time, which bounds the memory.
 _CALL_PAIRS = 2**13  # The cost of one more call, in pairs of rows.
 
 
@@ -51,7 +57,6 @@ class _Lines:
 
     def to_lines(self, stream: Tensor, *, pad: float = 0.0) -> Tensor:
         """Copies ``[rows, heads, ...]`` onto the lines, ``[count, heads, width, ...]``."""
-        """``[rows, heads, ...]`` → ``[count, heads, width, ...]``."""
         own = stream[self.rows]
         if self.indexes is not None:
             padded = own.new_full((self.count * self.width, *own.shape[1:]), pad)
@@ -120,26 +125,33 @@ class _Part:
 class BranchPlan:
     """Lists the calls that attention over one stream takes.
 
-    Every row is in one part of ``causal``, and in one part of ``above`` for each run above its own.
+    Every row is in one part of ``causal``, and in one part of ``above`` for each run above its own. ``key_order`` is
+    int64 ``[rows]``, the index of each row of the stream among the gathered keys, or None if these are the stream.
     """
 
     causal: Sequence[_Part]
     above: Sequence[_Part]
+    key_order: Tensor | None = None
 
     @staticmethod
-    def of(end: np.ndarray, *, dtype: torch.dtype) -> BranchPlan | None:
-        """Plans a stream, or returns None if one masked call is cheaper.
+    def of(end: np.ndarray, *, dtype: torch.dtype, sharding: RowSharding = WHOLE, padded: int = 0) -> BranchPlan | None:
+        """Plans this rank's rows of a stream, or returns None if one masked call is cheaper.
 
-        ``end`` is int64 ``[rows]``, the row after each row's subtree.
+        ``end`` is int64 ``[rows]``, the row after each row's subtree. ``padded`` is the number of rows with pads.
         """
         starts = tree_starts(end)
-        masked = len(starts) * int(np.diff(starts, append=len(end)).max()) ** 2
+        widest = int(np.diff(starts, append=len(end)).max())
+        mine = sharding.rows_of_rank(max(padded, len(end)))
+        mine = mine[mine < len(end)]
+        masked = len(starts) * widest**2 if sharding.ranks == 1 else len(mine) * widest
         if masked < MASKLESS_SAVES_PAIRS:
             return None
-        runs = _Runs.of(end)
-        lines = [_Lines.of(runs.starts[some], runs.lengths[some]) for some in _alike(runs.lengths)]
+        runs = _Runs.of(end, mine)
+        own = np.flatnonzero(runs.own)
+        causal = [runs.causal_part(own[alike]) for alike in _alike(runs.lengths[own])]
         above = [runs.above_part(some, dtype) for some in runs.parents_together()]
-        plan = BranchPlan([_Part(both, both, True) for both in lines], above)
+        order = None if sharding.ranks == 1 else torch.from_numpy(sharding.gathered_order(padded)[: len(end)])
+        plan = BranchPlan(causal, above, order)
         return plan if masked - plan.pairs > MASKLESS_SAVES_PAIRS else None
 
     @property
@@ -152,9 +164,11 @@ class BranchPlan:
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *, scale: float | None) -> Tensor:
         """Computes grouped-query attention and returns ``[rows, heads * dim]``; it is differentiable once.
 
-        ``query`` is ``[rows, heads, dim]``; ``key`` and ``value`` are ``[rows, groups, dim]``. The stream comes first,
-        and rows after it are ignored. If ``scale`` is None it is 1 / sqrt(dim).
+        ``query`` is ``[query rows, heads, dim]``; ``key`` and ``value`` are ``[rows, groups, dim]``. The stream comes
+        first, and rows after it are ignored. If ``scale`` is None it is 1 / sqrt(dim).
         """
+        if self.key_order is not None:
+            key, value = key[self.key_order], value[self.key_order]
         output: Tensor = _BranchAttention.apply(query, key, value, self, scale)
         return output.flatten(1)
 
@@ -167,12 +181,14 @@ class _BranchAttention(torch.autograd.Function):
         for part in plan.causal:
             output[part.queries.rows], log_sum[part.queries.rows] = part.forward(query, key, value, scale)
         for part in plan.above:
-            rows = part.queries.rows
             of_above, its_log_sum = part.forward(query, key, value, scale)
-            joined = torch.logaddexp(log_sum[rows], its_log_sum)
-            own = output[rows] * (log_sum[rows] - joined).exp()[..., None]
-            output[rows] = (own + of_above * (its_log_sum - joined).exp()[..., None]).to(output.dtype)
-            log_sum[rows] = joined
+            for start in range(0, len(of_above), _JOINED_ROWS):
+                some = slice(start, start + _JOINED_ROWS)
+                rows = _part_of(part.queries.rows, some)
+                joined = torch.logaddexp(log_sum[rows], its_log_sum[some])
+                own = output[rows] * (log_sum[rows] - joined).exp()[..., None]
+                output[rows] = (own + of_above[some] * (its_log_sum[some] - joined).exp()[..., None]).to(output.dtype)
+                log_sum[rows] = joined
         ctx.save_for_backward(query, key, value, output, log_sum)
         ctx.plan, ctx.scale = plan, scale
         return output
@@ -187,32 +203,60 @@ class _BranchAttention(torch.autograd.Function):
         return of_query, of_key, of_value, None, None
 
 
+def _part_of(rows: Tensor | slice, some: slice) -> Tensor | slice:
+    """Returns the entries ``some`` of rows that are neighbours or listed."""
+    if isinstance(rows, slice):
+        return slice(rows.start + some.start, min(rows.start + some.stop, rows.stop))
+    return rows[some]
+
+
 # -- Planning -------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class _Runs:
     """Holds the runs of a stream in order, as int64 ``[runs]``.
 
-    ``behind`` is the number of rows of a run's subtree after the run. ``levels`` is the number of runs above it.
+    ``own`` (bool) are the runs whose rows are queries of this rank. ``first_query`` is the number of its queries before
+    a run, and ``below`` that before the rows that follow the run. ``behind`` is the number of its queries among the
+    rows of a run's subtree that follow the run. ``levels`` is the number of runs above it.
     """
 
     starts: np.ndarray
     lengths: np.ndarray
+    own: np.ndarray
+    first_query: np.ndarray
+    below: np.ndarray
     behind: np.ndarray
     levels: np.ndarray
 
     @staticmethod
-    def of(end: np.ndarray) -> _Runs:
+    def of(end: np.ndarray, mine: np.ndarray) -> _Runs:
+        """Finds the runs; ``mine`` are the rows that are queries, ascending, and a run is cut where these begin or end.
+
+        The queries among neighbouring rows are neighbours too, because both are in the order of the stream.
+        """
         # `end` stays the same only from a row to its only child, so a run begins wherever it changes.
-        starts = np.flatnonzero(np.diff(end, prepend=-1))
+        begins = np.diff(end, prepend=-1) != 0
+        if len(mine) < len(end):
+            is_query = np.zeros(len(end), dtype=bool)
+            is_query[mine] = True
+            begins |= np.diff(is_query, prepend=is_query[0])
+        starts = np.flatnonzero(begins)
         lengths = np.diff(starts, append=len(end))
         ends = end[starts]
         closed = np.searchsorted(np.sort(ends), starts, side="right")  # subtrees that end before each run
-        return _Runs(starts, lengths, ends - starts - lengths, np.arange(len(starts)) - closed)
+        first, below, last = (np.searchsorted(mine, edges) for edges in (starts, starts + lengths, ends))
+        return _Runs(starts, lengths, below > first, first, below, last - below, np.arange(len(starts)) - closed)
+
+    def causal_part(self, some: np.ndarray) -> _Part:
+        """Returns the call of these own runs against themselves."""
+        keys = _Lines.of(self.starts[some], self.lengths[some])
+        whole = len(self.starts) == self.own.sum()  # Queries and keys are then the same rows.
+        return _Part(keys if whole else _Lines.of(self.first_query[some], self.lengths[some]), keys, True)
 
     def above_part(self, some: np.ndarray, dtype: torch.dtype) -> _Part:
         """Returns the call of the subtrees below ``some`` against these runs, none of which is above another."""
         keys = _Lines.of(self.starts[some], self.lengths[some])
-        queries = _Lines.of(self.starts[some] + self.lengths[some], self.behind[some])
+        queries = _Lines.of(self.below[some], self.behind[some])
         return _Part(queries, keys, False, keys.pad_mask(self.lengths[some], dtype))
 
     def parents_together(self) -> list[np.ndarray]:

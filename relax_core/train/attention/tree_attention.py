@@ -61,7 +61,7 @@ class Attention(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaskedGrid:
-    """Computes attention in one call with a mask, for small streams and for context parallelism on a CPU.
+    """Computes attention in one call with a mask, for small streams on a CPU.
 
     Its memory is the square of the largest tree, times the number of trees.
     """
@@ -244,10 +244,12 @@ def attention_over(
     """Chooses the attention for a stream of ``padded`` rows; ``end`` int64 ``[rows]`` covers all rows but the pads."""
     if device.type == "cuda":
         return FlexBlocks.of(end, sharding, padded=padded, device=device)
+    plan = BranchPlan.of(end, dtype=dtype, sharding=sharding, padded=padded)
+    if plan is not None:
+        return plan
     if sharding.ranks > 1:
         return MaskedGrid.of_rank(end, sharding, padded=padded, device=device, dtype=dtype)
-    plan = BranchPlan.of(end, dtype=dtype)
-    return MaskedGrid.of(end, pads=padded - len(end), device=device, dtype=dtype) if plan is None else plan
+    return MaskedGrid.of(end, pads=padded - len(end), device=device, dtype=dtype)
 
 
 def _rotary(positions: np.ndarray, padded: int, mine: np.ndarray, device: torch.device) -> Tensor:

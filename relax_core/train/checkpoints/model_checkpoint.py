@@ -23,8 +23,10 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from msgspec.structs import replace
 from torch import Tensor
 
 from relax_core.families.architecture import Architecture
@@ -39,6 +41,7 @@ from relax_core.train.checkpoints.optimizer_state import (
 )
 from relax_core.train.checkpoints.provenance import (
     Provenance,
+    check_same_frozen_parts,
     check_same_model,
     layout_sizes,
     library_versions,
@@ -89,7 +92,7 @@ class RankCheckpoint:
 
     def copy(self, *, steps_done: int) -> StateCopy:
         """Copies the state after ``steps_done`` train steps to the host."""
-        provenance = self._provenance(steps_done)
+        provenance = replace(self._provenance(steps_done), updates=self._updates_of_all_ranks())
         assert provenance.updates, "a state can be saved only after the first update"
         pieces = {name: one.copied() for name, one in self._pieces(saving=True).items()}
         pieces |= {self._stream(name): _whole(tensor) for name, tensor in random_state().items()}
@@ -117,6 +120,7 @@ class RankCheckpoint:
         """
         saved, now = read_provenance(folder), self._provenance(0)
         check_same_model(saved, now, folder=folder)
+        check_same_frozen_parts(saved, now, folder=folder)
         self._wait_for_ranks(f"load {folder}")
         create_optimizer_state(self._optimizer)
         same_ranks = (saved.layout, saved.world_size) == (now.layout, now.world_size)
@@ -176,7 +180,15 @@ class RankCheckpoint:
             updates=updates_done(self._optimizer),
             time=datetime.now(UTC).isoformat(timespec="seconds"),
             libraries=library_versions(),
+            frozen=tuple(setup.frozen),
         )
+
+    def _updates_of_all_ranks(self) -> int:
+        """Returns Adam's step counter, which a rank whose parameters are all frozen learns from the others."""
+        updates = torch.tensor(updates_done(self._optimizer))
+        if self._setup.frozen and self._setup.world_size > 1:
+            dist.all_reduce(updates, dist.ReduceOp.MAX, group=process_group.world_group())
+        return int(updates)
 
     def _wait_for_ranks(self, doing: str) -> None:
         if self._setup.world_size > 1:

@@ -29,7 +29,7 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True):
 
     ``model`` holds the numbers that determine the shapes of the tensors. ``head`` is "policy", or "critic" with a value
     head instead of the output layer. ``layout`` holds the sizes by their keys in `parallel`. ``step`` counts train
-    steps and ``updates`` the updates of the optimizer.
+    steps and ``updates`` the updates of the optimizer. ``frozen`` are the parts of the model without optimizer state.
     """
 
     family: str
@@ -42,6 +42,7 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True):
     updates: int
     time: str
     libraries: dict[str, str]
+    frozen: tuple[str, ...] = ()
 
 
 def layout_sizes(parallel: ParallelConfig) -> dict[str, int]:
@@ -98,6 +99,17 @@ def check_same_model(saved: Provenance, now: Provenance, *, folder: Path) -> Non
         return {"family": provenance.family, "head": provenance.head, "dtype": provenance.dtype, **provenance.model}
 
     check_same_numbers(numbers(saved), numbers(now), folder=folder)
+
+
+def check_same_frozen_parts(saved: Provenance, now: Provenance, *, folder: Path) -> None:
+    """Raises ValueError if other parts of the model were frozen, because only the others have optimizer state."""
+    before, here = (f"[{','.join(one.frozen)}]" for one in (saved, now))
+    if set(saved.frozen) != set(now.frozen):
+        raise ValueError(
+            f"checkpoint {folder}: the parts {before} of the model were frozen and have no optimizer state there; now "
+            f"{here} are. Go on with model.freeze={before} and the same modality, or start a new run with resume=null "
+            "from its weights: relax export FOLDER OUTPUT, then model.path=OUTPUT."
+        )
 
 
 def check_same_numbers(saved: Mapping[str, Any], now: Mapping[str, Any], *, folder: Path) -> None:

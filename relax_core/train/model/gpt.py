@@ -69,6 +69,9 @@ class TreeGPTModel(GPTModel):
                 embedded, tree = with_features(
                     embedded, tree, self.vision, self.tower, sequence_parallel=sequence_parallel
                 )
+            if self.training and torch.is_grad_enabled() and not embedded.requires_grad:
+                # Layers that are recomputed, and later pipeline stages, pass gradients on only from such an input.
+                embedded.requires_grad_()
         hidden: Tensor = self.decoder(hidden_states=embedded, attention_mask=tree, rotary_pos_emb=self.rotary(tree))
         if not self.post_process:
             return hidden

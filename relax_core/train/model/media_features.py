@@ -14,14 +14,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from megatron.core import parallel_state
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 from torch import Tensor
 
+from relax_core.config.schema import ParallelConfig
 from relax_core.contracts.media import MediaReader
-from relax_core.families.architecture import VisionTower
+from relax_core.families.architecture import Architecture, VisionTower
 from relax_core.families.vision.tower import TowerOutput, build_tower, pass_items
 from relax_core.train.model.routing_replay import rows_inside_layers
-from relax_core.train.packing.media_rows import smallest_frames
+from relax_core.train.packing.packed_media import smallest_frames
 from relax_core.train.packing.tree_packing import TreeLayout
 from relax_core.train.parallel.context_parallel import RowSharding
 
@@ -78,6 +80,27 @@ class MediaPlan:
             rows=torch.from_numpy(places[own]).to(self.device),
             features=torch.from_numpy(media.features[own]).to(self.device),
         )
+
+
+def media_plan(
+    architecture: Architecture,
+    reader: MediaReader | None,
+    parallel: ParallelConfig,
+    sharding: RowSharding,
+    *,
+    device: torch.device,
+) -> MediaPlan | None:
+    """Returns this rank's plan, or None if it is not on the first pipeline stage or the model reads text only."""
+    if architecture.vision is None or not parallel_state.is_pipeline_first_stage():
+        return None
+    return MediaPlan(
+        tower=architecture.vision,
+        reader=reader,
+        sharding=sharding,
+        parts=parallel.tp if parallel.sequence_parallel else 1,
+        part=parallel_state.get_tensor_model_parallel_rank() if parallel.sequence_parallel else 0,
+        device=device,
+    )
 
 
 def add_tower(model: Any, tower: VisionTower, *, dtype: torch.dtype, device: str, recompute: bool) -> None:

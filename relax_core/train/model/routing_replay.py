@@ -16,8 +16,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from megatron.core import parallel_state
 from torch import Tensor
 
+from relax_core.config.schema import ParallelConfig
 from relax_core.contracts.tree import TokenTree
 from relax_core.families.architecture import Architecture
 from relax_core.train.packing.micro_batches import REPEATED
@@ -135,3 +137,19 @@ class RouterPlan:
             balance_weight=balance_weight,
             counted=bool(trees),
         )
+
+
+def router_plan(
+    architecture: Architecture, parallel: ParallelConfig, sharding: RowSharding, *, replays: bool, device: torch.device
+) -> RouterPlan | None:
+    """Returns this rank's plan, or None for a dense model."""
+    if architecture.experts is None:
+        return None
+    return RouterPlan(
+        model=architecture,
+        sharding=sharding,
+        parts=parallel.tp if parallel.sequence_parallel else 1,
+        part=parallel_state.get_tensor_model_parallel_rank() if parallel.sequence_parallel else 0,
+        replays=replays,
+        device=device,
+    )

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from relax_core.contracts.tree import TokenTree
-from relax_core.train.packing.media_rows import NO_TOWER, TowerWork, tree_patches
+from relax_core.train.packing.packed_media import NO_TOWER, TowerWork, tree_patches
 
 REPEATED = "repeated"
 ROW = "row"

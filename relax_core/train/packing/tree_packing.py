@@ -14,7 +14,7 @@ from relax_core.contracts.chains import concatenate_chains
 from relax_core.contracts.rotary import rotary_positions
 from relax_core.contracts.tree import TokenTree
 from relax_core.families.architecture import VisionTower
-from relax_core.train.packing.media_rows import MediaRows, media_of_stream, media_rows
+from relax_core.train.packing.packed_media import MediaRows, media_of_stream, media_rows
 
 # On a CPU, attention without a mask is used if it computes at least this many fewer pairs of token rows.
 MASKLESS_SAVES_PAIRS = 2**17
@@ -48,7 +48,7 @@ def pack_tree(
     """Lays out one or more trees as one stream.
 
     If ``trained_only`` is True and any row is trained, only trained rows are chosen instead of all sampled ones.
-    ``tower`` is that of the model; trees with media need one.
+    ``tower`` is that of the model. Raises ValueError if a tree has media and there is no tower.
     """
     sizes = np.array([tree.rows for tree in trees])
     before = (np.cumsum(sizes) - sizes).tolist()
@@ -65,7 +65,11 @@ def pack_tree(
     episodes = np.array([len(tree.episodes) for tree in trees])
     episodes_before = (np.cumsum(episodes) - episodes).tolist()
     media = media_of_stream(trees)
-    assert tower is not None or not media, "only a model that sees takes media"
+    if media and tower is None:
+        group = next(tree.group_uid for tree in trees if tree.media)
+        raise ValueError(
+            f"group {group} has {media[0].item.words}, but this model reads text only. Use a model that sees."
+        )
     return TreeLayout(
         token_ids=token_ids[inner],
         end=stream_row[end[inner]],

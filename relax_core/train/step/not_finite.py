@@ -65,6 +65,8 @@ def first_not_finite(weights: HfWeights, *, rank: int) -> NotFinite | None:
 
 
 def _gradient(parameter: Any) -> Tensor:
+    if not parameter.requires_grad:
+        return torch.zeros_like(parameter)  # A frozen parameter has no gradient.
     gradient = parameter.main_grad  # Megatron's wrapper sets it.
     assert isinstance(gradient, Tensor)
     return gradient

@@ -8,7 +8,7 @@ import pytest
 
 from relax_core.config.compose import load_config
 from relax_core.config.errors import ConfigError
-from relax_core.engines.sglang.checks import version_problems
+from relax_core.engines.sglang.checks import version_problems, vision_problems
 
 SGLANG = ["engine=sglang", "engine.urls=[http://127.0.0.1:30000]"]
 
@@ -54,6 +54,10 @@ SGLANG = ["engine=sglang", "engine.urls=[http://127.0.0.1:30000]"]
             "SGLang scores over the whole vocabulary only. Use algo.served_by=forward",
         ),
         ([*SGLANG, "rollout.top_k=5000"], "rollout.top_k=5000 with engine=sglang: at most 4096"),
+        (
+            [*SGLANG, "model=qwen3_vl", "data.media_keys.video=clip"],
+            "data.media_keys.video=clip with engine.urls: a server that the run did not start takes images only",
+        ),
         ([*SGLANG, "engine.weight_transport=gloo"], "those servers have no loader of Relax's"),
     ],
 )
@@ -86,3 +90,19 @@ def test_an_interpreter_without_sglang_is_said(tmp_path: Path) -> None:
     fake.write_text("#!/bin/sh\necho 0.4.1\n")
     (problem,) = version_problems(load_config(["engine=sglang", f"engine.python={fake}"]))
     assert "SGLang 0.4.1 is not supported. Install 0.5.23" in problem
+
+
+def test_a_family_that_sees_and_that_sglang_cannot_serve_is_named(tmp_path: Path) -> None:
+    """SGLang would load its weights, then wait for a processor that it does not have."""
+    file = tmp_path / "qwen9_vl.py"
+    file.write_text(
+        "import dataclasses\nfrom relax_core.families.table import QWEN3_VL\n"
+        "FAMILY = dataclasses.replace(QWEN3_VL, name='qwen9_vl')\n"
+    )
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "qwen9_vl"}')
+    config = load_config(["engine=sglang", "model=qwen3_vl", f"model.path={folder}", f"model.family={file}"])
+    (problem,) = vision_problems(config)
+    assert "with engine=sglang: of the models that see it serves qwen3_vl, qwen3_vl_moe only" in problem
+    assert list(vision_problems(load_config(["engine=sglang", "model=qwen3_vl"]))) == []

@@ -100,6 +100,7 @@ GENERATE = body_of(
     logprob_start_len=st.integers(-1, 9),
     top_logprobs_num=st.integers(0, VOCAB),
     kept_tokens=st.lists(st.none() | KEPT, max_size=3),
+    media=st.lists(st.none() | st.just([]), max_size=2) | st.just([[["0" * 32, 0]]]),
 )
 PROMPTS = st.one_of(TOKENS, TOKENS, st.lists(TOKENS, min_size=1, max_size=3), JUNK)
 VERSION = st.integers(0, 10**6)

@@ -11,6 +11,7 @@ import pytest
 from relax_core.config.compose import load_config
 from relax_core.config.errors import ConfigError
 from relax_core.control.run.teacher_folders import teacher_folders
+from relax_core.families.hf_config import read_hf_config
 from relax_core.plan.data.data_check import look_at_data
 from relax_core.preflight import CHECKS
 from relax_core.tools.make_tiny import tiny_model_folder
@@ -136,3 +137,17 @@ def test_a_teacher_with_other_media_tokens(other: Path, student: Path) -> None:
     (text,) = problems("model=qwen3", f"model.path={student}", f"algo.teachers.default={other}")
     assert f"algo.teachers.default={other}: its media tokens are [30], those of the model that learns are []" in text
     assert "so a teacher must name the same ones in tokenizer.json and config.json" in text
+
+
+def test_a_teacher_of_pictures_must_cut_them_as_the_student_does(student: Path, tmp_path: Path) -> None:
+    sees = tiny_model_folder("tiny_qwen3_vl", task="see")
+    other = tmp_path / "other"
+    shutil.copytree(sees, other)
+    config = read_hf_config(other)
+    change(other / "config.json", vision_config=config["vision_config"] | {"patch_size": 4, "hidden_size": 48})
+    keys = ("model=qwen3_vl", f"model.path={sees}", "data=see", "algo.teachers.default=")
+    (found,) = problems(*keys[:3], f"{keys[3]}{other}")
+    assert found.startswith(f"algo.teachers.default={other}: its vision tower has patch_size=4, that of the model that")
+    found = " ".join(problems(*keys[:3], f"{keys[3]}{student}"))
+    assert f"algo.teachers.default={student}: it reads text only, and prompts may have images or video." in found
+    load_config(["algo=distill", *keys[:3], f"{keys[3]}{sees}"], checks=CHECKS)

@@ -108,23 +108,24 @@ def test_a_closed_pool_leaves_no_process_and_refuses(make_settings: MakeSettings
     pool = EncodePool(make_settings(dataclasses.replace(LIMITS, item_bytes=100 << 20)), workers=2)
     asyncio.run(pool.encode(small()))
     pids = [worker.pid for worker in pool.workers]
-    raised: list[Exception] = []
+    raised: list[BaseException] = []
+
+    async def encode_all() -> None:
+        raised.extend(await asyncio.gather(*(pool.encode(slow) for _ in range(5)), return_exceptions=True))
 
     def encode() -> None:
-        try:
-            asyncio.run(pool.encode(slow))
-        except (MediaError, RuntimeError) as error:
-            raised.append(error)
+        asyncio.run(encode_all())
 
     encoding = threading.Thread(target=encode)
     encoding.start()
     give_up = time.monotonic() + LONG_S
-    while pool._idle.qsize() == 2:
+    while not pool._idle.empty():
         assert time.monotonic() < give_up
         time.sleep(0.001)
     pool.close()
     encoding.join(LONG_S)
-    assert len(raised) == 1 and all(map(_gone, pids))
+    assert len(raised) == 5 and all(isinstance(error, MediaError | RuntimeError) for error in raised)
+    assert all(map(_gone, pids))
     pool.close()
     with pytest.raises(RuntimeError):
         asyncio.run(pool.encode(small()))

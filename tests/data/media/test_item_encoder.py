@@ -65,7 +65,7 @@ def _levels(frames: np.ndarray) -> list[int]:
     return frames.reshape(len(frames), -1).mean(axis=1).round().astype(int).tolist()
 
 
-@pytest.mark.parametrize(("form", "codec"), ["mp4 h264", "mp4 mpeg4", "matroska h264", "webm libvpx"])
+@pytest.mark.parametrize("container", ["mp4 h264", "mp4 mpeg4", "matroska h264", "webm libvpx"])
 @pytest.mark.parametrize("group", [1, 5, 250])
 def test_the_sampled_frames_are_the_right_ones(encode: Encode, frames_of, container: str, group: int) -> None:  # type: ignore[no-untyped-def]
     """Frame k of 40 has the grey level 6 k. 5 seconds at 2 frames a second: 10 frames, evenly from 0 to 39."""

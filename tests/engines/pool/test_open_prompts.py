@@ -7,7 +7,9 @@ from hypothesis import strategies as st
 
 from relax_core.contracts.engine import FinishReason, Generated, PromptRequest
 from relax_core.contracts.kept_tokens import KeptTokens
-from relax_core.engines.pool.open_prompts import OpenPrompt, cut, joined
+from relax_core.contracts.media import Media
+from relax_core.engines.pool.open_prompts import OpenPrompt, cut, joined, prompt_cost
+from tests.media_items import image_item
 from tests.responses import check_arrays, response
 
 REQUEST = PromptRequest(rid="g", input_ids=[7, 8], sampling_seed=3)
@@ -123,3 +125,15 @@ def test_a_response_that_is_cut_keeps_what_belongs_to_its_first_tokens() -> None
     check_arrays(short, ids=[10, 11, 12], versions=[4, 4, 6])
     assert short.logprobs.tolist() == [-5.0, -5.5, -6.0]
     assert short.kept is not None and short.kept.lists() == [[10, 99], [11, 99], [12, 99]]
+
+
+def test_a_prompt_with_a_picture_costs_its_patches_too_and_keeps_it_when_it_is_asked_again() -> None:
+    item = image_item(2, 3)
+    ids = [5, *item.ids.tolist(), 6]
+    request = PromptRequest(rid="g", input_ids=ids, sampling_seed=1, media=[Media(item, 1, 7)])
+    assert prompt_cost(request) == 8 + 24
+    prompt = OpenPrompt(index=0, tie=0, request=request, n=1, cost=100.0)
+    prompt.ask(0)
+    prompt.take(generated(0, [7, 8], reason="abort"))
+    (again,) = prompt.ask(1)
+    assert (again.input_ids, again.generated, again.media) == ([*ids, 7, 8], 2, request.media)

@@ -58,6 +58,29 @@ def test_parameters_are_those_of_transformers(name: str) -> None:
     assert found.parameters == sum(parts.values())
 
 
+@pytest.mark.parametrize(("hidden", "wide", "heads"), [(32, 56, 2), (64, 224, 4)])
+def test_a_tower_keeps_as_much_as_autograd_saves(hidden: int, wide: int, heads: int) -> None:
+    """Counts the storages that transformers' tower saves for 1,024 patches, without its weights."""
+    from relax_core.tools.tiny_vision import build_vision_model
+
+    config = tiny_config("tiny_qwen3_vl")
+    config["vision_config"] |= {"hidden_size": hidden, "intermediate_size": wide, "num_heads": heads, "depth": 6}
+    tower = build_vision_model(config).model.visual
+    weights = {parameter.untyped_storage().data_ptr() for parameter in tower.parameters()}
+    saved: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        tower(torch.randn(1024, 384), grid_thw=torch.tensor([[1, 32, 32]]))
+    measured = sum(storage.nbytes() for at, storage in saved.items() if at not in weights) / 4 / 1024
+    found = read_dimensions(config, name="tiny").patches
+    assert found is not None
+    assert found.values(recomputed=False) == pytest.approx(measured, rel=0.05)
+
+
 def test_the_built_in_model() -> None:
     found = read_dimensions(tiny_config(), name="tiny")
     assert found.parameters == sum(counted_by_transformers(tiny_config()).values())

@@ -13,16 +13,16 @@ from torch import Tensor
 from relax_core.train.attention import branch_attention
 from relax_core.train.attention.branch_attention import BranchPlan
 from relax_core.train.attention.tree_attention import MaskedGrid, attention_over
-from relax_core.train.parallel.context_parallel import WHOLE
+from relax_core.train.parallel.context_parallel import WHOLE, RowSharding
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")
 
 
-def always_planned(forest: Forest, *, dtype: torch.dtype) -> BranchPlan:
+def always_planned(forest: Forest, *, dtype: torch.dtype, sharding: RowSharding = WHOLE, padded: int = 0) -> BranchPlan:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(branch_attention, "MASKLESS_SAVES_PAIRS", -(10**12))
-        plan = BranchPlan.of(forest.end, dtype=dtype)
+        plan = BranchPlan.of(forest.end, dtype=dtype, sharding=sharding, padded=padded)
     assert plan is not None
     return plan
 
@@ -56,6 +56,44 @@ def test_it_is_the_dense_attention(
     dense = output_and_gradients(expected, inputs, incoming[:rows])
     for mine, right in zip([planned[0][:rows], *planned[1:]], dense, strict=True):
         torch.testing.assert_close(mine, right, rtol=1e-12, atol=1e-12)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    forest=forests(),
+    ranks=st.integers(2, 4),
+    more=st.integers(0, 9),
+    lone_pairs=st.sampled_from([1, 50, 2**17]),
+    seed=st.integers(0, 1000),
+)
+def test_context_parallel_ranks_make_the_dense_attention(
+    forest: Forest, ranks: int, more: int, lone_pairs: int, seed: int
+) -> None:
+    """Each rank computes its queries against the gathered keys of all ranks, and the gradients add up."""
+    rows = len(forest.parents)
+    shardings = [RowSharding(multiple=2 * ranks, ranks=ranks, rank=rank) for rank in range(ranks)]
+    padded = shardings[0].padded(rows + more)
+    *inputs, incoming = random_rows(padded, dtype=torch.float64, seed=seed)
+    incoming[rows:] = 0  # Nothing reads the result of a pad.
+    order = torch.from_numpy(shardings[0].gathered_order(padded)).argsort()
+    total = [torch.zeros_like(one) for one in inputs]
+    output = torch.zeros_like(incoming)
+    for sharding in shardings:
+        mine = torch.from_numpy(sharding.rows_of_rank(padded))
+        if int(mine[0]) >= rows:
+            continue  # A rank that has only pads uses the masked call.
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(branch_attention, "_LONE_PAIRS", lone_pairs)
+            plan = always_planned(forest, dtype=torch.float64, sharding=sharding, padded=padded)
+        query, key, value = inputs
+        part = plan.attend(query[mine], key[order], value[order], scale=None)
+        output[mine] = part.detach()
+        for sum_of, grad in zip(total, torch.autograd.grad(part, inputs, incoming[mine]), strict=True):
+            sum_of += grad
+    expected = dense_attention(*(one[:rows] for one in inputs), forest.sees, scale=None)
+    dense = output_and_gradients(expected, inputs, incoming[:rows])
+    for found, right in zip([output[:rows], *total], dense, strict=True):
+        torch.testing.assert_close(found, right, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 2**-6)])

@@ -82,10 +82,17 @@ class RequestMedia:
 
 
 def _check_item(item: MediaItem, tower: VisionTower, where: str) -> None:
-    """Raises HttpError 400 for an item that was encoded for another model."""
+    """Raises HttpError 400 for an item that was encoded for another model, because the tower could not take it."""
     rows = int(feature_rows(tower, item.ids).sum())
     features = item.patches // tower.merge_size**2
-    if rows != features or not 0 < item.advance <= item.rows:
+    time, height, width = item.grid
+    cells = [height * tower.patch_size, width * tower.patch_size, 3]
+    frames = next((one for one in item.tensors if one.name == "frames" and one.dtype == "uint8"), None)
+    whole = not (height % tower.merge_size or width % tower.merge_size) and 0 < item.advance <= item.rows
+    shape = [0] if frames is None else frames.shape
+    if rows != features or not whole or shape[1:] != cells or -(-shape[0] // tower.temporal_patch_size) != time:
         raise HttpError(
-            400, f"{where}: {rows} rows for {features} features of the tower; the item was encoded for another model"
+            400,
+            f"{where}: {rows} rows and frames {shape} for a grid of {item.grid}, of which this model's tower makes "
+            f"{features} features; the item was encoded for another model",
         )

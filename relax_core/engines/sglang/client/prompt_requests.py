@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,8 @@ from relax_core.engines.sglang.media.placed_items import placed_name
 
 BAN = -1e30  # a logit whose probability is exactly 0 at every temperature, in float32 and bfloat16
 _numbers = itertools.count()
+# The ids that are sent for a prompt, and an entry of image_data for each of its images and videos.
+MediaEntries = tuple[list[int], list[str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +24,19 @@ class SampleRequest:
     prompt: int
     sample: int
     rid: str
+
+
+def named_media(prompt: PromptRequest) -> MediaEntries:
+    """Returns a prompt's ids and the names of its items, for a server of the run, which maps their files."""
+    return prompt.input_ids, [placed_name(one) for one in prompt.media]
+
+
+def image_data(entries: Sequence[list[str]]) -> dict[str, Any]:
+    """Returns the field image_data of a body, which a body without images and videos does not have.
+
+    ``entries`` has a list for each sample, an empty one for text alone.
+    """
+    return {"image_data": list(entries)} if any(entries) else {}
 
 
 def sample_requests(prompts: Sequence[PromptRequest], *, n: int) -> list[SampleRequest]:
@@ -50,25 +65,27 @@ def sglang_body(
     *,
     version: int,
     seeds: bool,
+    media: Callable[[PromptRequest], MediaEntries] | None = None,
 ) -> dict[str, Any]:
     """Returns the JSON body of one /generate.
 
     ``version`` is the weight version in force; SGLang reuses a cached prefix only for requests with the same version.
     If sampling leaves tokens out, the body asks for the kept sets, with which SGLang returns the log-probs over these
-    sets; its usual log-probs are over the whole vocabulary.
+    sets; its usual log-probs are over the whole vocabulary. ``media`` returns the ids that are sent for a prompt, and
+    its entries of image_data; the default is `named_media`.
     """
-    media = [[placed_name(one) for one in prompts[sample.prompt].media] for sample in samples]
+    sent = [(media or named_media)(prompt) for prompt in prompts]
     bans = {str(token): BAN for token in params.banned_token_ids}
     return {
         "rid": [one.rid for one in samples],
-        "input_ids": [prompts[one.prompt].input_ids for one in samples],
+        "input_ids": [sent[one.prompt][0] for one in samples],
         "sampling_params": [_sampling(prompts[one.prompt], one.sample, params, bans, seeds=seeds) for one in samples],
         "return_logprob": True,
         "stream": True,
         "extra_key": f"weights-{version}",
         "return_sampling_mask": params.truncates,
         "return_routed_experts": params.return_routed_experts,
-        **({"image_data": media} if any(media) else {}),
+        **image_data([sent[one.prompt][1] for one in samples]),
     }
 
 

@@ -7,6 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -16,7 +17,6 @@ import numpy as np
 from relax_core.contracts.engine import (
     EngineError,
     EngineUnreachable,
-    FinishReason,
     Generated,
     PromptRequest,
     SamplingParams,
@@ -27,10 +27,19 @@ from relax_core.engines.protocol.frames import StreamEnd
 from relax_core.engines.protocol.score_calls import TokenScores, TokensToScore
 from relax_core.engines.protocol.server_sent_events import UNKNOWN_VERSION, EventReader, version_number
 from relax_core.engines.protocol.stop_strings import StopTable
-from relax_core.engines.protocol.version_spans import VersionSpan
 from relax_core.engines.protocol.vocabulary import unknown_token
-from relax_core.engines.sglang.client.prompt_requests import SampleRequest, sample_requests, sglang_body
+from relax_core.engines.sglang.client.attached_images import AttachedImages
+from relax_core.engines.sglang.client.prompt_requests import (
+    MediaEntries,
+    SampleRequest,
+    image_data,
+    named_media,
+    sample_requests,
+    sglang_body,
+)
+from relax_core.engines.sglang.client.sglang_responses import finish_reason, prefilled_by_older
 from relax_core.engines.sglang.client.sglang_weight_calls import SglangWeightCalls
+from relax_core.engines.sglang.media.placed_items import placed_name
 
 NOT_OPEN = "no weight-update session is open"  # a part of SGLang's error text
 FIRST_POLL_S, LAST_POLL_S = 0.002, 0.05  # seconds between two polls of the weight version that prompts wait for
@@ -62,7 +71,8 @@ class SglangClient(SglangWeightCalls, EngineClient):
     ``ranks`` is the number of the server's GPUs. ``vocab_size`` is its model's; a token outside of it would end the
     server. ``seeds`` is True if the server runs with --enable-deterministic-inference; otherwise it ignores seeds.
     ``attached`` is True if the run did not start the server, which then lacks Relax's weight loader. ``stops`` finds
-    stop strings with the model's tokenizer.
+    stop strings with the model's tokenizer. ``media_folder`` holds the items of prompts; an attached server, which does
+    not see it, gets images from there.
     """
 
     def __init__(
@@ -77,6 +87,7 @@ class SglangClient(SglangWeightCalls, EngineClient):
         seeds: bool,
         attached: bool = False,
         stops: StopTable | None = None,
+        media_folder: Path | None = None,
     ) -> None:
         super().__init__(url, token, request_timeout_s=request_timeout_s, control_timeout_s=control_timeout_s)
         self.group_ranks = ranks
@@ -84,6 +95,7 @@ class SglangClient(SglangWeightCalls, EngineClient):
         self._vocab_size = vocab_size
         self._seeds = seeds
         self._stops = stops
+        self._images = AttachedImages(media_folder) if attached else None
         self._calls: list[_Held] = []
 
     # -- generate -----------------------------------------------------------------------------------------------------
@@ -173,7 +185,14 @@ class SglangClient(SglangWeightCalls, EngineClient):
             return
         indices, chosen = list(call.prompts), list(call.prompts.values())
         call.sent = sample_requests(chosen, n=params.n)
-        body = sglang_body(chosen, call.sent, params, version=call.version, seeds=self._seeds)
+        body = sglang_body(
+            chosen,
+            call.sent,
+            params,
+            version=call.version,
+            seeds=self._seeds,
+            media=lambda prompt: self._media_entries(prompt, version=call.version),
+        )
         reader = EventReader(
             chosen,
             samples=[(one.prompt, one.sample) for one in call.sent],
@@ -186,10 +205,20 @@ class SglangClient(SglangWeightCalls, EngineClient):
             mixed = False
             if prefill is not None and one.output_ids.size:
                 cached, first = prefill
-                mixed = prefilled_by_older(first, call.version, cached=cached)
+                features = self._images is not None and bool(chosen[one.prompt].media)
+                mixed = prefilled_by_older(first, call.version, cached=cached or features)
             reason = finish_reason(one, params, generated=chosen[one.prompt].generated)
             whole = msgspec.structs.replace(one, prompt=indices[one.prompt], finish_reason=reason)
             yield self._stopped(whole, chosen[one.prompt], params), mixed
+
+    def _media_entries(self, prompt: PromptRequest, *, version: int) -> MediaEntries:
+        """Returns the ids that are sent for a prompt, and the entries of its images and videos."""
+        if self._images is None:
+            return named_media(prompt)
+        try:
+            return self._images.entries(prompt.input_ids, prompt.media, version=version)
+        except ValueError as error:
+            raise EngineError(f"engine {self.url} /generate: prompt {prompt.rid}: {error}") from error
 
     def _stopped(self, one: Generated, prompt: PromptRequest, params: SamplingParams) -> Generated:
         """Ends the response with the token that completes a stop string.
@@ -321,35 +350,15 @@ class SglangClient(SglangWeightCalls, EngineClient):
             self._check(index, item.input_ids, rid=None)
         return super().score(items, top_k=top_k, temperature=temperature)
 
+    def _score_body(self, items: Sequence[TokensToScore], **options: Any) -> dict[str, Any]:
+        body = super()._score_body(items, **options)
+        body.pop("media", None)
+        return body | image_data([[placed_name(one) for one in item.media] for item in items])
+
     def _check(self, index: int, token_ids: Sequence[int], *, rid: str | None) -> None:
         problem = unknown_token(index, token_ids, rid=rid, vocab_size=self._vocab_size)
         if problem is not None:
             raise EngineError(f"engine {self.url} /generate: {problem}")
-
-
-def prefilled_by_older(first: VersionSpan, sent_under: int, *, cached: int) -> bool:
-    """Is True if older weights than those of the response's first token computed a part of the prompt.
-
-    Such a part was either in the cache when the prompt was sent under version ``sent_under``, or it was prefilled
-    before the version changed (scheduler_changes.py). ``first`` is the response's first version span; ``cached`` is the
-    number of prompt tokens that came from the cache.
-    """
-    return first.end == 0 or (cached > 0 and first.version > sent_under)
-
-
-def finish_reason(one: Generated, params: SamplingParams, *, generated: int) -> FinishReason:
-    """Returns what really ended the response.
-
-    After an abort SGLang generates one more token and still reports abort. If this token is a stop token or the last
-    one allowed, the response is finished and must not go on. ``generated`` is the number of tokens that the response
-    had before this request.
-    """
-    if one.finish_reason == "abort" and one.output_ids.size:
-        if int(one.output_ids[-1]) in params.stop_token_ids:
-            return "stop"
-        if generated + len(one.output_ids) >= params.max_new_tokens:
-            return "length"
-    return one.finish_reason
 
 
 def _taken_out(call: _Held, params: SamplingParams) -> Iterator[Generated]:

@@ -28,7 +28,7 @@ from relax_core.families.architecture import VisionTower
 from relax_core.families.folder import folder_architecture
 
 
-class RelaxMediaProcessor(BaseMultimodalProcessor):  # type: ignore[misc]  # SGLang has no types
+class RelaxMediaProcessor(BaseMultimodalProcessor):
     """Is SGLang's processor for the models that Relax trains with images and videos."""
 
     models = (Qwen3VLForConditionalGeneration, Qwen3VLMoeForConditionalGeneration)

@@ -31,16 +31,23 @@ TENSORS = {"model.embed_tokens.weight": torch.arange(12.0).view(3, 4), "model.no
 
 
 class Model:
-    """Loads weights as SGLang's models do."""
+    """Loads weights as SGLang's models do, which skip names that they do not know."""
 
-    def __init__(self, *, tied: bool = False) -> None:
+    def __init__(self, *, tied: bool = False, own: Iterable[str] = TENSORS) -> None:
         self.loaded: dict[str, Tensor] = {}
+        self.own = {name: torch.zeros(1) for name in own}
         self.config = SimpleNamespace(tie_word_embeddings=tied)
         self.model = SimpleNamespace(embed_tokens=object())
         self.lm_head = object()
 
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-        self.loaded |= {name: tensor.clone() for name, tensor in named_tensors}
+        for name, tensor in named_tensors:
+            self.loaded[name] = tensor.clone()
+            if name in self.own:
+                self.own[name].fill_(1.0)
+
+    def named_parameters(self) -> Iterable[tuple[str, Tensor]]:
+        return self.own.items()
 
 
 class OneGlobal(pickle.Unpickler):
@@ -85,6 +92,20 @@ def test_a_good_file_is_loaded_and_a_damaged_one_is_not_touched(manifest: Any, t
     follow_order(LoadFile(manifest, str(tmp_path / "bad")), on_policy)
     assert "version 3, bucket 0: digest" in (outcome(tmp_path / "bad") or "")
     assert on_policy.loaded == {}
+
+
+def test_a_model_that_takes_less_than_it_has_is_refused_by_the_names(manifest: Any, tmp_path: Path) -> None:
+    own = [*TENSORS, "visual.merger.norm.weight", "visual.attn.k_scale"]  # scales are SGLang's own
+    for order in ("load", "attest"):
+        model = Model(own=own)
+        if order == "load":
+            follow_order(LoadFile(manifest, str(tmp_path / order)), model)
+        else:
+            follow_order(Watch(), model)
+            model.load_weights(TENSORS.items())
+            follow_order(Attest(tensors_digest(TENSORS.items()), str(tmp_path / order)), model)
+        found = msgspec.json.decode(Path(f"{tmp_path / order}.0").read_bytes(), type=Outcome)
+        assert (found.error or "").endswith("for 1 of its parameters: visual.merger.norm.weight") and found.changed
 
 
 def test_a_tied_head_is_loaded_where_the_model_has_one_apart(manifest: Any, tmp_path: Path) -> None:

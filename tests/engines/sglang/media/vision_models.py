@@ -14,9 +14,9 @@ from relax_core.contracts.media import Media, MediaItem
 from relax_core.contracts.media_file import item_digest, write_item
 from relax_core.contracts.rotary import rotary_of_sequence
 from relax_core.families.architecture import VisionTower
+from relax_core.families.tiny_configs import processor_files, tiny_config
 from relax_core.families.vision.item_rows import feature_rows, image_rows, video_rows
 from relax_core.families.vision.patches import patches_of
-from relax_core.tools.tiny_configs import processor_files, tiny_config
 from relax_core.tools.tiny_tokenizer import build_tokenizer
 from relax_core.tools.tiny_vision import write_published
 

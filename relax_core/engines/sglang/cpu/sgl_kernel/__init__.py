@@ -15,6 +15,15 @@ from torch import Tensor
 __version__ = "0.4.10"  # the version that this SGLang requires
 _UINT32 = 0xFFFFFFFF
 _library = torch.library.Library("sgl_kernel", "FRAGMENT")
+# SGLang's own processor of Qwen3-VL imports the model of Qwen3.5, which looks these up; a call of one raises
+# NotImplementedError with its name.
+for _name in (
+    "fused_sigmoid_mul_cpu",
+    "fused_qk_gemma_rmsnorm_cpu",
+    "fused_qk_gemma_rmsnorm_with_gate_cpu",
+    "fused_qkvzba_split_reshape_cat_contiguous_cpu",
+):
+    _library.define(f"{_name}(Tensor first, Tensor second) -> Tensor")
 _library.define("murmur_hash32_cpu(Tensor seed, Tensor positions, Tensor col_indices) -> Tensor")
 
 

@@ -14,8 +14,8 @@ from relax_core.contracts.media import Media, MediaItem
 from relax_core.contracts.tree import TokenTree
 from relax_core.families.architecture import VisionTower
 from relax_core.families.vision.item_rows import image_rows
-from relax_core.train.packing.media_rows import TowerWork
 from relax_core.train.packing.micro_batches import MicroBatcher, split_over_ranks
+from relax_core.train.packing.packed_media import TowerWork
 from relax_core.train.packing.tree_packing import TreeLayout, pack_tree
 from tests.trees import answers_tree
 

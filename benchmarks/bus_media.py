@@ -1,0 +1,170 @@
+"""What media items cost on the data bus: ``python -m benchmarks.bus --media``.
+
+An item of 12 MB is written, held and put with its group; the trainer leases the group and maps the item. Backends,
+places and the bounds take turns within one Ray: memcpy, and a plain write to a new file of /dev/shm. The bus process
+has no item mapped, and its peak memory shows whether items pass through it.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+from benchmarks.bus_transport import GROUP_SIZE, STEPS_WITHOUT_END, T, for_actor, make_row
+from relax_core.bus.factory import BACKENDS, create_bus
+from relax_core.config.compose import load_config
+from relax_core.contracts.columns import MEDIA
+from relax_core.contracts.media import Media, MediaItem
+from relax_core.contracts.media_file import write_item
+
+if TYPE_CHECKING:
+    from relax_core.bus.ray.ray_bus import RayBus  # Ray reads the environment that `local_ray` sets when it is imported
+
+GROUPS = 8
+FRAMES = (64, 250, 250, 3)  # 12 MB
+WARM_UP_CYCLES = 2  # Ray's store and the Ray task that moves files into it are slow at first
+
+
+class MediaLine:
+    """One backend and place under measurement."""
+
+    def __init__(self, bus: RayBus, folder: Path, frames: np.ndarray) -> None:
+        self._bus, self._folder, self._frames = bus, folder, frames
+        self._step = 0
+        self.items = 0
+        self.seconds: list[tuple[float, float]] = []  # put and lease of all groups, one a cycle
+        self.message_bytes = 0  # of one group's put
+        self.pid = bus.process_id(timeout_s=T)
+        self._peak_before = _peak_bytes(self.pid)
+
+    @property
+    def grown_bytes(self) -> int:
+        """By how much the peak memory of the bus process has grown since before the first item."""
+        return _peak_bytes(self.pid) - self._peak_before
+
+    def cycle(self, *, counts: bool = True) -> None:
+        bus, step = self._bus, self._step
+        admissions = bus.admit(GROUPS, timeout_s=T)
+        start = time.perf_counter()
+        items = [
+            write_item(self._folder, _item(step * GROUPS + place), {"frames": self._frames}) for place in range(GROUPS)
+        ]
+        assert bus.hold({item.digest: item.nbytes for item in items}, timeout_s=T) == []
+        placed = [{MEDIA: msgspec.msgpack.encode([Media(item, 0, item.rows)])} for item in items]
+        bus.put(
+            [make_row(one, version=step, columns=own) for one, own in zip(admissions, placed, strict=True)],
+            timeout_s=T,
+        )
+        after_put = time.perf_counter()
+        lease = bus.lease(for_actor(step, GROUPS, placed[0]), timeout_s=T)
+        reader = bus.media_reader(timeout_s=T)
+        mapped = [reader.tensors(item)["frames"] for item in items]
+        after_lease = time.perf_counter()
+        if counts:
+            self.seconds.append((after_put - start, after_lease - after_put))
+            self.message_bytes = len(placed[0][MEDIA])
+        assert all(np.array_equal(one[-1], self._frames[-1]) for one in mapped)
+        assert str(self._folder) not in Path(f"/proc/{self.pid}/maps").read_text()
+        bus.ack([lease.lease_id], step=step, dropped={}, timeout_s=T)
+        bus.let_go([item.digest for item in items], timeout_s=T)
+        self._step += 1
+        self.items += GROUPS
+
+
+def measure_media(folder: Path, *, rounds: int) -> None:
+    """Prints, for each backend and place, bytes through the bus process and the speed of put and lease."""
+    frames = np.random.default_rng(0).integers(0, 256, FRAMES, dtype=np.uint8)
+    warm = [np.zeros_like(frames) for _ in range(GROUPS)]
+    bounds: dict[str, list[float]] = {"memcpy, new": [], "memcpy, warm": [], "file, new": []}
+    with ExitStack() as ends:
+        lines = {}
+        written = Path(ends.enter_context(tempfile.TemporaryDirectory(prefix="relax-benchmark-", dir="/dev/shm")))
+        for backend in BACKENDS:
+            for place in ("files", "objects") if backend == "ray" else ("files",):
+                name = f"{backend}, {place}"
+                shared = Path(tempfile.mkdtemp(prefix="relax-benchmark-", dir="/dev/shm"))
+                ends.callback(shutil.rmtree, shared)
+                bus = create_bus(
+                    load_config([f"bus={backend}"]).bus,
+                    groups_per_step=GROUPS,
+                    group_size=GROUP_SIZE,
+                    max_staleness=0,
+                    on_stale="drop",
+                    total_steps=STEPS_WITHOUT_END,
+                    ledger_path=folder / f"media-{backend}-{place}.sqlite",
+                    name=name,
+                    namespace="benchmark",
+                    socket_folder=folder,
+                    media_folder=shared,
+                    media_objects=place == "objects",
+                )
+                ends.callback(bus.terminate)
+                ends.callback(bus.close, reason="the benchmark is over", timeout_s=T)
+                lines[name] = MediaLine(bus, shared, frames)
+        for line in lines.values():
+            for _ in range(WARM_UP_CYCLES):
+                line.cycle(counts=False)
+        for _ in range(rounds):
+            for line in lines.values():
+                line.cycle()
+            start = time.perf_counter()
+            copies = [frames.copy() for _ in range(GROUPS)]
+            bounds["memcpy, new"].append(time.perf_counter() - start)
+            del copies
+            start = time.perf_counter()
+            for target in warm:
+                np.copyto(target, frames)
+            bounds["memcpy, warm"].append(time.perf_counter() - start)
+            start = time.perf_counter()
+            for number in range(GROUPS):
+                (written / str(number)).write_bytes(frames.data)
+            bounds["file, new"].append(time.perf_counter() - start)
+            for number in range(GROUPS):
+                (written / str(number)).unlink()
+    nbytes = frames.nbytes * GROUPS
+    rates = {bound: nbytes / float(np.median(seconds)) / 1e9 for bound, seconds in bounds.items()}
+    print(f"{GROUPS} groups with an item of {frames.nbytes / 1e6:.0f} MB each (GB/s, medians of {rounds}):")
+    print("  " + ", ".join(f"{bound} {rate:.2f}" for bound, rate in rates.items()))
+    for name, line in lines.items():
+        put, lease = np.median(line.seconds, axis=0)
+        both = nbytes / (put + lease) / 1e9
+        shares = ", ".join(f"{both / rate:.2f} of {bound}" for bound, rate in rates.items())
+        print(
+            f"  {name:<22} put {nbytes / put / 1e9:5.2f}   lease {lease * 1e3:6.1f} ms   "
+            f"put + lease {both:5.2f} = {shares}"
+        )
+        print(
+            f"    {line.message_bytes} bytes of a group's media in the bus process, whose peak memory grew by "
+            f"{line.grown_bytes / 1e6:.1f} MB over {line.items} items"
+        )
+
+
+def _item(number: int) -> MediaItem:
+    frames, height, width, _ = FRAMES
+    rows = 1024
+    return MediaItem(
+        kind="video",
+        digest=f"{number:032x}",
+        token_ids=np.zeros(rows, "<i4").tobytes(),
+        offsets=np.zeros((3, rows), "<i4").tobytes(),
+        advance=32.0,
+        placeholder=[7],
+        grid=[frames // 2, 2, 2],
+        seconds=1.0,
+        frames=frames,
+        width=width,
+        height=height,
+    )
+
+
+def _peak_bytes(pid: int) -> int:
+    """Returns the peak of a process's resident memory."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) * 1024

@@ -1,0 +1,124 @@
+"""Measures encode workers: ``python -m benchmarks.media``.
+
+It prints the time of one item, two workers over one, the stall of the event loop meanwhile, and a worker's memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from relax_core.contracts.media import MediaSource
+from relax_core.data.media.encode_messages import EncodeSettings
+from relax_core.data.media.encode_pool import EncodePool
+from relax_core.data.media.media_limits import MediaLimits
+from relax_core.families.architecture import PatchSettings
+from relax_core.tools.tiny_tokenizer import write_prompt_tokenizer
+
+ROUNDS, ITEMS, TICK_S = 5, 8, 0.001
+SETTINGS = PatchSettings(
+    patch_size=16,
+    temporal_patch_size=2,
+    merge_size=2,
+    image_token_id=1,
+    video_token_id=2,
+    vision_start_token_id=3,
+    vision_end_token_id=4,
+)
+
+
+def main() -> None:
+    sources = {"4-megapixel JPEG": _image("JPEG"), "4-megapixel PNG": _image("PNG"), "64-frame video, 720p": _video()}
+    seconds: dict[tuple[str, int], list[float]] = {}
+    cpu: dict[str, list[float]] = {}
+    stalls: list[float] = []
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        write_prompt_tokenizer(Path(folder), vision=True)
+        settings = EncodeSettings(model_folder=folder, tower=SETTINGS, limits=MediaLimits(), root=folder, folder=folder)
+        began = time.perf_counter()
+        with EncodePool(settings, workers=1) as one, EncodePool(settings, workers=2) as two:
+            for source in sources.values():
+                asyncio.run(_encode_all(one, [source], stalls))
+                asyncio.run(_encode_all(two, [source] * 4, stalls))
+            print(f"start of 3 workers and one item of each kind: {time.perf_counter() - began:.2f} s")
+            stalls.clear()
+            for _ in range(ROUNDS):
+                for name, source in sources.items():
+                    for workers, pool in ((1, one), (2, two)):
+                        used = _cpu_seconds(one)
+                        took = asyncio.run(_encode_all(pool, [source] * ITEMS, stalls))
+                        if workers == 1:
+                            cpu.setdefault(name, []).append((_cpu_seconds(one) - used) / ITEMS)
+                        seconds.setdefault((name, workers), []).append(took / ITEMS)
+            peaks = [_status(worker.pid, "VmHWM") for worker in two.workers]
+            now = [_status(worker.pid, "VmRSS") for worker in two.workers]
+    for name in sources:
+        single, double = (statistics.median(seconds[name, workers]) for workers in (1, 2))
+        print(f"{name}: {single * 1e3:.0f} ms an item, {statistics.median(cpu[name]) * 1e3:.0f} ms of them computing")
+        print(f"    two workers are {single / double:.2f} times as fast")
+    late = np.percentile(stalls, 99) * 1e3
+    print(f"event loop, {len(stalls)} ticks: p99 {late:.1f} ms late, most {max(stalls) * 1e3:.1f} ms")
+    print(f"memory of a worker: {max(now):.0f} MB, at most {max(peaks):.0f} MB")
+
+
+async def _encode_all(pool: EncodePool, sources: Sequence[MediaSource], stalls: list[float]) -> float:
+    """Returns the seconds of the encodes; ``stalls`` gets how late each tick of the event loop came."""
+    began = time.perf_counter()
+    encoding = asyncio.gather(*map(pool.encode, sources))
+    while not encoding.done():
+        due = time.perf_counter() + TICK_S
+        await asyncio.sleep(TICK_S)
+        stalls.append(time.perf_counter() - due)
+    await encoding
+    return time.perf_counter() - began
+
+
+def _image(form: str) -> MediaSource:
+    from PIL import Image
+
+    rows, columns = np.mgrid[:1_600, :2_500]
+    pixels = np.stack([rows // 8, columns // 12, (rows * columns) % 251], axis=-1).astype(np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, form)
+    return MediaSource(kind="image", data=file.getvalue())
+
+
+def _video() -> MediaSource:
+    """Returns 40 seconds at 25 frames a second; 64 frames of it are used."""
+    import av
+
+    file = io.BytesIO()
+    rows, columns = np.mgrid[:720, :1_280]
+    with av.open(file, "w", format="mp4") as container:
+        stream = container.add_stream("h264", rate=25)
+        stream.height, stream.width, stream.pix_fmt = 720, 1_280, "yuv420p"
+        stream.codec_context.options = {"preset": "ultrafast"}
+        for number in range(1_000):
+            grey = ((rows + columns + 4 * number) // 4).astype(np.uint8)
+            frame = av.VideoFrame.from_ndarray(grey, format="gray")
+            container.mux(stream.encode(frame.reformat(format="yuv420p")))
+        container.mux(stream.encode())
+    return MediaSource(kind="video", data=file.getvalue())
+
+
+def _cpu_seconds(pool: EncodePool) -> float:
+    fields = Path(f"/proc/{pool.workers[0].pid}/stat").read_text().rpartition(")")[2].split()
+    return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
+
+
+def _status(pid: int, key: str) -> float:
+    """Returns a line of a process's memory in MB."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) / 1e3 for line in lines if line.startswith(key))
+
+
+if __name__ == "__main__":
+    main()

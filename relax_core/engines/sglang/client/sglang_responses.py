@@ -1,0 +1,31 @@
+"""Corrects what SGLang says about the begin and the end of a response."""
+
+from __future__ import annotations
+
+from relax_core.contracts.engine import FinishReason, Generated, SamplingParams
+from relax_core.engines.protocol.version_spans import VersionSpan
+
+
+def prefilled_by_older(first: VersionSpan, sent_under: int, *, cached: int) -> bool:
+    """Is True if older weights than those of the response's first token computed a part of the prompt.
+
+    Such a part was either in the cache when the prompt was sent under version ``sent_under``, or it was prefilled
+    before the version changed (scheduler_changes.py). ``first`` is the response's first version span; ``cached`` is the
+    number of prompt tokens that came from the cache, or True if features of images may have come from one.
+    """
+    return first.end == 0 or (cached > 0 and first.version > sent_under)
+
+
+def finish_reason(one: Generated, params: SamplingParams, *, generated: int) -> FinishReason:
+    """Returns what really ended the response.
+
+    After an abort SGLang generates one more token and still reports abort. If this token is a stop token or the last
+    one allowed, the response is finished and must not go on. ``generated`` is the number of tokens that the response
+    had before this request.
+    """
+    if one.finish_reason == "abort" and one.output_ids.size:
+        if int(one.output_ids[-1]) in params.stop_token_ids:
+            return "stop"
+        if generated + len(one.output_ids) >= params.max_new_tokens:
+            return "length"
+    return one.finish_reason

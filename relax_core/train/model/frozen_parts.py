@@ -1,0 +1,42 @@
+"""Divides a model's parameters into the parts that `model.freeze` names, and takes some of them out of training.
+
+A parameter that is frozen has no gradient: Megatron's wrapper gives it no place in its buffers, and its optimizer keeps
+no state of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+import torch
+
+from relax_core.config.choices import LANGUAGE, PROJECTOR, ROUTER, VISION
+from relax_core.families.architecture import Architecture
+from relax_core.train.model.gpt import VALUE_HEAD
+
+IN_TOWER = "in_tower"  # the attribute of the tower's parameters, by which the optimizer finds their learning rate
+_TOWER = "vision."  # The names of a tower's parameters begin with this, also those of its projector.
+
+
+def part_of(name: str, architecture: Architecture) -> str | None:
+    """Returns the part of a chunk's parameter ``name``, or None for a value head, which always trains."""
+    if name.startswith(VALUE_HEAD):
+        return None
+    if name.startswith(_TOWER):
+        assert architecture.vision is not None
+        inner = name.removeprefix(_TOWER)
+        return PROJECTOR if inner.startswith(architecture.vision.vision.projector) else VISION
+    return ROUTER if ".mlp.router." in name else LANGUAGE
+
+
+def freeze_parts(chunks: Iterable[torch.nn.Module], frozen: Collection[str], architecture: Architecture) -> None:
+    """Takes the parameters of the ``frozen`` parts out of training, and marks those of the tower.
+
+    The call comes before Megatron's wrapper and optimizer, which leave out parameters that need no gradient.
+    """
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            part = part_of(name, architecture)
+            setattr(parameter, IN_TOWER, part == VISION)
+            if part in frozen:
+                parameter.requires_grad_(False)

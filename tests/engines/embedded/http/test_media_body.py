@@ -1,0 +1,118 @@
+"""Tests which images and videos of a request are refused with status 400, whatever a client or a file says."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from relax_core.contracts.media import Media, MediaItem
+from relax_core.contracts.media_file import FolderReader, write_item
+from relax_core.engines.embedded.http.asgi import HttpError
+from relax_core.engines.embedded.http.generate_body import parse_body
+from relax_core.engines.embedded.http.media_body import RequestMedia
+from relax_core.engines.embedded.model.model_config import ModelConfig, read_model_config
+from tests.seeing import Seen, make_seeing_model, text
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
+    folder = tmp_path_factory.mktemp("seen")
+    make_seeing_model(folder / "model")
+    return Seen(folder / "model", folder / "media")
+
+
+@pytest.fixture(scope="module")
+def config(seen: Seen) -> ModelConfig:
+    return read_model_config(seen.model_folder)
+
+
+def entries(media: list[Media]) -> list[tuple[str, int]]:
+    return [(one.item.digest, one.start) for one in media]
+
+
+def test_items_are_found_where_they_are(seen: Seen, config: ModelConfig) -> None:
+    prompts = [
+        seen.prompt(text(3), seen.image(2, 2), text(1), seen.video(2, 2, 2)),
+        (text(4), []),
+        seen.prompt(text(9)),
+    ]
+    found = RequestMedia(FolderReader(seen.folder), config).of_prompts(
+        [entries(prompts[0][1]), None, []], [ids for ids, _ in prompts]
+    )
+    assert found == [media for _, media in prompts]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"grid": [1, 4, 8]},
+        {"grid": [2, 4, 4]},
+        {"grid": [1, 2, 8]},
+        {"advance": 40.0},
+        {"advance": 0.0},
+    ],
+    ids=str,
+)
+def test_items_of_another_model_are_refused(seen: Seen, config: ModelConfig, change: dict[str, Any]) -> None:
+    """The file is whole, but the tower could not take it: the rows, the grid or the frames do not fit each other."""
+    frames = np.zeros((1, 32, 32, 3), dtype=np.uint8)
+    right = seen.image(2, 2, seed=77)
+    wrong = msgspec.structs.replace(right, digest="f" * 32, **change)
+    assert_refused(seen, config, write_item(seen.folder, wrong, {"frames": frames}))
+    for tensors in ({"frames": frames[:, :16]}, {"frames": frames.astype(np.float32)}, {}):
+        other = msgspec.structs.replace(right, digest="e" * 32)
+        assert_refused(seen, config, write_item(seen.folder, other, tensors))
+
+
+def assert_refused(seen: Seen, config: ModelConfig, item: MediaItem) -> None:
+    ids, media = seen.prompt(text(2), item, text(2))
+    with pytest.raises(HttpError, match="the item was encoded for another model"):
+        RequestMedia(FolderReader(seen.folder), config).of_prompts([entries(media)], [ids])
+
+
+def test_files_that_are_no_items_are_refused(seen: Seen, config: ModelConfig) -> None:
+    reader = RequestMedia(FolderReader(seen.folder), config)
+    item = seen.image(2, 2, seed=78)
+    whole = (seen.folder / item.digest).read_bytes()
+    path: Path = seen.folder / ("d" * 32)
+    for data in (
+        b"",
+        b"RLXMEDIA",
+        whole[:40],
+        b"x" * 100,
+        whole[:8] + b"\xff" * 4 + whole[12:],
+        whole[:12] + b"\0" * 900,
+    ):
+        path.write_bytes(data)
+        with pytest.raises(HttpError) as refused:
+            reader.of_prompts([[("d" * 32, 0)]], [text(9)])
+        assert refused.value.status == 400
+
+
+JUNK = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
+    max_leaves=8,
+)
+DIGESTS = st.sampled_from(["0" * 32, "F" * 32, "../" + "0" * 29, "/dev/zero", "..", "", "\0" * 32]) | st.text(
+    max_size=40
+)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(JUNK | st.lists(st.none() | st.lists(st.tuples(DIGESTS, st.integers(-(2**70), 2**70)), min_size=1), max_size=2))
+def test_whatever_is_sent_is_taken_as_text_or_refused(seen: Seen, config: ModelConfig, media: Any) -> None:
+    reader = RequestMedia(FolderReader(seen.folder), config)
+    body = json.dumps({"input_ids": text(9), "media": media}).encode()
+    found = None
+    with suppress(HttpError):
+        found = parse_body(body, model=config, media=reader)
+    assert found is None or found.media == [[]]

@@ -1,0 +1,306 @@
+"""Tests SGLang's real server with images and videos against transformers, over tiny random models."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from relax_core.contracts.engine import EngineError, Generated, PromptRequest, SamplingParams
+from relax_core.contracts.media import MediaItem
+from relax_core.engines.build_client import build_client
+from relax_core.engines.engine_process import EngineLaunch, EngineProcess
+from relax_core.engines.protocol.engine_client import EngineClient
+from relax_core.engines.protocol.score_calls import TokensToScore
+from relax_core.engines.sglang.client.sglang_client import SglangClient
+from relax_core.engines.sglang.served_model import vision_tower
+from relax_core.families.architecture import VisionTower
+from relax_core.weights.version_file import write_weights
+from tests.contracts.engine.harness import TOKEN, Started
+from tests.engines.sglang.media.vision_models import (
+    encoded,
+    frames_of,
+    make_vision_model,
+    prompt,
+    published_weights,
+    reference_logprobs,
+)
+
+pytestmark = pytest.mark.sglang
+REACH = 2e-5
+DENSE, EXPERTS = "tiny_qwen3_vl", "tiny_qwen3_vl_moe"
+CONTEXT = 512
+PARAMS = SamplingParams(n=2, max_new_tokens=6)
+
+
+@dataclass
+class Served:
+    """Is a running server, the model that it serves, and items that lie in its media folder."""
+
+    process: EngineProcess
+    launch: EngineLaunch
+    model: Any
+    tower: VisionTower
+    media: Path
+    version: int = 0
+
+    def client(self) -> EngineClient:
+        return build_client(
+            self.launch.engine,
+            self.process.url,
+            model_folder=self.launch.model_folder,
+            token_file=self.launch.token_file,
+            media_folder=self.media,
+        )
+
+    def generate(self, prompts: Sequence[PromptRequest], params: SamplingParams = PARAMS) -> list[Generated]:
+        async def collect(client: EngineClient) -> list[Generated]:
+            try:
+                return [one async for one in client.generate(prompts, params)]
+            finally:
+                await client.aclose()
+
+        return sorted(asyncio.run(collect(self.client())), key=lambda one: (one.prompt, one.sample))
+
+    def publish(self, weights: list[tuple[str, torch.Tensor]], folder: Path, *, by_disk: bool = False) -> None:
+        self.version += 1
+        path = folder / f"v{self.version}" / "model.safetensors"
+        path.parent.mkdir(parents=True)
+        manifest = write_weights(path, version=self.version, tensors=weights)
+        client = self.client()
+        (client.update_weights_from_disk if by_disk else client.update_weights)(manifest)
+
+    def item(self, frames: np.ndarray, *, is_video: bool = False) -> MediaItem:
+        return encoded(frames, self.tower, self.media, is_video=is_video)
+
+    def shown(self, item: MediaItem, *, around: Sequence[int] = (5, 6)) -> list[list[int] | MediaItem]:
+        """Returns the parts of a prompt with an image; a video brings its own marks along."""
+        if item.kind == "video":
+            return [list(around), item]
+        return [[*around, self.tower.vision_start_token_id], item, [self.tower.vision_end_token_id]]
+
+    def gap(self, request: PromptRequest, frames: list[np.ndarray], params: SamplingParams = PARAMS) -> float:
+        """Returns the largest log-prob difference to transformers; checks that both saw equally many tokens."""
+        worst = 0.0
+        for one in self.generate([request], params):
+            assert one.prompt_tokens == len(request.input_ids) - request.generated
+            expected = reference_logprobs(self.model, self.tower, request, frames, one.output_ids.tolist())
+            worst = max(worst, float((torch.tensor(one.logprobs) - expected).abs().max()))
+        return worst
+
+
+def serve(sglang_launch: EngineLaunch, started: Started, folder: Path, *, name: str) -> Served:
+    """Starts a server of a tiny model, whose prefill takes several chunks of a prompt of the tests."""
+    model_folder, media = folder / "model", folder / "media"
+    model_folder.mkdir()
+    media.mkdir()
+    model = make_vision_model(model_folder, name=name, seed=0)
+    tower = vision_tower(model_folder)
+    assert tower is not None
+    engine = replace(
+        sglang_launch.engine, context_length=CONTEXT, max_total_tokens=8 * CONTEXT, flags={"chunked-prefill-size": 32}
+    )
+    launch = replace(
+        sglang_launch, model_folder=model_folder, engine=engine, log_file=folder / "log", media_folder=media
+    )
+    return Served(started.start(launch), launch, model, tower, media)
+
+
+@pytest.fixture(scope="module")
+def started() -> Iterator[Started]:
+    with Started() as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def served(sglang_launch: EngineLaunch, started: Started, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    one = serve(sglang_launch, started, tmp_path_factory.mktemp("dense"), name=DENSE)
+    yield one
+    one.process.stop(timeout_s=10.0)
+
+
+def mixed_prompt(served: Served, seed: int = 0) -> tuple[PromptRequest, list[np.ndarray]]:
+    """Returns a prompt of text, an image, a video of an odd number of frames, and another image."""
+    frames = [frames_of(1, 32, 48, seed=seed), frames_of(5, 32, 32, seed=seed + 1), frames_of(1, 48, 32, seed=seed + 2)]
+    items = [served.item(array, is_video=len(array) > 1) for array in frames]
+    return prompt(*(part for item in items for part in served.shown(item)), [7, 8]), frames
+
+
+def test_logprobs_and_prompt_counts_are_those_of_transformers(served: Served) -> None:
+    """Text alone; one image; a video; all in one prompt; the rest of an answer that began in an earlier request."""
+    image, video = frames_of(1, 32, 48, seed=3), frames_of(4, 32, 32, seed=4)
+    assert served.gap(prompt([5, 6, 7, 8]), []) <= REACH
+    assert served.gap(prompt(*served.shown(served.item(image)), [9]), [image]) <= REACH
+    assert served.gap(prompt(*served.shown(served.item(video, is_video=True)), [9]), [video]) <= REACH
+    request, frames = mixed_prompt(served)
+    assert len(request.input_ids) > 64, "the prefill takes three chunks"
+    assert served.gap(request, frames) <= REACH
+    (first,) = served.generate([request], replace_n(1))
+    begun = msgspec.structs.replace(request, input_ids=request.input_ids + first.output_ids[:2].tolist(), generated=2)
+    (rest,) = served.generate([begun], replace_n(1))
+    assert rest.output_ids.tolist() == first.output_ids[2:].tolist()
+    assert np.abs(rest.logprobs - first.logprobs[2:]).max() <= REACH
+
+
+def replace_n(n: int) -> SamplingParams:
+    return msgspec.structs.replace(PARAMS, n=n)
+
+
+def test_given_tokens_are_scored_with_their_media(served: Served) -> None:
+    """Another picture and two pictures that are exchanged give other scores."""
+    one, two = (served.item(frames_of(1, 32, 48, seed=seed)) for seed in (10, 11))
+    rest = [7, 8, 9, 10]
+    prompts = [
+        prompt(*served.shown(one), *served.shown(two), rest),
+        prompt(*served.shown(two), *served.shown(one), rest),
+        prompt(*served.shown(one), *served.shown(one), rest),
+    ]
+    found = served.client().score(
+        [
+            TokensToScore(input_ids=request.input_ids, first=len(request.input_ids) - 3, media=request.media)
+            for request in prompts
+        ],
+        top_k=0,
+        temperature=1.0,
+    )
+    for request, scores in zip(prompts, found, strict=True):
+        frames = [dict_frames(served, media.item) for media in request.media]
+        cut = msgspec.structs.replace(request, input_ids=request.input_ids[:-3])
+        expected = reference_logprobs(served.model, served.tower, cut, frames, rest[1:])
+        assert float((torch.tensor(scores.logprobs) - expected).abs().max()) <= REACH
+    assert np.abs(found[0].logprobs - found[1].logprobs).max() > 1e-3
+    assert np.abs(found[0].logprobs - found[2].logprobs).max() > 1e-3
+
+
+def dict_frames(served: Served, item: MediaItem) -> np.ndarray:
+    from relax_core.contracts.media_file import FolderReader
+
+    return FolderReader(served.media).tensors(item)["frames"]
+
+
+def test_a_new_tower_sees_the_same_picture_anew(served: Served, tmp_path: Path) -> None:
+    """Changes the tower alone: picture prompts move, and text prompts keep their bits."""
+    image = frames_of(1, 32, 48, seed=20)
+    pictured, text = prompt(*served.shown(served.item(image)), [9], rid="image"), prompt([11, 12, 13], rid="text")
+    greedy = SamplingParams(max_new_tokens=4, temperature=0.0)
+    before = [served.generate([one], greedy)[0] for one in (pictured, text)]
+    weights = published_weights(served.model)
+    with torch.no_grad():
+        for name, parameter in served.model.named_parameters():
+            if "visual" in name:
+                parameter.mul_(1.5)
+    try:
+        served.publish(published_weights(served.model), tmp_path)
+        after = [served.generate([one], greedy)[0] for one in (pictured, text)]
+        assert abs(float(after[0].logprobs[0]) - float(before[0].logprobs[0])) > 1e-3
+        assert after[1].logprobs.tobytes() == before[1].logprobs.tobytes()
+        assert {int(one.versions[0]) for one in after} == {served.version}
+        assert served.gap(pictured, [image]) <= REACH
+    finally:
+        served.model.load_state_dict(dict(weights), strict=False)
+
+
+def test_weights_without_a_part_of_the_tower_are_never_served(served: Served, tmp_path: Path) -> None:
+    """SGLang skips what it does not know; the version is refused by the parameters that got nothing."""
+    weights = published_weights(served.model)
+    left_out = "model.visual.merger.linear_fc1.weight"
+    renamed = [(name.replace(".visual.", ".vision.") if name == left_out else name, one) for name, one in weights]
+    with pytest.raises(EngineError, match=r"1 of its parameters: visual\.merger\.linear_fc1\.weight; it serves"):
+        served.publish(renamed, tmp_path)
+    assert served.client().model_info()["weight_version"] == "-1"
+    served.publish(weights, tmp_path)
+    request, frames = mixed_prompt(served, seed=30)
+    assert served.gap(request, frames) <= REACH
+
+
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        ("{missing}:3", "there is no such item"),
+        ("../secret:3", "32 hexadecimal digits"),
+        ("/etc/passwd", "digest:row"),
+        ("{there}:2", "are not the item's"),
+        ("{there}:-1", "digest:row"),
+        (None, "stands for an image or video"),
+    ],
+)
+def test_an_item_that_is_not_there_is_status_400(served: Served, entry: str | None, words: str) -> None:
+    item = served.item(frames_of(1, 32, 48, seed=40))
+    request = prompt(*served.shown(item), [7])
+    names = [entry.format(missing="0" * 32, there=item.digest)] if entry is not None else []
+    other = served.item(frames_of(1, 32, 32, seed=41))  # another image has a place of its own behind this one
+    more = prompt(*served.shown(other), [7])
+    body = {
+        "input_ids": [request.input_ids, more.input_ids],
+        "image_data": [names or [f"{other.digest}:3"], [f"{other.digest}:{more.media[0].start}"]],
+        "sampling_params": {"max_new_tokens": 1},
+    }
+    if entry is None:
+        body["input_ids"] = [[*request.input_ids, *more.input_ids], more.input_ids]
+        body["image_data"][0] = [f"{other.digest}:{len(request.input_ids) + more.media[0].start}"]  # type: ignore[index]
+    status, answer = post(served, body)
+    assert (status, words in answer) == (400, True), answer
+
+
+def post(served: Served, body: dict[str, Any]) -> tuple[int, str]:
+    call = urllib.request.Request(
+        f"{served.process.url}/generate",
+        data=json.dumps(body).encode(),
+        headers={"Content-Type": "application/json", "Authorization": f"Bearer {TOKEN}"},
+    )
+    try:
+        with urllib.request.urlopen(call, timeout=60) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def test_experts_see_too(sglang_launch: EngineLaunch, started: Started, tmp_path: Path) -> None:
+    """Compares at the start, and after weights in the published layout of fused, transposed experts."""
+    served = serve(sglang_launch, started, tmp_path, name=EXPERTS)
+    try:
+        request, frames = mixed_prompt(served)
+        assert served.gap(request, frames) <= REACH
+        served.model = make_vision_model(None, name=EXPERTS, seed=1)
+        served.publish(published_weights(served.model), tmp_path)
+        assert served.gap(request, frames) <= REACH
+    finally:
+        served.process.stop(timeout_s=10.0)
+
+
+def test_a_server_of_somebody_elses_gets_images_and_no_video(
+    sglang_launch: EngineLaunch, started: Started, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Uses SGLang's own processor of Qwen3-VL; weights come by disk, and its feature cache outlives them."""
+    monkeypatch.setattr("relax_core.engines.sglang.server.sglang_launch.MEDIA_PACKAGE", "")
+    served = serve(sglang_launch, started, tmp_path, name=DENSE)
+    try:
+        served.launch = replace(
+            served.launch,
+            engine=replace(served.launch.engine, urls=[served.process.url], token_file=str(served.launch.token_file)),
+        )
+        assert isinstance(served.client(), SglangClient) and not served.client().has_loader
+        first, second = frames_of(1, 32, 48, seed=50), frames_of(1, 48, 32, seed=51)
+        request = prompt(*served.shown(served.item(first)), *served.shown(served.item(second)), [7])
+        assert served.gap(request, [first, second]) <= REACH
+        with torch.no_grad():
+            for name, parameter in served.model.named_parameters():
+                if "visual" in name:
+                    parameter.mul_(1.5)
+        served.publish(published_weights(served.model), tmp_path, by_disk=True)
+        assert served.gap(request, [first, second]) <= REACH
+        video = served.item(frames_of(4, 32, 32, seed=52), is_video=True)
+        with pytest.raises(EngineError, match=r"engine\.urls names takes images only, and the prompt has a video"):
+            served.generate([prompt(*served.shown(video), [7])])
+    finally:
+        served.process.stop(timeout_s=10.0)

@@ -1,0 +1,180 @@
+"""Trains models with frozen parts on one rank and on two ranks in several layouts, for test_frozen_parts.py.
+
+`python frozen_ranks.py <folder>` makes the models there, and single.json, rank0.json and rank1.json.
+"""
+
+import json
+import math
+import multiprocessing
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tiny_models import make_model
+from tiny_trainer import dp_groups, make_backend, train_step
+from torch import Tensor
+from worker_group_layouts import parallel_config
+
+from benchmarks.parity_media import Items, make_case
+from benchmarks.parity_media import make_model as make_seeing_model
+from relax_core.config.choices import Recompute
+from relax_core.contracts.media_file import FolderReader
+from relax_core.contracts.tree import TokenTree
+from relax_core.train.checkpoints.optimizer_state import adam_states
+from relax_core.train.model.frozen_parts import part_of
+from relax_core.train.packing.micro_batches import split_over_ranks
+from relax_core.train.parallel import process_group
+from tests.ports import free_port
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "pp2": {"pp": 2},
+    "pp2 vpp2 overlap": {"pp": 2, "vpp": 2, "distributed_optimizer": True, "overlap": True},
+    "tp2 recompute": {"tp": 2, "sequence_parallel": True, "recompute": Recompute.full},
+    "dp2 overlap": {"dp": 2, "distributed_optimizer": True, "overlap": True},
+}
+FAMILIES = {"experts": "qwen3_moe", "sees": "qwen3_vl"}
+CASES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "all but the router": ("experts", ("router",)),
+    "the router alone": ("experts", ("language",)),
+    "the tower alone": ("sees", ("projector", "language")),
+    "the projector alone": ("sees", ("vision", "language")),
+    "the language model alone": ("sees", ("vision", "projector")),
+}
+STEPS, STEPS_OF_LAYOUTS = 20, 3
+SAVED = "the tower alone"  # the case of which a checkpoint goes from layout to layout
+OPTIMIZER = {"eps": 1e-4, "clip_grad": 0.0}
+
+
+def part_of_weight(name: str) -> str:
+    """Tells the part of a Hugging Face name, as a reader of the published files would."""
+    if "visual." in name:
+        return "projector" if "merger" in name else "vision"
+    return "router" if name.endswith(".mlp.gate.weight") else "language"
+
+
+def batches_of(folder: Path, model: str) -> list[list[TokenTree]]:
+    """Returns micro-batches; a second rank has no group of the last one, and text alone in the one before."""
+    if model == "experts":
+        return dp_groups()
+    groups = make_case("mixed", Items(folder / model, folder / "media"))
+    return [groups[:2], groups[2:4], groups[-2:], groups[3:4]]
+
+
+def build(folder: Path, case: str, **overrides: Any) -> Any:
+    model, frozen = CASES[case]
+    settings = {"frozen": frozen, "family": FAMILIES[model], "media": FolderReader(folder / "media")}
+    return make_backend(folder / model, **{"optimizer": OPTIMIZER, **settings, **overrides})
+
+
+def exported(backend: Any) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in backend.export()}
+
+
+def leftovers(backend: Any, frozen: Sequence[str]) -> dict[str, Any]:
+    """Counts, on this rank, frozen parameters that take part in training, and trained ones that do not."""
+    chunks = [(wrapped, model) for wrapped, model in zip(backend.model_chunks, backend.models, strict=True)]
+    named = [(name, one) for _, model in chunks for name, one in model.named_parameters()]
+    buffers = [buffer for wrapped, _ in chunks for buffer in wrapped.buffers + wrapped.expert_parallel_buffers]
+    in_buffers = {one for buffer in buffers for one in buffer.params}
+    states = adam_states(backend.optimizer, [one for _, one in named])
+    wrong = 0
+    for name, one in named:
+        trains = part_of(name, backend.architecture) not in frozen
+        wrong += (one in in_buffers) != trains or one.requires_grad != trains
+        wrong += not trains and (one.grad is not None or getattr(one, "main_grad", None) is not None or one in states)
+    return {"wrong": int(wrong), "trained": len(in_buffers), "states": len(states)}
+
+
+def figures(
+    backend: Any, folder: Path, case: str, *, steps: int, replica: int = 0, replicas: int = 1
+) -> dict[str, Any]:
+    """Trains ``steps`` steps; the first is compared with a run in which nothing is frozen."""
+    model, frozen = CASES[case]
+    mine = [split_over_ranks(groups, replicas)[replica] for groups in batches_of(folder, model)]
+    before = exported(backend)
+    norms = [train_step(backend, mine, step=0).grad_norm]
+    first = exported(backend)
+    norms += [train_step(backend, mine, step=step).grad_norm for step in range(1, steps)]
+    last = exported(backend)
+    whole = torch.load(folder / f"{model}.pt") if first else {}
+    return {
+        "grad_norms": norms,
+        "changed": [name for name in first if part_of_weight(name) in frozen and not last[name].equal(before[name])],
+        "still": [name for name in first if part_of_weight(name) not in frozen and last[name].equal(before[name])],
+        "gaps": {
+            name: float((first[name] - whole[name]).abs().max()) for name in first if part_of_weight(name) not in frozen
+        },
+        **leftovers(backend, frozen),
+    }
+
+
+def whole_run(folder: Path, model: str) -> dict[str, float]:
+    """Makes one step in which nothing is frozen, saves its weights, and returns each part's gradient norm."""
+    case = next(case for case, (of, _) in CASES.items() if of == model)
+    backend = build(folder, case, frozen=())
+    train_step(backend, batches_of(folder, model), step=0)
+    torch.save(exported(backend), folder / f"{model}.pt")
+    squares: dict[str, float] = {}
+    for _, name, gradient in backend._weights.parts(lambda parameter: parameter.main_grad):
+        part = part_of_weight(name)
+        squares[part] = squares.get(part, 0.0) + float(gradient.double().square().sum())
+    return {part: math.sqrt(square) for part, square in squares.items()}
+
+
+def single(folder: Path) -> None:
+    make_model(folder / "experts", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, num_hidden_layers=4)
+    make_seeing_model(folder / "sees", "qwen3_vl")
+    seen: dict[str, Any] = {"norms": {model: whole_run(folder, model) for model in FAMILIES}}
+    for case in CASES:
+        backend = build(folder, case)
+        seen[case] = figures(backend, folder, case, steps=STEPS)
+    (folder / "single.json").write_text(json.dumps(seen))
+
+
+def rank_main(folder: Path, rank: int, port: int) -> None:
+    from megatron.core import parallel_state
+
+    seen: dict[str, Any] = {}
+    for name, written_by in zip(LAYOUTS, ["pp2", *LAYOUTS], strict=False):  # the layout before wrote the checkpoint
+        parallel = parallel_config(**LAYOUTS[name])
+        ranks = {"parallel": parallel, "rank": rank, "world_size": 2, "store_address": f"127.0.0.1:{port}"}
+        seen[name] = {}
+        for case in CASES:
+            backend = build(folder, case, **ranks)
+            replica = {"replica": parallel_state.get_data_parallel_rank(), "replicas": parallel.dp}
+            found = figures(backend, folder, case, steps=STEPS_OF_LAYOUTS, **replica)
+            if case == SAVED:
+                backend.save(folder / name)
+                again = build(folder, case, **ranks)
+                again.load(folder / written_by)
+                groups = [split_over_ranks(one, parallel.dp)[replica["replica"]] for one in batches_of(folder, "sees")]
+                ends = []
+                for one in (backend, again):
+                    train_step(one, groups, step=STEPS_OF_LAYOUTS)
+                    ends.append(exported(one))
+                found["resumed"] = max((float((ends[0][key] - ends[1][key]).abs().max()) for key in ends[0]), default=0)
+            seen[name][case] = found
+        process_group.leave()
+    (folder / f"rank{rank}.json").write_text(json.dumps(seen))
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    torch.set_num_threads(1)
+    port = free_port()
+    fork = multiprocessing.get_context("fork")  # An import takes seconds, so one process runs all layouts.
+    alone = fork.Process(target=single, args=(folder,))
+    alone.start()
+    alone.join()
+    ranks = [fork.Process(target=rank_main, args=(folder, rank, port)) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+    sys.exit(max(abs(process.exitcode or 0) for process in (alone, *ranks)))
+
+
+if __name__ == "__main__":
+    main()
