@@ -40,7 +40,9 @@ def modality_problems(config: RelaxConfig) -> Iterator[str]:
     """Returns one sentence for everything about images and videos that cannot work."""
     yield from _limits(config)
     kinds = media_kinds(config)
-    why = f"modality={TEXT} reads none" if config.modality.name == TEXT else f"model={config.model.name} reads text only"
+    why = (
+        f"modality={TEXT} reads none" if config.modality.name == TEXT else f"model={config.model.name} reads text only"
+    )
     for kind, column in config.data.media_keys.columns.items():
         if kind not in kinds:
             told = f"data.media_keys.{kind}={column}: {why}."
