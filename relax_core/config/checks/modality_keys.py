@@ -6,13 +6,13 @@ import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
+from relax_core.config.choices import TEXT
 from relax_core.config.media_schema import SEE_TASKS
 from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.media import MediaKind
 from relax_core.families.hf_config import read_hf_config
 from relax_core.registry import find_family
 
-TEXT = "text"
 LIBRARIES = {"PIL": "Pillow", "av": "PyAV"}
 INSTALL = "pip install 'relax-core[omni]'"
 
