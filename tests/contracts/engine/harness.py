@@ -157,6 +157,7 @@ def sglang_client(
     control_timeout_s: float = 30.0,
     kind: type[SglangClient] = SglangClient,
     stops: StopTable | None = None,
+    vocab_size: int = VOCAB,
 ) -> SglangClient:
     """Returns a client of a server that this suite has started with the model of `make_model`."""
     return kind(
@@ -165,7 +166,7 @@ def sglang_client(
         request_timeout_s=60.0,
         control_timeout_s=control_timeout_s,
         ranks=1,
-        vocab_size=VOCAB,
+        vocab_size=vocab_size,
         seeds=True,
         stops=stops,
     )
@@ -176,6 +177,7 @@ class Engine:
     process: EngineProcess
     kind: str = "embedded"
     stops: StopTable | None = None
+    vocab_size: int = VOCAB
     client: EngineClient = field(init=False)
 
     def __post_init__(self) -> None:
@@ -195,7 +197,7 @@ class Engine:
 
     def new_client(self, token: str = TOKEN) -> EngineClient:
         if self.kind == "sglang":
-            return sglang_client(self.process.url, token=token, stops=self.stops)
+            return sglang_client(self.process.url, token=token, stops=self.stops, vocab_size=self.vocab_size)
         return EngineClient(self.process.url, token, request_timeout_s=60.0, control_timeout_s=30.0)
 
     def connection(self) -> http.client.HTTPConnection:
