@@ -135,7 +135,7 @@ def test_a_sequence_is_a_tree_of_one_path_and_its_short_form_names_each_item_onc
 
 
 def test_an_item_s_file_gives_back_record_and_tensors_and_the_folder_takes_digests_only(tmp_path: Path) -> None:
-    tensors = {
+    tensors: dict[str, np.ndarray] = {
         "frames": np.random.default_rng(0).integers(0, 256, (3, 8, 12, 3), dtype=np.uint8),
         "seconds": np.array([0.25, 1.5], dtype=np.float32),
     }

@@ -96,12 +96,12 @@ def write_rows(folder: Path) -> tuple[Path, dict[str, int]]:
         if number in bad:
             row = {"prompt": "<image>which colour?", "answer": colour, "images": bad[number][1]}
         rows.append(row)
-    file = folder / "rows.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    written = folder / "rows.jsonl"
+    written.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     reasons: dict[str, int] = {}
     for reason, _ in bad.values():
         reasons[f"bad_media:{reason}"] = reasons.get(f"bad_media:{reason}", 0) + GROUP_SIZE
-    return file, reasons
+    return written, reasons
 
 
 def test_bad_pictures_cost_their_prompts_alone_and_no_file_holds_base64(tmp_path: Path) -> None:
