@@ -128,22 +128,22 @@ def measure_media(folder: Path, *, rounds: int) -> None:
             bounds["file, new"].append(time.perf_counter() - start)
             for number in range(GROUPS):
                 (written / str(number)).unlink()
-    nbytes = frames.nbytes * GROUPS
-    rates = {bound: nbytes / float(np.median(seconds)) / 1e9 for bound, seconds in bounds.items()}
-    print(f"{GROUPS} groups with an item of {frames.nbytes / 1e6:.0f} MB each (GB/s, medians of {rounds}):")
-    print("  " + ", ".join(f"{bound} {rate:.2f}" for bound, rate in rates.items()))
-    for name, line in lines.items():
-        put, lease = np.median(line.seconds, axis=0)
-        both = nbytes / (put + lease) / 1e9
-        shares = ", ".join(f"{both / rate:.2f} of {bound}" for bound, rate in rates.items())
-        print(
-            f"  {name:<22} put {nbytes / put / 1e9:5.2f}   lease {lease * 1e3:6.1f} ms   "
-            f"put + lease {both:5.2f} = {shares}"
-        )
-        print(
-            f"    {line.message_bytes} bytes of a group's media in the bus process, whose peak memory grew by "
-            f"{line.grown_bytes / 1e6:.1f} MB over {line.items} items"
-        )
+        nbytes = frames.nbytes * GROUPS
+        rates = {bound: nbytes / float(np.median(seconds)) / 1e9 for bound, seconds in bounds.items()}
+        print(f"{GROUPS} groups with an item of {frames.nbytes / 1e6:.0f} MB each (GB/s, medians of {rounds}):")
+        print("  " + ", ".join(f"{bound} {rate:.2f}" for bound, rate in rates.items()))
+        for name, line in lines.items():
+            put, lease = np.median(line.seconds, axis=0)
+            both = nbytes / (put + lease) / 1e9
+            shares = ", ".join(f"{both / rate:.2f} of {bound}" for bound, rate in rates.items())
+            print(
+                f"  {name:<22} put {nbytes / put / 1e9:5.2f}   lease {lease * 1e3:6.1f} ms   "
+                f"put + lease {both:5.2f} = {shares}"
+            )
+            print(
+                f"    {line.message_bytes} bytes of a group's media in the bus process, whose peak memory grew by "
+                f"{line.grown_bytes / 1e6:.1f} MB over {line.items} items"
+            )
 
 
 def _item(number: int) -> MediaItem:

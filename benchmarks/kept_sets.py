@@ -28,8 +28,8 @@ import torch
 
 from benchmarks.one_rank import one_rank_setup
 from benchmarks.tiny_model import demo_model
-from relax_core.contracts.kept_tokens import KeptTokens
 from relax_core.contracts.tree import TokenTree
+from relax_core.contracts.trees.kept_tokens import KeptTokens
 from relax_core.engines.embedded.model.decoder_model import LanguageModel
 from relax_core.engines.embedded.model.fused_weights import FusedWeights
 from relax_core.engines.embedded.model.model_config import read_model_config

@@ -24,4 +24,6 @@ def score(given: RewardInput, config: ExactMatchConfig) -> RewardOutput:
     return RewardOutput(reward=float(exact), exact=exact)
 
 
-SPEC = RewardSpec(name="exact_match", summary="1 if the response is the answer, else 0", config=ExactMatchConfig, score=score)
+SPEC = RewardSpec(
+    name="exact_match", summary="1 if the response is the answer, else 0", config=ExactMatchConfig, score=score
+)

@@ -40,6 +40,8 @@ class AdvantagesPlace(Enum):
     role = "role"
 
 
+TEXT = "text"  # the option of `modality` that reads no images or videos
+
 # The parts of a model that `model.freeze` names. The projector maps what the vision tower sees to the language model.
 VISION, PROJECTOR, LANGUAGE, ROUTER = MODEL_PARTS = ("vision", "projector", "language", "router")
 

@@ -52,7 +52,7 @@ def check_tiny_model(name: str, *, task: str) -> None:
         raise ValueError(f"model.builtin={name!r}: no such builtin model. Use one of: {', '.join(MODEL_NAMES)}.")
     tasks = [each for model, each in WARM_STARTS if model == name]
     if task not in tasks:
-        raise ValueError(f"model.task={task!r}: {name} has no warm start for it. Use one of: {', '.join(tasks)}.")
+        raise ValueError(f"model.task={task}: {name} has no warm start for it. What exists: {', '.join(tasks)}.")
 
 
 def default_cache_root() -> Path:

@@ -11,9 +11,9 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from relax_core.contracts.algorithm import LossInputs
-from relax_core.contracts.kept_tokens import KeptTokens
 from relax_core.contracts.media import MediaReader
 from relax_core.contracts.tree import TokenTree
+from relax_core.contracts.trees.kept_tokens import KeptTokens
 from relax_core.train.megatron_on_cpu.device_loader import has_cuda
 from relax_core.train.model.logprobs import HeadOutputs, chunked_logprobs, head_outputs, top_k_tokens
 from relax_core.train.model.truncation import Truncation

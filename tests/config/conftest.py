@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from relax_core.contracts.engine import TensorSpec
-from relax_core.families.table import read_architecture
-from relax_core.registry import find_family
+from relax_core.families.folder import folder_architecture
+from relax_core.families.tiny_configs import VISION_NAMES, processor_files, tiny_config
 from relax_core.tools.tiny_tokenizer import write_prompt_tokenizer
-from relax_core.train.hf.weight_rules import tensor_shape, weight_rules
+from relax_core.train.hf.stored_weights import stored_weights
 from relax_core.weights.safetensors_stream import header_bytes
 
 SHAPE = {
@@ -40,9 +40,10 @@ def model_folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def other_families(tmp_path: Path) -> dict[str, Path]:
-    """The same of every dense family beside Qwen3, by its name."""
-    families = ("llama", "mistral", "qwen2")
-    return {family: write_folder(tmp_path / family, SHAPE | {"model_type": family}) for family in families}
+    """The same of every family beside Qwen3 and Qwen3-MoE, by its name."""
+    dense = [SHAPE | {"model_type": family} for family in ("llama", "mistral", "qwen2")]
+    every = [*dense, *map(tiny_config, VISION_NAMES)]
+    return {values["model_type"]: write_folder(tmp_path / values["model_type"], values) for values in every}
 
 
 @pytest.fixture
@@ -55,8 +56,12 @@ def mixture_folder(tmp_path: Path) -> Path:
 def write_folder(folder: Path, values: dict[str, Any]) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(values))
+    sees = "vision_config" in values
+    if sees:
+        for name, settings in processor_files().items():
+            (folder / name).write_text(json.dumps(settings))
     write_header(folder / "model.safetensors", values)
-    write_prompt_tokenizer(folder)
+    write_prompt_tokenizer(folder, vision=sees)
     return folder
 
 
@@ -64,11 +69,9 @@ def write_header(path: Path, values: dict[str, Any]) -> None:
     """All weights, which are zeros that take no room."""
     specs: list[TensorSpec] = []
     end = 0
-    architecture = read_architecture(find_family(values["model_type"]), values)
-    for rule in weight_rules(architecture):
-        shape = tensor_shape(rule, architecture)
-        size = 4 * math.prod(shape)
-        specs.append(TensorSpec(name=rule.hf, dtype="float32", shape=list(shape), offset=end, nbytes=size))
+    for one in stored_weights(folder_architecture(path.parent, family=values["model_type"])):
+        size = 4 * math.prod(one.shape)
+        specs.append(TensorSpec(name=one.name, dtype="float32", shape=list(one.shape), offset=end, nbytes=size))
         end += size
     header = header_bytes(specs)
     path.write_bytes(header)

@@ -137,7 +137,10 @@ def test_what_cannot_be_composed(override: str, text: str) -> None:
         (["model.family=phi3"], "model.family=phi3 is not known. What exists: llama, mistral, qwen2,"),
         (["model.dtype=float8"], "model.dtype=float8: expected one of float32, bfloat16."),
         (["model.builtin=huge"], "model.builtin=huge"),
-        (["model.task=chess"], "model.task=chess: no such generated task. What exists: reverse_digits, arithmetic."),
+        (
+            ["model.task=chess"],
+            "model.task=chess: tiny_qwen3 has no warm start for it. What exists: reverse_digits, arithmetic.",
+        ),
         (["data=file", "reward=math", "model.task=arithmetic"], "data.path is not set"),
         (["data.paths=[/x.jsonl]"], "data.paths=['/x.jsonl'] with data=reverse_digits, which is generated."),
         (["data=file", "data.path=/x.jsonl", "data.paths=[/y.jsonl]"], "Name all files in data.paths alone."),

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relax_core.contracts.chains import chains_of
 from relax_core.contracts.media import Media, MediaItem, MediaSource, short_form
 from relax_core.contracts.media_file import FolderReader, item_digest, write_item
-from relax_core.contracts.rotary import rotary_of_sequence, rotary_positions
 from relax_core.contracts.tree import TokenTree, check_tree
+from relax_core.contracts.trees.chains import chains_of
+from relax_core.contracts.trees.rotary import rotary_of_sequence, rotary_positions
 from tests.media_items import END, IMAGE, START, VIDEO, image_item, video_item
 from tests.trees import answers_tree
 
@@ -135,7 +135,7 @@ def test_a_sequence_is_a_tree_of_one_path_and_its_short_form_names_each_item_onc
 
 
 def test_an_item_s_file_gives_back_record_and_tensors_and_the_folder_takes_digests_only(tmp_path: Path) -> None:
-    tensors = {
+    tensors: dict[str, np.ndarray] = {
         "frames": np.random.default_rng(0).integers(0, 256, (3, 8, 12, 3), dtype=np.uint8),
         "seconds": np.array([0.25, 1.5], dtype=np.float32),
     }

@@ -62,6 +62,7 @@ def test_the_name_of_a_special_token_in_a_user_s_text_stays_text(
 ) -> None:
     core = tokenizer._tokenizer
     token = core.token_to_id(special)
+    assert token is not None
     plain, marked = (tokenizer.encode([{"role": "user", "content": f"a{one}b"}]) for one in ("", special))
     assert marked.count(token) == plain.count(token)  # the template's own, if it writes this one
     assert tokenizer.decode(marked) == tokenizer.decode(plain).replace("ab", f"a{special}b")

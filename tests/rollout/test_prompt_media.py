@@ -154,7 +154,11 @@ def test_a_reward_gets_pixels_by_the_items_file_and_no_bytes(tokenizer: PromptTo
         ]
     }
     given = reward_input(
-        {**inline, "answer": "red"}, response([1], versions=0), tokenizer=tokenizer, media=[item], media_folder=str(tmp_path)
+        {**inline, "answer": "red"},
+        response([1], versions=0),
+        tokenizer=tokenizer,
+        media=[item],
+        media_folder=str(tmp_path),
     )
     sent = msgspec.msgpack.encode([given])  # as it goes to a worker process
     (come,) = msgspec.msgpack.decode(sent, type=list[RewardInput])

@@ -72,7 +72,7 @@ def exported(backend: Any) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in backend.export()}
 
 
-def leftovers(backend: Any, frozen: Sequence[str]) -> dict[str, Any]:
+def misplaced(backend: Any, frozen: Sequence[str]) -> dict[str, Any]:
     """Counts, on this rank, frozen parameters that take part in training, and trained ones that do not."""
     chunks = [(wrapped, model) for wrapped, model in zip(backend.model_chunks, backend.models, strict=True)]
     named = [(name, one) for _, model in chunks for name, one in model.named_parameters()]
@@ -106,7 +106,7 @@ def figures(
         "gaps": {
             name: float((first[name] - whole[name]).abs().max()) for name in first if part_of_weight(name) not in frozen
         },
-        **leftovers(backend, frozen),
+        **misplaced(backend, frozen),
     }
 
 

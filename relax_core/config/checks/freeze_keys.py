@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from relax_core.config.checks.modality_keys import TEXT
-from relax_core.config.choices import LANGUAGE, MODEL_PARTS, PROJECTOR, ROUTER, VISION
+from relax_core.config.choices import LANGUAGE, MODEL_PARTS, PROJECTOR, ROUTER, TEXT, VISION
 from relax_core.config.schema import RelaxConfig
 from relax_core.families.hf_config import read_hf_config
 from relax_core.registry import find_family

@@ -6,13 +6,13 @@ import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
+from relax_core.config.choices import TEXT
 from relax_core.config.media_schema import SEE_TASKS
 from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.media import MediaKind
 from relax_core.families.hf_config import read_hf_config
 from relax_core.registry import find_family
 
-TEXT = "text"
 LIBRARIES = {"PIL": "Pillow", "av": "PyAV"}
 INSTALL = "pip install 'relax-core[omni]'"
 
@@ -40,7 +40,9 @@ def modality_problems(config: RelaxConfig) -> Iterator[str]:
     """Returns one sentence for everything about images and videos that cannot work."""
     yield from _limits(config)
     kinds = media_kinds(config)
-    why = f"modality={TEXT} reads none" if config.modality.name == TEXT else f"model={config.model.name} reads text only"
+    why = (
+        f"modality={TEXT} reads none" if config.modality.name == TEXT else f"model={config.model.name} reads text only"
+    )
     for kind, column in config.data.media_keys.columns.items():
         if kind not in kinds:
             told = f"data.media_keys.{kind}={column}: {why}."

@@ -26,6 +26,8 @@ _POLICY = "actor_rollout_ref"
 MEANINGS = (
     Meaning(("optimizer.lr",), ("learning_rate", f"{_POLICY}.actor.optim.lr")),
     Meaning(("optimizer.critic_lr",), ("critic.optim.lr",)),
+    Meaning(("optimizer.tower_lr",), ("vision_lr", "vision_tower_lr")),
+    Meaning(("model.freeze",), ("freeze_vision_tower", f"{_POLICY}.actor.freeze_vision_tower", "freeze_modules")),
     Meaning(("optimizer.schedule",), ("lr_scheduler_type", f"{_POLICY}.actor.optim.warmup_style", "lr_schedule")),
     Meaning(("optimizer.warmup_steps",), ("lr_warmup_steps", f"{_POLICY}.actor.optim.lr_warmup_steps")),
     Meaning(

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 
 from relax_core.contracts.engine import Generated, PromptRequest
-from relax_core.contracts.kept_tokens import KeptTokens
+from relax_core.contracts.trees.kept_tokens import KeptTokens
 from relax_core.engines.protocol.routed_experts import read_only, with_joined_experts
 
 

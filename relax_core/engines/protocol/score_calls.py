@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from relax_core.contracts.kept_tokens import OUTSIDE, KeptTokens
 from relax_core.contracts.media import Media
+from relax_core.contracts.trees.kept_tokens import OUTSIDE, KeptTokens
 from relax_core.engines.protocol.request_media import media_fields
 
 

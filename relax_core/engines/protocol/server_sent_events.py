@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from relax_core.contracts.engine import FinishReason, Generated, PromptRequest
-from relax_core.contracts.kept_tokens import KeptTokens
+from relax_core.contracts.trees.kept_tokens import KeptTokens
 from relax_core.engines.protocol.request_media import checked_prompt_tokens
 from relax_core.engines.protocol.routed_experts import read_routed_experts
 from relax_core.engines.protocol.version_spans import VersionSpan, token_versions

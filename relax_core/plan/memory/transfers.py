@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.algorithm import Requirements
-from relax_core.contracts.kept_tokens import set_bytes
+from relax_core.contracts.trees.kept_tokens import set_bytes
 from relax_core.plan.memory.memory_terms import dtype_bytes, optimizer_bytes_a_parameter
 from relax_core.plan.model.dimensions import ModelDimensions
 from relax_core.plan.workload import Workload

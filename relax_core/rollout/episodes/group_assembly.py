@@ -11,10 +11,10 @@ import numpy as np
 from relax_core.contracts.bus import CompleteGroup
 from relax_core.contracts.columns import ROUTED_EXPERTS, TEACHER, encode_tree
 from relax_core.contracts.engine import Generated
-from relax_core.contracts.kept_tokens import KeptTokens
 from relax_core.contracts.media import Media
 from relax_core.contracts.reward import RewardOutput
 from relax_core.contracts.tree import NOT_SAMPLED, TRUNCATED, Episode, TokenTree, Turn, group_uid, sample_uid
+from relax_core.contracts.trees.kept_tokens import KeptTokens
 from relax_core.rollout.episodes.tree_builder import PlayedEpisode, build_tree, checked_kept, version_spans
 
 MakeExtras = Callable[[TokenTree], Mapping[str, np.ndarray]]  # computes a complete group's extras, e.g. its advantages

@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from relax_core.contracts.kept_tokens import OUTSIDE
+from relax_core.contracts.trees.kept_tokens import OUTSIDE
 from relax_core.train.model.truncation import Truncation
 
 _LEAST_LOGPROB, _LEAST = -87.0, 2e-38  # Exp of the first is a normal float32 below the second.

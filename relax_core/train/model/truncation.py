@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from relax_core.contracts.kept_tokens import OUTSIDE, KeptTokens
+from relax_core.contracts.trees.kept_tokens import OUTSIDE, KeptTokens
 
 _MASKS = 32  # The number of bitmasks unpacked at one time, at one byte for each token of the vocabulary.
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from relax_core.contracts.chains import concatenate_chains
-from relax_core.contracts.rotary import rotary_positions
 from relax_core.contracts.tree import TokenTree
+from relax_core.contracts.trees.chains import concatenate_chains
+from relax_core.contracts.trees.rotary import rotary_positions
 from relax_core.families.architecture import VisionTower
 from relax_core.train.packing.packed_media import MediaRows, media_of_stream, media_rows
 

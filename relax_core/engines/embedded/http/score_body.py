@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from relax_core.contracts.kept_tokens import KeptTokens
+from relax_core.contracts.trees.kept_tokens import KeptTokens
 from relax_core.engines.embedded.http.asgi import HttpError
 from relax_core.engines.embedded.http.generate_body import (
     RequestBody,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from relax_core.contracts.media import Media, MediaItem, MediaReader
-from relax_core.contracts.rotary import rotary_of_sequence
+from relax_core.contracts.trees.rotary import rotary_of_sequence
 from relax_core.engines.embedded.model.prefill import SequenceMedia
 from relax_core.families.architecture import VisionTower
 from relax_core.families.vision.item_rows import feature_rows

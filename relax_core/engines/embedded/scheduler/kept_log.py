@@ -1,4 +1,4 @@
-"""Records the set of tokens that each response token was sampled from (`relax_core.contracts.kept_tokens`)."""
+"""Records the set of tokens that each response token was sampled from (`relax_core.contracts.trees.kept_tokens`)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from relax_core.contracts.kept_tokens import KeptTokens
+from relax_core.contracts.trees.kept_tokens import KeptTokens
 
 
 class KeptTable:
