@@ -151,7 +151,7 @@ def test_an_env_shows_a_picture_in_a_later_turn(tmp_path: Path) -> None:
     run = run_to_end(
         tmp_path / "run",
         *SMALL,
-        *("data=file", f"data.path={rows}", f"env.name={env}", "reward=env", "eval.every=0", "data.eval_size=0"),
+        *("data=file", f"data.path={rows}", f"env.name={env}", "eval.every=0", "data.eval_size=0"),
         *("mode.max_staleness=1", "rollout.partial=abort", "rollout.prompts_per_step=4", "run.steps=3"),
     )
     assert run.code == 0, run.output

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import sys
+import tempfile
 from pathlib import Path
 
+from relax_core.config.checks.modality_keys import media_kinds
 from relax_core.config.checks.model_folder import folder_problems
 from relax_core.config.schema import RelaxConfig
-from relax_core.contracts.media import MediaKind
+from relax_core.contracts.media import MediaError, MediaKind, MediaSource
 from relax_core.data.generated import MEDIA_ROWS
 from relax_core.data.tokenizer import PromptTokenizer
+from relax_core.families.architecture import PatchSettings
+from relax_core.families.folder import folder_architecture
 from relax_core.families.hf_config import language_values, read_hf_config
-from relax_core.families.tiny_configs import MAX_POSITIONS, MODEL_NAMES, VISION_NAMES
+from relax_core.families.tiny_configs import MAX_POSITIONS, MODEL_NAMES, VISION_NAMES, processor_files, tiny_config
 from relax_core.plan.model.model_source import shape_dimensions
 from relax_core.registry import find_env
+from relax_core.rollout.media_encoding import media_limits, media_root
 from relax_core.rollout.prompt_tokens import PromptMaker
 from relax_core.tools.tiny_tokenizer import tiny_prompt_tokenizer
 
 FRAMES_A_STEP = 2  # frames that become one step of a video in Qwen3-VL
+HEADERS = 2048  # sources whose headers are read before a start
 STAMP_TOKENS = 16  # tokens of a step's time stamp, with the tokens that begin and end vision, at most
 
 
@@ -37,7 +44,7 @@ def prompt_maker(config: RelaxConfig) -> PromptMaker | None:
         tokenizer=tokenizer,
         max_prompt_tokens=prompt_room(config),
         overlong=config.data.overlong,
-        item_rows=lambda source: most_rows(config, source.kind),
+        item_rows=_ItemRows(config),
     )
 
 
@@ -49,6 +56,58 @@ def most_rows(config: RelaxConfig, kind: MediaKind) -> int:
     if kind == "image":
         return modality.image_tokens[1]
     return -(-modality.video_frames[1] // FRAMES_A_STEP) * (modality.frame_tokens + STAMP_TOKENS)
+
+
+class _ItemRows:
+    """Says how many rows a source has by its header: of the first `HEADERS` sources, and of later ones the most seen.
+
+    A source that cannot be used counts as one row, because the run leaves it out with its reason. Without the files of
+    a model, the limits of `modality` decide.
+    """
+
+    def __init__(self, config: RelaxConfig) -> None:
+        self._config = config
+        self._tower: PatchSettings | None = None
+        self._rows: dict[str, int] = {}
+        self._most: dict[MediaKind, int] = {}
+        if config.data.task not in MEDIA_ROWS and media_kinds(config):
+            self._tower = _tower(config)
+
+    def __call__(self, source: MediaSource) -> int:
+        if self._tower is None:
+            return most_rows(self._config, source.kind)
+        key = source.path or str(hash(source.data))
+        if key not in self._rows:
+            if len(self._rows) >= HEADERS:
+                return self._most.get(source.kind, most_rows(self._config, source.kind))
+            self._rows[key] = self._of_header(source, self._tower)
+            self._most[source.kind] = max(self._rows[key], self._most.get(source.kind, 1))
+        return self._rows[key]
+
+    def _of_header(self, source: MediaSource, tower: PatchSettings) -> int:
+        from relax_core.data.media.media_headers import planned_item, read_media_header
+
+        limits = media_limits(self._config.modality)
+        try:
+            header = read_media_header(source, limits, root=media_root(self._config))
+            return planned_item(header, tower, limits).rows
+        except MediaError:
+            return 1
+
+
+def _tower(config: RelaxConfig) -> PatchSettings | None:
+    try:
+        if config.model.path is not None:
+            return folder_architecture(Path(config.model.path), also=config.model.family).vision
+        if config.model.builtin not in VISION_NAMES:
+            return None
+        with tempfile.TemporaryDirectory() as folder:
+            files = {"config.json": tiny_config(config.model.builtin), **processor_files()}
+            for name, values in files.items():
+                (Path(folder) / name).write_text(json.dumps(values), encoding="utf-8")
+            return folder_architecture(Path(folder)).vision
+    except (ValueError, OSError):  # the check of the model reports it
+        return None
 
 
 def prompt_room(config: RelaxConfig) -> int:
