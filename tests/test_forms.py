@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-MOST_FORMS = 10
-MOST_FILES = 27
+MOST_FORMS = 11
+MOST_FILES = 30
 LONG_S = 300.0
 
 
