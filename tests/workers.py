@@ -14,6 +14,7 @@ RAY = (
     "tests/roles/process/test_failure.py",
     "tests/roles/trainer/",
     "tests/roles/process/test_process_placement.py",
+    "tests/rollout/test_held_items.py",
 )
 # These files look at one finished run, which `tests/integration/conftest.py` makes once for each worker.
 STRICT_RUN = (

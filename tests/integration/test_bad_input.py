@@ -76,7 +76,10 @@ def write_rows(path: Path, rows: list[dict[str, str]]) -> Path:
 MISTAKES = [
     (["rollout.temprature=1"], ("rollout.temprature is not a key", "rollout.temperature")),
     (["run.steps=many"], ("run.steps", "many")),
-    (["model=qwen3_omni"], ("model=qwen3_omni is not built yet", "qwen3, qwen3_moe, tiny_qwen3")),
+    (
+        ["model=qwen3_omni"],
+        ("model=qwen3_omni is not built yet", "qwen3, qwen3_moe, qwen3_vl, qwen3_vl_moe, tiny_qwen3"),
+    ),
     (["data=file", "data.path=/nowhere/rows.jsonl"], ("/nowhere/rows.jsonl: no such file",)),
     (["model=qwen3", "model.path=/nowhere"], ("model.path=/nowhere: no such folder",)),
     (["engine.max_total_tokens=1000000000000", "engine.max_running_samples=1000000000"], ("too little memory",)),

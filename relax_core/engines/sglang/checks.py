@@ -13,7 +13,7 @@ from relax_core.config.schema import RelaxConfig
 from relax_core.engines.sglang.version import version_problem
 from relax_core.families.folder import family_key
 from relax_core.families.hf_config import has_hf_config, read_hf_config
-from relax_core.registry import find_family
+from relax_core.registry import PluginError, find_family
 
 PYTHON_S = 60.0  # An interpreter says within this which SGLang it has.
 
@@ -28,11 +28,17 @@ def start_problems(config: RelaxConfig) -> Iterator[str]:
 
 
 def vision_problems(config: RelaxConfig) -> Iterator[str]:
-    """Yields a sentence for a model with a vision tower that Relax cannot serve with SGLang, whatever it trains on."""
+    """Yields a sentence for a model with a vision tower that Relax cannot serve with SGLang, whatever it trains on.
+
+    A family that cannot be found yields none, because the checks of the model report it.
+    """
     key, path = config.model.family, config.model.path
     if key is None and path is not None and has_hf_config(Path(path)):
         key = family_key(read_hf_config(Path(path)).get("model_type"))
-    family = None if key is None else find_family(key)
+    try:
+        family = None if key is None else find_family(key)
+    except PluginError:
+        return
     if family is not None and family.vision is not None and family.name not in VISION_FAMILIES:
         yield (
             f"model.family={family.name} with engine=sglang: of the models that see it serves "

@@ -15,7 +15,7 @@ from relax_core.data.generated import MEDIA_ROWS
 from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.families.architecture import PatchSettings
 from relax_core.families.folder import folder_architecture
-from relax_core.families.hf_config import language_values, read_hf_config
+from relax_core.families.hf_config import CONFIG_FILE, language_values, read_hf_config
 from relax_core.families.tiny_configs import MAX_POSITIONS, MODEL_NAMES, VISION_NAMES, processor_files, tiny_config
 from relax_core.plan.model.model_source import shape_dimensions
 from relax_core.registry import find_env
@@ -102,7 +102,7 @@ def _tower(config: RelaxConfig) -> PatchSettings | None:
         if config.model.builtin not in VISION_NAMES:
             return None
         with tempfile.TemporaryDirectory() as folder:
-            files = {"config.json": tiny_config(config.model.builtin), **processor_files()}
+            files = {CONFIG_FILE: tiny_config(config.model.builtin), **processor_files()}
             for name, values in files.items():
                 (Path(folder) / name).write_text(json.dumps(values), encoding="utf-8")
             return folder_architecture(Path(folder)).vision
