@@ -78,7 +78,7 @@ MISTAKES = [
     (["run.steps=many"], ("run.steps", "many")),
     (
         ["model=qwen3_omni"],
-        ("model=qwen3_omni is not built yet", "qwen3, qwen3_moe, qwen3_vl, qwen3_vl_moe, tiny_qwen3"),
+        ("model=qwen3_omni is not built yet", "qwen3_moe, qwen3_vl, qwen3_vl_moe, tiny"),
     ),
     (["data=file", "data.path=/nowhere/rows.jsonl"], ("/nowhere/rows.jsonl: no such file",)),
     (["model=qwen3", "model.path=/nowhere"], ("model.path=/nowhere: no such folder",)),

@@ -44,7 +44,7 @@ def test_json_is_for_programs() -> None:
         (
             ["model=qwen3_omni"],
             2,
-            ("model=qwen3_omni is not built yet", "qwen3, qwen3_moe, qwen3_vl, qwen3_vl_moe, tiny_qwen3"),
+            ("model=qwen3_omni is not built yet", "qwen3_moe, qwen3_vl, qwen3_vl_moe, tiny"),
         ),
         (["plan=ture"], 2, ("plan=ture", "expected true, json or false")),
         (["rollout.prompts_per_step=10", "parallel.dp=4"], 1, ("rollout.prompts_per_step=10", "multiple of 4")),
