@@ -70,7 +70,7 @@ def main() -> int:
 
 
 def _as_expected(expects: str, last: Mapping[str, Any]) -> bool:
-    parts = {part: last[f"{part}/exact"] for part in PARTS}
+    parts = {part: last["figures"][f"{part}/exact"] for part in PARTS}
     if expects == "sees":
         return last["exact"] >= GOAL and min(parts.values()) >= PART_GOAL
     if expects == "blind":
@@ -79,8 +79,9 @@ def _as_expected(expects: str, last: Mapping[str, Any]) -> bool:
 
 
 def _line(name: str, seed: int, first: Mapping[str, Any], last: Mapping[str, Any], wall_s: float) -> str:
-    keys = ("exact", *(f"{part}/exact" for part in PARTS))
-    figures = "".join(f"{first[key]:.3f} → {last[key]:.3f}".rjust(18) for key in keys)
+    pairs = [(first["exact"], last["exact"])]
+    pairs += [(first["figures"][f"{part}/exact"], last["figures"][f"{part}/exact"]) for part in PARTS]
+    figures = "".join(f"{before:.3f} → {after:.3f}".rjust(18) for before, after in pairs)
     return f"{name:22}{seed:5}{figures}{wall_s:8.0f}"
 
 
