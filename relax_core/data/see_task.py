@@ -7,19 +7,16 @@ take turns, and in each part the four answers take turns, so guessing is right i
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import os
 import random
 import shutil
 import tempfile
-import time
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from relax_core.contracts.media import MediaKind, MediaSource
+from relax_core.data.file_lock import file_locked
 
 COLOUR, DIRECTION, WORD = PARTS = ("colour", "direction", "word")
 COLOURS = {"red": (220, 40, 40), "green": (40, 180, 60), "blue": (40, 70, 220), "yellow": (230, 210, 50)}
@@ -67,7 +64,7 @@ def files_folder() -> Path:
     folder = cache_root / f"see-{_VERSION}"
     if not (folder / _LAST_FILE).is_file():
         cache_root.mkdir(parents=True, exist_ok=True)
-        with _locked(cache_root / f".{folder.name}.lock"):
+        with file_locked(cache_root / f".{folder.name}.lock", deadline_s=_MAKE_DEADLINE_S, makes="the pictures"):
             if not (folder / _LAST_FILE).is_file():
                 _make(folder)
     return folder.resolve()
@@ -75,24 +72,6 @@ def files_folder() -> Path:
 
 def _file(folder: Path, split: str, part: str, answer: str, variant: int) -> Path:
     return folder / split / f"{answer}-{variant:02d}.{'png' if part == COLOUR else 'mp4'}"
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Holds a lock file against other processes, which make the same files. The kernel releases it if one dies."""
-    give_up = time.monotonic() + _MAKE_DEADLINE_S
-    with path.open("w") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > give_up:
-                    raise TimeoutError(
-                        f"waited {_MAKE_DEADLINE_S:.0f} s for another process that makes the pictures (lock {path})"
-                    ) from None
-                time.sleep(0.1)
-        yield
 
 
 def _make(folder: Path) -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 import msgspec
 
 from relax_core.contracts.family import Family, HfConfig
-from relax_core.families.architecture import Architecture
-from relax_core.families.hf_config import read_hf_config
+from relax_core.families.architecture import Architecture, VisionTower
+from relax_core.families.hf_config import has_hf_config, read_hf_config
 from relax_core.families.table import read_architecture
 from relax_core.families.vision.tower_settings import read_tower
 from relax_core.registry import find_family, names
@@ -71,6 +71,15 @@ def folder_architecture(model_folder: Path, *, family: str | None = None, also: 
 def _architecture(family: Family, hf_config: HfConfig, model_folder: Path) -> Architecture:
     tower = read_tower(family, hf_config, model_folder=model_folder)
     return replace(read_architecture(family, hf_config), vision=tower)
+
+
+def vision_tower(model_folder: Path) -> VisionTower | None:
+    """Returns the vision tower of a folder's model, None if it reads text only or is of no family of Relax."""
+    if not has_hf_config(model_folder):
+        return None
+    hf_config = read_hf_config(model_folder)
+    key = family_key(hf_config.get("model_type"))
+    return None if key is None else read_tower(find_family(key), hf_config, model_folder=model_folder)
 
 
 def weight_files(model_folder: Path) -> list[Path]:

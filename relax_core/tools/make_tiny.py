@@ -10,7 +10,6 @@ see are Qwen3-VL (`relax_core.tools.tiny_vision`).
 from __future__ import annotations
 
 import argparse
-import fcntl
 import hashlib
 import importlib.metadata
 import os
@@ -18,12 +17,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
+from relax_core.data.file_lock import file_locked
 from relax_core.families.tiny_configs import MODEL_NAMES, STUDENT, VISION_NAMES
 from relax_core.tools.tiny_warm_start import WARM_STARTS, write_text_model
 
@@ -71,7 +68,7 @@ def tiny_model_folder(name: str, *, task: str, cache_root: Path | None = None) -
     if folder.is_dir():
         return folder
     root.mkdir(parents=True, exist_ok=True)
-    with _locked(root / f".{folder.name}.lock", deadline_s=_MAKE_DEADLINE_S):
+    with file_locked(root / f".{folder.name}.lock", deadline_s=_MAKE_DEADLINE_S, makes="the tiny model"):
         if not folder.is_dir():
             _make_in_subprocess(folder, name=name, task=task)
     return folder
@@ -81,24 +78,6 @@ def _cache_key(name: str, task: str) -> str:
     parts = [str(RECIPE_VERSION), str(asdict(WARM_STARTS[name, task]))]
     parts += [f"{library}={importlib.metadata.version(library)}" for library in _LIBRARIES]
     return hashlib.blake2b("/".join(parts).encode(), digest_size=6).hexdigest()
-
-
-@contextmanager
-def _locked(path: Path, *, deadline_s: float) -> Iterator[None]:
-    """Holds a lock file against other processes. The kernel releases it when the process dies."""
-    give_up = time.monotonic() + deadline_s
-    with path.open("w") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > give_up:
-                    raise TimeoutError(
-                        f"waited {deadline_s:.0f} s for another process that makes the tiny model (lock {path})"
-                    ) from None
-                time.sleep(0.1)
-        yield
 
 
 def _make_in_subprocess(folder: Path, *, name: str, task: str) -> None:

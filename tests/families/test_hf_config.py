@@ -15,7 +15,6 @@ READER = "relax_core/families/hf_config.py"
 # Modules that need the file's name, though they do not read it → why.
 NAME_ONLY = {
     "relax_core/plan/data/data_check.py": "size and time of the file say whether a kept check of the data still holds",
-    "relax_core/plan/data/prompt_maker.py": "a builtin model that sees is planned from the files that it is made with",
     "relax_core/tools/tiny_vision.py": "a builtin model that sees gets a config.json as published",
     "relax_core/train/hf/hf_export.py": "an exported folder gets a config.json with the dtype of its weights",
 }

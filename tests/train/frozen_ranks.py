@@ -5,13 +5,13 @@
 
 import json
 import math
-import multiprocessing
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from forked_ranks import run_alone_and_on_two_ranks
 from tiny_models import make_model
 from tiny_trainer import dp_groups, make_backend, train_step
 from torch import Tensor
@@ -26,7 +26,6 @@ from relax_core.train.checkpoints.optimizer_state import adam_states
 from relax_core.train.model.frozen_parts import part_of
 from relax_core.train.packing.micro_batches import split_over_ranks
 from relax_core.train.parallel import process_group
-from tests.ports import free_port
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "pp2": {"pp": 2},
@@ -160,21 +159,5 @@ def rank_main(folder: Path, rank: int, port: int) -> None:
     (folder / f"rank{rank}.json").write_text(json.dumps(seen))
 
 
-def main() -> None:
-    folder = Path(sys.argv[1])
-    torch.set_num_threads(1)
-    port = free_port()
-    fork = multiprocessing.get_context("fork")  # An import takes seconds, so one process runs all layouts.
-    alone = fork.Process(target=single, args=(folder,))
-    alone.start()
-    alone.join()
-    ranks = [fork.Process(target=rank_main, args=(folder, rank, port)) for rank in range(2)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join()
-    sys.exit(max(abs(process.exitcode or 0) for process in (alone, *ranks)))
-
-
 if __name__ == "__main__":
-    main()
+    sys.exit(run_alone_and_on_two_ranks(Path(sys.argv[1]), single, rank_main))

@@ -5,7 +5,6 @@
 
 import dataclasses
 import json
-import multiprocessing
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from forked_ranks import run_alone_and_on_two_ranks
 from tiny_models import VOCABULARY, make_model
 from tiny_trainer import CONFIG, PPO_CLIP, clip_loss, dp_groups, make_backend, train_step
 from worker_group_layouts import parallel_config
@@ -23,7 +23,6 @@ from relax_core.contracts.trees.kept_tokens import OUTSIDE, KeptTokens
 from relax_core.train.packing.micro_batches import split_over_ranks
 from relax_core.train.parallel import process_group
 from relax_core.train.policy_backend import MegatronBackend
-from tests.ports import free_port
 from tests.trees import answer_ids, random_tree, with_tokens
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -137,21 +136,5 @@ def rank_main(folder: Path, rank: int, port: int) -> None:
     (folder / f"rank{rank}.json").write_text(json.dumps(seen))
 
 
-def main() -> None:
-    folder = Path(sys.argv[1])
-    torch.set_num_threads(1)
-    port = free_port()
-    fork = multiprocessing.get_context("fork")  # An import takes seconds, so one process runs all layouts.
-    alone = fork.Process(target=single, args=(folder,))
-    alone.start()
-    alone.join()
-    ranks = [fork.Process(target=rank_main, args=(folder, rank, port)) for rank in range(2)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join()
-    sys.exit(max(abs(process.exitcode or 0) for process in (alone, *ranks)))
-
-
 if __name__ == "__main__":
-    main()
+    sys.exit(run_alone_and_on_two_ranks(Path(sys.argv[1]), single, rank_main))

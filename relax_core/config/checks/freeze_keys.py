@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
+from relax_core.config.checks.model_folder import family_of_run
 from relax_core.config.choices import LANGUAGE, MODEL_PARTS, PROJECTOR, ROUTER, TEXT, VISION
 from relax_core.config.schema import RelaxConfig
-from relax_core.families.hf_config import read_hf_config
-from relax_core.registry import find_family
 
 
 def frozen_parts(config: RelaxConfig) -> tuple[str, ...]:
@@ -49,13 +47,7 @@ def freeze_problems(config: RelaxConfig) -> Iterator[str]:
 
 def _model_parts(config: RelaxConfig) -> tuple[str, ...]:
     """Returns the parts that the family has; none if it cannot be found, which the checks of the model report."""
-    name = config.model.family
-    try:
-        if name is None and config.model.path is not None:
-            name = read_hf_config(Path(config.model.path)).get("model_type")
-        family = find_family(name) if name is not None else None
-    except (ValueError, OSError):
-        return ()
+    family = family_of_run(config)
     if family is None:
         return ()
     has = {VISION: family.vision, PROJECTOR: family.vision, LANGUAGE: True, ROUTER: family.experts}

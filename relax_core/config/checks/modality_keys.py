@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
-from pathlib import Path
 
+from relax_core.config.checks.model_folder import family_of_run
 from relax_core.config.choices import TEXT
 from relax_core.config.media_schema import SEE_TASKS
 from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.media import MediaKind
-from relax_core.families.hf_config import read_hf_config
-from relax_core.registry import find_family
 
 LIBRARIES = {"PIL": "Pillow", "av": "PyAV"}
 INSTALL = "pip install 'relax-core[omni]'"
@@ -22,18 +20,8 @@ def media_kinds(config: RelaxConfig) -> tuple[MediaKind, ...]:
 
     A family that cannot be found has none; the checks of the model report it.
     """
-    return () if config.modality.name == TEXT else _family_kinds(config)
-
-
-def _family_kinds(config: RelaxConfig) -> tuple[MediaKind, ...]:
-    name = config.model.family
-    try:
-        if name is None and config.model.path is not None:
-            name = read_hf_config(Path(config.model.path)).get("model_type")
-        vision = find_family(name).vision if name is not None else None
-    except (ValueError, OSError):
-        return ()
-    return () if vision is None else vision.kinds
+    family = None if config.modality.name == TEXT else family_of_run(config)
+    return () if family is None or family.vision is None else family.vision.kinds
 
 
 def modality_problems(config: RelaxConfig) -> Iterator[str]:

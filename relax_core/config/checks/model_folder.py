@@ -14,10 +14,11 @@ import msgspec
 
 from relax_core.config.errors import NotYet
 from relax_core.config.schema import RelaxConfig
-from relax_core.contracts.family import HfConfig
+from relax_core.contracts.family import Family, HfConfig
+from relax_core.families.folder import family_key
 from relax_core.families.hf_config import has_hf_config, language_values, read_hf_config
 from relax_core.families.tiny_configs import MODEL_NAMES, tiny_config
-from relax_core.registry import is_builtin, names
+from relax_core.registry import find_family, is_builtin, names
 
 DTYPES = ("float32", "bfloat16")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json")
@@ -57,6 +58,20 @@ def _media_ids_of(hf_config: HfConfig) -> set[int]:
     return {
         value for part in parts for key, value in part.items() if _MEDIA_CONFIG_KEY.fullmatch(key) and value is not None
     }
+
+
+def family_of_run(config: RelaxConfig) -> Family | None:
+    """Returns the family of the run's model, or None if it cannot be found, which the checks of the model report.
+
+    Without model.family, the folder's model_type names one of the families that are known by name.
+    """
+    key, path = config.model.family, config.model.path
+    try:
+        if key is None and path is not None:
+            key = family_key(read_hf_config(Path(path)).get("model_type"))
+        return None if key is None else find_family(key)
+    except (ValueError, OSError):
+        return None
 
 
 def set_banned_tokens(config: RelaxConfig) -> None:

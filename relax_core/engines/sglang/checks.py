@@ -6,14 +6,11 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
+from relax_core.config.checks.model_folder import family_of_run
 from relax_core.config.errors import NotYet
 from relax_core.config.schema import RelaxConfig
 from relax_core.engines.sglang.version import version_problem
-from relax_core.families.folder import family_key
-from relax_core.families.hf_config import has_hf_config, read_hf_config
-from relax_core.registry import PluginError, find_family
 
 PYTHON_S = 60.0  # An interpreter says within this which SGLang it has.
 
@@ -32,13 +29,7 @@ def vision_problems(config: RelaxConfig) -> Iterator[str]:
 
     A family that cannot be found yields none, because the checks of the model report it.
     """
-    key, path = config.model.family, config.model.path
-    if key is None and path is not None and has_hf_config(Path(path)):
-        key = family_key(read_hf_config(Path(path)).get("model_type"))
-    try:
-        family = None if key is None else find_family(key)
-    except PluginError:
-        return
+    family = family_of_run(config)
     if family is not None and family.vision is not None and family.name not in VISION_FAMILIES:
         yield (
             f"model.family={family.name} with engine=sglang: of the models that see it serves "

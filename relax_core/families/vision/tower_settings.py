@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from relax_core.contracts.family import Family, HfConfig
+from relax_core.contracts.family import Family, HfConfig, Vision
 from relax_core.families.architecture import VisionTower
 
 IMAGE_FILE = "preprocessor_config.json"
@@ -22,37 +22,45 @@ def read_tower(family: Family, hf_config: HfConfig, *, model_folder: Path) -> Vi
     if family.vision is None:
         return None
     image, video = _settings(model_folder, IMAGE_FILE), _settings(model_folder, VIDEO_FILE)
-    scale = 1.0 / image.get("rescale_factor", 1 / 255)
-    pixels, video_pixels = _pixels(image), _pixels(video)
     try:
-        config = hf_config[family.vision.config_key]
-        return VisionTower(
-            vision=family.vision,
-            config=config,
-            patch_size=config["patch_size"],
-            temporal_patch_size=config["temporal_patch_size"],
-            merge_size=config["spatial_merge_size"],
-            deepstack_layers=len(config.get("deepstack_visual_indexes") or ()),
-            hidden_size=config["hidden_size"],
-            num_layers=config["depth"],
-            num_heads=config["num_heads"],
-            intermediate_size=config["intermediate_size"],
-            image_token_id=hf_config["image_token_id"],
-            video_token_id=hf_config["video_token_id"],
-            vision_start_token_id=hf_config["vision_start_token_id"],
-            vision_end_token_id=hf_config["vision_end_token_id"],
-            mean=tuple(value * scale for value in image["image_mean"]),
-            std=tuple(value * scale for value in image["image_std"]),
-            min_pixels=pixels[0],
-            max_pixels=pixels[1],
-            video_min_pixels=video_pixels[0],
-            video_max_pixels=video_pixels[1],
-        )
+        return tower_of(family.vision, hf_config, image=image, video=video)
     except KeyError as error:
         raise ValueError(
             f"model.path={model_folder}: config.json or {IMAGE_FILE} has no {error.args[0]}, which family "
             f"{family.name} needs. Fetch the folder again, with its processor files."
         ) from error
+
+
+def tower_of(vision: Vision, hf_config: HfConfig, *, image: Mapping[str, Any], video: Mapping[str, Any]) -> VisionTower:
+    """Returns the vision tower that a config.json and the contents of both processor files describe.
+
+    Raises KeyError for a missing key.
+    """
+    scale = 1.0 / image.get("rescale_factor", 1 / 255)
+    pixels, video_pixels = _pixels(image), _pixels(video)
+    config = hf_config[vision.config_key]
+    return VisionTower(
+        vision=vision,
+        config=config,
+        patch_size=config["patch_size"],
+        temporal_patch_size=config["temporal_patch_size"],
+        merge_size=config["spatial_merge_size"],
+        deepstack_layers=len(config.get("deepstack_visual_indexes") or ()),
+        hidden_size=config["hidden_size"],
+        num_layers=config["depth"],
+        num_heads=config["num_heads"],
+        intermediate_size=config["intermediate_size"],
+        image_token_id=hf_config["image_token_id"],
+        video_token_id=hf_config["video_token_id"],
+        vision_start_token_id=hf_config["vision_start_token_id"],
+        vision_end_token_id=hf_config["vision_end_token_id"],
+        mean=tuple(value * scale for value in image["image_mean"]),
+        std=tuple(value * scale for value in image["image_std"]),
+        min_pixels=pixels[0],
+        max_pixels=pixels[1],
+        video_min_pixels=video_pixels[0],
+        video_max_pixels=video_pixels[1],
+    )
 
 
 def _settings(model_folder: Path, name: str) -> Mapping[str, Any]:

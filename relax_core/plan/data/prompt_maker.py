@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import sys
-import tempfile
 from pathlib import Path
 
 from relax_core.config.checks.modality_keys import media_kinds
@@ -15,10 +13,11 @@ from relax_core.data.generated import MEDIA_ROWS
 from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.families.architecture import PatchSettings
 from relax_core.families.folder import folder_architecture
-from relax_core.families.hf_config import CONFIG_FILE, language_values, read_hf_config
+from relax_core.families.hf_config import language_values, read_hf_config
 from relax_core.families.tiny_configs import MAX_POSITIONS, MODEL_NAMES, VISION_NAMES, processor_files, tiny_config
+from relax_core.families.vision.tower_settings import IMAGE_FILE, VIDEO_FILE, tower_of
 from relax_core.plan.model.model_source import shape_dimensions
-from relax_core.registry import find_env
+from relax_core.registry import find_env, find_family
 from relax_core.rollout.media_encoding import media_limits, media_root
 from relax_core.rollout.prompt_tokens import PromptMaker
 from relax_core.tools.tiny_tokenizer import tiny_prompt_tokenizer
@@ -101,11 +100,10 @@ def _tower(config: RelaxConfig) -> PatchSettings | None:
             return folder_architecture(Path(config.model.path), also=config.model.family).vision
         if config.model.builtin not in VISION_NAMES:
             return None
-        with tempfile.TemporaryDirectory() as folder:
-            files = {CONFIG_FILE: tiny_config(config.model.builtin), **processor_files()}
-            for name, values in files.items():
-                (Path(folder) / name).write_text(json.dumps(values), encoding="utf-8")
-            return folder_architecture(Path(folder)).vision
+        hf_config, files = tiny_config(config.model.builtin), processor_files()
+        vision = find_family(hf_config["model_type"]).vision
+        assert vision is not None, "these builtin models see"
+        return tower_of(vision, hf_config, image=files[IMAGE_FILE], video=files[VIDEO_FILE])
     except (ValueError, OSError):  # the check of the model reports it
         return None
 

@@ -9,33 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from relax_core.contracts.family import Vision
 from relax_core.contracts.media import Media, MediaItem
 from relax_core.contracts.tree import TokenTree
-from relax_core.families.architecture import VisionTower
 from relax_core.families.vision.item_rows import image_rows
 from relax_core.train.packing.micro_batches import MicroBatcher, split_over_ranks
 from relax_core.train.packing.packed_media import TowerWork
 from relax_core.train.packing.tree_packing import TreeLayout, pack_tree
+from tests import media_items
 from tests.trees import answers_tree
 
-IMAGE = 90
-TOWER = VisionTower(
-    vision=Vision(prefix="model.visual.", model="", config="", shapes=lambda config: {}),
-    config={},
-    patch_size=4,
-    temporal_patch_size=2,
-    merge_size=2,
-    deepstack_layers=0,
-    hidden_size=8,
-    num_layers=1,
-    num_heads=1,
-    intermediate_size=8,
-    image_token_id=IMAGE,
-    video_token_id=91,
-    vision_start_token_id=92,
-    vision_end_token_id=93,
-)
+IMAGE = media_items.IMAGE
+TOWER = replace(media_items.TOWER, deepstack_layers=0, hidden_size=8, num_heads=1, intermediate_size=8)
 
 
 def image(name: str, height: int, width: int) -> MediaItem:

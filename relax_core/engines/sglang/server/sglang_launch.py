@@ -11,7 +11,7 @@ from relax_core.contracts.engine import EngineError
 from relax_core.contracts.engine_kind import EngineStart
 from relax_core.engines.sglang.client.sglang_weight_calls import LOADER
 from relax_core.engines.sglang.media.placed_items import MEDIA_FOLDER, VISION_FOLDER
-from relax_core.engines.sglang.served_model import vision_tower
+from relax_core.families.folder import vision_tower
 from relax_core.families.hf_config import read_hf_config
 
 MEDIA_PACKAGE = "relax_core.engines.sglang.media"

@@ -17,7 +17,7 @@ from relax_core.data.media.item_encoder import encode_item
 from relax_core.data.media.media_limits import MediaLimits
 from relax_core.data.media.video_decoding import sample_frames
 from relax_core.data.tokenizer import PromptTokenizer
-from relax_core.engines.sglang.served_model import vision_tower
+from relax_core.families.folder import vision_tower
 from tests.contracts.engine.harness import ROOT, SGLANG_PYTHON
 from tests.engines.sglang.media.vision_models import make_vision_model
 

@@ -23,8 +23,8 @@ from relax_core.engines.engine_process import EngineLaunch, EngineProcess
 from relax_core.engines.protocol.engine_client import EngineClient
 from relax_core.engines.protocol.score_calls import TokensToScore
 from relax_core.engines.sglang.client.sglang_client import SglangClient
-from relax_core.engines.sglang.served_model import vision_tower
 from relax_core.families.architecture import VisionTower
+from relax_core.families.folder import vision_tower
 from relax_core.weights.version_file import write_weights
 from tests.contracts.engine.harness import TOKEN, Started
 from tests.engines.sglang.media.vision_models import (
