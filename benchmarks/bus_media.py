@@ -1,15 +1,18 @@
 """What media items cost on the data bus: ``python -m benchmarks.bus --media``.
 
 An item of 12 MB is written, held and put with its group; the trainer leases the group and maps the item. Backends,
-places and the bounds take turns within one Ray: memcpy, and a plain write to a new file of /dev/shm. The bus process
-has no item mapped, and its peak memory shows whether items pass through it.
+places and the bounds take turns within one Ray: memcpy, and a plain write to a new file of /dev/shm. numpy asks for
+huge pages, which files of /dev/shm do not get where the kernel's setting for them is never, so memcpy into new pages of
+4 KB is a bound of its own. The bus process has no item mapped, and its peak memory shows whether items pass through it.
 """
 
 from __future__ import annotations
 
+import mmap
 import shutil
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,6 +32,8 @@ if TYPE_CHECKING:
 
 GROUPS = 8
 FRAMES = (64, 250, 250, 3)  # 12 MB
+NEW, REACH = "memcpy, new", 0.5  # the bound that the reach is a share of
+NEW_SMALL, WARM, FILE = "memcpy, new 4 KB pages", "memcpy, warm", "file, new"
 WARM_UP_CYCLES = 2  # Ray's store and the Ray task that moves files into it are slow at first
 
 
@@ -82,68 +87,100 @@ def measure_media(folder: Path, *, rounds: int) -> None:
     """Prints, for each backend and place, bytes through the bus process and the speed of put and lease."""
     frames = np.random.default_rng(0).integers(0, 256, FRAMES, dtype=np.uint8)
     warm = [np.zeros_like(frames) for _ in range(GROUPS)]
-    bounds: dict[str, list[float]] = {"memcpy, new": [], "memcpy, warm": [], "file, new": []}
+    bounds: dict[str, list[float]] = {one: [] for one in (NEW, NEW_SMALL, WARM, FILE)}
     with ExitStack() as ends:
-        lines = {}
+        lines = _media_lines(ends, folder, frames)
         written = Path(ends.enter_context(tempfile.TemporaryDirectory(prefix="relax-benchmark-", dir="/dev/shm")))
-        for backend in BACKENDS:
-            for place in ("files", "objects") if backend == "ray" else ("files",):
-                name = f"{backend}, {place}"
-                shared = Path(tempfile.mkdtemp(prefix="relax-benchmark-", dir="/dev/shm"))
-                ends.callback(shutil.rmtree, shared)
-                bus = create_bus(
-                    load_config([f"bus={backend}"]).bus,
-                    groups_per_step=GROUPS,
-                    group_size=GROUP_SIZE,
-                    max_staleness=0,
-                    on_stale="drop",
-                    total_steps=STEPS_WITHOUT_END,
-                    ledger_path=folder / f"media-{backend}-{place}.sqlite",
-                    name=name,
-                    namespace="benchmark",
-                    socket_folder=folder,
-                    media_folder=shared,
-                    media_objects=place == "objects",
-                )
-                ends.callback(bus.terminate)
-                ends.callback(bus.close, reason="the benchmark is over", timeout_s=T)
-                lines[name] = MediaLine(bus, shared, frames)
         for line in lines.values():
             for _ in range(WARM_UP_CYCLES):
                 line.cycle(counts=False)
         for _ in range(rounds):
             for line in lines.values():
                 line.cycle()
-            start = time.perf_counter()
-            copies = [frames.copy() for _ in range(GROUPS)]
-            bounds["memcpy, new"].append(time.perf_counter() - start)
-            del copies
-            start = time.perf_counter()
-            for target in warm:
-                np.copyto(target, frames)
-            bounds["memcpy, warm"].append(time.perf_counter() - start)
-            start = time.perf_counter()
-            for number in range(GROUPS):
-                (written / str(number)).write_bytes(frames.data)
-            bounds["file, new"].append(time.perf_counter() - start)
-            for number in range(GROUPS):
-                (written / str(number)).unlink()
-        nbytes = frames.nbytes * GROUPS
-        rates = {bound: nbytes / float(np.median(seconds)) / 1e9 for bound, seconds in bounds.items()}
-        print(f"{GROUPS} groups with an item of {frames.nbytes / 1e6:.0f} MB each (GB/s, medians of {rounds}):")
-        print("  " + ", ".join(f"{bound} {rate:.2f}" for bound, rate in rates.items()))
-        for name, line in lines.items():
-            put, lease = np.median(line.seconds, axis=0)
-            both = nbytes / (put + lease) / 1e9
-            shares = ", ".join(f"{both / rate:.2f} of {bound}" for bound, rate in rates.items())
-            print(
-                f"  {name:<22} put {nbytes / put / 1e9:5.2f}   lease {lease * 1e3:6.1f} ms   "
-                f"put + lease {both:5.2f} = {shares}"
+            for bound, seconds in _time_bounds(frames, warm, written).items():
+                bounds[bound].append(seconds)
+        _print_media(frames, lines, bounds)
+
+
+def _media_lines(ends: ExitStack, folder: Path, frames: np.ndarray) -> dict[str, MediaLine]:
+    """Returns a line for each backend and place; ``ends`` closes their buses and removes their folders."""
+    lines = {}
+    for backend in BACKENDS:
+        for place in ("files", "nodes") if backend == "ray" else ("files",):
+            name = f"{backend}, {place}"
+            shared = Path(tempfile.mkdtemp(prefix="relax-benchmark-", dir="/dev/shm"))
+            ends.callback(shutil.rmtree, shared, ignore_errors=True)  # a node's folder is being removed, too
+            bus = create_bus(
+                load_config([f"bus={backend}"]).bus,
+                groups_per_step=GROUPS,
+                group_size=GROUP_SIZE,
+                max_staleness=0,
+                on_stale="drop",
+                total_steps=STEPS_WITHOUT_END,
+                ledger_path=folder / f"media-{backend}-{place}.sqlite",
+                name=name,
+                namespace="benchmark",
+                socket_folder=folder,
+                media_folder=shared / "media" if place == "nodes" else shared,
+                media_nodes=place == "nodes",
             )
-            print(
-                f"    {line.message_bytes} bytes of a group's media in the bus process, whose peak memory grew by "
-                f"{line.grown_bytes / 1e6:.1f} MB over {line.items} items"
-            )
+            ends.callback(bus.terminate)
+            ends.callback(bus.close, reason="the benchmark is over", timeout_s=T)
+            lines[name] = MediaLine(bus, bus.media_folder(timeout_s=T), frames)
+    return lines
+
+
+def _time_bounds(frames: np.ndarray, warm: Sequence[np.ndarray], written: Path) -> dict[str, float]:
+    """Returns the seconds in which each bound moves the frames of all groups once."""
+    seconds = {}
+    start = time.perf_counter()
+    copies = [frames.copy() for _ in range(GROUPS)]
+    seconds[NEW] = time.perf_counter() - start
+    del copies
+    start = time.perf_counter()
+    pages = [_small_pages(frames) for _ in range(GROUPS)]
+    seconds[NEW_SMALL] = time.perf_counter() - start
+    del pages
+    start = time.perf_counter()
+    for target in warm:
+        np.copyto(target, frames)
+    seconds[WARM] = time.perf_counter() - start
+    start = time.perf_counter()
+    for number in range(GROUPS):
+        (written / str(number)).write_bytes(frames.data)
+    seconds[FILE] = time.perf_counter() - start
+    for number in range(GROUPS):
+        (written / str(number)).unlink()
+    return seconds
+
+
+def _print_media(frames: np.ndarray, lines: Mapping[str, MediaLine], bounds: Mapping[str, Sequence[float]]) -> None:
+    nbytes = frames.nbytes * GROUPS
+    rates = {bound: nbytes / float(np.median(seconds)) / 1e9 for bound, seconds in bounds.items()}
+    print(f"{GROUPS} groups with an item of {frames.nbytes / 1e6:.0f} MB each (GB/s, medians of {len(bounds[NEW])}):")
+    print("  " + ", ".join(f"{bound} {rate:.2f}" for bound, rate in rates.items()))
+    huge = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled").read_text().strip()
+    print(f"  reach: {REACH} of {NEW}; huge pages of /dev/shm: {huge}")
+    for name, line in lines.items():
+        put, lease = np.median(line.seconds, axis=0)
+        both = nbytes / (put + lease) / 1e9
+        shares = ", ".join(f"{both / rate:.2f} of {bound}" for bound, rate in rates.items())
+        print(
+            f"  {name:<22} put {nbytes / put / 1e9:5.2f}   lease {lease * 1e3:6.1f} ms   "
+            f"put + lease {both:5.2f} = {shares}"
+        )
+        print(
+            f"    {line.message_bytes} bytes of a group's media in the bus process, whose peak memory grew by "
+            f"{line.grown_bytes / 1e6:.1f} MB over {line.items} items (reach: no bytes of items)"
+        )
+
+
+def _small_pages(frames: np.ndarray) -> mmap.mmap:
+    """Returns new memory of 4 KB pages with a copy of the frames."""
+    memory = mmap.mmap(-1, frames.nbytes)
+    memory.madvise(mmap.MADV_NOHUGEPAGE)
+    np.copyto(np.frombuffer(memory, np.uint8), frames.reshape(-1))
+    return memory
 
 
 def _item(number: int) -> MediaItem:

@@ -1,4 +1,4 @@
-"""What a run survives: ``python -m benchmarks.chaos --kills 50 [--seed 0] [--kinds engine bus …]``.
+"""What a run survives: ``python -m benchmarks.chaos --kills 50 [--media] [--seed 0] [--kinds engine bus …]``.
 
 Real runs of the demo with every role on. At random moments under the seed, each after training has gone on since the
 last, one process gets SIGKILL. For the kind ``frozen`` a random one gets SIGSTOP, for ``engine_and_owner`` an engine
@@ -6,8 +6,10 @@ gets SIGSTOP and its owner SIGSTOP or SIGKILL: the run must kill a stopped one f
 from the harm until a train step is done that was never done before (steps that are done again after going back to a
 checkpoint do not count), and until the third such step: at staleness 1 the rows of two may have been made already, so
 this one shows that everybody works again. The ledger's file is read back, event by event: nothing may be lost or
-trained twice. Prints the overrides, one line a harm with the load of the machine, and a table by kind. Exit code 1
-where anything went wrong.
+trained twice. With --media the run learns data=see, its cache keeps no item that no prompt uses, so that the encode
+workers work all the time, and one of these is a victim too. A run that ends leaves no process, no folder in /tmp and
+nothing in /dev/shm, or this program fails. Prints the overrides, one line a harm with the load of the machine, and a
+table by kind. Exit code 1 where anything went wrong.
 """
 
 from __future__ import annotations
@@ -48,8 +50,17 @@ OVERRIDES = (
     "run.serve=true",
     "eval.every=0",
 )
+MEDIA_OVERRIDES = (
+    *OVERRIDES,
+    "model=tiny_qwen3_vl",
+    "data=see",
+    "algo.group_size=4",
+    "rollout.prompts_per_step=8",
+    "modality.cache_mb=0",
+    f"modality.worker_timeout_s={HEARTBEAT_S}",
+)
 WITHOUT_END = "run.steps=1000000"
-CONTROLLER, FROZEN, PAIR = "controller", "frozen", "engine_and_owner"
+CONTROLLER, FROZEN, PAIR, ENCODE_WORKER = "controller", "frozen", "engine_and_owner", "encode_worker"
 TITLES = {  # kind → what its process is called
     "engine": "relax_core.engines.embedded",
     "engine_owner": "ray::EngineOwner",
@@ -65,9 +76,11 @@ TITLES = {  # kind → what its process is called
     "raylet": "src/ray/raylet/raylet ",
     "serve_controller": "ray::ServeController",
     CONTROLLER: "-m relax_core ",
+    ENCODE_WORKER: "relax_core.data.media.encode_worker_main",
 }
 RAY = ("gcs", "raylet")  # with one of them its controller ends, and another makes a new Ray
-KINDS = (*TITLES, FROZEN, PAIR)
+KINDS = (*(one for one in TITLES if one != ENCODE_WORKER), FROZEN, PAIR)
+MEDIA_KINDS = (*TITLES, FROZEN, PAIR)
 QUIET_END = "quiet end"  # what goes wrong only when nobody is harmed any more
 ENDS = ("survived", "hung", "ended", "unnoticed")
 KILLS_A_RUN = 10
@@ -173,9 +186,10 @@ def _born(pid: int) -> float:
     return 0.0
 
 
-def do_harm(live: LiveRun, training: Training, kind: str, chance: random.Random) -> Harm:
+def do_harm(live: LiveRun, training: Training, kind: str, chance: random.Random, *, media: bool) -> Harm:
     """Harms a process, or two, and waits until training has gone on, the run has ended, or ``HUNG_S`` is over."""
-    victim = chance.choice([one for one in TITLES if one != CONTROLLER]) if kind == FROZEN else kind
+    spared = {CONTROLLER} if media else {CONTROLLER, ENCODE_WORKER}
+    victim = chance.choice([one for one in TITLES if one not in spared]) if kind == FROZEN else kind
     blows = _blows(kind, victim, chance)
     pids = {one: find_process(live, one) for one, _ in blows}
     controller = find_process(live, CONTROLLER)
@@ -241,15 +255,20 @@ def _is_killed(pid: int, *, stopped_at: float) -> bool:
     return True
 
 
-def harm_run(folder: Path, kinds: Sequence[str], *, seed: int) -> Iterator[Harm]:
+def harm_run(folder: Path, kinds: Sequence[str], *, seed: int, media: bool = False) -> Iterator[Harm]:
     """One run that is harmed once for each of ``kinds``, in that order, and then goes to its end in peace."""
     chance = random.Random(seed)
     training = Training(folder)
+    overrides = MEDIA_OVERRIDES if media else OVERRIDES
     lost = twice = 0
-    with LiveRun(folder, *OVERRIDES, WITHOUT_END) as live:
+    with LiveRun(folder, *overrides, WITHOUT_END) as live:
         for kind in kinds:
             stood = _let_train(live, training, chance)
-            harm = do_harm(live, training, kind, chance) if stood == "survived" else _none(kind, training, stood)
+            harm = (
+                do_harm(live, training, kind, chance, media=media)
+                if stood == "survived"
+                else _none(kind, training, stood)
+            )
             now_lost, now_twice = read_books(folder, run_over=False)
             yield replace(harm, lost=max(0, now_lost - lost), trained_twice=max(0, now_twice - twice))
             lost, twice = now_lost, now_twice
@@ -261,7 +280,7 @@ def harm_run(folder: Path, kinds: Sequence[str], *, seed: int) -> Iterator[Harm]
             live.terminate()
             live.finish()
     steps = training.newest() + 1 + LAST_STEPS
-    finished = run_to_end(folder, *OVERRIDES, f"run.steps={steps}", "resume=auto")
+    finished = run_to_end(folder, *overrides, f"run.steps={steps}", "resume=auto")
     at_end_lost, at_end_twice = read_books(folder, run_over=finished.code == 0)
     books = finished.summary.get("ledger", {})
     print(
@@ -341,16 +360,21 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--media", action="store_true", help="runs with images and videos")
+    parser.add_argument("--kinds", nargs="+", choices=MEDIA_KINDS, help="default: every kind that the run has")
     arguments = parser.parse_args()
-    print(f"overrides: {' '.join(OVERRIDES)}; {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
-    planned = schedule(arguments.kinds, kills=arguments.kills, seed=arguments.seed)
+    media = arguments.media
+    overrides = " ".join(MEDIA_OVERRIDES if media else OVERRIDES)
+    print(f"overrides: {overrides}; {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
+    kinds = arguments.kinds or (MEDIA_KINDS if media else KINDS)
+    planned = schedule(kinds, kills=arguments.kills, seed=arguments.seed)
     harms: list[Harm] = []
     with tempfile.TemporaryDirectory(prefix="relax-chaos-") as folder:
         for number in itertools.count():
             if not planned:
                 break
-            run = harm_run(Path(folder) / f"run{number}", planned[:KILLS_A_RUN], seed=arguments.seed + number)
+            one, seed = Path(folder) / f"run{number}", arguments.seed + number
+            run = harm_run(one, planned[:KILLS_A_RUN], seed=seed, media=media)
             for harm in run:
                 harms.append(harm)
                 planned = planned[harm.kind != QUIET_END :]

@@ -1,4 +1,4 @@
-"""Decode speed of picture prompts: over the text model of the same sizes, and over transformers' generate.
+"""Measures the decode speed of picture prompts: over the text model of the same sizes, and over transformers' generate.
 
 `python -m benchmarks.decode --media` prints it. The model is the builtin tiny_qwen3_vl with random weights, and the
 text model has the sizes of its language model. Prompts have equally many rows; every round has new pictures, so that
@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from benchmarks.tiny_model import engine_config
@@ -46,12 +47,12 @@ def make_text_model(folder: Path) -> None:
     Qwen3ForCausalLM(config).float().eval().save_pretrained(folder)
 
 
-def start(folder: Path, model: str, *, media: bool) -> tuple[EngineProcess, EngineClient]:
+def start(folder: Path, model: str, *, media: bool, dtype: str = "float32") -> tuple[EngineProcess, EngineClient]:
     process = EngineProcess.start(
         EngineLaunch(
             model_folder=folder / model,
             engine=replace(engine_config(), context_length=512),
-            dtype="float32",
+            dtype=dtype,
             token_file=folder / "token",
             log_file=folder / f"{model}.log",
             load_weights=True,
@@ -88,10 +89,13 @@ async def one_turn(client: EngineClient, requests: Sequence[PromptRequest], para
 
 
 async def over_text(folder: Path, seen: Seen, *, new_tokens: int, rounds: int) -> Mapping[str, list[float]]:
-    """Returns the ratios of 64 picture samples, 8 groups of 8, to text samples of as many rows."""
+    """Returns the ratios of 64 picture samples, 8 groups of 8, to text samples of as many rows.
+
+    Each prompt is asked for twice, and the passes of the tower are counted an item.
+    """
     picture, picture_client = start(folder, "seeing", media=True)
     words, words_client = start(folder, "text", media=False)
-    ratios: dict[str, list[float]] = {"decode": [], "whole": [], "prefill_ms": []}
+    ratios: dict[str, list[float]] = {"decode": [], "whole": [], "prefill_ms": [], "passes": []}
     tower = seen.tower
     banned = [tower.image_token_id, tower.video_token_id, tower.vision_start_token_id, tower.vision_end_token_id, 3]
     params = SamplingParams(n=8, max_new_tokens=new_tokens, banned_token_ids=banned)
@@ -104,6 +108,10 @@ async def over_text(folder: Path, seen: Seen, *, new_tokens: int, rounds: int) -
                 ratios["decode"].append(mine["decode"] / other["decode"])
                 ratios["whole"].append(mine["whole"] / other["whole"])
                 ratios["prefill_ms"].append(mine["prefill_ms"] - other["prefill_ms"])
+            again = [msgspec.structs.replace(one, rid=f"again-{one.rid}") for one in requests]
+            await one_turn(picture_client, again, params)
+        passes = int(picture_client.loads()["tower_passes"])
+        ratios["passes"].append(passes / (8 * (rounds + 1)))
     finally:
         for client in (picture_client, words_client):
             await client.aclose()
@@ -167,6 +175,7 @@ def print_media_speeds(*, new_tokens: int, rounds: int) -> None:
         f"64 picture samples over text, decode (reach {REACH_TEXT})": by_text["decode"],
         "64 picture samples over text, whole call": by_text["whole"],
         "64 picture samples: prefill and tower beyond text, ms": by_text["prefill_ms"],
+        "64 picture samples: tower passes an item, each asked for twice (reach 1)": by_text["passes"],
         f"16 picture samples over transformers' generate (reach {REACH_TRANSFORMERS})": by_transformers["whole"],
     }
     for words, values in found.items():

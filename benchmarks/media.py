@@ -1,6 +1,8 @@
 """Measures encode workers: ``python -m benchmarks.media``.
 
-It prints the time of one item, two workers over one, the stall of the event loop meanwhile, and a worker's memory.
+It prints the time of one item, two workers over one, the stall of the event loop meanwhile, and a worker's memory; then
+how often the items of a run are encoded, and the bytes that the bus stores for a group. Each bound stands beside its
+figure.
 """
 
 from __future__ import annotations
@@ -14,25 +16,20 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
-from relax_core.contracts.media import MediaSource
+from relax_core.contracts.media import Media, MediaItem, MediaSource
 from relax_core.data.media.encode_messages import EncodeSettings
 from relax_core.data.media.encode_pool import EncodePool
 from relax_core.data.media.media_limits import MediaLimits
-from relax_core.families.architecture import PatchSettings
+from relax_core.data.media.media_trial_main import TRIAL_SETTINGS
+from relax_core.rollout.item_cache import ItemCache
 from relax_core.tools.tiny_tokenizer import write_prompt_tokenizer
 
 ROUNDS, ITEMS, TICK_S = 5, 8, 0.001
-SETTINGS = PatchSettings(
-    patch_size=16,
-    temporal_patch_size=2,
-    merge_size=2,
-    image_token_id=1,
-    video_token_id=2,
-    vision_start_token_id=3,
-    vision_end_token_id=4,
-)
+GROUP_SIZE, RE_ASKS, EVALUATIONS = 8, 2, 2
+REACH_WORKERS, REACH_STALL_MS, REACH_ENCODES, REACH_BYTES = 1.6, 5.0, 1.0, 1.05
 
 
 def main() -> None:
@@ -42,7 +39,9 @@ def main() -> None:
     stalls: list[float] = []
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         write_prompt_tokenizer(Path(folder), vision=True)
-        settings = EncodeSettings(model_folder=folder, tower=SETTINGS, limits=MediaLimits(), root=folder, folder=folder)
+        settings = EncodeSettings(
+            model_folder=folder, tower=TRIAL_SETTINGS, limits=MediaLimits(), root=folder, folder=folder
+        )
         began = time.perf_counter()
         with EncodePool(settings, workers=1) as one, EncodePool(settings, workers=2) as two:
             for source in sources.values():
@@ -60,12 +59,25 @@ def main() -> None:
                         seconds.setdefault((name, workers), []).append(took / ITEMS)
             peaks = [_status(worker.pid, "VmHWM") for worker in two.workers]
             now = [_status(worker.pid, "VmRSS") for worker in two.workers]
+            encodes, items = asyncio.run(_run_of(two, list(sources.values())))
+        stored = {item.kind: _stored_shares(Path(folder), item) for item in items}
     for name in sources:
         single, double = (statistics.median(seconds[name, workers]) for workers in (1, 2))
         print(f"{name}: {single * 1e3:.0f} ms an item, {statistics.median(cpu[name]) * 1e3:.0f} ms of them computing")
-        print(f"    two workers are {single / double:.2f} times as fast")
+        print(f"    two workers are {single / double:.2f} times as fast (reach {REACH_WORKERS} on two idle cores)")
     late = np.percentile(stalls, 99) * 1e3
-    print(f"event loop, {len(stalls)} ticks: p99 {late:.1f} ms late, most {max(stalls) * 1e3:.1f} ms")
+    print(
+        f"event loop, {len(stalls)} ticks: p99 {late:.1f} ms late (reach {REACH_STALL_MS}), "
+        f"most {max(stalls) * 1e3:.1f} ms"
+    )
+    print(
+        f"encodes an item, groups of {GROUP_SIZE}, re-asks and evaluations: {encodes:.2f} (reach {REACH_ENCODES:.2f})"
+    )
+    for kind, (of_frames, of_patches) in stored.items():
+        print(
+            f"media bytes of a group with one {kind} on the bus: {of_frames:.3f} of its uint8 frames "
+            f"(reach {REACH_BYTES}), 1/{1 / of_patches:.1f} of the float32 patches of {GROUP_SIZE} samples"
+        )
     print(f"memory of a worker: {max(now):.0f} MB, at most {max(peaks):.0f} MB")
 
 
@@ -79,6 +91,33 @@ async def _encode_all(pool: EncodePool, sources: Sequence[MediaSource], stalls: 
         stalls.append(time.perf_counter() - due)
     await encoding
     return time.perf_counter() - began
+
+
+async def _run_of(pool: EncodePool, sources: Sequence[MediaSource]) -> tuple[float, list[MediaItem]]:
+    """Returns the encodes an item when a run asks for the items as often as it does, and the items.
+
+    Each group of a prompt is asked for again twice, its samples each hold its items, and two evaluations ask for all.
+    """
+    cache = ItemCache(pool, most_bytes=0)  # of items that nobody holds
+    held = await cache.items(sources, owner="the prompt of a data set that other prompts share")
+    for asked in range(1 + RE_ASKS + EVALUATIONS):
+        owners = [f"{asked}-{sample}" for sample in range(GROUP_SIZE)]
+        await asyncio.gather(*(cache.items(sources, owner=owner) for owner in owners))
+        for owner in owners:
+            cache.release(owner)
+    return cache.encoded / len(sources), held
+
+
+def _stored_shares(folder: Path, item: MediaItem) -> tuple[float, float]:
+    """Returns the bytes that the bus stores for a group with one item, over its frames and over its samples' patches.
+
+    They are the item's file and the record that each group has. A patch has as many float32 numbers as its frames have
+    pixels; an image's one frame stands twice in it.
+    """
+    frames = next(one.nbytes for one in item.tensors if one.name == "frames")
+    nbytes = (folder / item.digest).stat().st_size + len(msgspec.msgpack.encode([Media(item, 0, item.rows)]))
+    pixels = item.patches * TRIAL_SETTINGS.temporal_patch_size * TRIAL_SETTINGS.patch_size**2 * 3
+    return nbytes / frames, nbytes / (GROUP_SIZE * 4 * pixels)
 
 
 def _image(form: str) -> MediaSource:

@@ -1,10 +1,13 @@
 """Predicted against measured peak memory of every process of three runs on CPU cores.
 
-    python -m benchmarks.memory_plan [--json FILE]
+    python -m benchmarks.memory_plan [--media] [--json FILE]
 
 The prediction is the plan's (docs/plan.md). Measured is the peak resident memory that Linux keeps of each process
 (VmHWM), read until its end. Three runs: the demo; a model of 29M parameters; long responses, where activations, the
-attention mask and the KV cache rule. A few minutes in all; the figures hardly depend on how busy the machine is.
+attention mask and the KV cache rule. With --media the three runs are on images and videos: tiny_qwen3_vl;
+tiny_qwen3_vl_moe with recomputation and a frozen tower; a model of 11M parameters with images of 480 x 480 pixels.
+These also tell the peak of the encoded items in /dev/shm. A few minutes in all; the figures hardly depend on how busy
+the machine is.
 """
 
 from __future__ import annotations
@@ -18,10 +21,12 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.random_vision_model import ROWS
 from relax_core.config.compose import load_config
 from relax_core.plan.build_plan import make_plan
 from relax_core.plan.memory.memory_terms import MIB
@@ -32,6 +37,7 @@ REACH = 0.2
 MARK = "RELAX_MEMORY_PLAN"  # in the environment of every process of a run
 QUIET = ("eval.every=0", "run.panel=false", "run.steps=8", "optimizer.lr=1e-5")
 KINDS = {  # a part of the process's name or command line → the plan's name for it; the first that is found
+    "encode_worker_main": "encode worker",
     "relax-control": "controller",
     "relax_core.engines.embedded": "engine",
     "gcs_server": "Ray gcs",
@@ -55,6 +61,8 @@ KINDS = {  # a part of the process's name or command line → the plan's name fo
     "ActorFwdWorker": "actor_fwd",
     "-m relax_core": "supervisor",
 }
+ITEMS = "items in /dev/shm"  # the plan's name for what is no process
+OF_TEXT, OF_MEDIA = ("actor", "engine"), ("actor", "engine", "rollout", "encode worker", ITEMS)  # rows of the table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,21 +95,59 @@ RUNS: dict[str, tuple[Model | None, tuple[str, ...]]] = {
     ),
 }
 
+MEDIA_RUNS: dict[str, tuple[str, ...]] = {
+    "tiny_qwen3_vl": ("model=tiny_qwen3_vl", "data=see"),
+    "tiny_qwen3_vl_moe": (
+        "model=tiny_qwen3_vl_moe",
+        "data=see",
+        "parallel.recompute=full",
+        "model.freeze=[vision]",
+    ),
+    "11M parameters": (
+        "model=qwen3_vl",
+        "model.path={folder}",
+        "model.dtype=float32",
+        "data.path={folder}/" + ROWS,
+        "data.media_keys.image=images",
+        "reward=exact_match",
+        "rollout.max_new_tokens=16",
+    ),
+}
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--media", action="store_true", help="the three runs on images and videos")
+    parser.add_argument("--json", type=Path, help="write the figures here, with those of every kind of process")
     arguments = parser.parse_args()
-    figures = {}
+    figures, every = {}, {}
     with tempfile.TemporaryDirectory() as scratch:
-        for name, (model, overrides) in RUNS.items():
+        runs = _media_runs(Path(scratch)) if arguments.media else _text_runs(Path(scratch))
+        for name, overrides in runs:
             words = [*QUIET, *overrides, f"run.dir={scratch}/{name.split()[0]}"]
-            if model is not None:
-                words += ["model=qwen3", "model.dtype=float32", f"model.path={_make(model, Path(scratch) / 'model')}"]
-            figures[name] = compare(predicted(words), measured(words))
+            plan, truth = predicted(words), measured(words)
+            figures[name] = compare(plan, truth, named=OF_MEDIA if arguments.media else OF_TEXT)
+            every[name] = {"predicted": plan, "measured": truth}
+            if arguments.json is not None:
+                arguments.json.write_text(json.dumps(every, indent=2))
     print(table(figures))
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(figures, indent=2))
+
+
+def _text_runs(scratch: Path) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yields name and overrides of each run on text; a model is made when its turn comes."""
+    for name, (model, overrides) in RUNS.items():
+        if model is not None:
+            sizes = map(str, vars(model).values())
+            folder = _make("benchmarks.random_model", scratch / "model", *sizes)
+            overrides += ("model=qwen3", "model.dtype=float32", f"model.path={folder}")
+        yield name, overrides
+
+
+def _media_runs(scratch: Path) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yields name and overrides of each run on images and videos."""
+    folder = _make("benchmarks.random_vision_model", scratch / "model")
+    for name, overrides in MEDIA_RUNS.items():
+        yield name, tuple(one.format(folder=folder) for one in overrides)
 
 
 def predicted(overrides: Sequence[str]) -> dict[str, float]:
@@ -112,7 +158,7 @@ def predicted(overrides: Sequence[str]) -> dict[str, float]:
 
 def measured(overrides: Sequence[str]) -> dict[str, float]:
     """The same of a real run. Raises RuntimeError where it fails."""
-    mark = secrets.token_hex(8)
+    mark, items = secrets.token_hex(8), 0
     peaks: dict[int, tuple[str, float]] = {}
     with tempfile.TemporaryFile() as log:
         run = subprocess.Popen(
@@ -125,6 +171,7 @@ def measured(overrides: Sequence[str]) -> dict[str, float]:
         deadline = time.monotonic() + DEADLINE_S
         while run.poll() is None and time.monotonic() < deadline:
             peaks |= _peaks(f"{MARK}={mark}".encode(), ours)
+            items = max(items, _item_bytes(run.pid))
             time.sleep(SAMPLE_S)
         if run.poll() != 0:
             run.terminate()
@@ -133,13 +180,17 @@ def measured(overrides: Sequence[str]) -> dict[str, float]:
     sums: dict[str, float] = defaultdict(float)
     for kind, peak in peaks.values():
         sums[kind] += peak
+    if items:
+        sums[ITEMS] = items / MIB
     return dict(sums)
 
 
-def compare(plan: Mapping[str, float], truth: Mapping[str, float]) -> dict[str, dict[str, float]]:
-    """Actor, engine, all others together, and the sum: both figures in MiB, and predicted / measured."""
+def compare(
+    plan: Mapping[str, float], truth: Mapping[str, float], *, named: Sequence[str] = OF_TEXT
+) -> dict[str, dict[str, float]]:
+    """Those ``named``, all others together, and the sum: both figures in MiB, and predicted / measured."""
     rows = {}
-    for name in ("actor", "engine"):
+    for name in named:
         rows[name] = {"predicted": plan[name], "measured": truth[name]}
     others = [sum(size for name, size in one.items() if name not in rows) for one in (plan, truth)]
     rows["others"] = dict(zip(("predicted", "measured"), others, strict=True))
@@ -169,7 +220,10 @@ def _peaks(mark: bytes, ours: dict[int, bool]) -> dict[int, tuple[str, float]]:
         pid = int(entry.name)
         try:
             if pid not in ours:
-                ours[pid] = mark in (entry / "environ").read_bytes()
+                environment = (entry / "environ").read_bytes()
+                if not environment:  # a process whose program is being replaced is looked at again
+                    continue
+                ours[pid] = mark in environment
             if not ours[pid]:
                 continue
             status = dict(line.split(":", 1) for line in (entry / "status").read_text().splitlines() if ":" in line)
@@ -183,11 +237,18 @@ def _peaks(mark: bytes, ours: dict[int, bool]) -> dict[int, tuple[str, float]]:
     return found
 
 
-def _make(model: Model, folder: Path) -> Path:
+def _item_bytes(pid: int) -> int:
+    """Returns the bytes of the encoded items of the run of process ``pid``."""
+    found = 0
+    for file in Path("/dev/shm").glob(f"relax-{pid}-*/*/media/*"):
+        with suppress(OSError):  # it was removed meanwhile
+            found += file.stat().st_size
+    return found
+
+
+def _make(module: str, folder: Path, *sizes: str) -> Path:
     """A folder with random weights, made in a process of its own: transformers is large."""
-    subprocess.run(
-        [sys.executable, "-m", "benchmarks.random_model", str(folder), *map(str, vars(model).values())], check=True
-    )
+    subprocess.run([sys.executable, "-m", module, str(folder), *sizes], check=True)
     return folder
 
 

@@ -1,4 +1,4 @@
-"""The models that see and the groups with images and videos of `benchmarks.parity`, and Hugging Face's log-probs."""
+"""Makes the models that see and the groups with media of `benchmarks.parity`, and Hugging Face's log-probs."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from relax_core.contracts.media import Media, MediaItem
-from relax_core.contracts.media_file import FolderReader, item_digest, write_item
+from relax_core.contracts.media_file import FolderReader
 from relax_core.contracts.tree import NOT_SAMPLED, TokenTree
 from relax_core.families.architecture import VisionTower
 from relax_core.families.folder import folder_architecture
-from relax_core.families.vision.item_rows import image_rows, video_rows
 from relax_core.families.vision.patches import patches_of
+from tests.media_items import item_of
 from tests.trees import answers_tree
 
 DENSE, EXPERTS = "qwen3_vl", "qwen3_vl_moe"
@@ -32,7 +32,7 @@ Part = int | MediaItem  # a number of random text tokens, or an item
 
 
 def make_model(folder: Path, family: str) -> Any:
-    """A tiny random model of eight layers; the tower's outputs are added after its first two."""
+    """Returns a tiny random model of eight layers; the tower's outputs are added after its first two."""
     import transformers
 
     from relax_core.tools.tiny_vision import write_published
@@ -94,7 +94,7 @@ def make_model(folder: Path, family: str) -> Any:
 
 
 class Items:
-    """Random images and videos, whose files are in ``folder``."""
+    """Makes random images and videos, whose files are in ``folder``."""
 
     def __init__(self, model_folder: Path, folder: Path) -> None:
         tower = folder_architecture(model_folder).vision
@@ -103,35 +103,19 @@ class Items:
         folder.mkdir(exist_ok=True)
 
     def image(self, height: int, width: int) -> MediaItem:
-        """An image of so many patches."""
-        return self._item("image", [1, height, width], 1)
+        """Returns an image of so many patches."""
+        return item_of(self._tower, self._pixels(1, height, width), folder=self._folder)
 
     def video(self, time: int, height: int, width: int) -> MediaItem:
-        return self._item("video", [time, height, width], 2 * time)
+        stamps = [[1, 2 + step] for step in range(time)]
+        return item_of(self._tower, self._pixels(2 * time, height, width), stamps=stamps, folder=self._folder)
 
-    def _item(self, kind: Any, grid: list[int], frames: int) -> MediaItem:
-        shape = (frames, grid[1] * PATCH, grid[2] * PATCH, 3)
-        tensors = {"frames": self._random.integers(0, 256, shape, dtype=np.uint8)}
-        stamps = [[1, 2 + step] for step in range(grid[0])]
-        tower = self._tower
-        rows = image_rows(tower, grid=grid) if kind == "image" else video_rows(tower, grid=grid, stamps=stamps)
-        item = MediaItem(
-            kind=kind,
-            digest=item_digest(b"parity", tensors),
-            token_ids=rows.token_ids.astype("<i4").tobytes(),
-            offsets=rows.offsets.astype("<i4").tobytes(),
-            advance=rows.advance,
-            placeholder=rows.placeholder,
-            grid=grid,
-            frames=frames,
-            width=grid[2] * PATCH,
-            height=grid[1] * PATCH,
-        )
-        return write_item(self._folder, item, tensors)
+    def _pixels(self, frames: int, height: int, width: int) -> np.ndarray:
+        return self._random.integers(0, 256, (frames, height * PATCH, width * PATCH, 3), dtype=np.uint8)
 
 
 def make_case(case: str, items: Items) -> list[TokenTree]:
-    """The groups of a case; the last one is text alone where the case is "mixed"."""
+    """Returns the groups of a case; the last one is text alone where the case is "mixed"."""
     many = [items.image(*size) for size in SIZES]
     video = items.video(2, 4, 4)
     groups = {
@@ -151,7 +135,7 @@ def make_case(case: str, items: Items) -> list[TokenTree]:
 
 
 def group(uid: str, prompt: Sequence[Part], answers: Sequence[Sequence[Part]]) -> TokenTree:
-    """A prompt and its answers. An item in an answer is what an environment shows, so nothing samples its rows."""
+    """Returns a prompt and its answers. An environment shows the items of an answer, so nothing samples them."""
     random = np.random.default_rng(len(prompt) + 10 * len(answers))
     trunk, media, _ = _rows(prompt, 0, random)
     ids, lengths, sampled = list[int](), list[int](), list[bool]()
@@ -183,7 +167,7 @@ def _rows(parts: Sequence[Part], start: int, random: np.random.Generator) -> tup
 
 
 def huggingface_logits(model: Any, tree: TokenTree, reader: FolderReader, tower: VisionTower) -> Tensor:
-    """The logits of a tree of one chain, ``[rows, vocabulary]``; transformers derives all positions by itself."""
+    """Returns the logits of a tree of one chain, ``[rows, vocabulary]``; transformers derives all positions."""
     ids = torch.from_numpy(tree.token_ids).long()[None]
     inputs: dict[str, Tensor] = {}
     names = {"image": ("pixel_values", "image_grid_thw"), "video": ("pixel_values_videos", "video_grid_thw")}
@@ -199,5 +183,5 @@ def huggingface_logits(model: Any, tree: TokenTree, reader: FolderReader, tower:
 
 
 def published(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A model's tensors as its folder has them: experts are transposed there."""
+    """Returns a model's tensors as its folder has them: experts are transposed there."""
     return {name: one.transpose(1, 2).contiguous() if ".mlp.experts." in name else one for name, one in tensors.items()}

@@ -1,4 +1,4 @@
-"""What `benchmarks.parity --media` runs in its processes, as `benchmarks.parity_ranks` does for text."""
+"""Computes what `benchmarks.parity --media` runs in its processes, as `benchmarks.parity_ranks` does for text."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ SLOWER = dataclasses.replace(OPTIMIZER, lr=OPTIMIZER.lr / 3)  # so that rounding
 
 
 def groups_of(folder: Path, family: str, case: str, packing: str) -> list[TokenTree]:
-    """The groups of a case; with "replay" they have experts that no router would choose."""
+    """Returns the groups of a case; with "replay" they have experts that no router would choose."""
     groups = make_case(case, Items(folder / family, folder / "media"))
     if packing == "replay":
         random = np.random.default_rng(2)
@@ -65,7 +65,7 @@ def with_saved_rollout(folder: Path, name: str, groups: Sequence[TokenTree]) -> 
 
 
 def steps(backend: MegatronBackend, groups: Sequence[TokenTree], *, replica: int, layout: Mapping[str, Any]) -> Outcome:
-    """Three steps, and the gradients of the first one where each rank has them whole."""
+    """Returns three steps, and the gradients of the first one where each rank has them whole."""
     gradients: dict[str, Tensor] = {}
     whole = not layout.get("distributed_optimizer")
 
@@ -91,7 +91,7 @@ def in_turns(step: int, groups: Sequence[TokenTree]) -> Sequence[TokenTree]:
 
 
 def rank_main(folder: Path, *, rank: int, ranks: int, port: int, rows: Sequence[Any]) -> None:
-    """Every row of the table that has ``ranks`` ranks; rank 0 writes a line of ``<ranks>.jsonl`` for each."""
+    """Computes every row of the table that has ``ranks`` ranks; rank 0 writes a line of ``<ranks>.jsonl`` for each."""
     from megatron.core import parallel_state
 
     torch.set_num_threads(1)
@@ -126,7 +126,7 @@ def rank_main(folder: Path, *, rank: int, ranks: int, port: int, rows: Sequence[
 
 
 def reference_main(folder: Path) -> None:
-    """Hugging Face against the single process in every case, as trees and as rows."""
+    """Compares Hugging Face with the single process in every case, as trees and as rows."""
     torch.set_num_threads(1)
     with (folder / "1.jsonl").open("w") as lines:
         for family in (DENSE, EXPERTS):
@@ -137,7 +137,7 @@ def reference_main(folder: Path) -> None:
 
 
 def _case(folder: Path, family: str, case: str) -> list[dict[str, Any]]:
-    """The lines of a case. The outcomes of the single process in the case "mixed" are written for the layouts."""
+    """Returns the lines of a case. The single process in the case "mixed" writes its outcomes for the layouts."""
     reader = FolderReader(folder / "media")
     alone: dict[str, Any] = {"layout": {}, "rank": 0, "ranks": 1, "port": 0}
     backend = partial(make_backend, folder, family=family, media=reader, optimizer=SLOWER, **alone)

@@ -1,6 +1,7 @@
 """What routing replay (R3) does to the gap between an engine in half precision and a trainer in full precision.
 
     python -m benchmarks.routing_replay [--seeds 5] [--prompts 32] [--json FILE]
+    python -m benchmarks.routing_replay --media   # benchmarks.routing_replay_media: prompts with images, and step time
 
 A bfloat16 engine samples; a float32 trainer computes the log-probs of the same tokens twice, once with its own routing
 and once with the engine's experts. So both columns are of the same samples and the same weights. Two models: the
@@ -18,7 +19,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 os.environ.update(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE")
 
@@ -36,6 +37,9 @@ from relax_core.engines.protocol.engine_client import EngineClient
 from relax_core.families.tiny_configs import EXPERTS
 from relax_core.tools.make_tiny import tiny_model_folder
 from tests.trees import answers_tree, of_tokens
+
+if TYPE_CHECKING:
+    from relax_core.contracts.media import MediaReader
 
 REACH = 5.0  # the largest gap is to fall so many times
 SAMPLES = 16  # of a prompt
@@ -115,7 +119,7 @@ def sample(folder: Path, prompts: Sequence[list[int]], *, new_tokens: int, seed:
         found = asyncio.run(_responses(process.url, prompts, new_tokens=new_tokens, seed=seed))
     finally:
         process.stop(timeout_s=5.0)
-    return [_group(place, prompt, found[place]) for place, prompt in enumerate(prompts)]
+    return [group_of(place, prompt, found[place]) for place, prompt in enumerate(prompts)]
 
 
 async def _responses(
@@ -136,7 +140,7 @@ async def _responses(
     return found
 
 
-def _group(place: int, prompt: list[int], answers: Sequence[Generated]) -> TokenTree:
+def group_of(place: int, prompt: list[int], answers: Sequence[Generated]) -> TokenTree:
     parts = [one.response_experts for one in answers if one.response_experts is not None]
     assert answers[0].prompt_experts is not None and len(parts) == len(answers)
     return answers_tree(
@@ -149,19 +153,32 @@ def _group(place: int, prompt: list[int], answers: Sequence[Generated]) -> Token
     )
 
 
-def trainer(folder: Path) -> Any:
-    """The trainer of model=tiny_qwen3_moe over the model in ``folder``; a forward pass takes all groups together."""
+def trainer(folder: Path, *, model: str, media: MediaReader | None, banned: Sequence[int]) -> Any:
+    """Returns the trainer of ``model`` over the weights in ``folder``; a forward pass takes all groups together."""
     from relax_core.train.policy_backend import MegatronBackend
 
     parallel = one_rank_parallel(micro_batch_tokens=1 << 30)
-    setup = one_rank_setup(folder, overrides=[f"model={EXPERTS}"], parallel=parallel)
-    return MegatronBackend(setup, temperature=1.0, trainable=False)
+    setup = one_rank_setup(folder, overrides=[f"model={model}"], parallel=parallel, banned_token_ids=banned)
+    return MegatronBackend(setup, temperature=1.0, trainable=False, media=media)
 
 
-def measure(name: str, seed: int, folder: Path, groups: Sequence[TokenTree]) -> Row:
+def measure(
+    name: str,
+    seed: int,
+    folder: Path,
+    groups: Sequence[TokenTree],
+    *,
+    model: str = EXPERTS,
+    media: MediaReader | None = None,
+    banned: Sequence[int] = (),
+) -> Row:
+    """Returns the gaps of one model and seed.
+
+    ``media`` reads the items of groups that have any. ``banned`` are the tokens that the engine may not sample.
+    """
     from relax_core.train.model.moe import routers
 
-    backend = trainer(folder)
+    backend = trainer(folder, model=model, media=media, banned=banned)
     replayed = _of_all_tokens(groups, backend.logprobs(groups))
     chosen: list[torch.Tensor] = []
     hooks = [
@@ -230,8 +247,14 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--json", type=Path, default=None, help="also write the rows here")
+    parser.add_argument("--media", action="store_true", help="a model that sees, prompts with images; also step time")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    if arguments.media:
+        from benchmarks.routing_replay_media import print_media_replay
+
+        print_media_replay(seeds=arguments.seeds, prompts=arguments.prompts, json_file=arguments.json)
+        return
     rows = measure_all(arguments.seeds, arguments.prompts)
     print(table(rows))
     if arguments.json is not None:

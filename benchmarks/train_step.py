@@ -5,6 +5,7 @@ log-probs and of a step; what routing replay costs.
                                     [--repeats 3] [--json FILE]
     python -m benchmarks.train_step --trees       # the part trees alone
     python -m benchmarks.train_step --memory      # the part memory alone
+    python -m benchmarks.train_step --media       # benchmarks.train_step_media
 
 A step is forward, backward and optimizer over the same groups, on one thread of one process; its time is CPU seconds.
 The ways of a case take turns, so that a ratio holds on any machine; ratios are medians over the repeats, with the least
@@ -31,6 +32,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -85,6 +87,12 @@ class Result:
 
 
 def main() -> None:
+    if "--media" in sys.argv:
+        from benchmarks import train_step_media
+
+        sys.argv.remove("--media")
+        train_step_media.main()
+        return
     arguments = _parse()
     # Before torch is imported; also for the processes of `logprobs`.
     os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
@@ -93,14 +101,14 @@ def main() -> None:
         folder = Path(scratch)
         if "fill" in arguments.parts:
             for model in arguments.models:
-                report[f"fill {model}"] = _tell(f"fill, {model}", fill(folder, model, repeats=arguments.repeats))
+                report[f"fill {model}"] = tell(f"fill, {model}", fill(folder, model, repeats=arguments.repeats))
         if "tree" in arguments.parts:
-            report["tree"] = _tell("tree", tree(folder, repeats=arguments.repeats))
+            report["tree"] = tell("tree", tree(folder, repeats=arguments.repeats))
         if "logprobs" in arguments.parts:
             report["logprobs"] = logprobs(repeats=arguments.repeats)
         if "replay" in arguments.parts:
             repeats = arguments.repeats * REPLAY_REPEATS
-            report["replay"] = _tell("routing replay, moe", [replay(folder, repeats=repeats)])
+            report["replay"] = tell("routing replay, moe", [replay(folder, repeats=repeats)])
         if "trees" in arguments.parts:
             report["trees"] = trees(folder, repeats=arguments.repeats)
         if "memory" in arguments.parts:
@@ -209,7 +217,7 @@ def trees(folder: Path, *, repeats: int) -> dict[str, object]:
         "tree": lambda: tree_model.step([deep], budget_rows=deep.rows),
     }
     result = measure(f"{len(rows)} segments", ways, tokens=_tokens([deep]), repeats=repeats)
-    told = _tell("deep trees", [result])
+    told = tell("deep trees", [result])
     every, once = Counts.of(rows), Counts.of([deep])
     for what in ("rows", "pairs", "predicted"):
         each, one = getattr(every, what), getattr(once, what)
@@ -264,7 +272,7 @@ def _tokens(groups: Sequence[TokenTree]) -> int:
 
 
 # -- print-out --------------------------------------------------------------------------------------------------------
-def _tell(title: str, results: Iterator[Result] | Sequence[Result]) -> list[dict[str, object]]:
+def tell(title: str, results: Iterator[Result] | Sequence[Result]) -> list[dict[str, object]]:
     """Prints each result as soon as it is there."""
     print(f"\n{title}\n{'case':20}{'way':16}{'tokens/s':>10}  of the first way{'norm off':>16}")
     told = []

@@ -20,6 +20,8 @@ from tests.trees import answers_tree
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from relax_core.contracts.media import MediaReader
+
 MICRO_BATCH_TOKENS = 4096
 LEARNING_RATE, CLIP_GRAD = 1e-5, 1.0
 
@@ -126,7 +128,9 @@ def as_rows(groups: Sequence[TokenTree]) -> list[TokenTree]:
 class Ours:
     """`MegatronBackend` on one rank."""
 
-    def __init__(self, folder: Path, *, family: str, learning_rate: float = LEARNING_RATE) -> None:
+    def __init__(
+        self, folder: Path, *, family: str, learning_rate: float = LEARNING_RATE, media: MediaReader | None = None
+    ) -> None:
         from algorithms import grpo
         from benchmarks.one_rank import one_rank_parallel, one_rank_setup
         from relax_core.config.choices import Schedule
@@ -151,9 +155,14 @@ class Ours:
             optimizer=optimizer,
             total_steps=1000,
             algorithm=grpo.SPEC,
-            config=grpo.GrpoConfig(old_logprobs="current", correction="none", routing_replay=family == "qwen3_moe"),
+            config=grpo.GrpoConfig(old_logprobs="current", correction="none", routing_replay=family.endswith("_moe")),
         )
-        self._backend = MegatronBackend(setup, temperature=1.0)
+        self._backend = MegatronBackend(setup, temperature=1.0, media=media)
+
+    @property
+    def vision(self) -> Any:
+        """The vision tower's module."""
+        return self._backend.models[0].vision
 
     def step(self, groups: Sequence[TokenTree], *, budget_rows: int = MICRO_BATCH_TOKENS) -> float:
         """The gradient's norm; ``budget_rows``: of a micro-batch."""

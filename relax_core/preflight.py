@@ -25,7 +25,7 @@ from relax_core.plan.data.context_length import settle_context, settle_evaluatio
 from relax_core.plan.data.data_check import look_at_data
 from relax_core.plan.data.epochs import settle_steps
 from relax_core.plan.data.plugin_checks import plugin_problems, source_problems
-from relax_core.plan.gpus import gpu_problems
+from relax_core.plan.gpus import device_files, gpu_problems
 from relax_core.plan.model.model_source import find_dimensions, layout_shape, shape_dimensions
 from relax_core.registry import find_algorithm, find_engine, find_family
 from relax_core.rollout.evaluation.eval_metrics import MOST_SAMPLES
@@ -235,8 +235,14 @@ def ray_address_problems(config: RelaxConfig) -> Iterator[str]:
 
 
 def engine_start_problems(config: RelaxConfig) -> Iterator[str]:
-    """Returns what keeps the configured kind of engine from starting on this machine."""
-    yield from find_engine(config.engine.name).start_problems(config)
+    """Returns what keeps the configured kind of engine from starting on this machine.
+
+    A machine without a GPU is not the one that a run on GPUs starts on, so its engine is not looked for.
+    """
+    engine = find_engine(config.engine.name)
+    if engine.on_gpus and config.placement.gpus_per_node and config.engine.python is None and not device_files():
+        return
+    yield from engine.start_problems(config)
 
 
 def teacher_problems(config: RelaxConfig) -> Iterator[str]:

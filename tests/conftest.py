@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Generator, Iterator
 from typing import TYPE_CHECKING
@@ -87,6 +88,16 @@ def nothing_is_left_behind(pytestconfig: pytest.Config) -> Iterator[None]:
     yield
     left = pytestconfig.stash[SCRATCH].left()
     assert not left, "tests left behind:\n" + "\n".join(left)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_rank_server_is_left(nothing_is_left_behind: None) -> Iterator[None]:
+    """Ends the process from which `tests/train/rank_processes.py` forks ranks, if a test has started it."""
+    yield
+    if "tests.train.rank_server" in sys.modules:
+        from tests.train.rank_server import SERVER
+
+        SERVER.close()
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
@@ -11,7 +12,7 @@ from relax_core.contracts.family import Vision
 from relax_core.contracts.media import MediaItem
 from relax_core.contracts.media_file import item_digest, write_item
 from relax_core.families.architecture import VisionTower
-from relax_core.families.vision.item_rows import ItemRows, image_rows, video_rows
+from relax_core.families.vision.item_rows import image_rows, video_rows
 
 IMAGE, VIDEO, START, END = 90, 91, 92, 93  # the tokens of the tower below
 TOWER = VisionTower(
@@ -34,33 +35,49 @@ TOWER = VisionTower(
 
 def image_item(height: int, width: int, *, seed: int = 0, folder: Path | None = None) -> MediaItem:
     """An image of ``height`` × ``width`` rows; its file is written if there is a folder."""
-    grid = [1, 2 * height, 2 * width]
-    return _item("image", image_rows(TOWER, grid=grid), grid, frames=1, seed=seed, folder=folder)
+    return item_of(TOWER, _pixels(1, height, width, seed), folder=folder)
 
 
 def video_item(
     stamps: Sequence[Sequence[int]], height: int, width: int, *, seed: int = 0, folder: Path | None = None
 ) -> MediaItem:
     """A video of ``height`` × ``width`` rows at each time stamp."""
-    grid = [len(stamps), 2 * height, 2 * width]
-    rows = video_rows(TOWER, grid=grid, stamps=stamps)
-    return _item("video", rows, grid, frames=2 * len(stamps), seed=seed, folder=folder)
+    return item_of(TOWER, _pixels(2 * len(stamps), height, width, seed), stamps=stamps, seconds=1.0, folder=folder)
 
 
-def _item(kind: str, rows: ItemRows, grid: list[int], *, frames: int, seed: int, folder: Path | None) -> MediaItem:
-    height, width = 4 * grid[1], 4 * grid[2]
-    pixels = np.random.default_rng(seed).integers(0, 256, (frames, height, width, 3), dtype=np.uint8)
+def item_of(
+    tower: VisionTower,
+    frames: np.ndarray,
+    *,
+    stamps: Sequence[Sequence[int]] | None = None,
+    seconds: float = 0.0,
+    folder: Path | None = None,
+) -> MediaItem:
+    """Makes the item of ``frames``, uint8 ``[frames, height, width, 3]``, and writes its file if there is a folder.
+
+    With ``stamps``, the tokens of each time stamp, it is a video, and an image without.
+    """
+    count, height, width, _ = frames.shape
+    grid = [-(-count // tower.temporal_patch_size), height // tower.patch_size, width // tower.patch_size]
+    rows = image_rows(tower, grid=grid) if stamps is None else video_rows(tower, grid=grid, stamps=stamps)
+    kind: Literal["image", "video"] = "image" if stamps is None else "video"
     item = MediaItem(
-        kind="image" if kind == "image" else "video",
-        digest=item_digest(kind.encode(), {"frames": pixels}),
+        kind=kind,
+        digest=item_digest(kind.encode(), {"frames": frames}),
         token_ids=rows.token_ids.astype("<i4").tobytes(),
         offsets=rows.offsets.astype("<i4").tobytes(),
         advance=rows.advance,
         placeholder=rows.placeholder,
         grid=grid,
-        seconds=0.0 if kind == "image" else 1.0,
-        frames=frames,
+        seconds=seconds,
+        frames=count,
         width=width,
         height=height,
     )
-    return item if folder is None else write_item(folder, item, {"frames": pixels})
+    return item if folder is None else write_item(folder, item, {"frames": frames})
+
+
+def _pixels(frames: int, height: int, width: int, seed: int) -> np.ndarray:
+    size = TOWER.patch_size * TOWER.merge_size
+    shape = (frames, size * height, size * width, 3)
+    return np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)

@@ -12,13 +12,13 @@ import numpy as np
 import torch
 
 from relax_core.contracts.media import Media, MediaItem
-from relax_core.contracts.media_file import FolderReader, item_digest, write_item
+from relax_core.contracts.media_file import FolderReader
 from relax_core.families.architecture import VisionTower
 from relax_core.families.folder import folder_architecture
 from relax_core.families.tiny_configs import processor_files, tiny_config
-from relax_core.families.vision.item_rows import image_rows, video_rows
 from relax_core.families.vision.patches import patches_of
 from relax_core.tools.tiny_vision import write_published
+from tests.media_items import item_of
 
 DENSE, EXPERTS = "tiny_qwen3_vl", "tiny_qwen3_vl_moe"
 FIRST_TEXT = 7  # ids from here to LAST_TEXT are characters
@@ -73,33 +73,14 @@ class Seen:
 
     def image(self, height: int, width: int, *, seed: int = 0) -> MediaItem:
         """Encodes a random image of ``height`` by ``width`` rows."""
-        return self._item(_noise(1, height, width, self.tower, seed), stamps=None)
+        return item_of(self.tower, _noise(1, height, width, self.tower, seed), folder=self.folder)
 
     def video(self, steps: int, height: int, width: int, *, seed: int = 0) -> MediaItem:
         """Encodes a random video of ``steps`` steps of ``height`` by ``width`` rows, with random time stamps."""
         rng = np.random.default_rng(seed)
         stamps = [rng.integers(FIRST_TEXT, LAST_TEXT, 3 + step % 2).tolist() for step in range(steps)]
         frames = _noise(steps * self.tower.temporal_patch_size, height, width, self.tower, seed)
-        return self._item(frames, stamps=stamps)
-
-    def _item(self, frames: np.ndarray, *, stamps: Sequence[Sequence[int]] | None) -> MediaItem:
-        tower = self.tower
-        count, height, width, _ = frames.shape
-        grid = [-(-count // tower.temporal_patch_size), height // tower.patch_size, width // tower.patch_size]
-        rows = image_rows(tower, grid=grid) if stamps is None else video_rows(tower, grid=grid, stamps=stamps)
-        item = MediaItem(
-            kind="image" if stamps is None else "video",
-            digest=item_digest(b"test", {"frames": frames}),
-            token_ids=rows.token_ids.astype("<i4").tobytes(),
-            offsets=rows.offsets.astype("<i4").tobytes(),
-            advance=rows.advance,
-            placeholder=rows.placeholder,
-            grid=grid,
-            frames=count,
-            width=width,
-            height=height,
-        )
-        return write_item(self.folder, item, {"frames": frames})
+        return item_of(self.tower, frames, stamps=stamps, folder=self.folder)
 
     def prompt(self, *parts: Sequence[int] | MediaItem) -> tuple[list[int], list[Media]]:
         """Returns the ids of texts and items one after the other, and where the items are.

@@ -74,7 +74,7 @@ REASONS = {
         "relax_core/rollout/item_cache.py",
         "ItemCache.items",
     ): "each encoding ends within modality.worker_timeout_s, and the bus's call within its own",
-    ("relax_core/rollout/prompt_admissions.py", "PromptAdmissions.prompts"): "the same",
+    ("relax_core/rollout/prompt_admissions.py", "PromptAdmissions._make"): "the same",
     ("relax_core/rollout/evaluation/evaluator.py", "prepare_with_media"): "the same",
     (
         "relax_core/rollout/evaluation/evaluator.py",

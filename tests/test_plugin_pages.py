@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
+import io
 import re
 import subprocess
 import sys
+import wave
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from relax_core.config.compose import load_config
 from relax_core.config.errors import ConfigError
-from relax_core.contracts.env import Action, EpisodeStart, StepResult
+from relax_core.contracts.env import Action, EpisodeStart, StepResult, media_sources
 from relax_core.contracts.reward import RewardInput
+from relax_core.data.media.item_encoder import encode_item
+from relax_core.data.media.media_limits import MediaLimits
 from relax_core.plan.data.plugin_checks import plugin_problems
 from relax_core.registry import ALL_KINDS, PluginError, find, find_algorithm, find_env, find_reward, key_of
 from tests.data.test_plugin_source import ROWS, write_database
+from tests.media_items import TOWER
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 PAGES = REPOSITORY / "docs" / "plugins"
@@ -87,6 +95,33 @@ def test_env() -> None:
     messages: Any = find_env(file).messages
     opened = messages({"prompt": "1 + 1?"}, config)
     assert [message["content"] for message in opened] == ["Be brief.", "1 + 1?"]
+
+
+def test_an_env_shows_a_sound_as_a_picture(tmp_path: Path) -> None:
+    """A tone that rises in four steps rises in the picture, which the encode worker takes as any other."""
+    rate, steps = 8000, (500, 1000, 2000, 3000)
+    seconds = np.arange(rate // 2) / rate
+    sound = np.concatenate([0.5 * np.sin(2 * np.pi * hertz * seconds) for hertz in steps])
+    with wave.open(str(tmp_path / "a.wav"), "wb") as file:
+        file.setnchannels(1)
+        file.setsampwidth(2)
+        file.setframerate(rate)
+        file.writeframes((sound * 32767).astype("<i2").tobytes())
+    spec = find_env(f"{EXAMPLES}/spectrogram.py")
+    config = load_config([f"env.name={EXAMPLES}/spectrogram.py", f"env.folder={tmp_path}"]).env
+    opened: Any = spec.messages
+    (message,) = opened({"prompt": "what is it?", "sound": "a.wav"}, config)
+    (source,) = media_sources([message])
+    pixels = np.asarray(Image.open(io.BytesIO(source.data)))
+    assert pixels.shape[0] == 256 and pixels.dtype == np.uint8
+    columns = [pixels.shape[1] * (2 * step + 1) // 8 for step in range(4)]
+    loudest = [255 - int(pixels[:, column].argmax()) for column in columns]  # the row from the bottom; one is 15.6 Hz
+    assert loudest == [pytest.approx(hertz / 15.625 - 1, abs=1) for hertz in steps]
+    tower = dataclasses.replace(TOWER, min_pixels=64)
+    item, tensors = encode_item(source, tower, MediaLimits(), root=tmp_path, tokenize=lambda text: [])
+    assert item.words == f"[image {pixels.shape[1]}×256]" and tensors["frames"].shape[3] == 3
+    with pytest.raises(FileNotFoundError):
+        opened({"prompt": "what is it?", "sound": "b.wav"}, config)
 
 
 def test_env_with_turns() -> None:

@@ -11,7 +11,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from relax_core.control.host.run_paths import SHARED_MEMORY, WEIGHTS_PREFIX
+from relax_core.control.host.run_paths import WEIGHTS_PREFIX
 from relax_core.control.host.subreaper import PR_SET_PDEATHSIG, prctl
 
 
@@ -56,8 +56,11 @@ def _as_child() -> None:
     prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def remove_weights_folders(pid: int, run_dir: Path) -> None:
-    """Removes the published weights that a killed run leaves outside of TMPDIR. ``pid`` is that of its supervisor."""
-    for parent in (SHARED_MEMORY, run_dir):
+def remove_run_folders(pid: int, *parents: Path) -> None:
+    """Removes the published weights and media items that a killed run leaves in folders outside of TMPDIR.
+
+    ``pid`` is that of its supervisor.
+    """
+    for parent in parents:
         for folder in parent.glob(f"{WEIGHTS_PREFIX}{pid}-*"):
             shutil.rmtree(folder, ignore_errors=True)

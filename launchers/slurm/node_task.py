@@ -25,12 +25,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from launchers.slurm.child_process import Child, remove_weights_folders
+from launchers.slurm.child_process import Child, remove_run_folders
 from launchers.slurm.job_state import slurm_call
 from launchers.slurm.task_identity import TaskIdentity, task_folder
 from launchers.submitted import CONFIG_FILE, RunEnd, read_submitted, write_end, write_whole
 from relax_core.config.schema import SlurmLauncherConfig
 from relax_core.control.host.ray_session import LOOPBACK_SWITCH, ONE_THREAD, QUIET, new_token_file
+from relax_core.control.host.run_paths import SHARED_MEMORY
 from relax_core.control.host.subreaper import become_subreaper, end_children
 
 FAILED = 1
@@ -41,7 +42,7 @@ REQUEUED_S = 60.0  # Slurm ends the processes of a requeued job within this time
 STOPPED = 128 + signal.SIGTERM
 JOINED = {name: value for name, value in QUIET.items() if name != LOOPBACK_SWITCH}
 JOINED["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"] = "0"
-HEAD, DONE, LOST = "head", "done", "lost"
+HEAD, DONE, LOST, RUN = "head", "done", "lost", "run"
 
 
 @dataclass(frozen=True)
@@ -160,7 +161,8 @@ class _Task:
         if self._identity.restarts:
             command.append("--again")
         run = Child(command, environment=self._environment(joined=address is not None))
-        self._undo.callback(remove_weights_folders, run.pid, self._run_dir)
+        write_whole(self._attempt / RUN, str(run.pid))
+        self._undo.callback(remove_run_folders, run.pid, SHARED_MEMORY, self._run_dir)
         self._undo.callback(end_children)
         return run
 
@@ -208,6 +210,7 @@ class _Task:
         address, folder = (self._attempt / HEAD).read_text().split()
         # A Ray node uses the path of the head's folder on its own machine.
         self._undo.callback(shutil.rmtree, folder, ignore_errors=True)
+        self._undo.callback(self._remove_media)
         self._undo.callback(end_children)
         rank = self._identity.rank
         node = self._start_ray(f"node-{rank}", f"--address={address}")
@@ -217,6 +220,11 @@ class _Task:
                 return self._report_node_lost(code)
             time.sleep(POLL_S)
         return 0
+
+    def _remove_media(self) -> None:
+        """Removes the media items that a killed run leaves in this node's shared memory."""
+        if (self._attempt / RUN).exists():
+            remove_run_folders(int((self._attempt / RUN).read_text()), SHARED_MEMORY)
 
     def _report_node_lost(self, code: int) -> int:
         rank, node = self._identity.rank, self._identity.node

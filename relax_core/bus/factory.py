@@ -40,7 +40,7 @@ def create_bus(
     plane: DataPlane | None = None,
     node_options: Mapping[str, Any] | None = None,
     media_folder: Path | None = None,
-    media_objects: bool = False,
+    media_nodes: bool = False,
 ) -> RayBus:
     """Starts the bus process and waits until it answers.
 
@@ -48,8 +48,8 @@ def create_bus(
     function. ``plane`` stores the payloads of bus=transfer_queue; if it is None, a new one starts that ends with the
     bus and has its sockets below ``socket_folder``. That path must be short, because a socket's path may have 107
     bytes. ``node_options`` are Ray's options for the node on which the bus process runs. ``media_folder`` is the folder
-    of media items, None in a run without media; with ``media_objects`` the bus keeps the items in Ray's object store,
-    which other nodes can read. Raises ValueError for an unknown backend or settings that make no sense.
+    of media items, None in a run without media; with ``media_nodes`` each node has its own beside it, and items are
+    copied to the nodes that need them. Raises ValueError for an unknown backend or settings that make no sense.
     """
     if config.name not in BACKENDS:
         raise ValueError(f"bus={config.name} is not built. What exists for bus: {', '.join(BACKENDS)}")
@@ -65,7 +65,7 @@ def create_bus(
         surplus=surplus,
         rollout_workers=rollout_workers,
         media_folder="" if media_folder is None else str(media_folder),
-        media_objects=media_objects,
+        media_nodes=media_nodes,
     )
     options = {
         "name": name,

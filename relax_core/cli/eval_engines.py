@@ -40,10 +40,13 @@ class EvalEngine:
 
 
 @contextmanager
-def eval_engines(config: RelaxConfig, model_folder: Path, *, log_dir: Path) -> Iterator[list[EvalEngine]]:
+def eval_engines(
+    config: RelaxConfig, model_folder: Path, *, log_dir: Path, media_folder: Path | None = None
+) -> Iterator[list[EvalEngine]]:
     """Starts ``engine.count`` engines at the same time and stops them after the block.
 
-    Raises EngineError if one of them does not start.
+    ``media_folder`` holds the images and videos of prompts, None if there are none. Raises EngineError if one of the
+    engines does not start.
     """
     with ExitStack() as undo:
         folder = Path(undo.enter_context(tempfile.TemporaryDirectory(prefix="rlx-eval-")))
@@ -62,6 +65,7 @@ def eval_engines(config: RelaxConfig, model_folder: Path, *, log_dir: Path) -> I
                 port=port + number if port else 0,
                 load_weights=True,
                 stop_strings=bool(config.rollout.stop),
+                media_folder=media_folder,
             )
             for number in range(config.engine.count)
         ]
@@ -74,7 +78,13 @@ def eval_engines(config: RelaxConfig, model_folder: Path, *, log_dir: Path) -> I
         yield [
             EvalEngine(
                 process,
-                build_client(config.engine, process.url, model_folder=model_folder, token_file=token_file),
+                build_client(
+                    config.engine,
+                    process.url,
+                    model_folder=model_folder,
+                    token_file=token_file,
+                    media_folder=media_folder,
+                ),
                 log_file=launch.log_file,
             )
             for process, launch in zip(processes, launches, strict=True)

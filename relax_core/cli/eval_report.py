@@ -15,6 +15,7 @@ from rich.table import Table
 from relax_core.data.shares import NAMED_ROWS
 from relax_core.rollout.evaluation.eval_metrics import Estimate, mean_reward
 from relax_core.rollout.evaluation.evaluator import SetAnswers
+from relax_core.rollout.prompt_tokens import shown_prompt
 
 RESULT_FILE = "evaluation.json"
 ANSWERS_FILE = "answers.jsonl"
@@ -38,7 +39,9 @@ def write_result(folder: Path, result: Mapping[str, Any], found: Sequence[SetAns
             for prompt, answers in zip(one.of.rows, one.answers, strict=True):
                 line = {
                     "set": one.of.name,
-                    "prompt": prompt.row["prompt"],
+                    "prompt": shown_prompt(prompt.row["prompt"], [media.item for media in prompt.media])
+                    if prompt.media
+                    else prompt.row["prompt"],
                     "answer": str(prompt.row["answer"]),
                     "responses": [answer.text for answer in answers],
                     "exact": [answer.exact for answer in answers],
@@ -80,10 +83,9 @@ def _remarks(one: Mapping[str, Any]) -> list[str]:
 
 def _set(one: SetAnswers) -> dict[str, Any]:
     answers = [answer for of_prompt in one.answers for answer in of_prompt]
-    figures = {name: _as_dict(estimate) for name, estimate in one.estimates().items()}
-    reward = mean_reward(one.answers)
-    if reward is not None:
-        figures["reward"] = _as_dict(reward)
+    figures = _figures(one)
+    for part, its in one.by_part().items():
+        figures |= {f"{part}/{name}": figure for name, figure in _figures(its).items()}
     return {
         "name": one.of.name,
         "rows": len(one.answers),
@@ -95,6 +97,12 @@ def _set(one: SetAnswers) -> dict[str, Any]:
         "bad_rows": dict(Counter(error.reason for error in one.of.bad)),
         "bad_rows_named": [str(error) for error in one.of.bad[:NAMED_ROWS]],
     }
+
+
+def _figures(one: SetAnswers) -> dict[str, dict[str, float]]:
+    figures = {name: _as_dict(estimate) for name, estimate in one.estimates().items()}
+    reward = mean_reward(one.answers)
+    return figures if reward is None else figures | {"reward": _as_dict(reward)}
 
 
 def _as_dict(estimate: Estimate) -> dict[str, float]:

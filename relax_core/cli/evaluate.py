@@ -14,6 +14,7 @@ from pathlib import Path
 from rich.console import Console
 
 from relax_core.cli.eval_engines import EvalEngine, eval_engines
+from relax_core.cli.eval_media import EvalMedia, eval_media
 from relax_core.cli.eval_report import ANSWERS_FILE, as_result, print_result, write_result
 from relax_core.config.saved import to_yaml
 from relax_core.config.schema import RelaxConfig
@@ -25,7 +26,7 @@ from relax_core.engines.pool.engine_pool import EnginePool
 from relax_core.engines.protocol.engine_client import EngineClient
 from relax_core.observe.results.summary import library_versions
 from relax_core.registry import find_env, find_reward
-from relax_core.rollout.evaluation.evaluator import PreparedSet, SetAnswers, ask, prepare
+from relax_core.rollout.evaluation.evaluator import PreparedSet, SetAnswers, ask, prepare_with_media
 from relax_core.rollout.prompt_tokens import PromptMaker
 from relax_core.rollout.rewards.reward_pool import RewardPool
 from relax_core.rollout.sampling_params import evaluation_sampling
@@ -53,10 +54,15 @@ def evaluate(config: RelaxConfig, target: Target) -> int:
     started, folder = time.monotonic(), Path(config.run.dir)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with _weights(config, target, folder) as model:
-            prompts, sets = prepared(config, model)
+        with (
+            _weights(config, target, folder) as model,
+            eval_media(config, model, log_dir=folder / "logs") as media,
+            asyncio.Runner() as runner,  # one event loop, in which an encoding may outlive the call that began it
+        ):
+            prompts = prompt_maker(config, model, media)
+            sets = runner.run(prepared(config, prompts))
             (folder / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
-            found = _ask(config, model, prompts, sets, log_dir=folder / "logs")
+            found = _ask(config, model, prompts, sets, runner=runner, media=media)
     except (ValueError, OSError) as error:
         print(f"relax: {error}", file=sys.stderr)
         return USAGE
@@ -83,25 +89,31 @@ def evaluate(config: RelaxConfig, target: Target) -> int:
     return 0
 
 
-def prepared(config: RelaxConfig, model: Path) -> tuple[PromptMaker, list[PreparedSet]]:
-    """Prepares the prompts of every set. Raises ValueError for unusable data, and for an env with several turns."""
+def prompt_maker(config: RelaxConfig, model: Path, media: EvalMedia | None) -> PromptMaker:
+    """Returns what makes the prompts. Raises ValueError for an env with several turns."""
     env = find_env(config.env.name)
     if env.has_turns:
         raise ValueError(
             f"env.name={env.name}: an env with several turns cannot be evaluated yet. Use an env with one turn."
         )
-    source = None
-    if asks_held_out(config):
-        source = make_source(config.data, seed=config.seed, eval_rows=config.eval.rows)
-    prompts = PromptMaker(
+    return PromptMaker(
         env=env,
         env_config=config.env,
         tokenizer=PromptTokenizer(model, template_arguments=config.data.chat_template_kwargs),
         max_prompt_tokens=config.engine.context_tokens - config.rollout.max_new_tokens,
         overlong=config.data.overlong,
+        items=None if media is None else media.items,
+        prompt_items=config.modality.prompt_items,
     )
+
+
+async def prepared(config: RelaxConfig, prompts: PromptMaker) -> list[PreparedSet]:
+    """Prepares the prompts of every set. Raises ValueError for unusable data."""
+    source = None
+    if asks_held_out(config):
+        source = make_source(config.data, seed=config.seed, eval_rows=config.eval.rows)
     most = config.data.max_bad_rows
-    return prompts, [prepare(one, prompts, most_bad=most) for one in eval_sets(config, source)]
+    return [await prepare_with_media(one, prompts, most_bad=most) for one in eval_sets(config, source)]
 
 
 @contextmanager
@@ -127,8 +139,15 @@ def _model_folder(config: RelaxConfig) -> Path:
 
 
 def _ask(
-    config: RelaxConfig, model: Path, prompts: PromptMaker, sets: Sequence[PreparedSet], *, log_dir: Path
+    config: RelaxConfig,
+    model: Path,
+    prompts: PromptMaker,
+    sets: Sequence[PreparedSet],
+    *,
+    runner: asyncio.Runner,
+    media: EvalMedia | None,
 ) -> list[SetAnswers]:
+    media_folder = None if media is None else media.folder
     total = sum(len(one.rows) for one in sets)
     print(f"relax: {total} prompts x {config.eval.samples} answers; {config.engine.name} engines start", flush=True)
     reward = find_reward(config.reward.name)
@@ -139,9 +158,10 @@ def _ask(
             workers=config.rollout.reward_workers,
             concurrency=config.rollout.reward_concurrency,
         ) as rewards,
-        eval_engines(config, model, log_dir=log_dir) as engines,
+        eval_engines(config, model, log_dir=Path(config.run.dir) / "logs", media_folder=media_folder) as engines,
     ):
-        return asyncio.run(_ask_engines(config, engines, prompts, sets, rewards, total=total))
+        asked = _ask_engines(config, engines, prompts, sets, rewards, total=total, media_folder=str(media_folder or ""))
+        return runner.run(asked)
 
 
 async def _ask_engines(
@@ -152,6 +172,7 @@ async def _ask_engines(
     rewards: RewardPool,
     *,
     total: int,
+    media_folder: str,
 ) -> list[SetAnswers]:
     async def client_for(engine: int, on_policy: bool) -> EngineClient:
         return engines[engine].client()
@@ -174,6 +195,7 @@ async def _ask_engines(
             rewards=rewards,
             sampling=evaluation_sampling(config, prompts.tokenizer),
             on_progress=print_progress,
+            media_folder=media_folder,
         )
     finally:
         for engine in engines:

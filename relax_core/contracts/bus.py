@@ -11,6 +11,7 @@ for and which task has to act. A call to a closed bus raises `BusClosed`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Protocol
 
 import msgspec
@@ -214,6 +215,16 @@ class Bus(Protocol):
 
     def let_go(self, digests: Sequence[str], *, worker: int = 0, timeout_s: float) -> None:
         """Ends the hold of a rollout worker on media items. Ignores those that it does not hold."""
+
+    def media_folder(self, *, timeout_s: float) -> Path:
+        """Returns the folder of this process's node in which a rollout worker writes the files of items."""
+
+    def bring_media(self, digests: Sequence[str], *, node_id: str = "", timeout_s: float) -> None:
+        """Waits until a node has the files of items, for a reader that has no bus, such as an engine.
+
+        ``node_id`` is Ray's, by default that of this process. Raises `MediaGone` if an item is not stored anywhere. If
+        all nodes read one folder, it does nothing.
+        """
 
     def media_reader(self, *, timeout_s: float) -> MediaReader:
         """Returns the reader that maps the tensors of stored items, for any process that has the bus.

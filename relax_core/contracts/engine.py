@@ -128,6 +128,9 @@ class WeightManifest(msgspec.Struct, frozen=True, kw_only=True):
     ``total_bytes``. Every bucket but the last has ``bucket_bytes``. ``digests`` has the xxh3_128 in hex of each bucket.
     ``digest`` is the xxh3_128 in hex over names, dtypes, shapes and ``digests``; a receiver must show the same digest
     before it may serve ``version``.
+
+    ``frozen`` is the file of the tensors that do not train, which all versions of a run share; None if all tensors are
+    in ``path``. ``digest`` covers its digest. A receiver that holds these tensors need not read them again.
     """
 
     version: int
@@ -138,3 +141,4 @@ class WeightManifest(msgspec.Struct, frozen=True, kw_only=True):
     digests: list[str]
     digest: str
     tensors: list[TensorSpec]
+    frozen: WeightManifest | None = None

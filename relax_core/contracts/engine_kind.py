@@ -137,7 +137,8 @@ class EngineSpec:
     folder that RELAX_ENGINE_SCRATCH names, and its owner removes what has that folder's name, and ends its session.
     ``transports`` are the ways in which new weights may reach it (engine.weight_transport). ``memory_mib`` is the
     memory of the process before it has a model, for the memory plan. ``whole_cache`` says that it allocates memory for
-    all engine.max_total_tokens at its start. ``media`` has the kinds of media that prompts may hold if the model sees.
+    all engine.max_total_tokens at its start. ``media`` has the kinds of media that prompts may hold if the model sees,
+    and ``feature_mib`` is the most memory for what its vision tower computed, which it keeps for later requests.
     """
 
     name: str
@@ -156,3 +157,4 @@ class EngineSpec:
     memory_mib: int = 256
     whole_cache: bool = False
     media: frozenset[MediaKind] = frozenset()
+    feature_mib: int = 0

@@ -42,9 +42,9 @@ def media_sources(messages: Sequence[Mapping[str, Any]]) -> list[MediaSource]:
 
 
 # The reasons why an episode of several turns ends: the env said so; it had max_turns turns; the context has no room for
-# another turn; a response was cut at rollout.max_new_tokens; a call of the env took too long; the env raised an error.
-# The last two give no reward.
-Ended = Literal["env_done", "max_turns", "context_full", "turn_cut", "step_timeout", "env_failed"]
+# another turn; a response was cut at rollout.max_new_tokens; a call of the env took too long; the env raised an error;
+# an image or video of the env cannot be used. The last three give no reward.
+Ended = Literal["env_done", "max_turns", "context_full", "turn_cut", "step_timeout", "env_failed", "bad_media"]
 
 
 @dataclass(frozen=True)

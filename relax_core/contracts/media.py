@@ -8,12 +8,14 @@ and environments carry `MediaItem` records and never bytes; the tensors are in a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Literal, Protocol, get_args
 
 import msgspec
-import numpy as np
 
 from relax_core.contracts.data import BadRow
+
+if TYPE_CHECKING:
+    import numpy as np  # the registry imports this module, also in processes without numpy
 
 MediaKind = Literal["image", "video"]
 MEDIA_KINDS: tuple[MediaKind, ...] = get_args(MediaKind)
@@ -131,11 +133,15 @@ class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def ids(self) -> np.ndarray:
         """Returns the ids of its rows, int32 ``[rows]``."""
+        import numpy as np
+
         return np.frombuffer(self.token_ids, dtype="<i4")
 
     @property
     def rotary_offsets(self) -> np.ndarray:
         """Returns the rotary offsets of its rows, ``[3, rows]``, int32 or float32."""
+        import numpy as np
+
         return np.frombuffer(self.offsets, dtype="<f4" if self.fractional else "<i4").reshape(3, -1)
 
     @property
@@ -153,22 +159,18 @@ class Media(msgspec.Struct, frozen=True):
     end: int
 
 
-class MediaRef(msgspec.Struct, frozen=True, kw_only=True):
-    """Names the tensors of an item without holding them.
-
-    ``place`` is "file" if they are in the media folder of this host, and "object" if they are in Ray's store.
-    """
-
-    digest: str
-    nbytes: int
-    place: Literal["file", "object"] = "file"
-
-
 class MediaReader(Protocol):
     """Gives access to the tensors of items; the trainer and the engines get one."""
 
+    def bring(self, items: Sequence[MediaItem]) -> None:
+        """Waits until this node has the tensors of items, so that `tensors` need not. Raises `MediaGone`."""
+
     def tensors(self, item: MediaItem) -> Mapping[str, np.ndarray]:
-        """Returns read-only views of an item's tensors by name. Raises ValueError if the item is not there."""
+        """Returns read-only views of an item's tensors by name. Raises `MediaGone` if the item is not there."""
+
+
+class MediaGone(ValueError):
+    """Says that the tensors of an item are not there: its reader's lease has ended, or nobody ever named the item."""
 
 
 def short_form(token_ids: Sequence[int], media: Sequence[Media]) -> list[int]:

@@ -9,20 +9,25 @@ from __future__ import annotations
 import mmap
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import xxhash
 
-from relax_core.contracts.media import MediaItem, MediaTensor
+from relax_core.contracts.media import MediaGone, MediaItem, MediaTensor
 
 _MAGIC = b"RLXMEDIA"
 _ALIGN = 64
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(MediaItem)
+
+
+def node_folder(folder: Path, node_id: str) -> Path:
+    """Returns the folder of a Ray node; ``folder`` is that of the run."""
+    return folder.with_name(f"{folder.name}-{node_id}")
 
 
 def is_digest(name: object) -> bool:
@@ -84,7 +89,10 @@ def read_item(data: memoryview) -> tuple[MediaItem, dict[str, np.ndarray]]:
     tensors = {}
     for place in item.tensors:
         start = first + place.offset
-        tensor = np.frombuffer(data[start : start + place.nbytes], dtype=place.dtype).reshape(place.shape)
+        try:
+            tensor = np.frombuffer(data[start : start + place.nbytes], dtype=place.dtype).reshape(place.shape)
+        except TypeError as error:  # of a dtype that there is not
+            raise ValueError(f"these bytes are no media item of Relax: {error}") from error
         tensor.flags.writeable = False
         tensors[place.name] = tensor
     return item, tensors
@@ -99,7 +107,7 @@ class FolderReader:
     def open(self, digest: str) -> tuple[MediaItem, dict[str, np.ndarray]]:
         """Returns the record and the tensors of an item; the pages stay mapped as long as a tensor is referenced.
 
-        Raises ValueError if ``digest`` is no digest, or names no item of the folder.
+        Raises ValueError if ``digest`` is no digest, and `MediaGone` if it names no item of the folder.
         """
         if not is_digest(digest):
             raise ValueError(f"media {digest!r}: a digest has 32 hexadecimal digits.")
@@ -107,9 +115,34 @@ class FolderReader:
             with (self._folder / digest).open("rb") as file:
                 mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except FileNotFoundError:
-            raise ValueError(f"media {digest}: there is no such item in {self._folder}.") from None
+            raise MediaGone(f"media {digest}: there is no such item in {self._folder}.") from None
         return read_item(memoryview(mapped))
+
+    def bring(self, items: Sequence[MediaItem]) -> None:
+        """Does nothing, because the folder has every item."""
 
     def tensors(self, item: MediaItem) -> Mapping[str, np.ndarray]:
         """Returns read-only views of an item's tensors by name."""
         return self.open(item.digest)[1]
+
+
+class NodeReader:
+    """Maps the files of a node's media folder, which may lack items of other nodes. It implements `MediaReader`.
+
+    ``bring(digests)`` returns when the folder has these items, or raises `MediaGone`.
+    """
+
+    def __init__(self, folder: Path, *, bring: Callable[[Sequence[str]], None]) -> None:
+        self._folder = folder
+        self._files = FolderReader(folder)
+        self._bring = bring
+
+    def bring(self, items: Sequence[MediaItem]) -> None:
+        """Waits until the node has these items; one call for those that it lacks."""
+        if lacking := [item.digest for item in items if not (self._folder / item.digest).exists()]:
+            self._bring(lacking)
+
+    def tensors(self, item: MediaItem) -> Mapping[str, np.ndarray]:
+        """Returns read-only views of an item's tensors by name."""
+        self.bring([item])
+        return self._files.tensors(item)

@@ -14,7 +14,7 @@ from typing import Literal
 
 from relax_core.config.media_schema import SEE, SEE_EXCHANGED, SEE_TASKS
 from relax_core.contracts.media import MediaSource
-from relax_core.data.see_task import MOST_ROWS, PARTS, see_example
+from relax_core.data.see_task import FILES, MOST_ROWS, PARTS, see_example
 
 Split = Literal["train", "eval"]
 
@@ -69,6 +69,7 @@ _TASKS: dict[str, Callable[[random.Random], Example]] = {
 
 LONGEST_PROMPT = {REVERSE_DIGITS: 9, ARITHMETIC: 47, SEE: 13, SEE_EXCHANGED: 13}  # characters
 MEDIA_ROWS = {SEE: MOST_ROWS, SEE_EXCHANGED: MOST_ROWS}  # rows of a prompt's images and videos, at most
+MEDIA_FILES = {SEE: FILES, SEE_EXCHANGED: FILES}  # images and videos of each split, which examples draw at random
 
 
 def task_names() -> tuple[str, ...]:

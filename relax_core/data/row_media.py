@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import binascii
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ def row_with_sources(row: Mapping[str, Any], media: MediaColumns, *, where: str,
     Rows of text stay as they are. Raises `MediaError` if the prompt has not as many places as the columns have items,
     and `BadRow` for content parts of another kind.
     """
-    found = _Sources(media, where)
+    found = _Sources(media, where, columns=row)
     columns: dict[str, Any] = {}
     for name, column in media.columns.items():
         kind: MediaKind = "image" if name == "image" else "video"
@@ -61,8 +61,8 @@ def row_with_sources(row: Mapping[str, Any], media: MediaColumns, *, where: str,
 class _Sources:
     """Holds the items of a row's columns that no place has taken yet, the next one last."""
 
-    def __init__(self, media: MediaColumns, where: str) -> None:
-        self._media, self._where = media, where
+    def __init__(self, media: MediaColumns, where: str, *, columns: Collection[str]) -> None:
+        self._media, self._where, self._columns = media, where, columns
         self.waiting: dict[MediaKind, list[MediaSource]] = {}
         self._places: dict[MediaKind, int] = dict.fromkeys(MEDIA_KINDS, 0)
         names = [_PLACES[kind] for kind in MEDIA_KINDS if kind in media.columns]
@@ -149,6 +149,8 @@ class _Sources:
     def _count_error(self, kind: MediaKind) -> MediaError:
         column = self._media.columns.get(kind)
         has = "no column of them is named" if column is None else f"column {column} has another number of items"
+        if column is not None and column not in self._columns:
+            has = f"the row has no column {column}, only {', '.join(sorted(self._columns))}"
         told = (
             f"{self._where}: the prompt's places for a {kind} and the items differ: {has}. Write one {_PLACES[kind]} "
             f"for each item, and name its column in data.media_keys.{kind}."

@@ -24,6 +24,7 @@ DIRECTIONS = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}  
 WORDS = ("north", "south", "east", "west")
 ANSWERS = {COLOUR: tuple(COLOURS), DIRECTION: tuple(DIRECTIONS), WORD: WORDS}
 VARIANTS = {"train": 24, "eval": 12}  # files of each answer
+FILES = {split: count * (len(COLOURS) + len(DIRECTIONS)) for split, count in VARIANTS.items()}
 SIDES = (32, 64)  # the least and the largest width and height of a picture in pixels
 VIDEO_SIDE, FRAMES, FRAMES_A_SECOND, SQUARE, STEP = 48, 8, 2, 12, 5  # of a video; lengths in pixels
 QUESTIONS = {COLOUR: "which colour?", DIRECTION: "which way?"}

@@ -12,7 +12,7 @@ from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.algorithm import Requirements
 from relax_core.control.run.role_counts import roles_of
 from relax_core.data.sources import are_rows_named
-from relax_core.plan.batch import batch_words, context_words, credit_words
+from relax_core.plan.batch import batch_words, context_words, credit_words, media_words
 from relax_core.plan.data.context_length import planned_context
 from relax_core.plan.data.data_check import DataLook, look_at_data
 from relax_core.plan.data.epochs import epoch_words
@@ -47,6 +47,7 @@ class Plan:
     roles: Mapping[str, int]
     places: Sequence[Place]
     batch: Sequence[str]
+    media: Sequence[str]
     context: Sequence[str]
     credits: Sequence[str]
     work: Workload
@@ -80,7 +81,7 @@ def make_plan(config: RelaxConfig, not_yet: Sequence[str] = ()) -> Plan:
     requirements: Requirements = find_algorithm(config.algo.name).requirements(config.algo)
     roles = roles_of(config)
     look = _look(config)
-    work = find_workload(config, vocabulary=model.vocabulary)
+    work = find_workload(config, vocabulary=model.vocabulary, patches=model.patches)
     refused = [*_context_faults(config, model), *placement_faults(config, roles, model)]
     on_gpus = config.placement.gpus_per_node > 0
     memory: list[Holder] = []
@@ -89,7 +90,8 @@ def make_plan(config: RelaxConfig, not_yet: Sequence[str] = ()) -> Plan:
         memory = gpu_holders(config, gpus_of(config, roles), model=model, work=work)
         refused += _gpu_faults(memory)
     elif not refused:
-        memory = cpu_holders(config, requirements, roles, model=model, work=work)
+        rows = None if look is None else look.rows
+        memory = cpu_holders(config, requirements, roles, model=model, work=work, data_rows=rows)
         free = available_bytes() if _runs_here(config) else None
         refused += _cpu_faults(config, memory, free)
     return Plan(
@@ -98,6 +100,7 @@ def make_plan(config: RelaxConfig, not_yet: Sequence[str] = ()) -> Plan:
         roles=roles,
         places=place(config, roles) if memory else [],
         batch=[*epoch_words(config), *batch_words(config, work)],
+        media=media_words(config, work, model),
         context=context_words(config, work),
         credits=credit_words(config, work),
         work=work,

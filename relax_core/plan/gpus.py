@@ -44,7 +44,7 @@ class FoundGpus:
 
 def find_gpus(devices: Path = Path("/dev")) -> FoundGpus:
     """Looks for the drivers' files below ``devices``; if there are any, asks torch in a process of its own."""
-    files = sorted(str(file) for pattern in DEVICE_FILES for file in devices.glob(pattern))
+    files = device_files(devices)
     if not files:
         return FoundGpus()
     try:
@@ -58,6 +58,11 @@ def find_gpus(devices: Path = Path("/dev")) -> FoundGpus:
         return FoundGpus(device_files=files, torch=f"which failed: {last}")
     told = json.loads(asked.stdout)
     return FoundGpus(device_files=files, sizes=told["sizes"], torch=told["torch"])
+
+
+def device_files(devices: Path = Path("/dev")) -> list[str]:
+    """Returns the drivers' files below ``devices``; a machine without a GPU has none."""
+    return sorted(str(file) for pattern in DEVICE_FILES for file in devices.glob(pattern))
 
 
 def gpu_problems(config: RelaxConfig) -> Iterator[str]:
@@ -84,14 +89,18 @@ def machine_faults(placement: PlacementConfig, found: FoundGpus) -> Iterator[Not
     """Returns what this machine lacks for a run with its own Ray. Such a run can still be planned."""
     wanted = f"placement.gpus_per_node={placement.gpus_per_node}"
     have = len(found.sizes)
-    if placement.nodes > 1:
+    if placement.nodes > 1 and found.device_files:
         yield NotYet(
             f"placement.nodes={placement.nodes} with a Ray of the run's own, which is this machine alone. Add "
             "launcher.ray_address=auto, or choose launcher=slurm."
         )
     if not found.device_files:
         looked = ", ".join(f"/dev/{pattern}" for pattern in DEVICE_FILES)
-        yield NotYet(f"{wanted}, and this machine has no GPU: none of {looked} exists. Choose placement=cpu.")
+        fix = "Choose placement=cpu."
+        if placement.nodes > 1:
+            wanted = f"placement.nodes={placement.nodes} {wanted}"
+            fix = "Start it where the GPUs are, with launcher=slurm or launcher.ray_address=auto."
+        yield NotYet(f"{wanted}, and this machine has no GPU: none of {looked} exists. {fix}")
     elif not have:
         yield NotYet(
             f"{wanted}, and this machine has {found.device_files[0]}, but no GPU is there for the torch of "

@@ -40,6 +40,7 @@ def _lines(plan: Plan) -> Iterator[str]:
     yield from _section("Placement", _placement(plan))
     yield from _section("Data", plan.data)
     yield from _section("Batch", plan.batch)
+    yield from _section("Media", plan.media)
     yield from _section("Context", plan.context)
     yield from _section("Credits", plan.credits)
     yield from _section("Memory", _memory(plan))

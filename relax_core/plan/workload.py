@@ -9,12 +9,15 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
+from relax_core.config.checks.modality_keys import media_kinds
 from relax_core.config.choices import LauncherKind
 from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.data import BadRow
 from relax_core.data import generated
 from relax_core.data.sources import are_rows_named, file_rows
 from relax_core.plan.data.data_check import look_at_data
+from relax_core.plan.data.media_look import PromptMedia
+from relax_core.plan.model.patch_cost import PatchCost
 
 _LOOKED_AT = 256  # rows of the data that are read
 _TEMPLATE_TOKENS = 8  # characters that a chat template adds around one message
@@ -35,7 +38,9 @@ class Workload:
     of data-parallel ranks with work in a micro-batch; ``micro_batch_rows`` and ``micro_batch_tokens`` (response tokens)
     are the most that one of them has. ``groups_together`` is the number of groups in a micro-batch over all ranks, 0 if
     a group is cut into ``group_pieces`` pieces, each with the prompt. ``micro_batches`` counts one pass over the step.
-    ``repeated_share`` is the largest share of all computed rows that are repeated prompts.
+    ``repeated_share`` is the largest share of all computed rows that are repeated prompts. ``media`` describes the
+    images and videos of a prompt, None for a run on text; ``mean_prompt_tokens`` has its rows on average
+    instead of the most, and ``media_prompts`` is how many such prompts a micro-batch has on one rank.
     """
 
     prompt_tokens: int
@@ -54,10 +59,16 @@ class Workload:
     repeated_share: float
     sample_tokens: int
     samples_in_flight: int
+    media: PromptMedia | None = None
+    media_prompts: int = 0
+    mean_prompt_tokens: int = 0
 
 
-def find_workload(config: RelaxConfig, *, vocabulary: int) -> Workload:
-    """Returns the sizes of a step for a validated configuration."""
+def find_workload(config: RelaxConfig, *, vocabulary: int, patches: PatchCost | None = None) -> Workload:
+    """Returns the sizes of a step for a validated configuration. ``patches`` is what a patch costs if the model sees.
+
+    Without rows, all of a prompt counts as images.
+    """
     prompt, source = _prompt_tokens(config, vocabulary=vocabulary)
     group_size, groups, new = config.algo.group_size, config.rollout.prompts_per_step, config.rollout.max_new_tokens
     branch, ranks = new - 1, config.parallel.dp
@@ -79,6 +90,8 @@ def find_workload(config: RelaxConfig, *, vocabulary: int) -> Workload:
     if config.eval.every:
         wanted = max(wanted, config.eval.rows // engine.count)
     fitting = max(group_size, engine.max_total_tokens // sample_tokens)
+    media = None if patches is None else _prompt_media(config, patches, prompt=prompt)
+    mean_prompt = _mean_prompt(config, media, prompt=prompt)
     return Workload(
         prompt_tokens=prompt,
         prompt_source=source,
@@ -96,6 +109,9 @@ def find_workload(config: RelaxConfig, *, vocabulary: int) -> Workload:
         repeated_share=packed.repeated_prompts * prompt / computed,
         sample_tokens=sample_tokens,
         samples_in_flight=min(max(group_size, wanted), engine.max_running_samples, fitting),
+        media=media,
+        media_prompts=max(1, min(-(-of_update // busy), -(-rows // (group_rows - prompt + mean_prompt)))),
+        mean_prompt_tokens=mean_prompt,
     )
 
 
@@ -194,6 +210,39 @@ def _prompt_tokens(config: RelaxConfig, *, vocabulary: int) -> tuple[int, str]:
     if media := generated.MEDIA_ROWS.get(data.task or "", 0):
         found, source = found + media, f"{source}, and images and videos at most {media} rows"
     return min(found, room), source
+
+
+def _prompt_media(config: RelaxConfig, patches: PatchCost, *, prompt: int) -> PromptMedia | None:
+    """Returns what the checked rows show, or else a prompt that is one image as large as the limits allow."""
+    if not media_kinds(config):
+        return None
+    has_rows = config.data.task is not None or are_rows_named(config.data)
+    if has_rows and config.launcher.name is not LauncherKind.ray_job:
+        look = look_at_data(config)
+        if look.media is not None:
+            return look.media
+    most = prompt * patches.a_row
+    return PromptMedia(
+        prompts=0,
+        items=1.0,
+        rows=prompt,
+        patches=most,
+        nbytes=most * patches.pixel_bytes,
+        most_rows=prompt,
+        most_patches=most,
+        most_bytes=most * patches.pixel_bytes,
+        item_patches=min(most, config.modality.image_tokens[1] * patches.a_row),
+        source_pixels=config.modality.source_pixels,
+        videos="video" in media_kinds(config),
+    )
+
+
+def _mean_prompt(config: RelaxConfig, media: PromptMedia | None, *, prompt: int) -> int:
+    """Returns the tokens of a prompt with as many media rows as one has on average."""
+    if media is None:
+        return prompt
+    counted = generated.MEDIA_ROWS.get(config.data.task or "", media.most_rows)
+    return max(1, round(prompt - counted + media.rows))
 
 
 def _prompts(config: RelaxConfig) -> Iterator[object]:

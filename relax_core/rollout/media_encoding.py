@@ -29,7 +29,7 @@ def open_encoders(config: RelaxConfig, *, model_folder: Path, media_folder: Path
     from relax_core.data.media.encode_pool import EncodePool
     from relax_core.families.folder import folder_architecture
 
-    tower = folder_architecture(model_folder).vision
+    tower = folder_architecture(model_folder, also=config.model.family).vision
     assert tower is not None, "only a family that sees has kinds of media"
     settings = EncodeSettings(
         model_folder=str(model_folder),
@@ -60,7 +60,10 @@ def media_limits(modality: ModalityConfig) -> MediaLimits:
 
 
 def media_root(config: RelaxConfig) -> Path:
-    """Returns the folder below which every image and video lies: data.media_root, or else the data file's folder."""
+    """Returns the folder below which every image and video lies: data.media_root, or else the data file's folder.
+
+    Without a data file it is the folder of the first evaluation set that is a file.
+    """
     data = config.data
     if data.media_root is not None:
         return Path(data.media_root).absolute()
@@ -68,5 +71,7 @@ def media_root(config: RelaxConfig) -> Path:
         return files_folder()
     if names_plugin(data):
         return Path(data.name).parent.absolute() if is_file_plugin(data.name) else Path.cwd()
-    parts = data_parts(data) if data.path is not None or data.paths is not None else []
-    return parts[0].files[0].parent.absolute() if parts else Path.cwd()
+    if data.path is not None or data.paths is not None:
+        return data_parts(data)[0].files[0].parent.absolute()
+    sets = [file for file in config.eval.sets.values() if file is not None]
+    return Path(sets[0]).parent.absolute() if sets else Path.cwd()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from relax_core.contracts.bus import Admission, BusTimeout
 from relax_core.contracts.data import BadRow, DataRow, PromptSource
 from relax_core.contracts.engine import PromptRequest, SamplingParams
+from relax_core.contracts.media import MediaError
 from relax_core.contracts.tree import group_uid
 from relax_core.rollout.bad_rows import BadRows
 from relax_core.rollout.prompt_tokens import Prompt, PromptMaker
@@ -73,7 +74,9 @@ class AdmittedPrompt:
 class PromptAdmissions:
     """Asks the bus for admissions and makes their prompts; `RolloutLoop` explains the parameters.
 
-    ``opens_itself`` is True for an env of several turns, whose requests have no tokens yet.
+    ``opens_itself`` is True for an env of several turns, whose requests have no tokens yet. ``go_on`` is True if the
+    next admissions need not wait until the images and videos of earlier ones are encoded. They wait in a run whose
+    batches must be equal every time, where each is admitted one train step ahead anyway.
     """
 
     def __init__(
@@ -96,6 +99,8 @@ class PromptAdmissions:
         self._teacher_of = teacher_of
         self._weight_update_handler = weight_update_handler
         self._opens_itself = opens_itself
+        encodes = prompts.items is not None and not opens_itself
+        self.go_on = encodes and not (settings.in_order and settings.alone)
 
     async def next(self) -> list[Admission]:
         """Waits for admissions without a limit, because the trainer may be busy; the controller detects stalls."""
@@ -108,29 +113,49 @@ class PromptAdmissions:
             except BusTimeout as late:
                 log.warning("waits on: %s", late)
 
-    async def prompts(self, admissions: Sequence[Admission]) -> list[AdmittedPrompt]:
-        """Returns the prompts of these admissions that can be used.
+    def prompts(self, admissions: Sequence[Admission]) -> Coroutine[Any, Any, list[AdmittedPrompt]]:
+        """Records these admissions at once, and returns the call that makes their prompts, of those that can be used.
 
-        A data row that cannot be used ends its group with the reason, and the next row replaces it at once. Therefore
-        the prompt batches of a worker that is alone are equal in every run with the same data and seed.
+        A data row that cannot be used ends its group with the reason. The next row replaces it at once, except with
+        ``go_on``. Therefore the prompt batches of a run that must be repeatable are equal in every run with the same
+        data and seed.
         """
+        self._record(admissions)
+        return self._make(admissions)
+
+    def played(self, index: int, bad: MediaError | None) -> None:
+        """Counts a group of an env of several turns; ``bad`` says why an image or video of a turn cannot be used.
+
+        Raises ValueError if there are too many such rows.
+        """
+        if bad is None:
+            self._bad_rows.use()
+        else:
+            self._bad_rows.leave_out(self._source.number(index), bad)
+
+    def _record(self, admissions: Sequence[Admission]) -> None:
+        if self._weight_update_handler is not None:
+            self._weight_update_handler.admit(admissions)
+
+    async def _make(self, admissions: Sequence[Admission]) -> list[AdmittedPrompt]:
         prompts: list[AdmittedPrompt] = []
         while admissions:
-            if self._weight_update_handler is not None:
-                self._weight_update_handler.admit(admissions)
             left_out = 0
             # The images and videos of all these prompts are encoded at the same time.
             made = await asyncio.gather(*(self._prompt_or_error(one) for one in admissions))
             for admission, prompt in zip(admissions, made, strict=True):
                 self._bad_rows.draw(self._source.number(admission.index))
                 if isinstance(prompt, AdmittedPrompt):
-                    self._bad_rows.use()
+                    if not self._opens_itself:  # an env of several turns may still show bad images
+                        self._bad_rows.use()
                     prompts.append(prompt)
                 else:
                     left_out += 1
                     await self.leave_out(admission.index, prompt)
-            # If other workers ask too, one of them may have taken the credit, and these prompts must not wait for it.
-            admissions = await self._admitted_at_once(left_out) if left_out and self._settings.alone else ()
+            # If another call asks too, it may have taken the credit, and these prompts must not wait for it.
+            replace = left_out > 0 and self._settings.alone and not self.go_on
+            admissions = await self._admitted_at_once(left_out) if replace else ()
+            self._record(admissions)
         return prompts
 
     async def leave_out(self, index: int, error: BadRow) -> None:

@@ -166,6 +166,10 @@ class PromptMaker:
         """Returns the number of tokens of the whole prompt, of any length. Raises as `text` does."""
         return len(self._encode(self._messages(row, where=where), (), where=where).token_ids)
 
+    def sources(self, row: DataRow, *, where: str) -> list[MediaSource]:
+        """Returns the images and videos of a data row, in order. Raises `BadRow` if the env makes no prompt of it."""
+        return media_sources(self._messages(row, where=where))
+
     def _messages(self, row: DataRow, *, where: str) -> Sequence[Message]:
         assert self._env.messages is not None, "an env of several turns opens its own episodes"
         try:
@@ -181,11 +185,17 @@ class PromptMaker:
             raise BadRow.because("template", f"{where}: {error}") from error
 
     def _rows_of(self, messages: Sequence[Message], *, where: str) -> list[int]:
-        """Returns how many rows each image and video has at most, if `tokens` may stand in for their encoding."""
+        """Returns how many rows each image and video has at most, if `tokens` may stand in for their encoding.
+
+        Raises `MediaError` for one that cannot be used, as far as that is known without encoding it.
+        """
         sources = media_sources(messages)
         if sources and self._item_rows is None:
             raise _text_only(sources[0], f"{where}: ")
-        return [] if self._item_rows is None else [self._item_rows(source) for source in sources]
+        try:
+            return [] if self._item_rows is None else [self._item_rows(source) for source in sources]
+        except MediaError as error:
+            raise _of_row(error, where) from error
 
     def _encode(self, messages: Sequence[Message], items: Sequence[MediaItem], *, where: str) -> Prompt:
         try:

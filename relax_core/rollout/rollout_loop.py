@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -110,24 +110,33 @@ class RolloutLoop:
                 if self._weight_update_handler is not None:
                     tasks.create_task(self._weight_update_handler.run())
                 for start in range(0, len(reclaimed), prompt_batch):
-                    await self._launch(reclaimed[start : start + prompt_batch], tasks)
+                    await self._begin(reclaimed[start : start + prompt_batch], tasks)
                 while True:
-                    await self._launch(await self._admissions.next(), tasks)
+                    await self._begin(await self._admissions.next(), tasks)
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from failures  # the first failure cancelled the other tasks
 
-    async def _launch(self, admissions: Sequence[Admission], tasks: asyncio.TaskGroup) -> None:
+    async def _begin(self, admissions: Sequence[Admission], tasks: asyncio.TaskGroup) -> None:
+        """Makes prompts and starts their batches, beside later admissions if these need not wait for the encoding."""
+        admitted = self._admissions.prompts(admissions)
+        launched = self._launch(admitted, tasks)
+        if self._admissions.go_on:
+            _start(tasks, launched, admitted)
+        else:
+            await launched
+
+    async def _launch(self, admitted: Coroutine[Any, Any, Sequence[AdmittedPrompt]], tasks: asyncio.TaskGroup) -> None:
         """Starts a prompt batch for each weight version that these prompts wait for.
 
         Each batch waits at the gate separately: a group that replaces a dropped one may be what an evaluation waits for
         that holds the others at the gate.
         """
         by_version: dict[int, list[AdmittedPrompt]] = defaultdict(list)
-        for prompt in await self._admissions.prompts(admissions):
+        for prompt in await admitted:
             by_version[prompt.request.min_version].append(prompt)
         for version in sorted(by_version):
             prompt_batch = self._prompt_batch if self._player is None else self._played_prompt_batch
-            tasks.create_task(prompt_batch(version, by_version[version], tasks))
+            _start(tasks, prompt_batch(version, by_version[version], tasks))
 
     async def _prompt_batch(self, version: int, prompts: Sequence[AdmittedPrompt], tasks: asyncio.TaskGroup) -> None:
         """Sends one engine request for prompts of one weight version; each group leaves when it is complete."""
@@ -171,6 +180,9 @@ class RolloutLoop:
         }
         if self._weight_update_handler is not None:
             values["aborts"] = self._weight_update_handler.aborts  # aborted groups since the loop began
+        if self._prompts.items is not None and engine:
+            values["tower_passes"] = max(end.tower_passes for end in engine)
+            values["feature_mb"] = max(end.media_feature_bytes for end in engine) / 1e6
         self._record("rollout", newest, values | self._media_figures())
 
     async def _played_prompt_batch(
@@ -244,6 +256,8 @@ class RolloutLoop:
             raise
         if handler is not None:
             handler.end(prompt.index)
+        bad = next((one.bad_media for one in records if one.bad_media is not None), None)
+        self._admissions.played(prompt.index, bad)
         began = time.perf_counter()
         folder = self._settings.media_folder
         episodes = await score_episodes(records, self._rewards, row=prompt.row, where=prompt.where, media_folder=folder)
@@ -339,3 +353,16 @@ class RolloutLoop:
             for row in rows:  # from here on the bus keeps their images and videos
                 self._prompts.release(row.group_uid)
         self._flushing = False
+
+
+def _start(tasks: asyncio.TaskGroup, work: Coroutine[Any, Any, None], *parts: Coroutine[Any, Any, Any]) -> None:
+    """Starts ``work``, which awaits ``parts``, in the group, or closes them and raises if the group is being cancelled.
+
+    A cancellation may be lost on its way here: asyncio.wait_for of Python 3.11 returns a value that arrives with it.
+    """
+    try:
+        tasks.create_task(work)
+    except RuntimeError:
+        for one in (work, *parts):
+            one.close()
+        raise

@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="relax export", description=__doc__)
     parser.add_argument("checkpoint", type=Path, help="such as RUN/checkpoints/step_00000100")
     parser.add_argument("out", type=Path, help="the folder to write; an existing one is replaced")
-    parser.add_argument("--dtype", choices=DTYPES, help="default: that of the trainer's weights")
+    parser.add_argument("--dtype", choices=DTYPES, help="default: that of each tensor in the model's folder")
     parser.add_argument("--model", type=Path, help="folder of configuration and tokenizer; default: the run's own")
     parser.add_argument("--shard-gb", type=float, default=4.0, help="largest file; default: 4")
     words = parser.parse_args(arguments)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +14,7 @@ from relax_core.contracts.trees.rotary import rotary_of_sequence
 from relax_core.data.generated import Example, example
 from relax_core.data.media.item_encoder import Encoded, encode_item
 from relax_core.data.media.media_limits import MediaLimits
-from relax_core.data.see_task import ANSWERS
+from relax_core.data.see_task import ANSWERS, WORD
 from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.families.architecture import VisionTower
 from relax_core.families.folder import folder_architecture
@@ -48,7 +47,12 @@ def write_vision_model(folder: Path, *, name: str, task: str) -> None:
     examples = SeenExamples(folder, tower)
 
     def loss_of_step(step: int) -> Tensor:
-        return torch.nn.functional.cross_entropy(*answer_logits(model, tower, examples.batch(recipe, step, task=task)))
+        loss, weights = torch.zeros(()), 0.0
+        for weight, batch in examples.weighted_batches(recipe, step, task=task):
+            logits, tokens = answer_logits(model, tower, batch)
+            loss = loss + weight * torch.nn.functional.cross_entropy(logits, tokens, reduction="sum")
+            weights += weight * len(tokens)
+        return loss / weights
 
     supervised_steps(model, recipe, loss_of_step)
     write_published(model, folder)
@@ -106,14 +110,26 @@ class SeenExamples:
         self._tokenizer, self._tower = PromptTokenizer(folder), tower
         self._encoded: dict[str, Encoded] = {}
 
-    def batch(self, recipe: SeeWarmStart, step: int, *, task: str) -> SeenBatch:
-        """Returns the examples of a step of the warm start."""
-        first, rng, batch = step * recipe.batch_size, random.Random(f"{recipe.seed}/{step}"), SeenBatch()
-        for index in range(first, first + recipe.batch_size):
-            one = example(task, split="train", seed=recipe.seed, index=index)
-            blind = rng.random() < recipe.blind
-            self.add(batch, one, answer=rng.choice(ANSWERS[one.part]) if blind else one.answer)
-        return batch
+    def weighted_batches(self, recipe: SeeWarmStart, step: int, *, task: str) -> list[tuple[float, SeenBatch]]:
+        """Returns the answers that a step of the warm start learns, by their part, each batch with its weight.
+
+        The parts stand apart because a video has more rows than all else, to which others would be padded.
+        """
+        found: list[tuple[float, SeenBatch]] = []
+        for number, part in enumerate(ANSWERS):
+            examples = [
+                example(task, split="train", seed=recipe.seed, index=index)
+                for index in range(step * recipe.batch_size, (step + 1) * recipe.batch_size)
+                if index % len(ANSWERS) == number
+            ]
+            assert all(one.part == part for one in examples), "the parts take turns"
+            guessed = 0.0 if part == WORD else recipe.guessed
+            for weight, first in ((1 - guessed, False), (guessed, True)):
+                batch = SeenBatch()
+                for one in examples:
+                    self.add(batch, one, answer=ANSWERS[part][0] if first else one.answer)
+                found += [(weight, batch)] if weight else []
+        return found
 
     def add(self, batch: SeenBatch, one: Example, *, answer: str) -> None:
         """Adds an example with this answer to a batch."""

@@ -15,6 +15,7 @@ from relax_core.contracts.media import MediaReader
 from relax_core.contracts.tree import TokenTree
 from relax_core.contracts.trees.kept_tokens import KeptTokens
 from relax_core.train.megatron_on_cpu.device_loader import has_cuda
+from relax_core.train.model.frozen_parts import frozen_weights
 from relax_core.train.model.logprobs import HeadOutputs, chunked_logprobs, head_outputs, top_k_tokens
 from relax_core.train.model.truncation import Truncation
 from relax_core.train.rank import MegatronRank
@@ -96,6 +97,11 @@ class MegatronBackend(MegatronRank):
     def weight_shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Returns the name and shape of each weight that `export` yields, in its order."""
         return self._weights.shapes
+
+    @property
+    def frozen_weights(self) -> frozenset[str]:
+        """Returns the names of the weights of `export` that do not train."""
+        return frozen_weights(self.architecture, self._setup.frozen)
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """Yields all weights under Hugging Face names in the order of the map.

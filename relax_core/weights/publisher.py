@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,12 +16,11 @@ from relax_core.contracts.engine import EngineError, EngineUnreachable, WeightMa
 from relax_core.weights.call_queues import CallQueues
 from relax_core.weights.transports.base import WeightReceiver, WeightTransport
 from relax_core.weights.version_folder import LATEST, PUSHED, VersionFolder
+from relax_core.weights.version_writer import VersionWriter
 
 if TYPE_CHECKING:
     import torch
 
-WEIGHTS = "model.safetensors"
-COMPANIONS = {".json", ".txt", ".model", ".jinja"}  # config, tokenizer and chat template
 STARTS = "starts of pushes"  # The queue that starts each version's push; all other queues are named by an engine's URL.
 CLOSE_S = 1.0  # How many seconds `close` waits for pushes in progress.
 
@@ -32,8 +31,9 @@ class SyncReport:
 
     ``write_ms`` is the time until the file and its digest existed. ``push_ms`` is the time of the longest push that has
     ended, or the time so far if none has. ``stall_ms`` is the longest time for which an engine stopped decoding for a
-    new version. ``refused`` maps an engine's url to the reason why it does not serve the version. ``behind`` are the
-    engines that have not answered. The owners of the engines in both bring them to the newest version.
+    new version. ``bytes`` are those of the version without frozen tensors. ``refused`` maps an engine's url to the
+    reason why it does not serve the version. ``behind`` are the engines that have not answered. The owners of the
+    engines in both bring them to the newest version.
     """
 
     version: int
@@ -83,6 +83,10 @@ class WeightPublisher:
     ``receivers`` is called for each version in another thread than `publish`. With ``model_folder`` a version is a
     folder that loads as a Hugging Face model, with links to that folder's config and tokenizer. The pushes run in
     ``calls`` under the engine's url; other calls that are put there run in order with the pushes.
+
+    ``frozen`` names the tensors that are the same in every version. They are written once, into a file that all
+    versions share, and an engine that holds them does not read them again. A transport that sends the tensors sends
+    them with every version.
     """
 
     def __init__(
@@ -93,13 +97,13 @@ class WeightPublisher:
         transport: WeightTransport,
         model_folder: Path | None = None,
         calls: CallQueues | None = None,
+        frozen: Collection[str] = (),
     ) -> None:
         self._folder = VersionFolder(folder)
         self._receivers = receivers
         self._transport = transport
-        self._companions = [path for path in model_folder.iterdir() if _is_companion(path)] if model_folder else []
+        self._writer = VersionWriter(folder, frozen=frozen if transport.by_file else (), model_folder=model_folder)
         self._calls = calls or CallQueues()
-        self._header_room: int | None = None
         self._silent: frozenset[str] = frozenset()  # engines that were behind and have answered nothing since
         self._lock = threading.Lock()  # guards the attributes below
         self._in_flight: dict[str, int] = {}  # engine url → the version that it has not answered
@@ -111,20 +115,8 @@ class WeightPublisher:
 
         The tensors are read before this returns.
         """
-        from relax_core.weights.version_file import (  # Readers of the newest version need no torch.
-            HEADER_ROOM,
-            write_weights,
-        )
-
         start = time.perf_counter()
-        folder = self._folder.new(version)
-        room = self._header_room or HEADER_ROOM
-        manifest = write_weights(folder / WEIGHTS, version=version, tensors=tensors, header_room=room)
-        self._header_room = manifest.data_offset
-        for companion in self._companions:
-            link = folder / companion.name
-            if not link.is_symlink():
-                link.symlink_to(companion)
+        manifest = self._writer.write(self._folder.new(version), version, tensors)
         self._folder.replace(LATEST, manifest)
         with self._lock:
             being_read = set(self._in_flight.values())
@@ -203,7 +195,3 @@ class WeightPublisher:
             in_progress = list(self._unreported)
         wait(in_progress, timeout=CLOSE_S)
         self._transport.close()
-
-
-def _is_companion(path: Path) -> bool:
-    return path.suffix in COMPANIONS and not path.name.endswith(".index.json")

@@ -7,7 +7,7 @@ header as JSON padded with spaces. Format: https://github.com/huggingface/safete
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -80,3 +80,13 @@ def write_safetensors(path: Path, layout: Iterable[TensorSpec], tensors: Iterabl
             file.write(data.view(-1).view(torch.uint8).numpy().data)
             del tensor, data  # This frees the tensor before the next one is made.
     assert not missing, f"these tensors did not come: {list(missing)}"
+
+
+def write_weight_index(path: Path, files: Mapping[str, Iterable[TensorSpec]]) -> None:
+    """Writes Hugging Face's index of several weight files: their names, and the tensors of each."""
+    tensors = [(spec, name) for name, specs in files.items() for spec in specs]
+    index = {
+        "metadata": {"total_size": sum(spec.nbytes for spec, _ in tensors)},
+        "weight_map": {spec.name: name for spec, name in tensors},
+    }
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(index), indent=2) + b"\n")

@@ -29,9 +29,9 @@ class DigestMismatch(RuntimeError):
     """Says that bytes are not those that were published, and names the version and the bucket."""
 
 
-def _names_digest(tensors: Iterable[TensorSpec], digests: Iterable[str]) -> str:
-    header = msgspec.json.encode([[(t.name, t.dtype, t.shape) for t in tensors], list(digests)])
-    return xxhash.xxh3_128_hexdigest(header)
+def _names_digest(tensors: Iterable[TensorSpec], digests: Iterable[str], frozen: WeightManifest | None = None) -> str:
+    parts = [[(t.name, t.dtype, t.shape) for t in tensors], list(digests)]
+    return xxhash.xxh3_128_hexdigest(msgspec.json.encode(parts if frozen is None else [*parts, frozen.digest]))
 
 
 def _bucket_digests(buffer: memoryview, bucket_bytes: int) -> list[str]:
@@ -56,46 +56,75 @@ def write_weights(
     bucket_bytes: int = BUCKET_BYTES,
     header_room: int = HEADER_ROOM,
 ) -> WeightManifest:
-    """Writes tensors to ``path`` one at a time and returns their manifest; the file appears complete or not at all.
+    """Writes tensors to ``path`` one at a time and returns their manifest, as `WeightFile` does."""
+    with WeightFile(path, header_room=header_room) as file:
+        for name, tensor in tensors:
+            file.add(name, tensor)
+        return file.finish(version=version, bucket_bytes=bucket_bytes)
+
+
+class WeightFile:
+    """Writes tensors to ``path`` one at a time; the file appears complete or not at all.
 
     ``header_room`` is the number of bytes left before the tensors for the header, whose size is known only after the
     last tensor. If they are too few, the tensors are copied once more.
     """
-    specs: list[TensorSpec] = []
-    offset = 0
-    partial = path.with_name(path.name + ".partial")
-    with partial.open("w+b") as file:
-        file.seek(header_room)
-        for name, tensor in tensors:
-            spec, data = _spec_and_bytes(name, tensor, offset=offset)
-            specs.append(spec)
-            file.write(data)
-            offset += spec.nbytes
-        header = header_bytes(specs, room=header_room)
-        if len(header) > header_room:
-            _make_room(file, before=header_room, after=len(header))
-        file.seek(0)
-        file.write(header)
-    digests = []
-    if offset:
-        with (
-            partial.open("rb") as written,
-            mmap.mmap(written.fileno(), 0, access=mmap.ACCESS_READ) as mapped,
-            memoryview(mapped) as view,
-            view[len(header) :] as data_view,
-        ):
-            digests = _bucket_digests(data_view, bucket_bytes)
-    os.replace(partial, path)
-    return WeightManifest(
-        version=version,
-        path=str(path),
-        data_offset=len(header),
-        total_bytes=offset,
-        bucket_bytes=bucket_bytes,
-        digests=digests,
-        digest=_names_digest(specs, digests),
-        tensors=specs,
-    )
+
+    def __init__(self, path: Path, *, header_room: int = HEADER_ROOM) -> None:
+        self._path = path
+        self._partial = path.with_name(path.name + ".partial")
+        self._specs: list[TensorSpec] = []
+        self._offset = 0
+        self._header_room = header_room
+        self._file = self._partial.open("w+b")
+        self._file.seek(header_room)
+
+    def __enter__(self) -> WeightFile:
+        """Returns itself."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Closes the file, which is incomplete without `finish`."""
+        self._file.close()
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Writes the next tensor."""
+        spec, data = _spec_and_bytes(name, tensor, offset=self._offset)
+        self._specs.append(spec)
+        self._file.write(data)
+        self._offset += spec.nbytes
+
+    def finish(
+        self, *, version: int, bucket_bytes: int = BUCKET_BYTES, frozen: WeightManifest | None = None
+    ) -> WeightManifest:
+        """Returns the manifest of the complete file; ``frozen`` is that of the version's tensors in another file."""
+        header = header_bytes(self._specs, room=self._header_room)
+        if len(header) > self._header_room:
+            _make_room(self._file, before=self._header_room, after=len(header))
+        self._file.seek(0)
+        self._file.write(header)
+        self._file.close()
+        digests = []
+        if self._offset:
+            with (
+                self._partial.open("rb") as written,
+                mmap.mmap(written.fileno(), 0, access=mmap.ACCESS_READ) as mapped,
+                memoryview(mapped) as view,
+                view[len(header) :] as data_view,
+            ):
+                digests = _bucket_digests(data_view, bucket_bytes)
+        os.replace(self._partial, self._path)
+        return WeightManifest(
+            version=version,
+            path=str(self._path),
+            data_offset=len(header),
+            total_bytes=self._offset,
+            bucket_bytes=bucket_bytes,
+            digests=digests,
+            digest=_names_digest(self._specs, digests, frozen),
+            tensors=self._specs,
+            frozen=frozen,
+        )
 
 
 def _make_room(file: BinaryIO, *, before: int, after: int) -> None:
@@ -139,7 +168,7 @@ def _check_manifest(manifest: WeightManifest) -> None:
     Raises `DigestMismatch`, or ValueError if a value is impossible.
     """
     try:
-        digest = _names_digest(manifest.tensors, manifest.digests)
+        digest = _names_digest(manifest.tensors, manifest.digests, manifest.frozen)
     except OverflowError as error:  # msgspec encodes integers of at most 64 bits.
         raise ValueError(f"weights version {manifest.version}: a tensor has an impossible size: {error}") from error
     if digest != manifest.digest:
@@ -163,12 +192,23 @@ def _tensor_bytes(spec: TensorSpec, version: int) -> int:
     return math.prod(spec.shape) * dtype.itemsize
 
 
-def read_weights(manifest: WeightManifest) -> Iterator[tuple[str, torch.Tensor]]:
+def read_weights(manifest: WeightManifest, *, with_frozen: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields (name, tensor) after every digest agrees; the tensors are views of the file, so copy what you keep.
 
-    Before the first tensor it raises `DigestMismatch` if a bucket or the manifest does not agree, FileNotFoundError if
-    a newer version has already replaced this one, and ValueError if the manifest is impossible.
+    The frozen tensors come first, or are left out. Before the first tensor it raises `DigestMismatch` if a bucket or
+    the manifest does not agree, FileNotFoundError if a newer version has already replaced this one, and ValueError if
+    the manifest is impossible.
     """
+    frozen = manifest.frozen if with_frozen else None
+    if frozen is not None and frozen.frozen is not None:
+        raise ValueError(f"weights version {manifest.version}: its frozen tensors are in more than one file")
+    parts = [_checked_tensors(one) for one in (frozen, manifest) if one is not None]
+    for part in parts:
+        yield from part
+
+
+def _checked_tensors(manifest: WeightManifest) -> Iterator[tuple[str, torch.Tensor]]:
+    """Returns the tensors of the manifest's own file after every digest agrees."""
     _check_manifest(manifest)
     data = view_bytes(manifest)
     found = _bucket_digests(data.numpy().data, manifest.bucket_bytes)
@@ -178,7 +218,7 @@ def read_weights(manifest: WeightManifest) -> Iterator[tuple[str, torch.Tensor]]
                 f"weights version {manifest.version}, bucket {bucket}: digest {got}, published as {expected}"
             )
     # Tensors follow each other. Offsets in the manifest are not used, because no digest covers them.
-    yield from cut_tensors(data, [(spec.name, getattr(torch, spec.dtype), spec.shape) for spec in manifest.tensors])
+    return cut_tensors(data, [(spec.name, getattr(torch, spec.dtype), spec.shape) for spec in manifest.tensors])
 
 
 def cut_tensors(

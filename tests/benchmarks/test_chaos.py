@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from benchmarks.chaos import KINDS, OVERRIDES, WITHOUT_END, Harm, schedule, table
+from benchmarks.chaos import KINDS, MEDIA_OVERRIDES, OVERRIDES, WITHOUT_END, Harm, schedule, table
 from relax_core.config.compose import load_config
 
 
@@ -36,7 +36,8 @@ def test_a_kind_that_never_recovered_has_no_times() -> None:
     assert table([harm("bus", None, end="ended")]).splitlines()[2] == "| bus | 1 | 0 | 0 | 1 | 0 | 0 | 0 |  |  |  |  |"
 
 
+@pytest.mark.parametrize("overrides", [OVERRIDES, MEDIA_OVERRIDES])
 @pytest.mark.parametrize("steps", [WITHOUT_END, "run.steps=100"])
-def test_the_overrides_are_valid(steps: str) -> None:
-    config = load_config([*OVERRIDES, steps])
+def test_the_overrides_are_valid(overrides: tuple[str, ...], steps: str) -> None:
+    config = load_config([*overrides, steps])
     assert config.parallel.dp == 2 and config.algo.old_logprobs == "actor_fwd" and config.run.max_restarts == 100

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,9 +14,12 @@ import pytest
 from relax_core.cli.eval_command import eval_command
 from relax_core.config.compose import load_config
 from relax_core.config.saved import to_yaml
+from relax_core.control.host.run_paths import SHARED_MEMORY
+from relax_core.data.see_task import files_folder
 from relax_core.preflight import EVAL_CHECKS, settle_evaluation
 from relax_core.tools.make_tiny import tiny_model_folder
 from relax_core.train.checkpoints.checkpoint_store import CheckpointStore
+from tests.house_vl import HOUSE_VL, of_the_house
 
 
 def evaluated(*words: str) -> int:
@@ -86,3 +92,39 @@ def test_a_model_by_name_and_by_folder_give_the_same(tmp_path: Path, capsys: pyt
     assert set(one["figures"]) == {"exact", "pass@2", "pass@4", "maj@4", "reward"}
     assert "Wilson (1927)" in first["intervals"] and first["step"] is None
     assert "held-out rows, 12 prompts" in capsys.readouterr().out
+
+
+def test_images_and_videos_are_evaluated_and_bad_ones_are_no_wrong_answers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A folder of a family in a file of its own, with a set beside its files; two prompts show the same picture."""
+    shown = tmp_path / "shown"
+    shutil.copytree(files_folder() / "train", shown)
+    (shown / "cut.png").write_bytes((shown / "red-00.png").read_bytes()[:60])
+    video = [{"type": "video", "video": "left-00.mp4"}, {"type": "text", "text": "which way?"}]
+    asked = {"prompt": "<image>which colour?"}
+    rows = [
+        {**asked, "images": "red-00.png", "answer": "red"},
+        {**asked, "images": {"path": "red-00.png"}, "answer": "red"},
+        {"prompt": [{"role": "user", "content": video}], "answer": "left"},
+        {"prompt": "say blue", "answer": "blue"},
+        {**asked, "images": "cut.png", "answer": "red"},
+        {**asked, "images": "../outside.png", "answer": "red"},
+    ]
+    (shown / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "outside.png").write_bytes((shown / "red-00.png").read_bytes())
+    folder = of_the_house(tmp_path / "model")
+    words = (
+        f"model.family={HOUSE_VL}",
+        *(f"eval.sets.shown={shown / 'rows.jsonl'}", "data.media_keys.image=images", "data.max_bad_rows=0.5"),
+        *("eval.samples=2", "eval.temperature=1.0", "rollout.max_new_tokens=8", "reward=exact_match"),
+    )
+    before = set(SHARED_MEMORY.iterdir())
+    assert evaluated(str(folder), f"run.dir={tmp_path / 'out'}", *words) == 0, capsys.readouterr().err
+    assert {one for one in set(SHARED_MEMORY.iterdir()) - before if str(os.getpid()) in one.name} == set()
+    (one,) = json.loads((tmp_path / "out" / "evaluation.json").read_text())["sets"]
+    assert one["rows"] == 4 and one["bad_rows"] == {"bad_media:truncated": 1, "bad_media:outside_root": 1}
+    answers = [json.loads(line) for line in (tmp_path / "out" / "answers.jsonl").read_text().splitlines()]
+    prompts = [answer["prompt"] for answer in answers]
+    assert prompts[0] == prompts[1] and re.fullmatch(r"\[image \d+×\d+\]which colour\?", prompts[0])
+    assert re.fullmatch(r"\[video \d+×\d+, \d+ frames\]which way\?", prompts[2]) and prompts[3] == "say blue"

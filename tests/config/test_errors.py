@@ -142,7 +142,10 @@ def test_what_cannot_be_composed(override: str, text: str) -> None:
             "model.task=chess: tiny_qwen3 has no warm start for it. What exists: reverse_digits, arithmetic.",
         ),
         (["data=file", "reward=math", "model.task=arithmetic"], "data.path is not set"),
-        (["data.paths=[/x.jsonl]"], "data.paths=['/x.jsonl'] with data=reverse_digits, which is generated."),
+        (
+            ["data=reverse_digits", "data.paths=[/x.jsonl]"],
+            "data.paths=['/x.jsonl'] with data=reverse_digits, which is generated.",
+        ),
         (["data=file", "data.path=/x.jsonl", "data.paths=[/y.jsonl]"], "Name all files in data.paths alone."),
         (["data=file", "data.paths=/x.jsonl", "reward=math"], "data.paths=/x.jsonl: it names no file. Give a list"),
         (["data.max_bad_rows=1"], "data.max_bad_rows=1.0: must be at least 0 and less than 1 (a share of all rows"),
@@ -166,7 +169,10 @@ def test_what_cannot_be_composed(override: str, text: str) -> None:
         (["eval.sets.gsm=/nowhere.jsonl"], "data file /nowhere.jsonl: no such file."),
         (["rollout.stop=['']"], "rollout.stop has an empty string"),
         ([f"rollout.stop=[{'x' * 1025}]"], "rollout.stop has a string of 1025 bytes. Give 1024 at most."),
-        (["data.path=/x.jsonl"], "data.path=/x.jsonl with data=reverse_digits, which is generated."),
+        (
+            ["data=reverse_digits", "data.path=/x.jsonl"],
+            "data.path=/x.jsonl with data=reverse_digits, which is generated.",
+        ),
         (["data.task=chess", "model.task=arithmetic", "reward=math"], "data.task='chess': no such generated task."),
         (["data=arithmetic"], "reward=reverse_digits does not score data=arithmetic: it scores reverse_digits alone."),
         (["eval.rows=999"], "eval.rows=999, but data.eval_size=256 holds out 256 rows"),

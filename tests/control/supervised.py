@@ -135,6 +135,14 @@ def trains_until_stopped(folder: Path, paths: RunPaths, attempt: Attempt, superv
     return code
 
 
+def reports_its_step_after_the_stop(folder: Path, paths: RunPaths, attempt: Attempt, supervisor: SupervisorPipe) -> int:
+    supervisor.watch_steps()
+    code = _await_stop(folder, supervisor)
+    supervisor.report_trained()
+    (folder / "checkpoint").touch()
+    return code
+
+
 def has_not_trained(folder: Path, paths: RunPaths, attempt: Attempt, supervisor: SupervisorPipe) -> int:
     subprocess.Popen(["sleep", LONG_S], start_new_session=True)
     _await_stop(folder, supervisor)

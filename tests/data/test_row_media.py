@@ -91,9 +91,9 @@ def test_content_parts_have_openai_s_form(tmp_path: Path, part: dict[str, Any], 
 @pytest.mark.parametrize(
     ("row", "reason", "words"),
     [
-        ({"prompt": "<image><image>", "images": ["1.png"]}, "bad_media:placeholder_count", "places for a image"),
+        ({"prompt": "<image><image>", "images": ["1.png"]}, "bad_media:placeholder_count", "has another number"),
         ({"prompt": "no place", "images": ["1.png"]}, "bad_media:placeholder_count", "data.media_keys.image"),
-        ({"prompt": "<image>"}, "bad_media:placeholder_count", "column images has another number"),
+        ({"prompt": "<image>"}, "bad_media:placeholder_count", "the row has no column images, only answer, prompt"),
         ({"prompt": "<image>", "images": [5]}, "bad_media:unknown_format", "neither a path, bytes"),
         ({"prompt": "<image>", "images": "data:image/png;base64,???"}, "bad_media:unknown_format", "cannot be read"),
         ({"prompt": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "bad_row:prompt", "'input_audio'"),

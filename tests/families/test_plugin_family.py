@@ -113,7 +113,7 @@ def test_exports_are_the_folder_to_the_byte(
 
 def exported(backend: Any, folder: Path, target: Path) -> bytes:
     shapes = {name: tuple(tensor.shape) for name, tensor in backend.export()}
-    export_hf_folder(backend.export(), shapes=shapes, dtype="float32", source_folder=folder, target=target)
+    export_hf_folder(backend.export(), shapes=shapes, own_dtype="float32", source_folder=folder, target=target)
     return (target / "model.safetensors").read_bytes()
 
 

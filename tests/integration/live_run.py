@@ -32,6 +32,7 @@ POLL_S = 0.02
 MARK = "RELAX_TEST_RUN"  # in the environment of every process of the run
 
 NOTICED = re.compile("^tier [12] at step .*; (started again in place|all services start again from step)", re.MULTILINE)
+MEDIA_LIBRARY = re.compile(r"\S*/site-packages/(PIL|av)/\S+")  # both have compiled modules
 TOLD_STEP = re.compile("^step [1-9]", re.MULTILINE)
 STOPPING = "stopping: a checkpoint is written"
 RECOVERED = "; training went on from step "
@@ -157,6 +158,18 @@ class LiveRun:
         has nothing to keep."""
         self.wait_for(f"step {step}", lambda: max(_actor_steps(self.folder), default=-1) >= step)
         self.wait_for("a line about a step", lambda: TOLD_STEP.search(self.output()) is not None)
+
+    def assert_no_media_library(self) -> None:
+        """No process of the run has loaded Pillow or PyAV, and there is no folder of media items."""
+        looked_at = 0
+        for pid, line in self.processes().items():
+            with suppress(FileNotFoundError, ProcessLookupError):
+                loaded = MEDIA_LIBRARY.search(Path(f"/proc/{pid}/maps").read_text())
+                assert loaded is None, f"{line}: {loaded}"
+                looked_at += 1
+        assert looked_at >= 5  # supervisor, controller, bus, engine, trainer, rollout
+        roots = self.places()
+        assert roots and not [path for root in roots for path in root.rglob("media")]
 
     def wait_checkpoint(self, step: int) -> None:
         """Waits until the checkpoint of ``step`` is whole."""

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import json
 import re
 import shutil
+import subprocess
+import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from relax_core.data.see_task import files_folder
-from tests.integration.live_run import run_to_end
+from tests.integration.held_training import HeldTraining
+from tests.integration.live_run import ROOT, FinishedRun, LiveRun, run_to_end
+from tests.integration.test_on_policy import assert_same_run
 
 pytestmark = pytest.mark.integration
 
 TOLERANCE = 2e-5
 GROUP_SIZE = 4
 SMALL = (
-    *("model=tiny_qwen3_vl", f"algo.group_size={GROUP_SIZE}", "run.save_every=0", "run.export_hf=false"),
+    *("model=tiny_qwen3_vl", f"algo.group_size={GROUP_SIZE}", "run.save_every=0"),
     *("engine.context_length=256", "reward=exact_match"),
 )
 ENV = '''
@@ -45,6 +51,8 @@ class Show(BaseInteractionEnv):
     def __init__(self, start, config):
         self._turn, self._answer = 0, start.row["answer"]
         self._picture = Path(FOLDER, f"{self._answer}-00.png").read_bytes()
+        if start.row["prompt"] == "cut":
+            self._picture = self._picture[:60]
 
     def reset(self):
         """Returns the opening."""
@@ -64,23 +72,30 @@ SPEC = EnvSpec(name="show", summary="shows a picture", config=ShowConfig, open=S
 '''
 
 
+ROWS, EVAL_ROWS, STEPS, PROMPTS = 60, 8, 20, 8
+OTHER = "other.jsonl"  # the file of an evaluation set
+BAD: dict[int, tuple[str, Any]] = {  # row → reason and value of its column
+    3: ("missing_file", "files/nowhere.png"),
+    4: ("missing_file", "files/nowhere.png"),
+    9: ("outside_root", "files/link.png"),
+    15: ("truncated", "files/cut.png"),
+    16: ("remote_refused", "http://127.0.0.1/a.png"),
+    22: ("placeholder_count", ["files/red-00.png", "files/red-01.png"]),
+}
+
+
 def write_rows(folder: Path) -> tuple[Path, dict[str, int]]:
-    """Writes 60 rows: pictures by path and inline, videos, text, and bad ones, whose samples it counts by reason."""
+    """Writes 60 rows: pictures by path and inline, videos, text, and bad ones.
+
+    Returns also the samples that the bad ones cost by reason. Rows are drawn in order until every step has its prompts.
+    """
     shown = folder / "files"
     shutil.copytree(files_folder() / "train", shown)
     (shown / "cut.png").write_bytes((shown / "red-00.png").read_bytes()[:60])
     (folder.parent / "outside.png").write_bytes((shown / "red-00.png").read_bytes())
     (shown / "link.png").symlink_to(folder.parent / "outside.png")
-    bad: dict[int, tuple[str, Any]] = {
-        3: ("missing_file", "files/nowhere.png"),
-        4: ("missing_file", "files/nowhere.png"),
-        9: ("outside_root", "files/link.png"),
-        15: ("truncated", "files/cut.png"),
-        16: ("remote_refused", "http://127.0.0.1/a.png"),
-        22: ("placeholder_count", ["files/red-00.png", "files/red-01.png"]),
-    }
     rows: list[dict[str, Any]] = []
-    for number in range(60):
+    for number in range(ROWS):
         colour = ("red", "green", "blue", "yellow")[number % 4]
         file = f"files/{colour}-{number % 24:02d}.png"
         row: dict[str, Any] = {"prompt": "<image>which colour?", "answer": colour, "images": [file]}
@@ -93,66 +108,154 @@ def write_rows(folder: Path) -> tuple[Path, dict[str, int]]:
             way = ("left", "right", "up", "down")[number % 4]
             parts = [{"type": "video", "video": f"files/{way}-01.mp4"}, {"type": "text", "text": "which way?"}]
             row = {"prompt": [{"role": "user", "content": parts}], "answer": way}
-        if number in bad:
-            row = {"prompt": "<image>which colour?", "answer": colour, "images": bad[number][1]}
+        if number in BAD:
+            row = {"prompt": "<image>which colour?", "answer": colour, "images": BAD[number][1]}
         rows.append(row)
     written = folder / "rows.jsonl"
     written.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    reasons: dict[str, int] = {}
-    for reason, _ in bad.values():
-        reasons[f"bad_media:{reason}"] = reasons.get(f"bad_media:{reason}", 0) + GROUP_SIZE
-    return written, reasons
+    reasons: Counter[str] = Counter()
+    drawn = itertools.cycle(range(ROWS - EVAL_ROWS))
+    for _ in range(STEPS * PROMPTS):
+        while (number := next(drawn)) in BAD:
+            reasons[f"bad_media:{BAD[number][0]}"] += GROUP_SIZE
+    return written, dict(reasons)
 
 
-def test_bad_pictures_cost_their_prompts_alone_and_no_file_holds_base64(tmp_path: Path) -> None:
-    (tmp_path / "data").mkdir()
-    file, reasons = write_rows(tmp_path / "data")
-    run = run_to_end(
-        tmp_path / "run",
+def good_sources(file: Path) -> set[str]:
+    """Returns the images and videos of the rows that can be used, those of the evaluation set too."""
+    found = {json.loads(line)["images"] for line in (file.parent / OTHER).read_text().splitlines()[:3]}
+    for number, line in enumerate(file.read_text().splitlines()):
+        row = json.loads(line)
+        if number not in BAD and "images" in row:
+            found.add(row["images"] if isinstance(row["images"], str) else row["images"][0])
+        elif not isinstance(row["prompt"], str):
+            found.add(row["prompt"][0]["content"][0]["video"])
+    return found
+
+
+def write_eval_set(folder: Path) -> None:
+    """Writes an evaluation set of four rows, of which the last has a picture that is cut."""
+    pictures = ("files/red-00.png", "files/blue-01.png", "files/green-02.png", "files/cut.png")
+    rows = [{"prompt": "<image>which colour?", "answer": one[6:-7], "images": one} for one in pictures]
+    written = folder / OTHER
+    written.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def assert_relax_eval_finds_the_same(run: FinishedRun) -> None:
+    """Evaluates the newest checkpoint with the run's own settings, and compares with the run's last evaluation."""
+    words = [sys.executable, "-m", "relax_core", "eval", str(run.folder)]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (file,) = run.folder.glob(f"evaluations/step_{STEPS}/*/evaluation.json")
+    figures = run.summary["eval"][-1]["figures"]
+    found = json.loads(file.read_text())["sets"]
+    assert [(one["name"], one["rows"], one["bad_rows"]) for one in found] == [
+        ("held_out", 8, {}),
+        ("other", 3, {"bad_media:truncated": 1}),
+    ]
+    assert (figures["other/rows"], figures["other/bad_rows"]) == (3, 1)
+    for one in found:
+        assert one["figures"]["reward"]["value"] == pytest.approx(figures[f"{one['name']}/reward"])
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, int]]:
+    """Returns the data file and the samples that its bad rows cost in `STEPS` steps, by reason."""
+    folder = tmp_path_factory.mktemp("rows") / "data"
+    folder.mkdir()
+    made = write_rows(folder)
+    write_eval_set(folder)
+    return made
+
+
+def strict_overrides(file: Path) -> tuple[str, ...]:
+    return (
         *SMALL,
-        *(
-            "data=file",
-            f"data.path={file}",
-            "data.media_keys.image=images",
-            "data.shuffle=false",
-            "data.max_bad_rows=0.3",
-        ),
-        *("data.eval_size=8", "eval.rows=8", "eval.every=2", "mode.max_staleness=0", "run.steps=4"),
+        *("data=file", f"data.path={file}", "data.media_keys.image=images", "data.shuffle=false"),
+        *("data.max_bad_rows=0.3", f"data.eval_size={EVAL_ROWS}", f"eval.rows={EVAL_ROWS}", "eval.every=10"),
+        *("mode.max_staleness=0", "run.export_hf=true", f"run.steps={STEPS}"),
+        f"rollout.prompts_per_step={PROMPTS}",
+        f"eval.sets={{held_out: null, other: {file.parent / OTHER}}}",
+        "run.keep_best=eval/held_out/reward",
     )
+
+
+@pytest.fixture(scope="module")
+def straight(rows: tuple[Path, dict[str, int]], tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
+    """20 steps at staleness 0, of whose rows one in ten is bad."""
+    return run_to_end(tmp_path_factory.mktemp("straight") / "run", *strict_overrides(rows[0]))
+
+
+def test_bad_pictures_cost_their_prompts_alone_and_no_file_holds_base64(
+    straight: FinishedRun, rows: tuple[Path, dict[str, int]]
+) -> None:
+    run, (file, reasons) = straight, rows
     assert run.code == 0, run.output
     run.assert_books_closed()
     books = run.summary["ledger"]
-    assert {reason: count for reason, count in books["dropped"].items() if reason.startswith("bad")} == reasons
+    assert books["trained"] == STEPS * PROMPTS * GROUP_SIZE and books["dropped"] == reasons
     named = run.summary["bad_rows"]
-    assert (
-        len(named) == 5 and "files/nowhere.png" in named[0]["text"] and named[0]["reason"] == "bad_media:missing_file"
-    )
+    assert [one["row"] for one in named] == [str(number) for number in sorted(BAD)[:5]]
+    assert [one["reason"] for one in named] == [f"bad_media:{BAD[number][0]}" for number in sorted(BAD)[:5]]
+    assert "files/nowhere.png" in named[0]["text"] and "files/cut.png" in named[3]["text"]
     gap = run.summary["logprob_gap"]
     assert gap["tokens"] > 0 and gap["max"] <= TOLERANCE
     assert any(values["grad_norm"] > 0.0 for values in run.steps())
     records = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
-    last = [one["values"] for one in records if one["source"] == "rollout"][-1]
-    assert last["bad_media"] == 6 and last["bad_media/missing_file"] == 2
-    assert 0 < last["encoded"] <= 60  # each source once, although evaluations ask them again
+    figures = [one["values"] for one in records if one["source"] == "rollout"]
+    last = figures[-1]
+    assert last["tower_passes"] > 0 < max(one["feature_mb"] for one in figures)
+    assert last["bad_media"] == sum(reasons.values()) / GROUP_SIZE
+    for reason, samples in reasons.items():
+        assert last[reason.replace(":", "/")] == samples / GROUP_SIZE
+    # Each source once, although every row comes several times and evaluations ask again.
+    assert last["encoded"] == len(good_sources(file))
     assert len(list((run.folder / "thumbnails").glob("*.png"))) == 16
     for path in run.folder.rglob("*"):
-        if path.suffix in (".log", ".jsonl", ".json", ".yaml", ".html", ".txt"):
+        if path.suffix in (".log", ".jsonl", ".json", ".yaml", ".html", ".txt") and "hf" not in path.parts:
             text = path.read_text(encoding="utf-8", errors="replace")
             assert "base64" not in text and not re.search("iVBORw0KGgo", text), path
     assert "base64" not in run.output
+    assert_relax_eval_finds_the_same(run)
+
+
+def test_a_time_shared_run_that_stops_and_goes_on_is_the_same_to_the_bit(
+    straight: FinishedRun, rows: tuple[Path, dict[str, int]], tmp_path: Path
+) -> None:
+    """One proof of three equalities: two runs, another mode, and a stop with a resume."""
+    held = HeldTraining(tmp_path, updates=8)
+    overrides = (*strict_overrides(rows[0]), "mode=colocate", *held.overrides)
+    with LiveRun(tmp_path / "run", *overrides) as live:
+        live.wait_step(4)
+        live.interrupt()
+        live.wait_stop_heard()
+        held.let_go()
+        stopped = live.finish()
+    assert stopped.code == 130, stopped.output
+    assert 5 <= stopped.summary["steps"] < STEPS
+    resumed = run_to_end(tmp_path / "run", *overrides, "resume=auto")
+    assert resumed.code == 0, resumed.output
+    resumed.assert_books_closed()
+    assert resumed.summary["ledger"]["dropped"] == rows[1]
+    assert_same_run(resumed, straight)
 
 
 def test_an_env_shows_a_picture_in_a_later_turn(tmp_path: Path) -> None:
-    """Turns are aborted at weight changes and go on; the trees have the picture in their branches."""
+    """Turns are aborted at weight changes and go on; the trees have the picture in their branches.
+
+    Two rollout workers share the groups. The picture of one row in four is cut, which costs its episodes alone.
+    """
     env = tmp_path / "show.py"
     env.write_text(ENV.replace("FOLDER", repr(str(files_folder() / "train"))))
     rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(json.dumps({"prompt": "x", "answer": one}) + "\n" for one in ("red", "green") * 8))
+    shown = [("x", "red"), ("x", "green"), ("cut", "red"), ("x", "red")] * 4
+    rows.write_text("".join(json.dumps({"prompt": prompt, "answer": one}) + "\n" for prompt, one in shown))
     run = run_to_end(
         tmp_path / "run",
         *SMALL,
         *("data=file", f"data.path={rows}", f"env.name={env}", "eval.every=0", "data.eval_size=0"),
-        *("mode.max_staleness=1", "rollout.partial=abort", "rollout.prompts_per_step=4", "run.steps=3"),
+        *("mode.max_staleness=1", "rollout.partial=abort", "rollout.prompts_per_step=4", "run.steps=4"),
+        *("rollout.workers=2", "data.max_bad_rows=0.6", "run.export_hf=false"),
     )
     assert run.code == 0, run.output
     run.assert_books_closed()
@@ -160,5 +263,9 @@ def test_an_env_shows_a_picture_in_a_later_turn(tmp_path: Path) -> None:
     assert gap["tokens"] > 0 and gap["max"] <= TOLERANCE
     records = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
     figures = [one["values"] for one in records if one["source"] == "rollout"]
-    assert figures[-1]["encoded"] == 2  # two pictures, in every episode of every group
+    assert max(one["encoded"] for one in figures) == 2  # two pictures, in every episode of every group
+    assert {one["worker"] for one in figures} == {0.0, 1.0}
+    assert run.summary["ledger"]["dropped"].get("bad_media:truncated", 0) > 0
+    assert set(run.summary["ledger"]["dropped"]) <= {"bad_media:truncated", "stale"}
+    assert run.summary["bad_rows"][0]["reason"] == "bad_media:truncated"
     assert max(one["turns"] for one in figures) > 1

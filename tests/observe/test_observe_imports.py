@@ -7,9 +7,10 @@ import sys
 
 IMPORT_ALL = """
 import pkgutil, sys
-import relax_core.observe
-for module in pkgutil.iter_modules(relax_core.observe.__path__):
-    __import__(f"relax_core.observe.{module.name}")
+import relax_core.observe.service.metrics_service, relax_core.registry
+assert "numpy" not in sys.modules, "the process of the metrics needs no numpy"
+for module in pkgutil.walk_packages(relax_core.observe.__path__, "relax_core.observe."):
+    __import__(module.name)
 print(sorted({"torch", "ray", "matplotlib", "tensorboard", "transformers", "omegaconf"} & set(sys.modules)))
 """
 

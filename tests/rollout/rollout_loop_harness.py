@@ -185,14 +185,21 @@ def build_loop(
     context: int = CONTEXT,
     worker: int = 0,
     workers: int = 1,
+    items: Any = None,
     **settings: Any,
 ) -> RolloutLoop:
     """Returns a loop over `Rows` with these ``prompts`` and ``settings``; it adds its metrics to ``records``."""
     tokenizer = PromptTokenizer(folder)
     env = env or find_env("single_turn")
     env_config = env_config or env.config(name=env.name)
-    limit = context - 8
-    maker = PromptMaker(env=env, env_config=env_config, tokenizer=tokenizer, max_prompt_tokens=limit, overlong=overlong)
+    maker = PromptMaker(
+        env=env,
+        env_config=env_config,
+        tokenizer=tokenizer,
+        max_prompt_tokens=context - 8,
+        overlong=overlong,
+        items=items,
+    )
     sampling = SamplingParams(
         n=GROUP_SIZE, max_new_tokens=max_new_tokens, temperature=temperature, stop_token_ids=tokenizer.stop_token_ids
     )

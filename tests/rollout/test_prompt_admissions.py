@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 
 from relax_core.config.choices import Overlong
+from relax_core.contracts.bus import CompleteGroup
 from relax_core.contracts.reward import RewardInput, RewardOutput
 from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.rollout.bad_rows import BadRows
+from relax_core.rollout.prompt_tokens import PromptMaker
 from tests.contracts.engine.harness import Engine
 from tests.rollout.rollout_loop_harness import (
     CONTEXT,
@@ -99,3 +101,53 @@ def test_a_dropped_group_is_made_up_for_while_an_evaluation_holds_the_next_promp
         assert bus.core.progress().ledger.trained == 2 * STEP_GROUPS * GROUP_SIZE
 
     asyncio.run(within(scene()))
+
+
+class Encoded:
+    """Says that a prompt maker encodes; the maker below has text only, so nothing asks it for an item."""
+
+    encoded = 0
+
+    def release(self, owner: str) -> None:
+        """Has nothing to end."""
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_prompts_are_encoded_while_engines_work_and_later_ones_are_admitted_if_no_run_must_be_repeated(
+    engine: Engine, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, max_staleness: int
+) -> None:
+    """At staleness 1 the encoding of the first prompt outlasts two steps of others.
+
+    At staleness 0 the prompts of step 1 are encoded while the rewards of step 0 are out.
+    """
+    let_go, encoded = asyncio.Event(), set[str]()
+    make = PromptMaker.prompt
+
+    async def prompt(self: PromptMaker, row: Any, *, where: str, owner: str) -> Any:
+        if max_staleness and owner == "g00000000":
+            await let_go.wait()
+        encoded.add(owner)
+        if max_staleness == 0 and len(encoded) == 2 * STEP_GROUPS:
+            let_go.set()
+        return await make(self, row, where=where, owner=owner)
+
+    async def score(given: RewardInput, config: Any) -> RewardOutput:
+        if max_staleness == 0:
+            await let_go.wait()
+        return RewardOutput(reward=0.5)
+
+    def put(rows: Sequence[CompleteGroup]) -> None:
+        come.extend(row.group_uid for row in rows)
+        if max_staleness and len(come) == STEP_GROUPS:
+            let_go.set()
+
+    monkeypatch.setattr(PromptMaker, "prompt", prompt)
+    come: list[str] = []
+
+    async def scene() -> None:
+        bus = CoreBus(steps=2, put=put, on_step=renamed(engine), max_staleness=max_staleness)
+        await sample(engine, tiny_folder, bus, reward=scored(score), items=Encoded(), in_order=max_staleness == 0)
+        assert bus.core.progress().ledger.trained == 2 * STEP_GROUPS * GROUP_SIZE
+
+    asyncio.run(within(scene()))
+    assert "g00000000" not in come[:STEP_GROUPS] if max_staleness else come[:STEP_GROUPS] == sorted(come)[:STEP_GROUPS]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gc
 import itertools
 import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -244,6 +246,28 @@ def test_a_failure_is_heard_while_the_next_prompts_wait_at_the_gate(engine: Engi
 
     with pytest.raises(ValueError, match="too many bytes"):
         asyncio.run(within(scene()))
+
+
+def test_prompts_that_arrive_with_a_failure_leave_no_coroutine(
+    engine: Engine, tiny_folder: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    class LateBus(CoreBus):
+        """A bus whose answer arrives with the cancellation, as asyncio.wait_for of Python 3.11 then returns it."""
+
+        async def admit_async(self, max_groups: int, *, worker: int = 0, timeout_s: float) -> list[Admission]:
+            if not self.core.progress().admitted:
+                return self.core.admit(max_groups)
+            with suppress(asyncio.CancelledError):
+                await asyncio.Event().wait()
+            return [Admission(index=9, group_uid="g00000009", min_version=0)]
+
+    def refuse(rows: Sequence[CompleteGroup]) -> None:
+        raise ValueError("too many bytes")
+
+    with pytest.raises(ValueError, match="too many bytes"):
+        asyncio.run(within(sample(engine, tiny_folder, LateBus(steps=2, put=refuse))))
+    gc.collect()
+    assert not [str(one.message) for one in recwarn if "never awaited" in str(one.message)]
 
 
 def test_a_run_whose_every_response_is_cut_ends_with_words(engine: Engine, tiny_folder: Path) -> None:

@@ -35,9 +35,30 @@ def rank_of(pid: int) -> int:
     return int(variables[b"SLURM_PROCID"])
 
 
+REWARD = """
+from relax_core.contracts.reward import RewardConfig, RewardInput, RewardSpec
+
+
+def score(given: RewardInput, config: RewardConfig) -> float:
+    for number, item in enumerate(given.media):
+        frames = given.frames(number)
+        if frames.shape[0] != max(1, item.frames) or frames.flags.writeable:
+            raise ValueError(f"{item.words} has frames of shape {frames.shape}")
+    return float(given.response == given.answer)
+
+
+SPEC = RewardSpec(name="looks", summary="looks at the pixels", config=RewardConfig, score=score, isolated=True)
+"""
+
+
 def test_a_run_over_two_nodes(quiet: Cluster, tmp_path: Path) -> None:
-    held = HeldTraining(tmp_path, updates=10)
-    words = ("launcher.nodes=2", "run.steps=30", "run.export_hf=true")
+    """A run with images and videos: engine and trainer, on different nodes, and the reward's worker map their files."""
+    held = HeldTraining(tmp_path, updates=5)
+    (tmp_path / "looks.py").write_text(REWARD)
+    words = (
+        *("launcher.nodes=2", "run.steps=12", "run.export_hf=true", "model=tiny_qwen3_vl", "data=see"),
+        *(f"reward.name={tmp_path / 'looks.py'}", "rollout.prompts_per_step=6", "algo.group_size=4"),
+    )
     run = Submitted(quiet, tmp_path / "run", *words, *held.overrides)
     run.wait_step(0)
     assert {task_of(quiet, "relax_core.engines.embedded"), task_of(quiet, "ray::PolicyTrainer")} == {0, 1}
@@ -46,9 +67,10 @@ def test_a_run_over_two_nodes(quiet: Cluster, tmp_path: Path) -> None:
     assert code == 0, output
     assert "running on n[1-2]" in output and "the run ended with exit code 0" in output
     assert "#SBATCH --nodes=2" in output, "the script is printed before it is submitted"
-    assert run.summary()["outcome"] == "finished" and run.steps() == list(range(30))
+    assert run.summary()["outcome"] == "finished" and run.steps() == list(range(12))
     books = run.summary()["ledger"]
-    assert books["lost"] == books["trained_twice"] == 0
+    assert books["lost"] == books["trained_twice"] == 0 and books["dropped"] == {}
+    assert 0.0 < run.summary()["logprob_gap"]["max"] <= 2e-5, "both saw the same pixels"
     assert (run.folder / "hf" / "model.safetensors").is_file()
     assert not list(run.folder.glob("relax-*")), "weights were published in the run's folder and are gone"
 

@@ -45,8 +45,8 @@ def test_the_tokenizer_knows_time_stamps_and_keeps_names_of_special_tokens_as_te
     assert rendered.count(ids[name]) == 1
 
 
-def test_it_starts_with_some_of_the_answers(folder: Path) -> None:
-    """Greedy answers to held-out rows. Chance is 0.25."""
+def test_it_starts_with_a_chance_of_every_answer(folder: Path) -> None:
+    """Greedy answers to held-out rows, of which 0.25 are right by chance, and the probability of each right answer."""
     import torch
     from transformers import AutoModelForImageTextToText
 
@@ -55,12 +55,16 @@ def test_it_starts_with_some_of_the_answers(folder: Path) -> None:
     tower = folder_architecture(folder).vision
     assert tower is not None
     examples, batch = SeenExamples(folder, tower), SeenBatch()
-    for index in range(96):
-        one = example("see", split="eval", seed=0, index=index)
+    rows = [example("see", split="eval", seed=0, index=index) for index in range(96)]
+    for one in rows:
         examples.add(batch, one, answer=one.answer)
     with torch.no_grad():
         logits, tokens = answer_logits(model, tower, batch)
     right = (logits.argmax(-1) == tokens).split([len(answer) for answer in batch.answers])
     assert 0.25 < sum(bool(each.all()) for each in right) / len(right) <= 0.65
     chances = logits.log_softmax(-1).gather(-1, tokens[:, None])[:, 0].split([len(one) for one in batch.answers])
-    assert sum(float(each.sum().exp()) for each in chances) / len(chances) > 0.2  # of a sampled answer
+    by_answer: dict[str, list[float]] = {}
+    for one, each in zip(rows, chances, strict=True):
+        by_answer.setdefault(one.answer, []).append(float(each.sum().exp()))
+    assert len(by_answer) == 12
+    assert min(sum(found) / len(found) for found in by_answer.values()) > 0.15  # 16 samples lack it 1 time in 13

@@ -41,6 +41,12 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     "the projector alone": ("sees", ("vision", "language")),
     "the language model alone": ("sees", ("vision", "projector")),
 }
+CASES_OF_LAYOUT = {
+    "pp2": tuple(CASES),
+    "pp2 vpp2 overlap": ("the router alone", "the tower alone", "the language model alone"),
+    "tp2 recompute": ("all but the router", "the tower alone", "the projector alone"),
+    "dp2 overlap": ("the router alone", "the tower alone", "the projector alone"),
+}
 STEPS, STEPS_OF_LAYOUTS = 20, 3
 SAVED = "the tower alone"  # the case of which a checkpoint goes from layout to layout
 OPTIMIZER = {"eps": 1e-4, "clip_grad": 0.0}
@@ -140,7 +146,7 @@ def rank_main(folder: Path, rank: int, port: int) -> None:
         parallel = parallel_config(**LAYOUTS[name])
         ranks = {"parallel": parallel, "rank": rank, "world_size": 2, "store_address": f"127.0.0.1:{port}"}
         seen[name] = {}
-        for case in CASES:
+        for case in CASES_OF_LAYOUT[name]:
             backend = build(folder, case, **ranks)
             replica = {"replica": parallel_state.get_data_parallel_rank(), "replicas": parallel.dp}
             found = figures(backend, folder, case, steps=STEPS_OF_LAYOUTS, **replica)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from tests.ports import free_port
+from tests.train.rank_server import SERVER
 
 HERE = Path(__file__).parent
 
@@ -21,27 +19,16 @@ def run_ranks(
     Its arguments are <rank> <world size> <port> and the rank's own ``arguments``. ``world_size`` is larger than the
     number of processes if some ranks must never join.
     """
-    port = free_port()
-    environment = os.environ | {
-        "PYTHONPATH": f"{HERE.parents[1]}:{os.environ.get('PYTHONPATH', '')}",
-        "OMP_NUM_THREADS": "1",
-    }
-    size = world_size or len(arguments)
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(HERE / script), *map(str, (rank, size, port, *own))],
-            env=environment,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank, own in enumerate(arguments)
-    ]
-    try:
-        errors = [process.communicate(timeout=timeout_s)[1] for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    return [(process.returncode, error) for process, error in zip(ranks, errors, strict=True)]
+    port, size = free_port(), world_size or len(arguments)
+    programmes = [[str(HERE / script), *map(str, (rank, size, port, *own))] for rank, own in enumerate(arguments)]
+    return SERVER.run(programmes, timeout_s=timeout_s)
+
+
+def run_programme(*words: object, timeout_s: float = 600.0) -> None:
+    """Runs a script of this folder, or a module by its name, with arguments, as the ranks are run."""
+    programme = [str(HERE / one) if one.endswith(".py") else one for one in map(str, words)]
+    ((status, error),) = SERVER.run([programme], timeout_s=timeout_s)
+    assert status == 0, error
 
 
 def run_dp_ranks(

@@ -68,7 +68,7 @@ def run_chain(name: str, *, rank: int, port: str, models: Path, output: Path) ->
     """Makes a train step in each layout, each from the checkpoint of the layout before.
 
     <name>-<step> is saved after a step, with its weights. <name>-<step>-again is what another layout saved directly
-    after it loaded that checkpoint.
+    after it loaded that checkpoint. If there is a checkpoint <name>-alone, the first layout goes on from it.
     """
     model, family, dtype, layouts = CHAINS[name]
     for step, sizes in enumerate(layouts):
@@ -83,9 +83,10 @@ def run_chain(name: str, *, rank: int, port: str, models: Path, output: Path) ->
             store_address=f"127.0.0.1:{port}",
             optimizer={"eps": 1e-4},
         )
-        if step:
-            backend.load(output / f"{name}-{step - 1}")
-            backend.save(output / f"{name}-{step - 1}-again")
+        before = output / (f"{name}-{step - 1}" if step else f"{name}-alone")
+        if before.exists():
+            backend.load(before)
+            backend.save(before.with_name(f"{before.name}-again"))
         replica = next(index for index, ranks in enumerate(replica_ranks(parallel)) if rank in ranks)
         train_step(backend, [split_over_ranks(groups, parallel.dp)[replica] for groups in dp_groups()], step=step)
         backend.save(output / f"{name}-{step}")

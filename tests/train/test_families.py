@@ -34,7 +34,7 @@ def test_import_then_export_gives_the_same_file(tmp_path: Path, variant: str, dt
     shapes = {name: tuple(tensor.shape) for name, tensor in backend.export()}
     assert weight_problems(folder, backend.architecture) == []
     assert shapes == {rule.hf: tensor_shape(rule, backend.architecture) for rule in weight_rules(backend.architecture)}
-    export_hf_folder(backend.export(), shapes=shapes, dtype=dtype, source_folder=folder, target=out)
+    export_hf_folder(backend.export(), shapes=shapes, own_dtype=dtype, source_folder=folder, target=out)
     assert (out / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
     assert json.loads((out / "config.json").read_text()) == json.loads((folder / "config.json").read_text())
 

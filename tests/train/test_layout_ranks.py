@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from rank_processes import run_programme
 
-HERE = Path(__file__).parent
 LAYOUTS = ["tp2", "cp2", "pp2", "dp2 overlap"]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path: Path = tmp_path_factory.mktemp("ranks")
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1])}
-    command = [sys.executable, str(HERE / "layout_ranks.py"), str(path)]
-    done = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
+    run_programme("layout_ranks.py", path)
     return path
 
 

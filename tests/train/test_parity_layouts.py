@@ -1,26 +1,63 @@
-"""Every row of docs/parity.md: two train steps in every layout against the single process, and that against Hugging
-Face."""
+"""Rows of docs/parity.md: two train steps in a layout against the single process, and that against Hugging Face.
+
+`make test` takes each kind of parallelism and their combinations once; `make test-soak` takes every row.
+"""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
+from rank_processes import run_programme
 
 from benchmarks.parity import BIASED, DENSE, EXPERTS, FIGURES, OTHERS, REACH, ROWS
 
+NAMES = (
+    "DP2",
+    "TP2, SP, selective recompute",
+    "PP2, VPP2",
+    "PP2, VPP2, experts",
+    "CP2",
+    "EP2, distributed optimizer, overlap",
+    "TP2, SP, ETP2, full recompute",
+    "TP2, EP2, log-probs only",
+    "DP2, PP2, VPP2, distributed optimizer, overlap",
+    "TP2, SP, CP2, EP4",
+    "qwen2: TP2",
+    "qwen2: CP2, distributed optimizer, overlap",
+)
 Figures = dict[tuple[str, str], dict[str, float]]
+
+
+def measured(folder: pytest.TempPathFactory, *names: str) -> Figures:
+    path = folder.mktemp("parity") / "figures.json"
+    run_programme("benchmarks.parity", "--json", path, "--only", *names, timeout_s=1800.0)
+    return {(one.pop("name"), one.pop("packing")): one for one in json.loads(path.read_text())}
 
 
 @pytest.fixture(scope="module")
 def figures(tmp_path_factory: pytest.TempPathFactory) -> Figures:
-    path = tmp_path_factory.mktemp("parity") / "figures.json"
-    command = [sys.executable, "-m", "benchmarks.parity", "--json", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=1800)
-    assert done.returncode == 0, done.stderr
-    return {(one.pop("name"), one.pop("packing")): one for one in json.loads(path.read_text())}
+    return measured(tmp_path_factory, *NAMES)
+
+
+@pytest.fixture(scope="module")
+def other_figures(tmp_path_factory: pytest.TempPathFactory) -> Figures:
+    return measured(tmp_path_factory, *(row.name for row in ROWS if row.name not in NAMES))
+
+
+def rows(*, of_names: bool) -> list[tuple[str, str]]:
+    return [(row.name, packing) for row in ROWS if (row.name in NAMES) is of_names for packing in row.packings]
+
+
+def assert_the_same(figures: Figures, name: str, packing: str) -> None:
+    found = figures[name, packing]
+    trains = {row.name: row.trainable for row in ROWS}.get(name, True)
+    assert set(found) == (set(FIGURES) if trains else {"logprobs"})
+    assert all(figure <= REACH for figure in found.values()), found
+
+
+def test_the_chosen_rows_are_rows_of_the_page() -> None:
+    assert {row.name for row in ROWS} > set(NAMES)
 
 
 @pytest.mark.parametrize(
@@ -30,10 +67,13 @@ def figures(tmp_path_factory: pytest.TempPathFactory) -> Figures:
         for family in (DENSE, EXPERTS, BIASED, *OTHERS)
         for packing in ("tree", "plain", "kept")
     ]
-    + [(row.name, packing) for row in ROWS for packing in row.packings],
+    + rows(of_names=True),
 )
 def test_a_step_is_the_same(figures: Figures, name: str, packing: str) -> None:
-    found = figures[name, packing]
-    trains = {row.name: row.trainable for row in ROWS}.get(name, True)
-    assert set(found) == (set(FIGURES) if trains else {"logprobs"})
-    assert all(figure <= REACH for figure in found.values()), found
+    assert_the_same(figures, name, packing)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("name", "packing"), rows(of_names=False))
+def test_a_step_of_every_other_row_is_the_same(other_figures: Figures, name: str, packing: str) -> None:
+    assert_the_same(other_figures, name, packing)

@@ -7,10 +7,9 @@ reduction of gradients fails in the second step.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
+from rank_processes import run_programme
 
 from benchmarks.parity import MEDIA_FIGURES, MEDIA_REACH, MEDIA_ROWS
 from benchmarks.parity_media import CASES, DENSE, EXPERTS
@@ -23,9 +22,7 @@ Figures = dict[tuple[str, str], dict[str, float]]
 @pytest.fixture(scope="module")
 def figures(tmp_path_factory: pytest.TempPathFactory) -> Figures:
     path = tmp_path_factory.mktemp("parity") / "figures.json"
-    command = [sys.executable, "-m", "benchmarks.parity", "--media", "--json", str(path), "--only", *NAMES]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=1800)
-    assert done.returncode == 0, done.stderr
+    run_programme("benchmarks.parity", "--media", "--json", path, "--only", *NAMES, timeout_s=1800.0)
     return {(one.pop("name"), one.pop("packing")): one for one in json.loads(path.read_text())}
 
 

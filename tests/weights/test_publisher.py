@@ -6,13 +6,17 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from relax_core.contracts.engine import EngineError, WeightManifest
+from relax_core.engines.engine_process import EngineLaunch
 from relax_core.engines.protocol.engine_client import EngineClient
+from relax_core.engines.protocol.score_calls import TokensToScore
+from relax_core.weights.folder_stream import read_safetensors
 from relax_core.weights.publisher import WeightPublisher
 from relax_core.weights.transports.choice import SharedMemoryTransport
 from relax_core.weights.version_file import read_weights
@@ -25,7 +29,9 @@ from relax_core.weights.version_folder import (
     read_pushed,
     reading,
 )
+from relax_core.weights.version_writer import FROZEN, FROZEN_FOLDER
 from tests.contracts.engine.harness import TOKEN, Engine, hf_weights, make_model
+from tests.seeing import Seen, make_seeing_model, text
 
 
 def version_of(engine: Engine) -> str:
@@ -50,6 +56,52 @@ def test_versions_reach_every_engine_and_a_dead_one_is_named(
     assert list(report.refused) == [second.process.url]
     assert second.process.url in report.refused[second.process.url]
     assert version_of(first) == "2"
+    publisher.close()
+
+
+def test_a_new_engine_gets_the_frozen_tower_before_it_serves(
+    start_engine: Callable[..., Engine], launch: EngineLaunch, tmp_path: Path
+) -> None:
+    """The engine is killed after versions that brought no tensor of the tower."""
+    changes: dict[str, object] = {
+        "model_folder": tmp_path / "model",
+        "media_folder": tmp_path / "media",
+        "load_weights": False,
+        "engine": replace(launch.engine, context_length=512),
+    }
+    model = make_seeing_model(tmp_path / "model")
+    seen = Seen(tmp_path / "model", tmp_path / "media")
+    ids, media = seen.prompt(text(3), seen.image(2, 3), text(4))
+    weights = list(read_safetensors(tmp_path / "model"))
+    engines = [start_engine(**changes)]
+    publisher = WeightPublisher(
+        tmp_path / "weights",
+        lambda: [engines[-1].client],
+        transport=SharedMemoryTransport(),
+        frozen=[name for name, _ in weights if ".visual." in name],
+    )
+
+    def scores() -> torch.Tensor:
+        given = TokensToScore(input_ids=ids, first=1, media=media)
+        return torch.tensor(engines[-1].client.score([given], top_k=0, temperature=1.0)[0].logprobs)
+
+    assert publisher.publish(1, weights).result(timeout=120.0).refused == {}
+    before = scores()
+    torch.testing.assert_close(before, seen.logprobs(model, ids, media), atol=2e-5, rtol=0)
+    file = tmp_path / "weights" / FROZEN_FOLDER / FROZEN
+    away = file.rename(tmp_path / "away")
+    assert publisher.publish(2, weights).result(timeout=120.0).refused == {}
+    assert torch.equal(scores(), before)
+
+    os.kill(engines[0].process.pid, signal.SIGKILL)
+    engines.append(start_engine(**changes))
+    (why,) = publisher.publish(3, weights).result(timeout=120.0).refused.values()
+    assert FROZEN in why and version_of(engines[1]) == "-1", "it never serves without them"
+    away.rename(file)
+    latest = read_latest(tmp_path / "weights")
+    assert latest is not None
+    engines[1].client.update_weights(latest)
+    assert version_of(engines[1]) == "3" and torch.equal(scores(), before)
     publisher.close()
 
 

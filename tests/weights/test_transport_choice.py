@@ -29,6 +29,9 @@ def test_the_topology_chooses(config: RelaxConfig, engine: str) -> None:
     config.launcher.ray_address = "10.0.0.1:6379"
     assert chosen(config) == "disk"
     config.launcher.ray_address = None
+    config.placement.nodes = 2  # of a plan on a machine that has not joined them yet
+    assert chosen(config) == "disk"
+    config.placement.nodes = 1
     config.engine.urls = ["http://10.0.0.2:30000"]
     assert chosen(config) == "disk"
 

@@ -19,7 +19,8 @@ import ray
 
 from relax_core.bus.ledger.journal import Journal
 from relax_core.bus.ledger.ledger import Ledger
-from relax_core.bus.ray.media_storage import MediaFiles, MediaObjects, ObjectRefs, stored_media
+from relax_core.bus.ray.media_nodes import MediaNodes
+from relax_core.bus.ray.media_storage import LocalFolder, MediaFiles
 from relax_core.bus.ray.payload_blocks import (
     ERRORS,
     Block,
@@ -81,8 +82,6 @@ def answers(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[An
         blocks: tuple[Any, ...] = ()
         if isinstance(value, Lease):
             value, blocks = self.pack_lease(value)
-        elif isinstance(value, ObjectRefs):
-            blocks, value = value.refs, None
         reply = encode(Reply("", "", msgspec.Raw(encode(value))))
         return (reply, *blocks) if blocks else reply
 
@@ -99,7 +98,7 @@ class BusActor:
         self._core = BusCore(self._settings, ledger=ledger, clock=time.monotonic)
         self._waiting = WaitingCalls()
         self._expiry: asyncio.TimerHandle | None = None
-        self._media = stored_media(self._settings)
+        self._media = self._stored_media()
         self._lost: BusLost | None = None  # set by a backend whose payloads are stored in other processes
 
     # -- calls of the rollout ------------------------------------------------------------------------------------
@@ -155,10 +154,12 @@ class BusActor:
 
     # -- media items ----------------------------------------------------------------------------------------------
     @answers
-    async def hold(self, items: dict[str, int], worker: int) -> Any:
-        """Names items for a rollout worker and returns the digests of those that are not stored."""
+    async def hold(self, items: dict[str, int], worker: int, node_id: str) -> Any:
+        """Names items for a rollout worker and returns the digests of those that are not stored on its node."""
         media = self._require_media()
         self._core.hold(items, worker=worker)
+        if isinstance(media, MediaNodes):
+            return await media.missing(list(items), node_id=node_id)
         media.keep_sweeping(self._core.media)
         return await media.missing(list(items))
 
@@ -168,21 +169,27 @@ class BusActor:
         self._core.let_go(digests, worker=worker)
 
     @answers
-    async def take_media(self, digests: list[str], node_id: str, timeout_s: float) -> Any:
-        """Moves the files of items on a node into objects, and returns the digests that have no file."""
-        media, folder = self._require_media(), self._settings.media_folder
-        assert isinstance(media, MediaObjects), "only a client of such a bus calls it"
-        named = self._core.media
-        return await media.take_files(folder, digests, node_id=node_id, named=named, timeout_s=timeout_s)
+    async def open_media(self, node_id: str) -> None:
+        """Waits until a node has its folder."""
+        await self._media_nodes().open(node_id)
 
     @answers
-    async def find_media(self, digests: list[str]) -> Any:
-        """Returns the object refs of stored items."""
-        media = self._require_media()
-        assert isinstance(media, MediaObjects), "only a client of such a bus calls it"
-        return media.find(digests)
+    async def bring_media(self, digests: list[str], node_id: str, timeout_s: float) -> None:
+        """Waits until a node has the files of items."""
+        await self._media_nodes().bring(digests, node_id=node_id, timeout_s=timeout_s)
 
-    def _require_media(self) -> MediaFiles | MediaObjects:
+    def _stored_media(self) -> MediaFiles | MediaNodes | None:
+        folder = Path(self._settings.media_folder)
+        if not self._settings.media_folder:
+            return None
+        return MediaNodes(folder, self._core.media) if self._settings.media_nodes else MediaFiles(LocalFolder(folder))
+
+    def _media_nodes(self) -> MediaNodes:
+        media = self._require_media()
+        assert isinstance(media, MediaNodes), "only a client of such a bus calls it"
+        return media
+
+    def _require_media(self) -> MediaFiles | MediaNodes:
         if self._media is None:
             raise ValueError("bus: this run has no media: its model has no tower, or it runs with modality=text")
         return self._media

@@ -15,6 +15,7 @@ import numpy as np
 from relax_core.bus.ledger.journal import LedgerUnwritable
 from relax_core.contracts.bus import BusClosed, BusLost, BusTimeout, LeaseLost
 from relax_core.contracts.columns import PERSISTED_COLUMNS
+from relax_core.contracts.media import MediaGone
 
 BLOCK_BYTES = 64 * 1024 * 1024  # a full block is closed, so that one leased group keeps little memory allocated
 
@@ -23,7 +24,8 @@ BlockLocation = tuple[int, int]  # (number of the block, position in it)
 
 # The client raises these errors with the type that they have in the bus process.
 ERRORS: dict[str, type[Exception]] = {
-    error.__name__: error for error in (BusTimeout, BusClosed, BusLost, LeaseLost, LedgerUnwritable, ValueError)
+    error.__name__: error
+    for error in (BusTimeout, BusClosed, BusLost, LeaseLost, MediaGone, LedgerUnwritable, ValueError)
 }
 
 

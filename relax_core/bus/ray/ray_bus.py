@@ -11,7 +11,6 @@ import msgspec
 import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError
 
-from relax_core.bus.ray.media_storage import ObjectReader
 from relax_core.bus.ray.payload_blocks import (
     ERRORS,
     Block,
@@ -38,7 +37,7 @@ from relax_core.contracts.bus import (
 )
 from relax_core.contracts.columns import media_sizes
 from relax_core.contracts.media import MediaReader
-from relax_core.contracts.media_file import FolderReader
+from relax_core.contracts.media_file import FolderReader, NodeReader, node_folder
 
 # The bus process enforces the deadlines. The client waits this much longer before it reports the process as stuck.
 ANSWER_GRACE_S = 10.0
@@ -103,19 +102,12 @@ class RayBus:
     # -- media items ----------------------------------------------------------------------------------------------
     def hold(self, items: Mapping[str, int], *, worker: int = 0, timeout_s: float) -> list[str]:
         """Names items for a rollout worker and returns the digests of those that are not stored."""
-        missing = _decode(self._call("hold", dict(items), worker, timeout_s=timeout_s), list[str])
-        if self._has_files_of_objects(items, missing):
-            answer = self._call("take_media", missing, _node_id(), timeout_s, timeout_s=timeout_s)
-            missing = _decode(answer, list[str])
-        return missing
+        return _decode(self._call("hold", dict(items), worker, self._node(), timeout_s=timeout_s), list[str])
 
     async def hold_async(self, items: Mapping[str, int], *, worker: int = 0, timeout_s: float) -> list[str]:
         """Names items for a rollout worker and returns the digests of those that are not stored."""
-        missing = _decode(await self._call_async("hold", dict(items), worker, timeout_s=timeout_s), list[str])
-        if self._has_files_of_objects(items, missing):
-            answer = await self._call_async("take_media", missing, _node_id(), timeout_s, timeout_s=timeout_s)
-            missing = _decode(answer, list[str])
-        return missing
+        call = self._call_async("hold", dict(items), worker, self._node(), timeout_s=timeout_s)
+        return _decode(await call, list[str])
 
     def let_go(self, digests: Sequence[str], *, worker: int = 0, timeout_s: float) -> None:
         """Ends the hold of a rollout worker on items."""
@@ -125,27 +117,34 @@ class RayBus:
         """Ends the hold of a rollout worker on items."""
         await self._call_async("let_go", list(digests), worker, timeout_s=timeout_s)
 
-    def media_objects(self, digests: Sequence[str], *, timeout_s: float) -> list[Any]:
-        """Returns the content of items' files, ``[bytes]`` uint8 arrays of Ray's object store, which are not copied.
+    def media_folder(self, *, timeout_s: float) -> Path:
+        """Returns the folder of this process's node, which exists from now on, for the files of items."""
+        folder = Path(self.settings.media_folder)
+        if not self.settings.media_nodes:
+            return folder
+        self._call("open_media", self._node(), timeout_s=timeout_s)
+        return node_folder(folder, self._node())
 
-        Raises ValueError for an item that is not stored.
+    def bring_media(self, digests: Sequence[str], *, node_id: str = "", timeout_s: float) -> None:
+        """Waits until a node has the files of items in its folder. Raises `MediaGone` if one is not stored anywhere.
+
+        ``node_id`` is Ray's, by default that of this process. If all nodes read one folder, it does nothing.
         """
-        answer = get(self._actor.find_media.remote(list(digests)), timeout_s=timeout_s, what="find_media")
-        return get(open_answer(answer)[1], timeout_s=timeout_s, what="media items")
+        if self.settings.media_nodes:
+            self._call("bring_media", list(digests), node_id or self._node(), timeout_s, timeout_s=timeout_s)
 
     def media_reader(self, *, timeout_s: float) -> MediaReader:
         """Returns the reader that maps the tensors of stored items."""
-        if self.settings.media_objects:
-            return ObjectReader(lambda digest: self.media_objects([digest], timeout_s=timeout_s)[0])
-        return FolderReader(Path(self.settings.media_folder))
+        folder = Path(self.settings.media_folder)
+        if not self.settings.media_nodes:
+            return FolderReader(folder)
+        return NodeReader(
+            node_folder(folder, self._node()), bring=lambda digests: self.bring_media(digests, timeout_s=timeout_s)
+        )
 
-    def _has_files_of_objects(self, items: Mapping[str, int], missing: Sequence[str]) -> bool:
-        """Returns whether files must become objects; removes those that another worker's objects make superfluous."""
-        if not self.settings.media_objects:
-            return False
-        for digest in set(items).difference(missing):
-            (Path(self.settings.media_folder) / digest).unlink(missing_ok=True)
-        return bool(missing)
+    def _node(self) -> str:
+        """Returns the id of this process's Ray node, or "" if all nodes read one folder."""
+        return str(ray.get_runtime_context().get_node_id()) if self.settings.media_nodes else ""
 
     def _pack_groups(self, groups: Sequence[CompleteGroup]) -> tuple[bytes, list[Block]]:
         packer = BlockPacker(inline_bytes=self.settings.inline_bytes)
@@ -294,11 +293,6 @@ def get(references: Any, *, timeout_s: float, what: str) -> Any:
         raise _no_answer(what, timeout_s) from None
     except (ActorDiedError, ActorUnavailableError) as error:
         raise _lost(what, error) from error
-
-
-def _node_id() -> str:
-    """Returns the id of the Ray node of this process, where its rollout worker wrote the files of items."""
-    return str(ray.get_runtime_context().get_node_id())
 
 
 def _no_answer(what: str, timeout_s: float) -> BusTimeout:

@@ -17,8 +17,7 @@ class BusSettings(msgspec.Struct, frozen=True, kw_only=True):
     refused. ``spare_groups`` is the number of groups that over-sampling admits beyond what a step needs. ``surplus``
     says whether unused groups are dropped or kept for later steps. ``rollout_workers`` is the number of workers that
     share the groups. ``media_folder`` is the folder of the media items' files, empty in a run without media. If
-    ``media_objects`` is True, the bus keeps the items in Ray's object store, and the folder is where each node's
-    rollout workers write them first.
+    ``media_nodes`` is True, each node has a folder of its own beside it (`relax_core.bus.ray.media_nodes`).
     """
 
     groups_per_step: int
@@ -32,7 +31,7 @@ class BusSettings(msgspec.Struct, frozen=True, kw_only=True):
     surplus: Literal["drop", "keep"] = "drop"
     rollout_workers: int = 1
     media_folder: str = ""
-    media_objects: bool = False
+    media_nodes: bool = False
 
     @property
     def most_in_flight(self) -> int | None:

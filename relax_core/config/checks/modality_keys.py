@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
+from pathlib import Path
 
 from relax_core.config.checks.model_folder import family_of_run
-from relax_core.config.choices import TEXT
+from relax_core.config.choices import TEXT, LauncherKind
 from relax_core.config.media_schema import SEE_TASKS
 from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.media import MediaKind
@@ -38,6 +39,9 @@ def modality_problems(config: RelaxConfig) -> Iterator[str]:
     if config.data.task in SEE_TASKS and not kinds:
         told = f"data.task={config.data.task} has images and videos: {why}."
         yield f"{told} Choose model=tiny_qwen3_vl with modality=auto."
+    root = config.data.media_root
+    if root is not None and kinds and config.launcher.name is not LauncherKind.ray_job and not Path(root).is_dir():
+        yield f"data.media_root={root}: no such folder. Mount it, or drop the key to use the data file's folder."
     missing = [words for module, words in LIBRARIES.items() if importlib.util.find_spec(module) is None]
     if kinds and missing:
         yield (
@@ -53,8 +57,9 @@ def _limits(config: RelaxConfig) -> Iterator[str]:
         value = list(getattr(modality, key))
         if len(value) != 2 or not 1 <= value[0] <= value[1]:
             yield f"modality.{key}={value}: give the least and the most, e.g. modality.{key}=[4,64]."
-        elif key == "image_tokens" and context is not None and config.model.path is not None and value[1] >= context:
-            yield (
-                f"modality.image_tokens={value} with engine.context_length={context}: one image may fill the context. "
-                f"Use a largest number below {context}, or raise engine.context_length."
+        elif key == "image_tokens" and context is not None and value[0] >= context:
+            yield (  # the check of the data tells of rows whose own images are too large
+                f"modality.image_tokens={value} with engine.context_length={context}: no image fits into the context. "
+                f"Use a least number far below {context}, e.g. modality.image_tokens=[4,{max(4, context // 2)}], or "
+                "raise engine.context_length."
             )

@@ -9,6 +9,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from relax_core.config.checks.modality_keys import media_kinds
+from relax_core.config.media_schema import SEE_TASKS
 from relax_core.config.schema import EngineConfig, RelaxConfig
 from relax_core.registry import find_algorithm
 
@@ -117,6 +118,11 @@ def _media_problems(config: RelaxConfig) -> Iterator[str]:
         yield (
             f"data.media_keys.video={column} with engine.urls: a server that the run did not start takes images only. "
             "Drop engine.urls, or drop the key."
+        )
+    if config.engine.urls and config.data.task in SEE_TASKS:
+        yield (
+            f"data.task={config.data.task} with engine.urls: it has videos, and a server that the run did not start "
+            "takes images only. Drop engine.urls."
         )
 
 

@@ -99,7 +99,8 @@ def hydra_words(words: Sequence[str]) -> list[str]:
         raise ConfigError(problems)
     flags, overrides = _flags_and_overrides(words)
     several = _is_sweep(words)
-    return [*with_plugin_groups([_for_hydra(word, several=several) for word in overrides]), *flags]
+    for_hydra = [_for_hydra(word, several=several) for word in overrides]
+    return [*with_plugin_groups([*for_hydra, *groups_of_files(overrides)]), *flags]
 
 
 def _flags_and_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -115,6 +116,17 @@ def _flags_and_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def _is_sweep(words: Sequence[str]) -> bool:
     return "-m" in words or "--multirun" in words
+
+
+def groups_of_files(overrides: Sequence[str]) -> list[str]:
+    """Returns ``data=file``, and ``reward=math``, if the words name files of rows but neither data nor an experiment.
+
+    The defaults are a generated task and its reward, which nobody means who names files.
+    """
+    given = {word.partition("=")[0].lstrip("+") for word in overrides if not word.endswith("=null")}
+    if not given & {"data.path", "data.paths"} or given & {"data", "data.name", "experiment"}:
+        return []
+    return ["data=file", *([] if given & {"reward", "reward.name", "env", "env.name"} else ["reward=math"])]
 
 
 def with_plugin_groups(overrides: Sequence[str]) -> list[str]:

@@ -6,13 +6,13 @@ No train step waits for it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from relax_core.contracts.bus import BusLost, BusProgress
+from relax_core.contracts.bus import BusLost, BusProgress, BusTimeout
 from relax_core.control.health.worker_states import RunFailed, ServicesLost, run_failed
 from relax_core.control.run.recovery_log import Recoveries
+from relax_core.control.supervision.supervisor_pipe import SupervisorPipe
 from relax_core.roles.process.role_context import RunContext, worker_name
 
 if TYPE_CHECKING:  # these modules import Ray, which reads the path of its token when it is imported
@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # these modules import Ray, which reads the path of its token
 
 TICK_S = 0.25  # the longest delay after which the end, a failure or a signal is noticed
 STATUS_S = 1.0
+FIRST_STEP_S = 1.0  # how long a stop waits for the train step that may just be done
 TRAINER = worker_name("actor", 0)
 
 
@@ -42,8 +43,8 @@ class RunEnd:
 class Controller:
     """Watches the services, ends them in order, and shows their progress.
 
-    ``trained`` is called when a train step is done. ``stop_requested`` returns True once the user or the machine has
-    asked the run to end early.
+    It reports to the ``supervisor`` when a train step is done, and learns there that the user or the machine has asked
+    the run to end early.
     """
 
     def __init__(
@@ -57,8 +58,7 @@ class Controller:
         view: RunView,
         health: HealthManager,
         watchdog: Watchdog,
-        trained: Callable[[], None],
-        stop_requested: Callable[[], bool],
+        supervisor: SupervisorPipe,
     ) -> None:
         self._context = context
         self._services = services
@@ -68,8 +68,7 @@ class Controller:
         self._view = view
         self._health = health
         self._watchdog = watchdog
-        self._trained = trained
-        self._stop_requested = stop_requested
+        self._supervisor = supervisor
         self._step = context.start_step
         self._progress = 0
         self._moved = time.monotonic()
@@ -83,10 +82,11 @@ class Controller:
         settings = self._context.config.run
         stopping_since: float | None = None
         checked = 0.0
+        self._supervisor.watch_steps()
         while True:
-            if self._stop_requested() and stopping_since is None:
+            if self._supervisor.stop_requested() and stopping_since is None:
                 stopping_since = time.monotonic()
-                self._services.request_stop()
+                self._stop()
             due = time.monotonic() - checked >= STATUS_S or self._step >= settings.steps or self._bus.lost is not None
             if due:
                 checked = time.monotonic()
@@ -104,7 +104,25 @@ class Controller:
             self._await_last_evaluation()
         self._show("")
         # Without a stop request the trainer ended by itself: all steps are done, or run.patience is exhausted.
-        return RunEnd(stopped=not finished and self._stop_requested(), progress=self._last_progress())
+        stopped = not finished and self._supervisor.stop_requested()
+        return RunEnd(stopped=stopped, progress=self._last_progress())
+
+    def _stop(self) -> None:
+        """Asks the services to stop, or reports that no train step is done, so that the supervisor kills them.
+
+        The trainer reports the metrics of a step just before the bus has the step, so the bus gets a second for it.
+        """
+        if self._context.config.launcher.ray_address is None and not self._supervisor.trained:
+            start = self._context.start_step
+            try:
+                progress = self._services.bus.wait_progress(start, timeout_s=FIRST_STEP_S)
+            except (BusLost, BusTimeout) as error:
+                raise ServicesLost("the bus did not answer while the run was being stopped", log=str(error)) from error
+            if progress.version == start:
+                self._supervisor.report_untrained()
+                return
+            self._supervisor.report_trained()
+        self._services.request_stop()
 
     def _last_progress(self) -> BusProgress:
         try:
@@ -119,7 +137,7 @@ class Controller:
         """
         limit = self._context.config.run.stall_timeout_s
         deadline = time.monotonic() + limit
-        while not (self._stop_requested() or self._services.wait_evaluated(STATUS_S)):
+        while not (self._supervisor.stop_requested() or self._services.wait_evaluated(STATUS_S)):
             if time.monotonic() > deadline:
                 raise RunFailed(f"the last evaluation did not come within run.stall_timeout_s={limit:.0f} s")
             self._check()
@@ -147,7 +165,7 @@ class Controller:
         if progress is not None and progress.version != self._step:
             self._step, self._moved = progress.version, time.monotonic()
             self._watchdog.moved()
-            self._trained()
+            self._supervisor.report_trained()
             self._recoveries.step_done()
             self._serve_deployments.follow(self._context.namespace)
         self._view.show(step=self._step, progress=progress, roles=self._health.roles, message=message)

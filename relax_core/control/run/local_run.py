@@ -193,8 +193,7 @@ def _run_services(
                 serve_deployments=serve_deployments,
                 view=view,
                 recoveries=recoveries,
-                trained=supervisor.report_trained,
-                stop_requested=supervisor.stop_requested,
+                supervisor=supervisor,
                 ray_lost=ray_lost,
             )
             try:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import NoReturn
 
 from ray.exceptions import RayError
@@ -23,16 +24,18 @@ from relax_core.control.health.bus_watch import BusWatch
 from relax_core.control.health.watchdog import Watchdog
 from relax_core.control.health.worker_health import HealthManager
 from relax_core.control.health.worker_states import RunFailed, ServicesLost, run_failed
+from relax_core.control.host.run_paths import SHARED_MEMORY
 from relax_core.control.run.controller import Controller, RunEnd
 from relax_core.control.run.recovery_log import FROM_CHECKPOINT, Recoveries
 from relax_core.control.run.resume import ResumePoint, find_resume_point
 from relax_core.control.run.run_view import RunView
 from relax_core.control.run.serve_deployments import ServeDeployments
 from relax_core.control.run.services import Services
+from relax_core.control.supervision.supervisor_pipe import SupervisorPipe
 from relax_core.observe.service.metrics_actor import MetricsClient, MetricsUnavailable
 from relax_core.roles.process.role_context import RunContext
 
-MEDIA = "media"  # the folder of media items inside a folder of weights
+MEDIA = "media"  # the name of the folder of media items
 METRICS_S = 10.0
 RETRY_S = 0.2
 
@@ -41,8 +44,8 @@ RETRY_S = 0.2
 class RunParts:
     """Holds the parts of a run that exist beside all attempts of its services.
 
-    ``marked`` waits until the metrics service has recorded the run's first step. ``trained`` is called when a train
-    step is done. ``ray_lost`` ends this process, so that the supervisor starts another one with a new Ray.
+    ``marked`` waits until the metrics service has recorded the run's first step. ``ray_lost`` ends this process, so
+    that the supervisor starts another one with a new Ray.
     """
 
     metrics: MetricsClient
@@ -50,26 +53,35 @@ class RunParts:
     serve_deployments: ServeDeployments
     view: RunView
     recoveries: Recoveries
-    trained: Callable[[], None]
-    stop_requested: Callable[[], bool]
+    supervisor: SupervisorPipe
     ray_lost: Callable[[str], NoReturn]
 
 
 def attempt(context: RunContext, number: int, point: ResumePoint | None) -> RunContext:
     """Returns the context of the services for their start number ``number``, counted from 0.
 
-    Each has its own folder of media items inside its folder of weights: whatever a process of an earlier attempt
-    writes or removes there, this attempt does not see it.
+    Each has its own folder of media items: whatever a process of an earlier attempt writes or removes there, this
+    attempt does not see it.
     """
     weights_folder = context.weights_folder / str(number)
     return replace(
         context,
         namespace=f"{context.run_namespace}-{number}",
         weights_folder=weights_folder,
-        media_folder=weights_folder / MEDIA if media_kinds(context.config) else None,
+        media_folder=_media_folder(context, number) if media_kinds(context.config) else None,
         resume_from=point.folder if point else None,
         start_step=point.step if point else 0,
     )
+
+
+def _media_folder(context: RunContext, number: int) -> Path:
+    """Returns the folder of media items of a start of the services, which is inside its folder of weights.
+
+    In a joined Ray, the weights are on a disk that all nodes see, and the media in the shared memory of each node.
+    """
+    if context.config.launcher.ray_address is None:
+        return context.weights_folder / str(number) / MEDIA
+    return SHARED_MEMORY / f"{context.weights_folder.name}-{number}-{MEDIA}"
 
 
 def run_services(context: RunContext, resume: ResumePoint | None, parts: RunParts) -> RunEnd:
@@ -87,7 +99,7 @@ def run_services(context: RunContext, resume: ResumePoint | None, parts: RunPart
         except ServicesLost as lost:
             if lost_in_stop:
                 raise RunFailed(f"{lost}, while the run was being stopped", log=lost.log) from lost
-            lost_in_stop = parts.stop_requested()
+            lost_in_stop = parts.supervisor.stop_requested()
             limit = context.config.run.max_recoveries
             if parts.recoveries.count(FROM_CHECKPOINT) >= limit:
                 raise _exhausted(lost, parts.recoveries, limit=limit) from lost
@@ -158,8 +170,7 @@ def _run_once(context: RunContext, point: ResumePoint | None, parts: RunParts, *
                 view=parts.view,
                 health=HealthManager(services, parts.recoveries, heartbeat_timeout_s=settings.heartbeat_timeout_s),
                 watchdog=Watchdog(context, services),
-                trained=parts.trained,
-                stop_requested=parts.stop_requested,
+                supervisor=parts.supervisor,
             ).run()
     except ServicesLost:
         services.kill()

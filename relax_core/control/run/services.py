@@ -82,7 +82,8 @@ class Services:
 
     def _create_bus(self, snapshot: bytes | None) -> RayBus:
         config = self._context.config
-        if self._context.media_folder is not None:
+        by_node = config.launcher.ray_address is not None
+        if self._context.media_folder is not None and not by_node:
             self._context.media_folder.mkdir(mode=0o700, parents=True)
         bus = create_bus(
             config.bus,
@@ -100,6 +101,7 @@ class Services:
             socket_folder=self._context.token_file.parent,
             node_options=node_options(config.launcher, BUS, 0),
             media_folder=self._context.media_folder,
+            media_nodes=by_node,
         )
         if snapshot is not None:
             bus.restore(snapshot, timeout_s=config.bus.call_timeout_s)

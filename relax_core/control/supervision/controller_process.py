@@ -27,12 +27,14 @@ from relax_core.control.supervision.supervisor_pipe import (
     READ_BYTES,
     STOP,
     TRAINED,
+    UNTRAINED,
     SupervisorPipe,
 )
 
 FAILED = 1
 POLL_S = 0.2  # the longest delay after which an end, a freeze or a signal is noticed
 AT_ONCE_S = 5.0  # how long a controller that was asked to end at once may take
+ANSWER_S = 10.0  # how long a controller may take to say whether a train step was done when a stop came
 CONTROLLER = "relax-control"  # its name in `ps` and `top`, of at most 15 characters
 
 
@@ -53,7 +55,8 @@ class ControllerProcess:
     """Starts a child process that calls ``main`` and exits with its result.
 
     The stop signals are blocked in the child and in all processes that it starts. With ``has_own_ray`` all processes of
-    the run are descendants of the child, so a run that has done no train step is stopped by killing them.
+    the run are descendants of the child, so a run that has done no train step is stopped by killing them. Whether it
+    has done one is the controller's answer to the stop message, because its last report may be a second old.
     """
 
     def __init__(self, main: Callable[[SupervisorPipe], int], signals: StopSignals, *, has_own_ray: bool) -> None:
@@ -61,7 +64,8 @@ class ControllerProcess:
         self._signals = signals
         self._has_own_ray = has_own_ray
         self._heard = b""
-        self._trained = self._stop_sent = False
+        self._trained = self._untrained = False
+        self._stopped_at: float | None = None  # on the monotonic clock: when the stop message was sent
         self._killed_at: float | None = None  # on the monotonic clock: the deadline of an end at once
         self._last: tuple[str, str] | None = None
         sys.stdout.flush()
@@ -112,17 +116,20 @@ class ControllerProcess:
             word, _, rest = line.decode().partition(" ")
             if word == TRAINED:
                 self._trained = True
+            elif word == UNTRAINED:
+                self._untrained = True
             else:
                 self._last = word, rest
         return bool(part)
 
     def _stop(self, number: int) -> str:
         """Sends each stop message to the controller once. Returns the cause if the controller has to be killed."""
-        if not self._stop_sent:
-            if self._has_own_ray and not self._trained:
-                return "stopped before a train step was done: nothing was written, and earlier checkpoints stay"
-            self._stop_sent = True
+        if self._stopped_at is None:
+            self._stopped_at = time.monotonic()
             self._send(f"{STOP} {number}")
+        answered = self._untrained or time.monotonic() - self._stopped_at > ANSWER_S
+        if self._has_own_ray and not self._trained and answered:
+            return "stopped before a train step was done: nothing was written, and earlier checkpoints stay"
         if self._signals.again and self._killed_at is None:
             self._killed_at = time.monotonic() + AT_ONCE_S
             self._send(AT_ONCE)

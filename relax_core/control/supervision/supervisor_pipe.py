@@ -19,6 +19,7 @@ READ_BYTES = 4096
 # Messages of the controller; an empty line is a heartbeat. The last three are sent before it exits, and the rest of
 # their line is the exit code or the cause.
 TRAINED, ENDED, RAY_LOST, RAY_UNSTARTED = "trained", "ended", "ray-lost", "ray-unstarted"
+UNTRAINED = "untrained"  # the answer of the controller to a stop message before a train step is done
 STOP, AT_ONCE = "stop", "at-once"  # messages of the supervisor
 
 
@@ -26,14 +27,16 @@ class SupervisorPipe:
     """Is the controller's side of the pipes.
 
     It may be used from any thread. ``stop_signal`` is the number of the signal that stops the run, or None. It is
-    SIGTERM if the supervisor has exited. ``write_to`` and ``read_from`` are file descriptors.
+    SIGTERM if the supervisor has exited. ``trained`` is True after `report_trained`. ``write_to`` and ``read_from`` are
+    file descriptors.
     """
 
     def __init__(self, *, write_to: int, read_from: int) -> None:
         self.stop_signal: int | None = None
+        self.trained = False
         self._write_to, self._read_from = write_to, read_from
         self._lock = threading.Lock()
-        self._trained = self._ended = False
+        self._ended = self._watches_steps = False
 
     def start(self) -> None:
         """Starts the thread that sends heartbeats and receives messages."""
@@ -45,9 +48,20 @@ class SupervisorPipe:
 
     def report_trained(self) -> None:
         """Reports that a train step is done, so that a stop has to write a checkpoint."""
-        if not self._trained:
-            self._trained = True
+        if not self.trained:
+            self.trained = True
             self._send(TRAINED)
+
+    def watch_steps(self) -> None:
+        """Says that the caller looks for train steps from now on, and answers a stop by one of the two reports.
+
+        Before this call no train step is done, so the thread answers the stop itself.
+        """
+        self._watches_steps = True
+
+    def report_untrained(self) -> None:
+        """Reports that no train step was done when the stop came, so that the supervisor may end everything at once."""
+        self._send(UNTRAINED)
 
     def report_ended(self, code: int) -> None:
         """Reports the exit code, unless another end was reported before."""
@@ -89,6 +103,8 @@ class SupervisorPipe:
         word, _, number = line.partition(" ")
         if word == STOP:
             self.stop_signal = int(number)
+            if not self._watches_steps:
+                self._send(UNTRAINED)
         else:
             assert word == AT_ONCE, line
             _thread.interrupt_main()  # raises KeyboardInterrupt in the main thread

@@ -120,13 +120,21 @@ class KillableProcess:
         if self._ready:
             return
         try:
-            answer = self._answer(self._settings, b"", limit_s=_START_DEADLINE_S)
-            error = msgspec.msgpack.decode(answer, type=Ready).error
-        except WorkerLost as lost:
-            error = str(lost)
+            error = self._start_error()
+        except WorkerLost:  # something may have killed it while it started
+            self._restart()
+            try:
+                error = self._start_error()
+            except WorkerLost as lost:
+                error = str(lost)
         if error:
             raise RuntimeError(f"{self._what}: its worker process could not start: {error}")
         self._ready = True
+
+    def _start_error(self) -> str:
+        """Sends the settings and returns the worker's error; raises `WorkerLost` as `_answer` does."""
+        answer = self._answer(self._settings, b"", limit_s=_START_DEADLINE_S)
+        return msgspec.msgpack.decode(answer, type=Ready).error
 
     def _answer(self, message: Any, content: bytes, *, limit_s: float) -> bytes:
         """Returns the process's answer; raises `WorkerLost` if it takes longer than ``limit_s`` seconds."""

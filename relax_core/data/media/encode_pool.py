@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import queue
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,14 +16,16 @@ from relax_core.contracts.media import MediaError, MediaItem, MediaSource
 from relax_core.data.killable.killable_process import KillableProcess, WorkerLost
 from relax_core.data.media.encode_messages import EncodeAnswer, EncodeRequest, EncodeSettings
 
+log = logging.getLogger(__name__)
 _MAIN = "relax_core.data.media.encode_worker_main"
 
 
 class EncodePool:
     """Encodes sources in ``workers`` child processes, one source at a time in each.
 
-    A worker that takes longer than ``settings.limits.worker_timeout_s`` seconds for an item, or dies, is replaced, and
-    its item is refused. The media folder must exist.
+    A worker that takes longer than ``settings.limits.worker_timeout_s`` seconds for an item, or dies, is replaced. An
+    item that took too long is refused. An item whose worker died is tried once more, because something else may have
+    killed the worker, and is refused if the next worker dies too. The media folder must exist.
     """
 
     def __init__(self, settings: EncodeSettings, *, workers: int, log_file: Path | None = None) -> None:
@@ -52,7 +55,7 @@ class EncodePool:
         request = EncodeRequest(kind=source.kind, path=source.path, data_bytes=len(data))
         worker = self._idle.get_nowait()  # never empty, because there are as many threads as workers
         try:
-            answer = worker.ask(request, limit_s=self._timeout_s, content=data)
+            answer = self._ask(worker, request, data)
         except WorkerLost as lost:
             text = f"{source.words}: {lost}"
             return EncodeAnswer(word="timeout" if lost.late else "worker_killed", text=text)
@@ -60,10 +63,20 @@ class EncodePool:
             self._idle.put(worker)
         return msgspec.msgpack.decode(answer, type=EncodeAnswer)
 
+    def _ask(self, worker: KillableProcess, request: EncodeRequest, data: bytes) -> bytes:
+        """Returns the worker's answer; raises `WorkerLost` if it is late or dies twice."""
+        try:
+            return worker.ask(request, limit_s=self._timeout_s, content=data)
+        except WorkerLost as lost:
+            if lost.late:
+                raise
+            log.warning("%s; the item is encoded again by another one", lost)
+            return worker.ask(request, limit_s=self._timeout_s, content=data)
+
     def close(self) -> None:
         """Ends all workers; may be called twice.
 
-        Items that are being encoded are refused, and those that wait for a worker raise RuntimeError.
+        Items that are not encoded yet are refused or raise RuntimeError.
         """
         for worker in self.workers:
             worker.stop()

@@ -10,6 +10,7 @@ from typing import IO, TYPE_CHECKING
 import numpy as np
 
 from relax_core.contracts.media import MediaError
+from relax_core.data.media.image_rows import check_all_rows
 from relax_core.data.media.media_limits import MediaLimits
 from relax_core.data.media.media_sizes import check_source_size
 
@@ -47,8 +48,8 @@ def upright_size(image: Image.Image) -> tuple[int, int]:
     return (image.width, image.height) if turned else (image.height, image.width)
 
 
-def decoded_image(image: Image.Image) -> Image.Image:
-    """Returns an opened image's pixels, upright, as 8-bit RGB; what is transparent is white.
+def decoded_image(image: Image.Image, file: IO[bytes]) -> Image.Image:
+    """Returns the pixels of an image opened from ``file``, upright, as 8-bit RGB; what is transparent is white.
 
     Raises MediaError for an image that is truncated or damaged.
     """
@@ -56,6 +57,7 @@ def decoded_image(image: Image.Image) -> Image.Image:
 
     with _refused_if_damaged():
         image.load()
+        check_all_rows(image, file)
         ImageOps.exif_transpose(image, in_place=True)
         return _to_rgb(image)
 

@@ -46,7 +46,7 @@ def _encode_image(file: IO[bytes], form: str, tower: PatchSettings, limits: Medi
     with opened_image(file, form, limits) as image:
         height, width = upright_size(image)
         size = image_size(tower, limits, height=height, width=width)
-        pixels = resized(decoded_image(image), height=size[0], width=size[1])
+        pixels = resized(decoded_image(image, file), height=size[0], width=size[1])
     return image_item(tower, pixels, height=height, width=width)
 
 

@@ -29,11 +29,16 @@ class MediaHeader:
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedItem:
-    """Is what a source would become: rows in the tree, patches that pass the tower, bytes of its uint8 frames."""
+    """Is what a source would become: rows in the tree, patches that pass the tower, bytes of its uint8 frames.
 
+    ``source_pixels`` is the size of the source's image or frame before its resize.
+    """
+
+    kind: MediaKind
     rows: int
     patches: int
     nbytes: int
+    source_pixels: int
 
 
 def read_media_header(source: MediaSource, limits: MediaLimits, *, root: Path) -> MediaHeader:
@@ -61,15 +66,27 @@ def planned_item(header: MediaHeader, tower: PatchSettings, limits: MediaLimits)
 
     Raises MediaError for an item that has too many rows at its smallest size.
     """
-    patch, merge = tower.patch_size, tower.merge_size
+    patch, merge, source_pixels = tower.patch_size, tower.merge_size, header.height * header.width
     if header.kind == "image":
         height, width = image_size(tower, limits, height=header.height, width=header.width)
         patches = height * width // patch**2
-        return PlannedItem(rows=patches // merge**2, patches=patches, nbytes=3 * height * width)
+        return PlannedItem(
+            kind=header.kind,
+            rows=patches // merge**2,
+            patches=patches,
+            nbytes=3 * height * width,
+            source_pixels=source_pixels,
+        )
     frames = len(sample_frames(header.frames, header.frames / header.seconds, limits))
     frames = max(frames, tower.temporal_patch_size)
     height, width = video_size(tower, limits, frames=frames, height=header.height, width=header.width)
     steps = -(-frames // tower.temporal_patch_size)
     patches = height * width // patch**2
     rows = steps * (patches // merge**2 + 2 + STAMP_TOKENS)
-    return PlannedItem(rows=rows, patches=steps * patches, nbytes=3 * frames * height * width)
+    return PlannedItem(
+        kind=header.kind,
+        rows=rows,
+        patches=steps * patches,
+        nbytes=3 * frames * height * width,
+        source_pixels=source_pixels,
+    )

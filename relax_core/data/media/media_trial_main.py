@@ -16,22 +16,23 @@ from relax_core.data.media.media_limits import MediaLimits
 from relax_core.families.architecture import PatchSettings
 
 _SIDE = 64
+# The patches of Qwen3-VL, with tokens of no tokenizer; images may be as small as those of this trial.
+TRIAL_SETTINGS = PatchSettings(
+    patch_size=16,
+    temporal_patch_size=2,
+    merge_size=2,
+    image_token_id=1,
+    video_token_id=2,
+    vision_start_token_id=3,
+    vision_end_token_id=4,
+    min_pixels=_SIDE**2,
+)
 _LEVEL = 200
 _TOLERANCE = 8  # WebP and MP4 lose some levels
 
 
 def main() -> None:
     """Prints the formats that were decoded; ends with an exception if one of them cannot be, or has wrong pixels."""
-    settings = PatchSettings(
-        patch_size=16,
-        temporal_patch_size=2,
-        merge_size=2,
-        image_token_id=1,
-        video_token_id=2,
-        vision_start_token_id=3,
-        vision_end_token_id=4,
-        min_pixels=_SIDE**2,
-    )
     files: dict[str, tuple[MediaKind, bytes]] = {
         "PNG": ("image", _image("PNG")),
         "WebP": ("image", _image("WEBP")),
@@ -39,7 +40,7 @@ def main() -> None:
     }
     for name, (kind, data) in files.items():
         source = MediaSource(kind=kind, data=data)
-        _, tensors = encode_item(source, settings, MediaLimits(), root=Path("/"), tokenize=lambda text: [0])
+        _, tensors = encode_item(source, TRIAL_SETTINGS, MediaLimits(), root=Path("/"), tokenize=lambda text: [0])
         wrong = int(np.abs(tensors["frames"].astype(int) - _LEVEL).max())
         if wrong > _TOLERANCE:
             raise ValueError(f"{name} has pixels that are {wrong} levels off")

@@ -12,4 +12,5 @@ SPEC = EngineSpec(
     environment=environment,
     transports=frozenset({"shared_memory", "gloo", "disk"}),
     media=frozenset({"image", "video"}),
+    feature_mib=256,
 )

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -22,6 +22,7 @@ from relax_core.engines.protocol.engine_client import EngineClient
 from relax_core.engines.protocol.frames import StreamEnd
 
 OnEnd = Callable[[StreamEnd], None]
+BringMedia = Callable[[int, EngineClient, Sequence[PromptRequest]], Awaitable[None]]
 FRUITLESS_ASKS = 5  # times in a row that an engine may abort a sample unasked and without a new token
 log = logging.getLogger(__name__)
 
@@ -77,7 +78,9 @@ class EnginePool:
     failure ``anew`` is True, and the engine's address is looked up again. ``timeout_s`` is how long no engine at all
     may answer. If one of several engines does not answer for ``silent_s`` seconds, it gets no prompts until it does,
     and its open samples are asked of the others. ``by_load`` is that of `Router`; ``max_lag`` and ``lag_s`` are those
-    of `EngineWatch`. All methods belong to one event loop. The choice of engine never changes a prompt's tokens.
+    of `EngineWatch`. ``bring_media(engine, client, requests)`` returns when the engine has the images and videos of
+    requests that it is about to get; None if it always has them. All methods belong to one event loop. The choice of
+    engine never changes a prompt's tokens.
     """
 
     def __init__(
@@ -90,8 +93,10 @@ class EnginePool:
         by_load: bool = True,
         max_lag: int = 1,
         lag_s: float = 60.0,
+        bring_media: BringMedia | None = None,
     ) -> None:
         self._count = count
+        self._bring_media = bring_media
         self._client_for = client_for
         self._timeout_s = timeout_s
         self._silent_s = silent_s
@@ -193,6 +198,8 @@ class EnginePool:
         self._asks[engine].add(ask)
         try:
             client = await self._client_for(engine, False)
+            if self._bring_media is not None:
+                await self._bring_media(engine, client, requests)
             async for one in client.generate(requests, prompt_batch.params, on_end=prompt_batch.on_end):
                 prompt = owners[one.prompt]
                 if prompt.owed_by(tickets[prompt]):

@@ -89,12 +89,15 @@ class StreamEnd(msgspec.Struct, frozen=True, array_like=True, tag="end"):
     """Ends a stream with the engine's own times of the call, in milliseconds.
 
     ``held_ms`` is the wait before the first prefill, for slots and for the weight version. ``prefill_ms`` is the time
-    of all prefills. ``decode_ms`` is the time from the first prefill's end to the last token.
+    of all prefills. ``decode_ms`` is the time from the first prefill's end to the last token. After the call's last
+    prefill ``tower_passes`` items have passed the engine's vision tower, and ``media_feature_bytes`` are kept of them.
     """
 
     held_ms: float
     prefill_ms: float
     decode_ms: float
+    tower_passes: int = 0
+    media_feature_bytes: int = 0
 
 
 class StreamFailure(msgspec.Struct, frozen=True, array_like=True, tag="failure"):

@@ -29,8 +29,11 @@ class WeightCalls(ABC):
     def update_weights_from_disk(self, manifest: WeightManifest) -> dict[str, Any]:
         """Loads a published version from its folder, which is read as a Hugging Face model.
 
-        The answer has the fields of `update_weights`.
+        The answer has the fields of `update_weights`. SGLang's route carries one digest of one file, so that a version
+        with frozen tensors is read by its manifest, from the same folder.
         """
+        if manifest.frozen is not None:
+            return self.update_weights(manifest)
         folder = str(Path(manifest.path).parent)
         body = {"model_path": folder, "weight_version": str(manifest.version), "digest": manifest.digest}
         return self._call("POST", "/update_weights_from_disk", body)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from relax_core.config.checks.sglang_keys import sglang_file_problems, sglang_problems
 from relax_core.contracts.engine_kind import EngineServer, EngineSpec
 from relax_core.engines.sglang.checks import start_problems
-from relax_core.engines.sglang.server.sglang_launch import command, environment
+from relax_core.engines.sglang.server.sglang_launch import DEFAULT_FEATURE_MIB, command, environment
 
 if TYPE_CHECKING:
     from relax_core.engines.sglang.client.sglang_client import SglangClient
@@ -56,4 +56,5 @@ SPEC = EngineSpec(
     memory_mib=1450,  # Its three processes take as much on a CPU (docs/sglang.md).
     whole_cache=True,
     media=frozenset({"image", "video"}),
+    feature_mib=DEFAULT_FEATURE_MIB,
 )

@@ -12,15 +12,16 @@ from relax_core.families.architecture import VisionTower
 def patches_of(frames: np.ndarray, tower: VisionTower, *, device: torch.device | str = "cpu") -> Tensor:
     """Returns the patches of an item, float32 ``[patches, colours * frames * patch height * patch width]``.
 
-    ``frames`` is uint8 ``[frames, height, width, 3]``; height and width are multiples of the patch times the merge
-    size. If the number of frames is no multiple of the temporal patch size, the last frame is repeated. Patches that
-    become one row are neighbours.
+    ``frames`` is uint8 ``[frames, height, width, 3]``, or ``[items, frames, height, width, 3]`` for items of one shape,
+    whose patches stand one item after the other; height and width are multiples of the patch times the merge size. If
+    the number of frames is no multiple of the temporal patch size, the last frame is repeated. Patches that become one
+    row are neighbours.
     """
     step, size, merge = tower.temporal_patch_size, tower.patch_size, tower.merge_size
     pixels = torch.from_numpy(np.array(frames)).to(device)  # a copy, because torch refuses read-only arrays
-    pads = -len(pixels) % step
-    if pads:
-        pixels = torch.cat([pixels, pixels[-1:].expand(pads, -1, -1, -1)])
+    if pads := -pixels.shape[-4] % step:
+        pixels = torch.cat([pixels, *[pixels[..., -1:, :, :, :]] * pads], dim=-4)
+    pixels = pixels.flatten(0, -4)
     mean = torch.tensor(tower.mean, dtype=torch.float32, device=device)
     std = torch.tensor(tower.std, dtype=torch.float32, device=device)
     values = (pixels.float() - mean) / std

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -42,7 +43,8 @@ def pass_items(
 ) -> TowerOutput:
     """Returns the tower's output for items whose frames are uint8 ``[frames, height, width, 3]``."""
     parameter = next(module.parameters())
-    pixels = torch.cat([patches_of(one, tower, device=parameter.device) for one in frames]).to(parameter.dtype)
+    alike = [np.stack(list(some)) for _, some in groupby(frames, key=np.shape)]
+    pixels = torch.cat([patches_of(some, tower, device=parameter.device) for some in alike]).to(parameter.dtype)
     grid = torch.tensor([list(one) for one in grids], dtype=torch.int64, device=parameter.device)
     output: Any = module(pixels, grid_thw=grid)
     return TowerOutput(output.pooler_output, tuple(output.deepstack_features or ()))

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import threading
 import time
+from array import array
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
+from typing import NamedTuple
 
 import msgspec
 
@@ -29,7 +31,7 @@ from relax_core.observe.service.sink_thread import SinkThread
 from relax_core.observe.service.sinks import Sink
 
 HEAD_RECORDS = 1_000  # the first records stay in memory, because a summary compares a run's end with its start
-TAIL_RECORDS = 20_000  # some 40 MB
+TAIL_RECORDS = 20_000  # some 10 MB
 QUEUE_RECORDS = 10_000  # the number of records that may wait for one sink
 KNOWN_RECORDS = 50_000  # the number of newest records whose repetition the service recognises
 BATCH_S = 0.5
@@ -45,6 +47,21 @@ class MetricsHealth(msgspec.Struct, frozen=True, kw_only=True):
 
     problems: list[str]
     dropped: dict[str, int]
+
+
+class KeptRecord(NamedTuple):
+    """Holds a record in a tenth of its memory; all records with the same names share one tuple of them."""
+
+    source: str
+    step: int
+    time_s: float
+    names: tuple[str, ...]
+    values: array[float]
+
+    def record(self) -> MetricRecord:
+        """Returns the record."""
+        values = dict(zip(self.names, self.values, strict=True))
+        return MetricRecord(source=self.source, step=self.step, time_s=self.time_s, values=values)
 
 
 class MetricsService:
@@ -68,8 +85,9 @@ class MetricsService:
     ) -> None:
         self._lock = threading.Lock()
         self._head_records = head_records
-        self._head: list[MetricRecord] = []
-        self._tail: deque[MetricRecord] = deque(maxlen=tail_records)
+        self._head: list[KeptRecord] = []
+        self._tail: deque[KeptRecord] = deque(maxlen=tail_records)
+        self._names: dict[tuple[str, ...], tuple[str, ...]] = {}
         self._count = 0
         self._texts: dict[str, list[TextRecord]] = {}
         self._known: dict[tuple[str, int, float], None] = {}  # in order of arrival
@@ -121,7 +139,7 @@ class MetricsService:
         with self._lock:
             missing = max(0, self._count - since)
             newest = list(islice(reversed(self._tail), missing))[::-1]
-            return self._count, self._head[since:] + newest
+            return self._count, [kept.record() for kept in self._head[since:] + newest]
 
     def texts(self, kind: str) -> list[TextRecord]:
         """Returns the first and the newest texts of ``kind``, which are none, one or two."""
@@ -176,10 +194,14 @@ class MetricsService:
         if isinstance(record, TextRecord):
             self._texts.setdefault(record.kind, [])[1:] = [record]
         elif isinstance(record, MetricRecord):
+            names = tuple(record.values)
+            names = self._names.setdefault(names, names)
+            numbers = array("d", record.values.values())
+            kept = KeptRecord(record.source, record.step, record.time_s, names, numbers)
             if len(self._head) < self._head_records:
-                self._head.append(record)
+                self._head.append(kept)
             else:
-                self._tail.append(record)
+                self._tail.append(kept)
             self._count += 1
         else:
             assert isinstance(record, HistogramRecord)  # only sinks use it; its figures are among the numbers too

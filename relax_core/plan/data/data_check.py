@@ -13,10 +13,13 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from relax_core.config.checks.modality_keys import media_kinds
 from relax_core.config.choices import Overlong
 from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.data import TOO_LONG, BadRow, PromptSource
+from relax_core.contracts.media import BAD_MEDIA
 from relax_core.data.eval_sets import eval_sets, held_out_count
 from relax_core.data.generated import LONGEST_PROMPT, example
 from relax_core.data.paths import data_parts
@@ -24,11 +27,15 @@ from relax_core.data.plugin_source import names_plugin
 from relax_core.data.shares import NAMED_ROWS, too_many_bad
 from relax_core.data.sources import make_source
 from relax_core.families.hf_config import CONFIG_FILE
-from relax_core.plan.data.prompt_maker import positions, prompt_maker, prompt_room
+from relax_core.plan.data.media_look import FIRST_ROWS, PromptMedia, summed_up
+from relax_core.plan.data.prompt_maker import ItemHeaders, positions, prompt_maker, prompt_room
 from relax_core.registry import find_algorithm, is_file_plugin
 from relax_core.rollout.evaluation.evaluator import PreparedSet, prepare
 from relax_core.rollout.prompt_tokens import PromptMaker
 from relax_core.rollout.teacher_choice import TeacherOf, teacher_chooser
+
+if TYPE_CHECKING:
+    from relax_core.data.media.media_headers import PlannedItem
 
 LOOKED_AT = 100_000  # the largest number of rows that are all checked
 TOKENIZED_BYTES = 4 << 20
@@ -45,7 +52,8 @@ class DataLook:
     ``named`` describes the first of them. ``longest`` is the number of tokens of the longest tokenized prompt,
     evaluation sets included; ``bound`` is a number of tokens that no checked prompt exceeds, and no prompt of a
     generated task; both are 0 without a tokenizer. ``cut`` is the number of prompts that data.overlong shortens.
-    ``refused`` says why the run cannot start.
+    ``media`` describes the images and videos of the first prompts, None for a run on text. ``refused`` says why the run
+    cannot start.
     """
 
     rows: int
@@ -57,6 +65,7 @@ class DataLook:
     bound: int
     cut: int
     sets: Sequence[PreparedSet]
+    media: PromptMedia | None
     refused: str | None
 
     def words(self, *, what: str) -> list[str]:
@@ -116,14 +125,15 @@ def keep_look(config: RelaxConfig, settled: RelaxConfig) -> None:
 
 def _look(config: RelaxConfig) -> DataLook:
     source = make_source(config.data, seed=config.seed, eval_rows=held_out_count(config))
+    headers = ItemHeaders(config)
     try:
-        prompts = prompt_maker(config)
+        prompts = prompt_maker(config, headers=headers)
     except ValueError:  # settle_context reports it
         prompts = None
     teachers = find_algorithm(config.algo.name).requirements(config.algo).teacher
     generated, most = config.data.task is not None, config.data.max_bad_rows
     teacher_of = None if teachers is None or not teachers.key or generated else teacher_chooser(teachers)
-    found = _Found(source, prompts, teacher_of, room=prompt_room(config))
+    found = _Found(source, prompts, teacher_of, headers, room=prompt_room(config))
     numbers = range(min(GENERATED_ROWS, len(source))) if generated else range(len(source))
     for number in numbers[:: max(1, -(-len(numbers) // LOOKED_AT))]:
         found.read(number)
@@ -146,6 +156,7 @@ def _look(config: RelaxConfig) -> DataLook:
         bound=max(longest, found.longest + spare, found.rest) if longest else 0,
         cut=found.cut,
         sets=asked,
+        media=summed_up(found.media) if media_kinds(config) else None,
         refused=refused,
     )
 
@@ -168,6 +179,13 @@ def _refused(config: RelaxConfig, found: _Found, *, rows: int) -> str | None:
             f"{max(prompt_room(config), 0)} tokens that are left beside "
             f"rollout.max_new_tokens={config.rollout.max_new_tokens}: {named}. {remedy}"
         )
+    for kind, column in config.data.media_keys.columns.items():
+        if found.columns and column not in found.columns:
+            has = ", ".join(sorted(found.columns))
+            return (
+                f"data.media_keys.{kind}={column}: no row that was looked at has this column. Use one of these: {has}; "
+                "or drop the key."
+            )
     most = config.data.max_bad_rows
     if not too_many_bad(found.bad.total(), found.looked, rows=rows, most=most):
         return None
@@ -178,9 +196,10 @@ def _refused(config: RelaxConfig, found: _Found, *, rows: int) -> str | None:
 
 
 def _remedy(config: RelaxConfig, found: _Found) -> str:
-    """Returns what would give the prompts that are too long room; empty if there are none."""
+    """Returns what would make most of the bad rows usable; empty if nothing general would."""
     if not found.too_long:
-        return ""
+        missing = found.bad[f"{BAD_MEDIA}:missing_file"]
+        return "Are the files mounted? Name their folder in data.media_root." if missing else ""
     most, limit = found.longest + config.rollout.max_new_tokens, positions(config)
     if config.engine.context_length is not None and (limit is None or most <= limit):
         return f"Use engine.context_length={most}, or null, which derives it; or data.overlong=truncate_middle."
@@ -197,12 +216,21 @@ class _Found:
     """
 
     def __init__(
-        self, source: PromptSource, prompts: PromptMaker | None, teacher_of: TeacherOf | None, *, room: int
+        self,
+        source: PromptSource,
+        prompts: PromptMaker | None,
+        teacher_of: TeacherOf | None,
+        headers: ItemHeaders,
+        *,
+        room: int,
     ) -> None:
         self.looked = self.cut = self.longest = self.rest = 0
         self.bad: Counter[str] = Counter()
         self.too_long: dict[int, int] = {}
         self._source, self._prompts, self._teacher_of, self._room = source, prompts, teacher_of, room
+        self.columns: set[str] = set()  # of the rows that can be read
+        self.media: list[list[PlannedItem]] = []  # of the first prompts
+        self._headers = headers
         self._texts: dict[int, str] = {}
         self._sizes: list[tuple[int, int]] = []  # negative bytes of a prompt, so that the longest comes first; number
 
@@ -210,10 +238,14 @@ class _Found:
         self.looked += 1
         try:
             row, where = self._source.numbered(number), self._source.where(number)
+            self.columns.update(row)
             if self._teacher_of is not None:
                 self._teacher_of(row, where)
             if self._prompts is not None:
                 self._sizes.append((-self._prompts.bound(row, where=where), number))
+                if len(self.media) < FIRST_ROWS:
+                    items = map(self._headers.item, self._prompts.sources(row, where=where))
+                    self.media.append([one for one in items if one is not None])
         except BadRow as error:
             self._leave_out(number, error)
 
@@ -282,5 +314,5 @@ def _key(config: RelaxConfig) -> str | None:
         if time.time() - stat.st_mtime < SETTLED_S:
             return None
         stats.append((str(file), stat.st_size, stat.st_mtime_ns, stat.st_ino))
-    settings = (config.data, config.eval, config.env, config.model, config.algo, config.seed)
+    settings = (config.data, config.modality, config.eval, config.env, config.model, config.algo, config.seed)
     return repr((stats, settings, config.engine.context_length, config.rollout.max_new_tokens))

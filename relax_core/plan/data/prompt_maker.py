@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from relax_core.config.checks.modality_keys import media_kinds
 from relax_core.config.checks.model_folder import folder_problems
@@ -22,16 +23,20 @@ from relax_core.rollout.media_encoding import media_limits, media_root
 from relax_core.rollout.prompt_tokens import PromptMaker
 from relax_core.tools.tiny_tokenizer import tiny_prompt_tokenizer
 
+if TYPE_CHECKING:
+    from relax_core.data.media.media_headers import PlannedItem
+
 FRAMES_A_STEP = 2  # frames that become one step of a video in Qwen3-VL
 HEADERS = 2048  # sources whose headers are read before a start
 STAMP_TOKENS = 16  # tokens of a step's time stamp, with the tokens that begin and end vision, at most
 
 
-def prompt_maker(config: RelaxConfig) -> PromptMaker | None:
+def prompt_maker(config: RelaxConfig, *, headers: ItemHeaders | None = None) -> PromptMaker | None:
     """Returns a function from a data row to its prompt, or None if there is no usable model yet.
 
-    The result is also None for an environment with turns, whose episodes make their own prompts. Raises ValueError with
-    the key for a tokenizer or a chat template that cannot be used.
+    The result is also None for an environment with turns, whose episodes make their own prompts. ``headers`` keeps what
+    it reads of images and videos. Raises ValueError with the key for a tokenizer or a chat template that cannot be
+    used.
     """
     tokenizer = _tokenizer(config)
     env = find_env(config.env.name)
@@ -43,7 +48,7 @@ def prompt_maker(config: RelaxConfig) -> PromptMaker | None:
         tokenizer=tokenizer,
         max_prompt_tokens=prompt_room(config),
         overlong=config.data.overlong,
-        item_rows=_ItemRows(config),
+        item_rows=(headers or ItemHeaders(config)).rows,
     )
 
 
@@ -57,41 +62,56 @@ def most_rows(config: RelaxConfig, kind: MediaKind) -> int:
     return -(-modality.video_frames[1] // FRAMES_A_STEP) * (modality.frame_tokens + STAMP_TOKENS)
 
 
-class _ItemRows:
-    """Says how many rows a source has by its header: of the first `HEADERS` sources, and of later ones the most seen.
+class ItemHeaders:
+    """Says by its header what a source becomes: the first `HEADERS` sources; of later ones the most rows seen.
 
-    A source that cannot be used counts as one row, because the run leaves it out with its reason. Without the files of
-    a model, the limits of `modality` decide.
+    Without the files of a model, the limits of `modality` decide.
     """
 
     def __init__(self, config: RelaxConfig) -> None:
         self._config = config
         self._tower: PatchSettings | None = None
-        self._rows: dict[str, int] = {}
+        self._items: dict[str, PlannedItem | MediaError] = {}
         self._most: dict[MediaKind, int] = {}
-        if config.data.task not in MEDIA_ROWS and media_kinds(config):
+        if media_kinds(config):
             self._tower = _tower(config)
 
-    def __call__(self, source: MediaSource) -> int:
-        if self._tower is None:
-            return most_rows(self._config, source.kind)
-        key = source.path or str(hash(source.data))
-        if key not in self._rows:
-            if len(self._rows) >= HEADERS:
-                return self._most.get(source.kind, most_rows(self._config, source.kind))
-            self._rows[key] = self._of_header(source, self._tower)
-            self._most[source.kind] = max(self._rows[key], self._most.get(source.kind, 1))
-        return self._rows[key]
+    def rows(self, source: MediaSource) -> int:
+        """Returns the rows of a source, or as many as it may have.
 
-    def _of_header(self, source: MediaSource, tower: PatchSettings) -> int:
+        Raises `MediaError` if its header shows that it cannot be used.
+        """
+        if self._tower is None or self._config.data.task in MEDIA_ROWS:
+            return most_rows(self._config, source.kind)
+        if _key(source) not in self._items and len(self._items) >= HEADERS:
+            return self._most.get(source.kind, most_rows(self._config, source.kind))
+        item = self._read(source, self._tower)
+        if isinstance(item, MediaError):
+            raise item
+        self._most[source.kind] = max(item.rows, self._most.get(source.kind, 1))
+        return item.rows
+
+    def item(self, source: MediaSource) -> PlannedItem | None:
+        """Returns what a source becomes, or None if it cannot be used or the model has no files yet."""
+        item = None if self._tower is None else self._read(source, self._tower)
+        return None if isinstance(item, MediaError) else item
+
+    def _read(self, source: MediaSource, tower: PatchSettings) -> PlannedItem | MediaError:
         from relax_core.data.media.media_headers import planned_item, read_media_header
 
-        limits = media_limits(self._config.modality)
-        try:
-            header = read_media_header(source, limits, root=media_root(self._config))
-            return planned_item(header, tower, limits).rows
-        except MediaError:
-            return 1
+        key = _key(source)
+        if key not in self._items:
+            limits = media_limits(self._config.modality)
+            try:
+                header = read_media_header(source, limits, root=media_root(self._config))
+                self._items[key] = planned_item(header, tower, limits)
+            except MediaError as error:
+                self._items[key] = error
+        return self._items[key]
+
+
+def _key(source: MediaSource) -> str:
+    return source.path or str(hash(source.data))
 
 
 def _tower(config: RelaxConfig) -> PatchSettings | None:

@@ -7,10 +7,12 @@ A process's base value is what its imports take. It was measured with the versio
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from relax_core.config.schema import ParallelConfig, RelaxConfig
 from relax_core.contracts.algorithm import Requirements
 from relax_core.control.run.role_counts import worker_group_layouts
+from relax_core.plan.memory.media_terms import encode_worker_bytes, engine_media_terms, shared_item_bytes
 from relax_core.plan.memory.memory_terms import (
     FLOAT,
     MIB,
@@ -21,7 +23,7 @@ from relax_core.plan.memory.memory_terms import (
     head_bytes,
     mask_making_bytes,
 )
-from relax_core.plan.memory.trainer_share import activation_terms, forward_terms, share_of, state_terms
+from relax_core.plan.memory.trainer_share import OF_MEDIA, activation_terms, forward_terms, share_of, state_terms
 from relax_core.plan.model.dimensions import ModelDimensions
 from relax_core.plan.model.model_source import teacher_dimensions
 from relax_core.plan.workload import Workload
@@ -29,8 +31,9 @@ from relax_core.registry import find_engine, find_reward
 from relax_core.train.parallel.layout_arithmetic import critic_parallel, forward_parallel, one_rank, world_size
 
 TRAINER = 435
+TRAINER_VISION, ENGINE_VISION = 63, 111  # MiB more with transformers' modules of a vision tower
 BASES = {  # MiB
-    "supervisor": 38,
+    "supervisor": 68,
     "controller": 216,
     "Ray gcs": 53,
     "Ray raylet": 40,
@@ -46,7 +49,8 @@ BASES = {  # MiB
     "rollout": 154,
     "owner of an engine": 131,
 }
-SIZED = ("Serve controller", "advantages", "rollout", "owner of an engine")  # by the configuration
+SIZED = ("supervisor", "Serve controller", "advantages", "rollout", "owner of an engine")  # by the configuration
+HEADERS, PARQUET = 23, 40  # for checking data with images and videos (Pillow, PyAV), or in Parquet files (pyarrow)
 SERVE_DEPLOYMENT, REWARD_WORKER, QUEUE_PROCESS = 164, 65, 250
 TORCH = 188  # for computing advantages with torch in the rollout
 KEPT_BY_ALLOCATOR = 0.5  # share of what a micro-batch allocates: pieces that glibc neither returns nor reuses
@@ -56,10 +60,17 @@ FIRST_COLUMNS = 64  # first columns of the engine's KV cache, which then doubles
 
 
 def cpu_holders(
-    config: RelaxConfig, requirements: Requirements, roles: Mapping[str, int], *, model: ModelDimensions, work: Workload
+    config: RelaxConfig,
+    requirements: Requirements,
+    roles: Mapping[str, int],
+    *,
+    model: ModelDimensions,
+    work: Workload,
+    data_rows: int | None = None,
 ) -> list[Holder]:
-    """Returns the memory of every process of the run."""
+    """Returns the memory of every process of the run, and of the items in shared memory of data with ``data_rows``."""
     holders = [_plain(name, mib) for name, mib in BASES.items() if name not in SIZED]
+    holders.append(_plain("supervisor", _supervisor(config, work)))
     engines = roles["engine"] + roles.get("teacher_engine", 0)
     holders.append(_plain("owner of an engine", BASES["owner of an engine"], count=engines))
     rollout = BASES["rollout"] + (0 if "advantages" in roles else TORCH)
@@ -83,6 +94,14 @@ def cpu_holders(
     if requirements.teacher is not None:
         holders += _teachers(config, requirements, work)
     holders.append(_engine("engine", config, model, work, count=config.engine.count))
+    if work.media is not None:
+        encoder = Phase(name="always", terms={"encoding": encode_worker_bytes(work)})
+        workers = roles["rollout"] * config.modality.workers
+        holders.append(Holder(name="encode worker", count=workers, phases=(encoder,)))
+        items = shared_item_bytes(config, work, rollout_workers=roles["rollout"], data_rows=data_rows)
+        holders.append(
+            Holder(name="items in /dev/shm", count=1, phases=(Phase(name="always", terms={"items": items}),))
+        )
     return holders
 
 
@@ -93,6 +112,18 @@ def _teachers(config: RelaxConfig, requirements: Requirements, work: Workload) -
         return [_forward("teacher", config, one_rank(config.parallel), models, work, follows=False)]
     engines = [_engine("teacher engine", config, one, work, count=1) for one in models]
     return [_plain("teacher", BASES["rollout"]), *engines]
+
+
+def _imports(mib: int, model: ModelDimensions, *, vision: int) -> int:
+    """Returns the bytes of a process's imports, with transformers' modules if it has a vision tower."""
+    return (mib + (vision if model.patches is not None else 0)) * MIB
+
+
+def _supervisor(config: RelaxConfig, work: Workload) -> int:
+    """Returns the MiB of the process that starts the run, and checks its data in front."""
+    named = [config.data.path, *(config.data.paths or ())]
+    parquet = any(one is not None and Path(str(one)).suffix == ".parquet" for one in named)
+    return BASES["supervisor"] + (HEADERS if work.media is not None else 0) + (PARQUET if parquet else 0)
 
 
 def _plain(name: str, mib: int, *, count: int = 1) -> Holder:
@@ -109,13 +140,14 @@ def _trainer(
     publishes: bool,
 ) -> Holder:
     published = model.parameters * dtype_bytes(config)
-    state = {"imports": TRAINER * MIB, **state_terms(config, parallel, model)}
+    imports = _imports(TRAINER, model, vision=TRAINER_VISION)
+    state = {"imports": imports, **state_terms(config, parallel, model)}
     activations = activation_terms(config, parallel, model, work)
     forward = _with_kept({**activations, "making the mask": mask_making_bytes(config, parallel, work)})
     backward = _with_kept({**activations, "logits chunk": head_bytes(config, model, work, split=parallel.tp)})
     kept = {"kept by the allocator": max(sum(forward.values()), sum(backward.values()))}
     phases = [
-        Phase(name="start", terms={"imports": TRAINER * MIB, "weights": state["weights"] + published}),
+        Phase(name="start", terms={"imports": imports, "weights": state["weights"] + published}),
         Phase(name="forward", terms=state | forward),
         Phase(name="backward", terms=state | backward),
         Phase(name="optimizer", terms=state | kept),
@@ -149,7 +181,7 @@ def _forward(
     size = dtype_bytes(config)
     largest = max(models, key=lambda one: one.parameters)
     weights = sum(share_of(parallel, one).parameters for one in models) * size
-    state = {"imports": TRAINER * MIB, "weights": weights}
+    state = {"imports": _imports(TRAINER, largest, vision=TRAINER_VISION), "weights": weights}
     passing = forward_terms(config, parallel, largest, work)
     passing["logits chunk"] = head_bytes(config, largest, work, split=parallel.tp)
     sync = {"published weights": largest.parameters * size}
@@ -162,18 +194,22 @@ def _forward(
 
 def _engine(name: str, config: RelaxConfig, model: ModelDimensions, work: Workload, *, count: int) -> Holder:
     size = engine_bytes(config)
-    state = {"imports": find_engine(config.engine.name).memory_mib * MIB, "weights": model.parameters * size}
+    imports = _imports(find_engine(config.engine.name).memory_mib, model, vision=ENGINE_VISION)
+    state = {"imports": imports, "weights": model.parameters * size}
+    tokens = cache_tokens(config, work)
+    cache = tokens * model.cache_values_per_token * size
     serving = {
-        f"KV cache ({cache_tokens(config, work)} tokens)": cache_tokens(config, work)
-        * model.cache_values_per_token
-        * size,
+        f"KV cache ({tokens} tokens)": cache,
         "sampling": SAMPLING_COPIES * work.samples_in_flight * model.vocabulary * FLOAT,
         "slots": SLOT_BYTES * config.engine.max_running_samples,
+        **engine_media_terms(config, model, work),
     }
+    growing = {} if find_engine(config.engine.name).whole_cache else {"KV cache before it doubled": cache // 2}
     new = {"new weights": model.parameters * dtype_bytes(config)}
     phases = (
         Phase(name="start", terms=state | new),
         Phase(name="rollout", terms=state | serving),
+        Phase(name="growth", terms=state | serving | growing),
         Phase(name="sync", terms=state | serving | new),
         Phase(name="wake-up", terms=state | serving),
     )
@@ -191,4 +227,5 @@ def cache_tokens(config: RelaxConfig, work: Workload) -> int:
 
 
 def _with_kept(terms: Mapping[str, int]) -> dict[str, int]:
-    return {**terms, "kept by the allocator": round(KEPT_BY_ALLOCATOR * sum(terms.values()))}
+    kept = sum(size for name, size in terms.items() if name not in OF_MEDIA)
+    return {**terms, "kept by the allocator": round(KEPT_BY_ALLOCATOR * kept)}

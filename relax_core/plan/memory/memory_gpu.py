@@ -12,6 +12,7 @@ from relax_core.config.choices import ModeName
 from relax_core.config.schema import RelaxConfig
 from relax_core.control.run.role_counts import worker_group_layouts
 from relax_core.plan.gpu_placement import ROLLOUT
+from relax_core.plan.memory.media_terms import engine_media_terms
 from relax_core.plan.memory.memory_advice import trainer_room
 from relax_core.plan.memory.memory_terms import (
     FLOAT,
@@ -63,6 +64,7 @@ def cache_tokens_that_fit(config: RelaxConfig, model: ModelDimensions, work: Wor
     if config.mode.name is ModeName.colocate:
         free -= PROCESS_BYTES
     free -= work.samples_in_flight * model.state_values_per_sample * FLOAT // tp + SYNC_BUCKET_BYTES
+    free -= sum(engine_media_terms(config, model, work).values())
     return max(0, free // _cache_bytes_a_token(config, model))
 
 
@@ -105,6 +107,7 @@ def _engine_terms(config: RelaxConfig, model: ModelDimensions, work: Workload) -
         "engine process": ENGINE_BYTES,
         "engine weights": model.parameters * engine_bytes(config) // tp,
         f"KV cache ({tokens} tokens)": tokens * _cache_bytes_a_token(config, model),
+        **engine_media_terms(config, model, work),
     }
     if model.linear is not None:
         terms["linear-attention states"] = work.samples_in_flight * model.state_values_per_sample * FLOAT // tp

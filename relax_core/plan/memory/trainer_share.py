@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
-from relax_core.config.choices import Recompute
+from relax_core.config.checks.freeze_keys import frozen_parts
+from relax_core.config.choices import LANGUAGE, PROJECTOR, ROUTER, VISION, Recompute
 from relax_core.config.schema import ParallelConfig, RelaxConfig
 from relax_core.plan.memory.memory_terms import (
     FLOAT,
@@ -15,9 +17,11 @@ from relax_core.plan.memory.memory_terms import (
     optimizer_bytes_a_parameter,
 )
 from relax_core.plan.model.dimensions import ModelDimensions
-from relax_core.plan.model.patch_cost import PatchCost
 from relax_core.plan.workload import Workload
 from relax_core.train.parallel.layout_arithmetic import Layout
+
+OF_MEDIA = ("tower activations", "one tower block", "features", "frames")  # names of terms; glibc reuses their pieces
+FEATURE_COPIES = 2  # the tower's output of all items, and the rows of it that a rank uses
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +42,19 @@ class Share:
         return self.dense + self.experts + self.whole
 
 
+def trained_share(layout: Layout, model: ModelDimensions, *, frozen: Collection[str]) -> Share:
+    """Returns the parameters of `share_of` that are not in a frozen part of the model, and so have a gradient."""
+    share, vision = share_of(layout, model), model.towers.get("vision", 0)
+    routers = model.router_parameters // (layout.pp * layout.tp)
+    language = 0 if LANGUAGE in frozen else share.dense - routers
+    whole = share.whole - (VISION in frozen) * (vision - model.projector) - (PROJECTOR in frozen) * model.projector
+    return Share(
+        dense=language + (0 if ROUTER in frozen else routers),
+        experts=0 if LANGUAGE in frozen else share.experts,
+        whole=whole,
+    )
+
+
 def share_of(layout: Layout, model: ModelDimensions) -> Share:
     """Returns the share of the rank that holds most."""
     matrices = model.embedding_matrices if layout.pp == 1 else 1  # with stages, each end holds one matrix
@@ -51,15 +68,15 @@ def share_of(layout: Layout, model: ModelDimensions) -> Share:
 
 def state_terms(config: RelaxConfig, parallel: ParallelConfig, model: ModelDimensions) -> dict[str, int]:
     """Returns what a training rank holds between steps."""
-    share = share_of(parallel, model)
+    share, trained = share_of(parallel, model), trained_share(parallel, model, frozen=frozen_parts(config))
     copies = expert_copies = 1
     if parallel.distributed_optimizer:
         copies = parallel.dp * parallel.cp
         expert_copies = parallel.tp * parallel.cp * parallel.dp // (parallel.ep * parallel.etp)
-    of_adam = (share.dense + share.whole) // copies + share.experts // expert_copies
+    of_adam = (trained.dense + trained.whole) // copies + trained.experts // expert_copies
     return {
         "weights": share.parameters * dtype_bytes(config),
-        "gradients": share.parameters * FLOAT,
+        "gradients": trained.parameters * FLOAT,
         "Adam states": of_adam * optimizer_bytes_a_parameter(config),
     }
 
@@ -79,16 +96,34 @@ def activation_terms(
     else:
         activations = round(in_flight * layers * a_layer)
     terms = {"activations": activations, "attention mask": round(in_flight * mask_bytes(config, parallel, work))}
-    if model.patches is not None:
-        kept = model.patches.values(recomputed=parallel.recompute is Recompute.full)
-        terms["tower activations"] = round(in_flight * _most_patches(parallel, model.patches, work)) * kept * size
-    return terms
+    return terms | _tower_terms(config, parallel, model, work, in_flight=in_flight)
 
 
-def _most_patches(parallel: ParallelConfig, cost: PatchCost, work: Workload) -> int:
-    """Returns the patches of a micro-batch on one rank, if all rows of its prompts show images or videos."""
-    prompts = -(-work.micro_batch_rows // work.group_rows)
-    return min(parallel.micro_batch_patches, prompts * work.prompt_tokens * cost.a_row)
+def _tower_terms(
+    config: RelaxConfig, parallel: ParallelConfig, model: ModelDimensions, work: Workload, *, in_flight: float
+) -> dict[str, int]:
+    """Returns what the tower keeps of a micro-batch, its features and deepstack rows, and the mapped frames."""
+    if model.patches is None or work.media is None:
+        return {}
+    cost, size, patches = model.patches, dtype_bytes(config), patches_of_micro_batch(parallel, work)
+    kept = cost.values(recomputed=parallel.recompute is Recompute.full, frozen=frozen_parts(config))
+    features = patches // cost.a_row * cost.features
+    return {
+        "tower activations": round(in_flight * patches) * kept * size + (0 if kept else patches * cost.block * size),
+        "features": round(in_flight * FEATURE_COPIES * features) * size,
+        "frames": round(work.media_prompts * work.media.nbytes),
+    }
+
+
+def patches_of_micro_batch(parallel: ParallelConfig, work: Workload) -> int:
+    """Returns the most patches that pass a rank's tower together: those of its prompts, or of one larger prompt.
+
+    A prompt is never cut, so `parallel.micro_batch_patches` does not bound those of a single one.
+    """
+    if work.media is None:
+        return 0
+    of_prompts = min(parallel.micro_batch_patches, round(work.media_prompts * work.media.patches))
+    return max(of_prompts, work.media.most_patches)
 
 
 def row_values(parallel: ParallelConfig, model: ModelDimensions) -> int:
@@ -109,8 +144,11 @@ def forward_terms(
         "one layer": work.micro_batch_rows // parallel.cp * row_values(parallel, model) * size,
         "attention mask": mask_bytes(config, parallel, work) + mask_making_bytes(config, parallel, work),
     }
-    if model.patches is not None:
-        terms["one tower block"] = _most_patches(parallel, model.patches, work) * model.patches.block * size
+    if model.patches is not None and work.media is not None:
+        cost, patches = model.patches, patches_of_micro_batch(parallel, work)
+        terms["one tower block"] = patches * (cost.block + cost.inputs) * size
+        terms["features"] = FEATURE_COPIES * patches // cost.a_row * cost.features * size
+        terms["frames"] = round(work.media_prompts * work.media.nbytes)
     return terms
 
 

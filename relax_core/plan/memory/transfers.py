@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from relax_core.config.checks.freeze_keys import frozen_parts
 from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.algorithm import Requirements
 from relax_core.contracts.trees.kept_tokens import set_bytes
 from relax_core.plan.memory.memory_terms import dtype_bytes, optimizer_bytes_a_parameter
+from relax_core.plan.memory.trainer_share import trained_share
 from relax_core.plan.model.dimensions import ModelDimensions
 from relax_core.plan.workload import Workload
+from relax_core.train.parallel.layout_arithmetic import one_rank
 from relax_core.weights.transports.choice import choose_transport
 
 VERSIONS_KEPT = 2  # versions of published weights (weights/publisher.py)
@@ -39,10 +42,14 @@ class Transfers:
 def find_transfers(
     config: RelaxConfig, requirements: Requirements, *, model: ModelDimensions, work: Workload
 ) -> Transfers:
-    """Returns the transfers. A checkpoint has the model's weights and Adam's states, and with a critic twice that."""
+    """Returns the transfers.
+
+    A checkpoint has the model's weights and Adam's states of those that train, and with a critic twice that.
+    """
     sync = model.parameters * dtype_bytes(config)
     trained = 2 if requirements.critic else 1
-    checkpoint = trained * model.parameters * (dtype_bytes(config) + optimizer_bytes_a_parameter(config))
+    learnt = trained_share(one_rank(config.parallel), model, frozen=frozen_parts(config)).parameters
+    checkpoint = trained * (model.parameters * dtype_bytes(config) + learnt * optimizer_bytes_a_parameter(config))
     choice = choose_transport(config)
     rollout, kept = config.rollout, 0
     if rollout.truncates:

@@ -58,7 +58,8 @@ class ModelDimensions:
     ``family`` is config.json's model_type. ``feed_forward`` is the width of a dense layer, 0 with experts. With
     ``output_gate`` the query projection also computes a gate of its own size. With ``qkv_bias`` query, key and value
     have a bias; with ``qk_norm`` query and key heads have a norm. ``towers`` maps a modality to the number of
-    parameters of its encoder, and ``patches`` says what a patch costs in a vision tower that is trained.
+    parameters of its encoder; ``projector`` of the vision encoder's belong to its projector. ``patches`` says what a
+    patch costs in a vision tower that is trained.
     """
 
     name: str
@@ -78,6 +79,7 @@ class ModelDimensions:
     qkv_bias: bool = False
     qk_norm: bool = True
     towers: Mapping[str, int] = field(default_factory=dict)
+    projector: int = 0
     deepstack_layers: int = 0  # the first layers that add outputs of the vision tower
     patches: PatchCost | None = None
 
@@ -110,6 +112,17 @@ class ModelDimensions:
     def expert_parameters(self) -> int:
         """Returns the number of parameters of all routed experts."""
         return self.layers * self.experts.count * 3 * self.hidden * self.experts.width if self.experts else 0
+
+    @property
+    def router_parameters(self) -> int:
+        """Returns the number of parameters of all routers, which `layer_parameters` includes."""
+        return self.layers * self.hidden * self.experts.count if self.experts else 0
+
+    @property
+    def products_of_row(self) -> int:
+        """Returns the multiplications of one row in all layers, without attention's scores."""
+        width = self.experts.per_token * self.experts.width if self.experts else self.feed_forward
+        return self.layers * self.hidden * (2 * self.query + 2 * self.key + 3 * width)
 
     @property
     def tower_parameters(self) -> int:
@@ -219,6 +232,7 @@ def _of_a_family_that_trains(values: Values, name: str, family: Family) -> Model
         qkv_bias=one.qkv_bias,
         qk_norm=one.qk_norm,
         towers={} if vision is None else {"vision": vision_parameters(values[vision.config_key])},
+        projector=0 if vision is None else projector_parameters(values[vision.config_key]),
         patches=None if vision is None else patch_cost(values[vision.config_key]),
         deepstack_layers=0 if vision is None else len(values[vision.config_key].get("deepstack_visual_indexes") or ()),
     )
@@ -264,22 +278,26 @@ def _experts(values: Values) -> Experts:
 
 
 def vision_parameters(values: Values) -> int:
-    """Counts a Qwen3-VL vision tower: patches, blocks, the merger and one more merger for each deepstack layer."""
-    hidden, wide, out = values["hidden_size"], values["intermediate_size"], values["out_hidden_size"]
+    """Counts a Qwen3-VL vision tower: patches, positions, blocks and the projector."""
+    hidden, wide = values["hidden_size"], values["intermediate_size"]
     patch = values["in_channels"] * values["temporal_patch_size"] * values["patch_size"] ** 2
-    merged = hidden * values["spatial_merge_size"] ** 2
     block = 4 * hidden + 4 * hidden * hidden + 4 * hidden + 2 * hidden * wide + wide + hidden
-    merger = merged * merged + merged + merged * out + out
-    deepstack = len(values.get("deepstack_visual_indexes", ()))
-    return (
+    return int(
         patch * hidden
         + hidden
         + values["num_position_embeddings"] * hidden
         + values["depth"] * block
-        + merger
-        + 2 * hidden
-        + deepstack * (merger + 2 * merged)
+        + projector_parameters(values)
     )
+
+
+def projector_parameters(values: Values) -> int:
+    """Counts the mergers of a Qwen3-VL vision tower; the first normalizes patches, those of deepstack merged ones."""
+    hidden, out = values["hidden_size"], values["out_hidden_size"]
+    merged = hidden * values["spatial_merge_size"] ** 2
+    merger = merged * merged + merged + merged * out + out
+    deepstack = len(values.get("deepstack_visual_indexes") or ())
+    return int(merger + 2 * hidden + deepstack * (merger + 2 * merged))
 
 
 def audio_parameters(values: Values) -> int:

@@ -1,29 +1,43 @@
-"""Computes what a patch of an image or video costs in a vision tower that is trained."""
+"""Computes what a patch of an image or video costs in a vision tower: memory of a training rank, and products."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from relax_core.config.choices import PROJECTOR, VISION
 
 
 @dataclass(frozen=True, kw_only=True)
 class PatchCost:
     """Says how many numbers a vision tower of ``depth`` blocks keeps of one patch for its backward pass.
 
-    ``block`` is what each block keeps, ``rest`` what all else does, and ``hidden`` the width of a patch. ``a_row``
-    patches become one row of the language model.
+    ``block`` is what each block keeps, ``mergers`` what the projector keeps, ``inputs`` the pixels and their embedding,
+    and ``hidden`` the width of a patch. ``a_row`` patches become one row of the language model, whose features and
+    deepstack rows are ``features`` numbers. ``products`` counts the multiplications of one patch. ``pixel_bytes`` are
+    the bytes of a patch's uint8 pixels in one frame.
     """
 
     depth: int
     hidden: int
     block: int
-    rest: int
+    mergers: int
+    inputs: int
     a_row: int
+    features: int
+    products: int
+    pixel_bytes: int
 
-    def values(self, *, recomputed: bool) -> int:
-        """Returns the numbers of a patch; with ``recomputed`` only the inputs of blocks are kept, and one block."""
-        return (self.depth * self.hidden + self.block if recomputed else self.depth * self.block) + self.rest
+    def values(self, *, recomputed: bool, frozen: Collection[str] = ()) -> int:
+        """Returns the numbers of a patch that are kept; with ``recomputed`` only the inputs of blocks, and one block.
+
+        Blocks keep nothing if the tower is ``frozen``, and mergers keep nothing if the projector is frozen, too.
+        """
+        if VISION in frozen:
+            return 0 if PROJECTOR in frozen else self.mergers
+        blocks = self.depth * self.hidden + self.block if recomputed else self.depth * self.block
+        return blocks + self.mergers + self.inputs
 
 
 def patch_cost(values: Mapping[str, Any]) -> PatchCost:
@@ -33,13 +47,18 @@ def patch_cost(values: Mapping[str, Any]) -> PatchCost:
     the two widths of its MLP. A merger keeps its norm's input and output, and three widths for the patches of one row.
     """
     hidden, wide, merge = values["hidden_size"], values["intermediate_size"], values["spatial_merge_size"] ** 2
-    mergers = 1 + len(values.get("deepstack_visual_indexes") or ())
-    patch = values["in_channels"] * values["temporal_patch_size"] * values["patch_size"] ** 2
-    merger = 2 * hidden + 3 * hidden + values["out_hidden_size"] // merge
+    mergers, out = 1 + len(values.get("deepstack_visual_indexes") or ()), values["out_hidden_size"]
+    pixels = values["in_channels"] * values["patch_size"] ** 2
+    patch = values["temporal_patch_size"] * pixels
+    merged = hidden * merge
     return PatchCost(
         depth=values["depth"],
         hidden=hidden,
         block=10 * hidden + 2 * wide,
-        rest=patch + hidden + mergers * merger,
+        mergers=mergers * (5 * hidden + out // merge),
+        inputs=patch + hidden,
         a_row=merge,
+        features=mergers * out,
+        products=values["depth"] * (4 * hidden**2 + 2 * hidden * wide) + mergers * (merged**2 + merged * out) // merge,
+        pixel_bytes=pixels,
     )

@@ -5,8 +5,9 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 
-from relax_core.contracts.bus import Lease, LeasedGroup, LeaseRequest
-from relax_core.roles.annotators.retry_policy import without_timeout, write_then_lease
+from relax_core.contracts.bus import Lease, LeasedGroup, LeaseLost, LeaseRequest
+from relax_core.contracts.media import MediaGone
+from relax_core.roles.annotators.retry_policy import give_up_lease, without_timeout, write_then_lease
 from relax_core.roles.annotators.whole_step_leases import lease_whole_step
 from relax_core.roles.process.discovery import discover_bus, discover_metrics
 from relax_core.roles.process.worker import Worker
@@ -60,10 +61,14 @@ class ColumnWorker(Worker):
 
         lease = without_timeout(next_lease)
         while True:
-            columns = self.columns_of(lease.rows)
-            metrics.record(self.task, self.version, {"groups": len(lease.rows), "version": self.version})
-            if whole_steps:
-                bus.write(lease.lease_id, columns, timeout_s=timeout_s)
+            try:
+                columns = self.columns_of(lease.rows)
+                metrics.record(self.task, self.version, {"groups": len(lease.rows), "version": self.version})
+                if whole_steps:
+                    bus.write(lease.lease_id, columns, timeout_s=timeout_s)
+                    lease = without_timeout(next_lease)
+                else:
+                    lease = write_then_lease(bus, lease.lease_id, columns, request, timeout_s=timeout_s)
+            except (LeaseLost, MediaGone) as lost:
+                give_up_lease(bus, lease, lost, timeout_s=timeout_s)
                 lease = without_timeout(next_lease)
-            else:
-                lease = write_then_lease(bus, lease.lease_id, columns, request, timeout_s=timeout_s)

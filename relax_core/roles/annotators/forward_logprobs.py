@@ -9,6 +9,7 @@ from typing import NoReturn
 
 from relax_core.contracts import columns as c
 from relax_core.contracts.bus import LeasedGroup
+from relax_core.contracts.media import MediaGone
 from relax_core.roles.annotators.column_worker import ColumnWorker, GroupColumns
 from relax_core.roles.process.failure import RankLost
 from relax_core.roles.process.role_context import RunContext
@@ -57,12 +58,16 @@ class ForwardWorker(ColumnWorker):
             logprobs = self._worker_group.logprobs(groups)
         except RankLost as lost:
             self._end(lost)
+        except MediaGone as gone:
+            if self._worker_group.alone:
+                raise
+            self._end(gone)  # the other ranks wait in a collective
         return {
             group.group_uid: {self.column: c.encode_column(self.column, values)}
             for group, values in zip(groups, logprobs, strict=True)
         }
 
-    def _end(self, lost: RankLost) -> NoReturn:
+    def _end(self, lost: RankLost | MediaGone) -> NoReturn:
         log.error("%s ends, so that all its ranks restart: %s", self.name, lost)
         logging.shutdown()
         os._exit(1)  # Ray restarts this process, which revokes the leases and gets new other ranks

@@ -11,7 +11,8 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
-from relax_core.contracts.bus import Bus, BusTimeout, Lease, LeaseRequest
+from relax_core.contracts.bus import Bus, BusTimeout, Lease, LeaseLost, LeaseRequest
+from relax_core.contracts.media import MediaGone
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -37,3 +38,19 @@ def write_then_lease(
     except BusTimeout as late:  # the bus has stored the columns
         log.warning("waits on: %s", late)
     return without_timeout(lambda: bus.lease(request, timeout_s=timeout_s))
+
+
+def give_up_lease(bus: Bus, lease: Lease, lost: LeaseLost | MediaGone, *, timeout_s: float) -> None:
+    """Gives up a lease that ended before its work was done, because its groups are leased again.
+
+    Raises ``lost`` again if an item is gone although the lease is held, because the bus keeps the items of a lease.
+    """
+    if isinstance(lost, MediaGone):
+        try:
+            bus.read(lease.lease_id, [row.group_uid for row in lease.rows], columns=(), timeout_s=timeout_s)
+        except LeaseLost:
+            pass
+        else:
+            raise lost
+    log.warning("lease %d is given up, and its groups are leased again: %s", lease.lease_id, lost)
+    bus.release([lease.lease_id], timeout_s=timeout_s)

@@ -14,6 +14,7 @@ from relax_core.contracts.media import Media
 from relax_core.contracts.tree import TokenTree
 from relax_core.engines.protocol.score_calls import TokenScores, TokensToScore
 from relax_core.roles.engine.engine_directory import EngineDirectory
+from relax_core.roles.engine.engine_media import EngineMedia
 from relax_core.roles.process.role_context import RunContext
 from relax_core.roles.trainer.build_backend import build_teacher
 
@@ -70,10 +71,21 @@ class ForwardTeacher:
 
 
 class EngineTeacher:
-    """Scores with engine ``number`` of the teachers' engines; waits for the restart of an engine that died."""
+    """Scores with engine ``number`` of the teachers' engines; waits for the restart of an engine that died.
 
-    def __init__(self, context: RunContext, directory: EngineDirectory, number: int, *, top_k: int) -> None:
-        self._directory, self._number, self._top_k = directory, number, top_k
+    ``media`` brings images and videos to the engine's node, None if the engine always has them.
+    """
+
+    def __init__(
+        self,
+        context: RunContext,
+        directory: EngineDirectory,
+        number: int,
+        *,
+        top_k: int,
+        media: EngineMedia | None = None,
+    ) -> None:
+        self._directory, self._number, self._top_k, self._media = directory, number, top_k, media
         self._temperature = context.config.rollout.temperature
         self._banned = context.config.rollout.banned()
         self._start_timeout_s = context.config.engine.start_timeout_s
@@ -93,6 +105,8 @@ class EngineTeacher:
         while True:
             client = self._directory.client(self._number)
             try:
+                if self._media is not None:
+                    self._media.bring(self._number, client.url, [one for each in sequences for one in each.media])
                 return client.score(
                     sequences, top_k=self._top_k, temperature=self._temperature, banned_token_ids=self._banned
                 )

@@ -26,6 +26,7 @@ from relax_core.roles.annotators.teacher_scorers import (
     TeacherScores,
 )
 from relax_core.roles.engine.engine_directory import EngineDirectory
+from relax_core.roles.engine.engine_media import engine_media
 from relax_core.roles.engine.engine_owner import EngineOwner
 from relax_core.roles.process.role_context import TEACHER_ENGINE, RunContext, worker_name
 
@@ -52,8 +53,9 @@ class TeacherWorker(ColumnWorker):
         folders = context.teacher_folders
         if requirements.served_by == "engine":
             directory = EngineDirectory(context, role=TEACHER_ENGINE, model_folders=list(folders.values()))
+            media = engine_media(context, role=TEACHER_ENGINE)
             self._teachers = {
-                name: EngineTeacher(context, directory, number, top_k=requirements.top_k)
+                name: EngineTeacher(context, directory, number, top_k=requirements.top_k, media=media)
                 for number, name in enumerate(folders)
             }
             self._owners = {name: worker_name(TEACHER_ENGINE, number) for number, name in enumerate(folders)}

@@ -15,6 +15,10 @@ class AttachedEngineOwner(EngineOwner):
     before it gets prompts.
     """
 
+    def media_node(self) -> str:
+        """Returns "", because its clients send the pixels."""
+        return ""
+
     def work(self) -> None:
         """Checks the engine and keeps its weights up to date until the run stops."""
         engine = self.context.config.engine

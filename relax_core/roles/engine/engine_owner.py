@@ -18,7 +18,7 @@ from relax_core.engines.engine_process import EngineLaunch, EngineProcess
 from relax_core.engines.protocol.engine_client import EngineClient
 from relax_core.roles.engine.engine_directory import engine_client
 from relax_core.roles.engine.engine_health import EngineHealth, how_it_ended
-from relax_core.roles.process.process_placement import node_address
+from relax_core.roles.process.process_placement import node_address, node_id
 from relax_core.roles.process.role_context import RunContext
 from relax_core.roles.process.worker import Worker
 from relax_core.weights.version_folder import PublishedUnreadable, read_latest, read_pushed, reading
@@ -83,6 +83,10 @@ class EngineOwner(Worker):
         if not self._address.wait(timeout_s):
             raise EngineError(f"{self.name} is not up after {timeout_s:.0f} s; see {self._log_file}")
         return self._url
+
+    def media_node(self) -> str:
+        """Returns Ray's id of the node in whose media folder the engine reads, "" if it reads in none of its own."""
+        return node_id() if self.context.media_folder is not None else ""
 
     @property
     def _log_file(self) -> str:

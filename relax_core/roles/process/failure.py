@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Literal
 
-from relax_core.contracts.bus import BusLost
+from relax_core.contracts.bus import BusLost, LeaseLost
 from relax_core.contracts.engine import EngineUnreachable
+from relax_core.contracts.media import MediaGone
 from relax_core.registry import plugin_words
 from relax_core.weights.version_folder import PublishedUnreadable
 
-Lost = Literal["bus", "rank", "engine", "process", "time", "weights"]
+Lost = Literal["bus", "rank", "engine", "process", "time", "weights", "lease"]
 
 # Gloo raises bare RuntimeErrors. The first of these words is the path of its source files.
 GLOO_WORDS = ("gloo/", "Application timeout caused pair closure", "monitoredBarrier")
@@ -40,6 +41,8 @@ def what_was_lost(error: BaseException) -> Lost | None:
             return "weights"
         case TimeoutError():  # a BusTimeout is one too, and names the worker that it waited for
             return "time"
+        case LeaseLost() | MediaGone():  # the lease ran out before its work was done, and its groups went back
+            return "lease"
     return None
 
 

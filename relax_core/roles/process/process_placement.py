@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from relax_core.config.schema import LauncherConfig, PlacementConfig, RelaxConfig
+from relax_core.contracts.media_file import node_folder
 from relax_core.registry import find_engine
-from relax_core.roles.process.role_context import TEACHER_ENGINE
+from relax_core.roles.process.role_context import TEACHER_ENGINE, RunContext
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
@@ -25,6 +27,20 @@ def node_address(launcher: LauncherConfig) -> str:
     import ray
 
     return str(ray.util.get_node_ip_address())
+
+
+def on_this_node(context: RunContext) -> RunContext:
+    """Returns the context of a process on this node: in a joined Ray each node has a media folder of its own."""
+    if context.config.launcher.ray_address is None or context.media_folder is None:
+        return context
+    return replace(context, media_folder=node_folder(context.media_folder, node_id()))
+
+
+def node_id() -> str:
+    """Returns Ray's id of the node of this process."""
+    import ray
+
+    return str(ray.get_runtime_context().get_node_id())
 
 
 def engines_take_gpus(config: RelaxConfig) -> bool:

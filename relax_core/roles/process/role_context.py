@@ -21,7 +21,8 @@ class RunContext:
     is the digest of the training data if the data is in files (`relax_core.data.data_identity`). ``weights_folder``
     holds this attempt's weight versions (shared memory). ``token_file`` holds the run's bearer token.
     ``teacher_folders`` are the model folders of a distillation's teachers, by name. ``media_folder`` holds the files
-    of the media items (shared memory), None in a run on text.
+    of the media items (shared memory), None in a run on text. In a joined Ray each node has its own beside it, which
+    `relax_core.roles.process.process_placement.on_this_node` names.
     """
 
     config: RelaxConfig

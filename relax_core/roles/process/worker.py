@@ -23,6 +23,7 @@ from typing import Literal
 from relax_core.contracts.bus import BusClosed
 from relax_core.roles.process.failure import Lost, failure_line, what_was_lost
 from relax_core.roles.process.output_log import keep_output
+from relax_core.roles.process.process_placement import on_this_node
 from relax_core.roles.process.role_context import RunContext
 
 State = Literal["starting", "running", "waiting", "done", "failed"]
@@ -89,7 +90,7 @@ class Worker(ABC):
 
     def __init__(self, name: str, context: RunContext) -> None:
         self.name = name
-        self.context = context
+        self.context = on_this_node(context)
         self._state: State = "starting"
         self._detail = ""
         self._since = time.time()

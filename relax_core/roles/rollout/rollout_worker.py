@@ -29,6 +29,7 @@ from relax_core.observe.service.metrics_actor import MetricsClient, MetricsUnava
 from relax_core.observe.service.records import bad_rows_kind
 from relax_core.registry import find_algorithm, find_env, find_reward
 from relax_core.roles.engine.engine_directory import EngineDirectory
+from relax_core.roles.engine.engine_media import engine_media
 from relax_core.roles.process.discovery import discover_bus, discover_metrics, discover_worker
 from relax_core.roles.process.failure import first_cause
 from relax_core.roles.process.role_context import RunContext, worker_name
@@ -85,7 +86,7 @@ class RolloutWorker(Worker):
         source = make_source(config.data, seed=config.seed, eval_rows=held_out_count(config))
         env = find_env(config.env.name)
         reclaimed = await self._reclaim(bus)
-        encoders = self._encoders()
+        encoders = await asyncio.to_thread(self._encoders, bus)
         prompts = self._prompts(env, encoders, bus)
         spec = find_algorithm(config.algo.name)
         teachers = spec.requirements(config.algo).teacher
@@ -137,7 +138,7 @@ class RolloutWorker(Worker):
             if encoders is not None:
                 encoders.close()
 
-    def _encoders(self) -> EncodePool | None:
+    def _encoders(self, bus: RayBus) -> EncodePool | None:
         """Returns the processes that encode images and videos, or None for a run on text."""
         context = self.context
         if context.media_folder is None:
@@ -145,7 +146,7 @@ class RolloutWorker(Worker):
         return open_encoders(
             context.config,
             model_folder=context.model_folder,
-            media_folder=context.media_folder,
+            media_folder=bus.media_folder(timeout_s=context.config.run.start_timeout_s),
             log_dir=context.log_dir,
         )
 
@@ -175,6 +176,7 @@ class RolloutWorker(Worker):
 
     def _pool(self) -> TracedEnginePool:
         config = self.context.config
+        media = engine_media(self.context)
         return TracedEnginePool(
             config.engine.count,
             EngineDirectory(self.context).client_async,
@@ -184,6 +186,7 @@ class RolloutWorker(Worker):
             max_lag=config.mode.max_staleness,
             lag_s=config.engine.sync_timeout_s,
             waiting=self.waiting,
+            bring_media=None if media is None else media.bring_requests,
         )
 
     def _rewards(self) -> TracedRewardPool:

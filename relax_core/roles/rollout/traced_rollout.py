@@ -8,7 +8,7 @@ from typing import cast
 
 from relax_core.contracts.engine import Generated, PromptRequest, SamplingParams
 from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput, RewardSpec
-from relax_core.engines.pool.engine_pool import EnginePool, OnEnd
+from relax_core.engines.pool.engine_pool import BringMedia, EnginePool, OnEnd
 from relax_core.engines.pool.engine_watch import ClientFor
 from relax_core.roles.process.traced_bus import Waiting
 from relax_core.rollout.rewards.hang_watch import OnHang
@@ -29,6 +29,7 @@ class TracedEnginePool(EnginePool):
         max_lag: int,
         lag_s: float,
         waiting: Waiting,
+        bring_media: BringMedia | None = None,
     ) -> None:
         super().__init__(
             count,
@@ -38,6 +39,7 @@ class TracedEnginePool(EnginePool):
             by_load=by_load,
             max_lag=max_lag,
             lag_s=lag_s,
+            bring_media=bring_media,
         )
         self._waiting = waiting
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import socket
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from relax_core.bus.factory import connect_bus
 from relax_core.config.schema import OptimizerConfig, ParallelConfig, RelaxConfig
 from relax_core.contracts.engine import WeightManifest
 from relax_core.contracts.media import MediaReader
-from relax_core.contracts.media_file import FolderReader
+from relax_core.contracts.media_file import FolderReader, NodeReader
 from relax_core.families.folder import family_key, folder_architecture
 from relax_core.roles.process.process_placement import LOOPBACK
-from relax_core.roles.process.role_context import RunContext
+from relax_core.roles.process.role_context import BUS, RunContext
 from relax_core.train.parallel.layout_arithmetic import critic_parallel, forward_parallel, one_rank
 
 if TYPE_CHECKING:
@@ -78,7 +80,12 @@ def load_published(backend: MegatronBackend, manifest: WeightManifest) -> bool:
 
 
 def _media_reader(context: RunContext) -> MediaReader | None:
-    return None if context.media_folder is None else FolderReader(context.media_folder)
+    """Returns the reader of this node's folder; in a joined Ray it finds the bus when it lacks its first item."""
+    folder, timeout_s = context.media_folder, context.config.bus.call_timeout_s
+    if folder is None or context.config.launcher.ray_address is None:
+        return None if folder is None else FolderReader(folder)
+    bus = cache(lambda: connect_bus(BUS, context.namespace))
+    return NodeReader(folder, bring=lambda digests: bus().bring_media(digests, timeout_s=timeout_s))
 
 
 def _setup(

@@ -110,7 +110,8 @@ class PolicyTrainer(Worker):
         transport = build_transport(
             choice.name, host=node_address(config.launcher), timeout_s=config.engine.sync_timeout_s
         )
-        return WeightSync(self.context, EngineDirectory(self.context), transport, waiting=self.waiting)
+        frozen = self._worker_group.lead.frozen_weights
+        return WeightSync(self.context, EngineDirectory(self.context), transport, waiting=self.waiting, frozen=frozen)
 
     def _build_worker_group(self, ranks: Ranks) -> TrainerWorkerGroup:
         critic = discover_worker(self.context, worker_name("critic", 0)) if self._requirements.critic else None
@@ -146,7 +147,7 @@ class PolicyTrainer(Worker):
         export_hf_folder(
             tensors(),
             shapes=self._worker_group.lead.weight_shapes,
-            dtype=self._config.model.dtype,
+            own_dtype=self._config.model.dtype,
             source_folder=self.context.model_folder,
             target=self.context.run_dir / "hf",
         )

@@ -17,6 +17,7 @@ from relax_core.contracts.engine import WeightManifest
 from relax_core.roles.process.discovery import discover_bus
 from relax_core.roles.process.failure import RankLost, failure_line, is_broken_collective, what_was_lost
 from relax_core.roles.process.output_log import keep_output
+from relax_core.roles.process.process_placement import on_this_node
 from relax_core.roles.process.role_context import RunContext, worker_name
 from relax_core.roles.process.worker import RUN_PLUGINS, Wait, WorkerStatus, process_host, python_stacks
 from relax_core.roles.trainer.build_backend import build_role_backend, load_published
@@ -46,7 +47,7 @@ class RankWorker:
         if self.role in RUN_PLUGINS:
             keep_output(context.log_dir / f"{name}.log")
         self.warm_up()
-        self._name, self._context, self._rank = name, context, rank
+        self._name, self._context, self._rank = name, on_this_node(context), rank
         self._taken = False
         self._built: MegatronBackend | None = None
         self._failure: BaseException | None = None  # the first failure of this rank's own

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
@@ -46,10 +46,17 @@ class WeightSync:
     until each engine has released its memory or has died, because training in memory that an engine still uses would
     crash the trainer, and with time sharing the next step needs that engine's samples anyway. An engine's owner kills
     an engine that is silent for ``run.heartbeat_timeout_s``, and each call has the limit ``engine.sync_timeout_s``.
+    ``frozen`` names the weights that do not train.
     """
 
     def __init__(
-        self, context: RunContext, engines: Engines, transport: WeightTransport, *, waiting: WaitingOn
+        self,
+        context: RunContext,
+        engines: Engines,
+        transport: WeightTransport,
+        *,
+        waiting: WaitingOn,
+        frozen: Collection[str] = (),
     ) -> None:
         engine = context.config.engine
         self._silent_s = engine.silent_s
@@ -63,6 +70,7 @@ class WeightSync:
             transport=transport,
             model_folder=context.model_folder,
             calls=self._calls,
+            frozen=frozen,
         )
         self._push: Push | None = None
         self._behind: frozenset[str] = frozenset()

@@ -114,6 +114,11 @@ class WorkerGroup:
         self._timeout_s = timeout_s
         self._waiting = waiting
 
+    @property
+    def alone(self) -> bool:
+        """Is true if the lead is the only rank."""
+        return not self._other_ranks
+
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """Yields all weights as `TrainBackend.export` does."""
         sent = self._send(self._other_ranks, "export")

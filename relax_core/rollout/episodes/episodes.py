@@ -26,7 +26,7 @@ from relax_core.contracts.env import (
     StepResult,
     media_sources,
 )
-from relax_core.contracts.media import Media, MediaItem
+from relax_core.contracts.media import Media, MediaError, MediaItem
 from relax_core.contracts.reward import RewardInput, RewardOutput
 from relax_core.contracts.tree import group_uid, sample_uid
 from relax_core.data.turn_tokens import TurnTokens
@@ -75,7 +75,7 @@ class EpisodeRecord:
     """Holds the messages, turns and state of one episode.
 
     ``media`` places the images and videos of the newest prompt in it. ``failed`` says why the episode has no reward if
-    its env raised or was too slow. ``error`` is what the env raised.
+    its env raised or was too slow, or showed an image or video that cannot be used. ``error`` is what was raised.
     """
 
     uid: str
@@ -90,6 +90,11 @@ class EpisodeRecord:
     def fail(self, ended: Ended, words: str, error: Exception | None) -> None:
         """Ends the episode without a reward."""
         self.ended, self.failed, self.error = ended, words, error
+
+    @property
+    def bad_media(self) -> MediaError | None:
+        """Returns why an image or video of the env cannot be used, or None."""
+        return self.error if isinstance(self.error, MediaError) else None
 
     def reward_input(self, row: DataRow, where: str, *, media_folder: str = "") -> RewardInput:
         """Returns the input of the reward for this episode."""
@@ -251,7 +256,10 @@ class EpisodePlayer:
             items += await self._prompts.encoded(media_sources(messages), owner=owner)
 
     async def _guarded(self, call: Any, record: EpisodeRecord, *, where: str, what: str) -> None:
-        """Awaits a call of the env. An error or a missed deadline ends the episode; a wrong result ends the run."""
+        """Awaits a call of the env. An error, a missed deadline or bad media end the episode.
+
+        A wrong result ends the run.
+        """
         try:
             await call
         except WrongResult as error:
@@ -259,6 +267,9 @@ class EpisodePlayer:
         except EnvTooSlow as error:
             words = f"env {self._name}: {what}: {error}. Raise env.step_timeout_s, or make the env faster"
             record.fail("step_timeout", words, error)
+        except MediaError as error:  # as in a data row, it costs its episode and is no failure of the reward
+            told = MediaError(error.kind, error.word, f"{where}: env {self._name}: {what}: {error}")
+            record.fail("bad_media", str(told), told)
         except Exception as error:  # plug-in code: the episode ends without a reward, up to reward.max_failed
             record.fail("env_failed", f"env {self._name}: {what}: {plugin_words(error)}", error)
 
@@ -306,7 +317,8 @@ async def score_episodes(
 ) -> list[PlayedEpisode]:
     """Returns the episodes with their rewards, in order; an episode whose env failed has no reward.
 
-    Raises what `RewardPool.score` raises, and `RewardsFailed` if too many envs fail.
+    Raises what `RewardPool.score` raises, and `RewardsFailed` if too many envs fail, among which bad media do
+    not count.
     """
     inputs = {record.uid: record.reward_input(row, where, media_folder=media_folder) for record in records}
     whole = [record for record in records if not record.failed]
@@ -315,7 +327,8 @@ async def score_episodes(
     for record in records:
         if record.failed:
             output = scored[record.uid] = RewardOutput(reward=None, reason=record.failed)
-            rewards.failures.record(inputs[record.uid], output, record.error)
+            if record.bad_media is None:
+                rewards.failures.record(inputs[record.uid], output, record.error)
     return [
         PlayedEpisode(
             uid=record.uid,
@@ -323,6 +336,7 @@ async def score_episodes(
             reward=output.reward,
             parts={"exact": float(output.exact), **(output.parts or {})},
             ended=record.ended or "",
+            dropped="" if record.bad_media is None else record.bad_media.reason,
         )
         for record in records
         for output in [scored[record.uid]]

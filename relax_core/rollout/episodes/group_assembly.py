@@ -201,9 +201,9 @@ def complete_episodes(
     """
     uid = group_uid(index)
     kept = [one for one in episodes if one.reward is not None]
-    dropped = {one.uid: REWARD_FAILED for one in episodes if one.reward is None}
+    dropped = {one.uid: one.dropped or REWARD_FAILED for one in episodes if one.reward is None}
     if len(kept) < min(MIN_SAMPLES, len(episodes)):
-        return DroppedGroup(group_uid=uid, reason=REWARD_FAILED)
+        return DroppedGroup(group_uid=uid, reason=next(iter(dropped.values())))  # of the first episode that was lost
     tree = build_tree(uid, kept)
     if mask_off_policy or mask_truncated:
         loss_mask = tree.loss_mask.copy()

@@ -65,13 +65,17 @@ class PlayedTurn:
 
 @dataclass(frozen=True, kw_only=True)
 class PlayedEpisode:
-    """Holds one run of model and environment: its turns in order, at least one, and the fields of `Episode`."""
+    """Holds one run of model and environment: its turns in order, at least one, and the fields of `Episode`.
+
+    ``dropped`` is the ledger's reason for an episode without a reward; it is empty if the reward failed.
+    """
 
     uid: str
     turns: Sequence[PlayedTurn]
     reward: float | None
     parts: dict[str, float]
     ended: str
+    dropped: str = ""
 
 
 @dataclass(frozen=True, slots=True)

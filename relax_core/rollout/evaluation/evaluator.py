@@ -97,12 +97,18 @@ class SetAnswers:
         reward = mean_reward(self.answers)
         values["reward"] = 0.0 if reward is None else reward.value
         values |= {"rows": len(self.answers), "bad_rows": len(self.of.bad), "unscored": self.unscored}
-        for part in self.of.parts:
-            own = [place for place, one in enumerate(self.of.rows) if one.row.get("part") == part]
-            of_part = PreparedSet(name="", rows=[self.of.rows[place] for place in own], bad=[])
-            its = SetAnswers(of=of_part, answers=[self.answers[place] for place in own]).values() if own else {}
-            values |= {f"{part}/{name}": value for name, value in its.items()}
+        for part, its in self.by_part().items():
+            values |= {f"{part}/{name}": value for name, value in its.values().items()}
         return values
+
+    def by_part(self) -> dict[str, SetAnswers]:
+        """Returns the answers of each part whose figures are told apart; a part without rows is left out."""
+        found = {}
+        for part in self.of.parts:
+            if own := [place for place, one in enumerate(self.of.rows) if one.row.get("part") == part]:
+                rows = PreparedSet(name="", rows=[self.of.rows[place] for place in own], bad=[])
+                found[part] = SetAnswers(of=rows, answers=[self.answers[place] for place in own])
+        return found
 
 
 def metric_names(*, samples: int, sets: Sequence[str]) -> list[str]:

@@ -18,19 +18,21 @@ made, with only the rank's own rows as queries. The mask that this saves grows w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from relax_core.train.packing.tree_packing import MASKLESS_SAVES_PAIRS, tree_starts
-from relax_core.train.parallel.context_parallel import WHOLE, RowSharding
+from relax_core.train.parallel.context_parallel import WHOLE, RowSharding, gathered_rows, summed_rows
 
 _LONE_PAIRS = 2**17  # A run, or a run and its subtree, with this many pairs gets a call of its own without pads.
 _JOINED_ROWS = 2**11  # Partial softmaxes are joined for so many rows at a time, which bounds the memory.
+_CALL_BYTES = 2**23  # A call has as many heads as have so many bytes of keys, which bounds the memory.
 _CALL_PAIRS = 2**13  # The cost of one more call, in pairs of rows.
 
 
@@ -126,33 +128,35 @@ class BranchPlan:
     """Lists the calls that attention over one stream takes.
 
     Every row is in one part of ``causal``, and in one part of ``above`` for each run above its own. ``key_order`` is
-    int64 ``[rows]``, the index of each row of the stream among the gathered keys, or None if these are the stream.
+    int64 ``[rows]``, the index of each row of the stream among the keys of all ranks, or None if these are the stream.
+    ``group`` are the context-parallel ranks, whose keys are gathered; it is None if the caller has the keys of all.
     """
 
     causal: Sequence[_Part]
     above: Sequence[_Part]
     key_order: Tensor | None = None
+    group: dist.ProcessGroup | None = None
 
     @staticmethod
     def of(end: np.ndarray, *, dtype: torch.dtype, sharding: RowSharding = WHOLE, padded: int = 0) -> BranchPlan | None:
         """Plans this rank's rows of a stream, or returns None if one masked call is cheaper.
 
-        ``end`` is int64 ``[rows]``, the row after each row's subtree. ``padded`` is the number of rows with pads.
+        ``end`` is int64 ``[rows]``, the row after each row's subtree. ``padded`` is the number of rows with pads. All
+        ranks return None or none does, because the ways gather keys differently.
         """
         starts = tree_starts(end)
         widest = int(np.diff(starts, append=len(end)).max())
-        mine = sharding.rows_of_rank(max(padded, len(end)))
-        mine = mine[mine < len(end)]
-        masked = len(starts) * widest**2 if sharding.ranks == 1 else len(mine) * widest
-        if masked < MASKLESS_SAVES_PAIRS:
+        masked = len(starts) * widest**2 if sharding.ranks == 1 else len(end) * widest
+        if masked < MASKLESS_SAVES_PAIRS * sharding.ranks:
             return None
-        runs = _Runs.of(end, mine)
-        own = np.flatnonzero(runs.own)
-        causal = [runs.causal_part(own[alike]) for alike in _alike(runs.lengths[own])]
-        above = [runs.above_part(some, dtype) for some in runs.parents_together()]
-        order = None if sharding.ranks == 1 else torch.from_numpy(sharding.gathered_order(padded)[: len(end)])
-        plan = BranchPlan(causal, above, order)
-        return plan if masked - plan.pairs > MASKLESS_SAVES_PAIRS else None
+        whole = BranchPlan(*_parts(end, np.arange(len(end)), dtype))
+        if masked - whole.pairs <= MASKLESS_SAVES_PAIRS * sharding.ranks:
+            return None
+        if sharding.ranks == 1:
+            return whole
+        mine = sharding.rows_of_rank(padded)
+        order = torch.from_numpy(sharding.gathered_order(padded)[: len(end)])
+        return BranchPlan(*_parts(end, mine[mine < len(end)], dtype), order, sharding.group)
 
     @property
     def pairs(self) -> float:
@@ -164,23 +168,50 @@ class BranchPlan:
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *, scale: float | None) -> Tensor:
         """Computes grouped-query attention and returns ``[rows, heads * dim]``; it is differentiable once.
 
-        ``query`` is ``[query rows, heads, dim]``; ``key`` and ``value`` are ``[rows, groups, dim]``. The stream comes
-        first, and rows after it are ignored. If ``scale`` is None it is 1 / sqrt(dim).
+        ``query`` is ``[query rows, heads, dim]``; ``key`` and ``value`` are ``[rows, groups, dim]``, this rank's or,
+        if the plan has no group, those of all ranks. The stream comes first, and rows after it are ignored. If
+        ``scale`` is None it is 1 / sqrt(dim).
         """
-        if self.key_order is not None:
-            key, value = key[self.key_order], value[self.key_order]
         output: Tensor = _BranchAttention.apply(query, key, value, self, scale)
         return output.flatten(1)
 
+    def stream_rows(self, rows: Tensor) -> Tensor:
+        """Returns the whole stream's keys or values ``[rows, heads, dim]`` from those that `attend` gets."""
+        if self.group is not None:
+            rows = gathered_rows(rows, self.group)
+        return rows if self.key_order is None else rows[self.key_order]
 
-class _BranchAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, plan: BranchPlan, scale: float | None) -> Tensor:
-        output = torch.zeros_like(query)
-        log_sum = query.new_zeros(query.shape[:2], dtype=torch.promote_types(query.dtype, torch.float32))
-        for part in plan.causal:
+    def rank_rows(self, grads: Tensor, rows: int) -> Tensor:
+        """Returns the gradients of the ``rows`` rows that `attend` gets from ``grads``, those of the whole stream."""
+        if self.key_order is None:
+            return grads
+        by_rank = grads.new_zeros(rows * (1 if self.group is None else self.group.size()), *grads.shape[1:])
+        by_rank[self.key_order] = grads
+        return by_rank if self.group is None else summed_rows(by_rank, self.group)
+
+    def head_ranges(self, query: Tensor, key: Tensor) -> Iterator[tuple[slice, list[slice]]]:
+        """Yields heads of keys and, for each of them, the heads of queries that are computed in one call.
+
+        A call has as many heads as have `_CALL_BYTES` of keys, and at least one for each thread of torch.
+        """
+        rows = len(key) if self.key_order is None else len(self.key_order)
+        most = max(_CALL_BYTES // (rows * key[0, 0].nbytes), torch.get_num_threads())
+        heads, key_heads = query.shape[1], key.shape[1]
+        each = heads // key_heads
+        together = min(max(most // each, 1), key_heads)
+        step = min(most, each) if together == 1 else together * each
+        for first in range(0, key_heads, together):
+            stop = min(first + together, key_heads)
+            starts = range(first * each, stop * each, step)
+            yield slice(first, stop), [slice(start, min(start + step, stop * each)) for start in starts]
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, *, output: Tensor, log_sum: Tensor
+    ) -> None:
+        """Computes some heads: writes ``output`` like ``query`` and ``log_sum`` ``[rows, heads]``, which are zero."""
+        for part in self.causal:
             output[part.queries.rows], log_sum[part.queries.rows] = part.forward(query, key, value, scale)
-        for part in plan.above:
+        for part in self.above:
             of_above, its_log_sum = part.forward(query, key, value, scale)
             for start in range(0, len(of_above), _JOINED_ROWS):
                 some = slice(start, start + _JOINED_ROWS)
@@ -189,6 +220,23 @@ class _BranchAttention(torch.autograd.Function):
                 own = output[rows] * (log_sum[rows] - joined).exp()[..., None]
                 output[rows] = (own + of_above[some] * (its_log_sum[some] - joined).exp()[..., None]).to(output.dtype)
                 log_sum[rows] = joined
+
+
+class _BranchAttention(torch.autograd.Function):
+    """Computes a few heads at a time, which bounds what the calls hold beside inputs and outputs.
+
+    With context parallelism the keys and values of these heads are gathered, and once more in the backward pass.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, plan: BranchPlan, scale: float | None) -> Tensor:
+        output = torch.zeros_like(query)
+        log_sum = query.new_zeros(query.shape[:2], dtype=torch.promote_types(query.dtype, torch.float32))
+        for key_heads, query_heads in plan.head_ranges(query, key):
+            keys, values = plan.stream_rows(key[:, key_heads]), plan.stream_rows(value[:, key_heads])
+            for heads in query_heads:
+                found = {"output": output[:, heads], "log_sum": log_sum[:, heads]}
+                plan.forward(query[:, heads], keys, values, scale, **found)
         ctx.save_for_backward(query, key, value, output, log_sum)
         ctx.plan, ctx.scale = plan, scale
         return output
@@ -196,10 +244,24 @@ class _BranchAttention(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        saved = ctx.saved_tensors
-        of_query, of_key, of_value = (torch.zeros_like(tensor) for tensor in saved[:3])
-        for part in (*ctx.plan.causal, *ctx.plan.above):
-            part.backward(grad, saved, ctx.scale, grads=(of_query, of_key, of_value))
+        query, key, value, output, log_sum = ctx.saved_tensors
+        plan: BranchPlan = ctx.plan
+        of_query, of_key, of_value = (torch.zeros_like(tensor) for tensor in (query, key, value))
+        in_place = plan.key_order is None
+        for key_heads, query_heads in plan.head_ranges(query, key):
+            keys, values = plan.stream_rows(key[:, key_heads]), plan.stream_rows(value[:, key_heads])
+            of_keys, of_values = (
+                whole[:, key_heads] if in_place else torch.zeros_like(keys) for whole in (of_key, of_value)
+            )
+            for heads in query_heads:
+                saved = query[:, heads], keys, values, output[:, heads], log_sum[:, heads]
+                grads = of_query[:, heads], of_keys, of_values
+                for part in (*plan.causal, *plan.above):
+                    part.backward(grad[:, heads], saved, ctx.scale, grads=grads)
+            if not in_place:
+                del keys, values, saved  # This frees them before the gradients are exchanged.
+                of_key[:, key_heads] = plan.rank_rows(of_keys, len(key))
+                of_value[:, key_heads] = plan.rank_rows(of_values, len(value))
         return of_query, of_key, of_value, None, None
 
 
@@ -293,6 +355,16 @@ class _Runs:
                 widest, longest, members = calls[best]
                 calls[best] = (max(widest, rows), max(longest, keys), [*members, index])
         return [parents[sorted(members)] for *_, members in calls]
+
+
+def _parts(end: np.ndarray, mine: np.ndarray, dtype: torch.dtype) -> tuple[list[_Part], list[_Part]]:
+    """Returns the causal calls and the calls against runs above of the queries ``mine``, rows of the stream."""
+    if not len(mine):
+        return [], []
+    runs = _Runs.of(end, mine)
+    own = np.flatnonzero(runs.own)
+    causal = [runs.causal_part(own[alike]) for alike in _alike(runs.lengths[own])]
+    return causal, [runs.above_part(some, dtype) for some in runs.parents_together()]
 
 
 def _alike(lengths: np.ndarray) -> list[np.ndarray]:

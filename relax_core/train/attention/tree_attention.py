@@ -190,7 +190,7 @@ class TreeBatch:
     targets: Tensor  # int64 [local tokens]
     max_position: int
     padded_rows: int  # rows of the whole stream
-    attention: Attention  # its keys are the rows of all context-parallel ranks, rank by rank
+    attention: Attention  # its keys are the rows of all context-parallel ranks, which a BranchPlan gathers by itself
     sharding: RowSharding = WHOLE
     tokens: TokenSharding | None = None  # None without context parallelism
     routers: RouterRows = OWN_CHOICE  # for a mixture of experts
@@ -230,7 +230,7 @@ class TreeBatch:
         ``query`` is ``[rows, heads, dim]``; ``key`` and ``value`` are ``[rows, groups, dim]``. If ``scale`` is None it
         is 1 / sqrt(dim).
         """
-        if self.sharding.group is not None:
+        if self.sharding.group is not None and not isinstance(self.attention, BranchPlan):
             both = torch.cat([key, value], dim=-1)
             # The backward pass of the gather sums the ranks' gradients and returns each rank those of its own rows.
             gathered = gather_from_sequence_parallel_region(both, group=self.sharding.group)

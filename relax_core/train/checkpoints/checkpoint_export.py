@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from relax_core.families.folder import family_key, folder_architecture
@@ -31,8 +30,8 @@ def export_checkpoint(
 
     ``checkpoint`` is a model's part of a checkpoint and has provenance.json. ``model_folder`` gives the configuration
     and the tokenizer. ``family`` is the name or file of a further family. ``dtype`` is "float32" or "bfloat16", or None
-    for the trainer's. Raises ValueError for a checkpoint that is corrupt, of a different model than the folder's, or a
-    critic's, and OSError if ``target`` cannot be written.
+    for that of each tensor in ``model_folder``. Raises ValueError for a checkpoint that is corrupt, of a different
+    model than the folder's, or a critic's, and OSError if ``target`` cannot be written.
     """
     provenance = read_provenance(checkpoint)
     if provenance.head != "policy":
@@ -46,18 +45,18 @@ def export_checkpoint(
 
     weights = stored_weights(architecture)
     names = [WEIGHTS + rule.hf for weight in weights for rule in weight.rules]
-    written = dtype or provenance.dtype
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
         with read_errors_as_valueerror(checkpoint):
             for name, tensor in stored.read(names, bucket_bytes=BUCKET_BYTES):
-                yield name.removeprefix(WEIGHTS), tensor.to(getattr(torch, written))
+                yield name.removeprefix(WEIGHTS), tensor
                 del tensor  # This frees the tensor before the next ones are read.
 
     export_hf_folder(
         fused(tensors(), weights),
         shapes={weight.name: weight.shape for weight in weights},
-        dtype=written,
+        own_dtype=provenance.dtype,
+        dtype=dtype,
         source_folder=model_folder,
         target=target,
         shard_bytes=shard_bytes,

@@ -99,10 +99,12 @@ class RankCheckpoint:
         return StateCopy(pieces=pieces, provenance=provenance)
 
     def write(self, copy: StateCopy, folder: Path) -> None:
-        """Writes a copy, in any thread; all ranks return when all files are written.
+        """Writes a copy, in any thread; all ranks return when all tensors are written.
 
-        ``folder`` may exist if it is empty. Raises OSError if a file cannot be written (on every rank if it is a file
-        of tensors), and RuntimeError, which names the ranks that do not arrive within the setup's timeout.
+        Rank 0 returns after it has written provenance.json, too. Its caller names the checkpoint complete, so other
+        ranks need not wait for that file. ``folder`` may exist if it is empty. Raises OSError if a file cannot be
+        written (on every rank if it is a file of tensors), and RuntimeError, which names the ranks that do not arrive
+        within the setup's timeout.
         """
         self._wait_for_ranks(f"save {folder}")
         with write_errors_as_oserror(folder):

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from relax_core.contracts.engine import TensorSpec
+from relax_core.families.folder import WEIGHT_INDEX, weight_files
 from relax_core.families.hf_config import CONFIG_FILE, has_hf_config, read_hf_config
 from relax_core.train.checkpoints.atomic_folder import atomic_folder
-from relax_core.weights.safetensors_stream import library_layout, write_safetensors
+from relax_core.weights.folder_stream import open_safetensors
+from relax_core.weights.safetensors_stream import DTYPES, library_layout, write_safetensors, write_weight_index
 
 Weight = tuple[str, str, Sequence[int]]  # name, dtype, shape
 SHARD_BYTES = 4_000_000_000
 COPIED_SUFFIXES = (".json", ".jinja", ".model", ".txt")  # configuration, tokenizer and chat template
-INDEX = "model.safetensors.index.json"
+FLOATS = {DTYPES[name]: name for name in ("float64", "float32", "bfloat16", "float16")}
 TIED_OUTPUT = "lm_head.weight"
 
 
@@ -27,16 +30,18 @@ def export_hf_folder(
     tensors: Iterator[tuple[str, Tensor]],
     *,
     shapes: Mapping[str, Sequence[int]],
-    dtype: str,
+    own_dtype: str,
+    dtype: str | None = None,
     source_folder: Path,
     target: Path,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Writes ``target`` with the weights as safetensors and all other files as in ``source_folder``.
 
-    ``tensors`` are (Hugging Face name, tensor) in the order of ``shapes``, all with the same ``dtype``; one tensor is
-    in memory at a time. A file holds at most ``shard_bytes`` bytes, or one tensor. If config.json ties the embeddings,
-    the output weight is left out as transformers does. The new config.json has the dtype of the weights. The folder
+    ``tensors`` are (Hugging Face name, tensor) in the order of ``shapes``; one tensor is in memory at a time. Each is
+    written with ``dtype``, or if it is None with the dtype that it has in ``source_folder``, or with ``own_dtype`` if
+    it has no floating-point dtype there. A file holds at most ``shard_bytes`` bytes, or one tensor. If config.json ties
+    the embeddings, the output weight is left out as transformers does. The new config.json has ``dtype``. The folder
     appears complete or not at all and replaces an older one. OSError names what was not written, where, and how many
     bytes are free. Raises ValueError if the source has no config.json.
     """
@@ -48,9 +53,16 @@ def export_hf_folder(
                 shutil.copyfile(path, folder / path.name)
         config = read_hf_config(folder)
         left_out = {TIED_OUTPUT} if config.get("tie_word_embeddings") else set()
-        weights = [(name, dtype, shape) for name, shape in shapes.items() if name not in left_out]
-        _write_shards(folder, _cut(weights, shard_bytes), _without(left_out, tensors))
-        config = _with_dtype(config, dtype)
+        stored = {} if dtype else stored_dtypes(source_folder)
+        weights = [
+            (name, dtype or stored.get(name, own_dtype), shape)
+            for name, shape in shapes.items()
+            if name not in left_out
+        ]
+        dtypes = {name: getattr(torch, one) for name, one, _ in weights}
+        _write_shards(folder, _cut(weights, shard_bytes), _with_dtypes(dtypes, tensors))
+        if dtype or not stored:
+            config = _with_dtype(config, dtype or own_dtype)
         (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
@@ -59,10 +71,20 @@ def _with_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
     return config | {"torch_dtype" if "torch_dtype" in config else "dtype": dtype}
 
 
-def _without(left_out: Container[str], tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+def stored_dtypes(folder: Path) -> dict[str, str]:
+    """Returns the floating-point dtype of each weight in a folder by its name; it is empty for one without weights."""
+    if not weight_files(folder):
+        return {}
+    return {name: FLOATS[tensor.dtype] for name, tensor in open_safetensors(folder) if tensor.dtype in FLOATS}
+
+
+def _with_dtypes(
+    dtypes: Mapping[str, torch.dtype], tensors: Iterable[tuple[str, Tensor]]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yields the tensors that have a dtype, with it."""
     for name, tensor in tensors:
-        if name not in left_out:
-            yield name, tensor
+        if name in dtypes:
+            yield name, tensor.to(dtypes[name])
         del tensor  # This frees the tensor before the next one is made.
 
 
@@ -82,14 +104,12 @@ def _cut(weights: Iterable[Weight], shard_bytes: int) -> list[list[TensorSpec]]:
 
 def _write_shards(folder: Path, shards: Sequence[Sequence[TensorSpec]], tensors: Iterator[tuple[str, Tensor]]) -> None:
     """Writes the files, and their index if there are several."""
-    weight_map: dict[str, str] = {}
+    files: dict[str, Sequence[TensorSpec]] = {}
     for number, shard in enumerate(shards, start=1):
         name = f"model-{number:05d}-of-{len(shards):05d}.safetensors" if shards[1:] else "model.safetensors"
         write_safetensors(folder / name, shard, islice(tensors, len(shard)))
-        weight_map |= {spec.name: name for spec in shard}
+        files[name] = shard
     extra = next(tensors, None)  # The end must be read, because the ranks of an export wait for it.
     assert extra is None, f"{extra}: its shape was not given"
     if shards[1:]:
-        total = sum(spec.nbytes for shard in shards for spec in shard)
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        write_weight_index(folder / WEIGHT_INDEX, files)

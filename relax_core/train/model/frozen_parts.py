@@ -12,6 +12,7 @@ import torch
 
 from relax_core.config.choices import LANGUAGE, PROJECTOR, ROUTER, VISION
 from relax_core.families.architecture import Architecture
+from relax_core.train.hf.stored_weights import stored_weights
 from relax_core.train.model.gpt import VALUE_HEAD
 
 IN_TOWER = "in_tower"  # the attribute of the tower's parameters, by which the optimizer finds their learning rate
@@ -27,6 +28,15 @@ def part_of(name: str, architecture: Architecture) -> str | None:
         inner = name.removeprefix(_TOWER)
         return PROJECTOR if inner.startswith(architecture.vision.vision.projector) else VISION
     return ROUTER if ".mlp.router." in name else LANGUAGE
+
+
+def frozen_weights(architecture: Architecture, frozen: Collection[str]) -> frozenset[str]:
+    """Returns the Hugging Face names of the weights that belong to the ``frozen`` parts."""
+    return frozenset(
+        one.name
+        for one in stored_weights(architecture)
+        if all(part_of(rule.megatron, architecture) in frozen for rule in one.rules)
+    )
 
 
 def freeze_parts(chunks: Iterable[torch.nn.Module], frozen: Collection[str], architecture: Architecture) -> None:

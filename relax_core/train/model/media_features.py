@@ -74,6 +74,7 @@ class MediaPlan:
         places = np.minimum(np.searchsorted(inside, media.rows), len(inside) - 1)
         own = inside[places] == media.rows
         assert self.reader is not None, "a role whose model sees is given a reader of media"
+        self.reader.bring(media.items)
         return MediaInputs(
             frames=[self.reader.tensors(item)["frames"] for item in media.items],
             grids=[item.grid for item in media.items],

@@ -69,6 +69,20 @@ class RowSharding:
 WHOLE = RowSharding()
 
 
+def gathered_rows(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Returns ``[rows, …]`` of all ranks of ``group`` one after the other; it has no gradient."""
+    whole = rows.new_empty(len(rows) * group.size(), *rows.shape[1:])
+    dist.all_gather_into_tensor(whole, rows.contiguous(), group=group)
+    return whole
+
+
+def summed_rows(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Returns this rank's part of the sum over the ranks of ``rows``, which are those of all; it has no gradient."""
+    mine = rows.new_empty(len(rows) // group.size(), *rows.shape[1:])
+    dist.reduce_scatter_tensor(mine, rows, group=group)
+    return mine
+
+
 @dataclass(frozen=True, kw_only=True)
 class TokenSharding:
     """Holds the response tokens whose predicting rows are on this context-parallel rank.

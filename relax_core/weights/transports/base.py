@@ -63,7 +63,12 @@ class WeightReceiver(Protocol):
 
 
 class WeightTransport(Protocol):
-    """Transfers versions to engines; calls for different receivers may run at the same time."""
+    """Transfers versions to engines; calls for different receivers may run at the same time.
+
+    ``by_file`` says that engines read the published files themselves, so that the files may be several.
+    """
+
+    by_file: bool
 
     def push(self, receiver: WeightReceiver, manifest: WeightManifest) -> dict[str, Any]:
         """Returns the engine's answer when it serves the version; raises EngineError if it does not."""

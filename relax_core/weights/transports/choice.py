@@ -30,7 +30,7 @@ def choose_transport(config: RelaxConfig) -> TransportChoice:
         return TransportChoice(name=wanted, reason="engine.weight_transport sets it")
     if config.engine.urls:
         return _choice("disk", "engines that were attached by URL may be anywhere; they see the run's folder")
-    if config.launcher.ray_address is not None:
+    if config.launcher.ray_address is not None or config.placement.nodes > 1:
         return _choice("disk", "engines may be on other nodes, which see the run's folder")
     return _choice("shared_memory", "every engine is on this host")
 
@@ -59,6 +59,8 @@ def build_transport(name: WeightTransportName, *, host: str, timeout_s: float) -
 class SharedMemoryTransport:
     """Makes the engine map the published file, which is in this host's memory, and compare each bucket's digest."""
 
+    by_file = True
+
     def push(self, receiver: WeightReceiver, manifest: WeightManifest) -> dict[str, Any]:
         """Returns the engine's answer when it serves the version."""
         return receiver.update_weights(manifest)
@@ -68,7 +70,12 @@ class SharedMemoryTransport:
 
 
 class DiskTransport:
-    """Makes the engine load the file's folder with SGLang's own route; both ends must see it under one path."""
+    """Makes the engine load the published folder; both ends must see it under one path.
+
+    An SGLang server that the run did not start loads it with its own route, other engines as from shared memory.
+    """
+
+    by_file = True
 
     def push(self, receiver: WeightReceiver, manifest: WeightManifest) -> dict[str, Any]:
         """Returns the engine's answer when it serves the version."""

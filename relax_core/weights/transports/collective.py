@@ -32,6 +32,8 @@ class CollectiveTransport:
     ``host`` is this process's address as engines reach it. ``timeout_s`` bounds each join and each broadcast.
     """
 
+    by_file = False
+
     def __init__(self, backend: Literal["gloo", "nccl"], *, host: str, timeout_s: float) -> None:
         self._backend = backend
         self._host = host
@@ -40,6 +42,7 @@ class CollectiveTransport:
 
     def push(self, receiver: WeightReceiver, manifest: WeightManifest) -> dict[str, Any]:
         """Sends the version and returns the engine's answer when it serves it."""
+        assert manifest.frozen is None, "all tensors of a version are sent"
         had_group = receiver.url in self._groups
         try:
             self._send(receiver, manifest)

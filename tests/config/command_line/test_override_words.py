@@ -58,7 +58,7 @@ def test_hydra_reads_quoted_text_as_it_was(text: str, mark: str) -> None:
 
 def test_commas_separate_the_paths_of_a_sweep() -> None:
     assert hydra_words(["-m", "model.path=~/a,/b=c"]) == ["model.path='~/a','/b=c'", "-m"]
-    assert hydra_words(["-m", "data.path=choice(/a,/b)"]) == ["data.path=choice(/a,/b)", "-m"]
+    assert hydra_words(["-m", "data=file", "data.path=choice(/a,/b)"]) == ["data=file", "data.path=choice(/a,/b)", "-m"]
 
 
 def test_flags_may_stand_anywhere(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Tests that media items are stored once, live as long as somebody names them, and are removed then.
 
-Each test runs with the items in files and in Ray's object store.
+Each test runs with one folder that all nodes see, and with a folder for each node.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.bus.make_rows import for_actor, for_worker, make_row
 MakeBus = Callable[..., Bus]
 WaitUntil = Callable[..., None]
 T = 60.0
-PLACES = ("files", "objects")
+PLACES = ("one folder", "nodes")
 
 
 @pytest.fixture
@@ -41,7 +41,9 @@ def is_stored(bus: Bus, item: MediaItem) -> bool:
 
 
 def media_bus(make_bus: MakeBus, folder: Path, place: str, **changes: object) -> Bus:
-    return make_bus(media_folder=folder, media_objects=place == "objects", **changes)
+    return make_bus(
+        media_folder=folder / "media" if place == "nodes" else folder, media_nodes=place == "nodes", **changes
+    )
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -49,6 +51,7 @@ def test_a_group_keeps_its_items_until_it_ends(
     make_bus: MakeBus, folder: Path, place: str, wait_until: WaitUntil
 ) -> None:
     bus = media_bus(make_bus, folder, place)
+    folder = bus.media_folder(timeout_s=T)
     admissions = bus.admit(4, timeout_s=T)
     (shared, frames), (own, _) = make_item(folder, 1), make_item(folder, 2)
     assert bus.hold(held(shared, own), timeout_s=T) == []
@@ -86,6 +89,7 @@ def test_a_lease_keeps_the_items_of_a_group_that_ended(
     make_bus: MakeBus, folder: Path, place: str, wait_until: WaitUntil
 ) -> None:
     bus = media_bus(make_bus, folder, place, max_staleness=0, groups_per_step=1)
+    folder = bus.media_folder(timeout_s=T)
     item, _ = make_item(folder, 1)
     assert bus.hold(held(item), timeout_s=T) == []
     first, second = bus.admit(2, timeout_s=T)
@@ -105,17 +109,14 @@ def test_holds_are_of_one_worker_and_missing_items_are_named(
     make_bus: MakeBus, folder: Path, place: str, wait_until: WaitUntil
 ) -> None:
     bus = media_bus(make_bus, folder, place)
+    folder = bus.media_folder(timeout_s=T)
     item, _ = make_item(folder, 1)
     (folder / item.digest).unlink()
     assert bus.hold(held(item), worker=0, timeout_s=T) == [item.digest]
     make_item(folder, 1)
     assert bus.hold(held(item), worker=0, timeout_s=T) == []
     assert bus.hold(held(item), worker=1, timeout_s=T) == []
-    assert len(list(folder.iterdir())) == (1 if place == "files" else 0)
-    if place == "objects":
-        make_item(folder, 1)  # worker 1 has encoded it, too
-        assert bus.hold(held(item), worker=1, timeout_s=T) == []
-        assert list(folder.iterdir()) == []
+    assert [file.name for file in folder.iterdir()] == [item.digest]
     bus.let_go([item.digest, "f" * 32], worker=0, timeout_s=T)
     assert is_stored(bus, item)
     bus.let_go([item.digest], worker=0, timeout_s=T)
@@ -135,6 +136,7 @@ def test_items_of_a_lost_worker_stay_until_its_groups_are_complete(
     make_bus: MakeBus, folder: Path, place: str, wait_until: WaitUntil
 ) -> None:
     bus = media_bus(make_bus, folder, place)
+    folder = bus.media_folder(timeout_s=T)
     prompt, cached = make_item(folder, 1)[0], make_item(folder, 2)[0]
     bus.admit(2, worker=0, timeout_s=T)
     assert bus.hold(held(prompt, cached), worker=0, timeout_s=T) == []
@@ -156,6 +158,7 @@ def test_a_restored_bus_names_only_what_workers_hold(
     make_bus: MakeBus, folder: Path, place: str, wait_until: WaitUntil
 ) -> None:
     bus = media_bus(make_bus, folder, place)
+    folder = bus.media_folder(timeout_s=T)
     waiting, cached = make_item(folder, 1)[0], make_item(folder, 2)[0]
     assert bus.hold(held(waiting, cached), timeout_s=T) == []
     (admission,) = bus.admit(1, timeout_s=T)
@@ -173,7 +176,8 @@ def test_a_restored_bus_names_only_what_workers_hold(
 
 
 def test_wrong_calls_are_refused(make_bus: MakeBus, folder: Path) -> None:
-    bus = media_bus(make_bus, folder, "files", max_row_bytes=4096)
+    bus = media_bus(make_bus, folder, "one folder", max_row_bytes=4096)
+    folder = bus.media_folder(timeout_s=T)
     item, _ = make_item(folder, 1)
     large, _ = make_item(folder, 2, height=56)
     first, second = bus.admit(2, timeout_s=T)

@@ -8,7 +8,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +20,7 @@ import torch
 from relax_core.contracts.engine import Generated, PromptRequest, SamplingParams, WeightManifest
 from relax_core.engines.engine_process import EngineLaunch, EngineProcess
 from relax_core.engines.protocol.engine_client import EngineClient
+from relax_core.engines.protocol.frames import StreamEnd
 from relax_core.engines.protocol.stop_strings import StopTable
 from relax_core.engines.sglang.client.sglang_client import SglangClient
 from relax_core.weights.version_file import write_weights
@@ -233,13 +234,19 @@ class Engine:
         assert status == 200, answer
         return answer
 
-    def generate(self, prompts: Sequence[PromptRequest], params: SamplingParams) -> list[Generated]:
+    def generate(
+        self,
+        prompts: Sequence[PromptRequest],
+        params: SamplingParams,
+        *,
+        on_end: Callable[[StreamEnd], None] | None = None,
+    ) -> list[Generated]:
         """Returns all responses, sorted by prompt and sample."""
 
         async def collect() -> list[Generated]:
             client = self.new_client()
             try:
-                return [one async for one in client.generate(prompts, params)]
+                return [one async for one in client.generate(prompts, params, on_end=on_end)]
             finally:
                 await client.aclose()
 

@@ -17,6 +17,7 @@ from relax_core.contracts.media import Media, MediaItem
 from relax_core.engines.engine_process import EngineLaunch, EngineProcess
 from relax_core.engines.protocol import engine_client
 from relax_core.engines.protocol.engine_client import generate_body
+from relax_core.engines.protocol.frames import StreamEnd
 from relax_core.engines.protocol.score_calls import TokensToScore
 from relax_core.families.folder import folder_architecture
 from relax_core.registry import find_engine
@@ -255,8 +256,10 @@ def test_an_item_passes_the_tower_once_for_each_weight_version(seeing: Seeing, t
         seeing.scores(prompts)
     assert seeing.passes - start == 1
     seeing.publish(tmp_path / "same", seeing.model)
-    seeing.engine.generate(prompts, seeing.params)
-    assert seeing.passes - start == 2
+    ends: list[StreamEnd] = []
+    seeing.engine.generate(prompts, seeing.params, on_end=ends.append)
+    assert seeing.passes - start == 2 and ends[-1].tower_passes == seeing.passes
+    assert ends[-1].media_feature_bytes == seeing.engine.client.loads()["media_feature_bytes"] > 0
     seeing.engine.post("/flush_cache")
     assert seeing.engine.client.loads()["media_feature_bytes"] == 0
 

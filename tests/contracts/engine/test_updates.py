@@ -15,9 +15,10 @@ import torch
 from relax_core.config.choices import WeightTransportName
 from relax_core.contracts.engine import Generated, SamplingParams, TensorSpec
 from relax_core.engines.sglang.client.sglang_client import SglangClient
-from relax_core.weights.publisher import WEIGHTS, SyncReport, WeightPublisher
+from relax_core.weights.publisher import SyncReport, WeightPublisher
 from relax_core.weights.transports.choice import DiskTransport, build_transport
 from relax_core.weights.version_folder import read_latest
+from relax_core.weights.version_writer import FROZEN, FROZEN_FOLDER, WEIGHTS
 from tests.contracts.engine.harness import (
     Engine,
     hf_weights,
@@ -67,11 +68,12 @@ def send(publisher: WeightPublisher, version: int) -> SyncReport:
     return publisher.publish(version, hf_weights(make_model(None, seed=version))).result(timeout=2 * TIMEOUT_S)
 
 
-def serves(engine: Engine, version: int) -> None:
+def serves(engine: Engine, version: int, model: Any = None) -> None:
+    """Compares the engine with ``model``, by default that whose seed is ``version``."""
     one = engine.generate(prompts_of(PROMPT, min_version=version), SamplingParams(max_new_tokens=6, temperature=0.0))[0]
     ids = one.output_ids.tolist()
     with torch.no_grad():
-        logits = make_model(None, seed=version)(torch.tensor([PROMPT + ids])).logits[0, len(PROMPT) - 1 : -1]
+        logits = (model or make_model(None, seed=version))(torch.tensor([PROMPT + ids])).logits[0, len(PROMPT) - 1 : -1]
     expected = logits.log_softmax(-1).gather(-1, torch.tensor(ids)[:, None])[:, 0]
     assert float((expected - torch.tensor(one.logprobs)).abs().max()) <= 2e-5
     assert set(one.versions.tolist()) == {version}
@@ -103,6 +105,60 @@ def test_a_version_is_served_and_a_wrong_digest_is_not(
 
     assert send(publisher, before + 3).refused == {}
     serves(engine, before + 3)
+    publisher.close()
+
+
+@pytest.mark.parametrize("name", ["shared_memory", "disk"])
+def test_frozen_tensors_are_read_once_and_by_an_engine_that_lacks_them(
+    engine_back: Engine, name: str, tmp_path: Path, model_folder: Path
+) -> None:
+    """The frozen tensors' file is taken away; only an engine that does not hold these tensors asks for it."""
+    engine, version = engine_back, engine_back.version
+
+    def is_frozen(weight: str) -> bool:
+        return "layers.0." in weight or "embed_tokens" in weight
+
+    def model(seed: int) -> Any:
+        """Returns the model of a seed with the frozen weights of seed 0."""
+        one, first = make_model(None, seed=seed), make_model(None, seed=0)
+        frozen = {name: value for name, value in first.state_dict().items() if is_frozen(name)}
+        one.load_state_dict(frozen, strict=False)
+        return one
+
+    publisher = WeightPublisher(
+        tmp_path,
+        lambda: [engine.client],
+        transport=build_transport(WeightTransportName(name), host="127.0.0.1", timeout_s=TIMEOUT_S),
+        model_folder=model_folder,
+        frozen=[weight for weight, _ in hf_weights(make_model(None, seed=0)) if is_frozen(weight)],
+    )
+
+    def send_next() -> SyncReport:
+        nonlocal version
+        version += 1
+        return publisher.publish(version, hf_weights(model(version))).result(timeout=2 * TIMEOUT_S)
+
+    first = send_next()
+    assert first.refused == {}
+    serves(engine, version, model(version))
+    everything = sum(value.numel() * value.element_size() for _, value in hf_weights(model(version)))
+    frozen = everything - first.bytes
+    assert frozen == sum(value.nbytes for weight, value in hf_weights(model(0)) if is_frozen(weight))
+
+    file = tmp_path / FROZEN_FOLDER / FROZEN
+    away = file.rename(tmp_path / "away")
+    assert send_next().refused == {}
+    serves(engine, version, model(version))
+
+    version += 1
+    engine.client.update_weights(publish(make_model(None, seed=version), tmp_path / "all", version=version))
+    (why,) = send_next().refused.values()
+    assert FROZEN in why and engine.version == version - 1
+    away.rename(file)
+    latest = read_latest(tmp_path)
+    assert latest is not None
+    engine.client.update_weights(latest)
+    serves(engine, version, model(version))
     publisher.close()
 
 

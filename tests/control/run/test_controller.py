@@ -59,8 +59,7 @@ def controller(health: Any, folder: Path) -> Controller:
         view=nothing,
         health=health,
         watchdog=nothing,
-        trained=lambda: None,
-        stop_requested=lambda: False,
+        supervisor=nothing,
     )
 
 

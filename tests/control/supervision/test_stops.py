@@ -50,6 +50,15 @@ def test_before_a_train_step_is_done_a_stop_ends_everything_at_once(tmp_path: Pa
     assert len(below) == 2 and not any(one.is_running() for one in below)
 
 
+def test_a_train_step_that_is_reported_after_the_stop_has_its_checkpoint(tmp_path: Path) -> None:
+    process = start(tmp_path, supervised.reports_its_step_after_the_stop)
+    controller_of(tmp_path)
+    process.terminate()
+    _, err = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 128 + signal.SIGTERM and "before a train step" not in err, err
+    assert (tmp_path / "checkpoint").exists()
+
+
 def stop_twice(folder: Path, case: supervised.Case) -> tuple[int, str, str]:
     """Sends a second signal after the first one was received, late enough to be another stop."""
     process = start(folder, case)

@@ -12,22 +12,13 @@ from relax_core.contracts.media import MediaItem, MediaSource
 from relax_core.data.media.encode_messages import EncodeSettings
 from relax_core.data.media.encode_pool import EncodePool
 from relax_core.data.media.media_limits import MediaLimits
+from relax_core.data.media.media_trial_main import TRIAL_SETTINGS
 from relax_core.families.architecture import PatchSettings
 from relax_core.tools.tiny_tokenizer import write_prompt_tokenizer
 
 Encode = Callable[[MediaSource], MediaItem]
 MakeSettings = Callable[..., EncodeSettings]
 
-SETTINGS = PatchSettings(
-    patch_size=16,
-    temporal_patch_size=2,
-    merge_size=2,
-    image_token_id=1,
-    video_token_id=2,
-    vision_start_token_id=3,
-    vision_end_token_id=4,
-    min_pixels=4 * 32 * 32,
-)
 # Small enough that a hostile file would be noticed, and large enough for the interpreter and both libraries.
 LIMITS = MediaLimits(
     source_pixels=4_000_000, item_bytes=8 << 20, source_frames=1_000, source_seconds=100.0, worker_bytes=768 << 20
@@ -40,7 +31,7 @@ def make_settings(tmp_path_factory: pytest.TempPathFactory) -> MakeSettings:
     model = tmp_path_factory.mktemp("model")
     write_prompt_tokenizer(model, vision=True)
 
-    def make(limits: MediaLimits = LIMITS, tower: PatchSettings = SETTINGS) -> EncodeSettings:
+    def make(limits: MediaLimits = LIMITS, tower: PatchSettings = TRIAL_SETTINGS) -> EncodeSettings:
         folder = tmp_path_factory.mktemp("media")
         (folder / "items").mkdir()
         (folder / "root").mkdir()

@@ -52,20 +52,32 @@ def test_an_item_that_takes_too_long_is_refused_and_the_worker_replaced(
         assert pool.workers[0].pid != first and _gone(first)
 
 
-def test_a_worker_that_dies_loses_its_item_alone(make_settings: MakeSettings, slow: MediaSource) -> None:
+def test_an_item_whose_worker_dies_is_encoded_by_the_next_and_refused_if_that_dies_too(
+    make_settings: MakeSettings, slow: MediaSource
+) -> None:
     limits = dataclasses.replace(LIMITS, item_bytes=100 << 20)
     with EncodePool(make_settings(limits), workers=1) as pool:
-        asyncio.run(pool.encode(small()))
-        pid = pool.workers[0].pid
-        used = _cpu_ticks(pid)
+        first = asyncio.run(pool.encode(small()))
+        os.kill(pool.workers[0].pid, signal.SIGKILL)  # the next item meets the death of an idle one
+        assert asyncio.run(pool.encode(small())).digest == first.digest
+        pool.workers[0]._restart()
+        os.kill(pool.workers[0].pid, signal.SIGKILL)  # while it starts
+        assert asyncio.run(pool.encode(small())).digest == first.digest
 
-        def kill_when_busy() -> None:
+        def kill_busy(deaths: int) -> None:
             give_up = time.monotonic() + LONG_S
-            while _cpu_ticks(pid) < used + 5 and time.monotonic() < give_up:
-                time.sleep(0.01)
-            os.kill(pid, signal.SIGKILL)
+            for _ in range(deaths):
+                while not pool.workers[0]._ready and time.monotonic() < give_up:
+                    time.sleep(0.01)
+                pid = pool.workers[0].pid
+                used = _cpu_ticks(pid)
+                while _cpu_ticks(pid) < used + 5 and time.monotonic() < give_up:
+                    time.sleep(0.01)
+                os.kill(pid, signal.SIGKILL)
+                while pool.workers[0].pid == pid and time.monotonic() < give_up:
+                    time.sleep(0.01)
 
-        killer = threading.Thread(target=kill_when_busy)
+        killer = threading.Thread(target=kill_busy, args=(2,))
         killer.start()
         with pytest.raises(MediaError) as refused:
             asyncio.run(pool.encode(slow))

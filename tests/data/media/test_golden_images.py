@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from relax_core.contracts.media import MediaError
 from relax_core.data.media.image_decoding import decoded_image, opened_image, upright_size
 from relax_core.data.media.source_files import _sniff
 from tests.data.media.conftest import LIMITS
@@ -18,9 +19,10 @@ RED, GREEN, BLUE, WHITE, BLACK = (255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 25
 
 
 def pixels(data: bytes) -> np.ndarray:
-    with opened_image(io.BytesIO(data), _sniff(data), LIMITS) as image:
+    file = io.BytesIO(data)
+    with opened_image(file, _sniff(data), LIMITS) as image:
         size = upright_size(image)
-        decoded = decoded_image(image)
+        decoded = decoded_image(image, file)
     assert decoded.mode == "RGB" and (decoded.height, decoded.width) == size
     return np.asarray(decoded)
 
@@ -118,6 +120,41 @@ def test_other_formats_without_loss(form: str) -> None:
     stored = np.array([[RED, GREEN], [BLUE, WHITE]], np.uint8).repeat(8, axis=0).repeat(8, axis=1)
     options: dict[str, object] = {"lossless": True} if form == "WEBP" else {}
     assert np.array_equal(pixels(saved(stored, form, **options)), stored)
+
+
+@pytest.mark.parametrize("shade", [0, 127, 128])
+@pytest.mark.parametrize("form", ["PNG", "JPEG"])
+def test_an_image_that_looks_as_if_rows_were_missing_is_read(form: str, shade: int) -> None:
+    """Its last rows have the colour that Pillow gives to rows without data."""
+    stored = noise(64, 40)
+    stored[48:] = shade
+    modes = ("RGB", "L", "P", "1", "I;16") if form == "PNG" else ("RGB", "L", "CMYK")
+    for mode in modes:
+        image = Image.fromarray(stored).convert("I" if mode == "I;16" else mode).convert(mode)
+        assert pixels(saved(image, form)).shape == (64, 40, 3)
+
+
+@pytest.mark.parametrize("height", [1, 2, 3, 4, 5, 9])
+@pytest.mark.parametrize("width", [1, 2, 3, 5, 9])
+def test_a_black_interlaced_image_is_read(height: int, width: int) -> None:
+    """Its seven passes have the sizes of the format's definition; without the last line it is refused."""
+    passes = ((8, 8, 0, 0), (8, 8, 0, 4), (8, 4, 4, 0), (4, 4, 0, 2), (4, 2, 2, 0), (2, 2, 0, 1), (2, 1, 1, 0))
+    filled = last = 0
+    for row_step, column_step, row, column in passes:
+        lines, columns = len(range(row, height, row_step)), len(range(column, width, column_step))
+        if lines and columns:
+            last = 1 + 3 * columns
+            filled += lines * last
+    assert not pixels(_interlaced(width, height, bytes(filled))).any()
+    with pytest.raises(MediaError) as refused:
+        pixels(_interlaced(width, height, bytes(filled - last)))
+    assert refused.value.word == "truncated"
+
+
+def _interlaced(width: int, height: int, lines: bytes) -> bytes:
+    data = png(width, height, lines)
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 1)
+    return data[:8] + chunk(b"IHDR", header) + data[33:]
 
 
 def test_a_picture_with_a_preview_is_the_picture() -> None:

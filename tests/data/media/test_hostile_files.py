@@ -70,10 +70,10 @@ def _bmp(width: int, height: int) -> bytes:
     return b"BM" + struct.pack("<IHHIIiiHHIIiiII", 100, 0, 0, 54, 40, width, height, 1, 24, 0, 0, 0, 0, 0, 0)
 
 
-def _jpeg_of(height: int, width: int) -> bytes:
+def _jpeg_of(height: int, width: int, data: bytes | None = None) -> bytes:
     """A JPEG whose header says another size than its data has."""
-    data = plain_jpeg()
-    at = data.index(b"\xff\xc0") + 5
+    data = plain_jpeg() if data is None else data
+    at = max(data.find(b"\xff\xc0"), data.find(b"\xff\xc2")) + 5
     return data[:at] + struct.pack(">HH", height, width) + data[at + 4 :]
 
 
@@ -109,6 +109,17 @@ CASES: dict[str, tuple[MediaKind, str, Content]] = {
     "bomb, lossless.webp": ("image", "too_many_pixels", lambda: _webp(b"VP8L", b"\x2f" + b"\xff\xff\xff\x0f" + bytes(8))),
     "bomb, lossy.webp": ("image", "too_many_pixels", lambda: _webp(b"VP8 ", bytes(3) + b"\x9d\x01\x2a" + b"\xff\x3f\xff\x3f" + bytes(8))),
     "65,000 a side.jpg": ("image", "too_many_pixels", lambda: _jpeg_of(65_000, 65_000)),
+    "8 rows more than data.jpg": ("image", "truncated", lambda: _jpeg_of(72, 64)),
+    "twice the rows.jpg": ("image", "truncated", lambda: _jpeg_of(128, 64)),
+    "twice the rows, restarts.jpg": ("image", "truncated", lambda: _jpeg_of(128, 64, saved(noise(64, 64), "JPEG", restart_marker_blocks=4))),
+    "twice the rows, progressive.jpg": ("image", "truncated", lambda: _jpeg_of(128, 64, saved(noise(64, 64), "JPEG", progressive=True))),
+    "twice the rows, grey.jpg": ("image", "truncated", lambda: _jpeg_of(128, 64, saved(Image.fromarray(noise(64, 64)).convert("L"), "JPEG"))),
+    "twice the rows, four inks.jpg": ("image", "truncated", lambda: _jpeg_of(128, 64, saved(Image.fromarray(noise(64, 64)).convert("CMYK"), "JPEG"))),
+    "one row more than data.png": ("image", "truncated", lambda: png(8, 9, bytes([0, *[7] * 24]) * 8)),
+    "twice the rows.png": ("image", "truncated", lambda: png(8, 16, bytes([0, *[7] * 24]) * 8)),
+    "twice the rows, 16 bits.png": ("image", "truncated", lambda: png(8, 16, bytes([0, *[7] * 16]) * 8, bits=16, colour=0)),
+    "twice the rows, alpha.png": ("image", "truncated", lambda: png(8, 16, bytes([0, *[7] * 32]) * 8, colour=6)),
+    "twice the rows, palette.png": ("image", "truncated", lambda: png(8, 16, bytes([0, *[1] * 8]) * 8, colour=3, more=chunk(b"PLTE", bytes(6)))),
     "1 x 100,000.png": ("image", "bad_aspect", lambda: png(1, 100_000, bytes(4 * 100_000))),
     "100,000 x 1.png": ("image", "bad_aspect", lambda: png(100_000, 1, bytes(300_001))),
     "201 to 1.png": ("image", "bad_aspect", lambda: saved(noise(8, 8 * 201), "PNG")),

@@ -12,15 +12,16 @@ from PIL import Image
 from relax_core.contracts.media import MediaItem, MediaSource
 from relax_core.contracts.media_file import FolderReader
 from relax_core.data.media.encode_messages import EncodeSettings
+from relax_core.data.media.media_trial_main import TRIAL_SETTINGS
 from relax_core.data.tokenizer import PromptTokenizer
-from tests.data.media.conftest import SETTINGS, Encode
+from tests.data.media.conftest import Encode
 from tests.data.media.make_files import grey_frames, noise, patched, saved, video
 
 IMAGE, VIDEO, START, END = (
-    SETTINGS.image_token_id,
-    SETTINGS.video_token_id,
-    SETTINGS.vision_start_token_id,
-    SETTINGS.vision_end_token_id,
+    TRIAL_SETTINGS.image_token_id,
+    TRIAL_SETTINGS.video_token_id,
+    TRIAL_SETTINGS.vision_start_token_id,
+    TRIAL_SETTINGS.vision_end_token_id,
 )
 
 

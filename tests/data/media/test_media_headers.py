@@ -9,7 +9,8 @@ from PIL import Image
 
 from relax_core.contracts.media import MediaError, MediaSource
 from relax_core.data.media.media_headers import STAMP_TOKENS, MediaHeader, planned_item, read_media_header
-from tests.data.media.conftest import LIMITS, SETTINGS, Encode
+from relax_core.data.media.media_trial_main import TRIAL_SETTINGS
+from tests.data.media.conftest import LIMITS, Encode
 from tests.data.media.make_files import grey_frames, noise, png_bomb, saved, video
 
 
@@ -23,7 +24,7 @@ def _rotated() -> bytes:
 def test_an_image(encode: Encode, root: Path, data: bytes) -> None:
     source = MediaSource(kind="image", data=data)
     header = read_media_header(source, LIMITS, root=root)
-    planned, item = planned_item(header, SETTINGS, LIMITS), encode(source)
+    planned, item = planned_item(header, TRIAL_SETTINGS, LIMITS), encode(source)
     assert (header.width, header.height) == (item.width, item.height)
     assert (planned.rows, planned.patches, planned.nbytes) == (item.rows, item.patches, item.nbytes)
 
@@ -34,10 +35,10 @@ def test_a_video(encode: Encode, root: Path, form: str, frames: int) -> None:
     source = MediaSource(kind="video", data=video(grey_frames(range(frames)), form=form))
     header = read_media_header(source, LIMITS, root=root)
     assert header == MediaHeader(kind="video", width=96, height=64, frames=frames, seconds=frames / 8)
-    planned, item = planned_item(header, SETTINGS, LIMITS), encode(source)
+    planned, item = planned_item(header, TRIAL_SETTINGS, LIMITS), encode(source)
     assert (planned.patches, planned.nbytes) == (item.patches, item.nbytes)
     steps = item.grid[0]
-    assert planned.rows - steps * STAMP_TOKENS == (item.ids == SETTINGS.video_token_id).sum() + 2 * steps
+    assert planned.rows - steps * STAMP_TOKENS == (item.ids == TRIAL_SETTINGS.video_token_id).sum() + 2 * steps
 
 
 def test_a_bomb(root: Path) -> None:

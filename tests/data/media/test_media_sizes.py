@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from relax_core.contracts.media import MediaError
 from relax_core.data.media.media_limits import MediaLimits
 from relax_core.data.media.media_sizes import image_size, video_size
+from relax_core.data.media.media_trial_main import TRIAL_SETTINGS
 from relax_core.data.media.video_decoding import sample_frames, stamp_seconds
-from tests.data.media.conftest import SETTINGS
 
 SIDES = st.integers(1, 3_000)
 WIDE = MediaLimits(image_rows_min=1, image_rows_max=100_000, frame_rows=100_000, source_pixels=10**9)
@@ -23,7 +23,7 @@ WIDE = MediaLimits(image_rows_min=1, image_rows_max=100_000, frame_rows=100_000,
 def test_images_have_the_sizes_of_the_published_function(height: int, width: int, least: int, most: int) -> None:
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
-    tower = dataclasses.replace(SETTINGS, min_pixels=least, max_pixels=most)
+    tower = dataclasses.replace(TRIAL_SETTINGS, min_pixels=least, max_pixels=most)
     try:
         published = smart_resize(height, width, factor=32, min_pixels=least, max_pixels=most)
     except ValueError:
@@ -42,7 +42,7 @@ def test_frames_have_the_sizes_of_the_published_function(
 ) -> None:
     from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize
 
-    tower = dataclasses.replace(SETTINGS, video_min_pixels=least, video_max_pixels=most)
+    tower = dataclasses.replace(TRIAL_SETTINGS, video_min_pixels=least, video_max_pixels=most)
     if max(height, width) > 200 * min(height, width):
         with pytest.raises(MediaError) as refused:
             video_size(tower, WIDE, frames=frames, height=height, width=width)
@@ -64,9 +64,9 @@ def _rows(kind: str, limits: MediaLimits, *, frames: int, height: int, width: in
     """Returns the rows of an image or a frame, None if it is refused."""
     try:
         if kind == "image":
-            size = image_size(SETTINGS, limits, height=height, width=width)
+            size = image_size(TRIAL_SETTINGS, limits, height=height, width=width)
         else:
-            size = video_size(SETTINGS, limits, frames=frames, height=height, width=width)
+            size = video_size(TRIAL_SETTINGS, limits, frames=frames, height=height, width=width)
     except MediaError:
         return None
     return int(np.prod(size)) // 32**2
@@ -75,7 +75,7 @@ def _rows(kind: str, limits: MediaLimits, *, frames: int, height: int, width: in
 def test_a_strip_that_cannot_be_small_enough_has_too_many_tokens() -> None:
     limits = MediaLimits(image_rows_min=1, image_rows_max=4)
     with pytest.raises(MediaError) as refused:
-        image_size(SETTINGS, limits, height=10, width=2_000)
+        image_size(TRIAL_SETTINGS, limits, height=10, width=2_000)
     assert refused.value.word == "too_many_tokens"
 
 

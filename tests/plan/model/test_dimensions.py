@@ -31,14 +31,16 @@ def counted_by_transformers(values: dict[str, object]) -> dict[str, int]:
     model_class = getattr(transformers, CLASSES[str(values["model_type"])])
     with torch.device("meta"):
         model = model_class(model_class.config_class.from_dict(values))
-    parts = {"vision": 0, "audio": 0, "experts": 0, "embeddings": 0, "rest": 0}
+    parts = {"vision": 0, "audio": 0, "projector": 0, "routers": 0, "experts": 0, "embeddings": 0, "rest": 0}
     for name, parameter in model.named_parameters():
         if name.startswith("audio_tower"):
             part = "audio"
         elif "visual" in name:
-            part = "vision"
+            part = "projector" if "merger" in name else "vision"
         elif ".experts." in name:
             part = "experts"
+        elif name.endswith("mlp.gate.weight"):
+            part = "routers"
         else:
             part = "embeddings" if "embed_tokens" in name or "lm_head" in name else "rest"
         parts[part] += parameter.numel()
@@ -50,11 +52,14 @@ def test_parameters_are_those_of_transformers(name: str) -> None:
     values = json.loads((SHAPES / f"{name}.json").read_text())
     found = read_dimensions(values, name=name)
     parts = counted_by_transformers({key: value for key, value in values.items() if key != "_source"})
-    assert found.towers.get("vision", 0) == parts["vision"]
+    assert found.towers.get("vision", 0) == parts["vision"] + parts["projector"]
+    if found.patches is not None:
+        assert found.projector == parts["projector"]
     assert found.towers.get("audio", 0) == parts["audio"]
     assert found.expert_parameters == parts["experts"]
     assert found.embedding_parameters == parts["embeddings"]
-    assert found.layer_parameters == parts["rest"]
+    assert found.router_parameters == parts["routers"]
+    assert found.layer_parameters == parts["rest"] + parts["routers"]
     assert found.parameters == sum(parts.values())
 
 

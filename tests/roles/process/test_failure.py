@@ -9,8 +9,9 @@ from typing import Any, cast
 
 import pytest
 
-from relax_core.contracts.bus import BusLost, BusTimeout
+from relax_core.contracts.bus import BusLost, BusTimeout, LeaseLost
 from relax_core.contracts.engine import EngineError, EngineUnreachable
+from relax_core.contracts.media import MediaGone
 from relax_core.registry import find_reward
 from relax_core.roles.process.failure import failure_line, first_cause, is_broken_collective, what_was_lost
 from relax_core.weights.version_folder import PublishedUnreadable
@@ -93,6 +94,8 @@ def lost_rank() -> BaseException:
         (lambda: PublishedUnreadable("latest.json is damaged"), "weights"),
         (lambda: BusTimeout("actor waits for 8 groups"), "time"),
         (lambda: TimeoutError("bus was not there"), "time"),
+        (lambda: LeaseLost("lease 7 is not held"), "lease"),
+        (lambda: MediaGone("media 00: there is no such item"), "lease"),
         (lambda: EngineError("engine did not start: no such model"), None),
         (lambda: ValueError("data row 3"), None),
         (lambda: RuntimeError("loss is NaN"), None),

@@ -5,8 +5,7 @@ tokens that were left, so ratios are 1 and divergences 0 where the weights are t
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,36 +17,39 @@ import torch
 
 from relax_core.config.compose import load_config
 from relax_core.contracts import columns as c
-from relax_core.contracts.algorithm import AlgorithmSpec, LossInputs, LossOutputs
 from relax_core.contracts.bus import LeasedGroup
 from relax_core.contracts.engine import Generated, SamplingParams
 from relax_core.contracts.reward import RewardOutput
-from relax_core.contracts.tree import TokenTree, group_uid
+from relax_core.contracts.tree import group_uid
 from relax_core.engines.engine_process import EngineLaunch, EngineProcess
 from relax_core.engines.protocol.engine_client import EngineClient
 from relax_core.engines.sglang.client.sglang_client import SglangClient
 from relax_core.registry import find_algorithm, names
 from relax_core.roles.annotators.forward_logprobs import ActorFwdWorker, ReferenceWorker
-from relax_core.roles.annotators.teacher_scorers import EngineTeacher, ForwardTeacher, TeacherScores
+from relax_core.roles.annotators.teacher_scorers import EngineTeacher, ForwardTeacher
 from relax_core.roles.annotators.teacher_worker import TeacherWorker, teacher_columns
 from relax_core.roles.process.role_context import RunContext
 from relax_core.rollout.episodes.group_assembly import complete_group
-from relax_core.rollout.group_advantages import advantage_extras
-from relax_core.train.packing.leased_trees import decode_train_tree
 from tests.contracts.engine.harness import SGLANG_PYTHON, VOCAB, make_model, prompts_of, random_prompt
+from tests.roles.trainer.truncated_rows import (
+    BANNED,
+    SAMPLES,
+    TEMPERATURE,
+    TOP_K,
+    Recorded,
+    Rows,
+    figures_of_the_head,
+    train_groups,
+)
 from tests.train.rank_processes import run_ranks
 from tests.train.tiny_trainer import make_backend
 from tests.trees import answers_of, of_tokens, prompt_of
 
 TOLERANCE = 2e-5
 TOKEN = "token-of-the-run"
-TEMPERATURE = 0.8
-BANNED = 17
-BANNED_MASS = 0.3  # that the model gives to it, at the least
+BANNED_MASS = 0.3  # that the model gives to the banned token, at the least
 WORDS = VOCAB + 1  # two tensor-parallel ranks pad an odd vocabulary
-TOP_K = 12  # some kept sets have fewer tokens
 PROMPTS = [random_prompt(length, seed=length) for length in (3, 9, 20)]
-SAMPLES = 4
 TRUNCATIONS: dict[str, dict[str, Any]] = {
     "banned": {},
     "top_p": {"top_p": 0.9},
@@ -64,8 +66,6 @@ OF_SGLANG: dict[str, dict[str, Any]] = {
     "both": {"top_k": 8, "top_p": 0.8},
 }
 ALGORITHMS = [name for name in names("algo") if hasattr(find_algorithm(name).config, "old_logprobs")]
-
-Rows = Mapping[str, Sequence[LeasedGroup]]  # truncation → groups
 
 
 @pytest.fixture(scope="module")
@@ -153,35 +153,6 @@ def annotated(row: LeasedGroup, backend: Any) -> LeasedGroup:
     more = {name: c.encode_column(name, logprobs) for name in names}
     more[c.VALUES] = c.encode_column(c.VALUES, np.zeros_like(logprobs))
     return msgspec.structs.replace(row, columns={**row.columns, **more})
-
-
-def train_groups(rows: Sequence[LeasedGroup], spec: AlgorithmSpec, config: Any) -> list[TokenTree]:
-    """Returns the groups as the advantages role and the trainer see them."""
-    requirements = spec.requirements(config)
-    advantages = advantage_extras([c.decode_tree(row) for row in rows], spec, config)
-    skipped = {c.OLD_LOGPROBS: requirements.old_logprobs == "rollout", c.REFERENCE_LOGPROBS: not requirements.reference}
-    groups = []
-    for row, made in zip(rows, advantages, strict=True):
-        columns = {name: payload for name, payload in row.columns.items() if not skipped.get(name)}
-        whole = msgspec.structs.replace(
-            row, columns=columns | {name: c.encode_column(name, one) for name, one in made.items()}
-        )
-        groups.append(decode_train_tree(whole, step=0, oldest_version=0)[0])
-    return groups
-
-
-class Recorded:
-    """An algorithm whose loss records its inputs and outputs."""
-
-    def __init__(self, spec: AlgorithmSpec) -> None:
-        self.seen: list[tuple[LossInputs, LossOutputs]] = []
-        self.spec = dataclasses.replace(spec, loss=self._loss)
-        self._inner = spec.loss
-
-    def _loss(self, inputs: LossInputs, config: Any) -> LossOutputs:
-        outputs = self._inner(inputs, config)
-        self.seen.append((inputs, outputs))
-        return outputs
 
 
 def gap_of(mine: torch.Tensor, other: torch.Tensor) -> float:
@@ -380,45 +351,6 @@ def test_a_teacher_that_is_the_student_has_nothing_to_teach(
                 for buffer in chunk.buffers
             )
         assert pads > 100
-
-
-def figures_of_the_head(rows: Rows, make: Callable[..., Any]) -> dict[str, dict[str, np.ndarray]]:
-    """Returns, for each truncation, what a rank computes from the output layer for the sampled tokens.
-
-    ``make`` makes a back end from the algorithm and its configuration. The teacher's columns are those of the back end.
-    """
-    recorded = Recorded(find_algorithm("distill"))
-    inner = recorded.spec.requirements
-    spec = dataclasses.replace(recorded.spec, requirements=lambda config: replace(inner(config), entropy=True))
-    config: Any = spec.config(group_size=SAMPLES, form="topk_forward", top_k=TOP_K)
-    backend = make(algorithm=spec, config=config)
-    found: dict[str, dict[str, np.ndarray]] = {}
-    for name, of_name in rows.items():
-        trees = [c.decode_tree(row) for row in of_name]
-        alone, top = backend.logprobs(trees), backend.top_logprobs(trees, top_k=TOP_K)
-        taught = []
-        for row, one in zip(of_name, top, strict=True):
-            scores = TeacherScores(one.logprobs, one.top_ids.astype(np.int32), one.top_logprobs)
-            taught.append(msgspec.structs.replace(row, columns={**row.columns, **teacher_columns(scores)}))
-        recorded.seen.clear()
-        backend.begin_step(0)
-        backend.accumulate(train_groups(taught, spec, config))
-        inputs = recorded.seen[0][0]
-        assert inputs.entropy is not None and inputs.top_logprobs is not None
-
-        def of_groups(values: Sequence[np.ndarray], trees: Sequence[TokenTree] = trees) -> np.ndarray:
-            return np.concatenate([of_tokens(tree, own) for tree, own in zip(trees, values, strict=True)])
-
-        found[name] = {
-            "engine": of_groups([tree.logprobs for tree in trees]),
-            "forward": of_groups(alone),
-            "trainer": inputs.logprobs.detach().numpy(),
-            "entropy": inputs.entropy.detach().numpy(),
-            "top_ids": of_groups([one.top_ids for one in top]),
-            "top_logprobs": of_groups([one.top_logprobs for one in top]),
-            "gathered": inputs.top_logprobs.detach().numpy(),
-        }
-    return found
 
 
 def test_two_tensor_parallel_ranks_leave_out_the_same_tokens(folder: Path, rows: Rows, tmp_path: Path) -> None:

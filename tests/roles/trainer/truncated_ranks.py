@@ -14,7 +14,7 @@ import numpy as np
 import torch.distributed as dist
 
 from relax_core.contracts.bus import LeasedGroup
-from tests.roles.trainer.test_truncated_on_policy import BANNED, TEMPERATURE, figures_of_the_head
+from tests.roles.trainer.truncated_rows import BANNED, TEMPERATURE, figures_of_the_head
 from tests.train.tiny_trainer import make_backend
 from tests.train.worker_group_layouts import parallel_config
 

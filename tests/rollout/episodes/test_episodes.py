@@ -22,13 +22,16 @@ from relax_core.contracts.env import (
     InteractionConfig,
     StepResult,
 )
+from relax_core.contracts.media import MediaError
 from relax_core.contracts.reward import RewardInput, RewardOutput
 from relax_core.contracts.tree import TokenTree, check_tree
 from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.engines.engine_process import EngineLaunch
 from relax_core.engines.protocol.engine_client import EngineClient
 from relax_core.registry import find_env, find_reward
+from relax_core.rollout.bad_rows import BadRows
 from relax_core.rollout.rewards.reward_failures import FEWEST_ROWS, RewardsFailed
+from relax_core.rollout.sample_seeds import sampling_seed
 from relax_core.tools.make_tiny import tiny_model_folder
 from tests.contracts.engine.harness import TOKEN, Engine
 from tests.rollout.rollout_loop_harness import GROUP_SIZE, STEP_GROUPS, CoreBus, renamed, sample, within
@@ -232,6 +235,42 @@ def test_an_env_that_raises_ends_its_episode_without_a_reward(engine: Engine, fo
     play(engine, folder, bus, env_of(Broken))
     assert sorted(bus.rows) == ["g00000000", "g00000002", "g00000003"]
     assert bus.core.progress().ledger.dropped == {"reward_failed": GROUP_SIZE}
+
+
+def test_bad_media_of_a_turn_are_dropped_by_their_reason_and_are_no_failure_of_the_reward(
+    engine: Engine, folder: Path
+) -> None:
+    """One sample of a group and all of another group meet a file that is cut; both rows are counted."""
+
+    class Shows(Echo):
+        def step(self, action: Action) -> StepResult:
+            alone = self.start.row["prompt"] == "rev 100" and self.start.episode_seed == second[0]
+            if self.start.row["prompt"] == "rev 102" or alone:
+                raise MediaError("image", "truncated", "a.png: it is cut.")
+            return super().step(action)
+
+    second = [sampling_seed(0, index=0, purpose="env/1")]
+    told: list[Any] = []
+    bad_rows = BadRows(rows=1000, most=0.5, report=told.append)
+    bus = CoreBus(steps=1)
+    records = play(engine, folder, bus, env_of(Shows), bad_rows=bad_rows)
+    dropped = bus.core.progress().ledger.dropped
+    assert dropped == {"bad_media:truncated": 2 * GROUP_SIZE}, "one sample of two gives no advantage"
+    assert bad_rows.media_reasons == {"truncated": 2}
+    assert sorted(one["row"] for one in told[-1]) == ["0", "2"]
+    assert told[-1][0]["text"].endswith("env mine: turn 1: a.png: it is cut.")
+    assert max(values["reward_failed"] for _, _, values in records) == 0.0
+
+    class OnlyBad(Echo):
+        def reset(self) -> Any:
+            raise MediaError("image", "missing_file", f"{self.start.row['prompt']}.png is not there.")
+
+    # More rows than are admitted together: those that replace the first ones have bad images too.
+    in_a_row = BadRows(rows=1000, most=1.0, report=told.append, most_in_a_row=3 * STEP_GROUPS)
+    with pytest.raises(
+        ValueError, match=r"9 data rows in a row .* The first: rows.jsonl, line \d: env mine: reset: rev 10"
+    ):
+        play(engine, folder, CoreBus(steps=1), env_of(OnlyBad), bad_rows=in_a_row)
 
 
 def test_an_env_that_fails_for_all_ends_the_run_with_the_first_cause(engine: Engine, folder: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -14,6 +16,7 @@ from relax_core.train.attention import branch_attention
 from relax_core.train.attention.branch_attention import BranchPlan
 from relax_core.train.attention.tree_attention import MaskedGrid, attention_over
 from relax_core.train.parallel.context_parallel import WHOLE, RowSharding
+from tests.train.rank_processes import run_ranks
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")
@@ -38,20 +41,22 @@ def output_and_gradients(output: Tensor, inputs: list[Tensor], incoming: Tensor)
     scale=st.sampled_from([None, 0.1, 2.0]),
     lone_pairs=st.sampled_from([1, 50, 2**17]),
     call_pairs=st.sampled_from([0, 100, 2**13]),
+    call_bytes=st.sampled_from([1, 2**23]),
     seed=st.integers(0, 1000),
 )
 def test_it_is_the_dense_attention(
-    forest: Forest, pads: int, scale: float | None, lone_pairs: int, call_pairs: int, seed: int
+    forest: Forest, pads: int, scale: float | None, lone_pairs: int, call_pairs: int, call_bytes: int, seed: int
 ) -> None:
-    """The result is equal for every grouping of runs into calls and with any rows after the stream."""
+    """The result is equal for every grouping of runs and heads into calls and with any rows after the stream."""
     rows = len(forest.parents)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(branch_attention, "_LONE_PAIRS", lone_pairs)
         patch.setattr(branch_attention, "_CALL_PAIRS", call_pairs)
+        patch.setattr(branch_attention, "_CALL_BYTES", call_bytes)
         plan = always_planned(forest, dtype=torch.float64)
-    *inputs, incoming = random_rows(rows + pads, dtype=torch.float64, seed=seed)
-    incoming[rows:] = 0  # Nothing reads the result of a pad.
-    planned = output_and_gradients(plan.attend(*inputs, scale=scale), inputs, incoming)
+        *inputs, incoming = random_rows(rows + pads, dtype=torch.float64, seed=seed)
+        incoming[rows:] = 0  # Nothing reads the result of a pad.
+        planned = output_and_gradients(plan.attend(*inputs, scale=scale), inputs, incoming)
     expected = dense_attention(*(one[:rows] for one in inputs), forest.sees, scale=scale)
     dense = output_and_gradients(expected, inputs, incoming[:rows])
     for mine, right in zip([planned[0][:rows], *planned[1:]], dense, strict=True):
@@ -80,8 +85,6 @@ def test_context_parallel_ranks_make_the_dense_attention(
     output = torch.zeros_like(incoming)
     for sharding in shardings:
         mine = torch.from_numpy(sharding.rows_of_rank(padded))
-        if int(mine[0]) >= rows:
-            continue  # A rank that has only pads uses the masked call.
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(branch_attention, "_LONE_PAIRS", lone_pairs)
             plan = always_planned(forest, dtype=torch.float64, sharding=sharding, padded=padded)
@@ -94,6 +97,22 @@ def test_context_parallel_ranks_make_the_dense_attention(
     dense = output_and_gradients(expected, inputs, incoming[:rows])
     for found, right in zip([output[:rows], *total], dense, strict=True):
         torch.testing.assert_close(found, right, rtol=1e-12, atol=1e-12)
+
+
+def test_two_ranks_exchange_keys_head_by_head(tmp_path: Path) -> None:
+    ended = run_ranks("gathered_keys_rank.py", [(tmp_path,)] * 2)
+    assert all(status == 0 for status, _ in ended), ended
+    forest = two_level([[60, 7], [50, 3]], [30, 20])
+    rows = len(forest.parents)
+    padded = RowSharding(multiple=4, ranks=2).padded(rows)
+    *inputs, incoming = random_rows(padded, dtype=torch.float64, seed=3)
+    expected = dense_attention(*(one[:rows] for one in inputs), forest.sees, scale=None)
+    dense = output_and_gradients(expected, inputs, incoming[:rows])
+    for rank in range(2):
+        mine, found = torch.load(tmp_path / f"{rank}.pt")
+        real = mine[mine < rows]
+        for part, right in zip(found, dense, strict=True):
+            torch.testing.assert_close(part[: len(real)], right[real], rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 2**-6)])
@@ -166,6 +185,32 @@ def test_which_way_is_taken(lengths: list[list[int]], prompt: int, planned: bool
     end = two_level(lengths, [prompt] * len(lengths)).end
     way = attention_over(end, WHOLE, padded=len(end), device=CPU, dtype=torch.float32)
     assert isinstance(way, BranchPlan if planned else MaskedGrid)
+
+
+@pytest.mark.parametrize("rows", [3000, 1100, 200])
+def test_all_ranks_take_the_same_way(rows: int) -> None:
+    """The ways gather keys in other calls, so ranks of different ways would wait for each other; one has only pads."""
+    end = two_level([[rows // 10] * 5], [rows // 2]).end
+    shardings = [RowSharding(multiple=8, ranks=4, rank=rank) for rank in range(4)]
+    for padded in (shardings[0].padded(len(end)), 8 * len(end)):
+        ways = {type(attention_over(end, one, padded=padded, device=CPU, dtype=torch.float32)) for one in shardings}
+        assert len(ways) == 1
+
+
+@pytest.mark.parametrize(("heads", "key_heads", "dim"), [(8, 2, 64), (8, 8, 64), (4, 4, 16), (32, 2, 128), (6, 3, 1)])
+def test_a_call_has_few_heads(heads: int, key_heads: int, dim: int) -> None:
+    """Every head is in one call, and the keys of a call's heads take at most so many bytes, or it has one head."""
+    rows = 16384 + 8 * 512
+    plan = BranchPlan.of(two_level([[512] * 8], [16384]).end, dtype=torch.float32)
+    assert plan is not None
+    query, key = (torch.empty(rows, count, dim, device="meta") for count in (heads, key_heads))
+    found = [(keys, some) for keys, of_keys in plan.head_ranges(query, key) for some in of_keys]
+    assert [head for _, some in found for head in range(some.start, some.stop)] == list(range(heads))
+    for keys, some in found:
+        count = some.stop - some.start
+        assert count == 1 or count * rows * dim * 4 <= branch_attention._CALL_BYTES
+        of_heads = {head * key_heads // heads for head in range(some.start, some.stop)}
+        assert of_heads == set(range(keys.start, keys.stop))
 
 
 @settings(max_examples=100, deadline=None)

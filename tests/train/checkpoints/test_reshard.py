@@ -16,6 +16,8 @@ from tiny_models import make_models
 from tiny_trainer import dp_groups, make_backend, train_step
 from worker_group_layouts import RANKS
 
+from benchmarks.parity_media import Items, make_case
+from relax_core.contracts.media_file import FolderReader
 from relax_core.families.folder import folder_architecture
 from relax_core.train.hf.stored_weights import fused, stored_weights
 
@@ -33,10 +35,27 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def saved(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Writes the checkpoints of all chains."""
     folder: Path = tmp_path_factory.mktemp("chains")
+    train_on_pictures(models, folder)
     ended = run_ranks("reshard_rank.py", [(models, folder)] * RANKS, timeout_s=900.0)
     assert [status for status, _ in ended] == [0] * RANKS, ended
     assert "random streams start anew" in ended[0][1]
     return folder
+
+
+def train_on_pictures(models: Path, folder: Path) -> None:
+    """Saves sees-alone after a step of one rank, in which every weight of the tower has a gradient."""
+    items = Items(models / "sees", folder / "media")
+    backend = make_backend(
+        models / "sees", family="qwen3_vl", optimizer={"eps": 1e-4}, media=FolderReader(folder / "media")
+    )
+    train_step(backend, [make_case("video", items)])
+    backend.save(folder / "sees-alone")
+
+
+def assert_equal_to_the_bit(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> None:
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert torch.equal(tensor, after[name]), name
 
 
 def stored(folder: Path) -> dict[str, torch.Tensor]:
@@ -53,10 +72,8 @@ def kinds(tensors: dict[str, torch.Tensor]) -> set[str]:
 @pytest.mark.parametrize("link", LINKS)
 def test_another_layout_has_the_same_state_to_the_bit(models: Path, saved: Path, link: str) -> None:
     before, after = stored(saved / link), stored(saved / f"{link}-again")
-    assert before.keys() == after.keys()
+    assert_equal_to_the_bit(before, after)
     assert kinds(before) == {"weights", "exp_avg", "exp_avg_sq"} | ({"main"} if link.startswith("tied") else set())
-    for name, tensor in before.items():
-        assert torch.equal(tensor, after[name]), name
     exported = load_file(saved / f"{link}.safetensors")
     wanted = stored_weights(folder_architecture(models / CHAINS[link.split("-")[0]][0]))
     rules = [rule.hf for one in wanted for rule in one.rules]
@@ -64,6 +81,18 @@ def test_another_layout_has_the_same_state_to_the_bit(models: Path, saved: Path,
     joined = dict(fused(((name, before[f"weights/{name}"]) for name in rules), wanted))
     assert joined.keys() == exported.keys()
     assert all(torch.equal(tensor, joined[name]) for name, tensor in exported.items())
+
+
+def test_a_model_that_sees_goes_to_tp2_pp2_and_back_to_one_rank(models: Path, saved: Path, tmp_path: Path) -> None:
+    """Both ways weights and moments keep their bits, those of the tower too, which has learned from pictures."""
+    alone = stored(saved / "sees-alone")
+    assert all(bool(tensor.any()) for name, tensor in alone.items() if name.startswith("exp_avg/model.visual."))
+    assert_equal_to_the_bit(alone, stored(saved / "sees-alone-again"))
+    backend = make_backend(models / "sees", family="qwen3_vl", optimizer={"eps": 1e-4})
+    backend.load(saved / "sees-0")
+    backend.save(tmp_path / "back")
+    assert CHAINS["sees"][-1][0] == {"tp": 2, "pp": 2, "distributed_optimizer": False}
+    assert_equal_to_the_bit(stored(saved / "sees-0"), stored(tmp_path / "back"))
 
 
 def train_alone(models: Path, name: str, steps: range, *, load: Path | None = None) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tiny_models import VOCABULARY, make_model
 from tiny_trainer import dp_groups, make_backend, train_step
 from tokenizers import Tokenizer, models
@@ -22,6 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
+from benchmarks.parity_media import make_model as make_seeing_model
 from relax_core.train.hf.hf_export import export_hf_folder
 
 
@@ -67,7 +68,7 @@ def logits(model: torch.nn.Module) -> Tensor:
 
 def export(backend: Any, source: Path, target: Path, **options: Any) -> None:
     """Exports the back end's weights; ``options`` replace arguments."""
-    told = {"tensors": backend.export(), "shapes": backend.weight_shapes, "dtype": backend._setup.dtype, **options}
+    told = {"tensors": backend.export(), "shapes": backend.weight_shapes, "own_dtype": backend._setup.dtype, **options}
     export_hf_folder(**told, source_folder=source, target=target)
 
 
@@ -138,8 +139,25 @@ def test_the_file_is_the_librarys_own(source: Path, tmp_path: Path) -> None:
 def test_config_tells_the_dtype_of_the_weights(source: Path, tmp_path: Path) -> None:
     assert json.loads((source / "config.json").read_text())["dtype"] == "float32"
     backend = make_backend(source, dtype="bfloat16")
-    export(backend, source, tmp_path / "hf")
+    export(backend, source, tmp_path / "hf", dtype="bfloat16")
     assert load_silently(tmp_path / "hf").dtype == torch.bfloat16
+
+
+def test_each_tensor_keeps_the_dtype_of_the_source_folder(tmp_path: Path) -> None:
+    """The model sees and has fused experts. Its matrices are bfloat16 in the folder and its vectors float32."""
+    source = tmp_path / "source"
+    make_seeing_model(source, "qwen3_vl_moe")
+    weights = {
+        name: tensor.bfloat16() if tensor.ndim > 1 else tensor
+        for path in source.glob("*.safetensors")
+        for name, tensor in load_file(path).items()
+    }
+    for path in source.glob("*.safetensors*"):
+        path.unlink()
+    save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
+    export(make_backend(source, family="qwen3_vl_moe"), source, tmp_path / "hf")
+    assert (tmp_path / "hf" / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
+    assert json.loads((tmp_path / "hf" / "config.json").read_text()) == json.loads((source / "config.json").read_text())
 
 
 def test_a_tied_output_weight_is_not_written_twice(tmp_path: Path) -> None:
@@ -187,4 +205,4 @@ def test_a_full_disk_is_told(source: Path, tmp_path: Path) -> None:
 
 def test_a_source_without_config_is_told(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=rf"model\.path={tmp_path}: no config\.json"):
-        export_hf_folder(iter([]), shapes={}, dtype="float32", source_folder=tmp_path, target=tmp_path / "hf")
+        export_hf_folder(iter([]), shapes={}, own_dtype="float32", source_folder=tmp_path, target=tmp_path / "hf")

@@ -50,6 +50,8 @@ def stream_end(call: Call) -> StreamEnd:
         held_ms=1e3 * (started - call.submitted),
         prefill_ms=1e3 * call.prefill_s,
         decode_ms=1e3 * (call.finished - call.first_token) if call.first_token else 0.0,
+        tower_passes=call.tower_passes,
+        media_feature_bytes=call.media_feature_bytes,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -160,10 +160,13 @@ class FusedWeights:
         """Returns the number of elements of the largest tensor."""
         return max(math.prod(target.shape) for target in self._targets.values())
 
-    def checked(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-        """Returns an update's tensors by name. Raises ValueError that names the missing, unknown and misshapen ones."""
+    def checked(self, tensors: Iterable[tuple[str, Tensor]], *, held: Collection[str] = ()) -> dict[str, Tensor]:
+        """Returns an update's tensors by name; those in ``held`` stay as they are if the update lacks them.
+
+        Raises ValueError that names the missing, unknown and misshapen ones.
+        """
         found = {name: tensor for name, tensor in tensors if name not in self._ignored}
-        faults = [f"missing: {name}" for name in self._targets if name not in found]
+        faults = [f"missing: {name}" for name in self._targets if name not in found and name not in held]
         for name, tensor in found.items():
             if (fault := self.fault(name, tensor.shape, tensor.dtype)) is not None:
                 faults.append(fault)

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from relax_core.contracts.media import Media, MediaItem, MediaReader
+from relax_core.contracts.media import Media, MediaGone, MediaItem, MediaReader
 from relax_core.contracts.trees.rotary import rotary_of_sequence
+from relax_core.engines.embedded.embedded_spec import SPEC
 from relax_core.engines.embedded.model.prefill import SequenceMedia
 from relax_core.families.architecture import VisionTower
 from relax_core.families.vision.item_rows import feature_rows
 
 # Features that are kept; an image of 1,024 rows takes 21 MB of a 4B model in bfloat16.
-FEATURE_BYTES = 256 << 20
-
-
-class MediaGone(RuntimeError):
-    """Says that the tensors of a request's item cannot be read any more."""
+FEATURE_BYTES = SPEC.feature_mib << 20
+# Patches of the items that pass the tower together. A call of the tower's modules takes longer than the products of a
+# small item; from about this many patches on it does not.
+PASS_PATCHES = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,8 @@ class MediaFeatures:
 
     ``module`` is the tower. Features are kept by digest, the least used are dropped beyond ``limit`` bytes, and all of
     them when `forget` says that other weights are in force. ``passes`` counts the items that have passed the tower.
-    Each item passes alone, so that its features do not depend on other requests.
+    Items that are asked for together pass it together, up to `PASS_PATCHES` patches. The tower lets no item attend to
+    another one, so that an item's features depend on its company by the rounding of the products at most.
     """
 
     def __init__(
@@ -66,26 +67,56 @@ class MediaFeatures:
         self._kept.clear()
         self.nbytes = 0
 
-    def of_item(self, item: MediaItem) -> ItemFeatures:
-        """Returns the features of an item under the weights in force. Raises MediaGone if it cannot be read."""
-        found = self._kept.pop(item.digest, None)
-        if found is None:
-            found = self._pass(item)
-            self.nbytes += found.nbytes
-        self._kept[item.digest] = found
+    def of_sequences(self, sequences: Sequence[tuple[int, Sequence[Media]]]) -> list[SequenceMedia | MediaGone | None]:
+        """Returns what the items of sequences, given with their numbers of tokens, change in each of them.
+
+        A sequence without items gets None, and one with an item that cannot be read gets the error.
+        """
+        items = {one.item.digest: one.item for _, media in sequences for one in media}
+        found = self.of_items(list(items.values()))
+        return [self._of_sequence(length, media, found) if media else None for length, media in sequences]
+
+    def of_items(self, items: Sequence[MediaItem]) -> Mapping[str, ItemFeatures | MediaGone]:
+        """Returns the features of different items under the weights in force, by digest; an error if one is gone."""
+        found: dict[str, ItemFeatures | MediaGone] = {}
+        frames: dict[str, np.ndarray] = {}
+        for item in items:
+            if (kept := self._kept.get(item.digest)) is not None:
+                found[item.digest] = kept
+                continue
+            try:
+                frames[item.digest] = self._frames(item)
+            except MediaGone as error:
+                found[item.digest] = error
+        for together in _passes([item for item in items if item.digest in frames]):
+            passed = self._features([frames[one.digest] for one in together], [one.grid for one in together])
+            found.update((item.digest, one) for item, one in zip(together, passed, strict=True))
+            self.nbytes += sum(one.nbytes for one in passed)
+            self.passes += len(together)
+        for digest, one in found.items():
+            if isinstance(one, ItemFeatures):
+                self._kept[digest] = one
+                self._kept.move_to_end(digest)
         while self.nbytes > self._limit and len(self._kept) > 1:
             _, dropped = self._kept.popitem(last=False)
             self.nbytes -= dropped.nbytes
         return found
 
-    def of_sequence(self, length: int, media: Sequence[Media]) -> SequenceMedia | None:
-        """Returns what the items of a sequence of ``length`` tokens change, None if there are none.
+    def warm_up(self) -> None:
+        """Passes the smallest image through the tower, because the first pass takes longer."""
+        merge = self._tower.merge_size
+        size = self._tower.patch_size * merge
+        self._features([np.zeros((1, size, size, 3), dtype=np.uint8)], [[1, merge, merge]])
 
-        Raises MediaGone.
-        """
-        if not media:
-            return None
-        found = [self.of_item(one.item) for one in media]
+    def _of_sequence(
+        self, length: int, media: Sequence[Media], features: Mapping[str, ItemFeatures | MediaGone]
+    ) -> SequenceMedia | MediaGone:
+        found: list[ItemFeatures] = []
+        for one in media:
+            of_item = features[one.item.digest]
+            if isinstance(of_item, MediaGone):
+                return of_item
+            found.append(of_item)
         rows = [np.flatnonzero(feature_rows(self._tower, one.item.ids)) + one.start for one in media]
         positions, following = rotary_of_sequence(length, media)
         return SequenceMedia(
@@ -96,23 +127,33 @@ class MediaFeatures:
             following=following - length,
         )
 
-    def warm_up(self) -> None:
-        """Passes the smallest image through the tower, because the first pass takes longer."""
-        merge = self._tower.merge_size
-        size = self._tower.patch_size * merge
-        self._features(np.zeros((1, size, size, 3), dtype=np.uint8), [1, merge, merge])
-
-    def _pass(self, item: MediaItem) -> ItemFeatures:
+    def _frames(self, item: MediaItem) -> np.ndarray:
         assert self._reader is not None, "a request names media although the engine has no media folder"
         try:
-            frames = self._reader.tensors(item)["frames"]
+            return self._reader.tensors(item)["frames"]
         except (ValueError, OSError, KeyError) as error:
             raise MediaGone(f"media {item.digest} {item.words} cannot be read: {error}") from error
-        self.passes += 1
-        return self._features(frames, item.grid)
 
-    def _features(self, frames: np.ndarray, grid: Sequence[int]) -> ItemFeatures:
+    def _features(self, frames: Sequence[np.ndarray], grids: Sequence[Sequence[int]]) -> list[ItemFeatures]:
         from relax_core.families.vision.tower import pass_items  # it imports transformers' modules
 
-        output = pass_items(self._module, self._tower, [frames], [grid])
-        return ItemFeatures(output.features, output.deepstack)
+        output = pass_items(self._module, self._tower, frames, grids)
+        counts = [int(np.prod(grid)) // self._tower.merge_size**2 for grid in grids]
+        layers = [one.split(counts) for one in (output.features, *output.deepstack)]
+        # A copy of its own for each item, because a part would keep the whole pass in memory.
+        return [
+            ItemFeatures(first.clone(), tuple(one.clone() for one in deep))
+            for first, *deep in zip(*layers, strict=True)
+        ]
+
+
+def _passes(items: Sequence[MediaItem]) -> Iterator[list[MediaItem]]:
+    """Yields the items that pass the tower together; one with more than `PASS_PATCHES` patches passes alone."""
+    together: list[MediaItem] = []
+    for item in items:
+        if together and sum(one.patches for one in together) + item.patches > PASS_PATCHES:
+            yield together
+            together = []
+        together.append(item)
+    if together:
+        yield together

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -48,14 +48,25 @@ class WeightUpdates:
         self._joining: set[str] = set()
         self._calls = CallQueues()  # one queue for each group
         self._digest = ""  # digest of the weights in force; empty if their sender gave none
+        self._frozen = ""  # digest of the frozen tensors in force, empty if there are none
+        self._frozen_names: frozenset[str] = frozenset()
 
     async def from_shared_memory(self, manifest: WeightManifest) -> dict[str, Any]:
-        """Maps the published file, checks its digests, and serves it."""
+        """Maps the published file, checks its digests, and serves it.
+
+        Frozen tensors are read too unless those in force have the same digest.
+        """
         async with self._lock:
             if self._is_in_force(manifest.version, manifest.digest):
                 return _report(manifest.version, manifest.digest, stall_ms=0.0)
-            checked = await self._checked(lambda: dict(read_weights(manifest)))
-            return await self._apply(checked, manifest.version, manifest.digest)
+            frozen = manifest.frozen
+            held = frozen is not None and frozen.digest == self._frozen
+            names = self._frozen_names if held else frozenset()
+            checked = await self._checked(lambda: dict(read_weights(manifest, with_frozen=not held)), held=names)
+            report = await self._apply(checked, manifest.version, manifest.digest, keep_frozen=held)
+            if frozen is not None and not held:
+                self._frozen, self._frozen_names = frozen.digest, frozenset(spec.name for spec in frozen.tensors)
+            return report
 
     async def from_disk(self, model_path: str, version: int, digest: str) -> dict[str, Any]:
         """Reads a Hugging Face folder, checks its digest if one is given, and serves it."""
@@ -180,10 +191,10 @@ class WeightUpdates:
     def _kept(self) -> str:
         return f"weights version {self._scheduler.version} stays in force"
 
-    async def _checked(self, read: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
+    async def _checked(self, read: Callable[[], dict[str, Tensor]], *, held: Collection[str] = ()) -> dict[str, Tensor]:
         """Reads and checks weights in a thread beside the event loop and the decode thread."""
         try:
-            return await asyncio.to_thread(lambda: self._weights.checked(read().items()))
+            return await asyncio.to_thread(lambda: self._weights.checked(read().items(), held=held))
         except (DigestMismatch, FileNotFoundError) as error:
             raise HttpError(409, f"{error}; {self._kept()}") from error
         except UNREADABLE as error:
@@ -196,10 +207,14 @@ class WeightUpdates:
             if found != digest:
                 raise HttpError(409, f"weights version {version}: digest {found}, sent as {digest}; {self._kept()}")
 
-    async def _apply(self, tensors: dict[str, Tensor], version: int, digest: str) -> dict[str, Any]:
+    async def _apply(
+        self, tensors: dict[str, Tensor], version: int, digest: str, *, keep_frozen: bool = False
+    ) -> dict[str, Any]:
         def copy() -> None:
             self._weights.apply(tensors)
 
+        if not keep_frozen:
+            self._frozen, self._frozen_names = "", frozenset()
         stall_ms = await asyncio.wrap_future(
             self._scheduler.post(lambda: self._scheduler.replace_weights(copy, version))
         )

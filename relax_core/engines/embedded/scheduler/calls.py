@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from relax_core.contracts.engine import FinishReason
-from relax_core.contracts.media import Media
+from relax_core.contracts.media import Media, MediaGone
 from relax_core.contracts.trees.kept_tokens import KeptTokens
 from relax_core.engines.embedded.model.prefill import SequenceMedia
-from relax_core.engines.embedded.model.tower_features import MediaGone
+from relax_core.engines.embedded.model.tower_features import MediaFeatures
 from relax_core.engines.embedded.scheduler.routing_log import PromptRoutes
 from relax_core.engines.embedded.scheduler.slots import Prefix
 from relax_core.engines.embedded.scheduler.token_sampler import SamplingSettings, keys_behind, sample_keys
@@ -149,7 +149,8 @@ class Call:
     ``stream_interval`` is the number of tokens between two reports of a sample; with 0 only finished samples are
     reported. ``sink`` gets the reports, ``fail`` the message of a failure that ends the call; both are called in the
     scheduler's thread. ``submitted``, ``first_prefill``, ``first_token`` and ``finished`` are times of
-    ``time.perf_counter``; 0 stands for a time that has not come.
+    ``time.perf_counter``; 0 stands for a time that has not come. ``tower_passes`` and ``media_feature_bytes`` are those
+    of `MediaFeatures` after the call's last prefill.
     """
 
     sink: Sink
@@ -161,6 +162,16 @@ class Call:
     first_token: float = 0.0
     prefill_s: float = 0.0
     finished: float = 0.0
+    tower_passes: int = 0
+    media_feature_bytes: int = 0
+
+    def prefilled(self, *, start: float, end: float, features: MediaFeatures | None) -> None:
+        """Records a prefill of some of its prompts, with its times of ``time.perf_counter``."""
+        self.first_prefill = self.first_prefill or start
+        self.first_token = self.first_token or end
+        self.prefill_s += end - start
+        if features is not None:
+            self.tower_passes, self.media_feature_bytes = features.passes, features.nbytes
 
 
 def waiting_prompts(prompts: Sequence[Prompt], *, n: int) -> list[Waiting]:
@@ -175,19 +186,18 @@ def waiting_prompts(prompts: Sequence[Prompt], *, n: int) -> list[Waiting]:
 
 
 def seen_prefixes(
-    groups: Sequence[Waiting], see: Callable[[int, Sequence[Media]], SequenceMedia | None]
+    groups: Sequence[Waiting],
+    see: Callable[[Sequence[tuple[int, Sequence[Media]]]], Sequence[SequenceMedia | MediaGone | None]],
 ) -> tuple[list[Waiting], list[Prefix], dict[Call, MediaGone]]:
     """Returns groups and their prefixes, with what ``see`` gives for the images and videos of that many tokens.
 
-    The groups of a call for which ``see`` raises MediaGone are left out; the call is returned with its error.
+    The groups of a call for which ``see`` gives MediaGone are left out; the call is returned with its error.
     """
     failed: dict[Call, MediaGone] = {}
     seen: list[tuple[Waiting, Prefix]] = []
-    for group in groups:
-        try:
-            media = see(group.tokens, group.prompt.media)
-        except MediaGone as error:
-            failed[group.prompt.call] = error
+    for group, media in zip(groups, see([(one.tokens, one.prompt.media) for one in groups]), strict=True):
+        if isinstance(media, MediaGone):
+            failed[group.prompt.call] = media
         else:
             seen.append((group, group.prefix(media)))
     seen = [(group, prefix) for group, prefix in seen if group.prompt.call not in failed]

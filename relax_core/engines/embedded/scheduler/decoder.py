@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from relax_core.contracts.media import Media
+from relax_core.contracts.media import Media, MediaGone
 from relax_core.contracts.trees.kept_tokens import KeptTokens
 from relax_core.engines.embedded.model.decode_attention import CacheViews, DecodeAttention
 from relax_core.engines.embedded.model.decoder_model import LanguageModel
@@ -57,9 +57,9 @@ class Decoder:
         self._views = CacheViews(self.cache)
         self._attention: DecodeAttention | None = None  # attention of the steps that the slots have prepared
 
-    def see(self, length: int, media: Sequence[Media]) -> SequenceMedia | None:
-        """Returns what the items of a sequence of ``length`` tokens change; None without items. Raises MediaGone."""
-        return None if self.features is None else self.features.of_sequence(length, media)
+    def see(self, sequences: Sequence[tuple[int, Sequence[Media]]]) -> Sequence[SequenceMedia | MediaGone | None]:
+        """Returns what the items of sequences change, as `MediaFeatures.of_sequences` does; None for a text model."""
+        return [None] * len(sequences) if self.features is None else self.features.of_sequences(sequences)
 
     # -- admission ------------------------------------------------------------------------------------------------
     def fits(self, *, samples: int, columns: int) -> bool:
@@ -145,7 +145,11 @@ class Decoder:
 
     def score(self, items: Sequence[ScoreItem]) -> list[Scores]:
         """Returns the log-probs of given tokens and touches no slot. Raises NonFiniteLogits and MediaGone."""
-        media = [self.see(len(item.token_ids), item.media) for item in items]
+        media: list[SequenceMedia | None] = []
+        for one in self.see([(len(item.token_ids), item.media) for item in items]):
+            if isinstance(one, MediaGone):
+                raise one
+            media.append(one)
         return score(self._model, items, dtype=self._dtype, media=media)
 
     # -- decoding -------------------------------------------------------------------------------------------------

@@ -277,9 +277,7 @@ class Scheduler(threading.Thread):
         end = time.perf_counter()
         self._tokens += sum(len(group.samples) for group in groups)
         for call in {group.prompt.call for group in groups}:
-            call.first_prefill = call.first_prefill or start
-            call.first_token = call.first_token or end
-            call.prefill_s += end - start
+            call.prefilled(start=start, end=end, features=self._decoder.features)
         self._finish(self._with_stopped(finished))
 
     # -- the end of samples -------------------------------------------------------------------------------------------

@@ -346,6 +346,11 @@ class SglangClient(SglangWeightCalls, EngineClient):
                 f"engine {self.url} /generate: scores at temperature {temperature:g} are not possible, because SGLang "
                 "scores at temperature 1 only. Use rollout.temperature=1, or algo.served_by=forward."
             )
+        if self._images is not None and any(item.media for item in items):
+            raise EngineError(
+                f"engine {self.url} /generate: scores of prompts with images are not possible at a server that "
+                "engine.urls names, because it expands them by itself. Use algo.served_by=forward."
+            )
         for index, item in enumerate(items):
             self._check(index, item.input_ids, rid=None)
         return super().score(items, top_k=top_k, temperature=temperature)

@@ -22,6 +22,7 @@ from relax_core.engines.sglang.client.weight_orders import (
     Order,
     Outcome,
     Watch,
+    not_written,
     order_payload,
 )
 from relax_core.weights.transports.base import WeightGroupAddress
@@ -49,13 +50,13 @@ class SglangWeightCalls(WeightCalls):
     def update_weights(self, manifest: WeightManifest) -> dict[str, Any]:
         """Lets each of the server's ranks map the published file, compare every digest, and then load it."""
         if not self.has_loader:
-            return self.update_weights_from_disk(manifest)
+            return self._load_at_attached(manifest)
         start = time.perf_counter()
         if not self._begin(manifest.version):
             return _done(manifest, 0.0)
         with self._loading():
             self._received = True
-            outcomes = self._outcome(lambda outcome: LoadFile(manifest, outcome))
+            outcomes = self._outcome(lambda outcome: LoadFile(manifest, outcome), folder=Path(manifest.path).parents[1])
             if all(one.error and not one.changed for one in outcomes):  # no rank has changed its model
                 self._received = False
                 raise EngineError(
@@ -66,34 +67,71 @@ class SglangWeightCalls(WeightCalls):
         return _done(manifest, 1e3 * (time.perf_counter() - start))
 
     def update_weights_from_disk(self, manifest: WeightManifest) -> dict[str, Any]:
-        """Lets SGLang load the published file's folder.
+        """Loads the published file as `update_weights` does, because SGLang's own loader checks nothing.
 
-        SGLang's own loader compares no digest, so that the file's digests are compared here, before and after.
+        All of the server's nodes must see the file and its folder under the same path.
+        """
+        return self.update_weights(manifest)
+
+    # -- a server that the run did not start --------------------------------------------------------------------------
+    def _load_at_attached(self, manifest: WeightManifest) -> dict[str, Any]:
+        """Lets SGLang load the published file's folder; the file's digests are compared here, before and after.
+
+        The first version that such a server gets also shows whether its loader writes all parameters. Later versions
+        have the same names.
         """
         start = time.perf_counter()
         with self._one_sender(Path(manifest.path).parents[1]):
-            if self._version_in_force() >= manifest.version:
+            found = self._version_in_force()
+            if found >= manifest.version:
                 return _done(manifest, 0.0)
             self._check_file(manifest)
             with self._standing_still():
-                self._load_folder(manifest)
+                try:
+                    if found == UNKNOWN_VERSION:
+                        self._check_all_written(manifest)
+                        self._rename_weights(manifest.version)
+                    else:
+                        self._load_folder(manifest, version=manifest.version)
+                    self._check_file(manifest)
+                except EngineUnreachable:
+                    raise
+                except EngineError:
+                    self._give_up()
+                    raise
         return _done(manifest, 1e3 * (time.perf_counter() - start))
 
-    def _load_folder(self, manifest: WeightManifest) -> None:
+    def _check_all_written(self, manifest: WeightManifest) -> None:
+        """Loads the folder twice, over random numbers the second time; raises EngineError if that makes a difference.
+
+        SGLang's loaders skip tensors whose names they do not know. A parameter of which a load leaves out a part keeps
+        there what it had before. The version stays unknown meanwhile, so that no prompt is sent.
+        """
+        self._load_folder(manifest, version=UNKNOWN_VERSION)
+        loaded = self._checksums()
+        computed = sorted({name for _, name in loaded if not _is_parameter(name)})
+        self._call(
+            "POST", "/weights_checker", {"action": "reset_tensors", "skip_tensor_list": computed, "selector": "target"}
+        )
+        self._load_folder(manifest, version=UNKNOWN_VERSION)
+        again = self._checksums()
+        changed = {name for (place, name), digest in loaded.items() if again.get((place, name)) != digest}
+        if missing := sorted(changed.difference(computed)):
+            raise EngineError(f"engine {self.url} /update_weights_from_disk: {not_written(missing)}")
+
+    def _checksums(self) -> dict[tuple[int, str], str]:
+        """Returns the checksum of each of the server's tensors by the rank's place in the answer and its name."""
+        ranks = self._call("POST", "/weights_checker", {"action": "checksum", "selector": "target"})["ranks"]
+        return {(place, name): digest for place, rank in enumerate(ranks) for name, digest in rank["checksums"].items()}
+
+    def _load_folder(self, manifest: WeightManifest, *, version: int) -> None:
         body = {
             "model_path": str(Path(manifest.path).parent),
-            "weight_version": str(manifest.version),
-            "load_format": "safetensors",  # a server that the run started has dummy as its default
+            "weight_version": str(version),
+            "load_format": "safetensors",
             "flush_cache": False,
         }
-        try:
-            self._call("POST", "/update_weights_from_disk", body)
-            self._check_file(manifest)
-        except EngineUnreachable:
-            raise
-        except EngineError:
-            self._give_up()
-            raise
+        self._call("POST", "/update_weights_from_disk", body)
 
     @contextmanager
     def _one_sender(self, weights_folder: Path) -> Iterator[None]:
@@ -185,7 +223,10 @@ class SglangWeightCalls(WeightCalls):
             self._call("POST", "/pause_generation", {"mode": "in_place"})
             try:
                 self._call("POST", "/begin_weight_update", {})
-                return True
+                if version is None or self._version_in_force() < version:
+                    return True
+                self._end()  # Another sender has brought the version since the look above.
+                return False
             except EngineError as error:
                 if ALREADY_OPEN not in str(error):
                     self._go_on()
@@ -242,7 +283,10 @@ class SglangWeightCalls(WeightCalls):
     def _give_up(self) -> None:
         """Aborts all requests and marks the weights as unknown, because the model holds no whole version."""
         self._call("POST", "/abort_request", {"abort_all": True})
-        self._call("POST", "/update_weight_version", {"new_version": str(UNKNOWN_VERSION), "abort_all_requests": False})
+        self._rename_weights(UNKNOWN_VERSION)
+
+    def _rename_weights(self, version: int) -> None:
+        self._call("POST", "/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
 
     def _order(self, order: Order, *, version: str | None = None) -> None:
         body = {
@@ -253,17 +297,20 @@ class SglangWeightCalls(WeightCalls):
         }
         self._call("POST", "/update_weights_from_tensor", body)
 
-    def _outcome(self, order: Callable[[str], Order]) -> list[Outcome]:
-        """Sends an order; returns the outcome at each of the server's ranks."""
-        with tempfile.TemporaryDirectory(prefix="relax-weights-") as folder:
-            self._order(order(f"{folder}/outcome"))
-            files = [Path(f"{folder}/outcome.{rank}") for rank in range(self.group_ranks)]
-            for rank, file in enumerate(files):
-                if not file.is_file():
-                    raise EngineError(
-                        f"{self._where}: rank {rank} of the server has written no outcome; it must be on this host"
-                    )
-            return [_outcomes.decode(file.read_bytes()) for file in files]
+    def _outcome(self, order: Callable[[str], Order], *, folder: Path | None = None) -> list[Outcome]:
+        """Sends an order; returns the outcome at each of the server's ranks, which write it below ``folder``.
+
+        The default is the folder for temporary files of this host.
+        """
+        try:
+            with tempfile.TemporaryDirectory(prefix="relax-weights-", dir=folder) as outcomes:
+                self._order(order(f"{outcomes}/outcome"))
+                files = [Path(f"{outcomes}/outcome.{rank}") for rank in range(self.group_ranks)]
+                return [_outcomes.decode(file.read_bytes()) for file in files]
+        except OSError as error:
+            raise EngineError(
+                f"{self._where}: a rank of the server has written no outcome, and must see this folder: {error}"
+            ) from error
 
     def _version_in_force(self) -> int:
         return version_number(self._call("GET", "/model_info")["weight_version"])
@@ -271,6 +318,15 @@ class SglangWeightCalls(WeightCalls):
     @property
     def _where(self) -> str:
         return f"engine {self.url} /update_weights_from_tensor"
+
+
+def _is_parameter(name: str) -> bool:
+    """Returns whether SGLang's tensor comes from weights.
+
+    Others, such as tables of rotary positions and scales of quantization, are computed.
+    """
+    last = name.rpartition(".")[2]
+    return ("weight" in last or "bias" in last) and not last.endswith("_scale")
 
 
 def _done(manifest: WeightManifest, stall_ms: float) -> dict[str, Any]:

@@ -8,10 +8,13 @@ pickle.
 from __future__ import annotations
 
 import base64
+from collections.abc import Sequence
 
 import msgspec
 
 from relax_core.contracts.engine import WeightManifest
+
+NAMED = 5  # parameters that an error names
 
 
 class LoadFile(msgspec.Struct, frozen=True, tag="load"):
@@ -65,3 +68,10 @@ def order_payload(order: Order) -> str:
 def read_order(name: str) -> Order:
     """Reads the order that is sent as a tensor's name."""
     return _decoder.decode(name)
+
+
+def not_written(parameters: Sequence[str]) -> str:
+    """Returns the words for a version of which SGLang has skipped tensors, so that ``parameters`` lack values."""
+    more = f" and {len(parameters) - NAMED} more" if len(parameters) > NAMED else ""
+    names = ", ".join(parameters[:NAMED])
+    return f"SGLang took no weights, or not all, for {len(parameters)} of its parameters: {names}{more}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -71,9 +72,16 @@ def _steps(media: Media, frames: np.ndarray, tower: VisionTower) -> Iterator[Mul
         first = step * tower.temporal_patch_size
         one = MultimodalDataItem(
             modality=Modality.IMAGE if is_image else Modality.VIDEO,
-            feature=torch.from_numpy(frames[first : first + tower.temporal_patch_size].copy()),
+            feature=_mapped(frames[first : first + tower.temporal_patch_size]),
             offsets=[span],
             model_specific_data={"image_grid_thw" if is_image else "video_grid_thw": grid},
         )
         one.set_identity(hashlib.blake2b(f"{media.item.digest}:{step}".encode(), digest_size=32).digest())
         yield one
+
+
+def _mapped(frames: np.ndarray) -> torch.Tensor:
+    """Returns a tensor over the pages of the item's file, which the samples of a group share; nothing writes to it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch warns that the pages are read-only
+        return torch.from_numpy(frames)

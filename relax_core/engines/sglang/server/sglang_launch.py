@@ -19,6 +19,8 @@ SERVER = Path(__file__).with_name("sglang_process.py")
 # With a context of C tokens SGLang refuses prompts of C - 6 tokens or more, and a prompt of P tokens gets at most
 # C - P - 2 new tokens.
 SPARE_TOKENS = 7
+FEATURE_MIB = "SGLANG_VLM_CACHE_SIZE_MB"
+DEFAULT_FEATURE_MIB = 100
 
 
 def command(launch: EngineStart) -> list[str]:
@@ -76,12 +78,17 @@ def environment(launch: EngineStart) -> dict[str, str]:
 
 
 def _media_environment(launch: EngineStart) -> dict[str, str]:
-    """Returns what a model with a vision tower needs; SGLang then uses Relax's processor of images and videos."""
+    """Returns what a model with a vision tower needs; SGLang then uses Relax's processor of images and videos.
+
+    On large Hopper GPUs SGLang 0.5.23 keeps no tower features of a Qwen3-VL unless the size of their cache is set,
+    because it expects that every image is used once. A group uses its images once for each answer.
+    """
     if vision_tower(launch.model_folder) is None:
         return {}
     return {
         "SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE": MEDIA_PACKAGE,
         VISION_FOLDER: str(launch.model_folder),
+        FEATURE_MIB: os.environ.get(FEATURE_MIB, str(DEFAULT_FEATURE_MIB)),
         MEDIA_FOLDER: "" if launch.media_folder is None else str(launch.media_folder),
     }
 

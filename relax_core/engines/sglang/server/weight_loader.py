@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +13,22 @@ import torch
 from torch import Tensor
 
 from relax_core.contracts.engine import WeightManifest
-from relax_core.engines.sglang.client.weight_orders import Attest, LoadFile, Outcome, Watch, read_order
+from relax_core.engines.sglang.client.weight_orders import Attest, LoadFile, Outcome, Watch, not_written, read_order
 from relax_core.weights.version_file import DigestMismatch, TensorsDigest, read_weights
 
 NamedTensors = Iterable[tuple[str, Tensor]]
-NAMED = 5  # parameters that an error names
 _watched: dict[int, TensorsDigest] = {}  # id of a model → digest of the tensors that it has loaded since `watch`
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """Holds the digest of the frozen tensors that a model has loaded, and the names of its parameters made of them."""
+
+    digest: str
+    parameters: frozenset[str]
+
+
+_frozen: dict[int, Frozen] = {}  # id of a model → the frozen tensors that it holds
 
 
 def follow(model: Any, named_tensors: NamedTensors) -> None:
@@ -32,13 +44,39 @@ def follow(model: Any, named_tensors: NamedTensors) -> None:
 
 
 def load_file(model: Any, manifest: WeightManifest) -> Outcome:
-    """Loads a published file after comparing all its digests; returns why nothing or too little was loaded."""
+    """Loads a published file after comparing all its digests; returns why nothing or too little was loaded.
+
+    Frozen tensors are loaded too unless the model holds those with the same digest.
+    """
+    frozen, held = manifest.frozen, _frozen.pop(id(model), None)  # After a load that fails, nothing counts as held.
+    if frozen is None or held is None or held.digest != frozen.digest:
+        held = None
+    tensors = read_weights(manifest, with_frozen=held is None)
     try:
-        model.load_weights(emptied(model, with_tied_head(model, read_weights(manifest))))
+        if frozen is not None and held is None:
+            model.load_weights(emptied(model, with_tied_head(model, islice(tensors, len(frozen.tensors)))))
+            held = _frozen_in(model, frozen.digest)
+            model.load_weights(with_tied_head(model, tensors))
+        else:
+            keep = frozenset() if held is None else held.parameters
+            model.load_weights(emptied(model, with_tied_head(model, tensors), keep=keep))
     except (DigestMismatch, OSError) as error:
         return Outcome(str(error))
     missing = never_written(model)
+    if missing is None and held is not None:
+        _frozen[id(model)] = held
     return Outcome(missing, changed=missing is not None)
+
+
+def _frozen_in(model: Any, digest: str) -> Frozen | None:
+    """Returns the parameters that the frozen tensors have just filled.
+
+    It returns None if one of them has other tensors too, because frozen and trained tensors then come together.
+    """
+    empty = {name: torch.isnan(parameter.data) for name, parameter in _from_weights(model)}
+    if any(bool(one.any()) and not bool(one.all()) for one in empty.values()):
+        return None
+    return Frozen(digest, frozenset(name for name, one in empty.items() if not bool(one.any())))
 
 
 def with_tied_head(model: Any, named_tensors: NamedTensors) -> Iterator[tuple[str, Tensor]]:
@@ -52,6 +90,7 @@ def with_tied_head(model: Any, named_tensors: NamedTensors) -> Iterator[tuple[st
 
 def watch(model: Any) -> None:
     """Adds every tensor that the model loads to a digest, until `attest`."""
+    _frozen.pop(id(model), None)
     load = type(model).load_weights
     digest = _watched[id(model)] = TensorsDigest()
     first = True
@@ -78,17 +117,18 @@ def attest(model: Any, digest: str) -> Outcome:
     return Outcome(missing, changed=missing is not None)
 
 
-def emptied(model: Any, named_tensors: NamedTensors) -> Iterator[tuple[str, Tensor]]:
-    """Yields the tensors, and fills the model's parameters with NaN before the first of them.
+def emptied(model: Any, named_tensors: NamedTensors, *, keep: Collection[str] = ()) -> Iterator[tuple[str, Tensor]]:
+    """Yields the tensors, and fills the model's parameters except ``keep`` with NaN before the first of them.
 
     SGLang's models skip tensors whose names they do not know, in silence. What has no value after a load is then seen
-    by `never_written`. A version always has all tensors.
+    by `never_written`. A version always has all tensors except frozen ones that the model holds.
     """
     filled = False
     for name, tensor in named_tensors:
         if not filled:
-            for _, parameter in _from_weights(model):
-                parameter.data.fill_(torch.nan)
+            for parameter_name, parameter in _from_weights(model):
+                if parameter_name not in keep:
+                    parameter.data.fill_(torch.nan)
             filled = True
         yield name, tensor
 
@@ -96,12 +136,7 @@ def emptied(model: Any, named_tensors: NamedTensors) -> Iterator[tuple[str, Tens
 def never_written(model: Any) -> str | None:
     """Returns which parameters have elements that no tensor has set since `emptied`, or None if there is none."""
     missing = [name for name, parameter in _from_weights(model) if bool(torch.isnan(parameter.data).any())]
-    if not missing:
-        return None
-    more = f" and {len(missing) - NAMED} more" if len(missing) > NAMED else ""
-    return (
-        f"SGLang took no weights, or not all, for {len(missing)} of its parameters: {', '.join(missing[:NAMED])}{more}"
-    )
+    return not_written(missing) if missing else None
 
 
 def _from_weights(model: Any) -> Iterator[tuple[str, Tensor]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,14 +14,15 @@ from typing import Any
 import pytest
 import torch
 
-from relax_core.contracts.media import Media
+from relax_core.contracts.media import Media, MediaGone, MediaItem
 from relax_core.contracts.media_file import FolderReader
 from relax_core.engines.embedded.embedded_launch import ROOT
-from relax_core.engines.embedded.model import prefill
+from relax_core.engines.embedded.model import prefill, tower_features
 from relax_core.engines.embedded.model.decoder_model import LanguageModel
 from relax_core.engines.embedded.model.fused_weights import FusedWeights
 from relax_core.engines.embedded.model.model_config import read_model_config
-from relax_core.engines.embedded.model.tower_features import MediaFeatures, MediaGone
+from relax_core.engines.embedded.model.prefill import SequenceMedia
+from relax_core.engines.embedded.model.tower_features import ItemFeatures, MediaFeatures
 from relax_core.engines.embedded.scheduler.decoder import Decoder
 from relax_core.engines.embedded.scheduler.slots import Prefix
 from relax_core.engines.embedded.scheduler.token_sampler import SamplingSettings, sample_keys
@@ -118,7 +120,9 @@ def prefix(decoder: Decoder, prompt: tuple[list[int], list[Media]], *, new: int,
         max_new_tokens=new, temperature=1.0, top_p=1.0, top_k=-1, stop_token_ids=(), banned_token_ids=BANNED
     )
     ids, media = prompt
-    return Prefix(token_ids=ids, settings=settings, keys=sample_keys([seed], n)[0], media=decoder.see(len(ids), media))
+    [seen] = decoder.see([(len(ids), media)])
+    assert not isinstance(seen, MediaGone)
+    return Prefix(token_ids=ids, settings=settings, keys=sample_keys([seed], n)[0], media=seen)
 
 
 @torch.inference_mode()
@@ -172,42 +176,77 @@ def test_positions_with_fractions_are_those_of_whole_ones_between_them(seer: See
 
 
 # -- features ---------------------------------------------------------------------------------------------------------
+def of_item(features: MediaFeatures, item: MediaItem) -> ItemFeatures:
+    found = features.of_items([item])[item.digest]
+    assert isinstance(found, ItemFeatures)
+    return found
+
+
 @torch.inference_mode()
 def test_features_are_kept_within_their_bytes(seer: Seer) -> None:
     images = [seer.seen.image(3, 3, seed=seed) for seed in range(4)]
-    size = seer.features().of_item(images[0]).nbytes
+    size = of_item(seer.features(), images[0]).nbytes
     features = seer.features(limit=2 * size)
     for image in (*images[:2], *images[:2]):
-        features.of_item(image)
+        of_item(features, image)
     assert (features.passes, features.nbytes) == (2, 2 * size)
-    features.of_item(images[2])  # the first is dropped
-    features.of_item(images[1])
+    of_item(features, images[2])  # the first is dropped
+    of_item(features, images[1])
     assert features.passes == 3
-    features.of_item(images[0])
+    of_item(features, images[0])
     assert (features.passes, features.nbytes) == (4, 2 * size)
     features.forget()
     assert features.nbytes == 0
-    features.of_item(images[0])
+    of_item(features, images[0])
     assert features.passes == 5
     large = seer.features(limit=1)
-    large.of_item(images[0])
-    large.of_item(images[0])
+    of_item(large, images[0])
+    of_item(large, images[0])
     assert large.passes == 1, "the newest item is kept whatever its size"
+    assert [len(found) for found in (large.of_items(images), large.of_items([]))] == [4, 0]
+    assert (large.passes, large.nbytes) == (4, size), "more items than are kept are given together all the same"
 
 
 @torch.inference_mode()
-def test_features_do_not_depend_on_company(seer: Seer) -> None:
-    one, other = seer.seen.image(3, 5, seed=7), seer.seen.video(2, 2, 2, seed=8)
+def test_items_that_are_asked_for_together_pass_the_tower_together(seer: Seer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The features have the bits of an item that passes alone, and keep no other item's features in memory."""
+    seen = seer.seen
+    items = [seen.image(3, 5, seed=7), seen.image(3, 5, seed=8), seen.video(2, 2, 2, seed=9), seen.image(6, 6, seed=10)]
+    assert seer.weights.tower is not None
+    passes: list[int] = []
+    forward = seer.weights.tower.forward
+
+    def counted(pixels: torch.Tensor, **others: Any) -> Any:
+        passes.append(len(pixels))
+        return forward(pixels, **others)
+
+    monkeypatch.setattr(seer.weights.tower, "forward", counted)
     alone, together = seer.features(), seer.features()
-    together.of_sequence(100, seer.seen.prompt(other, one)[1])
-    assert torch.equal(alone.of_item(one).features, together.of_item(one).features)
+    found = [of_item(alone, one) for one in items]
+    assert passes == [one.patches for one in items]
+    together.of_sequences([(100, seen.prompt(items[0], items[1])[1]), (9, []), (100, seen.prompt(*items[1:])[1])])
+    assert passes[4:] == [sum(passes[:4])] and together.passes == 4
+    for item, one in zip(items, found, strict=True):
+        other = of_item(together, item)
+        assert torch.equal(one.features, other.features)
+        assert all(map(torch.equal, one.deepstack, other.deepstack))
+        assert other.features.untyped_storage().nbytes() == one.features.untyped_storage().nbytes()
+    monkeypatch.setattr(tower_features, "PASS_PATCHES", passes[0] + passes[1])
+    seer.features().of_items(items)
+    assert passes[5:] == [passes[0] + passes[1], passes[2], passes[3]]
 
 
-def test_an_item_that_is_gone_is_named(seer: Seer) -> None:
-    image = seer.seen.image(2, 2, seed=9)
-    (seer.seen.folder / image.digest).unlink()
-    with pytest.raises(MediaGone, match=rf"media {image.digest} \[image 32×32\] cannot be read: .* no such item"):
-        seer.features().of_item(image)
+@torch.inference_mode()
+def test_an_item_that_is_gone_is_named_and_leaves_the_others(seer: Seer) -> None:
+    gone, image = seer.seen.image(2, 2, seed=9), seer.seen.image(2, 2, seed=11)
+    (seer.seen.folder / gone.digest).unlink()
+    sequences = [(50, seer.seen.prompt(image, gone)[1]), (50, seer.seen.prompt(image)[1])]
+    error, found = seer.features().of_sequences(sequences)
+    assert re.match(rf"media {gone.digest} \[image 32×32\] cannot be read: .* no such item", str(error))
+    assert isinstance(error, MediaGone) and isinstance(found, SequenceMedia)
+    item = ScoreItem(token_ids=[7] * 50, start=0, top_k=1, temperature=1.0, media=sequences[0][1])
+    with pytest.raises(MediaGone, match=gone.digest):
+        seer.decoder().score([item])
 
 
 # -- weights ----------------------------------------------------------------------------------------------------------

@@ -25,8 +25,8 @@ from relax_core.engines.protocol.score_calls import TokensToScore
 from relax_core.engines.sglang.client.sglang_client import SglangClient
 from relax_core.families.architecture import VisionTower
 from relax_core.families.folder import vision_tower
-from relax_core.weights.version_file import write_weights
-from tests.contracts.engine.harness import TOKEN, Started
+from relax_core.weights.version_writer import VersionWriter
+from tests.contracts.engine.harness import TOKEN, Engine, Started
 from tests.engines.sglang.media.vision_models import (
     encoded,
     frames_of,
@@ -40,6 +40,7 @@ pytestmark = pytest.mark.sglang
 REACH = 2e-5
 DENSE, EXPERTS = "tiny_qwen3_vl", "tiny_qwen3_vl_moe"
 CONTEXT = 512
+LEFT_OUT = "model.visual.merger.linear_fc1.weight"
 PARAMS = SamplingParams(n=2, max_new_tokens=6)
 
 
@@ -72,11 +73,15 @@ class Served:
 
         return sorted(asyncio.run(collect(self.client())), key=lambda one: (one.prompt, one.sample))
 
-    def publish(self, weights: list[tuple[str, torch.Tensor]], folder: Path, *, by_disk: bool = False) -> None:
+    def publish(
+        self, weights: list[tuple[str, torch.Tensor]], folder: Path, *, by_disk: bool = False, frozen: str = "-"
+    ) -> None:
+        """Publishes the next version; the weights whose names contain ``frozen`` are in a file of their own."""
         self.version += 1
-        path = folder / f"v{self.version}" / "model.safetensors"
-        path.parent.mkdir(parents=True)
-        manifest = write_weights(path, version=self.version, tensors=weights)
+        path = folder / f"v{self.version}"
+        path.mkdir(parents=True)
+        names = [name for name, _ in weights if frozen in name]
+        manifest = VersionWriter(folder, frozen=names, model_folder=None).write(path, self.version, weights)
         client = self.client()
         (client.update_weights_from_disk if by_disk else client.update_weights)(manifest)
 
@@ -182,6 +187,32 @@ def test_given_tokens_are_scored_with_their_media(served: Served) -> None:
     assert np.abs(found[0].logprobs - found[2].logprobs).max() > 1e-3
 
 
+def test_the_embedded_engine_gives_the_same(served: Served, launch: EngineLaunch, started: Started) -> None:
+    """Compares prompt counts, and the log-prob of each token that SGLang has sampled and of its prompt's last ones."""
+    requests = [mixed_prompt(served, seed=60)[0], prompt([5, 6, 7, 8])]
+    found = served.generate(requests, PARAMS)
+    engine = replace(launch.engine, context_length=CONTEXT)
+    folders = {"model_folder": served.launch.model_folder, "media_folder": served.media}
+    process = started.start(replace(launch, engine=engine, **folders))  # type: ignore[arg-type]
+    embedded = Engine(process)
+    counts = {one.prompt: one.prompt_tokens for one in embedded.generate(requests, replace_n(1))}
+    assert [one.prompt_tokens for one in found] == [counts[one.prompt] for one in found]
+    given = [
+        TokensToScore(
+            input_ids=requests[one.prompt].input_ids + one.output_ids.tolist(),
+            first=len(requests[one.prompt].input_ids) - 2,
+            media=requests[one.prompt].media,
+        )
+        for one in found
+    ]
+    ours = embedded.client.score(given, top_k=0, temperature=1.0)
+    theirs = served.client().score(given, top_k=0, temperature=1.0)
+    process.stop(timeout_s=10.0)
+    for one, mine, other in zip(found, ours, theirs, strict=True):
+        assert np.abs(mine.logprobs - other.logprobs).max() <= REACH
+        assert np.abs(mine.logprobs[2:] - one.logprobs).max() <= REACH
+
+
 def dict_frames(served: Served, item: MediaItem) -> np.ndarray:
     from relax_core.contracts.media_file import FolderReader
 
@@ -210,13 +241,13 @@ def test_a_new_tower_sees_the_same_picture_anew(served: Served, tmp_path: Path) 
         served.model.load_state_dict(dict(weights), strict=False)
 
 
-def test_weights_without_a_part_of_the_tower_are_never_served(served: Served, tmp_path: Path) -> None:
+@pytest.mark.parametrize("by_disk", [False, True])
+def test_weights_without_a_part_of_the_tower_are_never_served(served: Served, tmp_path: Path, by_disk: bool) -> None:
     """SGLang skips what it does not know; the version is refused by the parameters that got nothing."""
     weights = published_weights(served.model)
-    left_out = "model.visual.merger.linear_fc1.weight"
-    renamed = [(name.replace(".visual.", ".vision.") if name == left_out else name, one) for name, one in weights]
+    renamed = [(name.replace(".visual.", ".vision.") if name == LEFT_OUT else name, one) for name, one in weights]
     with pytest.raises(EngineError, match=r"1 of its parameters: visual\.merger\.linear_fc1\.weight; it serves"):
-        served.publish(renamed, tmp_path)
+        served.publish(renamed, tmp_path, by_disk=by_disk)
     assert served.client().model_info()["weight_version"] == "-1"
     served.publish(weights, tmp_path)
     request, frames = mixed_prompt(served, seed=30)
@@ -281,7 +312,10 @@ def test_experts_see_too(sglang_launch: EngineLaunch, started: Started, tmp_path
 def test_a_server_of_somebody_elses_gets_images_and_no_video(
     sglang_launch: EngineLaunch, started: Started, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Uses SGLang's own processor of Qwen3-VL; weights come by disk, and its feature cache outlives them."""
+    """Uses SGLang's own processor of Qwen3-VL; weights come by disk, and its feature cache outlives them.
+
+    The first version that it gets shows whether it takes all parameters.
+    """
     monkeypatch.setattr("relax_core.engines.sglang.server.sglang_launch.MEDIA_PACKAGE", "")
     served = serve(sglang_launch, started, tmp_path, name=DENSE)
     try:
@@ -289,7 +323,14 @@ def test_a_server_of_somebody_elses_gets_images_and_no_video(
             served.launch,
             engine=replace(served.launch.engine, urls=[served.process.url], token_file=str(served.launch.token_file)),
         )
-        assert isinstance(served.client(), SglangClient) and not served.client().has_loader
+        client = served.client()
+        assert isinstance(client, SglangClient) and not client.has_loader
+        client.forget_weights()
+        without_a_part = [one for one in published_weights(served.model) if one[0] != LEFT_OUT]
+        with pytest.raises(EngineError, match=r"1 of its parameters: visual\.merger\.linear_fc1\.weight$"):
+            served.publish(without_a_part, tmp_path, by_disk=True)
+        assert served.client().model_info()["weight_version"] == "-1"
+        served.publish(published_weights(served.model), tmp_path, by_disk=True)
         first, second = frames_of(1, 32, 48, seed=50), frames_of(1, 48, 32, seed=51)
         request = prompt(*served.shown(served.item(first)), *served.shown(served.item(second)), [7])
         assert served.gap(request, [first, second]) <= REACH
@@ -297,10 +338,14 @@ def test_a_server_of_somebody_elses_gets_images_and_no_video(
             for name, parameter in served.model.named_parameters():
                 if "visual" in name:
                     parameter.mul_(1.5)
-        served.publish(published_weights(served.model), tmp_path, by_disk=True)
+        served.publish(published_weights(served.model), tmp_path, by_disk=True, frozen=".visual.")
         assert served.gap(request, [first, second]) <= REACH
         video = served.item(frames_of(4, 32, 32, seed=52), is_video=True)
         with pytest.raises(EngineError, match=r"engine\.urls names takes images only, and the prompt has a video"):
             served.generate([prompt(*served.shown(video), [7])])
+        with pytest.raises(EngineError, match=r"scores of prompts with images are not possible at a server that"):
+            client.score(
+                [TokensToScore(input_ids=request.input_ids, first=1, media=request.media)], top_k=0, temperature=1.0
+            )
     finally:
         served.process.stop(timeout_s=10.0)

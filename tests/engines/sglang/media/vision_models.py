@@ -11,14 +11,14 @@ import torch
 
 from relax_core.contracts.engine import PromptRequest
 from relax_core.contracts.media import Media, MediaItem
-from relax_core.contracts.media_file import item_digest, write_item
 from relax_core.contracts.trees.rotary import rotary_of_sequence
 from relax_core.families.architecture import VisionTower
 from relax_core.families.tiny_configs import processor_files, tiny_config
-from relax_core.families.vision.item_rows import feature_rows, image_rows, video_rows
+from relax_core.families.vision.item_rows import feature_rows
 from relax_core.families.vision.patches import patches_of
 from relax_core.tools.tiny_tokenizer import build_tokenizer
 from relax_core.tools.tiny_vision import write_published
+from tests.media_items import item_of
 
 FPS = 2.0
 
@@ -62,28 +62,12 @@ def frames_of(*shape: int, seed: int) -> np.ndarray:
 
 def encoded(frames: np.ndarray, tower: VisionTower, folder: Path, *, is_video: bool = False) -> MediaItem:
     """Writes frames as an item of the folder."""
-    count, height, width, _ = frames.shape
-    steps = -(-count // tower.temporal_patch_size)
-    grid = [steps, height // tower.patch_size, width // tower.patch_size]
-    if is_video:
-        tokenizer = build_tokenizer(vision=True)
-        stamps = [tokenizer.encode(f"<{step * 2 / FPS + 0.5 / FPS:.1f} seconds>") for step in range(steps)]
-        rows = video_rows(tower, grid=grid, stamps=stamps)
-    else:
-        rows = image_rows(tower, grid=grid)
-    item = MediaItem(
-        kind="video" if is_video else "image",
-        digest=item_digest(b"", {"frames": frames}),
-        token_ids=rows.token_ids.tobytes(),
-        offsets=rows.offsets.tobytes(),
-        advance=rows.advance,
-        placeholder=rows.placeholder,
-        grid=grid,
-        frames=count,
-        width=width,
-        height=height,
-    )
-    return write_item(folder, item, {"frames": frames})
+    if not is_video:
+        return item_of(tower, frames, folder=folder)
+    tokenizer = build_tokenizer(vision=True)
+    steps = -(-len(frames) // tower.temporal_patch_size)
+    stamps = [tokenizer.encode(f"<{step * 2 / FPS + 0.5 / FPS:.1f} seconds>") for step in range(steps)]
+    return item_of(tower, frames, stamps=stamps, folder=folder)
 
 
 def prompt(*parts: list[int] | MediaItem, rid: str = "p", seed: int = 1) -> PromptRequest:

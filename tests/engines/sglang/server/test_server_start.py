@@ -11,8 +11,11 @@ import torch
 
 from relax_core.config.schema import EngineConfig
 from relax_core.engines.engine_process import EngineLaunch
-from relax_core.engines.sglang.server.sglang_launch import flag_words
+from relax_core.engines.sglang.server.sglang_launch import FEATURE_MIB, flag_words
+from relax_core.engines.sglang.sglang_spec import SPEC
 from relax_core.engines.sglang.version import TESTED, version_problem
+from relax_core.families.tiny_configs import tiny_config
+from relax_core.tools.tiny_vision import write_settings
 
 
 def launch(tmp_path: Path, **engine: object) -> EngineLaunch:
@@ -60,6 +63,15 @@ def test_our_paths_stay_out_of_its_environment(tmp_path: Path, monkeypatch: pyte
     environment = launch(tmp_path).environment()
     assert "PYTHONPATH" not in environment
     assert (environment["OMP_NUM_THREADS"], environment["GLOO_SOCKET_IFNAME"]) == ("3", "lo")
+
+
+def test_tower_features_are_kept_on_every_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang keeps none on a large Hopper GPU if the variable is not set."""
+    write_settings(tmp_path, tiny_config("tiny_qwen3_vl"))
+    monkeypatch.delenv(FEATURE_MIB, raising=False)
+    assert int(launch(tmp_path).environment()[FEATURE_MIB]) == SPEC.feature_mib > 0
+    monkeypatch.setenv(FEATURE_MIB, "7")
+    assert launch(tmp_path).environment()[FEATURE_MIB] == "7"
 
 
 @pytest.mark.parametrize("version", [TESTED, "0.5.23.post1", "0.5.30", "0.5.24+cu130"])

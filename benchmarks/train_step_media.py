@@ -1,0 +1,263 @@
+"""Measures train steps over prompts with images for `benchmarks.train_step --media`.
+
+    python -m benchmarks.train_step_media [--parts language trees] [--repeats 5] [--json FILE]
+
+- ``language``: a step over prompts with images against a step of the text model of equal sizes over as many rows. What
+  the vision tower alone takes, forward and backward, is measured beside it and subtracted.
+- ``trees``: groups as trees, whose prompt and images are computed once, against rows, each answer with its own prompt
+  and images. Answers have 64 tokens; a prompt has 1,024 or 4,096 rows of images.
+
+An image has 256 rows, which are 1,024 patches. The tower's share of the matrix products of a step over a text of images
+is printed; that of Qwen3-VL-4B with images of that size is 0.25. Times are CPU seconds of one thread; ways take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from benchmarks.train_step import Result
+    from relax_core.contracts.media import MediaItem
+    from relax_core.contracts.tree import TokenTree
+
+PATCH, SIDE = 4, 32  # pixels of a patch, patches of an image's side
+IMAGE_ROWS = (SIDE // 2) ** 2
+ANSWER, BETWEEN = 64, 8  # tokens of an answer, tokens of text between two images
+TREES = ((1024, 8, 5.0), (4096, 16, 10.0))  # image rows, answers, the ratio to reach
+LANGUAGE_BOUND = 1.10
+LANGUAGE_GROUPS, LANGUAGE_IMAGES, LANGUAGE_ANSWERS = 2, 4, 8
+WORDS, IMAGE, VIDEO, BEGIN, END = 8000, 8001, 8002, 8003, 8004
+TOWER = {"depth": 1, "hidden_size": 128, "intermediate_size": 512, "num_heads": 4}
+
+
+def write_seeing_model(folder: Path) -> Path:
+    """Writes a random Qwen3-VL whose language model has the sizes of `benchmarks.train_step`'s dense one."""
+    import torch
+    import transformers
+
+    from benchmarks.train_step_ways import SIZES
+    from relax_core.tools.tiny_vision import write_published
+
+    size = SIZES["dense"]
+    text = {
+        "vocab_size": size.vocabulary,
+        "hidden_size": size.hidden,
+        "intermediate_size": size.feed_forward,
+        "num_hidden_layers": size.layers,
+        "num_attention_heads": size.heads,
+        "num_key_value_heads": size.kv_heads,
+        "head_dim": size.head_dim,
+        "max_position_embeddings": 16384,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 5, 5]},
+    }
+    vision = {
+        **TOWER,
+        "patch_size": PATCH,
+        "temporal_patch_size": 2,
+        "spatial_merge_size": 2,
+        "out_hidden_size": size.hidden,
+        "num_position_embeddings": SIDE**2,
+        "deepstack_visual_indexes": [0],
+        "in_channels": 3,
+    }
+    config = transformers.Qwen3VLConfig(
+        text_config=text,
+        vision_config=vision,
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+        vision_start_token_id=BEGIN,
+        vision_end_token_id=END,
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(0)
+    model = transformers.Qwen3VLForConditionalGeneration(config)
+    folder.mkdir()
+    config.save_pretrained(folder)
+    settings = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "size": {"shortest_edge": 64, "longest_edge": 2**20}}
+    for name in ("preprocessor_config.json", "video_preprocessor_config.json"):
+        (folder / name).write_text(json.dumps(settings))
+    write_published(model, folder)
+    return folder
+
+
+class SeeingSteps:
+    """Makes groups with images, and the ways to compute a step over them; ``folder`` gets model and items."""
+
+    def __init__(self, folder: Path) -> None:
+        from relax_core.contracts.media_file import FolderReader
+        from relax_core.families.folder import folder_architecture
+
+        self.model = write_seeing_model(folder / "seeing")
+        self.items = folder / "items"
+        self.items.mkdir()
+        self.reader = FolderReader(self.items)
+        tower = folder_architecture(self.model).vision
+        assert tower is not None, "the model sees"
+        self.tower = tower
+        self._random = np.random.default_rng(3)
+
+    def image(self) -> MediaItem:
+        """Returns a new random image."""
+        from tests.media_items import item_of
+
+        pixels = self._random.integers(0, 256, (1, SIDE * PATCH, SIDE * PATCH, 3), dtype=np.uint8)
+        return item_of(self.tower, pixels, folder=self.items)
+
+    def group(self, uid: str, *, images: int, answers: int) -> TokenTree:
+        """Returns a group whose prompt has new images with text between them."""
+        from relax_core.contracts.media import Media
+        from tests.trees import answers_tree
+
+        ids: list[int] = []
+        media: list[Media] = []
+        for _ in range(images):
+            item = self.image()
+            ids += [*self._random.integers(0, WORDS, BETWEEN).tolist(), BEGIN]
+            media.append(Media(item, len(ids), len(ids) + item.rows))
+            ids += [*item.ids.tolist(), END]
+        lengths = np.full(answers, ANSWER)
+        advantages = self._random.standard_normal(answers).astype(np.float32)
+        tree = answers_tree(
+            uid,
+            np.array(ids, dtype=np.int32),
+            lengths,
+            self._random.integers(0, WORDS, int(lengths.sum()), dtype=np.int32),
+            logprobs=-1.0,
+            advantages=np.repeat(advantages, lengths),
+        )
+        return replace(tree, media=media)
+
+    def ours(self) -> Any:
+        """Returns the trainer's step over such groups."""
+        from benchmarks.train_step_ways import Ours
+
+        return Ours(self.model, family="qwen3_vl", media=self.reader)
+
+    def tower_seconds(self, groups: Sequence[TokenTree], module: Any) -> float:
+        """Returns the CPU seconds of the tower's passes of a step over groups that are micro-batches of their own."""
+        import torch
+
+        from relax_core.families.vision.tower import pass_items
+
+        start = time.process_time()
+        for group in groups:
+            items = [one.item for one in group.media]
+            frames = [self.reader.tensors(item)["frames"] for item in items]
+            output = pass_items(module, self.tower, frames, [item.grid for item in items])
+            torch.stack([output.features, *output.deepstack]).sum().backward()
+        return time.process_time() - start
+
+
+def language(folder: Path, *, repeats: int) -> dict[str, Any]:
+    """Returns the time of the language part of a picture step over that of a text step, repeat by repeat."""
+    from benchmarks.train_step_ways import SIZES, Ours, make_groups, write_model
+
+    steps = SeeingSteps(folder)
+    groups = [
+        steps.group(f"g{place}", images=LANGUAGE_IMAGES, answers=LANGUAGE_ANSWERS) for place in range(LANGUAGE_GROUPS)
+    ]
+    trunk = groups[0].computed_rows - LANGUAGE_ANSWERS * (ANSWER - 1)
+    lengths = np.full((LANGUAGE_GROUPS, LANGUAGE_ANSWERS), ANSWER)
+    size = SIZES["dense"]
+    plain = make_groups(lengths, prompt=trunk, vocabulary=size.vocabulary)
+    assert [one.computed_rows for one in plain] == [one.computed_rows for one in groups]
+    seeing, text = steps.ours(), Ours(write_model(folder / "text", size), family="qwen3")
+    budget = groups[0].computed_rows
+    ways: dict[str, Callable[[], float]] = {
+        "text": lambda: _seconds(lambda: text.step(plain, budget_rows=budget)),
+        "pictures": lambda: _seconds(lambda: seeing.step(groups, budget_rows=budget)),
+        "tower": lambda: steps.tower_seconds(groups, seeing.vision),
+    }
+    found = _in_turns(ways, repeats=repeats)
+    ratios = [
+        (pictures - tower) / plain_s
+        for pictures, tower, plain_s in zip(found["pictures"], found["tower"], found["text"], strict=True)
+    ]
+    shares = [tower / pictures for tower, pictures in zip(found["tower"], found["pictures"], strict=True)]
+    print(
+        f"\nlanguage part over a text step, {LANGUAGE_GROUPS} groups of {budget:,} rows, {LANGUAGE_IMAGES} images each"
+    )
+    for way, seconds in found.items():
+        print(f"{way:12}{median(seconds):8.2f} s")
+    print(f"ratio {_spread(ratios)}, at most {LANGUAGE_BOUND:.2f}; the tower is {median(shares):.0%} of a step")
+    return {"seconds": found, "ratios": ratios}
+
+
+def trees(folder: Path, *, repeats: int) -> Iterator[Result]:
+    """Yields the speed of a step over a group as a tree, against rows, for each shape of `TREES`."""
+    from benchmarks.train_step import measure
+    from benchmarks.train_step_ways import as_rows
+
+    steps = SeeingSteps(folder)
+    rows_model, tree_model = steps.ours(), steps.ours()
+    for image_rows, answers, reach in TREES:
+        group = steps.group("g0", images=image_rows // IMAGE_ROWS, answers=answers)
+        rows = as_rows([group])
+        budget = group.computed_rows
+        ways: dict[str, Callable[[], float]] = {
+            "rows": lambda rows=rows, budget=budget: rows_model.step(rows, budget_rows=budget),  # type: ignore[misc]
+            "tree": lambda group=group, budget=budget: tree_model.step([group], budget_rows=budget),  # type: ignore[misc]
+        }
+        name = f"{image_rows:,} × {answers}, ≥ {reach:g}"
+        yield measure(name, ways, tokens=answers * ANSWER, repeats=repeats)
+
+
+def _seconds(step: Callable[[], float]) -> float:
+    start = time.process_time()
+    step()
+    return time.process_time() - start
+
+
+def _in_turns(ways: Mapping[str, Callable[[], float]], *, repeats: int) -> dict[str, list[float]]:
+    """Returns what each way gives in each repeat; each runs once before, and every other repeat is reversed."""
+    for way in ways.values():
+        way()
+    found: dict[str, list[float]] = {name: [] for name in ways}
+    for repeat in range(repeats):
+        for name in sorted(ways, reverse=bool(repeat % 2)):
+            found[name].append(ways[name]())
+    return found
+
+
+def _spread(ratios: Sequence[float]) -> str:
+    return f"{median(ratios):5.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
+
+
+def main() -> None:
+    """Runs the parts and prints their figures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", choices=("language", "trees"), default=("language", "trees"))
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--json", type=Path, default=None, help="write all figures here")
+    arguments = parser.parse_args()
+    # Before torch is imported.
+    os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    report: dict[str, Any] = {"load": os.getloadavg()[0]}
+    with tempfile.TemporaryDirectory(prefix="relax-train-step-media-") as scratch:
+        for part in arguments.parts:
+            folder = Path(scratch) / part
+            folder.mkdir()
+            if part == "language":
+                report[part] = language(folder, repeats=arguments.repeats)
+                continue
+            from benchmarks.train_step import tell
+
+            results = trees(folder, repeats=arguments.repeats)
+            report[part] = tell("trees with images: image rows × answers, and the ratio to reach", results)
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(report, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""Tells from the headers of a few rows' images and videos how large those of a prompt are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from relax_core.data.media.media_headers import PlannedItem
+
+FIRST_ROWS = 256  # data rows whose images and videos are counted
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptMedia:
+    """Describes the images and videos of the first ``prompts`` rows that can be used.
+
+    ``items``, ``rows`` of the language model, ``patches`` of the tower and ``nbytes`` of uint8 frames are means over
+    these prompts; ``most_rows``, ``most_patches`` and ``most_bytes`` are those of the prompt that has most, and
+    ``item_patches`` those of the largest item. ``source_pixels`` is the largest size of an image or a frame before its
+    resize. ``videos`` says whether there are any, because they need the tokenizer. ``prompts`` is 0 if the figures are
+    what the limits allow because there are no rows yet.
+    """
+
+    prompts: int
+    items: float
+    rows: float
+    patches: float
+    nbytes: float
+    most_rows: int
+    most_patches: int
+    most_bytes: int
+    item_patches: int
+    source_pixels: int
+    videos: bool
+
+
+def summed_up(prompts: Sequence[Sequence[PlannedItem]]) -> PromptMedia | None:
+    """Returns the description of some prompts, None if there is no prompt."""
+    if not prompts:
+        return None
+    items = [one for prompt in prompts for one in prompt]
+    return PromptMedia(
+        prompts=len(prompts),
+        items=len(items) / len(prompts),
+        rows=sum(one.rows for one in items) / len(prompts),
+        patches=sum(one.patches for one in items) / len(prompts),
+        nbytes=sum(one.nbytes for one in items) / len(prompts),
+        most_rows=max(sum(one.rows for one in prompt) for prompt in prompts),
+        most_patches=max(sum(one.patches for one in prompt) for prompt in prompts),
+        most_bytes=max(sum(one.nbytes for one in prompt) for prompt in prompts),
+        item_patches=max((one.patches for one in items), default=0),
+        source_pixels=max((one.source_pixels for one in items), default=0),
+        videos=any(one.kind == "video" for one in items),
+    )

@@ -1,0 +1,70 @@
+"""Writes the files of a weight version, and once for all versions the file of the tensors that do not train."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from relax_core.contracts.engine import WeightManifest
+from relax_core.families.folder import WEIGHT_INDEX
+from relax_core.weights.safetensors_stream import write_weight_index
+
+if TYPE_CHECKING:
+    import torch
+
+WEIGHTS = "model.safetensors"
+# With frozen tensors, a version has two files and their index under Hugging Face's names.
+FROZEN, TRAINED = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+FROZEN_FOLDER = "frozen"
+COMPANIONS = {".json", ".txt", ".model", ".jinja"}  # config, tokenizer and chat template
+
+
+class VersionWriter:
+    """Writes versions into folders below ``folder``, each of which loads as a Hugging Face model.
+
+    ``frozen`` names the tensors that are the same in every version. They are in a file of their own, which is written
+    with the first version and to which each version has a link. ``model_folder`` has the config and the tokenizer, to
+    which each version has links too.
+    """
+
+    def __init__(self, folder: Path, *, frozen: Collection[str], model_folder: Path | None) -> None:
+        self._apart = folder / FROZEN_FOLDER
+        self._names = frozenset(frozen)
+        self._frozen: WeightManifest | None = None
+        self._linked = [path for path in model_folder.iterdir() if _is_companion(path)] if model_folder else []
+        self._header_room: int | None = None
+
+    def write(self, folder: Path, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightManifest:
+        """Writes a version into its ``folder`` and returns its manifest."""
+        from relax_core.weights.version_file import HEADER_ROOM, WeightFile  # Readers of manifests need no torch.
+
+        with ExitStack() as files:
+            path = folder / (TRAINED if self._names else WEIGHTS)
+            trained = files.enter_context(WeightFile(path, header_room=self._header_room or HEADER_ROOM))
+            frozen = None
+            if self._names and self._frozen is None:
+                self._apart.mkdir(exist_ok=True)
+                frozen = files.enter_context(WeightFile(self._apart / FROZEN))
+            for name, tensor in tensors:
+                if name not in self._names:
+                    trained.add(name, tensor)
+                elif frozen is not None:
+                    frozen.add(name, tensor)
+            held = self._frozen if frozen is None else frozen.finish(version=version)
+            manifest = trained.finish(version=version, frozen=held)
+        if held is not None and self._frozen is None:
+            assert len(held.tensors) == len(self._names), "each frozen name is that of a tensor"
+            write_weight_index(self._apart / WEIGHT_INDEX, {FROZEN: held.tensors, TRAINED: manifest.tensors})
+            self._linked += [self._apart / FROZEN, self._apart / WEIGHT_INDEX]
+        self._frozen, self._header_room = held, manifest.data_offset
+        for source in self._linked:
+            link = folder / source.name
+            if not link.is_symlink():
+                link.symlink_to(source)
+        return manifest
+
+
+def _is_companion(path: Path) -> bool:
+    return path.suffix in COMPANIONS and not path.name.endswith(".index.json")

@@ -1,0 +1,88 @@
+"""Every key of images and videos is refused when it makes no sense, with key, value and fix."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from relax_core.config.checks import modality_keys
+from relax_core.config.checks.modality_keys import modality_problems
+from relax_core.config.checks.validate import problems_of
+from relax_core.config.compose import compose, typed_config
+from relax_core.config.media_schema import MediaKeys, ModalityConfig
+from relax_core.config.schema import RelaxConfig
+
+
+@pytest.fixture(scope="module")
+def sees() -> RelaxConfig:
+    return typed_config(compose(["model=tiny_qwen3_vl", "data=see"]))
+
+
+def _with(config: RelaxConfig, section: str, **values: Any) -> RelaxConfig:
+    return dataclasses.replace(config, **{section: dataclasses.replace(getattr(config, section), **values)})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("image_tokens", [0, 64]),
+        ("image_tokens", [64, 4]),
+        ("image_tokens", [4]),
+        ("video_frames", [0, 64]),
+        ("video_frames", [8, 4]),
+        ("source_pixels", 0),
+        ("video_fps", 0.0),
+        ("frame_tokens", 0),
+        ("item_mb", 0),
+        ("prompt_items", 0),
+        ("workers", 0),
+        ("worker_timeout_s", 0.0),
+        ("worker_mb", 64),
+        ("cache_mb", -1),
+        ("max_bad_in_a_row", 0),
+    ],
+)
+def test_a_value_without_meaning_is_refused(sees: RelaxConfig, key: str, value: Any) -> None:
+    assert list(problems_of(sees, ())) == []
+    (told,) = problems_of(_with(sees, "modality", **{key: value}), ())
+    assert told.startswith(f"modality.{key}={value}"), told
+
+
+def test_every_key_is_in_the_list_above() -> None:
+    marks = test_a_value_without_meaning_is_refused.pytestmark  # type: ignore[attr-defined]
+    tested = {key for key, _ in marks[0].args[1]}
+    assert tested | {"name"} == {one.name for one in dataclasses.fields(ModalityConfig)}
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "words"),
+    [
+        ("data", {"media_root": "/nowhere/at/all"}, "data.media_root=/nowhere/at/all: no such folder. Mount it"),
+        ("data", {"row_group_mb": 0}, "data.row_group_mb=0: must be at least 1"),
+        ("parallel", {"micro_batch_patches": 0}, "parallel.micro_batch_patches=0: must be at least 1"),
+        ("optimizer", {"tower_lr": 0.0}, "optimizer.tower_lr=0.0: must be more than 0"),
+        ("modality", {"name": "text"}, "data.task=see has images and videos: modality=text reads none."),
+    ],
+)
+def test_the_other_keys_are_refused(sees: RelaxConfig, section: str, values: dict[str, Any], words: str) -> None:
+    (told,) = problems_of(_with(sees, section, **values), ())
+    assert told.startswith(words), told
+
+
+def test_columns_of_a_model_that_reads_text_are_refused() -> None:
+    text = _with(typed_config(compose([])), "data", media_keys=MediaKeys(video="clips"))
+    (told,) = modality_problems(text)
+    assert told.startswith("data.media_keys.video=clips: model=tiny_qwen3 reads text only. Choose a model that sees")
+
+
+def test_a_missing_library_is_named_with_its_command(sees: RelaxConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(modality_keys, "LIBRARIES", {"no_such_library": "PyAV"})
+    (told,) = modality_problems(sees)
+    assert "PyAV not installed. Run pip install 'relax-core[omni]', or train it on text with modality=text." in told
+
+
+def test_a_folder_of_media_that_exists_is_taken(sees: RelaxConfig, tmp_path: Path) -> None:
+    assert list(modality_problems(_with(sees, "data", media_root=str(tmp_path)))) == []

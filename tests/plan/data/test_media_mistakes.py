@@ -1,0 +1,136 @@
+"""Mistakes with images and videos: before anything starts, one screen tells the key, its value and what helps."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from relax_core.config.compose import load_config
+from relax_core.config.errors import ConfigError
+from relax_core.data.see_task import files_folder
+from relax_core.preflight import CHECKS, settle
+from relax_core.tools.make_tiny import tiny_model_folder
+
+SCREEN_LINES, SCREEN_COLUMNS = 24, 160
+SEES = (
+    "model=tiny_qwen3_vl",
+    "data=file",
+    "reward=exact_match",
+    "data.eval_size=4",
+    "eval.rows=4",
+    "engine.context_length=256",
+)
+IMAGES = "data.media_keys.image=images"
+ASK = "<image>which colour?"
+
+
+def rows_of(folder: Path, row: dict[str, Any], *, count: int = 20) -> str:
+    """Writes rows whose pictures lie beside them; ``row`` is every one of them."""
+    for name in ("red-00.png", "left-00.mp4"):
+        shutil.copy(files_folder() / "train" / name, folder / name)
+    (folder / "rows.jsonl").write_text((json.dumps({"answer": "red", **row}) + "\n") * count)
+    return f"data.path={folder / 'rows.jsonl'}"
+
+
+def refused(*words: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(words, checks=CHECKS, settle=settle)
+    report = caught.value.report()
+    lines = sum(1 + len(line) // SCREEN_COLUMNS for line in report.splitlines())
+    assert lines <= SCREEN_LINES and "Traceback" not in report, report
+    return report
+
+
+def url_row(scheme: str) -> dict[str, Any]:
+    return {"prompt": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": scheme}}]}]}
+
+
+SOUND = {"type": "input_audio", "input_audio": {"data": "UklGRg==", "format": "wav"}}
+ROWS: list[tuple[dict[str, Any], tuple[str, ...], tuple[str, ...]]] = [
+    # a row, further words, what the screen tells
+    (
+        {"prompt": ASK, "images": "red-00.png"},
+        ("model=tiny_qwen3", IMAGES),
+        ("data.media_keys.image=images", "reads text only", "Choose a model that sees, e.g. model=qwen3_vl"),
+    ),
+    (
+        {"prompt": ASK, "images": "red-00.png"},
+        ("modality=text", IMAGES),
+        ("data.media_keys.image=images", "modality=text reads none", "or drop the key"),
+    ),
+    (
+        {"prompt": ASK, "images": "red-00.png"},
+        ("data.media_keys.image=pictures",),
+        ("no column pictures, only answer, images, prompt", "data.media_keys.image"),
+    ),
+    (
+        {"prompt": "which colour?", "images": "red-00.png"},
+        ("data.media_keys.image=pictures",),
+        ("data.media_keys.image=pictures", "no row that was looked at has this column", "answer, images, prompt"),
+    ),
+    (
+        {"prompt": ASK, "images": "mnt/red-00.png"},
+        (IMAGES,),
+        (
+            "16 of the 16 rows",
+            "mnt/red-00.png: No such file",
+            "Are the files mounted? Name their folder in data.media_root",
+        ),
+    ),
+    (
+        url_row("https://example.org/a.png"),
+        (),
+        ("16 of the 16 rows", "https://example.org/a.png: only files below data.media_root are read", "Download"),
+    ),
+    (
+        {"prompt": [{"role": "user", "content": [SOUND, {"type": "text", "text": "what is it?"}]}]},
+        (),
+        ("input_audio", "text, image, image_url, video, video_url"),
+    ),
+    (
+        {"prompt": ASK, "images": "red-00.png"},
+        (IMAGES, "modality.image_tokens=[300,400]"),
+        ("modality.image_tokens=[300, 400]", "engine.context_length=256", "no image fits into the context"),
+    ),
+    (
+        {"prompt": ASK, "images": "red-00.png"},
+        (IMAGES, "engine.context_length=24", "rollout.max_new_tokens=16"),
+        ("rollout.max_new_tokens", "engine.context_length=", "or null, which derives it"),
+    ),
+    (
+        {"prompt": ASK, "images": "red-00.png"},
+        (IMAGES, "model.freeze=[router]"),
+        ("model.freeze=[router]", "has no router", "Use model.freeze=[]"),
+    ),
+    (
+        {"prompt": "<video>which way?", "videos": "left-00.mp4"},
+        ("data.media_keys.video=videos", "engine=sglang", "engine.urls=[http://127.0.0.1:9]"),
+        ("data.media_keys.video=videos with engine.urls", "takes images only", "Drop engine.urls, or drop the key"),
+    ),
+]
+
+
+@pytest.mark.parametrize(("row", "words", "told"), ROWS, ids=lambda value: None)
+def test_a_mistake_is_one_screen_with_key_value_and_fix(
+    tmp_path: Path, row: dict[str, Any], words: tuple[str, ...], told: tuple[str, ...]
+) -> None:
+    report = refused(*SEES, rows_of(tmp_path, row), *words)
+    for one in told:
+        assert one in report, report
+
+
+def test_a_folder_without_its_processor_files_is_told(tmp_path: Path) -> None:
+    shutil.copytree(tiny_model_folder("tiny_qwen3_vl", task="see"), tmp_path / "model")
+    (tmp_path / "model" / "preprocessor_config.json").unlink()
+    report = refused("model=qwen3_vl", f"model.path={tmp_path / 'model'}", "data=see")
+    assert f"model.path={tmp_path / 'model'}: no preprocessor_config.json there" in report
+    assert "Fetch the folder again, with its processor files." in report
+
+
+def test_a_kind_of_media_that_is_not_there_is_told() -> None:
+    report = refused("model=tiny_qwen3_vl", "data=see", "data.media_keys.audio=sounds")
+    assert "data.media_keys.audio is not a key" in report and "data.media_keys.image" in report
