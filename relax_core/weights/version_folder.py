@@ -17,7 +17,7 @@ KEPT_VERSIONS = 2  # A reader that has just read the newest manifest must still 
 LATEST = "latest.json"
 PUSHED = "pushed.json"
 READER = "reader-"  # A mark's name is this and the reader's name; its content is the version that is read.
-REMOVED = ".removed"  # The name of a version that is about to be removed ends with this.
+REMOVAL = ".removal"  # An empty file with a version's name and this ending says that the version is being removed.
 READS = 5  # Attempts to read a file that looks damaged: network file systems may show half of a file being replaced.
 READ_AGAIN_S = 0.1
 
@@ -74,7 +74,7 @@ def reading(folder: Path, *, reader: str) -> Iterator[WeightManifest]:
             newest = read_latest(folder)
             assert newest is not None, "no version was published yet"
             _replace(mark, newest.version)
-            if Path(newest.path).exists():
+            if _stays(Path(newest.path)):
                 latest = newest
             elif newest == missing:
                 raise FileNotFoundError(f"weights version {newest.version} is the newest, but {newest.path} is missing")
@@ -83,6 +83,14 @@ def reading(folder: Path, *, reader: str) -> Iterator[WeightManifest]:
         yield latest
     finally:
         mark.unlink(missing_ok=True)
+
+
+def _stays(file: Path) -> bool:
+    """Returns whether nobody is removing a version and its file exists. A reader asks after it has written its mark.
+
+    The order of the two questions matters: a removal that has ended has taken the file away.
+    """
+    return not file.parent.with_suffix(REMOVAL).exists() and file.exists()
 
 
 class VersionFolder:
@@ -96,6 +104,7 @@ class VersionFolder:
     def new(self, version: int) -> Path:
         """Creates the folder of a new version, which is the newest from now on."""
         target = self._folder / f"{version:08d}"
+        target.with_suffix(REMOVAL).unlink(missing_ok=True)  # of a trainer that was killed in a removal
         target.mkdir(exist_ok=True)
         self._versions[version] = target
         return target
@@ -113,16 +122,18 @@ class VersionFolder:
     def _remove(self, version: int) -> bool:
         """Removes a version, or returns False if it is being read.
 
-        A reader writes its mark before it checks that the file exists. The folder is therefore renamed before the marks
-        are read, so that either the reader or this method sees the other one.
+        A reader writes its mark before it asks whether the version is being removed, and this method says so before it
+        reads the marks: either the reader or this method sees the other one. No file of a version that is kept moves.
         """
         folder = self._versions[version]
-        removed = folder.with_suffix(REMOVED)
-        folder.rename(removed)
+        removal = folder.with_suffix(REMOVAL)
+        removal.touch()
         if version in self._marked():
-            removed.rename(folder)
+            removal.unlink()
             return False
-        shutil.rmtree(removed, ignore_errors=True)  # A network file system may still hold an open file.
+        shutil.rmtree(folder, ignore_errors=True)  # A network file system may still hold an open file.
+        if not folder.exists():
+            removal.unlink()
         return True
 
     def _marked(self) -> set[int]:

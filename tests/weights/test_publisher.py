@@ -25,6 +25,7 @@ from relax_core.weights.version_folder import (
     LATEST,
     PUSHED,
     PublishedUnreadable,
+    VersionFolder,
     read_latest,
     read_pushed,
     reading,
@@ -287,6 +288,27 @@ def test_a_fault_of_our_own_is_raised(tmp_path: Path) -> None:
     publisher = WeightPublisher(tmp_path / "second", nobody, transport=SharedMemoryTransport())
     with pytest.raises(LookupError, match="no directory"):
         publisher.publish(1, [("a", torch.ones(2))]).result(timeout=120.0)
+
+
+def test_the_file_that_is_read_is_there_while_a_removal_looks_for_readers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publisher = WeightPublisher(tmp_path, list, transport=SharedMemoryTransport())
+    publisher.publish(0, [("a", torch.zeros(5))]).result(timeout=120.0)
+    seen = []
+    marked = VersionFolder._marked
+
+    def look(folder: VersionFolder) -> set[int]:
+        seen.append(Path(manifest.path).exists())
+        return marked(folder)
+
+    monkeypatch.setattr(VersionFolder, "_marked", look)
+    with reading(tmp_path, reader="engine-0") as manifest:
+        for version in range(1, 4):
+            publisher.publish(version, [("a", torch.zeros(5))]).result(timeout=120.0)
+    publisher.close()
+    assert seen and all(seen)
+    assert not list(tmp_path.glob("*.removal"))
 
 
 def test_a_version_stays_while_somebody_reads_it(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,10 @@ def second(ray_session: str) -> Iterator[Node]:
     node = cluster.add_node(wait=False, num_cpus=0, object_store_memory=80 << 20, node_ip_address="127.0.0.1")
     yield node
     node.kill_all_processes(check_alive=False, allow_graceful=False, wait=True)
+    deadline = time.monotonic() + T
+    while any(each["Alive"] for each in ray.nodes() if each["NodeID"] == node.node_id):  # Ray places actors there
+        assert time.monotonic() < deadline, "Ray has not noticed the end of the second node"
+        time.sleep(0.05)
 
 
 @pytest.fixture
