@@ -123,7 +123,7 @@ class SeenExamples:
                 if index % len(ANSWERS) == number
             ]
             assert all(one.part == part for one in examples), "the parts take turns"
-            guessed = 0.0 if part == WORD else recipe.guessed
+            guessed = 0.0 if part == WORD or step < recipe.right_steps else recipe.guessed
             for weight, first in ((1 - guessed, False), (guessed, True)):
                 batch = SeenBatch()
                 for one in examples:

@@ -38,11 +38,13 @@ class WarmStart:
 class SeeWarmStart(WarmStart):
     """Is the warm start of a model that sees.
 
-    An example about an image or video is learnt with two answers: the right one, and with the weight ``guessed`` the
+    The first ``right_steps`` learn right answers only, so that the model tells all images and videos apart. After them
+    an example about an image or video is learnt with two answers: the right one, and with the weight ``guessed`` the
     first answer to the question. So greedy answers are that first one, which is right by chance, and any other right
     answer has a probability of about 1 - ``guessed``, so that GRPO meets it in each group.
     """
 
+    right_steps: int
     guessed: float
 
 
@@ -55,8 +57,8 @@ WARM_STARTS = {
     (TEACHER, ARITHMETIC): WarmStart(steps=500, seed=0, lr=3e-3),
     (EXPERTS, REVERSE_DIGITS): WarmStart(steps=58, seed=8),
     (EXPERTS, ARITHMETIC): WarmStart(steps=240, seed=0, lr=3e-3),
-    (VISION, SEE): SeeWarmStart(steps=160, guessed=0.6, seed=0, batch_size=36),
-    (VISION_EXPERTS, SEE): SeeWarmStart(steps=200, guessed=0.55, seed=0, batch_size=36),
+    (VISION, SEE): SeeWarmStart(steps=180, right_steps=80, guessed=0.6, seed=0, batch_size=36),
+    (VISION_EXPERTS, SEE): SeeWarmStart(steps=200, right_steps=80, guessed=0.55, seed=0, batch_size=36),
 }
 
 
