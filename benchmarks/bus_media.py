@@ -38,7 +38,7 @@ WARM_UP_CYCLES = 2  # Ray's store and the Ray task that moves files into it are 
 
 
 class MediaLine:
-    """One backend and place under measurement."""
+    """Holds one backend and place under measurement."""
 
     def __init__(self, bus: RayBus, folder: Path, frames: np.ndarray) -> None:
         self._bus, self._folder, self._frames = bus, folder, frames

@@ -247,7 +247,7 @@ def _is_controller(pid: int) -> bool:
 
 
 def _is_killed(pid: int, *, stopped_at: float) -> bool:
-    """Whether the run ends a stopped process for its silence, soon after its deadline."""
+    """Returns whether the run ends a stopped process for its silence, soon after its deadline."""
     while not process_state(pid).startswith(EXITED):
         if time.time() - stopped_at > HEARTBEAT_S + NOTICE_S:
             return False

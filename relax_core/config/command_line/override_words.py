@@ -142,7 +142,7 @@ def with_plugin_groups(overrides: Sequence[str]) -> list[str]:
 
 
 def _is_plugin(kind: Kind, name: str) -> bool:
-    """Whether the name is a file's or an installed package's; another name of such a group only tells options apart."""
+    """Returns whether the name is that of a file or of an installed package; other names only tell options apart."""
     return is_file_plugin(name.strip(SINGLE + DOUBLE)) or (name in names(kind) and not is_builtin(kind, name))
 
 

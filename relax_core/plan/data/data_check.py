@@ -208,7 +208,7 @@ def _remedy(config: RelaxConfig, found: _Found) -> str:
 
 
 class _Found:
-    """What was found so far.
+    """Holds what was found so far.
 
     ``too_long`` maps the numbers of prompts without room to their tokens. ``longest`` is the number of tokens of the
     longest tokenized prompt; ``rest`` the bytes of the longest prompt that was not tokenized, if it may have more
