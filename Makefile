@@ -13,7 +13,7 @@ TEST_WORKERS ?= 2
 export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: env test-env run run-see test test-chaos test-soak slurm test-slurm sglang-cpu run-sglang test-sglang lint clean
+.PHONY: env test-env run run-see run-omni test test-chaos test-soak slurm test-slurm sglang-cpu run-sglang test-sglang lint clean
 .DEFAULT_GOAL := run
 
 env: $(VENV)/.relax-env
@@ -23,9 +23,12 @@ test-env: $(VENV)/.relax-test-env
 run: env
 	$(BIN)/python -m relax_core $(ARGS)
 
-# Pictures and videos: the extra [omni] has Pillow and PyAV.
+# Pictures, videos and sounds: the extra [omni] has Pillow, PyAV, soundfile and soxr.
 run-see: env $(VENV)/.relax-omni
 	$(BIN)/python -m relax_core model=tiny_qwen3_vl data=see $(ARGS)
+
+run-omni: env $(VENV)/.relax-omni
+	$(BIN)/python -m relax_core model=tiny_qwen3_omni data=four_modalities $(ARGS)
 
 test: test-env
 	@$(BIN)/python -m pytest -q -n $(TEST_WORKERS) -m "not soak and not slurm and not chaos and not sglang" $(ARGS)

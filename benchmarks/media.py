@@ -1,12 +1,13 @@
-"""Measures encode workers: ``python -m benchmarks.media``.
+"""Measures encode workers: ``python -m benchmarks.media``; with ``--sounds``, only those of sounds.
 
-It prints the time of one item, two workers over one, the stall of the event loop meanwhile, and a worker's memory; then
-how often the items of a run are encoded, and the bytes that the bus stores for a group. Each bound stands beside its
-figure.
+It prints how much faster than real time one worker decodes 30 s of sound and computes its features; then the time of
+one item, two workers over one, the stall of the event loop meanwhile, and a worker's memory; then how often the items
+of a run are encoded, and the bytes that the bus stores for a group. Each bound stands beside its figure.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import io
 import os
@@ -23,16 +24,62 @@ from relax_core.contracts.media import Media, MediaItem, MediaSource
 from relax_core.data.media.encode_messages import EncodeSettings
 from relax_core.data.media.encode_pool import EncodePool
 from relax_core.data.media.media_limits import MediaLimits
-from relax_core.data.media.media_trial_main import TRIAL_SETTINGS
+from relax_core.data.media.media_trial_main import TRIAL_AUDIO, TRIAL_SETTINGS
 from relax_core.rollout.item_cache import ItemCache
 from relax_core.tools.tiny_tokenizer import write_prompt_tokenizer
 
 ROUNDS, ITEMS, TICK_S = 5, 8, 0.001
 GROUP_SIZE, RE_ASKS, EVALUATIONS = 8, 2, 2
+SOUND_SECONDS, SOUND_RATE = 30, 44_100
+SOUNDS = {"WAV": "PCM_16", "FLAC": "PCM_16", "OGG": "VORBIS", "MP3": "MPEG_LAYER_III"}
+REACH_SOUND = 100
 REACH_WORKERS, REACH_STALL_MS, REACH_ENCODES, REACH_BYTES = 1.6, 5.0, 1.0, 1.05
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description="Measures encode workers.")
+    parser.add_argument("--sounds", action="store_true", help="measure sounds alone")
+    arguments = parser.parse_args()
+    measure_sounds()
+    if not arguments.sounds:
+        measure_pictures()
+
+
+def measure_sounds() -> None:
+    """Prints the speed of one worker on sounds of 30 s in stereo, over real time."""
+    sources = {form: _sound(form, subtype) for form, subtype in SOUNDS.items()}
+    seconds: dict[str, list[float]] = {form: [] for form in sources}
+    cpu: dict[str, list[float]] = {form: [] for form in sources}
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        settings = EncodeSettings(
+            model_folder=folder,
+            tower=TRIAL_SETTINGS,
+            limits=MediaLimits(audio_seconds_max=SOUND_SECONDS + 1),
+            root=folder,
+            folder=folder,
+            audio=TRIAL_AUDIO,
+        )
+        with EncodePool(settings, workers=1) as pool:
+            for source in sources.values():
+                asyncio.run(_encode_all(pool, [source], []))
+            for _ in range(ROUNDS):
+                for form, source in sources.items():
+                    used = _cpu_seconds(pool)
+                    seconds[form].append(asyncio.run(_encode_all(pool, [source] * ITEMS, [])) / ITEMS)
+                    cpu[form].append((_cpu_seconds(pool) - used) / ITEMS)
+            pid = pool.workers[0].pid
+            memory = f"{_status(pid, 'VmRSS'):.0f} MB, at most {_status(pid, 'VmHWM'):.0f} MB"
+    for form in sources:
+        took, computing = statistics.median(seconds[form]), statistics.median(cpu[form])
+        print(
+            f"{SOUND_SECONDS} s of sound, {form}: {took * 1e3:.0f} ms, {SOUND_SECONDS / took:.0f} times real time "
+            f"(reach {REACH_SOUND}); computing {computing * 1e3:.0f} ms, {SOUND_SECONDS / computing:.0f} times"
+        )
+    print(f"memory of a worker that has encoded sounds alone: {memory}")
+
+
+def measure_pictures() -> None:
+    """Prints the figures of images and videos."""
     sources = {"4-megapixel JPEG": _image("JPEG"), "4-megapixel PNG": _image("PNG"), "64-frame video, 720p": _video()}
     seconds: dict[tuple[str, int], list[float]] = {}
     cpu: dict[str, list[float]] = {}
@@ -118,6 +165,18 @@ def _stored_shares(folder: Path, item: MediaItem) -> tuple[float, float]:
     nbytes = (folder / item.digest).stat().st_size + len(msgspec.msgpack.encode([Media(item, 0, item.rows)]))
     pixels = item.patches * TRIAL_SETTINGS.temporal_patch_size * TRIAL_SETTINGS.patch_size**2 * 3
     return nbytes / frames, nbytes / (GROUP_SIZE * 4 * pixels)
+
+
+def _sound(form: str, subtype: str) -> MediaSource:
+    """Returns a chord over noise in stereo."""
+    import soundfile
+
+    times = np.arange(SOUND_SECONDS * SOUND_RATE) / SOUND_RATE
+    noise = np.random.default_rng(0).normal(size=(len(times), 2)) * 0.02
+    chord = sum(np.sin(2 * np.pi * hertz * times) for hertz in (220.0, 277.2, 329.6)) / 6
+    file = io.BytesIO()
+    soundfile.write(file, noise + np.asarray(chord)[:, None], SOUND_RATE, format=form, subtype=subtype)
+    return MediaSource(kind="audio", data=file.getvalue())
 
 
 def _image(form: str) -> MediaSource:

@@ -28,7 +28,7 @@ import numpy as np
 
 from benchmarks.chaos import Training
 from benchmarks.memory_plan import KINDS as PROCESSES
-from relax_core.data.see_task import files_folder
+from relax_core.data.tasks.see_task import files_folder
 from tests.integration.live_run import LiveRun
 
 REACH = 0.05

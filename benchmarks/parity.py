@@ -28,7 +28,8 @@ FIGURES = ("loss", "grad_norm", "weights", "logprobs")
 MEDIA_REACH = 2e-5
 MEDIA_FIGURES = (*FIGURES, "gradients")
 DENSE, EXPERTS, BIASED = "qwen3", "qwen3_moe", "qwen2"
-SEES, SEES_EXPERTS = "qwen3_vl", "qwen3_vl_moe"
+SEES, SEES_EXPERTS, HEARS = "qwen3_vl", "qwen3_vl_moe", "qwen3_omni_moe"
+HYBRID, HYBRID_EXPERTS = "qwen3_5", "qwen3_5_moe"
 OTHERS = ("llama", "mistral")  # against Hugging Face only
 SHARDED = {"distributed_optimizer": True}
 OVERLAP = {**SHARDED, "overlap": True}
@@ -51,9 +52,9 @@ class Row:
     def packings(self) -> tuple[str, ...]:
         """The balancing loss is a micro-batch's: it is the same only where the layout leaves micro-batches whole."""
         kept = ("kept",) if self.kept else ()
-        if self.family == SEES:
+        if self.family in (SEES, HYBRID):
             return "tree", "plain"
-        if self.family == SEES_EXPERTS:
+        if self.family in (SEES_EXPERTS, HEARS, HYBRID_EXPERTS):
             return "tree", "plain", "replay"
         if self.family == DENSE:
             return "tree", "plain", *kept
@@ -148,6 +149,30 @@ MEDIA_ROWS = (
         family=SEES),
     Row(name="PP2, EP2", layout={"dp": 2, "pp": 2, "ep": 2}, family=SEES_EXPERTS),
     Row(name="TP2, SP, CP2, EP2", layout={"tp": 2, "cp": 2, "ep": 2, **SEQUENCE}, family=SEES_EXPERTS),
+    Row(name="Omni: EP2", layout={"dp": 2, "ep": 2}, family=HEARS),
+    Row(name="Omni: EP2, distributed optimizer, overlap", layout={"dp": 2, "ep": 2, **OVERLAP}, family=HEARS),
+    Row(name="Omni: TP2, full recompute", layout={"tp": 2, **_recompute("full")}, family=HEARS),
+    Row(name="Omni: TP2, SP, EP2", layout={"tp": 2, "ep": 2, **SEQUENCE}, family=HEARS),
+    Row(name="Omni: PP2, VPP2", layout={"pp": 2, "vpp": 2}, family=HEARS),
+    Row(name="Omni: CP2", layout={"cp": 2}, family=HEARS),
+    Row(name="Omni: TP2, SP, PP2, full recompute",
+        layout={"tp": 2, "pp": 2, **SEQUENCE, **_recompute("full")}, family=HEARS),
+    Row(name="Omni: TP2, SP, CP2, EP2", layout={"tp": 2, "cp": 2, "ep": 2, **SEQUENCE}, family=HEARS),
+    Row(name="qwen3_5: DP2, distributed optimizer, overlap", layout={"dp": 2, **OVERLAP}, family=HYBRID),
+    Row(name="qwen3_5: TP2", layout={"tp": 2}, family=HYBRID),
+    Row(name="qwen3_5: TP2, SP, full recompute", layout={"tp": 2, **SEQUENCE, **_recompute("full")}, family=HYBRID),
+    Row(name="qwen3_5: TP2, SP, selective recompute", layout={"tp": 2, **SEQUENCE, **_recompute("selective")},
+        family=HYBRID),
+    Row(name="qwen3_5: PP2", layout={"pp": 2}, family=HYBRID),
+    Row(name="qwen3_5: PP2, VPP2", layout={"pp": 2, "vpp": 2}, family=HYBRID),
+    Row(name="qwen3_5: CP2", layout={"cp": 2}, family=HYBRID),
+    Row(name="qwen3_5: CP2, distributed optimizer, overlap", layout={"cp": 2, **OVERLAP}, family=HYBRID),
+    Row(name="qwen3_5: EP2", layout={"dp": 2, "ep": 2}, family=HYBRID_EXPERTS),
+    Row(name="qwen3_5: TP2, SP, EP2", layout={"tp": 2, "ep": 2, **SEQUENCE}, family=HYBRID_EXPERTS),
+    Row(name="qwen3_5: TP2, PP2", layout={"tp": 2, "pp": 2}, family=HYBRID),
+    Row(name="qwen3_5: TP2, SP, CP2", layout={"tp": 2, "cp": 2, **SEQUENCE}, family=HYBRID),
+    Row(name="qwen3_5: PP2, EP2", layout={"dp": 2, "pp": 2, "ep": 2}, family=HYBRID_EXPERTS),
+    Row(name="qwen3_5: TP2, SP, CP2, EP2", layout={"tp": 2, "cp": 2, "ep": 2, **SEQUENCE}, family=HYBRID_EXPERTS),
 )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from relax_core.contracts.media import Media, MediaItem
 from relax_core.contracts.media_file import FolderReader
-from relax_core.contracts.tree import NOT_SAMPLED, TokenTree
+from relax_core.contracts.tree import NOT_SAMPLED, Episode, TokenTree
 from relax_core.families.architecture import VisionTower
 from relax_core.families.folder import folder_architecture
 from relax_core.families.vision.patches import patches_of
@@ -22,12 +22,16 @@ from tests.media_items import item_of
 from tests.trees import answers_tree
 
 DENSE, EXPERTS = "qwen3_vl", "qwen3_vl_moe"
+HYBRID, HYBRID_EXPERTS = "qwen3_5", "qwen3_5_moe"
 WORDS, IMAGE, VIDEO, BEGIN, END = 50, 50, 51, 52, 53  # the tokens of text, and those of media behind them
+AUDIO, AUDIO_BEGIN, AUDIO_END = 54, 55, 56  # of Qwen3-Omni
 LAYERS, EXPERT_COUNT, PER_TOKEN = 8, 4, 2
 PATCH = 4
 # Image grids (height, width) of a pack with many sizes.
 SIZES = ((2, 2), (4, 6), (8, 2))
 CASES = ("one image", "many sizes", "video", "branches", "text", "mixed")
+HYBRID_CASES = ("mixed", "trunks", "depth")  # of families with a gated delta net
+Shape = tuple[int, list[Any]]  # rows, and the shapes of what forks behind the last of them
 Part = int | MediaItem  # a number of random text tokens, or an item
 
 
@@ -50,9 +54,12 @@ def make_model(folder: Path, family: str) -> Any:
         "hidden_act": "silu",
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 2, 2]},
     }
-    if family == EXPERTS:
+    if family in (EXPERTS, HYBRID_EXPERTS):
         text |= {"num_experts": EXPERT_COUNT, "num_experts_per_tok": PER_TOKEN, "moe_intermediate_size": 24}
+    if family == EXPERTS:
         text |= {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
+    if family in (HYBRID, HYBRID_EXPERTS):
+        text |= _HYBRID_TEXT | ({"shared_expert_intermediate_size": 40} if family == HYBRID_EXPERTS else {})
     vision = {
         "depth": 3,
         "hidden_size": 32,
@@ -66,23 +73,32 @@ def make_model(folder: Path, family: str) -> Any:
         "deepstack_visual_indexes": [0, 1],
         "in_channels": 3,
     }
-    made = {DENSE: ("Qwen3VLConfig", "Qwen3VLForConditionalGeneration"),
-            EXPERTS: ("Qwen3VLMoeConfig", "Qwen3VLMoeForConditionalGeneration")}[family]  # fmt: skip
-    config = getattr(transformers, made[0])(
+    if family in (HYBRID, HYBRID_EXPERTS):
+        del vision["deepstack_visual_indexes"]
+    config = getattr(transformers, f"{_CLASSES[family]}Config")(
         text_config=text,
         vision_config=vision,
         image_token_id=IMAGE,
         video_token_id=VIDEO,
         vision_start_token_id=BEGIN,
         vision_end_token_id=END,
-        tie_word_embeddings=family == DENSE,
+        tie_word_embeddings=family in (DENSE, HYBRID),
     )
     torch.manual_seed(0)
-    model = getattr(transformers, made[1])(config)
+    model = getattr(transformers, f"{_CLASSES[family]}ForConditionalGeneration")(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            noise = torch.randn_like(parameter) * 0.1
+            # Larger weights would enlarge the rounding in front of the norms behind the gated delta nets.
+            noise = torch.randn_like(parameter) * (0.1 if family in (DENSE, EXPERTS) else 0.07)
             parameter.copy_(parameter + noise if "norm" in name else noise)
+            if name.endswith("conv1d.weight"):
+                parameter.copy_(5.0 * noise)
+            if name.endswith(("in_proj_qkv.weight", "conv1d.weight")):
+                # A key like its query gives no output near zero, where the norm behind it would enlarge the rounding.
+                query, key = parameter[:_KEYS], parameter[_KEYS : 2 * _KEYS]
+                key.copy_(query + 0.3 * key)
+            if name.endswith("A_log"):  # from a state that lasts for hundreds of rows to one that lasts for a few
+                parameter.copy_(torch.linspace(-5.0, 1.0, len(parameter)))
     folder.mkdir(exist_ok=True)
     config.save_pretrained(folder)
     pixels = {"shortest_edge": 64, "longest_edge": 2**20}
@@ -91,6 +107,23 @@ def make_model(folder: Path, family: str) -> Any:
         (folder / name).write_text(json.dumps(processor))
     write_published(model, folder)
     return model
+
+
+_CLASSES = {DENSE: "Qwen3VL", EXPERTS: "Qwen3VLMoe", HYBRID: "Qwen3_5", HYBRID_EXPERTS: "Qwen3_5Moe"}
+_HYBRID_TEXT: dict[str, Any] = {
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 12,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_value_head_dim": 16,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e6,
+        "mrope_section": [2, 2, 2],
+        "partial_rotary_factor": 0.75,
+    },
+}
+_KEYS = _HYBRID_TEXT["linear_num_key_heads"] * _HYBRID_TEXT["linear_key_head_dim"]
 
 
 class Items:
@@ -124,6 +157,8 @@ def make_case(case: str, items: Items) -> list[TokenTree]:
         "video": [group("g0", [2, video, 3], [[4], [6]])],
         "branches": [group("g0", [2, many[0], 1], [[3, many[1], 4], [5], [2, video, 1, many[0], 3]])],
         "text": [group("g0", [5], [[4], [2], [6]]), group("g1", [9], [[3], [5]])],
+        "trunks": [group(f"g{trunk}", [trunk], [[one] for one in lengths]) for trunk, lengths in _TRUNKS.items()],
+        "depth": [deep_group("g0", _DEEP), group("g1", [4], [[3]]), deep_group("g2", (2, [_DEEP, (1, [])]))],
     }
     groups["mixed"] = [
         *groups["many sizes"],
@@ -150,11 +185,51 @@ def group(uid: str, prompt: Sequence[Part], answers: Sequence[Sequence[Part]]) -
     return tree.with_extras(advantages=of_episodes[tree.tokens[0]])
 
 
+def around_item(item: MediaItem) -> tuple[list[int], list[int]]:
+    """Returns the tokens that the chat template sets around an item; a video with time stamps has its own."""
+    if item.kind == "audio":
+        return [AUDIO_BEGIN], [AUDIO_END]
+    return ([BEGIN], [END]) if item.kind == "image" or item.fractional else ([], [])
+
+
+_TRUNKS = {1: (1, 65), 3: (200, 2), 63: (64, 1, 7), 64: (63, 5), 65: (3, 130), 200: (1, 200, 66)}
+_DEEP: Shape = (5, [(3, [(2, [(4, []), (66, [])]), (1, [])]), (64, [(1, [(2, []), (3, [])])]), (1, [])])
+
+
+def deep_group(uid: str, shape: Shape) -> TokenTree:
+    """Returns a random tree whose first rows are its prompt; each leaf is an episode."""
+    end, leaves = list[int](), list[int]()
+
+    def grow(rows: int, forks: Sequence[Shape]) -> None:
+        first = len(end)
+        end.extend([0] * rows)
+        for fork in forks:
+            grow(*fork)
+        end[first : first + rows] = [len(end)] * rows
+        if not forks:
+            leaves.append(first + rows - 1)
+
+    grow(*shape)
+    random = np.random.default_rng(len(end))
+    sampled = np.arange(len(end)) >= shape[0]
+    tree = TokenTree(
+        group_uid=uid,
+        token_ids=random.integers(0, WORDS, len(end)).astype(np.int32),
+        end=np.array(end, dtype=np.int32),
+        loss_mask=sampled,
+        logprobs=np.zeros(len(end), dtype=np.float32),
+        versions=np.where(sampled, 0, NOT_SAMPLED).astype(np.int32),
+        episodes=[Episode(f"{uid}.{place}", [leaf], 0.0, {}, [], "stop") for place, leaf in enumerate(leaves)],
+    )
+    of_episodes = random.standard_normal(len(leaves)).astype(np.float32)
+    return tree.with_extras(advantages=of_episodes[tree.tokens[0]])
+
+
 def _rows(parts: Sequence[Part], start: int, random: np.random.Generator) -> tuple[list[int], list[Media], list[bool]]:
     ids, media, sampled = list[int](), list[Media](), list[bool]()
     for part in parts:
         if isinstance(part, MediaItem):
-            around = ([BEGIN], [END]) if part.kind == "image" else ([], [])  # a video's rows have their own
+            around = around_item(part)
             first = start + len(ids) + len(around[0])
             media.append(Media(part, first, first + part.rows))
             own = [*around[0], *part.ids.tolist(), *around[1]]
@@ -182,6 +257,9 @@ def huggingface_logits(model: Any, tree: TokenTree, reader: FolderReader, tower:
     return logits
 
 
-def published(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns a model's tensors as its folder has them: experts are transposed there."""
-    return {name: one.transpose(1, 2).contiguous() if ".mlp.experts." in name else one for name, one in tensors.items()}
+def published(family: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns a model's tensors as its folder has them: the experts of Qwen3-VL are transposed there."""
+    return {
+        name: one.transpose(1, 2).contiguous() if ".mlp.experts." in name and family == EXPERTS else one
+        for name, one in tensors.items()
+    }

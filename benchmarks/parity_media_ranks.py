@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,9 @@ from benchmarks.parity_media import (
     DENSE,
     EXPERT_COUNT,
     EXPERTS,
+    HYBRID,
+    HYBRID_CASES,
+    HYBRID_EXPERTS,
     LAYERS,
     PER_TOKEN,
     Items,
@@ -30,22 +33,53 @@ from benchmarks.parity_media import (
     make_model,
     published,
 )
+from benchmarks.parity_omni import (
+    OMNI,
+    OMNI_CASES,
+    OmniItems,
+    make_omni_case,
+    make_omni_model,
+    omni_logits,
+    published_thinker,
+)
 from benchmarks.parity_ranks import make_backend, run_steps
+from relax_core.config.schema import OptimizerConfig
 from relax_core.contracts.media_file import FolderReader
 from relax_core.contracts.tree import TokenTree
 from relax_core.families.folder import folder_architecture
+from relax_core.families.towers import Towers
 from relax_core.train.hf.hf_weights import HfWeights
 from relax_core.train.parallel import process_group
 from relax_core.train.policy_backend import MegatronBackend
 from tests.trees import with_experts, with_tokens
 
 STEPS = 3
+FAMILIES = (DENSE, EXPERTS, OMNI, HYBRID, HYBRID_EXPERTS)
 SLOWER = dataclasses.replace(OPTIMIZER, lr=OPTIMIZER.lr / 3)  # so that rounding does not grow over the third step
+# The norm behind a gated delta net enlarges the rounding of each step a hundred times in log-probs.
+SLOWEST = dataclasses.replace(OPTIMIZER, lr=OPTIMIZER.lr / 30)
+
+
+def settings_of(family: str) -> OptimizerConfig:
+    return SLOWEST if family in (HYBRID, HYBRID_EXPERTS) else SLOWER
+
+
+def _make(folder: Path, family: str) -> Any:
+    return make_omni_model(folder / family) if family == OMNI else make_model(folder / family, family)
+
+
+def _cases_of(family: str) -> Iterable[str]:
+    if family == OMNI:
+        return OMNI_CASES
+    return HYBRID_CASES if family in (HYBRID, HYBRID_EXPERTS) else CASES
 
 
 def groups_of(folder: Path, family: str, case: str, packing: str) -> list[TokenTree]:
     """Returns the groups of a case; with "replay" they have experts that no router would choose."""
-    groups = make_case(case, Items(folder / family, folder / "media"))
+    if family == OMNI:
+        groups = make_omni_case(case, OmniItems(folder / family, folder / "media"))
+    else:
+        groups = make_case(case, Items(folder / family, folder / "media"))
     if packing == "replay":
         random = np.random.default_rng(2)
         shape = (LAYERS, EXPERT_COUNT)
@@ -110,7 +144,7 @@ def rank_main(folder: Path, *, rank: int, ranks: int, port: int, rows: Sequence[
                     ranks=ranks,
                     port=port,
                     media=reader,
-                    optimizer=SLOWER,
+                    optimizer=settings_of(row.family),
                 )
                 replica = parallel_state.get_data_parallel_rank()
                 outcome = steps(backend, groups, replica=replica, layout=row.layout)
@@ -129,9 +163,9 @@ def reference_main(folder: Path) -> None:
     """Compares Hugging Face with the single process in every case, as trees and as rows."""
     torch.set_num_threads(1)
     with (folder / "1.jsonl").open("w") as lines:
-        for family in (DENSE, EXPERTS):
-            make_model(folder / family, family)
-            for case in CASES:
+        for family in FAMILIES:
+            _make(folder, family)
+            for case in _cases_of(family):
                 for line in _case(folder, family, case):
                     lines.write(json.dumps(line) + "\n")
 
@@ -140,22 +174,30 @@ def _case(folder: Path, family: str, case: str) -> list[dict[str, Any]]:
     """Returns the lines of a case. The single process in the case "mixed" writes its outcomes for the layouts."""
     reader = FolderReader(folder / "media")
     alone: dict[str, Any] = {"layout": {}, "rank": 0, "ranks": 1, "port": 0}
-    backend = partial(make_backend, folder, family=family, media=reader, optimizer=SLOWER, **alone)
+    backend = partial(make_backend, folder, family=family, media=reader, optimizer=settings_of(family), **alone)
     lines = []
-    tower = folder_architecture(folder / family).vision
-    assert tower is not None
+    towers = Towers.of(folder_architecture(folder / family))
+    assert towers is not None and towers.vision is not None
+    tower = towers.vision
     plain = groups_of(folder, family, case, "tree")
     plain = with_rollout(plain, backend().logprobs(plain))
     packings = {"tree": plain, "plain": one_sample_each(plain)}
-    if family == EXPERTS and case == "mixed":
+    if family not in (DENSE, HYBRID) and case == "mixed":
         replayed = groups_of(folder, family, case, "replay")
         packings["replay"] = with_rollout(replayed, backend().logprobs(replayed))
 
     def logits(model: Any, samples: Sequence[TokenTree]) -> list[Tensor]:
+        if family == OMNI:
+            return [omni_logits(model, one, reader, towers) for one in samples]
         return [huggingface_logits(model, one, reader, tower) for one in samples]
 
     expected = huggingface_steps(
-        make_model(folder / family, family), plain, steps=STEPS, settings=SLOWER, logits=logits, published=published
+        _make(folder, family),
+        plain,
+        steps=STEPS,
+        settings=settings_of(family),
+        logits=logits,
+        published=published_thinker if family == OMNI else partial(published, family),
     )
     for packing, groups in packings.items():
         outcome = steps(backend(), groups, replica=0, layout={})

@@ -41,7 +41,8 @@ KINDS: tuple[Kind, ...] = ("algo", "reward", "env")  # whose SPEC.config types a
 _FILE_MODULE = "relax_plugin_"
 MARK = "__relax_plugin__"  # in the globals of a plug-in's function that has no module of its own
 _ROOT = Path(__file__).resolve().parents[1]
-_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "qwen3_vl", "qwen3_vl_moe")  # in families/table.py
+_QWEN = ("qwen2", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_moe", "qwen3_omni_moe", "qwen3_vl", "qwen3_vl_moe")
+_FAMILIES = ("llama", "mistral", *_QWEN)  # in families/table.py
 
 
 class Spec(Protocol):

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 
 from relax_core.contracts.family import Vision
-from relax_core.contracts.media import MediaItem
+from relax_core.contracts.media import MediaItem, MediaKind
 from relax_core.contracts.media_file import item_digest, write_item
 from relax_core.families.architecture import VisionTower
-from relax_core.families.vision.item_rows import image_rows, video_rows
+from relax_core.families.vision.item_rows import ItemRows, image_rows, video_rows
 
 IMAGE, VIDEO, START, END = 90, 91, 92, 93  # the tokens of the tower below
 TOWER = VisionTower(
@@ -57,24 +56,45 @@ def item_of(
 
     With ``stamps``, the tokens of each time stamp, it is a video, and an image without.
     """
-    count, height, width, _ = frames.shape
-    grid = [-(-count // tower.temporal_patch_size), height // tower.patch_size, width // tower.patch_size]
+    grid = grid_of(tower, frames)
     rows = image_rows(tower, grid=grid) if stamps is None else video_rows(tower, grid=grid, stamps=stamps)
-    kind: Literal["image", "video"] = "image" if stamps is None else "video"
+    kind: MediaKind = "image" if stamps is None else "video"
+    return item_of_rows(tower, kind, rows, {"frames": frames}, seconds=seconds, folder=folder)
+
+
+def grid_of(tower: VisionTower, frames: np.ndarray) -> list[int]:
+    count, height, width, _ = frames.shape
+    return [-(-count // tower.temporal_patch_size), height // tower.patch_size, width // tower.patch_size]
+
+
+def item_of_rows(
+    tower: VisionTower,
+    kind: MediaKind,
+    rows: ItemRows,
+    tensors: Mapping[str, np.ndarray],
+    *,
+    seconds: float,
+    folder: Path | None,
+) -> MediaItem:
+    """Makes the item of rows and of tensors: ``frames``, ``features`` or both."""
+    frames, features = tensors.get("frames"), tensors.get("features")
+    fractional = rows.offsets.dtype.kind == "f"
     item = MediaItem(
         kind=kind,
-        digest=item_digest(kind.encode(), {"frames": frames}),
+        digest=item_digest(kind.encode(), tensors),
         token_ids=rows.token_ids.astype("<i4").tobytes(),
-        offsets=rows.offsets.astype("<i4").tobytes(),
+        offsets=rows.offsets.astype("<f4" if fractional else "<i4").tobytes(),
         advance=rows.advance,
+        fractional=fractional,
         placeholder=rows.placeholder,
-        grid=grid,
+        grid=[0, 0, 0] if frames is None else grid_of(tower, frames),
         seconds=seconds,
-        frames=count,
-        width=width,
-        height=height,
+        frames=0 if frames is None else len(frames),
+        width=0 if frames is None else frames.shape[2],
+        height=0 if frames is None else frames.shape[1],
+        audio_frames=0 if features is None else features.shape[1],
     )
-    return item if folder is None else write_item(folder, item, {"frames": frames})
+    return item if folder is None else write_item(folder, item, tensors)
 
 
 def _pixels(frames: int, height: int, width: int, seed: int) -> np.ndarray:

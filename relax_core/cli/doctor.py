@@ -25,7 +25,7 @@ from relax_core.plan.plan_text import size_words
 CORES, DISK_BYTES, SHARED_BYTES = 2, 2 << 30, 512 << 20
 _NVIDIA_S = 10.0
 _MEDIA_S = 60.0
-_MEDIA_LIBRARIES = {"av": "PyAV", "PIL": "Pillow"}
+_MEDIA_LIBRARIES = {"av": "PyAV", "PIL": "Pillow", "soundfile": "soundfile", "soxr": "soxr"}
 
 
 class Verdict(Enum):
@@ -156,20 +156,20 @@ def _gpus() -> Iterator[Finding]:
 def _media() -> Iterator[Finding]:
     missing = [name for module, name in _MEDIA_LIBRARIES.items() if find_spec(module) is None]
     if missing:
-        words = f"{' and '.join(missing)} missing. Only models that see need them: pip install 'relax-core[omni]'"
+        words = (
+            f"{' and '.join(missing)} missing. Only models that see or hear need them: pip install 'relax-core[omni]'"
+        )
         yield Finding(topic="media", verdict=Verdict.note, words=words)
         return
     command = [sys.executable, "-m", "relax_core.data.media.media_trial_main"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_MEDIA_S, check=False)
     except subprocess.TimeoutExpired:
-        yield Finding(
-            topic="media", verdict=Verdict.bad, words=f"three small files were not decoded in {_MEDIA_S:.0f} s"
-        )
+        yield Finding(topic="media", verdict=Verdict.bad, words=f"six small files were not decoded in {_MEDIA_S:.0f} s")
         return
     if done.returncode != 0:
         reason = (done.stderr.strip().splitlines() or [f"the process ended with {done.returncode}"])[-1]
-        words = f"images and videos cannot be decoded: {reason}. Install again: pip install 'relax-core[omni]'"
+        words = f"media cannot be decoded: {reason}. Install again: pip install 'relax-core[omni]'"
         yield Finding(topic="media", verdict=Verdict.bad, words=words)
         return
     yield Finding(topic="media", verdict=Verdict.good, words=f"{done.stdout.strip()} are decoded")

@@ -42,8 +42,8 @@ class AdvantagesPlace(Enum):
 
 TEXT = "text"  # the option of `modality` that reads no images or videos
 
-# The parts of a model that `model.freeze` names. The projector maps what the vision tower sees to the language model.
-VISION, PROJECTOR, LANGUAGE, ROUTER = MODEL_PARTS = ("vision", "projector", "language", "router")
+# The parts of a model that `model.freeze` names. The projector maps what the towers give to the language model.
+VISION, AUDIO, PROJECTOR, LANGUAGE, ROUTER = MODEL_PARTS = ("vision", "audio", "projector", "language", "router")
 
 
 class Schedule(Enum):

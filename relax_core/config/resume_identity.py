@@ -25,6 +25,8 @@ REFUSED = (
     "modality.video_fps",
     "modality.video_frames",
     "modality.frame_tokens",
+    "modality.audio_seconds",
+    "modality.audio_in_video",
     "modality.item_mb",
     "modality.prompt_items",
     "algo.name",

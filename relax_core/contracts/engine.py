@@ -63,7 +63,7 @@ class PromptRequest(msgspec.Struct, frozen=True, kw_only=True):
     ``samples`` lists the wanted responses, 0..n-1; None means all. ``generated`` is the number of last tokens in
     ``input_ids`` that belong to the response itself. The response continues after them with the random numbers that
     follow, ``max_new_tokens`` counts them, and only new tokens are returned. ``rid`` names the prompt's group in an
-    abort; several prompts of a call may share it. ``media`` places the prompt's images and videos in ``input_ids``, in
+    abort; several prompts of a call may share it. ``media`` places the prompt's items in ``input_ids``, in
     order; the engine gets digests and finds the tensors in its media folder.
     """
 

@@ -56,7 +56,7 @@ class EngineStart(Protocol):
     holds the bearer token that every call needs. ``port`` 0 takes a free port. With ``load_weights`` the engine serves
     the folder's own weights at once, as version 0; without it, nothing is served until the first update. With
     ``beyond_loopback``, ``engine.host`` may be any address of this machine. ``return_routed_experts`` and
-    ``stop_strings`` say that requests may ask for these features. ``media_folder`` holds the images and videos that
+    ``stop_strings`` say that requests may ask for these features. ``media_folder`` holds the items that
     requests name by their digests; None starts an engine that takes text only.
     """
 
@@ -89,7 +89,7 @@ class EngineServer:
     """Is a server and how a client reaches it.
 
     ``token`` is empty if the server asks for none. ``model_folder`` is the folder of the served model.
-    ``media_folder`` holds the images and videos of prompts, None if there are none.
+    ``media_folder`` holds the items of prompts, None if there are none.
     ``request_timeout_s`` is the longest pause in seconds within a generate call, and ``control_timeout_s`` the longest
     time of any other call.
     """

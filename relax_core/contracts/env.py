@@ -31,19 +31,26 @@ class VideoPart(TypedDict):
     video: MediaSource
 
 
-ContentPart = TextPart | ImagePart | VideoPart
+class AudioPart(TypedDict):
+    """Is a sound in a list of content parts."""
+
+    type: Literal["audio"]
+    audio: MediaSource
+
+
+ContentPart = TextPart | ImagePart | VideoPart | AudioPart
 Message = dict[str, Any]  # "role" is text; "content" is text, or a list of ContentPart
 
 
 def media_sources(messages: Sequence[Mapping[str, Any]]) -> list[MediaSource]:
-    """Returns the images and videos of a conversation, in order."""
+    """Returns the images, videos and sounds of a conversation, in order."""
     parts = (part for message in messages if not isinstance(message["content"], str) for part in message["content"])
     return [part[part["type"]] for part in parts if part["type"] != "text"]
 
 
 # The reasons why an episode of several turns ends: the env said so; it had max_turns turns; the context has no room for
 # another turn; a response was cut at rollout.max_new_tokens; a call of the env took too long; the env raised an error;
-# an image or video of the env cannot be used. The last three give no reward.
+# an item of media of the env cannot be used. The last three give no reward.
 Ended = Literal["env_done", "max_turns", "context_full", "turn_cut", "step_timeout", "env_failed", "bad_media"]
 
 
@@ -114,7 +121,7 @@ class BaseInteractionEnv(ABC):
     Each method may be ``async def``. A plain method runs in a thread, so it may wait. An error in a method, or a call
     that takes longer than ``config.step_timeout_s``, ends the episode without a reward. Text of the env is encoded
     without the special tokens of the chat template; only the opening messages are a prompt like any other. A message
-    may have a list of content parts with images and videos, each a `MediaSource`; an item that cannot be used ends the
+    may have a list of content parts with media, each a `MediaSource`; an item that cannot be used ends the
     episode as an error of the env does.
     """
 

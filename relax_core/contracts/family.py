@@ -1,6 +1,7 @@
 """Defines a model family: how the models of one config.json model_type differ from the decoder that Relax computes.
 
-That decoder has RMSNorms, grouped-query attention with rotary embedding, and a gated MLP or experts. A family is data:
+That decoder has RMSNorms, grouped-query attention with rotary embedding, or a gated delta net in some layers, and a
+gated MLP or experts. A family is data:
 the trainer, the embedded engine, the memory plan and the export all use the same description
 (relax_core/families/architecture.py), so a family needs no code in any of them.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 from relax_core.contracts.media import MediaKind
@@ -22,13 +24,59 @@ class Experts:
     """Is the mixture of experts of a model.
 
     Every layer has ``count`` experts of ``width`` hidden units each, and routes a token to ``per_token`` of them.
-    ``normalized`` says whether the weights of the chosen experts are scaled to a sum of 1.
+    ``normalized`` says whether the weights of the chosen experts are scaled to a sum of 1. Every token uses a further
+    expert of ``shared_width`` hidden units, whose output is multiplied by a gate of its own; there is none with 0.
     """
 
     count: int
     per_token: int
     width: int
     normalized: bool
+    shared_width: int = 0
+
+
+class ExpertLayout(Enum):
+    """Says how a folder holds a layer's experts.
+
+    ``apart``: three matrices for each expert. ``fused``: two tensors for all of them, ``experts.gate_up_proj``
+    ``[experts, 2 * width, hidden]`` and ``experts.down_proj`` ``[experts, hidden, width]``. ``transposed``: these two
+    with their last axes exchanged, as Qwen3-VL-MoE is published.
+    """
+
+    apart = "apart"
+    fused = "fused"
+    transposed = "transposed"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeltaNet:
+    """Is the gated delta net (Yang et al. 2024, arXiv 2412.06464) that some layers have in place of attention.
+
+    There are ``key_heads`` of ``key_dim`` numbers for queries and as many for keys, and ``value_heads`` of
+    ``value_dim``; each key head serves equally many value heads. Queries, keys and values pass a causal convolution
+    over ``kernel`` rows, channel by channel.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int
+
+    @property
+    def keys(self) -> int:
+        """Returns the width of all key heads."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        """Returns the width of all value heads."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Returns the width of queries, keys and values together, which the convolution reads."""
+        return 2 * self.keys + self.values
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +96,11 @@ class Vision:
     "module:class"; the tower is built from the part ``config_key`` of config.json. ``shapes`` returns the shapes of its
     weights from that part, by their names behind ``prefix``. ``projector`` lists how the names of those weights begin
     that belong to the projector, which maps patches to the language model.
+
+    ``seconds_key`` names the key of config.json that says how far a second of a video moves the first rotary position
+    (Qwen3-Omni); without it a video's rows have time stamps as text (Qwen3-VL). With ``frame_bounds`` the processor's
+    bounds of pixels hold for each frame of a video, and without for all frames together. ``video_pixels`` are these
+    bounds for folders that are published without video_preprocessor_config.json.
     """
 
     prefix: str
@@ -57,6 +110,26 @@ class Vision:
     config_key: str = "vision_config"
     projector: tuple[str, ...] = ()
     kinds: tuple[MediaKind, ...] = ("image", "video")
+    seconds_key: str | None = None
+    frame_bounds: bool = False
+    video_pixels: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Audio:
+    """Is the tower of a family that hears: Hugging Face's own modules, which trainer and engine run as they are.
+
+    The fields mean what they mean in `Vision`. The tower hears clips, and with ``modality.audio_in_video`` the sound
+    tracks of videos.
+    """
+
+    prefix: str
+    model: str
+    config: str
+    shapes: Callable[[HfConfig], Mapping[str, tuple[int, ...]]]
+    config_key: str = "audio_config"
+    projector: tuple[str, ...] = ()
+    kinds: tuple[MediaKind, ...] = ("audio",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,9 +144,22 @@ class Family:
     that no single key shows.
 
     ``text_key`` names the part of config.json that describes the language model, if it is not the whole, and ``prefix``
-    begins the names of its weights. ``vision`` is the tower of a family that sees. With ``fused_experts`` a layer's
-    experts are two tensors on disk, ``experts.gate_up_proj`` ``[experts, hidden, 2 * width]`` and
-    ``experts.down_proj`` ``[experts, width, hidden]``, as Qwen3-VL-MoE is published.
+    begins the names of its weights; ``output_weight`` is the name of the output weight. Where config.json describes
+    several models, the part is that of its inner config (`relax_core.families.hf_config.inner_config`). ``vision`` is
+    the tower of a family that sees, and ``audio`` that of one that hears. ``expert_layouts`` are the forms in which
+    folders hold the experts; if there are several, a folder's own tensors tell which it is.
+
+    ``delta_net`` reads the gated delta net of a family whose config.json lists the kind of each layer in layer_types.
+    With ``output_gate`` the query projection also computes a gate for the attention's output, with ``zero_centered``
+    a norm multiplies by 1 + its weight. ``rotary_part`` is the part of each head that is rotated unless config.json
+    names another; if it is None, whole heads are rotated and no part is accepted.
+    ``float32`` lists how the names of those weights end that stay float32 in a model of another dtype if their folder
+    has them so.
+
+    ``option`` is the option of `model` for such folders, if it is not named like the family.
+
+    ``passed`` lists how the names of those tensors begin that a folder has beside the model and that Relax does not
+    compute; every export copies them from the source folder.
     """
 
     name: str
@@ -86,8 +172,27 @@ class Family:
     check: Callable[[HfConfig], None] | None = None
     text_key: str | None = None
     prefix: str = "model."
+    output_weight: str = "lm_head.weight"
     vision: Vision | None = None
-    fused_experts: bool = False
+    audio: Audio | None = None
+    expert_layouts: tuple[ExpertLayout, ...] = (ExpertLayout.apart,)
+    delta_net: Callable[[HfConfig], DeltaNet] | None = None
+    output_gate: bool = False
+    zero_centered: bool = False
+    rotary_part: float | None = None
+    float32: tuple[str, ...] = ()
+    passed: tuple[str, ...] = ()
+    option: str | None = None
+
+    @property
+    def model_option(self) -> str:
+        """Returns the option of `model` for folders of this family."""
+        return self.option or self.name
+
+    @property
+    def media_kinds(self) -> tuple[MediaKind, ...]:
+        """Returns the kinds of media that the family's models take."""
+        return tuple(kind for tower in (self.vision, self.audio) if tower is not None for kind in tower.kinds)
 
 
 def checked_family(family: Family) -> Family:

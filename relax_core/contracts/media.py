@@ -1,4 +1,4 @@
-"""Defines images and videos as the system carries them: where they come from, what they become, why they are refused.
+"""Defines images, videos and sounds: where they come from, what they become, and why they are refused.
 
 An item is encoded once, alone, from its source and the settings, whatever stands around it. Trees, requests, rewards
 and environments carry `MediaItem` records and never bytes; the tensors are in a file or object that readers map
@@ -17,7 +17,7 @@ from relax_core.contracts.data import BadRow
 if TYPE_CHECKING:
     import numpy as np  # the registry imports this module, also in processes without numpy
 
-MediaKind = Literal["image", "video"]
+MediaKind = Literal["image", "video", "audio"]
 MEDIA_KINDS: tuple[MediaKind, ...] = get_args(MediaKind)
 
 BAD_MEDIA = "bad_media"
@@ -35,6 +35,11 @@ MediaReason = Literal[
     "no_frames",
     "too_many_frames",
     "too_long",
+    "too_short",
+    "not_finite",
+    "bad_rate",
+    "too_many_channels",
+    "no_audio_track",
     "placeholder_count",
     "too_many_items",
     "too_many_tokens",
@@ -45,7 +50,7 @@ MEDIA_REASONS: tuple[MediaReason, ...] = get_args(MediaReason)
 
 
 class MediaError(BadRow):
-    """Is an image or video that cannot be used; only its prompt is dropped.
+    """Is an image, a video or a sound that cannot be used; only its prompt is dropped.
 
     ``kind`` is the item's kind and ``word`` one of `MEDIA_REASONS`. The text says which file it is and what is wrong.
     """
@@ -57,7 +62,7 @@ class MediaError(BadRow):
 
 
 class MediaSource(msgspec.Struct, frozen=True, kw_only=True):
-    """Says where a data row or an environment has an image or a video: a ``path`` or its ``data``, never both.
+    """Says where a data row or an environment has an image, a video or a sound: a ``path`` or its ``data``, never both.
 
     ``data`` is the content of the file, in any format that Relax decodes. ``path`` is absolute, or relative to
     data.media_root.
@@ -69,7 +74,7 @@ class MediaSource(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if (self.path is None) == (self.data is None):
-            raise ValueError(f"a {self.kind} needs a path or its bytes, and not both: give one of them.")
+            raise ValueError(f"media of kind {self.kind} need a path or their bytes, and not both: give one of them.")
 
     def __repr__(self) -> str:
         return f"MediaSource({self.words})"
@@ -91,7 +96,7 @@ class MediaTensor(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
-    """Describes an encoded image or video.
+    """Describes an encoded image, video or sound, or a video together with its sound track.
 
     ``digest`` is the xxh3_128 in hex over settings and tensors; equal items have equal digests. ``token_ids`` are the
     ids of the rows that the item stands for, int32 ``[rows]`` as little-endian bytes; those of a video contain its time
@@ -99,9 +104,14 @@ class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
     ``[3, rows]`` (float32 if ``fractional``); ``advance`` is how far it moves the positions of what follows.
     ``placeholder`` are the ids that stand for it where an engine expands by itself.
 
-    ``grid`` is (time, height, width) in patches; each of its cells is one patch of the tower. ``seconds`` is the time
-    between two steps of the grid, 0 for an image. ``width`` and ``height`` are those of the source in pixels, and
-    ``frames`` counts the frames that are used. ``tensors`` lie in the item's file, whose size in bytes is ``nbytes``.
+    ``grid`` is (time, height, width) in patches, zeros for a sound; each of its cells is one patch of the vision tower.
+    ``seconds`` is the time between two steps of the grid, 0 for an image. ``width`` and ``height`` are those of the
+    source in pixels, and ``frames`` counts the frames of pictures that are used. ``audio_frames`` counts the frames of
+    sound features, and ``audio_seconds`` is the length of the sound.
+
+    ``tensors`` lie in the item's file; they have ``nbytes`` bytes together. What is seen is ``frames``, uint8
+    ``[frames, height, width, 3]``, and what is heard is ``features``, float32 ``[mel bins, audio_frames]``. A video
+    together with its sound has both.
     """
 
     kind: MediaKind
@@ -116,6 +126,8 @@ class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
     frames: int = 1
     width: int
     height: int
+    audio_frames: int = 0
+    audio_seconds: float = 0.0
     tensors: list[MediaTensor] = []
     nbytes: int = 0
 
@@ -126,7 +138,7 @@ class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def patches(self) -> int:
-        """Returns the number of patches that pass the tower."""
+        """Returns the number of patches that pass the vision tower."""
         time, height, width = self.grid
         return time * height * width
 
@@ -146,8 +158,11 @@ class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def words(self) -> str:
-        """Returns the item for logs and tables, such as "[image 333×201]"."""
+        """Returns the item for logs and tables, such as "[image 333×201]" or "[audio 2.3 s]"."""
+        if self.kind == "audio":
+            return f"[audio {self.audio_seconds:.1f} s]"
         length = f", {self.frames} frames" if self.kind == "video" else ""
+        length += f", {self.audio_seconds:.1f} s of sound" if self.audio_frames else ""
         return f"[{self.kind} {self.width}×{self.height}{length}]"
 
 

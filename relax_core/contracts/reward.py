@@ -26,8 +26,8 @@ class RewardInput:
     conversation with the responses. ``ended`` is the reason why the episode ended (`relax_core.contracts.env.Ended`).
     These four are empty if one response answers a data row.
 
-    ``media`` describes the images and videos of the conversation, in order; `frames` gives their pixels. No field holds
-    their bytes: the row and the messages name a file, or say how many bytes an item without a file had.
+    ``media`` describes the items of the conversation, in order; `frames` and `features` give their tensors. No field
+    holds their bytes: the row and the messages name a file, or say how many bytes an item without a file had.
     ``media_folder`` is the folder of the items' files.
     """
 
@@ -48,13 +48,27 @@ class RewardInput:
         """Returns the pixels of ``media[number]`` as the model sees them.
 
         They are read-only uint8 ``[frames, height, width, 3]`` and are read from the item's file, in a worker process
-        too. Raises ValueError if the file is not there.
+        too. Raises ValueError if the file is not there or if the item is a sound.
         """
+        return self._tensor(number, "frames")
+
+    def features(self, number: int) -> np.ndarray:
+        """Returns the features of the sound of ``media[number]``, read-only float32 ``[mel bins, frames]``.
+
+        Raises ValueError if its file is not there or if the item has no sound.
+        """
+        return self._tensor(number, "features")
+
+    def _tensor(self, number: int, name: str) -> np.ndarray:
         from pathlib import Path
 
         from relax_core.contracts.media_file import FolderReader
 
-        return FolderReader(Path(self.media_folder)).tensors(self.media[number])["frames"]
+        item = self.media[number]
+        tensors = FolderReader(Path(self.media_folder)).tensors(item)
+        if name not in tensors:
+            raise ValueError(f"media[{number}] is {item.words}, which has no {name}, only {', '.join(tensors)}.")
+        return tensors[name]
 
 
 @dataclass(frozen=True, kw_only=True)

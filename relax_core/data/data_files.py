@@ -37,7 +37,7 @@ class RowFile(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class RowKeys:
-    """Names the keys of a data row: its prompt, its answer, and the columns with images and videos.
+    """Names the keys of a data row: its prompt, its answer, and the columns with media.
 
     ``row_group_bytes`` is the largest row group of a Parquet file with such columns.
     """
@@ -237,7 +237,7 @@ _READERS: dict[str, Callable[[Path, RowKeys], RowFile]] = {
 def check_row(row: Mapping[str, Any], keys: RowKeys, *, where: str) -> DataRow:
     """Returns the data row with its prompt under "prompt" and its answer, as text, under "answer".
 
-    Images and videos are `MediaSource`s in the content parts of the prompt. Other keys stay as they are.
+    Media are `MediaSource`s in the content parts of the prompt. Other keys stay as they are.
 
     Raises `BadRow` with a text that starts with ``where``.
     """

@@ -12,9 +12,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from relax_core.config.media_schema import SEE, SEE_EXCHANGED, SEE_TASKS
+from relax_core.config.media_schema import FOUR_MODALITIES, MEDIA_TASKS, SEE, TONE_OF_PICTURE
 from relax_core.contracts.media import MediaSource
-from relax_core.data.see_task import FILES, MOST_ROWS, PARTS, see_example
+from relax_core.data.tasks.modality_tasks import MODALITY_PARTS, modality_example
+from relax_core.data.tasks.see_task import FILES, MOST_ROWS, PARTS, see_example
+from relax_core.data.tasks.tone_files import TONE_VARIANTS, TONES
 
 Split = Literal["train", "eval"]
 
@@ -28,12 +30,12 @@ _HELD_OUT_SLOTS = 16
 class Example:
     """Is one prompt and its reference answer, as plain text.
 
-    ``source`` is the image or video that stands before the prompt. ``part`` names the part of a task that has several.
+    ``sources`` are the media that stand before the prompt. ``part`` names the part of a task that has several.
     """
 
     prompt: str
     answer: str
-    source: MediaSource | None = None
+    sources: tuple[MediaSource, ...] = ()
     part: str = ""
 
 
@@ -67,19 +69,24 @@ _TASKS: dict[str, Callable[[random.Random], Example]] = {
 }
 
 
-LONGEST_PROMPT = {REVERSE_DIGITS: 9, ARITHMETIC: 47, SEE: 13, SEE_EXCHANGED: 13}  # characters
-MEDIA_ROWS = {SEE: MOST_ROWS, SEE_EXCHANGED: MOST_ROWS}  # rows of a prompt's images and videos, at most
-MEDIA_FILES = {SEE: FILES, SEE_EXCHANGED: FILES}  # images and videos of each split, which examples draw at random
+_ALL_FILES = {split: count + TONE_VARIANTS[split] * len(TONES) for split, count in FILES.items()}
+LONGEST_PROMPT = {REVERSE_DIGITS: 9, ARITHMETIC: 47}  # characters
+LONGEST_PROMPT |= {name: 14 if name.startswith(TONE_OF_PICTURE) else 13 for name in MEDIA_TASKS}
+MEDIA_ROWS = dict.fromkeys(MEDIA_TASKS, MOST_ROWS)  # rows of a prompt's media, at most
+# Files of each split, which examples draw at random.
+MEDIA_FILES = {name: FILES if name.startswith(SEE) else _ALL_FILES for name in MEDIA_TASKS}
 
 
 def task_names() -> tuple[str, ...]:
     """Returns the names of the tasks."""
-    return (*_TASKS, *SEE_TASKS)
+    return (*_TASKS, *MEDIA_TASKS)
 
 
 def parts_of(task: str) -> tuple[str, ...]:
     """Returns the parts of a task whose figures are told apart."""
-    return PARTS if task in SEE_TASKS else ()
+    if task.startswith(SEE):
+        return PARTS
+    return MODALITY_PARTS if task.startswith(FOUR_MODALITIES) else ()
 
 
 def check_task(task: str | None) -> None:
@@ -92,9 +99,13 @@ def example(task: str, *, split: Split, seed: int, index: int) -> Example:
     """Returns example ``index`` of a split, the same in every process. The eval split does not depend on ``seed``."""
     check_task(task)
     rng = random.Random(f"{task}/{split}/{seed if split == 'train' else _EVAL_SEED}/{index}")
-    if task in SEE_TASKS:
-        seen = see_example(split=split, rng=rng, index=index, exchange=task == SEE_EXCHANGED)
-        return Example(seen.prompt, seen.answer, seen.source, seen.part)
+    media = MEDIA_TASKS.get(task)
+    if media is not None and task.startswith(SEE):
+        seen = see_example(split=split, rng=rng, index=index, exchange=bool(media.exchanged))
+        return Example(seen.prompt, seen.answer, () if seen.source is None else (seen.source,), seen.part)
+    if media is not None:
+        shown = modality_example(task, media, split=split, rng=rng, index=index)
+        return Example(shown.prompt, shown.answer, shown.sources, shown.part)
     while True:
         drawn = _TASKS[task](rng)
         if _is_held_out(drawn.prompt) == (split == "eval"):

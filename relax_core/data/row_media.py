@@ -1,4 +1,4 @@
-"""Finds the images and videos of a data row: in columns with places in the prompt, or in content parts.
+"""Finds the images, videos and sounds of a data row: in columns with places in the prompt, or in content parts.
 
 The result is a conversation whose content parts hold a `MediaSource` each (`relax_core.contracts.env.ContentPart`).
 Files are neither opened nor looked for here.
@@ -18,7 +18,16 @@ from relax_core.contracts.data import BadRow
 from relax_core.contracts.media import MEDIA_KINDS, MediaError, MediaKind, MediaSource
 
 _PLACES = {kind: f"<{kind}>" for kind in MEDIA_KINDS}
-_PART_KEYS = {"image": "image", "image_url": "image", "video": "video", "video_url": "video"}
+_KINDS = {place: kind for kind, place in _PLACES.items()}
+_PART_KEYS: dict[str, MediaKind] = {
+    "image": "image",
+    "image_url": "image",
+    "video": "video",
+    "video_url": "video",
+    "audio": "audio",
+    "audio_url": "audio",
+    "input_audio": "audio",
+}
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:")
 _DATA_URI = re.compile(r"data:[^,]*,", re.IGNORECASE)
 _BASE64 = re.compile(r"data:[^,\s]{0,80};base64,[A-Za-z0-9+/=_-]*")
@@ -26,9 +35,9 @@ _BASE64 = re.compile(r"data:[^,\s]{0,80};base64,[A-Za-z0-9+/=_-]*")
 
 @dataclass(frozen=True, kw_only=True)
 class MediaColumns:
-    """Names the columns with images and videos by kind; relative paths begin at ``root``."""
+    """Names the columns with media by kind; relative paths begin at ``root``."""
 
-    columns: Mapping[str, str] = field(default_factory=dict)
+    columns: Mapping[MediaKind, str] = field(default_factory=dict)
     root: Path = Path()
 
 
@@ -36,15 +45,14 @@ TEXT_ONLY = MediaColumns()
 
 
 def row_with_sources(row: Mapping[str, Any], media: MediaColumns, *, where: str, prompt_key: str) -> dict[str, Any]:
-    """Returns a data row whose images and videos are sources: in its columns, and in its prompt's content parts.
+    """Returns a data row whose media are sources: in its columns, and in its prompt's content parts.
 
     Rows of text stay as they are. Raises `MediaError` if the prompt has not as many places as the columns have items,
     and `BadRow` for content parts of another kind.
     """
     found = _Sources(media, where, columns=row)
     columns: dict[str, Any] = {}
-    for name, column in media.columns.items():
-        kind: MediaKind = "image" if name == "image" else "video"
+    for kind, column in media.columns.items():
         sources = list(found.of_column(row.get(column), kind))
         found.waiting[kind] = sources[::-1]
         if sources:
@@ -96,12 +104,16 @@ class _Sources:
 
     def _of_uri(self, uri: str, kind: MediaKind) -> bytes:
         head, _, text = uri.partition(",")
+        if not head.lower().endswith(";base64"):
+            told = f"{self._where}: its {kind} is a data: URI that cannot be read: it is not base64."
+            raise MediaError(kind, "unknown_format", told)
+        return self._of_base64(text, kind)
+
+    def _of_base64(self, text: Any, kind: MediaKind) -> bytes:
         try:
-            if not head.lower().endswith(";base64"):
-                raise ValueError("it is not base64")
             return base64.b64decode(text, validate=True)
-        except (ValueError, binascii.Error) as error:
-            told = f"{self._where}: its {kind} is a data: URI that cannot be read: {error}."
+        except (TypeError, ValueError, binascii.Error) as error:
+            told = f"{self._where}: the base64 of its {kind} cannot be read: {error}."
             raise MediaError(kind, "unknown_format", told) from error
 
     def content(self, content: Any) -> Any:
@@ -116,7 +128,7 @@ class _Sources:
     def _piece(self, piece: str, is_place: bool) -> dict[str, Any]:
         if not is_place:
             return {"type": "text", "text": piece}
-        kind: MediaKind = "image" if piece == _PLACES["image"] else "video"
+        kind = _KINDS[piece]
         return {"type": kind, kind: self._next(kind)}
 
     def _part(self, part: Mapping[str, Any]) -> dict[str, Any]:
@@ -128,10 +140,12 @@ class _Sources:
             raise BadRow.because(
                 "prompt", f"{self._where}: a content part of type {name!r} is not read. Use one of: {known}."
             )
-        kind: MediaKind = "image" if _PART_KEYS[name] == "image" else "video"
+        kind = _PART_KEYS[name]
         value = part.get(name)
         if isinstance(value, Mapping) and "url" in value:
             value = value["url"]
+        if name == "input_audio" and isinstance(value, Mapping) and "data" in value:
+            value = self._of_base64(value["data"], kind)
         return {"type": kind, kind: self._next(kind) if value is None else self.source(value, kind)}
 
     def _next(self, kind: MediaKind) -> MediaSource:
@@ -152,8 +166,8 @@ class _Sources:
         if column is not None and column not in self._columns:
             has = f"the row has no column {column}, only {', '.join(sorted(self._columns))}"
         told = (
-            f"{self._where}: the prompt's places for a {kind} and the items differ: {has}. Write one {_PLACES[kind]} "
-            f"for each item, and name its column in data.media_keys.{kind}."
+            f"{self._where}: the prompt's places {_PLACES[kind]} and the items differ: {has}. Write one for each item, "
+            f"and name its column in data.media_keys.{kind}."
         )
         return MediaError(kind, "placeholder_count", told)
 

@@ -223,10 +223,9 @@ def _as_row(example: generated.Example) -> DataRow:
     row: dict[str, Any] = {"prompt": example.prompt, "answer": example.answer}
     if example.part:
         row["part"] = example.part
-    if example.source is not None:
-        kind = example.source.kind
-        parts = [{"type": kind, kind: example.source}, {"type": "text", "text": example.prompt}]
-        row["prompt"] = [{"role": "user", "content": parts}]
+    if example.sources:
+        shown = [{"type": one.kind, one.kind: one} for one in example.sources]
+        row["prompt"] = [{"role": "user", "content": [*shown, {"type": "text", "text": example.prompt}]}]
     return row
 
 

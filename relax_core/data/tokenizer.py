@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from relax_core.contracts.media import MEDIA_KINDS, Media, MediaItem, MediaKind
-from relax_core.families.hf_config import end_token_ids, has_hf_config, read_hf_config
+from relax_core.families.hf_config import end_token_ids, has_hf_config, inner_config, read_hf_config
 
 if TYPE_CHECKING:
     import jinja2
@@ -60,7 +60,7 @@ class PromptTokenizer:
     def encode(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Returns the token ids of a conversation as the chat template renders it, up to the next answer.
 
-        An image or video of a content part is its placeholder (`place_items`). For a model that sees, names of special
+        An item of a content part is its placeholder (`place_items`). For a model that sees, names of special
         tokens in the messages are plain text. Raises ValueError, with the template's message, for a conversation that
         the template does not accept.
         """
@@ -154,7 +154,7 @@ class PromptTokenizer:
     def _media_ids(self, model_folder: Path) -> dict[MediaKind, int]:
         """Returns the placeholders that config.json names; without that file, those that the vocabulary has."""
         if has_hf_config(model_folder):
-            values = read_hf_config(model_folder)
+            values = inner_config(read_hf_config(model_folder))
             found = {kind: values.get(f"{kind}_token_id") for kind in MEDIA_KINDS}
         else:
             found = {kind: self._tokenizer.token_to_id(f"<|{kind}_pad|>") for kind in MEDIA_KINDS}
@@ -208,7 +208,7 @@ def _with_texts(message: Mapping[str, Any], change: Callable[[str], str]) -> dic
 
 
 def _without_sources(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns a message whose images and videos are only named, so that no template writes their content."""
+    """Returns a message whose media are only named, so that no template writes their content."""
     content = message["content"]
     if isinstance(content, str):
         return message
@@ -249,11 +249,11 @@ def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _chat_template(model_folder: Path, settings: Mapping[str, Any]) -> str:
-    """Returns the content of chat_template.jinja if it exists, else the entry in tokenizer_config.json."""
+    """Returns the content of chat_template.jinja, else the entry in tokenizer_config.json or chat_template.json."""
     file = model_folder / "chat_template.jinja"
     if file.is_file():
         return file.read_text(encoding="utf-8")
-    template = settings.get("chat_template")
+    template = settings.get("chat_template") or _read_json(model_folder / "chat_template.json").get("chat_template")
     if isinstance(template, list):
         template = {entry["name"]: entry["template"] for entry in template}.get("default")
     if not isinstance(template, str):

@@ -38,7 +38,7 @@ class TurnTokens:
         """Returns the token ids before the next answer, and where the new ``items`` stand in them.
 
         ``sampled`` is the answer to ``prompt_ids``, with its stop token if one ended it. ``messages`` follow it; their
-        texts are encoded without special tokens, and ``items`` are their images and videos in order. Raises ValueError
+        texts are encoded without special tokens, and ``items`` are their media in order. Raises ValueError
         for messages that the chat template does not accept, or renders without their text or their items.
         """
         shape = tuple((message["role"], _kinds(message)) for message in messages)

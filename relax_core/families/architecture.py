@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from relax_core.contracts.family import Experts, Vision
+from relax_core.contracts.family import Audio, DeltaNet, ExpertLayout, Experts, Vision
 from relax_core.families.rope import Rope
-
-OUTPUT_WEIGHT = "lm_head.weight"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +18,9 @@ class PatchSettings:
     A patch has ``patch_size`` pixels in height and width and ``temporal_patch_size`` frames; ``merge_size`` times
     ``merge_size`` patches become one row. A pixel enters the tower as (value - mean) / std with ``mean`` and ``std`` on
     the scale of 0 to 255, one number for each colour. ``min_pixels`` and ``max_pixels`` bound an image after its
-    resize; ``video_min_pixels`` and ``video_max_pixels`` bound all frames of a video together.
+    resize; ``video_min_pixels`` and ``video_max_pixels`` bound all frames of a video together, or with
+    ``frame_bounds`` each of them. ``positions_per_second`` is how far a second of a video moves the first rotary
+    position; with None a video has time stamps as text instead.
     """
 
     patch_size: int
@@ -35,6 +36,8 @@ class PatchSettings:
     max_pixels: int = 16_777_216
     video_min_pixels: int = 4_096
     video_max_pixels: int = 25_165_824
+    frame_bounds: bool = False
+    positions_per_second: float | None = None
 
     def alone(self) -> PatchSettings:
         """Returns these settings without what a subclass adds, for a process that does not compute the tower."""
@@ -64,16 +67,74 @@ class VisionTower(PatchSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
+class AudioSettings:
+    """Holds how sounds become the features and the rows of one model.
+
+    A sound is one channel of ``sampling_rate`` samples a second. A frame of its features has ``mel_bins`` values, which
+    are computed from ``fft_size`` samples; the next frame begins ``hop_length`` samples later. The tower makes rows of
+    each ``chunk_frames`` frames apart from the others, and of the rest at the end (`rows_of_frames`).
+    """
+
+    sampling_rate: int
+    mel_bins: int
+    fft_size: int
+    hop_length: int
+    chunk_frames: int
+    audio_token_id: int
+    audio_start_token_id: int
+    audio_end_token_id: int
+
+    def alone(self) -> AudioSettings:
+        """Returns these settings without what a subclass adds, for a process that does not compute the tower."""
+        return AudioSettings(**{one.name: getattr(self, one.name) for one in fields(AudioSettings)})
+
+    def rows_of_frames(self, frames: int) -> int:
+        """Returns the rows that ``frames`` frames become: three convolutions halve the frames of each chunk."""
+        chunks, rest = divmod(frames, self.chunk_frames)
+        return chunks * _halved_thrice(self.chunk_frames) + _halved_thrice(rest)
+
+    def frames_of_seconds(self, seconds: float) -> int:
+        """Returns the frames that a sound of ``seconds`` becomes, at most."""
+        return -(-math.ceil(seconds * self.sampling_rate) // self.hop_length)
+
+
+def _halved_thrice(frames: int) -> int:
+    for _ in range(3):
+        frames = (frames + 1) // 2
+    return frames
+
+
+@dataclass(frozen=True, kw_only=True)
+class AudioTower(AudioSettings):
+    """Holds one model's audio tower. ``config`` is the tower's part of config.json."""
+
+    audio: Audio
+    config: Mapping[str, Any]
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    intermediate_size: int
+
+    @property
+    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Returns the shapes of the tower's weights by their Hugging Face names."""
+        return {self.audio.prefix + name: shape for name, shape in self.audio.shapes(self.config).items()}
+
+
+@dataclass(frozen=True, kw_only=True)
 class Architecture:
     """Holds one model of a family, with its sizes.
 
-    Every layer has RMSNorms, grouped-query attention with rotary embedding, and a gated MLP or experts. ``family`` is
-    config.json's model_type. With ``qkv_bias`` the query, key and value projections add a bias; with ``qk_norm`` the
+    Every layer has RMSNorms, grouped-query attention with rotary embedding, and a gated MLP or experts; the layers
+    ``delta_layers``, counted from 0, have a gated delta net in place of attention. ``family`` is config.json's
+    model_type. With ``qkv_bias`` the query, key and value projections add a bias; with ``qk_norm`` the
     query and key heads are normed; with ``tie_word_embeddings`` the embedding is the output weight too. ``activation``,
     that of the gate, is a name in torch.nn.functional. ``experts`` is None for a dense model.
-    ``prefix`` begins the names of the language model's weights, and ``vision`` is None for a model that reads text
-    only. With ``fused_experts`` a layer's experts are two transposed tensors on disk
-    (`relax_core.contracts.family.Family`).
+    ``prefix`` begins the names of the language model's weights, and ``output_weight`` is the name of the output weight.
+    ``vision`` is None for a model that does not see, and ``audio`` for one that does not hear. ``expert_layout`` is
+    that of the folder. ``output_gate``, ``zero_centered`` and ``float32`` are explained at
+    `relax_core.contracts.family.Family`; ``float32`` has only what the folder holds so. The names of tensors that are
+    not computed begin with one of ``passed``.
     """
 
     family: str
@@ -93,8 +154,40 @@ class Architecture:
     activation: str = "silu"
     experts: Experts | None = None
     prefix: str = "model."
+    output_weight: str = "lm_head.weight"
     vision: VisionTower | None = None
-    fused_experts: bool = False
+    audio: AudioTower | None = None
+    expert_layout: ExpertLayout = ExpertLayout.apart
+    delta_net: DeltaNet | None = None
+    delta_layers: tuple[int, ...] = ()
+    output_gate: bool = False
+    zero_centered: bool = False
+    float32: tuple[str, ...] = ()
+    passed: tuple[str, ...] = ()
+
+    @property
+    def tower_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Returns the shapes of the towers' weights by their Hugging Face names."""
+        towers = (tower for tower in (self.vision, self.audio) if tower is not None)
+        return {name: shape for tower in towers for name, shape in tower.weight_shapes.items()}
+
+    @property
+    def rotary_dim(self) -> int:
+        """Returns how many numbers of each head are rotated."""
+        return int(self.head_dim * self.rope.part)
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """Returns the layers with attention, counted from 0."""
+        return tuple(layer for layer in range(self.num_layers) if layer not in set(self.delta_layers))
+
+    def stays_float32(self, name: str) -> bool:
+        """Returns whether a weight is float32 whatever the dtype of the model is."""
+        return name.endswith(self.float32)
+
+    def passes(self, name: str) -> bool:
+        """Returns whether a tensor of the folder only passes to an export and is no weight of the model."""
+        return name.startswith(self.passed)
 
     @property
     def ignored_weights(self) -> frozenset[str]:
@@ -104,4 +197,4 @@ class Architecture:
         transformers stored.
         """
         frequencies = {f"{self.prefix}layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in range(self.num_layers)}
-        return frozenset(frequencies | ({OUTPUT_WEIGHT} if self.tie_word_embeddings else set()))
+        return frozenset(frequencies | ({self.output_weight} if self.tie_word_embeddings else set()))

@@ -2,19 +2,36 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 
-from relax_core.contracts.family import Family, HfConfig
-from relax_core.families.architecture import Architecture, VisionTower
-from relax_core.families.hf_config import has_hf_config, read_hf_config
+from relax_core.contracts.family import ExpertLayout, Family, HfConfig
+from relax_core.families.architecture import Architecture, AudioTower, VisionTower
+from relax_core.families.audio.audio_settings import read_audio_tower
+from relax_core.families.hf_config import has_hf_config, inner_config, read_hf_config
 from relax_core.families.table import read_architecture
 from relax_core.families.vision.tower_settings import read_tower
 from relax_core.registry import find_family, names
 
 WEIGHT_INDEX = "model.safetensors.index.json"
+# Folders of these model_types resemble one that is read.
+_REFUSED = {
+    "qwen2_5_omni": "Qwen2.5-Omni has other towers and other positions, which Relax does not compute. Use a folder of "
+    "Qwen3-Omni, with model=qwen3_omni.",
+    "qwen3_omni_moe_thinker": "the folder has the thinker alone. Use the published one, whose outer config.json says "
+    "qwen3_omni_moe and has it as thinker_config, so that exports can keep talker and code2wav.",
+}
+_MOST_HEADER_BYTES = 100_000_000  # as in safetensors itself
+
+
+class _Stored(msgspec.Struct):
+    """The header's entry of a tensor; that of the file's metadata has no dtype."""
+
+    dtype: str = ""
 
 
 class _Index(msgspec.Struct):
@@ -41,6 +58,8 @@ def family_of(hf_config: HfConfig, *, model_folder: Path, also: str | None = Non
     """
     model_type = hf_config.get("model_type")
     key = family_key(model_type, also=also)
+    if key is None and model_type in _REFUSED:
+        raise ValueError(f"model.path={model_folder}: its model_type is {model_type!r}: {_REFUSED[model_type]}")
     if key is None:
         raise ValueError(
             f"model.path={model_folder}: its model_type is {model_type!r}, which is no family of Relax. What exists: "
@@ -63,14 +82,37 @@ def folder_architecture(model_folder: Path, *, family: str | None = None, also: 
         found = family_of(hf_config, model_folder=model_folder)
         raise ValueError(
             f"model.path={model_folder}: its model_type is {found.name!r}, and model.family={wanted.name}. "
-            f"Use model={found.name}."
+            f"Use model={found.model_option}."
         )
     return _architecture(wanted, hf_config, model_folder)
 
 
 def _architecture(family: Family, hf_config: HfConfig, model_folder: Path) -> Architecture:
-    tower = read_tower(family, hf_config, model_folder=model_folder)
-    return replace(read_architecture(family, hf_config), vision=tower)
+    one = replace(
+        read_architecture(family, hf_config),
+        vision=read_tower(family, inner_config(hf_config), model_folder=model_folder),
+        audio=read_audio_tower(family, inner_config(hf_config), model_folder=model_folder),
+    )
+    if one.float32 or len(family.expert_layouts) > 1:
+        stored = stored_kinds(model_folder)
+        one = replace(one, float32=_stored_float32(one.float32, stored), expert_layout=_expert_layout(family, stored))
+    return one
+
+
+def _expert_layout(family: Family, stored: Mapping[str, str]) -> ExpertLayout:
+    """Returns the form of the stored experts, which is that of publication if the folder has none."""
+    language = [name for name in stored if name.startswith(family.prefix) and ".experts." in name]
+    if len(family.expert_layouts) == 1 or not language:
+        return family.expert_layouts[0]
+    apart = re.search(r"\.experts\.\d+\.", language[0]) is not None
+    return next(one for one in family.expert_layouts if (one is ExpertLayout.apart) is apart)
+
+
+def _stored_float32(endings: tuple[str, ...], stored: Mapping[str, str]) -> tuple[str, ...]:
+    """Returns the endings of names of which the folder holds tensors in float32, all for a folder without weights."""
+    return tuple(
+        ending for ending in endings if all(kind == "F32" for name, kind in stored.items() if name.endswith(ending))
+    )
 
 
 def vision_tower(model_folder: Path) -> VisionTower | None:
@@ -79,7 +121,37 @@ def vision_tower(model_folder: Path) -> VisionTower | None:
         return None
     hf_config = read_hf_config(model_folder)
     key = family_key(hf_config.get("model_type"))
-    return None if key is None else read_tower(find_family(key), hf_config, model_folder=model_folder)
+    return None if key is None else read_tower(find_family(key), inner_config(hf_config), model_folder=model_folder)
+
+
+def audio_tower(model_folder: Path) -> AudioTower | None:
+    """Returns the audio tower of a folder's model, None if it does not hear or is of no family of Relax."""
+    if not has_hf_config(model_folder):
+        return None
+    hf_config = read_hf_config(model_folder)
+    key = family_key(hf_config.get("model_type"))
+    return (
+        None if key is None else read_audio_tower(find_family(key), inner_config(hf_config), model_folder=model_folder)
+    )
+
+
+def stored_kinds(model_folder: Path) -> dict[str, str]:
+    """Returns the dtype of each stored tensor as safetensors names it, from the files' headers alone.
+
+    Raises ValueError for a file that cannot be read.
+    """
+    found: dict[str, str] = {}
+    for path in weight_files(model_folder):
+        try:
+            with path.open("rb") as file:
+                length = int.from_bytes(file.read(8), "little")
+                if length > _MOST_HEADER_BYTES:
+                    raise ValueError(f"its header has {length} bytes")
+                header = msgspec.json.decode(file.read(length), type=dict[str, _Stored])
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{path} cannot be read: {error}. Download it again.") from error
+        found |= {name: one.dtype for name, one in header.items() if name != "__metadata__"}
+    return found
 
 
 def weight_files(model_folder: Path) -> list[Path]:

@@ -10,6 +10,7 @@ from typing import Any
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
 _TEXT_KEY = "text_config"
+_INNER_KEY = "thinker_config"
 
 
 def has_hf_config(model_folder: Path) -> bool:
@@ -27,13 +28,28 @@ def read_hf_config(model_folder: Path) -> dict[str, Any]:
     return _read_object(model_folder / CONFIG_FILE)
 
 
+def inner_config(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the inner config of a config.json: that of the thinker where it describes several models, else itself."""
+    inner = hf_config.get(_INNER_KEY)
+    return inner if isinstance(inner, dict) else hf_config
+
+
+def described_parts(hf_config: Mapping[str, Any]) -> list[str]:
+    """Returns the models beside the thinker that a config.json describes and says to be in the folder."""
+    if not hf_config.get("enable_audio_output", True):
+        return []
+    return [part for part in ("talker", "code2wav") if hf_config.get(f"{part}_config") is not None]
+
+
 def language_values(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns the values of a config.json that describe the language model.
 
-    A model that sees has them in a part of its own, text_config. Other keys stay those of the whole.
+    A model that sees has them in a part of its own, text_config. Other keys stay those of the inner config, and of the
+    whole.
     """
-    inner = hf_config.get(_TEXT_KEY)
-    return {**hf_config, **inner} if isinstance(inner, dict) else hf_config
+    inner = inner_config(hf_config)
+    text = inner.get(_TEXT_KEY)
+    return {**hf_config, **inner, **text} if isinstance(text, dict) else {**hf_config, **inner}
 
 
 def end_token_ids(model_folder: Path) -> tuple[int, ...]:

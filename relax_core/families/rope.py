@@ -53,11 +53,13 @@ class Rope:
     Component i of a head of dimension d turns by ``theta``^(-2i/d) radians per position before ``scaling``. With
     ``sections`` (time, height, width) the components take turns: component i follows the height if i % 3 is 1 and
     i < 3 * sections[1], the width if i % 3 is 2 and i < 3 * sections[2], else the time (interleaved, as in Qwen3-VL).
+    Only the first ``part`` of each head is rotated; d is then the size of that part.
     """
 
     theta: float
     scaling: LinearScaling | Llama3Scaling | None = None
     sections: tuple[int, int, int] | None = None
+    part: float = 1.0
 
     def axes(self, components: int) -> list[int]:
         """Returns which of the three rotary positions each component of a head follows: 0 time, 1 height, 2 width."""
@@ -72,8 +74,8 @@ class Rope:
         return frequencies if self.scaling is None else self.scaling.scaled(frequencies)
 
 
-def read_rope(config: Mapping[str, Any], *, family: str) -> Rope:
-    """Reads the rotary embedding from config.json.
+def read_rope(config: Mapping[str, Any], *, family: str, part: float | None = None) -> Rope:
+    """Reads the rotary embedding from config.json; ``part`` is `relax_core.contracts.family.Family.rotary_part`.
 
     transformers 5 writes ``rope_parameters``; older versions wrote ``rope_scaling`` and ``rope_theta``. Raises
     ValueError for a scaling that Relax does not compute, and KeyError for one that lacks a number.
@@ -87,13 +89,15 @@ def read_rope(config: Mapping[str, Any], *, family: str) -> Rope:
             f"config.json rope_parameters differ by kind of layer ({', '.join(nested)}): {family} computes the same "
             "rotary embedding in all layers only."
         )
-    partial = given.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
-    if partial != 1.0:
+    rotated = given.get("partial_rotary_factor") or config.get("partial_rotary_factor") or part or 1.0
+    if rotated != 1.0 and part is None:
         raise ValueError(
-            f"config.json partial_rotary_factor={partial}: {family} computes rotary embedding of whole heads only."
+            f"config.json partial_rotary_factor={rotated}: {family} computes rotary embedding of whole heads only."
         )
     if kind == "default":
-        return Rope(theta=theta, sections=_sections(given, family=family))
+        return Rope(theta=theta, sections=_sections(given, family=family), part=rotated)
+    if rotated != 1.0:
+        raise ValueError(f"config.json rope_type={kind}: {family} rotates a part of each head with default only.")
     if "mrope_section" in given:
         raise ValueError(f"config.json rope_type={kind}: {family} computes three sections with rope_type default only.")
     if kind == "linear":

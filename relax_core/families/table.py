@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from relax_core.contracts.family import Experts, Family, HfConfig, Only, Vision
+from dataclasses import replace
+
+from relax_core.contracts.family import Audio, DeltaNet, ExpertLayout, Experts, Family, HfConfig, Only, Vision
 from relax_core.families.architecture import Architecture
+from relax_core.families.audio.audio_shapes import qwen3_omni_audio_shapes
+from relax_core.families.hf_config import inner_config
 from relax_core.families.rope import read_rope
-from relax_core.families.vision.tower_shapes import qwen3_vision_shapes
+from relax_core.families.vision.tower_shapes import qwen3_omni_vision_shapes, qwen3_vl_vision_shapes
 
 COMMON = (
     Only("hidden_act", "silu", "no other activation is computed"),
@@ -17,7 +21,14 @@ FULL_ATTENTION = Only(
     "attention goes over the whole context; with false the folder is the same model for contexts of at most "
     "sliding_window tokens",
 )
+_NORMALIZED = Only(
+    "norm_topk_prob", True, "this family's router scales the weights of the chosen experts to a sum of 1"
+)
+_OUTPUT_GATE = Only("attn_output_gate", True, "the output of the attention has a gate in this family")
 NO_ATTENTION_BIAS = Only("attention_bias", False, "no bias of the attention's output projection is computed")
+
+
+_FULL, _LINEAR = "full_attention", "linear_attention"  # kinds of layers in layer_types
 
 
 def read_architecture(family: Family, config: HfConfig) -> Architecture:
@@ -34,10 +45,12 @@ def read_architecture(family: Family, config: HfConfig) -> Architecture:
             raise ValueError(
                 f"config.json {only.key}={given}: {family.name} computes {only.key}={only.value} only: {only.why}."
             )
-    sliding = set(config.get("layer_types") or ()) - {"full_attention"}
-    if sliding:
+    computed = {_FULL} if family.delta_net is None else {_FULL, _LINEAR}
+    other = set(config.get("layer_types") or ()) - computed
+    if other:
         raise ValueError(
-            f"config.json layer_types has {', '.join(sorted(sliding))}: {family.name} computes full_attention only."
+            f"config.json layer_types has {', '.join(sorted(other))}: {family.name} computes "
+            f"{' and '.join(sorted(computed))} only."
         )
     try:
         if family.check is not None:
@@ -50,27 +63,29 @@ def read_architecture(family: Family, config: HfConfig) -> Architecture:
 def text_config(family: Family, config: HfConfig) -> HfConfig:
     """Returns the part of a config.json that describes the language model.
 
-    transformers writes tie_word_embeddings into the outer part, which decides.
+    transformers writes tie_word_embeddings into the part around it, which decides.
     """
     if family.text_key is None:
         return config
-    inner = config.get(family.text_key)
+    around = inner_config(config)
+    inner = around.get(family.text_key)
     if not isinstance(inner, dict):
         raise ValueError(f"config.json has no {family.text_key}, which family {family.name} needs.")
-    tied = config.get("tie_word_embeddings")
+    tied = around.get("tie_word_embeddings")
     return inner if tied is None else inner | {"tie_word_embeddings": tied}
 
 
 def _described(family: Family, config: HfConfig) -> Architecture:
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
-    rope = read_rope(config, family=family.name)
+    rope = read_rope(config, family=family.name, part=family.rotary_part)
     if family.vision is not None and rope.sections is None:
         raise KeyError("mrope_section")
     return Architecture(
         family=family.name,
         vocab_size=config["vocab_size"],
         hidden_size=hidden,
-        intermediate_size=config["intermediate_size"],
+        # Without a dense MLP, transformers names no width for one.
+        intermediate_size=config["intermediate_size"] if family.experts is None else config.get("intermediate_size", 0),
         num_layers=config["num_hidden_layers"],
         num_heads=heads,
         num_kv_heads=config.get("num_key_value_heads") or heads,
@@ -83,8 +98,61 @@ def _described(family: Family, config: HfConfig) -> Architecture:
         qk_norm=family.qk_norm,
         experts=None if family.experts is None else family.experts(config),
         prefix=family.prefix,
-        fused_experts=family.fused_experts,
+        output_weight=family.output_weight,
+        expert_layout=family.expert_layouts[0],
+        delta_net=None if family.delta_net is None else family.delta_net(config),
+        delta_layers=() if family.delta_net is None else _linear_layers(config),
+        output_gate=family.output_gate,
+        zero_centered=family.zero_centered,
+        float32=family.float32,
+        passed=family.passed,
     )
+
+
+def _linear_layers(config: HfConfig) -> tuple[int, ...]:
+    """Returns the layers without attention. Without layer_types, every layer but each fourth is one."""
+    kinds = config.get("layer_types")
+    if kinds is None:
+        interval = config.get("full_attention_interval", 4)
+        kinds = [_LINEAR if (layer + 1) % interval else _FULL for layer in range(config["num_hidden_layers"])]
+    return tuple(layer for layer, kind in enumerate(kinds) if kind == _LINEAR)
+
+
+def _qwen3_5_delta_net(config: HfConfig) -> DeltaNet:
+    return DeltaNet(
+        key_heads=config["linear_num_key_heads"],
+        value_heads=config["linear_num_value_heads"],
+        key_dim=config["linear_key_head_dim"],
+        value_dim=config["linear_value_head_dim"],
+        kernel=config["linear_conv_kernel_dim"],
+    )
+
+
+def _check_qwen3_5(config: HfConfig) -> None:
+    """Refuses layers that are all of one kind, and value heads that the key heads do not divide."""
+    linear, layers = _linear_layers(config), config["num_hidden_layers"]
+    if not 0 < len(linear) < layers:
+        raise ValueError(
+            f"config.json layer_types: {len(linear)} of {layers} layers are {_LINEAR}. Qwen3.5 has both kinds; with "
+            f"{_FULL} alone the folder is a Qwen3."
+        )
+    net = _qwen3_5_delta_net(config)
+    if net.value_heads % net.key_heads:
+        raise ValueError(
+            f"config.json linear_num_value_heads={net.value_heads}: must be a multiple of linear_num_key_heads="
+            f"{net.key_heads}."
+        )
+
+
+def _qwen3_5_experts(config: HfConfig) -> Experts:
+    """Reads the experts and the shared one; the router always scales the weights of the chosen ones to a sum of 1."""
+    shared = config.get("shared_expert_intermediate_size") or 0
+    return replace(_qwen3_vl_experts(config), shared_width=shared)
+
+
+def _check_qwen3_5_experts(config: HfConfig) -> None:
+    _check_qwen3_5(config)
+    _check_experts(_qwen3_5_experts(config), config, family="qwen3_5_moe")
 
 
 def _qwen3_experts(config: HfConfig) -> Experts:
@@ -103,12 +171,21 @@ def _qwen3_vl_experts(config: HfConfig) -> Experts:
     return _qwen3_experts({**config, "norm_topk_prob": True})
 
 
+def _qwen3_omni_experts(config: HfConfig) -> Experts:
+    """Reads the experts of a family whose router scales the weights of the chosen ones unless config.json denies it."""
+    return _qwen3_experts({"norm_topk_prob": True, **config})
+
+
 def _check_qwen3_experts(config: HfConfig) -> None:
     _check_experts(_qwen3_experts(config), config, family="qwen3_moe")
 
 
 def _check_qwen3_vl_experts(config: HfConfig) -> None:
     _check_experts(_qwen3_vl_experts(config), config, family="qwen3_vl_moe")
+
+
+def _check_qwen3_omni_experts(config: HfConfig) -> None:
+    _check_experts(_qwen3_omni_experts(config), config, family="qwen3_omni_moe")
 
 
 def _check_experts(experts: Experts, config: HfConfig, *, family: str) -> None:
@@ -183,7 +260,7 @@ QWEN3_VL = Family(
         prefix="model.visual.",
         model=_QWEN3_VISION,
         config="transformers.models.qwen3_vl.configuration_qwen3_vl:Qwen3VLVisionConfig",
-        shapes=qwen3_vision_shapes,
+        shapes=qwen3_vl_vision_shapes,
         projector=_PROJECTOR,
     ),
 )
@@ -194,7 +271,7 @@ QWEN3_VL_MOE = Family(
     only=(
         NO_ATTENTION_BIAS,
         FULL_ATTENTION,
-        Only("norm_topk_prob", True, "this family's router scales the weights of the chosen experts to a sum of 1"),
+        _NORMALIZED,
     ),
     experts=_qwen3_vl_experts,
     check=_check_qwen3_vl_experts,
@@ -204,8 +281,80 @@ QWEN3_VL_MOE = Family(
         prefix="model.visual.",
         model=_QWEN3_VISION_MOE,
         config="transformers.models.qwen3_vl_moe.configuration_qwen3_vl_moe:Qwen3VLMoeVisionConfig",
-        shapes=qwen3_vision_shapes,
+        shapes=qwen3_vl_vision_shapes,
         projector=_PROJECTOR,
     ),
-    fused_experts=True,
+    expert_layouts=(ExpertLayout.transposed,),
+)
+
+_QWEN3_5_FLOAT32 = ("linear_attn.A_log", "linear_attn.dt_bias", "linear_attn.norm.weight")
+QWEN3_5 = Family(
+    name="qwen3_5",
+    summary="Qwen3.5: sees images and videos; a gated delta net in three layers of four",
+    qk_norm=True,
+    only=(NO_ATTENTION_BIAS, _OUTPUT_GATE),
+    check=_check_qwen3_5,
+    text_key="text_config",
+    prefix="model.language_model.",
+    vision=Vision(
+        prefix="model.visual.",
+        model="transformers.models.qwen3_5.modeling_qwen3_5:Qwen3_5VisionModel",
+        config="transformers.models.qwen3_5.configuration_qwen3_5:Qwen3_5VisionConfig",
+        shapes=qwen3_vl_vision_shapes,
+        projector=_PROJECTOR,
+    ),
+    delta_net=_qwen3_5_delta_net,
+    output_gate=True,
+    zero_centered=True,
+    rotary_part=0.25,
+    float32=_QWEN3_5_FLOAT32,
+    passed=("mtp.",),
+)
+QWEN3_5_MOE = replace(
+    QWEN3_5,
+    name="qwen3_5_moe",
+    summary="Qwen3.5-MoE: as Qwen3.5, with experts and a shared expert in every layer",
+    only=(*QWEN3_5.only, _NORMALIZED),
+    experts=_qwen3_5_experts,
+    check=_check_qwen3_5_experts,
+    vision=Vision(
+        prefix="model.visual.",
+        model="transformers.models.qwen3_5_moe.modeling_qwen3_5_moe:Qwen3_5MoeVisionModel",
+        config="transformers.models.qwen3_5_moe.configuration_qwen3_5_moe:Qwen3_5MoeVisionConfig",
+        shapes=qwen3_vl_vision_shapes,
+        projector=_PROJECTOR,
+    ),
+    expert_layouts=(ExpertLayout.fused, ExpertLayout.apart),
+)
+
+_QWEN3_OMNI = "transformers.models.qwen3_omni_moe"
+QWEN3_OMNI_MOE = Family(
+    name="qwen3_omni_moe",
+    summary="Qwen3-Omni: the thinker, a Qwen3-MoE that sees and hears; talker and code2wav pass unchanged",
+    qk_norm=True,
+    only=(NO_ATTENTION_BIAS, FULL_ATTENTION),
+    experts=_qwen3_omni_experts,
+    check=_check_qwen3_omni_experts,
+    text_key="text_config",
+    prefix="thinker.model.",
+    output_weight="thinker.lm_head.weight",
+    vision=Vision(
+        prefix="thinker.visual.",
+        model=f"{_QWEN3_OMNI}.modeling_qwen3_omni_moe:Qwen3OmniMoeVisionEncoder",
+        config=f"{_QWEN3_OMNI}.configuration_qwen3_omni_moe:Qwen3OmniMoeVisionEncoderConfig",
+        shapes=qwen3_omni_vision_shapes,
+        projector=("merger.", "merger_list."),
+        seconds_key="position_id_per_seconds",
+        frame_bounds=True,
+        video_pixels=(128 * 32 * 32, 768 * 32 * 32),  # those of transformers' Qwen3OmniMoeProcessor
+    ),
+    audio=Audio(
+        prefix="thinker.audio_tower.",
+        model=f"{_QWEN3_OMNI}.modeling_qwen3_omni_moe:Qwen3OmniMoeAudioEncoder",
+        config=f"{_QWEN3_OMNI}.configuration_qwen3_omni_moe:Qwen3OmniMoeAudioEncoderConfig",
+        shapes=qwen3_omni_audio_shapes,
+        projector=("proj1.", "proj2."),
+    ),
+    passed=("talker.", "code2wav."),
+    option="qwen3_omni",
 )

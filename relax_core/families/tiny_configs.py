@@ -9,8 +9,10 @@ from typing import Any
 
 STUDENT, TEACHER, EXPERTS = "tiny_qwen3", "tiny_qwen3_teacher", "tiny_qwen3_moe"
 VISION, VISION_EXPERTS = "tiny_qwen3_vl", "tiny_qwen3_vl_moe"
-VISION_NAMES = (VISION, VISION_EXPERTS)
-MODEL_NAMES = (STUDENT, TEACHER, EXPERTS, *VISION_NAMES)
+HYBRID, HYBRID_EXPERTS = "tiny_qwen3_5", "tiny_qwen3_5_moe"
+VISION_NAMES = (VISION, VISION_EXPERTS, HYBRID, HYBRID_EXPERTS)
+OMNI = "tiny_qwen3_omni"
+MODEL_NAMES = (STUDENT, TEACHER, EXPERTS, *VISION_NAMES, OMNI)
 MAX_POSITIONS = 4096  # prompt and response tokens of one sample at most
 
 VISION_START, VISION_END, IMAGE_PAD, VIDEO_PAD = VISION_TOKENS = (
@@ -19,6 +21,7 @@ VISION_START, VISION_END, IMAGE_PAD, VIDEO_PAD = VISION_TOKENS = (
     "<|image_pad|>",
     "<|video_pad|>",
 )
+AUDIO_START, AUDIO_END, AUDIO_PAD = AUDIO_TOKENS = ("<|audio_start|>", "<|audio_end|>", "<|audio_pad|>")
 SPECIAL_TOKENS = ("<pad>", "<unk>", "<|im_start|>", "<|im_end|>")
 ROLES = ("user", "assistant", "system")
 _CHARACTERS = " \n0123456789abcdefghijklmnopqrstuvwxyz+-*/=?.,:'$"
@@ -28,15 +31,21 @@ _PATCHES = {"patch_size": 8, "temporal_patch_size": 2, "merge_size": 2}
 _PIXELS = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5], "processor_class": "Qwen3VLProcessor"}
 
 
-def token_ids(*, vision: bool) -> dict[str, int]:
-    """Returns the id of every token by its text."""
-    more = (*_VISION_CHARACTERS, *VISION_TOKENS) if vision else ()
+def token_ids(*, vision: bool, audio: bool = False) -> dict[str, int]:
+    """Returns the id of every token by its text; ``audio`` is for a model that also hears."""
+    more = (*_VISION_CHARACTERS, *VISION_TOKENS, *(AUDIO_TOKENS if audio else ())) if vision else ()
     return {token: index for index, token in enumerate((*SPECIAL_TOKENS, *ROLES, *_CHARACTERS, *more))}
 
 
 def tiny_config(name: str = STUDENT) -> dict[str, Any]:
     """Returns the sizes in a builtin model's config.json without making the model."""
+    if name == OMNI:
+        from relax_core.families.tiny_omni import tiny_omni_config  # which imports this module
+
+        return tiny_omni_config()
     if name in VISION_NAMES:
+        if name in (HYBRID, HYBRID_EXPERTS):
+            return _hybrid_model(experts=name == HYBRID_EXPERTS)
         return _vision_model(experts=name == VISION_EXPERTS)
     dense = {
         "model_type": "qwen3",
@@ -104,6 +113,39 @@ def _vision_model(*, experts: bool) -> dict[str, Any]:
         "text_config": text,
         "vision_config": _tower(kind, out=text["hidden_size"]),
     }
+
+
+def _hybrid_model(*, experts: bool) -> dict[str, Any]:
+    """Returns a config.json in the form in which Qwen3.5 is published: of four layers, the last has attention."""
+    model, kind = _vision_model(experts=experts), "qwen3_5_moe" if experts else "qwen3_5"
+    text = {key: value for key, value in model["text_config"].items() if key not in _NOT_HYBRID} | {
+        "model_type": f"{kind}_text",
+        "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+        "full_attention_interval": 4,
+        "attn_output_gate": True,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 12,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_value_head_dim": 16,
+        "mamba_ssm_dtype": "float32",
+        "mtp_num_hidden_layers": 1,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10_000.0,
+            "mrope_interleaved": True,
+            "mrope_section": [2, 2, 2],
+            "partial_rotary_factor": 0.75,
+        },
+    }
+    if experts:
+        text["shared_expert_intermediate_size"] = 48
+    tower = model["vision_config"] | {"model_type": kind, "deepstack_visual_indexes": []}
+    name = "Qwen3_5MoeForConditionalGeneration" if experts else "Qwen3_5ForConditionalGeneration"
+    return model | {"architectures": [name], "model_type": kind, "text_config": text, "vision_config": tower}
+
+
+_NOT_HYBRID = ("rope_theta", "rope_scaling", "norm_topk_prob", "decoder_sparse_step", "mlp_only_layers")
 
 
 def _tower(kind: str, *, out: int) -> dict[str, Any]:

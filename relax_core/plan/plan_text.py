@@ -136,3 +136,5 @@ def _transfers(plan: Plan) -> Iterator[str]:
         f"checkpoint: {size_words(transfers.checkpoint_bytes)}; {transfers.checkpoints_kept} are kept, "
         f"{size_words(transfers.checkpoints_kept * transfers.checkpoint_bytes)} on disk"
     )
+    if transfers.passed_bytes:
+        yield f"an export copies {size_words(transfers.passed_bytes)} of tensors that are not computed from model.path"

@@ -234,6 +234,7 @@ def _prompt_media(config: RelaxConfig, patches: PatchCost, *, prompt: int) -> Pr
         item_patches=min(most, config.modality.image_tokens[1] * patches.a_row),
         source_pixels=config.modality.source_pixels,
         videos="video" in media_kinds(config),
+        sounds="audio" in media_kinds(config),
     )
 
 

@@ -1,4 +1,4 @@
-"""Keeps the encoded images and videos of a run, so that each is encoded once wherever it occurs.
+"""Keeps the encoded media of a run, so that each is encoded once wherever it occurs.
 
 An item is known by its source: the path of a file, or the digest of its bytes. Prompts of training and evaluation hold
 their items, and an item that nobody holds is let go once the cache has more bytes than it may have.

@@ -1,15 +1,15 @@
-"""Builds what encodes a run's images and videos: limits, the root of their files, worker processes and the cache."""
+"""Builds what encodes a run's media: limits, the root of their files, worker processes and the cache."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from relax_core.config.media_schema import SEE_TASKS, ModalityConfig
+from relax_core.config.media_schema import MEDIA_TASKS, ModalityConfig
 from relax_core.config.schema import RelaxConfig
 from relax_core.data.paths import data_parts
 from relax_core.data.plugin_source import names_plugin
-from relax_core.data.see_task import files_folder
+from relax_core.data.tasks.made_folder import cache_folder
 from relax_core.registry import is_file_plugin
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ MEGABYTE = 1_000_000
 
 
 def open_encoders(config: RelaxConfig, *, model_folder: Path, media_folder: Path, log_dir: Path) -> EncodePool:
-    """Returns the worker processes that encode images and videos into ``media_folder``; the caller closes them.
+    """Returns the worker processes that encode media into ``media_folder``; the caller closes them.
 
     Raises ValueError if the model's folder lacks a processor file.
     """
@@ -29,14 +29,16 @@ def open_encoders(config: RelaxConfig, *, model_folder: Path, media_folder: Path
     from relax_core.data.media.encode_pool import EncodePool
     from relax_core.families.folder import folder_architecture
 
-    tower = folder_architecture(model_folder, also=config.model.family).vision
-    assert tower is not None, "only a family that sees has kinds of media"
+    model = folder_architecture(model_folder, also=config.model.family)
+    assert model.vision is not None, "only a family that sees has kinds of media"
     settings = EncodeSettings(
         model_folder=str(model_folder),
-        tower=tower,
+        tower=model.vision,
         limits=media_limits(config.modality),
         root=str(media_root(config)),
         folder=str(media_folder),
+        audio=model.audio,
+        audio_in_video=config.modality.audio_in_video,
     )
     return EncodePool(settings, workers=config.modality.workers, log_file=log_dir / ENCODE_LOG)
 
@@ -53,6 +55,8 @@ def media_limits(modality: ModalityConfig) -> MediaLimits:
         video_frames_min=modality.video_frames[0],
         video_frames_max=modality.video_frames[1],
         frame_rows=modality.frame_tokens,
+        audio_seconds_min=modality.audio_seconds[0],
+        audio_seconds_max=modality.audio_seconds[1],
         item_bytes=modality.item_mb * MEGABYTE,
         worker_timeout_s=modality.worker_timeout_s,
         worker_bytes=modality.worker_mb * MEGABYTE,
@@ -60,15 +64,15 @@ def media_limits(modality: ModalityConfig) -> MediaLimits:
 
 
 def media_root(config: RelaxConfig) -> Path:
-    """Returns the folder below which every image and video lies: data.media_root, or else the data file's folder.
+    """Returns the folder below which all media lie: data.media_root, or else the data file's folder.
 
     Without a data file it is the folder of the first evaluation set that is a file.
     """
     data = config.data
     if data.media_root is not None:
         return Path(data.media_root).absolute()
-    if data.task in SEE_TASKS:
-        return files_folder()
+    if data.task in MEDIA_TASKS:
+        return cache_folder()
     if names_plugin(data):
         return Path(data.name).parent.absolute() if is_file_plugin(data.name) else Path.cwd()
     if data.path is not None or data.paths is not None:

@@ -1,4 +1,4 @@
-"""Turns a data row into its prompt: conversation, encoded images and videos, chat template, limit of length."""
+"""Turns a data row into its prompt: conversation, encoded media, chat template, limit of length."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ DEFAULT_PROMPT_ITEMS = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """Holds the token ids of a prompt; ``media`` places its images and videos in them, in order."""
+    """Holds the token ids of a prompt; ``media`` places its media in them, in order."""
 
     token_ids: list[int]
     media: list[Media] = field(default_factory=list)
 
     @property
     def items(self) -> list[MediaItem]:
-        """Returns the images and videos, in order."""
+        """Returns the media, in order."""
         return [one.item for one in self.media]
 
 
 class PromptMaker:
     """Makes prompts of at most ``max_prompt_tokens`` tokens; ``overlong`` says what happens to longer ones.
 
-    ``items`` encodes images and videos; without it, rows that have some cannot be used. A prompt has at most
+    ``items`` encodes media; without it, rows that have some cannot be used. A prompt has at most
     ``prompt_items`` of them. ``item_rows`` says how many rows one has at most, for `tokens`, which encodes none.
     """
 
@@ -61,14 +61,14 @@ class PromptMaker:
     def tokens(self, row: DataRow, *, where: str) -> list[int]:
         """Returns the token ids of a prompt of text; ``where`` is the data row's file and line for errors.
 
-        For each image and video there are as many ids as it may have rows, without a meaning. Raises `BadRow` as
+        For each item there are as many ids as it may have rows, without a meaning. Raises `BadRow` as
         `text` does, and if the prompt is too long and such rows are dropped. Raises ValueError if the prompt is too
         long and ``overlong`` is error.
         """
         return self._opening(self._messages(row, where=where), (), where=where).token_ids
 
     async def prompt(self, row: DataRow, *, where: str, owner: str) -> Prompt:
-        """Returns a data row's prompt once its images and videos are encoded; ``owner`` holds them.
+        """Returns a data row's prompt once its media are encoded; ``owner`` holds them.
 
         Raises as `tokens` does, and `MediaError` for an item that cannot be used; the owner then holds nothing of it.
         """
@@ -81,6 +81,7 @@ class PromptMaker:
             return self._opening(messages, (), where=where)
         if self.items is None:
             raise _text_only(sources[0], f"{where}: ")
+        self._check_kinds(sources, f"{where}: ")
         try:
             items = await self.encoded(sources, owner=owner)
             return self._opening(messages, items, where=where)
@@ -103,13 +104,14 @@ class PromptMaker:
         first = sources[0].kind
         if self.items is None:
             raise _text_only(sources[0])
+        self._check_kinds(sources)
         if len(sources) > self._prompt_items:
-            text = f"it has {len(sources)} images and videos, more than modality.prompt_items={self._prompt_items}."
+            text = f"it has {len(sources)} items of media, more than modality.prompt_items={self._prompt_items}."
             raise MediaError(first, "too_many_items", text)
         return await self.items.items(sources, owner=owner)
 
     async def hold_again(self, row: DataRow, media: Sequence[Media], *, owner: str) -> None:
-        """Makes ``owner`` hold the images and videos of a prompt that was made before.
+        """Makes ``owner`` hold the media of a prompt that was made before.
 
         Those that the cache gave up are encoded again. Raises ValueError if their files are others now.
         """
@@ -120,7 +122,7 @@ class PromptMaker:
                 raise ValueError(f"the files of {words} changed while the run read them. Start the run again.")
 
     def release(self, owner: str) -> None:
-        """Ends what ``owner`` holds of the encoded images and videos."""
+        """Ends what ``owner`` holds of the encoded media."""
         if self.items is not None:
             self.items.release(owner)
 
@@ -135,7 +137,7 @@ class PromptMaker:
         )
         if items:
             rows = sum(item.rows for item in items)
-            text += f" Its images and videos take {rows} of them: lower modality.image_tokens or frame_tokens."
+            text += f" Its media take {rows} of them: lower modality.image_tokens, frame_tokens or audio_seconds."
         if self._overlong is Overlong.error:
             raise ValueError(
                 f"{text} Raise engine.context_length, or use data.overlong=drop, which leaves such rows out."
@@ -167,7 +169,7 @@ class PromptMaker:
         return len(self._encode(self._messages(row, where=where), (), where=where).token_ids)
 
     def sources(self, row: DataRow, *, where: str) -> list[MediaSource]:
-        """Returns the images and videos of a data row, in order. Raises `BadRow` if the env makes no prompt of it."""
+        """Returns the media of a data row, in order. Raises `BadRow` if the env makes no prompt of it."""
         return media_sources(self._messages(row, where=where))
 
     def _messages(self, row: DataRow, *, where: str) -> Sequence[Message]:
@@ -185,17 +187,27 @@ class PromptMaker:
             raise BadRow.because("template", f"{where}: {error}") from error
 
     def _rows_of(self, messages: Sequence[Message], *, where: str) -> list[int]:
-        """Returns how many rows each image and video has at most, if `tokens` may stand in for their encoding.
+        """Returns how many rows each item has at most, if `tokens` may stand in for their encoding.
 
         Raises `MediaError` for one that cannot be used, as far as that is known without encoding it.
         """
         sources = media_sources(messages)
         if sources and self._item_rows is None:
             raise _text_only(sources[0], f"{where}: ")
+        if self._item_rows is not None:
+            self._check_kinds(sources, f"{where}: ")
         try:
             return [] if self._item_rows is None else [self._item_rows(source) for source in sources]
         except MediaError as error:
             raise _of_row(error, where) from error
+
+    def _check_kinds(self, sources: Sequence[MediaSource], where: str = "") -> None:
+        """Raises `BadRow` for a source of a kind that the model does not read."""
+        read = self.tokenizer.media_ids
+        for source in sources:
+            if source.kind not in read:
+                told = f"it has media of kind {source.kind}, but the model reads {', '.join(read) or 'text'} only."
+                raise BadRow.because("prompt", where + told)
 
     def _encode(self, messages: Sequence[Message], items: Sequence[MediaItem], *, where: str) -> Prompt:
         try:
@@ -243,13 +255,13 @@ def check_prompt_tokens(request: PromptRequest, responses: Iterable[Generated]) 
         if seen != sent and (seen or request.media):
             raise EngineError(
                 f"{one.engine or 'the engine'}, request {request.rid}: it saw a prompt of {seen} tokens, and "
-                f"{sent} were sent with {len(request.media)} images and videos. Its answer is refused, because it was "
+                f"{sent} were sent with {len(request.media)} media. Its answer is refused, because it was "
                 "sampled from another prompt than the one that would be trained."
             )
 
 
 def shown_prompt(prompt: Any, items: Sequence[MediaItem] = ()) -> str:
-    """Returns a data row's prompt for a table or a log; each image or video is shown as "[image 333×201]"."""
+    """Returns a data row's prompt for a table or a log; each item is shown as "[image 333×201]"."""
     if isinstance(prompt, str):
         return prompt
     rest = iter(items)

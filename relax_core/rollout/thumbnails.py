@@ -1,4 +1,4 @@
-"""Writes the first images and videos of a run as small files, for a person who looks at its prompts."""
+"""Writes the first items of a run as small pictures, for a person who looks at its prompts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ class Thumbnails:
         if self._count < MOST:
             name = f"{self._count:02d}-{item.kind}-{item.digest[:8]}.png"
             self._count += 1
-            frames = self._reader.tensors(item)["frames"]  # the pages stay mapped if the file is removed meanwhile
+            tensors = self._reader.tensors(item)  # the pages stay mapped if the file is removed meanwhile
+            frames = tensors["frames"] if "frames" in tensors else _spectrogram(tensors["features"])
             threading.Thread(target=self._write, args=(frames, name), daemon=True, name="thumbnail").start()
 
     def _write(self, frames: np.ndarray, name: str) -> None:
@@ -37,3 +38,10 @@ class Thumbnails:
         picture.thumbnail((SIDE * len(shown), SIDE))
         self._folder.mkdir(exist_ok=True)
         picture.save(self._folder / name)
+
+
+def _spectrogram(features: np.ndarray) -> np.ndarray:
+    """Returns a sound's features as a picture with the high frequencies above, uint8 ``[1, mel bins, frames, 3]``."""
+    least, most = float(features.min()), float(features.max())
+    grey = (255 * (features[::-1] - least) / max(most - least, 1e-6)).astype(np.uint8)
+    return np.repeat(grey[None, :, :, None], 3, axis=3)

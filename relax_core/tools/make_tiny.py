@@ -4,7 +4,8 @@ Each is a character-level tokenizer and a Qwen3 of a few layers with a short sup
 (`relax_core.tools.tiny_warm_start`). Each has a few hundred thousand parameters at most, and GRPO teaches it a
 generated task in half a minute. The teacher, for distillation, is the same model after more of the same supervised
 steps. The mixture of experts is a Qwen3-MoE with twice the parameters, of which a token uses a third. The models that
-see are Qwen3-VL (`relax_core.tools.tiny_vision`).
+see are Qwen3-VL (`relax_core.tools.tiny_vision`), and the one that also hears is Qwen3-Omni
+(`relax_core.tools.tiny_hearing`).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from relax_core.data.file_lock import file_locked
-from relax_core.families.tiny_configs import MODEL_NAMES, STUDENT, VISION_NAMES
+from relax_core.families.tiny_configs import MODEL_NAMES, OMNI, STUDENT, VISION_NAMES
 from relax_core.tools.tiny_warm_start import WARM_STARTS, write_text_model
 
 RECIPE_VERSION = 1  # to be raised when a change of a recipe gives other models
@@ -39,6 +40,10 @@ def make_tiny_model(folder: Path, *, task: str, name: str = STUDENT) -> None:
         from relax_core.tools.tiny_vision import write_vision_model
 
         write_vision_model(folder, name=name, task=task)
+    elif name == OMNI:
+        from relax_core.tools.tiny_hearing import write_omni_model
+
+        write_omni_model(folder, task=task)
     else:
         write_text_model(folder, name=name, task=task)
 

@@ -7,8 +7,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from relax_core.config.media_schema import FOUR_MODALITIES
 from relax_core.data.generated import ARITHMETIC, REVERSE_DIGITS, SEE, Example, example
-from relax_core.families.tiny_configs import EXPERTS, STUDENT, TEACHER, VISION, VISION_EXPERTS, tiny_config
+from relax_core.families.tiny_configs import (
+    EXPERTS,
+    HYBRID,
+    HYBRID_EXPERTS,
+    OMNI,
+    STUDENT,
+    TEACHER,
+    VISION,
+    VISION_EXPERTS,
+    tiny_config,
+)
 from relax_core.tools.tiny_tokenizer import build_tokenizer
 
 if TYPE_CHECKING:
@@ -59,6 +70,9 @@ WARM_STARTS = {
     (EXPERTS, ARITHMETIC): WarmStart(steps=240, seed=0, lr=3e-3),
     (VISION, SEE): SeeWarmStart(steps=180, right_steps=80, guessed=0.6, seed=0, batch_size=36),
     (VISION_EXPERTS, SEE): SeeWarmStart(steps=200, right_steps=80, guessed=0.55, seed=0, batch_size=36),
+    (HYBRID, SEE): SeeWarmStart(steps=180, right_steps=80, guessed=0.6, seed=0, batch_size=36),
+    (HYBRID_EXPERTS, SEE): SeeWarmStart(steps=200, right_steps=80, guessed=0.55, seed=0, batch_size=36),
+    (OMNI, FOUR_MODALITIES): SeeWarmStart(steps=200, right_steps=80, guessed=0.55, seed=0, batch_size=48),
 }
 
 

@@ -24,6 +24,7 @@ from relax_core.contracts.media import MediaReader
 from relax_core.contracts.train import StepMetrics
 from relax_core.contracts.tree import NOT_SAMPLED, Episode, TokenTree
 from relax_core.families.folder import folder_architecture
+from relax_core.families.towers import Towers
 from relax_core.train.attention.tree_attention import TreeBatch
 from relax_core.train.checkpoints.model_checkpoint import RankCheckpoint, StateCopy
 from relax_core.train.hf.hf_weights import HfWeights
@@ -97,8 +98,7 @@ class MegatronRank:
         self._dtype, self._device = DTYPES[setup.dtype], training_device()
         self._build_model(value_head=value_head)
         self._overlap = trainable and self._parallel.overlap
-        experts = self.architecture.experts
-        experts_over_ranks = self._parallel.ep * self._parallel.etp > 1 and experts is not None
+        experts_over_ranks = self._parallel.ep * self._parallel.etp > 1 and self.architecture.experts is not None
         self._computes_empty_batches = self._overlap or experts_over_ranks
         self.tower_work = TowerWork.of(self.architecture, most_patches=self._parallel.micro_batch_patches)
         self._sharding = RowSharding.of_this_rank(sequence_parallel=self._parallel.sequence_parallel)
@@ -106,6 +106,7 @@ class MegatronRank:
         self._routers = router_plan(
             self.architecture, self._parallel, self._sharding, replays=not value_head, device=self._device
         )
+        self._towers = Towers.of(self.architecture)
         self._media = media_plan(self.architecture, media, self._parallel, self._sharding, device=self._device)
         self._schedule = Schedule(self.model_chunks, self, overlap=self._overlap)
         self._param_gather_pending = False  # True after an update with overlap, until the parameters are gathered.
@@ -254,8 +255,7 @@ class MegatronRank:
     def pack(self, groups: Sequence[TokenTree], *, rows: int = 0, trained_only: bool = False) -> MicroBatch:
         """Packs groups into a stream of at least ``rows`` rows; see `Passes.pack`."""
         with self.timed("pack"):
-            tower = self.architecture.vision
-            layout = pack_tree(groups or [_EMPTY_MICRO_BATCH], trained_only=trained_only, tower=tower)
+            layout = pack_tree(groups or [_EMPTY_MICRO_BATCH], trained_only=trained_only, towers=self._towers)
             tree = TreeBatch.of(layout, device=self._device, dtype=self._dtype, sharding=self._sharding, rows=rows)
             if self._routers is not None:
                 routers = self._routers.router_rows(
@@ -265,6 +265,7 @@ class MegatronRank:
                     balance_weight=self._balance_weight(groups),
                 )
                 tree = replace(tree, routers=routers)
+            tree = tree.with_levels(layout, self.architecture.delta_net)
             if self._media is not None:
                 tree = replace(tree, media=self._media.inputs(layout, padded_rows=tree.padded_rows))
             return MicroBatch(groups=groups, layout=layout, tree=tree)
@@ -272,8 +273,7 @@ class MegatronRank:
     def forward(self, chunk: Any, batch: MicroBatch) -> Tensor:
         """Runs one chunk of layers on a micro-batch and returns its output."""
         with self.timed("forward"):
-            hidden = chunk(batch.tree)
-            assert isinstance(hidden, Tensor)
+            hidden: Tensor = chunk(batch.tree)
             return hidden
 
     def loss(self, batch: MicroBatch, hidden: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +34,14 @@ def open_safetensors(folder: Path) -> Iterator[tuple[str, StoredTensor]]:
     return ((name, StoredTensor(file.get_slice(name))) for file, name in _stored(folder))
 
 
-def read_safetensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yields all tensors of a folder's weights, one in memory at a time, in the order in which they are stored.
+def read_safetensors(
+    folder: Path, *, wanted: Callable[[str], bool] = lambda name: True
+) -> Iterator[tuple[str, Tensor]]:
+    """Yields all tensors of a folder's weights whose names are ``wanted``, in the order in which they are stored.
 
-    Raises ValueError if the folder has no weights.
+    One tensor is in memory at a time. Raises ValueError if the folder has no weights.
     """
-    return ((name, file.get_tensor(name)) for file, name in _stored(folder))
+    return ((name, file.get_tensor(name)) for file, name in _stored(folder) if wanted(name))
 
 
 def _stored(folder: Path) -> Iterator[tuple[Any, str]]:

@@ -27,7 +27,7 @@ def test_a_run_can_work_here(capsys: pytest.CaptureFixture[str]) -> None:
         "disk, /tmp",
         "ports",
         "GPU",
-        "PNG, WebP, MP4 are decoded",
+        "PNG, WebP, MP4, WAV, MP3, MP4 with sound are decoded",
     ):
         assert topic in printed
     assert "A run can work here." in printed
@@ -60,7 +60,7 @@ def test_a_missing_decoder_is_a_note_and_a_broken_one_is_bad(
     (tmp_path / "av.py").write_text("import os; os.abort()")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     assert doctor.doctor_command() == 1
-    assert "BAD   media          images and videos cannot be decoded: " in capsys.readouterr().out
+    assert "BAD   media          media cannot be decoded: " in capsys.readouterr().out
 
 
 def test_versions_are_those_of_the_constraints() -> None:

@@ -29,8 +29,8 @@ def relax(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 MISTAKES = [
     (
-        ["model=qwen3_omni"],
-        "relax: model=qwen3_omni is not built yet. What exists for model: folder, llama, mistral, qwen2, qwen3",
+        ["modality=omni"],
+        "relax: modality=omni is not built yet. What exists for modality: auto, text",
     ),
     (["run.stesp=3"], "relax: run.stesp is not a key."),
     (["rollout.temperature=0", "seed=-1"], "relax: 2 problems in the configuration"),

@@ -21,7 +21,7 @@ from relax_core.registry import KINDS, Kind, find, names
 from tests.data.test_plugin_source import ROWS, write_database
 
 OPTIONS = [(group, option) for group in groups() for option in yaml_options(group)]
-ONLY_PLANNED = ("gpu", *(option for option in yaml_options("experiment") if option.endswith("gpu")))
+ONLY_PLANNED = ("gpu", "qwen3_omni", *(option for option in yaml_options("experiment") if option.endswith("gpu")))
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
@@ -46,6 +46,8 @@ def test_every_option_runs(
         "data=file": [f"data.path={data_file}", "model.task=arithmetic"],
         "data=arithmetic": ["reward=math"],
         "data=see": ["model=tiny_qwen3_vl"],
+        "data=four_modalities": ["model=tiny_qwen3_omni"],
+        "experiment=qwen3_omni": ["model=qwen3_omni"],
         "data=plugin": [
             f"data.name={REPOSITORY}/examples/plugins/sqlite_source.py",
             f"data.config.database={write_database(tmp_path / 'rows.db', ROWS)}",

@@ -26,8 +26,8 @@ def problems(*overrides: str) -> list[str]:
     ("override", "text"),
     [
         (
-            "model=qwen3_omni",
-            "model=qwen3_omni is not built yet. What exists for model: folder, llama, mistral, qwen2, qwen3",
+            "modality=omni",
+            "modality=omni is not built yet. What exists for modality: auto, text",
         ),
         (
             "algo=foo",
@@ -51,7 +51,7 @@ def problems(*overrides: str) -> list[str]:
         ("mode=asinc", "Nearest: async."),
         (
             "experiment=none",
-            "experiment=none does not exist. What exists for experiment: math_file, qwen3_30b_a3b_async_16gpu,",
+            "experiment=none does not exist. What exists for experiment: four_modalities, math_file,",
         ),
         ("run.stesp=3", "run.stesp is not a key. Nearest: run.steps"),
         ("lr=3", "lr is not a key. Nearest: optimizer.lr."),

@@ -157,7 +157,7 @@ def test_an_item_s_file_gives_back_record_and_tensors_and_the_folder_takes_diges
 def test_a_source_is_never_shown_with_its_bytes() -> None:
     source = MediaSource(kind="image", data=b"\x89PNG" * 1000)
     assert "PNG" not in repr(source) and "PNG" not in str([source]) and "4000 bytes of image" in repr(source)
-    with pytest.raises(ValueError, match="a path or its bytes"):
+    with pytest.raises(ValueError, match="a path or their bytes"):
         MediaSource(kind="image")
 
 

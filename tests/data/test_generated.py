@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from relax_core.data.generated import Example, example, task_names
-from relax_core.data.see_task import WORDS
+from relax_core.data.tasks.see_task import WORDS
 
 
 @pytest.mark.parametrize("task", task_names())
@@ -20,8 +20,8 @@ WORDS_TO_COPY = {f"say {word}" for word in WORDS}
 
 
 def shown(one: Example) -> str:
-    """What an example shows: its file if it has one, else its prompt."""
-    return one.prompt if one.source is None else str(one.source.path)
+    """What an example shows: its files if it has some, else its prompt."""
+    return " ".join(str(source.path) for source in one.sources) or one.prompt
 
 
 @pytest.mark.parametrize("task", task_names())

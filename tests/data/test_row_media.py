@@ -36,6 +36,36 @@ def jsonl(folder: Path, *rows: dict[str, Any]) -> RowFile:
     return open_rows(file, keys(folder))
 
 
+def test_sounds_come_from_columns_and_from_parts_of_every_form(tmp_path: Path) -> None:
+    sound = b"RIFF\0\0\0\0WAVE"
+    plain = base64.b64encode(sound).decode()
+    parts = [
+        {"type": "audio", "audio": "a.wav"},
+        {"type": "input_audio", "input_audio": {"data": plain, "format": "wav"}},
+        {"type": "audio_url", "audio_url": {"url": f"data:audio/wav;base64,{plain}"}},
+        {"type": "audio_url", "audio_url": {"url": "https://example.org/a.wav"}},
+        {"type": "audio"},
+    ]
+    columns = MediaColumns(columns={"image": "images", "audio": "sounds"}, root=tmp_path)
+    file = tmp_path / "rows.jsonl"
+    rows = [
+        {"prompt": "a<audio>b<image>c<audio>", "images": "1.png", "sounds": ["2.wav", {"path": "3.mp3"}]},
+        {"prompt": [{"role": "user", "content": parts}], "sounds": "last.flac"},
+    ]
+    file.write_text("".join(json.dumps({"answer": "low", **row}) + "\n" for row in rows), encoding="utf-8")
+    found = [media_sources(row["prompt"]) for row in open_rows(file, keys(tmp_path, media=columns))]
+    assert [(one.kind, Path(str(one.path)).name) for one in found[0]] == [
+        ("audio", "2.wav"),
+        ("image", "1.png"),
+        ("audio", "3.mp3"),
+    ]
+    assert {one.kind for one in found[1]} == {"audio"}
+    assert [one.data for one in found[1]] == [None, sound, sound, None, None]
+    names = [None if one.path is None else Path(one.path).name for one in found[1]]
+    assert names == ["a.wav", None, None, "a.wav", "last.flac"]
+    assert found[1][3].path == "https://example.org/a.wav", "it is refused by name where items are opened"
+
+
 def image(path: Path) -> MediaSource:
     return MediaSource(kind="image", path=str(path))
 
@@ -96,7 +126,17 @@ def test_content_parts_have_openai_s_form(tmp_path: Path, part: dict[str, Any], 
         ({"prompt": "<image>"}, "bad_media:placeholder_count", "the row has no column images, only answer, prompt"),
         ({"prompt": "<image>", "images": [5]}, "bad_media:unknown_format", "neither a path, bytes"),
         ({"prompt": "<image>", "images": "data:image/png;base64,???"}, "bad_media:unknown_format", "cannot be read"),
-        ({"prompt": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "bad_row:prompt", "'input_audio'"),
+        ({"prompt": [{"role": "user", "content": [{"type": "file"}]}]}, "bad_row:prompt", "'file' is not read"),
+        (
+            {"prompt": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {"data": "?"}}]}]},
+            "bad_media:unknown_format",
+            "the base64 of its audio cannot be read",
+        ),
+        (
+            {"prompt": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {"data": None}}]}]},
+            "bad_media:unknown_format",
+            "the base64 of its audio cannot be read",
+        ),
         ({"prompt": [{"role": "user", "content": [{"type": "text"}]}]}, "bad_row:prompt", "'text' is not read"),
         ({"prompt": [{"role": "user", "content": []}]}, "bad_row:prompt", "neither text nor a list"),
     ],

@@ -15,6 +15,8 @@ NAMES_ONE = {
     "relax_core/registry.py": "its table says where each of Relax's own ones is found",
     "relax_core/families/table.py": "each family's own name",
     "relax_core/families/tiny_configs.py": "a built-in model's config.json has a model_type",
+    "relax_core/families/tiny_omni.py": "a built-in model's config.json has a model_type",
+    "relax_core/tools/tiny_vision.py": "a built-in model is written in its family's published layout",
     "relax_core/engines/engine_process.py": "the folder of a server that leaves things behind",
     "relax_core/control/host/run_paths.py": "such folders are removed with the run's",
     "relax_core/control/host/stale_runs.py": "such folders are removed with a dead run's",

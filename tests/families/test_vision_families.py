@@ -9,19 +9,35 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
 
-from relax_core.contracts.family import Experts
+from relax_core.contracts.family import DeltaNet, ExpertLayout, Experts
 from relax_core.families.folder import folder_architecture
 from relax_core.families.hf_config import end_token_ids, language_values
 from relax_core.families.rope import Rope
 from relax_core.families.table import read_architecture
-from relax_core.families.tiny_configs import VISION_NAMES, processor_files, tiny_config
+from relax_core.families.tiny_configs import (
+    HYBRID,
+    HYBRID_EXPERTS,
+    VISION,
+    VISION_EXPERTS,
+    VISION_NAMES,
+    processor_files,
+    tiny_config,
+)
 from relax_core.plan.model.model_source import SHAPES
 from relax_core.registry import find_family
 from relax_core.tools.tiny_vision import write_settings
 
 PUBLISHED = sorted(file.stem for file in SHAPES.glob("Qwen3-VL-*.json"))
-CLASSES = {"qwen3_vl": "Qwen3VLForConditionalGeneration", "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration"}
+CLASSES = {
+    "qwen3_vl": "Qwen3VLForConditionalGeneration",
+    "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
+    "qwen3_5": "Qwen3_5ForConditionalGeneration",
+    "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
+}
+SEEING = (VISION, VISION_EXPERTS)
+HYBRIDS = (HYBRID, HYBRID_EXPERTS)
 
 
 def config_of(name: str) -> dict[str, Any]:
@@ -53,7 +69,7 @@ def test_a_towers_weights_are_those_of_transformers(name: str) -> None:
     assert 0 < len(projector) < len(theirs)
 
 
-@pytest.mark.parametrize("name", VISION_NAMES)
+@pytest.mark.parametrize("name", SEEING)
 def test_a_published_folder_is_read(tmp_path: Path, name: str) -> None:
     config = tiny_config(name)
     write_settings(tmp_path, config)
@@ -62,7 +78,8 @@ def test_a_published_folder_is_read(tmp_path: Path, name: str) -> None:
     assert one.rope == Rope(theta=1e4, sections=(4, 2, 2)) and one.qk_norm and not one.qkv_bias
     assert one.prefix == "model.language_model." and one.tie_word_embeddings is (name == "tiny_qwen3_vl")
     experts = Experts(count=8, per_token=2, width=40, normalized=True)
-    assert one.experts == (experts if one.fused_experts else None) and one.fused_experts is name.endswith("_moe")
+    layout = ExpertLayout.transposed if name.endswith("_moe") else ExpertLayout.apart
+    assert (one.experts, one.expert_layout) == (experts if name.endswith("_moe") else None, layout)
     tower = one.vision
     assert tower is not None
     assert (tower.patch_size, tower.temporal_patch_size, tower.merge_size, tower.deepstack_layers) == (8, 2, 2, 2)
@@ -71,7 +88,7 @@ def test_a_published_folder_is_read(tmp_path: Path, name: str) -> None:
     assert end_token_ids(tmp_path) == (config["text_config"]["eos_token_id"],)
 
 
-@pytest.mark.parametrize("name", VISION_NAMES)
+@pytest.mark.parametrize("name", SEEING)
 def test_a_folder_that_transformers_5_wrote_is_the_same(tmp_path: Path, name: str) -> None:
     """It has rope_parameters and num_local_experts, and leaves norm_topk_prob out."""
     config = tiny_config(name)
@@ -83,7 +100,7 @@ def test_a_folder_that_transformers_5_wrote_is_the_same(tmp_path: Path, name: st
     assert read_architecture(family, new) == read_architecture(family, config)
 
 
-@pytest.mark.parametrize("name", VISION_NAMES)
+@pytest.mark.parametrize("name", SEEING)
 def test_no_two_axes_of_a_matrix_of_the_language_model_are_equal(name: str) -> None:
     for weight, parameter in on_meta(tiny_config(name)).named_parameters():
         if ".language_model." in weight and parameter.dim() > 1:
@@ -121,3 +138,55 @@ def test_the_language_part_gives_the_sizes_of_the_language_model() -> None:
     values = language_values(config)
     assert values["vocab_size"] == 64 and values["image_token_id"] == config["image_token_id"]
     assert language_values({"vocab_size": 5}) == {"vocab_size": 5}
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_a_folder_with_gated_delta_nets_is_read(tmp_path: Path, name: str) -> None:
+    config = tiny_config(name)
+    write_settings(tmp_path, config)
+    one = folder_architecture(tmp_path, family=config["model_type"])
+    assert one.delta_net == DeltaNet(key_heads=2, value_heads=4, key_dim=12, value_dim=16, kernel=4)
+    assert (one.delta_layers, one.attention_layers) == ((0, 1, 2), (3,))
+    assert (one.rope.part, one.rotary_dim, one.rope.sections) == (0.75, 12, (2, 2, 2))
+    assert one.output_gate and one.zero_centered and one.passes("mtp.fc.weight") and not one.passes("lm_head.weight")
+    experts = Experts(count=8, per_token=2, width=40, normalized=True, shared_width=48)
+    assert one.experts == (experts if name == HYBRID_EXPERTS else None)
+    del config["text_config"]["layer_types"]
+    write_settings(tmp_path, config)
+    assert folder_architecture(tmp_path).delta_layers == (0, 1, 2), "each fourth layer has attention"
+
+
+@pytest.mark.parametrize("layout", [ExpertLayout.fused, ExpertLayout.apart])
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+def test_a_folders_tensors_tell_layout_and_dtypes(tmp_path: Path, layout: ExpertLayout, kind: torch.dtype) -> None:
+    write_settings(tmp_path, tiny_config(HYBRID_EXPERTS))
+    layer = "model.language_model.layers.0."
+    experts = "mlp.experts.gate_up_proj" if layout is ExpertLayout.fused else "mlp.experts.3.up_proj.weight"
+    stored = {
+        layer + experts: torch.zeros(2, dtype=torch.bfloat16),
+        "mtp.layers.0.mlp.experts.1.up_proj.weight": torch.zeros(2),
+        f"{layer}linear_attn.A_log": torch.zeros(4),
+        f"{layer}linear_attn.dt_bias": torch.zeros(4, dtype=kind),
+    }
+    save_file(stored, tmp_path / "model.safetensors")
+    one = folder_architecture(tmp_path)
+    assert one.expert_layout is layout
+    assert one.stays_float32(f"{layer}linear_attn.A_log")
+    assert one.stays_float32(f"{layer}linear_attn.dt_bias") is (kind is torch.float32)
+    assert not one.stays_float32(f"{layer}linear_attn.out_proj.weight")
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"layer_types": ["linear_attention"] * 4}, "4 of 4 layers are linear_attention"),
+        ({"linear_num_value_heads": 3}, "linear_num_value_heads=3: must be a multiple of linear_num_key_heads=2"),
+        ({"attn_output_gate": False}, "attn_output_gate=False: qwen3_5 computes attn_output_gate=True only"),
+        ({"layer_types": ["sliding_attention"] * 4}, "layer_types has sliding_attention"),
+    ],
+)
+def test_another_hybrid_is_refused(changed: dict[str, Any], words: str) -> None:
+    config = tiny_config(HYBRID)
+    config["text_config"] |= changed
+    with pytest.raises(ValueError, match=words):
+        read_architecture(find_family("qwen3_5"), config)

@@ -77,8 +77,8 @@ MISTAKES = [
     (["rollout.temprature=1"], ("rollout.temprature is not a key", "rollout.temperature")),
     (["run.steps=many"], ("run.steps", "many")),
     (
-        ["model=qwen3_omni"],
-        ("model=qwen3_omni is not built yet", "qwen3_moe, qwen3_vl, qwen3_vl_moe, tiny"),
+        ["modality=omni"],
+        ("modality=omni is not built yet", "auto, text"),
     ),
     (["data=file", "data.path=/nowhere/rows.jsonl"], ("/nowhere/rows.jsonl: no such file",)),
     (["model=qwen3", "model.path=/nowhere"], ("model.path=/nowhere: no such folder",)),

@@ -27,6 +27,8 @@ PRESETS = {
     "qwen3_vl_30b_a3b_async_16gpu": 16,
     "qwen3_5_35b_a3b_async_16gpu": 16,
     "qwen3_omni_30b_a3b_async_16gpu": 16,
+    "qwen3_omni_30b_a3b_colocate_16gpu": 16,
+    "qwen3_omni_30b_a3b_video_16gpu": 16,
 }
 
 

@@ -42,9 +42,9 @@ def test_json_is_for_programs() -> None:
         (["rollout.temprature=1"], 2, ("rollout.temprature", "Nearest: rollout.temperature")),
         (["run.steps=many"], 2, ("run.steps=many", "a whole number")),
         (
-            ["model=qwen3_omni"],
+            ["modality=omni"],
             2,
-            ("model=qwen3_omni is not built yet", "qwen3_moe, qwen3_vl, qwen3_vl_moe, tiny"),
+            ("modality=omni is not built yet", "auto, text"),
         ),
         (["plan=ture"], 2, ("plan=ture", "expected true, json or false")),
         (["rollout.prompts_per_step=10", "parallel.dp=4"], 1, ("rollout.prompts_per_step=10", "multiple of 4")),

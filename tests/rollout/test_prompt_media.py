@@ -88,8 +88,8 @@ def test_a_prompt_has_its_items_rows_and_where_they_are(tokenizer: PromptTokeniz
     ("data_row", "room", "reason", "words"),
     [
         (row("missing"), 200, "bad_media:missing_file", "missing: no such file"),
-        (row("a", "b", "c"), 200, "bad_media:too_many_items", "3 images and videos, more than modality.prompt_items=2"),
-        (row("a", "b"), 20, "bad_media:too_many_tokens", "Its images and videos take 12 of them"),
+        (row("a", "b", "c"), 200, "bad_media:too_many_items", "3 items of media, more than modality.prompt_items=2"),
+        (row("a", "b"), 20, "bad_media:too_many_tokens", "Its media take 12 of them"),
     ],
 )
 def test_a_row_whose_media_cannot_be_used_is_told_with_its_line(
@@ -98,6 +98,16 @@ def test_a_row_whose_media_cannot_be_used_is_told_with_its_line(
     with pytest.raises(MediaError, match=words) as told:
         made(maker(tokenizer, room=room), data_row)
     assert told.value.reason == reason and str(told.value).startswith(f"{WHERE}: ")
+
+
+def test_a_sound_for_a_model_that_only_sees_is_a_bad_row(tokenizer: PromptTokenizer) -> None:
+    part = {"type": "audio", "audio": MediaSource(kind="audio", path="a.wav")}
+    heard = {"prompt": [{"role": "user", "content": [part]}], "answer": "low"}
+    planned = maker(tokenizer, items=None, item_rows=lambda source: 6)
+    for call in (lambda: made(maker(tokenizer), heard), lambda: planned.tokens(heard, where=WHERE)):
+        with pytest.raises(BadRow, match="it has media of kind audio, but the model reads image, video only") as told:
+            call()
+        assert told.value.reason == "bad_row:prompt" and str(told.value).startswith(f"{WHERE}: ")
 
 
 def test_a_run_on_text_refuses_a_row_with_an_image_and_a_plan_counts_its_rows(tokenizer: PromptTokenizer) -> None:

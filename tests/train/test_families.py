@@ -64,7 +64,8 @@ def test_shards_are_those_of_megatron(tmp_path: Path, variant: str, cut_tensors:
     backend = make_backend(tmp_path, family=variant)
     config = transformer_config(backend.architecture, parallel_config(), dtype=torch.float32)
     config.perform_initialization = True
-    spec, tied = block_spec(config, recompute=Recompute.none), backend.architecture.tie_word_embeddings
+    spec = block_spec(config, backend.architecture, recompute=Recompute.none)
+    tied = backend.architecture.tie_word_embeddings
     stock = TreeGPTModel(
         config, spec, 51, 512, position_embedding_type="rope", share_embeddings_and_output_weights=tied
     )

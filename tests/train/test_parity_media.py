@@ -12,9 +12,23 @@ import pytest
 from rank_processes import run_programme
 
 from benchmarks.parity import MEDIA_FIGURES, MEDIA_REACH, MEDIA_ROWS
-from benchmarks.parity_media import CASES, DENSE, EXPERTS
+from benchmarks.parity_media import CASES, HYBRID, HYBRID_CASES, HYBRID_EXPERTS
+from benchmarks.parity_media_ranks import FAMILIES
+from benchmarks.parity_omni import OMNI, OMNI_CASES
 
-NAMES = ("DP2, distributed optimizer, overlap", "TP2, SP, full recompute", "PP2, VPP2", "TP2, SP, CP2, EP2")
+NAMES = (
+    "DP2, distributed optimizer, overlap",
+    "TP2, SP, full recompute",
+    "PP2, VPP2",
+    "TP2, SP, CP2, EP2",
+    "Omni: EP2, distributed optimizer, overlap",
+    "Omni: TP2, SP, PP2, full recompute",
+    "qwen3_5: TP2",
+    "qwen3_5: PP2, VPP2",
+    "qwen3_5: TP2, SP, CP2, EP2",
+)
+_OF_FAMILY = {OMNI: OMNI_CASES, HYBRID: HYBRID_CASES, HYBRID_EXPERTS: HYBRID_CASES}
+HUGGING_FACE = [(family, case) for family in FAMILIES for case in _OF_FAMILY.get(family, CASES)]
 LAYOUTS = [row for row in MEDIA_ROWS if row.name in NAMES]
 Figures = dict[tuple[str, str], dict[str, float]]
 
@@ -27,8 +41,7 @@ def figures(tmp_path_factory: pytest.TempPathFactory) -> Figures:
 
 
 @pytest.mark.parametrize("packing", ["tree", "plain"])
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("family", [DENSE, EXPERTS])
+@pytest.mark.parametrize(("family", "case"), HUGGING_FACE)
 def test_hugging_face_computes_the_same(figures: Figures, family: str, case: str, packing: str) -> None:
     found = figures[f"Hugging Face, {family}: {case}", packing]
     assert set(found) == set(MEDIA_FIGURES)

@@ -1,19 +1,25 @@
-"""Checks the keys of `modality` and of the data's images and videos against the model's family."""
+"""Checks the keys of `modality` and of the data's media against the model's family."""
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from relax_core.config.checks.model_folder import family_of_run
 from relax_core.config.choices import TEXT, LauncherKind
-from relax_core.config.media_schema import SEE_TASKS
+from relax_core.config.media_schema import MEDIA_TASKS
 from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.media import MediaKind
+from relax_core.registry import find_engine
 
 LIBRARIES = {"PIL": "Pillow", "av": "PyAV"}
+SOUND_LIBRARIES = {"soundfile": "soundfile", "soxr": "soxr"}
 INSTALL = "pip install 'relax-core[omni]'"
+LONGEST_SOUND_S = 600.0
+_MODELS: dict[MediaKind, str] = {"image": "sees, e.g. model=qwen3_vl", "video": "sees, e.g. model=qwen3_vl"}
+_MODELS["audio"] = "hears, e.g. model=qwen3_omni"
+_PLURALS: dict[MediaKind, str] = {"image": "images", "video": "videos", "audio": "sounds"}
 
 
 def media_kinds(config: RelaxConfig) -> tuple[MediaKind, ...]:
@@ -22,27 +28,31 @@ def media_kinds(config: RelaxConfig) -> tuple[MediaKind, ...]:
     A family that cannot be found has none; the checks of the model report it.
     """
     family = None if config.modality.name == TEXT else family_of_run(config)
-    return () if family is None or family.vision is None else family.vision.kinds
+    return () if family is None else family.media_kinds
 
 
 def modality_problems(config: RelaxConfig) -> Iterator[str]:
-    """Returns one sentence for everything about images and videos that cannot work."""
+    """Returns one sentence for everything about media that cannot work."""
     yield from _limits(config)
-    kinds = media_kinds(config)
-    why = (
-        f"modality={TEXT} reads none" if config.modality.name == TEXT else f"model={config.model.name} reads text only"
-    )
+    kinds, task = media_kinds(config), config.data.task
+    reads = _listed(kinds) or "text only"
+    why = f"modality={TEXT} reads none" if config.modality.name == TEXT else f"model={config.model.name} reads {reads}"
     for kind, column in config.data.media_keys.columns.items():
         if kind not in kinds:
             told = f"data.media_keys.{kind}={column}: {why}."
-            yield f"{told} Choose a model that sees, e.g. model=qwen3_vl, with modality=auto; or drop the key."
-    if config.data.task in SEE_TASKS and not kinds:
-        told = f"data.task={config.data.task} has images and videos: {why}."
-        yield f"{told} Choose model=tiny_qwen3_vl with modality=auto."
+            yield f"{told} Choose a model that {_MODELS[kind]}, with modality=auto; or drop the key."
+    if task in MEDIA_TASKS and not set(MEDIA_TASKS[task].kinds) <= set(kinds):
+        builtin = "tiny_qwen3_omni" if "audio" in MEDIA_TASKS[task].kinds else "tiny_qwen3_vl"
+        told = f"data.task={task} has {_listed(MEDIA_TASKS[task].kinds)}: {why}."
+        yield f"{told} Choose model={builtin} with modality=auto."
+    yield from _engine_problems(config, kinds)
+    if config.modality.audio_in_video and config.modality.name != TEXT and not {"video", "audio"} <= set(kinds):
+        yield f"modality.audio_in_video=true: {why}. Choose a model that sees and hears, or audio_in_video=false."
     root = config.data.media_root
     if root is not None and kinds and config.launcher.name is not LauncherKind.ray_job and not Path(root).is_dir():
         yield f"data.media_root={root}: no such folder. Mount it, or drop the key to use the data file's folder."
-    missing = [words for module, words in LIBRARIES.items() if importlib.util.find_spec(module) is None]
+    needed = LIBRARIES | (SOUND_LIBRARIES if "audio" in kinds else {})
+    missing = [words for module, words in needed.items() if importlib.util.find_spec(module) is None]
     if kinds and missing:
         yield (
             f"model={config.model.name} with modality={config.modality.name}: {' and '.join(missing)} not installed. "
@@ -50,9 +60,32 @@ def modality_problems(config: RelaxConfig) -> Iterator[str]:
         )
 
 
+def _engine_problems(config: RelaxConfig, kinds: Sequence[MediaKind]) -> Iterator[str]:
+    """Returns kinds of media that the data has and the model reads, but that the engine does not take."""
+    taken = find_engine(config.engine.name).media
+    task = MEDIA_TASKS.get(config.data.task or "")
+    asked = {kind: f"data.media_keys.{kind}={column}" for kind, column in config.data.media_keys.columns.items()}
+    asked |= {} if task is None else dict.fromkeys(task.kinds, f"data.task={config.data.task}")
+    for kind, key in asked.items():
+        if kind in kinds and kind not in taken:
+            takes = _listed(sorted(taken)) or "text only"
+            yield f"{key} with engine={config.engine.name}: it takes {takes}. Use another engine, or other data."
+
+
+def _listed(kinds: Sequence[MediaKind]) -> str:
+    words = [_PLURALS[kind] for kind in kinds]
+    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+
+
 def _limits(config: RelaxConfig) -> Iterator[str]:
     modality, context = config.modality, config.engine.context_length
     context = context if media_kinds(config) else None
+    seconds = list(modality.audio_seconds)
+    if len(seconds) != 2 or not 0.1 <= seconds[0] <= seconds[1] <= LONGEST_SOUND_S:
+        yield (
+            f"modality.audio_seconds={seconds}: give the least and the most, from 0.1 to {LONGEST_SOUND_S:g}, e.g. "
+            "modality.audio_seconds=[0.1,30]."
+        )
     for key in ("image_tokens", "video_frames"):
         value = list(getattr(modality, key))
         if len(value) != 2 or not 1 <= value[0] <= value[1]:

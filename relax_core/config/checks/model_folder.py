@@ -113,8 +113,8 @@ def _option(folder: Path) -> str:
         family = read_hf_config(folder).get("model_type")
     except ValueError:
         family = None
-    families = [name for name in names("family") if is_builtin("family", name)]
-    return f"model={family}" if family in families else ", ".join(f"model={name}" for name in families)
+    families = {name: find_family(name).model_option for name in names("family") if is_builtin("family", name)}
+    return f"model={families[family]}" if family in families else ", ".join(f"model={one}" for one in families.values())
 
 
 def folder_problems(config: RelaxConfig, folder: Path, *, key: str) -> Iterator[str]:

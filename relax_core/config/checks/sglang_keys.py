@@ -9,7 +9,8 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from relax_core.config.checks.modality_keys import media_kinds
-from relax_core.config.media_schema import SEE_TASKS
+from relax_core.config.checks.model_folder import family_of_run
+from relax_core.config.media_schema import MEDIA_TASKS
 from relax_core.config.schema import EngineConfig, RelaxConfig
 from relax_core.registry import find_algorithm
 
@@ -112,17 +113,31 @@ def _truncation_problems(config: RelaxConfig) -> Iterator[str]:
 
 
 def _media_problems(config: RelaxConfig) -> Iterator[str]:
-    """Returns what attached servers cannot see."""
-    column = config.data.media_keys.video
-    if config.engine.urls and column is not None and "video" in media_kinds(config):
+    """Returns what SGLang cannot hear, and what attached servers cannot see."""
+    kinds = media_kinds(config)
+    if config.modality.audio_in_video and "video" in kinds:
         yield (
-            f"data.media_keys.video={column} with engine.urls: a server that the run did not start takes images only. "
-            "Drop engine.urls, or drop the key."
+            "modality.audio_in_video=true with engine=sglang: SGLang 0.5.23 has it switched off in its code. Use "
+            "engine=embedded, or modality.audio_in_video=false."
         )
-    if config.engine.urls and config.data.task in SEE_TASKS:
+    family = family_of_run(config)
+    timed = family is not None and family.vision is not None and family.vision.seconds_key is not None
+    for kind, column in config.data.media_keys.columns.items():
+        if timed and kind == "video" and kind in kinds:
+            yield (
+                f"data.media_keys.video={column} with model={config.model.name} and engine=sglang: the times of its "
+                "videos are rotary positions with fractions, and SGLang 0.5.23 keeps whole ones. Use engine=embedded, "
+                "or drop the key."
+            )
+        if config.engine.urls and kind != "image" and kind in kinds:
+            yield (
+                f"data.media_keys.{kind}={column} with engine.urls: a server that the run did not start takes images "
+                "only. Drop engine.urls, or drop the key."
+            )
+    if config.engine.urls and config.data.task in MEDIA_TASKS:
         yield (
-            f"data.task={config.data.task} with engine.urls: it has videos, and a server that the run did not start "
-            "takes images only. Drop engine.urls."
+            f"data.task={config.data.task} with engine.urls: it has more than images, and a server that the run did "
+            "not start takes images only. Drop engine.urls."
         )
 
 

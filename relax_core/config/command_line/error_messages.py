@@ -24,7 +24,6 @@ from relax_core.config.schema_keys import section_keys, section_types, unknown_k
 
 # Names that appear in the presets of conf/experiment, or that are planned.
 _PLANNED = {
-    "model": ("qwen3_omni", "qwen3_5"),
     "modality": ("vision", "audio", "omni"),
 }
 _TYPE_WORDS = {

@@ -34,8 +34,8 @@ A_REWARD = "a finite number, or RewardOutput(reward=…), whose reward is None i
 A_STEP = "StepResult(observation=…), with reward and done if there are any"
 MESSAGES = 'a list that is not empty, of {"role": text, "content": text or parts}'
 PARTS = (
-    'text, or a list of parts: {"type": "text", "text": text}, {"type": "image", "image": MediaSource(…)} or '
-    '{"type": "video", "video": MediaSource(…)}'
+    'text, or a list of parts: {"type": "text", "text": text}, {"type": "image", "image": MediaSource(…)}, and '
+    'the same with "video" or "audio"'
 )
 
 

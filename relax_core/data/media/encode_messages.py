@@ -6,13 +6,14 @@ import msgspec
 
 from relax_core.contracts.media import MediaItem, MediaKind, MediaReason
 from relax_core.data.media.media_limits import MediaLimits
-from relax_core.families.architecture import PatchSettings
+from relax_core.families.architecture import AudioSettings, PatchSettings
 
 
 class EncodeSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Holds what a worker needs: ``root`` is data.media_root, and ``folder`` is where it writes the items.
 
-    ``tower`` may be a whole vision tower; only its patch settings are sent.
+    ``tower`` and ``audio`` may be whole towers; only their settings are sent. ``audio`` is None for a model that does
+    not hear. With ``audio_in_video`` a video is one item together with its sound.
     """
 
     model_folder: str
@@ -20,6 +21,8 @@ class EncodeSettings(msgspec.Struct, frozen=True, kw_only=True):
     limits: MediaLimits
     root: str
     folder: str
+    audio: AudioSettings | None = None
+    audio_in_video: bool = False
 
 
 class EncodeRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""Encodes images and videos in worker processes that can be killed, many at the same time."""
+"""Encodes images, videos and sounds in worker processes that can be killed, many at the same time."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ class EncodePool:
 
     def __init__(self, settings: EncodeSettings, *, workers: int, log_file: Path | None = None) -> None:
         self._timeout_s = settings.limits.worker_timeout_s
-        settings = msgspec.structs.replace(settings, tower=settings.tower.alone())
+        audio = None if settings.audio is None else settings.audio.alone()
+        settings = msgspec.structs.replace(settings, tower=settings.tower.alone(), audio=audio)
         self.workers = [
             KillableProcess([_MAIN], settings, what="encoding of media", log_file=log_file) for _ in range(workers)
         ]

@@ -23,7 +23,7 @@ def main() -> None:
     """Reads the settings and encodes until stdin ends."""
     pipe = WorkerPipe()
     settings = msgspec.msgpack.decode(pipe.read(), type=EncodeSettings)
-    error = _missing_library()
+    error = _missing_library(hears=settings.audio is not None)
     pipe.write(Ready(error))
     if error:
         return
@@ -41,7 +41,13 @@ def main() -> None:
 def _encode(source: MediaSource, settings: EncodeSettings, tokenize: Tokenize) -> EncodeAnswer:
     try:
         item, tensors = encode_item(
-            source, settings.tower, settings.limits, root=Path(settings.root), tokenize=tokenize
+            source,
+            settings.tower,
+            settings.limits,
+            root=Path(settings.root),
+            tokenize=tokenize,
+            audio=settings.audio,
+            audio_in_video=settings.audio_in_video,
         )
         return EncodeAnswer(item=write_item(Path(settings.folder), item, tensors))
     except MediaError as error:
@@ -61,13 +67,18 @@ def _tokenize(model_folder: Path) -> Tokenize:
     return lambda text: encode_plain()(text)
 
 
-def _missing_library() -> str:
+def _missing_library(*, hears: bool) -> str:
     """Returns what to install if a decoder is missing, else an empty text."""
     try:
         import av  # noqa: F401
         from PIL import Image  # noqa: F401
+
+        if hears:
+            import soundfile  # noqa: F401
+            import soxr  # noqa: F401
     except ImportError as error:
-        return f"{error}. Images and videos need Pillow and PyAV: pip install 'relax-core[omni]'"
+        told = "Images and videos need Pillow and PyAV, and sounds need soundfile and soxr"
+        return f"{error}. {told}: pip install 'relax-core[omni]'"
     return ""
 
 

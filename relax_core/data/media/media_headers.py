@@ -1,4 +1,4 @@
-"""Reads what an image or a video says about itself, without decoding it, so that a plan can count its rows."""
+"""Reads what media say about themselves, without decoding them, so that a plan can count their rows."""
 
 from __future__ import annotations
 
@@ -6,32 +6,38 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from relax_core.contracts.media import MediaError, MediaKind, MediaSource
+from relax_core.data.media.audio.clip_features import sound_header
 from relax_core.data.media.image_decoding import opened_image, upright_size
 from relax_core.data.media.media_limits import MediaLimits
 from relax_core.data.media.media_sizes import image_size, video_size
 from relax_core.data.media.source_files import open_source
 from relax_core.data.media.video_decoding import sample_frames, video_header
-from relax_core.families.architecture import PatchSettings
+from relax_core.families.architecture import AudioSettings, PatchSettings
 
 STAMP_TOKENS = 10  # of a time stamp such as "<12.3 seconds>"; most tokenizers make 7 to 14 of it
 
 
 @dataclass(frozen=True, kw_only=True)
 class MediaHeader:
-    """Describes a source by its header: size in pixels, and frames and seconds of the source, 1 and 0 for an image."""
+    """Describes a source by its header: size in pixels, and frames and seconds of the source, 1 and 0 for an image.
+
+    ``audio_seconds`` is the length of the sound that becomes part of the item.
+    """
 
     kind: MediaKind
-    width: int
-    height: int
+    width: int = 0
+    height: int = 0
     frames: int = 1
     seconds: float = 0.0
+    audio_seconds: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedItem:
-    """Is what a source would become: rows in the tree, patches that pass the tower, bytes of its uint8 frames.
+    """Is what a source would become: rows in the tree, patches that pass the vision tower, bytes of its tensors.
 
-    ``source_pixels`` is the size of the source's image or frame before its resize.
+    ``source_pixels`` is the size of the source's image or frame before its resize, and ``audio_frames`` counts the
+    frames of features that pass the audio tower.
     """
 
     kind: MediaKind
@@ -39,12 +45,16 @@ class PlannedItem:
     patches: int
     nbytes: int
     source_pixels: int
+    audio_frames: int = 0
 
 
-def read_media_header(source: MediaSource, limits: MediaLimits, *, root: Path) -> MediaHeader:
+def read_media_header(
+    source: MediaSource, limits: MediaLimits, *, root: Path, audio_in_video: bool = False
+) -> MediaHeader:
     """Returns the header of a source. Raises MediaError as encoding it would, as far as headers show it.
 
-    The rotation of a video is in its frames and not seen here: height and width of a phone's video may be exchanged.
+    A sound whose header does not tell its length counts as the longest one that the limits allow. The rotation of a
+    video is in its frames and not seen here: height and width of a phone's video may be exchanged.
     """
     try:
         opened = open_source(source, limits, root=root)
@@ -53,19 +63,32 @@ def read_media_header(source: MediaSource, limits: MediaLimits, *, root: Path) -
                 with opened_image(opened.file, opened.form, limits) as image:
                     height, width = upright_size(image)
                 return MediaHeader(kind="image", height=height, width=width)
+            heard = 0.0
+            if source.kind == "audio" or audio_in_video:
+                seconds = sound_header(opened.file, opened.form, limits).seconds
+                heard = limits.audio_seconds_max if seconds is None else seconds
+            if source.kind == "audio":
+                return MediaHeader(kind="audio", audio_seconds=heard)
             said = video_header(opened.file, opened.form, limits)
             return MediaHeader(
-                kind="video", height=said.height, width=said.width, frames=said.frames, seconds=said.seconds
-            )
+                kind="video", height=said.height, width=said.width, frames=said.frames, seconds=said.seconds,
+                audio_seconds=heard,
+            )  # fmt: skip
     except MediaError as error:
         raise MediaError(source.kind, error.word, f"{source.words}: {error}") from error
 
 
-def planned_item(header: MediaHeader, tower: PatchSettings, limits: MediaLimits) -> PlannedItem:
+def planned_item(
+    header: MediaHeader, tower: PatchSettings, limits: MediaLimits, *, audio: AudioSettings | None = None
+) -> PlannedItem:
     """Returns what encoding gives for a header; the rows of time stamps are counted as `STAMP_TOKENS` each.
 
-    Raises MediaError for an item that has too many rows at its smallest size.
+    ``audio`` is needed for a header with sound. Raises MediaError for an item that has too many rows at its smallest
+    size.
     """
+    sound = _planned_sound(header, audio)
+    if header.kind == "audio":
+        return sound
     patch, merge, source_pixels = tower.patch_size, tower.merge_size, header.height * header.width
     if header.kind == "image":
         height, width = image_size(tower, limits, height=header.height, width=header.width)
@@ -82,11 +105,23 @@ def planned_item(header: MediaHeader, tower: PatchSettings, limits: MediaLimits)
     height, width = video_size(tower, limits, frames=frames, height=header.height, width=header.width)
     steps = -(-frames // tower.temporal_patch_size)
     patches = height * width // patch**2
-    rows = steps * (patches // merge**2 + 2 + STAMP_TOKENS)
+    stamped = 2 + STAMP_TOKENS if tower.positions_per_second is None else 0
+    rows = steps * (patches // merge**2 + stamped)
+    around = 2 if sound.rows else 0  # the tokens that begin and end the sound
     return PlannedItem(
         kind=header.kind,
-        rows=rows,
+        rows=rows + sound.rows + around,
         patches=steps * patches,
-        nbytes=3 * frames * height * width,
+        nbytes=3 * frames * height * width + sound.nbytes,
         source_pixels=source_pixels,
+        audio_frames=sound.audio_frames,
     )
+
+
+def _planned_sound(header: MediaHeader, audio: AudioSettings | None) -> PlannedItem:
+    if not header.audio_seconds:
+        return PlannedItem(kind="audio", rows=0, patches=0, nbytes=0, source_pixels=0)
+    assert audio is not None, "a header has sound only for a model that hears"
+    frames = audio.frames_of_seconds(header.audio_seconds)
+    rows, nbytes = audio.rows_of_frames(frames), 4 * audio.mel_bins * frames
+    return PlannedItem(kind="audio", rows=rows, patches=0, nbytes=nbytes, source_pixels=0, audio_frames=frames)

@@ -1,4 +1,4 @@
-"""The limits of images and videos: how large an item may be, and what its source may cost."""
+"""The limits of images, videos and sounds: how large an item may be, and what its source may cost."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ class MediaLimits:
     a frame step of a video at most ``frame_rows``. ``source_pixels`` bounds width times height of an image or a frame
     before its resize. A video is sampled at ``video_fps`` frames per second, ``video_frames_min`` to
     ``video_frames_max`` frames in all; its source has at most ``source_frames`` frames and ``source_seconds`` seconds.
-    ``item_bytes`` bounds the size of the file. A worker may take ``worker_timeout_s`` seconds for an item and
+    A sound, also that of a video, has ``audio_seconds_min`` to ``audio_seconds_max`` seconds. ``item_bytes`` bounds the
+    size of the file. A worker may take ``worker_timeout_s`` seconds for an item and
     ``worker_bytes`` bytes of address space.
     """
 
@@ -26,6 +27,8 @@ class MediaLimits:
     frame_rows: int = 128
     source_frames: int = 216_000
     source_seconds: float = 3600.0
+    audio_seconds_min: float = 0.1
+    audio_seconds_max: float = 30.0
     item_bytes: int = 64 << 20
     worker_timeout_s: float = 30.0
     worker_bytes: int = 1 << 30

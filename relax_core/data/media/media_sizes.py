@@ -32,6 +32,12 @@ def video_size(tower: PatchSettings, limits: MediaLimits, *, frames: int, height
     """
     check_source_size("video", limits, height=height, width=width)
     factor, step = tower.patch_size * tower.merge_size, tower.temporal_patch_size
+    if tower.frame_bounds:
+        largest = min(tower.video_max_pixels, limits.frame_rows * factor**2)
+        smallest = min(tower.video_min_pixels, largest)
+        size = _fit(height, width, factor=factor, frames=1, counted=1, smallest=smallest, largest=largest)
+        _check_rows("video", size, factor=factor, most=limits.frame_rows)
+        return size
     if height < factor or width < factor:
         scale = max(factor / height, factor / width)
         height, width = int(height * scale), int(width * scale)

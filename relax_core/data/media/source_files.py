@@ -23,7 +23,7 @@ _HEAD_BYTES = 32
 
 
 class OpenSource(NamedTuple):
-    """Holds an open file and its format, one of `IMAGE_FORMATS` and `VIDEO_FORMATS`; the caller closes the file."""
+    """Holds an open file and its format, one of `FORMATS` for its kind; the caller closes the file."""
 
     file: IO[bytes]
     form: str
@@ -31,6 +31,16 @@ class OpenSource(NamedTuple):
 
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
 VIDEO_FORMATS = ("mov", "matroska")  # FFmpeg's names: MP4 and QuickTime; Matroska and WebM
+FORMATS: dict[MediaKind, tuple[str, ...]] = {
+    "image": IMAGE_FORMATS,
+    "video": VIDEO_FORMATS,
+    "audio": ("WAV", "FLAC", "OGG", "MP3", *VIDEO_FORMATS),
+}
+_KNOWN: dict[MediaKind, str] = {
+    "image": "PNG, JPEG, WebP, BMP and GIF",
+    "video": "MP4, QuickTime, Matroska and WebM",
+    "audio": "WAV, FLAC, Ogg, MP3, MP4, QuickTime, Matroska and WebM",
+}
 
 
 def open_source(source: MediaSource, limits: MediaLimits, *, root: Path) -> OpenSource:
@@ -97,12 +107,11 @@ def _format_of(kind: MediaKind, head: bytes) -> str:
     if not head:
         raise MediaError(kind, "truncated", "the file is empty.")
     form = _sniff(head)
-    if form in (IMAGE_FORMATS if kind == "image" else VIDEO_FORMATS):
+    if form in FORMATS[kind]:
         return form
     if form:
         raise MediaError(kind, "unknown_format", f"it is no {kind}: its content is {form}.")
-    known = "PNG, JPEG, WebP, BMP and GIF" if kind == "image" else "MP4, QuickTime, Matroska and WebM"
-    raise MediaError(kind, "unknown_format", f"its content is none of {known}. Convert it.")
+    raise MediaError(kind, "unknown_format", f"its content is none of {_KNOWN[kind]}. Convert it.")
 
 
 def _sniff(head: bytes) -> str:
@@ -112,6 +121,14 @@ def _sniff(head: bytes) -> str:
         return "JPEG"
     if head[:4] == b"RIFF" and head[8:12] == b"WEBP":
         return "WEBP"
+    if head[:4] == b"RIFF" and head[8:12] == b"WAVE":
+        return "WAV"
+    if head.startswith(b"fLaC"):
+        return "FLAC"
+    if head.startswith(b"OggS"):
+        return "OGG"
+    if head.startswith(b"ID3") or _is_mp3_frame(head):
+        return "MP3"
     if head.startswith(b"BM"):
         return "BMP"
     if head.startswith((b"GIF87a", b"GIF89a")):
@@ -119,3 +136,10 @@ def _sniff(head: bytes) -> str:
     if head[4:8] in (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip"):
         return "mov"
     return "matroska" if head.startswith(b"\x1a\x45\xdf\xa3") else ""
+
+
+def _is_mp3_frame(head: bytes) -> bool:
+    """Returns whether bytes begin a frame of MPEG audio, layer 3: eleven bits that are set, and three valid fields."""
+    if len(head) < 4 or head[0] != 0xFF or head[1] & 0xE6 != 0xE2:
+        return False
+    return head[1] & 0x18 != 0x08 and head[2] & 0xF0 not in (0x00, 0xF0) and head[2] & 0x0C != 0x0C

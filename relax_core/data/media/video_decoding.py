@@ -59,6 +59,14 @@ def stamp_seconds(indices: Sequence[int], fps: float, step: int) -> list[float]:
     return [(padded[at] / fps + padded[at + step - 1] / fps) / 2 for at in range(0, len(padded), step)]
 
 
+def step_seconds(indices: Sequence[int], fps: float, step: int) -> float:
+    """Returns the time between two frame steps in seconds, as Qwen-Omni's tools tell it to transformers.
+
+    It is that of a video whose sampled frames are spread evenly over its whole length.
+    """
+    return step * (indices[-1] + 1) / fps / len(indices)
+
+
 def video_header(file: IO[bytes], form: str, limits: MediaLimits) -> VideoHeader:
     """Returns a video's header; only if it does not say the number of frames, the packets are counted.
 
@@ -193,7 +201,16 @@ def _too_many_frames(count: str, limits: MediaLimits) -> MediaError:
 
 @contextmanager
 def _opened(file: IO[bytes], form: str, limits: MediaLimits) -> Iterator[tuple[Any, Any]]:
-    """Opens the first video stream of a file object; errors of FFmpeg inside the block become MediaError."""
+    """Opens the first video stream of a file object."""
+    with opened_container(file, form, limits) as container:
+        if not container.streams.video:
+            raise MediaError("video", "no_frames", "it has no video stream.")
+        yield container, container.streams.video[0]
+
+
+@contextmanager
+def opened_container(file: IO[bytes], form: str, limits: MediaLimits) -> Iterator[Any]:
+    """Opens a container of one of `VIDEO_FORMATS`; errors of FFmpeg inside the block become MediaError."""
     import av
 
     file.seek(0)
@@ -204,9 +221,7 @@ def _opened(file: IO[bytes], form: str, limits: MediaLimits) -> Iterator[tuple[A
             options={"max_pixels": str(limits.source_pixels)},
         )  # fmt: skip
         with container:
-            if not container.streams.video:
-                raise MediaError("video", "no_frames", "it has no video stream.")
-            yield container, container.streams.video[0]
+            yield container
     except av.error.MemoryError as error:
         raise MemoryError(str(error)) from error
     except (av.FFmpegError, OSError, ValueError, ArithmeticError) as error:

@@ -23,6 +23,7 @@ from relax_core.engines.embedded.scheduler.scheduler import NOTHING_ATTESTED, Sc
 from relax_core.engines.embedded.scheduler.slots import Prefix
 from relax_core.engines.embedded.scheduler.token_sampler import SamplingSettings, sample_keys
 from relax_core.engines.protocol.stop_strings import StopTable
+from relax_core.families.towers import Towers
 from relax_core.weights.folder_stream import read_safetensors
 
 
@@ -71,10 +72,9 @@ def build_app(arguments: argparse.Namespace) -> tuple[EngineApp, Scheduler]:
 
 
 def _features(config: ModelConfig, weights: FusedWeights, reader: FolderReader | None) -> MediaFeatures | None:
-    """Returns the features of a model that sees, None for another."""
-    if config.vision is None or weights.tower is None:
-        return None
-    return MediaFeatures(config.vision, weights.tower, reader)
+    """Returns the features of a model with towers, None for another."""
+    towers = Towers.of(config)
+    return None if towers is None else MediaFeatures(towers, reader, vision=weights.vision, audio=weights.audio)
 
 
 def _check(arguments: argparse.Namespace, max_positions: int) -> None:

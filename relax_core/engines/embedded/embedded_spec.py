@@ -11,6 +11,6 @@ SPEC = EngineSpec(
     command=command,
     environment=environment,
     transports=frozenset({"shared_memory", "gloo", "disk"}),
-    media=frozenset({"image", "video"}),
+    media=frozenset({"image", "video", "audio"}),
     feature_mib=256,
 )

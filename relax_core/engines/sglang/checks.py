@@ -15,7 +15,7 @@ from relax_core.engines.sglang.version import version_problem
 PYTHON_S = 60.0  # An interpreter says within this which SGLang it has.
 
 
-VISION_FAMILIES = ("qwen3_vl", "qwen3_vl_moe")  # those for which Relax has a processor inside SGLang
+VISION_FAMILIES = ("qwen3_vl", "qwen3_vl_moe", "qwen3_omni_moe")  # those for which Relax has a processor inside SGLang
 
 
 def start_problems(config: RelaxConfig) -> Iterator[str]:
@@ -30,7 +30,12 @@ def vision_problems(config: RelaxConfig) -> Iterator[str]:
     A family that cannot be found yields none, because the checks of the model report it.
     """
     family = family_of_run(config)
-    if family is not None and family.vision is not None and family.name not in VISION_FAMILIES:
+    if family is not None and family.delta_net is not None:
+        yield NotYet(
+            f"model.family={family.name} with engine=sglang: SGLang's model of this family needs operators that its "
+            "CPU build lacks, and Relax has no processor for it. Use engine=embedded."
+        )
+    elif family is not None and family.vision is not None and family.name not in VISION_FAMILIES:
         yield (
             f"model.family={family.name} with engine=sglang: of the models that see it serves "
             f"{', '.join(VISION_FAMILIES)} only. Use engine=embedded."

@@ -55,6 +55,6 @@ SPEC = EngineSpec(
     transports=frozenset({"shared_memory", "gloo", "nccl", "disk"}),
     memory_mib=1450,  # Its three processes take as much on a CPU (docs/sglang.md).
     whole_cache=True,
-    media=frozenset({"image", "video"}),
+    media=frozenset({"image", "video", "audio"}),
     feature_mib=DEFAULT_FEATURE_MIB,
 )

@@ -1,4 +1,4 @@
-"""The rows that an image or a video stands for: their token ids, rotary offsets and advance (Qwen3-VL's rules).
+"""The rows of an image or a video: token ids, rotary offsets and advance (rules of Qwen3-VL and Qwen3-Omni).
 
 It imports no torch.
 """
@@ -14,11 +14,14 @@ from relax_core.families.architecture import PatchSettings
 
 
 class ItemRows(NamedTuple):
-    """Holds the rows of an item: ids int32 ``[rows]``, offsets int32 ``[3, rows]``, and how far it moves positions."""
+    """Holds the rows of an item: ids int32 ``[rows]``, offsets ``[3, rows]``, and how far it moves positions.
+
+    Offsets are int32, or float32 where some may be fractions.
+    """
 
     token_ids: np.ndarray
     offsets: np.ndarray
-    advance: int
+    advance: float
     placeholder: list[int]
 
 
@@ -72,3 +75,38 @@ def video_rows(tower: PatchSettings, *, grid: Sequence[int], stamps: Sequence[Se
         position,
         [tower.video_token_id],
     )
+
+
+def timed_video_rows(tower: PatchSettings, *, grid: Sequence[int], seconds: float) -> ItemRows:
+    """Returns the rows of a video without time stamps; ``seconds`` is the time between two steps of its grid.
+
+    The first rotary position tells the time of a row, so the offsets are float32, and fractions if ``seconds`` does not
+    fit the positions. The rows take the place of one token inside the pair of vision tokens.
+    """
+    offsets = timed_offsets(tower, grid=grid, seconds=seconds)
+    ids = np.full(offsets.shape[1], tower.video_token_id, dtype=np.int32)
+    return ItemRows(ids, offsets, float(offsets.max()) + 1, [tower.video_token_id])
+
+
+def timed_offsets(tower: PatchSettings, *, grid: Sequence[int], seconds: float) -> np.ndarray:
+    """Returns the offsets of a timed video's rows, float32 ``[3, rows]``, with the rounding of transformers."""
+    assert tower.positions_per_second is not None, "the videos of this family have time stamps"
+    frame, _ = _grid_offsets(tower, grid)
+    offsets = np.tile(frame.astype(np.float32), (1, grid[0]))
+    steps = np.arange(grid[0], dtype=np.float32) * np.float32(seconds) * np.float32(tower.positions_per_second)
+    offsets[0] = np.repeat(steps, frame.shape[1])
+    return offsets
+
+
+def step_times(tower: PatchSettings, *, grid: Sequence[int], seconds: float) -> np.ndarray:
+    """Returns the time of each row of a timed video in positions, float64 ``[rows]``.
+
+    Their order among the rows of a sound is decided in this precision, as by transformers' processor.
+    """
+    assert tower.positions_per_second is not None, "the videos of this family have time stamps"
+    times: np.ndarray = np.repeat(np.arange(grid[0]) * seconds * tower.positions_per_second, _frame_rows(tower, grid))
+    return times
+
+
+def _frame_rows(tower: PatchSettings, grid: Sequence[int]) -> int:
+    return grid[1] // tower.merge_size * (grid[2] // tower.merge_size)

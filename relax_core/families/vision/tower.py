@@ -1,4 +1,4 @@
-"""Builds a vision tower from Hugging Face's own modules, and passes items through it."""
+"""Builds a tower from Hugging Face's own modules, and passes images and videos through a vision tower."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from relax_core.families.architecture import VisionTower
+from relax_core.families.architecture import AudioTower, VisionTower
 from relax_core.families.vision.patches import patches_of
 
 
@@ -27,13 +27,16 @@ class TowerOutput:
     deepstack: tuple[Tensor, ...]
 
 
-def build_tower(tower: VisionTower, *, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.nn.Module:
+def build_tower(
+    tower: VisionTower | AudioTower, *, dtype: torch.dtype, device: torch.device | str = "cpu"
+) -> torch.nn.Module:
     """Returns the tower's module without weights, which the caller loads; its buffers are initialized."""
-    config = _named(tower.vision.config)(**_own_keys(tower))
+    classes = tower.vision if isinstance(tower, VisionTower) else tower.audio
+    config = _named(classes.config)(**_own_keys(tower))
     config._attn_implementation = "sdpa"
     with torch.device(device):
-        module = _named(tower.vision.model)(config)
-    for parameter in module.parameters():  # The rotary frequencies, which are buffers, stay float32.
+        module: torch.nn.Module = _named(classes.model)(config)
+    for parameter in module.parameters():  # The rotary frequencies and sinusoids, which are buffers, stay float32.
         parameter.data = parameter.data.to(dtype)
     return module
 
@@ -47,10 +50,10 @@ def pass_items(
     pixels = torch.cat([patches_of(some, tower, device=parameter.device) for some in alike]).to(parameter.dtype)
     grid = torch.tensor([list(one) for one in grids], dtype=torch.int64, device=parameter.device)
     output: Any = module(pixels, grid_thw=grid)
-    return TowerOutput(output.pooler_output, tuple(output.deepstack_features or ()))
+    return TowerOutput(output.pooler_output, tuple(getattr(output, "deepstack_features", None) or ()))
 
 
-def _own_keys(tower: VisionTower) -> dict[str, Any]:
+def _own_keys(tower: VisionTower | AudioTower) -> dict[str, Any]:
     return {name: value for name, value in tower.config.items() if name not in ("model_type", "transformers_version")}
 
 

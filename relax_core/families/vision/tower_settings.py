@@ -21,7 +21,12 @@ def read_tower(family: Family, hf_config: HfConfig, *, model_folder: Path) -> Vi
     """
     if family.vision is None:
         return None
-    image, video = _settings(model_folder, IMAGE_FILE), _settings(model_folder, VIDEO_FILE)
+    image = _settings(model_folder, IMAGE_FILE)
+    bounds = family.vision.video_pixels
+    if bounds is not None and not (model_folder / VIDEO_FILE).is_file():
+        video: Mapping[str, Any] = {"min_pixels": bounds[0], "max_pixels": bounds[1]}
+    else:
+        video = _settings(model_folder, VIDEO_FILE)
     try:
         return tower_of(family.vision, hf_config, image=image, video=video)
     except KeyError as error:
@@ -60,6 +65,8 @@ def tower_of(vision: Vision, hf_config: HfConfig, *, image: Mapping[str, Any], v
         max_pixels=pixels[1],
         video_min_pixels=video_pixels[0],
         video_max_pixels=video_pixels[1],
+        frame_bounds=vision.frame_bounds,
+        positions_per_second=None if vision.seconds_key is None else hf_config[vision.seconds_key],
     )
 
 

@@ -1,4 +1,4 @@
-"""Tells from the headers of a few rows' images and videos how large those of a prompt are."""
+"""Tells from the headers of a few rows' media how large those of a prompt are."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from relax_core.data.media.media_headers import PlannedItem
 
-FIRST_ROWS = 256  # data rows whose images and videos are counted
+FIRST_ROWS = 256  # data rows whose media are counted
 
 
 @dataclass(frozen=True, kw_only=True)
 class PromptMedia:
-    """Describes the images and videos of the first ``prompts`` rows that can be used.
+    """Describes the media of the first ``prompts`` rows that can be used.
 
-    ``items``, ``rows`` of the language model, ``patches`` of the tower and ``nbytes`` of uint8 frames are means over
+    ``items``, ``rows`` of the language model, ``patches`` of the vision tower and ``nbytes`` of tensors are means over
     these prompts; ``most_rows``, ``most_patches`` and ``most_bytes`` are those of the prompt that has most, and
     ``item_patches`` those of the largest item. ``source_pixels`` is the largest size of an image or a frame before its
-    resize. ``videos`` says whether there are any, because they need the tokenizer. ``prompts`` is 0 if the figures are
-    what the limits allow because there are no rows yet.
+    resize. ``videos`` and ``sounds`` say whether there are any, because videos need the tokenizer and sounds more
+    memory. ``prompts`` is 0 if the figures are what the limits allow because there are no rows yet.
     """
 
     prompts: int
@@ -34,6 +34,7 @@ class PromptMedia:
     item_patches: int
     source_pixels: int
     videos: bool
+    sounds: bool = False
 
 
 def summed_up(prompts: Sequence[Sequence[PlannedItem]]) -> PromptMedia | None:
@@ -53,4 +54,5 @@ def summed_up(prompts: Sequence[Sequence[PlannedItem]]) -> PromptMedia | None:
         item_patches=max((one.patches for one in items), default=0),
         source_pixels=max((one.source_pixels for one in items), default=0),
         videos=any(one.kind == "video" for one in items),
+        sounds=any(one.audio_frames for one in items),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,10 +13,19 @@ from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.media import MediaError, MediaKind, MediaSource
 from relax_core.data.generated import MEDIA_ROWS
 from relax_core.data.tokenizer import PromptTokenizer
-from relax_core.families.architecture import PatchSettings
+from relax_core.families.architecture import AudioSettings, PatchSettings
+from relax_core.families.audio.audio_settings import EXTRACTOR_FILE, audio_tower_of
 from relax_core.families.folder import folder_architecture
-from relax_core.families.hf_config import language_values, read_hf_config
-from relax_core.families.tiny_configs import MAX_POSITIONS, MODEL_NAMES, VISION_NAMES, processor_files, tiny_config
+from relax_core.families.hf_config import inner_config, language_values, read_hf_config
+from relax_core.families.tiny_configs import (
+    MAX_POSITIONS,
+    MODEL_NAMES,
+    OMNI,
+    VISION_NAMES,
+    processor_files,
+    tiny_config,
+)
+from relax_core.families.tiny_omni import tiny_omni_files
 from relax_core.families.vision.tower_settings import IMAGE_FILE, VIDEO_FILE, tower_of
 from relax_core.plan.model.model_source import shape_dimensions
 from relax_core.registry import find_env, find_family
@@ -28,6 +38,7 @@ if TYPE_CHECKING:
 
 FRAMES_A_STEP = 2  # frames that become one step of a video in Qwen3-VL
 HEADERS = 2048  # sources whose headers are read before a start
+ROWS_A_SECOND = 13  # of a sound in Qwen3-Omni
 STAMP_TOKENS = 16  # tokens of a step's time stamp, with the tokens that begin and end vision, at most
 
 
@@ -35,7 +46,7 @@ def prompt_maker(config: RelaxConfig, *, headers: ItemHeaders | None = None) -> 
     """Returns a function from a data row to its prompt, or None if there is no usable model yet.
 
     The result is also None for an environment with turns, whose episodes make their own prompts. ``headers`` keeps what
-    it reads of images and videos. Raises ValueError with the key for a tokenizer or a chat template that cannot be
+    it reads of media. Raises ValueError with the key for a tokenizer or a chat template that cannot be
     used.
     """
     tokenizer = _tokenizer(config)
@@ -53,13 +64,17 @@ def prompt_maker(config: RelaxConfig, *, headers: ItemHeaders | None = None) -> 
 
 
 def most_rows(config: RelaxConfig, kind: MediaKind) -> int:
-    """Returns how many rows an image or a video has at most, by the limits of `modality`."""
+    """Returns how many rows an item has at most, by the limits of `modality`."""
     if config.data.task in MEDIA_ROWS:
         return MEDIA_ROWS[config.data.task]
     modality = config.modality
     if kind == "image":
         return modality.image_tokens[1]
-    return -(-modality.video_frames[1] // FRAMES_A_STEP) * (modality.frame_tokens + STAMP_TOKENS)
+    heard = math.ceil(modality.audio_seconds[1] * ROWS_A_SECOND) + 1
+    if kind == "audio":
+        return heard
+    seen = -(-modality.video_frames[1] // FRAMES_A_STEP) * (modality.frame_tokens + STAMP_TOKENS)
+    return seen + heard + 2 if modality.audio_in_video else seen
 
 
 class ItemHeaders:
@@ -71,10 +86,11 @@ class ItemHeaders:
     def __init__(self, config: RelaxConfig) -> None:
         self._config = config
         self._tower: PatchSettings | None = None
+        self._audio: AudioSettings | None = None
         self._items: dict[str, PlannedItem | MediaError] = {}
         self._most: dict[MediaKind, int] = {}
         if media_kinds(config):
-            self._tower = _tower(config)
+            self._tower, self._audio = _towers(config)
 
     def rows(self, source: MediaSource) -> int:
         """Returns the rows of a source, or as many as it may have.
@@ -103,8 +119,13 @@ class ItemHeaders:
         if key not in self._items:
             limits = media_limits(self._config.modality)
             try:
-                header = read_media_header(source, limits, root=media_root(self._config))
-                self._items[key] = planned_item(header, tower, limits)
+                header = read_media_header(
+                    source,
+                    limits,
+                    root=media_root(self._config),
+                    audio_in_video=self._config.modality.audio_in_video,
+                )
+                self._items[key] = planned_item(header, tower, limits, audio=self._audio)
             except MediaError as error:
                 self._items[key] = error
         return self._items[key]
@@ -114,18 +135,24 @@ def _key(source: MediaSource) -> str:
     return source.path or str(hash(source.data))
 
 
-def _tower(config: RelaxConfig) -> PatchSettings | None:
+def _towers(config: RelaxConfig) -> tuple[PatchSettings | None, AudioSettings | None]:
+    """Returns the settings for what is seen and for what is heard, None where the model has no files yet."""
     try:
         if config.model.path is not None:
-            return folder_architecture(Path(config.model.path), also=config.model.family).vision
-        if config.model.builtin not in VISION_NAMES:
-            return None
-        hf_config, files = tiny_config(config.model.builtin), processor_files()
-        vision = find_family(hf_config["model_type"]).vision
-        assert vision is not None, "these builtin models see"
-        return tower_of(vision, hf_config, image=files[IMAGE_FILE], video=files[VIDEO_FILE])
+            model = folder_architecture(Path(config.model.path), also=config.model.family)
+            return model.vision, model.audio
+        hears = config.model.builtin == OMNI
+        if not hears and config.model.builtin not in VISION_NAMES:
+            return None, None
+        hf_config = tiny_config(str(config.model.builtin))
+        files = tiny_omni_files() if hears else processor_files()
+        family, inner = find_family(hf_config["model_type"]), inner_config(hf_config)
+        assert family.vision is not None, "these builtin models see"
+        seen = tower_of(family.vision, inner, image=files[IMAGE_FILE], video=files[VIDEO_FILE])
+        extractor = files[EXTRACTOR_FILE]
+        return seen, None if family.audio is None else audio_tower_of(family.audio, inner, extractor=extractor)
     except (ValueError, OSError):  # the check of the model reports it
-        return None
+        return None, None
 
 
 def prompt_room(config: RelaxConfig) -> int:
@@ -157,7 +184,9 @@ def _tokenizer(config: RelaxConfig) -> PromptTokenizer | None:
     if model.path is None:
         if model.builtin not in MODEL_NAMES:
             return None
-        return tiny_prompt_tokenizer(template_arguments=arguments, vision=model.builtin in VISION_NAMES)
+        hears = model.builtin == OMNI
+        sees = hears or model.builtin in VISION_NAMES
+        return tiny_prompt_tokenizer(template_arguments=arguments, vision=sees, audio=hears)
     folder = Path(model.path)
     if model.builtin is not None or any(folder_problems(config, folder, key="model.path")):
         return None

@@ -12,6 +12,7 @@ from relax_core.rollout.media_encoding import MEGABYTE
 
 ENCODE_WORKER = 51  # MiB of a worker process that encodes, after its imports
 STAMP_TOKENIZER = 17  # MiB more with the tokenizer, which writes the time stamps of videos
+SOUNDS = 40  # MiB more at most for the decoding of a sound of 30 s, and for its features
 ENCODE_BYTES_A_PIXEL = 14  # of a source while it is decoded and resized (docs/media.md)
 
 
@@ -61,5 +62,5 @@ def _distinct(drawn: float, files: int | None) -> float:
 def encode_worker_bytes(work: Workload) -> int:
     """Returns the memory of one worker process that encodes."""
     assert work.media is not None, "only a run with images or videos has such processes"
-    own = ENCODE_WORKER + (STAMP_TOKENIZER if work.media.videos else 0)
+    own = ENCODE_WORKER + (STAMP_TOKENIZER if work.media.videos else 0) + (SOUNDS if work.media.sounds else 0)
     return own * MIB + ENCODE_BYTES_A_PIXEL * work.media.source_pixels

@@ -198,8 +198,10 @@ def _engine(name: str, config: RelaxConfig, model: ModelDimensions, work: Worklo
     state = {"imports": imports, "weights": model.parameters * size}
     tokens = cache_tokens(config, work)
     cache = tokens * model.cache_values_per_token * size
+    states = work.samples_in_flight * model.state_values_per_sample * FLOAT
     serving = {
         f"KV cache ({tokens} tokens)": cache,
+        **({"linear-attention states": states} if states else {}),
         "sampling": SAMPLING_COPIES * work.samples_in_flight * model.vocabulary * FLOAT,
         "slots": SLOT_BYTES * config.engine.max_running_samples,
         **engine_media_terms(config, model, work),

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from relax_core.config.checks.freeze_keys import frozen_parts
-from relax_core.config.choices import LANGUAGE, PROJECTOR, ROUTER, VISION, Recompute
+from relax_core.config.choices import AUDIO, LANGUAGE, PROJECTOR, ROUTER, VISION, Recompute
 from relax_core.config.schema import ParallelConfig, RelaxConfig
 from relax_core.plan.memory.memory_terms import (
     FLOAT,
@@ -44,10 +44,12 @@ class Share:
 
 def trained_share(layout: Layout, model: ModelDimensions, *, frozen: Collection[str]) -> Share:
     """Returns the parameters of `share_of` that are not in a frozen part of the model, and so have a gradient."""
-    share, vision = share_of(layout, model), model.towers.get("vision", 0)
+    share, towers = share_of(layout, model), model.towers
+    projectors = {"vision": model.projector, "audio": model.audio_projector}
     routers = model.router_parameters // (layout.pp * layout.tp)
     language = 0 if LANGUAGE in frozen else share.dense - routers
-    whole = share.whole - (VISION in frozen) * (vision - model.projector) - (PROJECTOR in frozen) * model.projector
+    whole = share.whole - (PROJECTOR in frozen) * sum(projectors.values())
+    whole -= sum(towers[part] - projectors[part] for part in (VISION, AUDIO) if part in frozen and part in towers)
     return Share(
         dense=language + (0 if ROUTER in frozen else routers),
         experts=0 if LANGUAGE in frozen else share.experts,

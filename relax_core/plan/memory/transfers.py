@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from relax_core.config.checks.freeze_keys import frozen_parts
+from relax_core.config.checks.model_folder import family_of_run
 from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.algorithm import Requirements
 from relax_core.contracts.trees.kept_tokens import set_bytes
@@ -12,6 +14,7 @@ from relax_core.plan.memory.memory_terms import dtype_bytes, optimizer_bytes_a_p
 from relax_core.plan.memory.trainer_share import trained_share
 from relax_core.plan.model.dimensions import ModelDimensions
 from relax_core.plan.workload import Workload
+from relax_core.train.hf.check_weights import passed_bytes
 from relax_core.train.parallel.layout_arithmetic import one_rank
 from relax_core.weights.transports.choice import choose_transport
 
@@ -26,6 +29,7 @@ class Transfers:
     take. ``checkpoint_bytes`` is one checkpoint; ``checkpoints_kept`` are kept. ``transport`` says how a version
     reaches the engines, and ``transport_reason`` why. ``kept_set_bytes`` is the most that the kept set of a sampled
     token takes, and ``kept_step_bytes`` those of all tokens of a train step; both are 0 if nothing is left out.
+    ``passed_bytes`` are those of tensors that are not computed and that each export copies from the model's folder.
     """
 
     transport: str
@@ -37,6 +41,7 @@ class Transfers:
     checkpoints_kept: int
     kept_set_bytes: int
     kept_step_bytes: int
+    passed_bytes: int
 
 
 def find_transfers(
@@ -65,4 +70,15 @@ def find_transfers(
         checkpoints_kept=config.run.keep_last,
         kept_set_bytes=kept,
         kept_step_bytes=kept * work.groups * work.group_size * work.new_tokens,
+        passed_bytes=_passed_bytes(config),
     )
+
+
+def _passed_bytes(config: RelaxConfig) -> int:
+    family = family_of_run(config)
+    if family is None or config.model.path is None:
+        return 0
+    try:
+        return passed_bytes(Path(config.model.path), family.passed)
+    except (ValueError, OSError):
+        return 0  # the check of the folder reports it

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from relax_core.contracts.family import Family
+from relax_core.contracts.family import DeltaNet, Family
 from relax_core.families.folder import family_key
+from relax_core.families.hf_config import inner_config
 from relax_core.families.table import read_architecture
 from relax_core.plan.model.patch_cost import PatchCost, patch_cost
 from relax_core.registry import find_family, names
@@ -58,7 +59,8 @@ class ModelDimensions:
     ``family`` is config.json's model_type. ``feed_forward`` is the width of a dense layer, 0 with experts. With
     ``output_gate`` the query projection also computes a gate of its own size. With ``qkv_bias`` query, key and value
     have a bias; with ``qk_norm`` query and key heads have a norm. ``towers`` maps a modality to the number of
-    parameters of its encoder; ``projector`` of the vision encoder's belong to its projector. ``patches`` says what a
+    parameters of its encoder; ``projector`` of the vision encoder's belong to its projector, and
+    ``audio_projector`` of the audio encoder's to its one. ``patches`` says what a
     patch costs in a vision tower that is trained.
     """
 
@@ -80,6 +82,7 @@ class ModelDimensions:
     qk_norm: bool = True
     towers: Mapping[str, int] = field(default_factory=dict)
     projector: int = 0
+    audio_projector: int = 0
     deepstack_layers: int = 0  # the first layers that add outputs of the vision tower
     patches: PatchCost | None = None
 
@@ -121,8 +124,13 @@ class ModelDimensions:
     @property
     def products_of_row(self) -> int:
         """Returns the multiplications of one row in all layers, without attention's scores."""
-        width = self.experts.per_token * self.experts.width if self.experts else self.feed_forward
-        return self.layers * self.hidden * (2 * self.query + 2 * self.key + 3 * width)
+        width = self.feed_forward
+        if self.experts:
+            width = self.experts.per_token * self.experts.width + self.experts.shared_width
+        mixing = self.full_attention_layers * ((3 if self.output_gate else 2) * self.query + 2 * self.key)
+        if self.linear is not None:
+            mixing += self.linear.layers * (2 * self.linear.keys + 3 * self.linear.values)
+        return self.hidden * (mixing + 3 * self.layers * width)
 
     @property
     def tower_parameters(self) -> int:
@@ -179,33 +187,11 @@ def read_dimensions(values: Values, *, name: str, family: str | None = None) -> 
     ``family``, a name or a file, is tried before the families that have a name. Raises ValueError for an unknown
     family, for an option that is not computed, and for a missing field.
     """
-    if (key := family_key(values.get("model_type"), also=family)) is not None:
-        return _of_a_family_that_trains(values, name, find_family(key))
-    reader = _READERS.get(str(values.get("model_type")))
-    if reader is None:
-        known = ", ".join(sorted([*names("family"), *_READERS]))
+    key = family_key(values.get("model_type"), also=family)
+    if key is None:
+        known = ", ".join(sorted(names("family")))
         raise ValueError(f"{name}: model_type={values.get('model_type')!r} cannot be planned. What can: {known}.")
-    try:
-        return reader(values, name)
-    except KeyError as error:
-        raise ValueError(f"{name}: config.json has no {error.args[0]}, which the plan needs.") from error
-
-
-def _language(values: Values, name: str, *, whole: Values) -> dict[str, Any]:
-    """Reads what the language model of every such family has. ``whole`` is the outermost level of config.json."""
-    heads = values["num_attention_heads"]
-    return {
-        "name": name,
-        "family": whole["model_type"],
-        "layers": values["num_hidden_layers"],
-        "hidden": values["hidden_size"],
-        "heads": heads,
-        "kv_heads": values.get("num_key_value_heads") or heads,
-        "head_dim": values.get("head_dim") or values["hidden_size"] // heads,
-        "vocabulary": values["vocab_size"],
-        "positions": values["max_position_embeddings"],
-        "tied_embeddings": bool(whole.get("tie_word_embeddings", False)),
-    }
+    return _of_a_family_that_trains(values, name, find_family(key))
 
 
 def _of_a_family_that_trains(values: Values, name: str, family: Family) -> ModelDimensions:
@@ -213,7 +199,11 @@ def _of_a_family_that_trains(values: Values, name: str, family: Family) -> Model
         one = read_architecture(family, values)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
-    experts, vision = one.experts, family.vision
+    experts, vision, audio = one.experts, family.vision, family.audio
+    values = inner_config(values)
+    towers = {} if vision is None else {"vision": vision_parameters(values[vision.config_key])}
+    if audio is not None:
+        towers["audio"] = audio_parameters(values[audio.config_key])
     return ModelDimensions(
         name=name,
         family=one.family,
@@ -228,52 +218,29 @@ def _of_a_family_that_trains(values: Values, name: str, family: Family) -> Model
         tied_embeddings=one.tie_word_embeddings,
         experts=None
         if experts is None
-        else Experts(count=experts.count, per_token=experts.per_token, width=experts.width),
+        else Experts(
+            count=experts.count, per_token=experts.per_token, width=experts.width, shared_width=experts.shared_width
+        ),
+        linear=None if one.delta_net is None else _linear_attention(one.delta_net, len(one.delta_layers)),
+        output_gate=one.output_gate,
         qkv_bias=one.qkv_bias,
         qk_norm=one.qk_norm,
-        towers={} if vision is None else {"vision": vision_parameters(values[vision.config_key])},
+        towers=towers,
+        audio_projector=0 if audio is None else audio_projector_parameters(values[audio.config_key]),
         projector=0 if vision is None else projector_parameters(values[vision.config_key]),
         patches=None if vision is None else patch_cost(values[vision.config_key]),
         deepstack_layers=0 if vision is None else len(values[vision.config_key].get("deepstack_visual_indexes") or ()),
     )
 
 
-def _omni_mixture(values: Values, name: str) -> ModelDimensions:
-    """Reads a mixture with encoders of images, and in the omni family of sound."""
-    text = values["text_config"]
-    towers = {"vision": vision_parameters(values["vision_config"])}
-    if "audio_config" in values:
-        towers["audio"] = audio_parameters(values["audio_config"])
-    return ModelDimensions(feed_forward=0, experts=_experts(text), towers=towers, **_language(text, name, whole=values))
-
-
-def _hybrid_mixture(values: Values, name: str) -> ModelDimensions:
-    text = values["text_config"]
-    layers, interval = text["num_hidden_layers"], text["full_attention_interval"]
-    linear = LinearAttention(
-        layers=layers - layers // interval,
-        key_heads=text["linear_num_key_heads"],
-        value_heads=text["linear_num_value_heads"],
-        key_dim=text["linear_key_head_dim"],
-        value_dim=text["linear_value_head_dim"],
-        convolution=text["linear_conv_kernel_dim"],
-    )
-    return ModelDimensions(
-        feed_forward=0,
-        experts=_experts(text),
-        linear=linear,
-        output_gate=True,
-        towers={"vision": vision_parameters(values["vision_config"])},
-        **_language(text, name, whole=values),
-    )
-
-
-def _experts(values: Values) -> Experts:
-    return Experts(
-        count=values["num_experts"],
-        per_token=values["num_experts_per_tok"],
-        width=values["moe_intermediate_size"],
-        shared_width=values.get("shared_expert_intermediate_size") or 0,
+def _linear_attention(net: DeltaNet, layers: int) -> LinearAttention:
+    return LinearAttention(
+        layers=layers,
+        key_heads=net.key_heads,
+        value_heads=net.value_heads,
+        key_dim=net.key_dim,
+        value_dim=net.value_dim,
+        convolution=net.kernel,
     )
 
 
@@ -308,12 +275,10 @@ def audio_parameters(values: Values) -> int:
         bins = (bins + 1) // 2
     convolutions = (9 * channels + channels) + 2 * (9 * channels * channels + channels) + channels * bins * hidden
     layer = 4 * (hidden * hidden + hidden) + 4 * hidden + 2 * hidden * wide + wide + hidden
-    projections = 2 * hidden + (hidden * hidden + hidden) + hidden * values["output_dim"] + values["output_dim"]
-    return int(convolutions + values["encoder_layers"] * layer + projections)
+    return int(convolutions + values["encoder_layers"] * layer + 2 * hidden + audio_projector_parameters(values))
 
 
-# These families can be planned and cannot be trained yet.
-_READERS = {
-    "qwen3_5_moe": _hybrid_mixture,
-    "qwen3_omni_moe_thinker": _omni_mixture,
-}
+def audio_projector_parameters(values: Values) -> int:
+    """Counts the two matrices that map a Qwen3-Omni audio tower's rows to the language model."""
+    hidden, out = values["d_model"], values["output_dim"]
+    return int(hidden * hidden + hidden + hidden * out + out)

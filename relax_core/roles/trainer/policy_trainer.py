@@ -15,6 +15,7 @@ from relax_core.config.choices import ModeName
 from relax_core.contracts import columns as c
 from relax_core.contracts.bus import BusTimeout, Lease, LeaseRequest
 from relax_core.contracts.tree import TokenTree
+from relax_core.families.folder import folder_architecture
 from relax_core.observe.service.metrics_actor import MetricsUnavailable
 from relax_core.observe.service.records import ACTOR, metric_record
 from relax_core.registry import find_algorithm
@@ -150,6 +151,7 @@ class PolicyTrainer(Worker):
             own_dtype=self._config.model.dtype,
             source_folder=self.context.model_folder,
             target=self.context.run_dir / "hf",
+            passed=folder_architecture(self.context.model_folder, also=self._config.model.family).passed,
         )
 
     def _step(self, lease: Lease | None) -> Lease | None:

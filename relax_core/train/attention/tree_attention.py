@@ -6,7 +6,7 @@ uses causal runs without a mask if that is cheaper (branch_attention.py), and on
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -15,8 +15,10 @@ import torch.nn.functional as F
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
+from relax_core.contracts.family import DeltaNet
 from relax_core.train.attention.branch_attention import BranchPlan
 from relax_core.train.attention.flex_attention import FlexBlocks
+from relax_core.train.attention.segment_levels import SegmentLevels
 from relax_core.train.model.media_features import MediaInputs
 from relax_core.train.model.routing_replay import OWN_CHOICE, RouterRows
 from relax_core.train.packing.tree_packing import TreeLayout, tree_starts
@@ -196,6 +198,9 @@ class TreeBatch:
     routers: RouterRows = OWN_CHOICE  # for a mixture of experts
     rotary: Tensor | None = None  # float32 [3, rows]; None if all three rotary positions are `positions`
     media: MediaInputs | None = None  # on the first pipeline stage, if this rank has rows of an item
+    levels: SegmentLevels | None = None  # for a model with a gated delta net
+    stream_places: Tensor | None = None  # int64 [rows], with `levels`, unless this rank has the stream without pads
+    gathered_rows: Tensor | None = None  # int64 [rows of the stream], with `levels` and context parallelism
 
     @staticmethod
     def of(
@@ -223,6 +228,23 @@ class TreeBatch:
             tokens=tokens,
             rotary=None if layout.rotary is None else _rotary(layout.rotary, padded, mine, device),
         )
+
+    def with_levels(self, layout: TreeLayout, net: DeltaNet | None) -> TreeBatch:
+        """Returns the batch with what a gated delta net needs: the levels of the layout, and the rows of this rank.
+
+        It is the batch itself for a model without one.
+        """
+        if net is None:
+            return self
+        stream, device = len(layout.end), self.token_ids.device
+        levels = SegmentLevels.of(layout.end, kernel=net.kernel, device=device)
+        if self.padded_rows == stream and self.sharding.ranks == 1:
+            return replace(self, levels=levels)
+        places = np.minimum(self.sharding.rows_of_rank(self.padded_rows), stream)
+        gathered = None
+        if self.sharding.ranks > 1:
+            gathered = _put(self.sharding.gathered_order(self.padded_rows)[:stream], device)
+        return replace(self, levels=levels, stream_places=_put(places, device), gathered_rows=gathered)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *, scale: float | None) -> Tensor:
         """Computes grouped-query attention of this rank's rows and returns ``[rows, heads * dim]``.

@@ -60,4 +60,5 @@ def export_checkpoint(
         source_folder=model_folder,
         target=target,
         shard_bytes=shard_bytes,
+        passed=architecture.passed,
     )

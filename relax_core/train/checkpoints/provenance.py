@@ -70,9 +70,20 @@ def model_numbers(architecture: Architecture) -> dict[str, Any]:
         numbers["rotary_scaling"] = dataclasses.asdict(architecture.rope.scaling)
     if architecture.rope.sections is not None:
         numbers["rotary_sections"] = list(architecture.rope.sections)
+    if architecture.rope.part != 1.0:
+        numbers["rotary_part"] = architecture.rope.part
+    if architecture.delta_net is not None:
+        numbers["delta_net"] = dataclasses.asdict(architecture.delta_net)
+        numbers["delta_layers"] = list(architecture.delta_layers)
     if architecture.vision is not None:
-        numbers["vision"] = {key: value for key, value in architecture.vision.config.items() if key not in _UNREAD}
+        numbers["vision"] = _read_values(architecture.vision.config)
+    if architecture.audio is not None:
+        numbers["audio"] = _read_values(architecture.audio.config)
     return numbers
+
+
+def _read_values(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key not in _UNREAD}
 
 
 def write_provenance(provenance: Provenance, folder: Path) -> None:

@@ -5,6 +5,7 @@ It imports no torch.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from relax_core.families.architecture import Architecture
 from relax_core.families.folder import weight_files
+from relax_core.families.hf_config import described_parts, read_hf_config
 from relax_core.train.hf.stored_weights import stored_weights
 
 
@@ -26,14 +28,29 @@ def stored_shapes(folder: Path) -> Iterator[tuple[str, tuple[int, ...], Path]]:
             raise ValueError(f"{path} cannot be read: {error}. Download it again.") from error
 
 
+def passed_bytes(folder: Path, passed: tuple[str, ...]) -> int:
+    """Returns the bytes of a folder's tensors whose names begin with one of ``passed``, from the files' headers."""
+    if not passed:
+        return 0
+    found = 0
+    for path in weight_files(folder):
+        with path.open("rb") as file:
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        spans = [one["data_offsets"] for name, one in header.items() if name.startswith(passed)]
+        found += sum(end - start for start, end in spans)
+    return found
+
+
 def weight_problems(folder: Path, architecture: Architecture) -> list[str]:
     """Returns one sentence for each reason why the trainer cannot load the folder, or an empty list."""
     stored = {one.name: one for one in stored_weights(architecture)}
     ignored = architecture.ignored_weights
-    problems, found = [], dict[str, Path]()
+    problems, found, passed = [], dict[str, Path](), set[str]()
     try:
         for name, shape, path in stored_shapes(folder):
-            if name in ignored:
+            if architecture.passes(name):
+                passed.add(name.split(".")[0])
+            if name in ignored or architecture.passes(name):
                 continue
             if name not in stored:
                 problems.append(f"{path}: {name} is not a weight of family {architecture.family}.")
@@ -46,6 +63,12 @@ def weight_problems(folder: Path, architecture: Architecture) -> list[str]:
         return [*problems, str(error)]
     if not found:
         return [f"{folder} has no *.safetensors file. Give a Hugging Face folder with weights."]
+    for part in described_parts(read_hf_config(folder)):
+        if part not in passed and f"{part}." in architecture.passed:
+            problems.append(
+                f"{folder}: config.json describes {part}, and no file has its weights, so no export could keep them. "
+                "Fetch the folder again, or set enable_audio_output to false in its config.json."
+            )
     missing = [name for name in stored if name not in found]
     if missing:
         problems.append(f"{folder}: {len(missing)} of {len(stored)} weights are missing: {', '.join(missing[:3])} …")

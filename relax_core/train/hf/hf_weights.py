@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from relax_core.families.architecture import OUTPUT_WEIGHT, Architecture
+from relax_core.families.architecture import Architecture
 from relax_core.train.hf.stored_weights import WholeTensor, fused, stored_weights
 from relax_core.train.hf.weight_gather import BUCKET_BYTES, agree_on_senders, buckets_of, gather_bucket
 from relax_core.train.hf.weight_rules import Shard, WeightRule
@@ -42,8 +42,8 @@ class HfWeights:
         stored = stored_weights(architecture)
         self._ignored = architecture.ignored_weights
         if value_head and not architecture.tie_word_embeddings:
-            self._ignored |= {OUTPUT_WEIGHT}
-            stored = tuple(one for one in stored if one.name != OUTPUT_WEIGHT)
+            self._ignored |= {architecture.output_weight}
+            stored = tuple(one for one in stored if one.name != architecture.output_weight)
         self._stored = {one.name: one for one in stored}
         rules = tuple(rule for one in stored for rule in one.rules)
         all_rules = (*rules, *(VALUE_RULES if value_head else ()))
@@ -59,7 +59,12 @@ class HfWeights:
         self.all_slices: Mapping[str, WeightSlice] = slices  # with those of a value head
         self._slices = {name: one for name, one in slices.items() if not name.startswith(VALUE_HEAD)}
         self._like = next(iter(self._slices.values())).views[0]
-        weights = agree_on_senders(rules, self._slices, device=self._like.device)
+        dtype = next(one.views[0].dtype for name, one in self._slices.items() if not architecture.stays_float32(name))
+
+        def dtype_of(name: str) -> torch.dtype:
+            return torch.float32 if architecture.stays_float32(name) else dtype
+
+        weights = agree_on_senders(rules, self._slices, device=self._like.device, dtype_of=dtype_of)
         # The shapes of the weights that `export` yields, in its order.
         self.shapes: Mapping[str, tuple[int, ...]] = {one.name: one.shape for one in stored}
         self._buckets = buckets_of(weights, element_size=self._like.element_size(), bucket_bytes=bucket_bytes)
@@ -95,7 +100,7 @@ class HfWeights:
         """
         missing = dict.fromkeys(self._stored)
         for name, tensor in tensors:
-            if name in self._ignored:
+            if name in self._ignored or self._architecture.passes(name):
                 continue
             if name not in missing:
                 family = self._architecture.family

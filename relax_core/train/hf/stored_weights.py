@@ -1,7 +1,7 @@
 """The tensors of a Hugging Face folder, each of which is one tensor of the weight rules or many of them fused.
 
-A rule's tensor has one or two axes. A folder may hold a tensor of more axes, and all experts of a layer in one
-transposed tensor (`relax_core.contracts.family.Family`). It imports no torch.
+A rule's tensor has one or two axes. A folder may hold a tensor of more axes, rows of several rules in one tensor, and
+all experts of a layer in one tensor (`relax_core.contracts.family.ExpertLayout`). It imports no torch.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol
 
+from relax_core.contracts.family import ExpertLayout
 from relax_core.families.architecture import Architecture
 from relax_core.train.hf.weight_rules import Part, WeightRule, tensor_shape, weight_rules
 
@@ -32,8 +33,9 @@ class WholeTensor(Protocol):
 class StoredWeight:
     """Describes a tensor of a folder: its Hugging Face name, its shape and the rules of the tensors that it holds.
 
-    ``experts`` is the number of experts that it holds, 0 if it holds one rule's tensor. ``squares`` is True if an
-    expert's matrices are square in any such tensor of the model, so that its shape does not tell if it is transposed.
+    ``experts`` is the number of experts that it holds, 0 if it holds one rule's tensor or ``rows`` of each of several
+    rules one above the other. Experts are ``transposed`` or not. ``squares`` is True if an expert's matrices are square
+    in any such tensor of the model, so that its shape does not tell if it is transposed.
     """
 
     name: str
@@ -41,6 +43,8 @@ class StoredWeight:
     rules: tuple[WeightRule, ...]
     experts: int = 0
     squares: bool = False
+    transposed: bool = False
+    rows: tuple[int, ...] = ()
 
     @property
     def untransposed(self) -> tuple[int, ...] | None:
@@ -48,9 +52,14 @@ class StoredWeight:
 
         It is None for other tensors, and for experts of which some tensor is square: their shape does not tell.
         """
-        if not self.experts or self.squares:
+        if not self.transposed or self.squares:
             return None
         return (self.shape[0], self.shape[2], self.shape[1])
+
+    @property
+    def outputs(self) -> int:
+        """Returns the outputs of one expert in a tensor of all experts."""
+        return self.shape[2 if self.transposed else 1]
 
     def problem(self, shape: Sequence[int]) -> str | None:
         """Returns why a tensor of ``shape`` is not this one, None if it is."""
@@ -66,14 +75,29 @@ class StoredWeight:
         if (problem := self.problem(source.shape)) is not None:
             raise ValueError(f"weight {self.name} {problem}.")
         if not self.experts:
-            yield self.rules[0].hf, source
+            first = 0
+            for rule, rows in zip(self.rules, self.rows or self.shape[:1], strict=True):
+                yield rule.hf, _RowPart(source, first, rows) if self.rows else source
+                first += rows
             return
-        transposed = tuple(source.shape) == self.shape
+        transposed = self.transposed and tuple(source.shape) == self.shape
         each = len(self.rules) // self.experts
-        width = self.shape[2] // each
+        width = self.outputs // each
         for number, rule in enumerate(self.rules):
             expert, part = divmod(number, each)
             yield rule.hf, _ExpertPart(source, expert, part * width, width, transposed=transposed)
+
+
+class _RowPart:
+    """Is ``rows`` rows of a tensor from row ``first`` on."""
+
+    def __init__(self, source: WholeTensor, first: int, rows: int) -> None:
+        self._source, self._first = source, first
+        self.shape = (rows, *source.shape[1:])
+
+    def __getitem__(self, index: slice, /) -> Tensor:
+        start, stop, _ = index.indices(self.shape[0])
+        return self._source[self._first + start : self._first + stop]
 
 
 class _ExpertPart:
@@ -94,11 +118,11 @@ class _ExpertPart:
 
 def stored_weights(architecture: Architecture) -> tuple[StoredWeight, ...]:
     """Returns the tensors of a folder in the order of an export."""
-    tower = {} if architecture.vision is None else architecture.vision.weight_shapes
+    tower = architecture.tower_shapes
     found: list[StoredWeight] = []
     fused: dict[str, list[WeightRule]] = {}
     for rule in weight_rules(architecture):
-        name = fused_name(rule) if architecture.fused_experts else None
+        name = fused_name(rule, architecture)
         if name is None:
             shape = tower[rule.hf] if rule.hf in tower else tensor_shape(rule, architecture)
             found.append(StoredWeight(rule.hf, shape, (rule,)))
@@ -110,20 +134,31 @@ def stored_weights(architecture: Architecture) -> tuple[StoredWeight, ...]:
     return tuple(_fused(one.name, fused[one.name], architecture) if one.name in fused else one for one in found)
 
 
-def fused_name(rule: WeightRule) -> str | None:
-    """Returns the name of the tensor that holds an expert's one together with the others', None for other rules."""
-    if not rule.expert:
+def fused_name(rule: WeightRule, architecture: Architecture) -> str | None:
+    """Returns the name of the stored tensor that holds a rule's one together with others, None for other rules."""
+    if "/" in rule.hf:
+        return rule.hf[: rule.hf.index("/")]
+    if not rule.expert or architecture.expert_layout is ExpertLayout.apart:
         return None
     layer = rule.hf[: rule.hf.index(".experts.")]
     return f"{layer}.experts.{'gate_up_proj' if rule.part in (Part.gate, Part.up) else 'down_proj'}"
 
 
 def _fused(name: str, rules: Sequence[WeightRule], architecture: Architecture) -> StoredWeight:
+    if not rules[0].expert:
+        assert architecture.delta_net is not None, "only a gated delta net has such tensors"
+        rows = tuple(tensor_shape(rule, architecture)[0] for rule in rules)
+        width = tensor_shape(rules[0], architecture)[1]
+        middle = (1,) if rules[0].megatron.endswith(".convolution") else ()
+        return StoredWeight(name, (sum(rows), *middle, width), tuple(rules), rows=rows)
     assert architecture.experts is not None, "a fused tensor holds experts"
     count, width, hidden = architecture.experts.count, architecture.experts.width, architecture.hidden_size
     outputs, inputs = tensor_shape(rules[0], architecture)
-    shape = (count, inputs, outputs * (len(rules) // count))
-    return StoredWeight(name, shape, tuple(rules), count, squares=hidden in (width, 2 * width))
+    outputs *= len(rules) // count
+    transposed = architecture.expert_layout is ExpertLayout.transposed
+    shape = (count, inputs, outputs) if transposed else (count, outputs, inputs)
+    squares = hidden in (width, 2 * width)
+    return StoredWeight(name, shape, tuple(rules), count, squares=squares, transposed=transposed)
 
 
 def fused(tensors: Iterable[tuple[str, Tensor]], stored: Sequence[StoredWeight]) -> Iterator[tuple[str, Tensor]]:
@@ -133,7 +168,7 @@ def fused(tensors: Iterable[tuple[str, Tensor]], stored: Sequence[StoredWeight])
     """
     incoming = iter(tensors)
     for weight in stored:
-        if weight.experts:
+        if weight.experts or weight.rows:
             whole = _joined(weight, incoming)
             if whole is not None:
                 yield weight.name, whole
@@ -147,15 +182,22 @@ def fused(tensors: Iterable[tuple[str, Tensor]], stored: Sequence[StoredWeight])
 
 
 def _joined(weight: StoredWeight, incoming: Iterator[tuple[str, Tensor]]) -> Tensor | None:
-    """Returns a layer's experts in one tensor, None if nothing comes."""
+    """Returns a layer's experts, or the rows of several rules, in one tensor; None if nothing comes."""
     whole: Tensor | None = None
-    each = len(weight.rules) // weight.experts
-    width = weight.shape[2] // each
+    each = len(weight.rules) // (weight.experts or 1)
+    width = 0 if weight.rows else weight.outputs // each
     for number, (name, tensor) in enumerate(islice(incoming, len(weight.rules))):
         assert name == weight.rules[number].hf, f"{name} comes in place of {weight.rules[number].hf}"
         if whole is None:
             whole = tensor.new_empty(weight.shape)
         expert, part = divmod(number, each)
-        whole[expert, :, part * width : (part + 1) * width] = tensor.transpose(0, 1)
+        rows = slice(part * width, (part + 1) * width)
+        if weight.rows:
+            first = sum(weight.rows[:number])
+            whole[first : first + weight.rows[number]] = tensor.reshape(-1, *weight.shape[1:])
+        elif weight.transposed:
+            whole[expert, :, rows] = tensor.transpose(0, 1)
+        else:
+            whole[expert, rows] = tensor
         del tensor
     return whole

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,11 +19,12 @@ _NO_RANK = 2**31 - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatheredWeight:
-    """Describes a whole tensor: its padded ``shape`` and, for each piece, the lowest rank that has it."""
+    """Describes a whole tensor: its padded ``shape``, its dtype and, for each piece, the lowest rank that has it."""
 
     rule: WeightRule
     shape: tuple[int, ...]
     senders: tuple[int, ...]
+    dtype: torch.dtype
 
     @property
     def interleaved(self) -> bool:
@@ -45,11 +46,15 @@ class GatheredWeight:
 
 
 def agree_on_senders(
-    rules: Sequence[WeightRule], slices: Mapping[str, WeightSlice], *, device: torch.device
+    rules: Sequence[WeightRule],
+    slices: Mapping[str, WeightSlice],
+    *,
+    device: torch.device,
+    dtype_of: Callable[[str], torch.dtype],
 ) -> list[GatheredWeight]:
     """Exchanges which rank has which pieces and how large each tensor is; all ranks get the list in rule order.
 
-    The call is collective.
+    ``dtype_of`` returns the dtype of a rule's tensor by its Hugging Face name. The call is collective.
     """
     ranks, rank = dist.get_world_size(), dist.get_rank()
     widest = _largest(max((owned.pieces for owned in slices.values()), default=1), device)
@@ -67,7 +72,12 @@ def agree_on_senders(
         dist.all_reduce(lowest, dist.ReduceOp.MIN)
         dist.all_reduce(largest, dist.ReduceOp.MAX)
     weights = [
-        GatheredWeight(rule=rule, shape=(rows, columns) if columns else (rows,), senders=tuple(owners[:pieces]))
+        GatheredWeight(
+            rule=rule,
+            shape=(rows, columns) if columns else (rows,),
+            senders=tuple(owners[:pieces]),
+            dtype=dtype_of(rule.hf),
+        )
         for rule, owners, (rows, columns, pieces) in zip(rules, lowest.tolist(), largest.tolist(), strict=True)
     ]
     incomplete = [weight.rule.megatron for weight in weights if not weight.senders or _NO_RANK in weight.senders]
@@ -113,7 +123,7 @@ def gather_bucket(
 ) -> Iterator[tuple[WeightRule, Tensor]]:
     """Yields (rule, padded tensor) in order on rank 0; other ranks send their pieces and yield nothing.
 
-    Tensors have the dtype and device of ``like``. Those that rank 0 has whole are views of its parameters. The timeout
+    Tensors have the device of ``like``. Those that rank 0 has whole are views of its parameters. The timeout
     of the process group bounds every wait. The call is collective.
     """
     rank = dist.get_rank()
@@ -162,9 +172,9 @@ def _allocate(weight: GatheredWeight, *, like: Tensor) -> tuple[Tensor, tuple[Te
     pieces = len(weight.senders)
     if weight.interleaved:
         rows, columns = weight.shape
-        memory = like.new_empty((pieces, rows, columns // pieces))
+        memory = like.new_empty((pieces, rows, columns // pieces), dtype=weight.dtype)
         return memory, memory.unbind(0)
-    memory = like.new_empty(weight.shape)
+    memory = like.new_empty(weight.shape, dtype=weight.dtype)
     return memory, memory.chunk(pieces, dim=0)
 
 

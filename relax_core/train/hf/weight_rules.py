@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 
-from relax_core.families.architecture import OUTPUT_WEIGHT, Architecture
+from relax_core.contracts.family import DeltaNet, ExpertLayout
+from relax_core.families.architecture import Architecture
 
-TOWER = "vision."  # The names of the tower's parameters in the first chunk of the model begin with this.
+VISION, AUDIO = "vision.", "audio."  # The names of the towers' parameters in the first chunk begin with these.
 
 
 class Shard(Enum):
@@ -29,6 +30,9 @@ class Part(Enum):
     Megatron fuses the three attention projections into one weight, interleaved by key-value group: each group has its
     query heads, its key head and its value head. It fuses their biases in the same order. It fuses the MLP's gate and
     up projections one above the other.
+
+    The gated delta net's input projection has, one above the other, each rank's queries, keys, values, gate of the
+    output, writing strength and decay (``net_…``), and its convolution the first three.
     """
 
     whole = "whole"
@@ -37,6 +41,22 @@ class Part(Enum):
     value = "value"
     gate = "gate"
     up = "up"
+    net_query = "net_query"
+    net_key = "net_key"
+    net_value = "net_value"
+    net_gate = "net_gate"
+    net_strength = "net_strength"
+    net_decay = "net_decay"
+
+
+NET_PARTS = (Part.net_query, Part.net_key, Part.net_value, Part.net_gate, Part.net_strength, Part.net_decay)
+CONVOLVED = NET_PARTS[:3]
+
+
+def net_widths(net: DeltaNet) -> dict[Part, int]:
+    """Returns the rows of each part of the gated delta net's input projection, in its order."""
+    widths = (net.keys, net.keys, net.values, net.values, net.value_heads, net.value_heads)
+    return dict(zip(NET_PARTS, widths, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +64,7 @@ class WeightRule:
     """Maps one Hugging Face tensor ``hf`` to the parameter ``megatron`` that holds it.
 
     A rule's tensor is a matrix or a vector; a folder may hold another form (relax_core/train/hf/stored_weights.py).
+    A tensor of a folder that holds several rules' rows has their names without what follows the slash.
     Megatron names are those of a build without TransformerEngine. Their layer and expert numbers count over the whole
     model: the layer number determines the pipeline stage and the expert number the expert-parallel rank. ``shard``
     applies to the tensor-parallel ranks, or for an ``expert`` to the expert-tensor-parallel ranks. If ``vocabulary`` is
@@ -66,7 +87,8 @@ class WeightRule:
 def weight_rules(architecture: Architecture) -> tuple[WeightRule, ...]:
     """Returns the rules of all weights in the order of an export.
 
-    The order is: embedding, layers, final norm, the output weight if it is not tied, and the vision tower's weights.
+    The order is: embedding, layers, final norm, the output weight if it is not tied, and the weights of the vision and
+    the audio tower.
     """
     return tuple(_rules(architecture))
 
@@ -76,20 +98,28 @@ def _rules(architecture: Architecture) -> Iterator[WeightRule]:
     yield WeightRule(f"{prefix}embed_tokens.weight", "embedding.word_embeddings.weight", Shard.column, vocabulary=True)
     for index in range(architecture.num_layers):
         hf, megatron = f"{prefix}layers.{index}.", f"decoder.layers.{index}."
-        yield from _attention_rules(hf, megatron, architecture)
+        yield WeightRule(hf + "input_layernorm.weight", megatron + "input_layernorm.weight", Shard.replicated)
+        if index in architecture.delta_layers:
+            yield from _delta_net_rules(hf + "linear_attn.", megatron + "self_attention.")
+        else:
+            yield from _attention_rules(hf + "self_attn.", megatron + "self_attention.", architecture)
+        yield WeightRule(
+            hf + "post_attention_layernorm.weight", megatron + "pre_mlp_layernorm.weight", Shard.replicated
+        )
         yield from _mlp_rules(hf + "mlp.", megatron + "mlp.", architecture)
     yield WeightRule(f"{prefix}norm.weight", "decoder.final_layernorm.weight", Shard.replicated)
     if not architecture.tie_word_embeddings:
-        yield WeightRule(OUTPUT_WEIGHT, "output_layer.weight", Shard.column, vocabulary=True)
+        yield WeightRule(architecture.output_weight, "output_layer.weight", Shard.column, vocabulary=True)
     if (tower := architecture.vision) is not None:
         for name in tower.weight_shapes:
-            yield WeightRule(name, TOWER + name.removeprefix(tower.vision.prefix), Shard.replicated)
+            yield WeightRule(name, VISION + name.removeprefix(tower.vision.prefix), Shard.replicated)
+    if (ears := architecture.audio) is not None:
+        for name in ears.weight_shapes:
+            yield WeightRule(name, AUDIO + name.removeprefix(ears.audio.prefix), Shard.replicated)
 
 
-def _attention_rules(hf: str, megatron: str, architecture: Architecture) -> Iterator[WeightRule]:
-    """Yields the rules of a layer without its MLP."""
-    own, attention = hf + "self_attn.", megatron + "self_attention."
-    yield WeightRule(hf + "input_layernorm.weight", megatron + "input_layernorm.weight", Shard.replicated)
+def _attention_rules(own: str, attention: str, architecture: Architecture) -> Iterator[WeightRule]:
+    """Yields the rules of an attention, whose names begin with ``own`` and ``attention``."""
     for kind in ("weight", "bias") if architecture.qkv_bias else ("weight",):
         fused = f"{attention}linear_qkv.{kind}"
         yield WeightRule(f"{own}q_proj.{kind}", fused, Shard.column, Part.query)
@@ -99,7 +129,21 @@ def _attention_rules(hf: str, megatron: str, architecture: Architecture) -> Iter
         yield WeightRule(own + "q_norm.weight", attention + "q_layernorm.weight", Shard.replicated)
         yield WeightRule(own + "k_norm.weight", attention + "k_layernorm.weight", Shard.replicated)
     yield WeightRule(own + "o_proj.weight", attention + "linear_proj.weight", Shard.row)
-    yield WeightRule(hf + "post_attention_layernorm.weight", megatron + "pre_mlp_layernorm.weight", Shard.replicated)
+
+
+def _delta_net_rules(hf: str, megatron: str) -> Iterator[WeightRule]:
+    """Yields the rules of a gated delta net, whose names begin with ``hf`` and ``megatron``."""
+    into = megatron + "in_proj.weight"
+    for part in CONVOLVED:
+        yield WeightRule(f"{hf}in_proj_qkv.weight/{part.value}", into, Shard.column, part)
+    for name, part in (("z", Part.net_gate), ("b", Part.net_strength), ("a", Part.net_decay)):
+        yield WeightRule(f"{hf}in_proj_{name}.weight", into, Shard.column, part)
+    for part in CONVOLVED:
+        yield WeightRule(f"{hf}conv1d.weight/{part.value}", megatron + "convolution", Shard.column, part)
+    for name in ("A_log", "dt_bias"):
+        yield WeightRule(hf + name, megatron + name, Shard.column)
+    yield WeightRule(hf + "norm.weight", megatron + "out_norm", Shard.replicated)
+    yield WeightRule(hf + "out_proj.weight", megatron + "out_proj.weight", Shard.row)
 
 
 def _mlp_rules(hf: str, megatron: str, architecture: Architecture) -> Iterator[WeightRule]:
@@ -111,11 +155,17 @@ def _mlp_rules(hf: str, megatron: str, architecture: Architecture) -> Iterator[W
         list(_gated_rules(f"{hf}experts.{expert}.", f"{megatron}experts.local_experts.{expert}.", expert=True))
         for expert in range(architecture.experts.count)
     ]
-    if architecture.fused_experts:  # The tensors that share one in the folder follow each other.
+    if (
+        architecture.expert_layout is not ExpertLayout.apart
+    ):  # The tensors that share one in the folder follow each other.
         yield from (rule for of_expert in rules for rule in of_expert[:2])
         yield from (of_expert[2] for of_expert in rules)
     else:
         yield from (rule for of_expert in rules for rule in of_expert)
+    if architecture.experts.shared_width:
+        yield from _gated_rules(hf + "shared_expert.", megatron + "shared_experts.", expert=False)
+        gate = megatron + "shared_experts.gate_weight"
+        yield WeightRule(hf + "shared_expert_gate.weight", gate, Shard.replicated)
 
 
 def _gated_rules(hf: str, megatron: str, *, expert: bool) -> Iterator[WeightRule]:
@@ -128,14 +178,17 @@ def _gated_rules(hf: str, megatron: str, *, expert: bool) -> Iterator[WeightRule
 
 def tensor_shape(rule: WeightRule, architecture: Architecture) -> tuple[int, ...]:
     """Returns the shape of the whole tensor of a rule, which has at most two axes."""
-    if rule.megatron.startswith(TOWER):
-        assert architecture.vision is not None, "the rule is the tower's"
-        rows, *rest = architecture.vision.weight_shapes[rule.hf]
+    if rule.megatron.startswith((VISION, AUDIO)):
+        rows, *rest = architecture.tower_shapes[rule.hf]
         return (rows, math.prod(rest)) if rest else (rows,)
     one, experts = architecture, architecture.experts
     hidden, queries, keys = one.hidden_size, one.num_heads * one.head_dim, one.num_kv_heads * one.head_dim
-    width = experts.width if rule.expert and experts is not None else one.intermediate_size
+    width = one.intermediate_size
+    if experts is not None:
+        width = experts.width if rule.expert else experts.shared_width
     module = rule.megatron.split(".")[-2]
+    if ".linear_attn." in rule.hf and one.delta_net is not None:
+        return _net_shape(rule, one.delta_net, hidden)
     if module in ("q_layernorm", "k_layernorm"):
         return (one.head_dim,)
     if module.endswith("layernorm"):
@@ -143,10 +196,21 @@ def tensor_shape(rule: WeightRule, architecture: Architecture) -> tuple[int, ...
     shape = {
         "word_embeddings": (one.vocab_size, hidden),
         "output_layer": (one.vocab_size, hidden),
-        "linear_qkv": (queries if rule.part is Part.query else keys, hidden),
+        "linear_qkv": (queries * (1 + one.output_gate) if rule.part is Part.query else keys, hidden),
         "linear_proj": (hidden, queries),
         "linear_fc1": (width, hidden),
         "linear_fc2": (hidden, width),
         "router": (experts.count if experts is not None else 0, hidden),
+        "shared_experts": (1, hidden),
     }[module]
     return shape[:1] if rule.is_bias else shape
+
+
+def _net_shape(rule: WeightRule, net: DeltaNet, hidden: int) -> tuple[int, ...]:
+    """Returns the shape of a rule's tensor of a gated delta net."""
+    name = rule.megatron.split("self_attention.")[1]
+    if rule.part in NET_PARTS:
+        return (net_widths(net)[rule.part], hidden if name == "in_proj.weight" else net.kernel)
+    if name == "out_proj.weight":
+        return (hidden, net.values)
+    return (net.value_dim,) if name == "out_norm" else (net.value_heads,)

@@ -10,10 +10,11 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
+from relax_core.contracts.family import DeltaNet
 from relax_core.families.architecture import Architecture
 from relax_core.train.checkpoints.checkpoint_shards import Block
 from relax_core.train.hf.stored_weights import WholeTensor
-from relax_core.train.hf.weight_rules import Part, Shard, WeightRule
+from relax_core.train.hf.weight_rules import NET_PARTS, Part, Shard, WeightRule, net_widths
 from relax_core.train.model.gpt import VALUE_HEAD
 from relax_core.train.model.layer_specs import parameter_name
 
@@ -83,14 +84,13 @@ class WeightSlice:
                     yield Block((first_row + row + down,), data)
 
 
-def _runs(view: Tensor, *, width: int) -> Iterator[tuple[int, int, int]]:
+def _runs(view: Tensor, *, width: int, row: int = 0) -> Iterator[tuple[int, int, int]]:
     """Yields (offset in the storage, row of the piece, elements) of each contiguous stretch of a view."""
     if view.is_contiguous():
-        yield int(view.storage_offset()), 0, view.numel()
+        yield int(view.storage_offset()), row, view.numel()
         return
     for index, part in enumerate(view):
-        assert part.is_contiguous(), "only key-value groups have gaps between them"
-        yield int(part.storage_offset()), index * part.numel() // width, part.numel()
+        yield from _runs(part, width=width, row=row + index * part.numel() // width)
 
 
 def _rectangles(begin: int, end: int, *, width: int) -> Iterator[tuple[int, int, int]]:
@@ -126,7 +126,9 @@ def weight_slices(
     unused = set(parameters)
     slices = {}
     for rule in rules:
-        name = parameter_name(rule.megatron, experts=architecture.experts is not None)
+        name = parameter_name(
+            rule.megatron, experts=architecture.experts is not None, delta_layers=architecture.delta_layers
+        )
         names = [name, _OUTPUT] if tied_output and name == _EMBEDDING else [name]
         held = [parameters[each] for each in names if each in parameters]
         unused.difference_update(names)
@@ -186,11 +188,26 @@ def part_view(parameter: Tensor, part: Part, architecture: Architecture) -> Tens
         return parameter
     if part in (Part.gate, Part.up):
         return parameter.chunk(2, dim=0)[0 if part is Part.gate else 1]
+    if part in NET_PARTS:
+        assert architecture.delta_net is not None
+        return _net_view(parameter, part, architecture.delta_net)
     heads = architecture.num_heads // architecture.num_kv_heads
-    grouped = parameter.view(-1, heads + 2, architecture.head_dim, *parameter.shape[1:])  # this rank's groups
-    if part is Part.query:
+    queries = heads * (1 + architecture.output_gate)
+    grouped = parameter.view(-1, queries + 2, architecture.head_dim, *parameter.shape[1:])  # this rank's groups
+    if part is not Part.query:
+        return grouped[:, queries if part is Part.key else queries + 1]
+    if not architecture.output_gate:
         return grouped[:, :heads]
-    return grouped[:, heads if part is Part.key else heads + 1]
+    # Megatron has a group's queries and then their gates; Hugging Face has each head's query and then its gate.
+    return grouped[:, :queries].unflatten(1, (2, heads)).transpose(1, 2)
+
+
+def _net_view(parameter: Tensor, part: Part, net: DeltaNet) -> Tensor:
+    """Returns the rows of a part of a gated delta net's input projection or convolution that this rank has."""
+    widths = net_widths(net)
+    ranks = parallel_state.get_tensor_model_parallel_world_size()
+    first = sum(widths[before] for before in NET_PARTS[: NET_PARTS.index(part)]) // ranks
+    return parameter[first : first + widths[part] // ranks]
 
 
 def piece_shape(view: Tensor, rule: WeightRule) -> tuple[int, ...]:

@@ -23,11 +23,13 @@ from torch import Tensor
 
 from relax_core.config.choices import Recompute
 from relax_core.config.schema import ParallelConfig
-from relax_core.families.architecture import Architecture, VisionTower
+from relax_core.families.architecture import Architecture
+from relax_core.families.towers import Towers
 from relax_core.train.attention.tree_attention import TreeBatch
+from relax_core.train.hf.weight_rules import weight_rules
 from relax_core.train.megatron_on_cpu.device_loader import has_cuda
 from relax_core.train.model.layer_specs import block_spec, has_transformer_engine
-from relax_core.train.model.media_features import add_tower, with_features
+from relax_core.train.model.media_features import add_towers, with_features
 from relax_core.train.model.moe import number_routers
 from relax_core.train.model.transformer_config import megatron_arguments
 
@@ -36,11 +38,13 @@ class TreeGPTModel(GPTModel):
     """Ends a GPTModel's forward pass before the output layer.
 
     Log-probs are computed chunk by chunk from its hidden states and `output_weight`, so all logits never exist at once.
-    The first chunk of a model that sees has its ``vision`` tower, of which ``tower`` is the description.
+    The first chunk of a model that sees has its ``vision`` tower, that of one that hears its ``audio`` tower; all
+    chunks have ``towers``, the description of them.
     """
 
     vision: torch.nn.Module | None
-    tower: VisionTower | None
+    audio: torch.nn.Module | None
+    towers: Towers | None
     rotary_axes: Tensor
     _rotary_table: Tensor | None = None
 
@@ -64,11 +68,8 @@ class TreeGPTModel(GPTModel):
         embedded: Tensor | None = None
         if self.pre_process:
             embedded = self.embedding(input_ids=tree.token_ids[None], position_ids=None)
-            if self.vision is not None and self.tower is not None:
-                sequence_parallel = self.config.sequence_parallel
-                embedded, tree = with_features(
-                    embedded, tree, self.vision, self.tower, sequence_parallel=sequence_parallel
-                )
+            if self.towers is not None:
+                embedded, tree = with_features(self, embedded, tree)
             if self.training and torch.is_grad_enabled() and not embedded.requires_grad:
                 # Layers that are recomputed, and later pipeline stages, pass gradients on only from such an input.
                 embedded.requires_grad_()
@@ -174,13 +175,14 @@ def build_chunks(
         vp_stage = chunk if parallel.vpp > 1 else None
         model = (TreeValueModel if value_head else TreeGPTModel)(
             config,
-            block_spec(config, recompute=parallel.recompute, vp_stage=vp_stage),
+            block_spec(config, architecture, recompute=parallel.recompute, vp_stage=vp_stage),
             padded_vocabulary(architecture.vocab_size, parallel),
             architecture.max_positions,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
             position_embedding_type="rope",
             rotary_base=architecture.rope.theta,
+            rotary_percent=architecture.rope.part,
             share_embeddings_and_output_weights=architecture.tie_word_embeddings or value_head,
             vp_stage=vp_stage,
         )
@@ -190,16 +192,28 @@ def build_chunks(
         if config.num_moe_experts and parallel.etp != parallel.tp:
             _reduce_experts_apart(model)
         device = "cuda" if has_cuda() else "cpu"
-        chunks.append(model.to(device=device, dtype=dtype))
-        model.vision, model.tower = None, architecture.vision
-        axes = architecture.rope.axes(architecture.head_dim // 2)
+        chunks.append(_in_dtype(model, architecture, dtype).to(device=device))
+        model.vision, model.audio, model.towers = None, None, Towers.of(architecture)
+        axes = architecture.rope.axes(architecture.rotary_dim // 2)
         model.rotary_axes = torch.tensor(axes, device=device)
-        if architecture.vision is not None and model.pre_process:
+        if model.towers is not None and model.pre_process:
             recompute = parallel.recompute is Recompute.full
-            add_tower(model, architecture.vision, dtype=dtype, device=device, recompute=recompute)
+            add_towers(model, model.towers, dtype=dtype, device=device, recompute=recompute)
     if architecture.experts is not None:
         number_routers(chunks)
     return chunks
+
+
+def _in_dtype(model: TreeGPTModel, architecture: Architecture, dtype: torch.dtype) -> TreeGPTModel:
+    """Gives the model ``dtype``, without the parameters that the folder has in float32 whatever the dtype is."""
+    kept = {
+        rule.megatron.rsplit(".", 1)[-1] for rule in weight_rules(architecture) if architecture.stays_float32(rule.hf)
+    }
+    model.to(dtype=dtype)
+    for name, parameter in model.named_parameters():
+        if name.rsplit(".", 1)[-1] in kept:
+            parameter.data = parameter.data.float()
+    return model
 
 
 def padded_vocabulary(words: int, parallel: ParallelConfig) -> int:

@@ -4,25 +4,31 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from collections.abc import Collection
+from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
-from megatron.core.tensor_parallel import checkpoint
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, checkpoint
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
 from torch import Tensor
 
 from relax_core.config.choices import Recompute
+from relax_core.contracts.family import DeltaNet
+from relax_core.families.architecture import Architecture
 from relax_core.train.attention.tree_attention import TreeBatch
 from relax_core.train.megatron_on_cpu.device_loader import has_cuda
+from relax_core.train.model.delta_net import TreeDeltaNet
 from relax_core.train.model.moe import BalancedRouter, MoeTransformerLayer
 
 
@@ -77,7 +83,14 @@ class SequenceParallelRMSNorm(torch.nn.RMSNorm):
         self.config = config
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
+    def forward(self, x: Tensor) -> Tensor:
+        """Norms the last dimension; a zero-centred norm multiplies by 1 + its weight, both in float32."""
+        if not self.config.layernorm_zero_centered_gamma:
+            return super().forward(x)
+        return F.rms_norm(x.float(), self.normalized_shape, 1.0 + self.weight.float(), self.eps).to(x.dtype)
 
+
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 _GROUPED = re.compile(r"\.local_experts\.(\d+)\.(linear_fc[12])\.weight$")
 
 
@@ -87,13 +100,13 @@ def has_transformer_engine() -> bool:
 
 
 def block_spec(
-    config: TransformerConfig, *, recompute: Recompute, vp_stage: int | None = None
+    config: TransformerConfig, architecture: Architecture, *, recompute: Recompute, vp_stage: int | None = None
 ) -> TransformerBlockSubmodules:
     """Returns the layers of a model chunk for this process's device.
 
     They are TransformerEngine's if CUDA and TransformerEngine are available, and torch's otherwise. ``vp_stage`` is the
     index of the chunk within its stage, or None if a stage has one chunk. Core attention is `TreeCoreAttention` on both
-    devices, because it applies the tree's visibility.
+    devices, because it applies the tree's visibility; the architecture's delta layers have a `TreeDeltaNet` instead.
     """
     layer: ModuleSpec
     if has_transformer_engine():
@@ -128,19 +141,38 @@ def block_spec(
         layer.module = RecomputedMoeTransformerLayer if experts else RecomputedLayer
     elif experts:
         layer.module = MoeTransformerLayer
-    layers = get_num_layers_to_build(config, vp_stage=vp_stage)
-    return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=norm)
+    layers = [layer] * get_num_layers_to_build(config, vp_stage=vp_stage)
+    if architecture.delta_net is not None:
+        linear = _with_delta_net(layer, architecture.delta_net, norm=norm, recompute=recompute)
+        first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+        kinds = {True: linear, False: layer}
+        layers = [kinds[first + index in architecture.delta_layers] for index in range(len(layers))]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
 
 
-def parameter_name(name: str, *, experts: bool) -> str:
+def _with_delta_net(layer: ModuleSpec, net: DeltaNet, *, norm: Any, recompute: Recompute) -> ModuleSpec:
+    """Returns a layer with a gated delta net in place of its attention, and with a norm of its own before it."""
+    into: Any = ColumnParallelLinear
+    out: Any = RowParallelLinear
+    if has_transformer_engine():
+        from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TERowParallelLinear
+
+        into, out = TEColumnParallelLinear, TERowParallelLinear
+    settings = {"net": net, "in_proj": into, "out_proj": out, "recompute": recompute is Recompute.selective}
+    attention = ModuleSpec(module=TreeDeltaNet, params=settings)
+    return replace(layer, submodules=replace(layer.submodules, input_layernorm=norm, self_attention=attention))
+
+
+def parameter_name(name: str, *, experts: bool, delta_layers: Collection[int] = ()) -> str:
     """Returns the name that the chosen layers give a parameter; ``experts`` is True for a mixture of experts.
 
-    TransformerEngine keeps a norm inside the linear layer after it, except before a router. Its grouped matrix product
-    keeps the experts of a layer in one module.
+    TransformerEngine keeps a norm inside the linear layer after it, except before a router and in ``delta_layers``. Its
+    grouped matrix product keeps the experts of a layer in one module.
     """
     if not has_transformer_engine():
         return name
-    name = name.replace(".input_layernorm.weight", ".self_attention.linear_qkv.layer_norm_weight")
+    if not (delta_layers and (found := _LAYER.search(name)) and int(found[1]) in delta_layers):
+        name = name.replace(".input_layernorm.weight", ".self_attention.linear_qkv.layer_norm_weight")
     if experts:
         return _GROUPED.sub(r".\2.weight\1", name)
     return name.replace(".pre_mlp_layernorm.weight", ".mlp.linear_fc1.layer_norm_weight")

@@ -1,13 +1,12 @@
-"""Passes the items of a micro-batch through the vision tower and puts their features into the first layers.
+"""Passes the items of a micro-batch through the towers and puts their features into the first layers.
 
-Every rank of the first pipeline stage holds the whole tower. The ranks of a tensor-parallel group pass the same items
+Every rank of the first pipeline stage holds the whole towers. The ranks of a tensor-parallel group pass the same items
 and get the same gradients. A context-parallel rank passes the items of which it has rows, so its gradients are partial;
 they are summed like those of all other weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -20,10 +19,11 @@ from torch import Tensor
 
 from relax_core.config.schema import ParallelConfig
 from relax_core.contracts.media import MediaReader
-from relax_core.families.architecture import Architecture, VisionTower
-from relax_core.families.vision.tower import TowerOutput, build_tower, pass_items
+from relax_core.families.architecture import Architecture
+from relax_core.families.tower_passes import TowerInputs, inputs_of, pass_towers, smallest_image, smallest_sound
+from relax_core.families.towers import Towers
+from relax_core.families.vision.tower import build_tower
 from relax_core.train.model.routing_replay import rows_inside_layers
-from relax_core.train.packing.packed_media import smallest_frames
 from relax_core.train.packing.tree_packing import TreeLayout
 from relax_core.train.parallel.context_parallel import RowSharding
 
@@ -35,13 +35,12 @@ if TYPE_CHECKING:
 class MediaInputs:
     """Holds the items of which a rank of the first stage has rows, and those of its rows that get their features.
 
-    ``frames`` are uint8 ``[frames, height, width, 3]`` and ``grids`` (time, height, width) in patches, one for each
-    item. Row ``rows[i]`` inside the layers gets feature ``features[i]``, both int64. ``deepstack`` is ``[layers, rows,
-    hidden]`` after the tower's pass: its entry k is added to these rows after layer k.
+    Row ``rows[i]`` inside the layers gets feature ``features[i]`` of what the towers give for ``inputs``, both int64.
+    ``deepstack`` is ``[layers, rows, hidden]`` after the towers' pass: its entry k is added to these rows after layer
+    k.
     """
 
-    frames: Sequence[np.ndarray]
-    grids: Sequence[Sequence[int]]
+    inputs: TowerInputs
     rows: Tensor
     features: Tensor
     deepstack: Tensor | None = None
@@ -54,7 +53,7 @@ class MediaPlan:
     ``part`` and ``parts`` are those of sequence parallelism.
     """
 
-    tower: VisionTower
+    towers: Towers
     reader: MediaReader | None
     sharding: RowSharding
     parts: int
@@ -69,17 +68,18 @@ class MediaPlan:
         kept = np.isin(layout.media.rows, mine, assume_unique=True)
         if not kept.any():
             return None
-        media = layout.media.taken(np.flatnonzero(kept), self.tower)
+        media = layout.media.taken(np.flatnonzero(kept), self.towers)
         inside = rows_inside_layers(self.sharding, padded_rows, parts=self.parts, part=self.part)
         places = np.minimum(np.searchsorted(inside, media.rows), len(inside) - 1)
         own = inside[places] == media.rows
         assert self.reader is not None, "a role whose model sees is given a reader of media"
         self.reader.bring(media.items)
+        order = self.towers.order(media.items)
+        features = media.features[own] if order is None else order[media.features[own]]
         return MediaInputs(
-            frames=[self.reader.tensors(item)["frames"] for item in media.items],
-            grids=[item.grid for item in media.items],
+            inputs=inputs_of(media.items, [self.reader.tensors(item) for item in media.items]),
             rows=torch.from_numpy(places[own]).to(self.device),
-            features=torch.from_numpy(media.features[own]).to(self.device),
+            features=torch.from_numpy(features).to(self.device),
         )
 
 
@@ -92,10 +92,11 @@ def media_plan(
     device: torch.device,
 ) -> MediaPlan | None:
     """Returns this rank's plan, or None if it is not on the first pipeline stage or the model reads text only."""
-    if architecture.vision is None or not parallel_state.is_pipeline_first_stage():
+    towers = Towers.of(architecture)
+    if towers is None or not parallel_state.is_pipeline_first_stage():
         return None
     return MediaPlan(
-        tower=architecture.vision,
+        towers=towers,
         reader=reader,
         sharding=sharding,
         parts=parallel.tp if parallel.sequence_parallel else 1,
@@ -104,34 +105,39 @@ def media_plan(
     )
 
 
-def add_tower(model: Any, tower: VisionTower, *, dtype: torch.dtype, device: str, recompute: bool) -> None:
-    """Gives the first chunk of a model its vision tower, whose outputs its first layers add.
+def add_towers(model: Any, towers: Towers, *, dtype: torch.dtype, device: str, recompute: bool) -> None:
+    """Gives the first chunk of a model its towers; its first layers add the further outputs of the vision tower.
 
-    If ``recompute`` is True the activations of the tower's layers are computed again in the backward pass.
+    If ``recompute`` is True the activations of the towers' layers are computed again in the backward pass.
     """
-    model.vision = build_tower(tower, dtype=dtype, device=device)
-    if recompute:
-        model.vision.gradient_checkpointing_enable({"use_reentrant": False})
-    for number, layer in enumerate(model.decoder.layers[: tower.deepstack_layers]):
-        layer.register_forward_hook(partial(_add_deepstack, number), with_kwargs=True)
+    for name, tower in (("vision", towers.vision), ("audio", towers.audio)):
+        if tower is not None:
+            module: Any = build_tower(tower, dtype=dtype, device=device)
+            if recompute:
+                module.gradient_checkpointing_enable({"use_reentrant": False})
+            setattr(model, name, module)
+    for number in range(0 if towers.vision is None else towers.vision.deepstack_layers):
+        model.decoder.layers[number].register_forward_hook(partial(_add_deepstack, number), with_kwargs=True)
 
 
-def with_features(
-    hidden: Tensor, tree: TreeBatch, vision: torch.nn.Module, tower: VisionTower, *, sequence_parallel: bool
-) -> tuple[Tensor, TreeBatch]:
+def with_features(model: Any, hidden: Tensor, tree: TreeBatch) -> tuple[Tensor, TreeBatch]:
     """Returns the embedded rows ``[rows, 1, hidden]`` with the features, and the batch with the deepstack rows.
 
-    If no row of a trained tower's media is here, the smallest item passes it at weight zero, so that every weight has
-    a gradient on every rank in every micro-batch, which overlapped reduction needs.
+    ``model`` is the first chunk. If no item of a trained tower is here, the smallest item passes it at weight zero, so
+    that every weight has a gradient on every rank in every micro-batch, which overlapped reduction needs.
     """
-    media = tree.media
+    towers, modules, media = model.towers, {"vision": model.vision, "audio": model.audio}, tree.media
+    given = TowerInputs() if media is None else media.inputs
+    for module, mine, smallest in (
+        (model.vision, given.frames, smallest_image),
+        (model.audio, given.sounds, smallest_sound),
+    ):
+        if module is not None and not mine and _trains(module):
+            hidden = hidden + 0.0 * pass_towers(smallest(towers), towers, **modules).sum()
     if media is None:
-        if torch.is_grad_enabled() and any(one.requires_grad for one in vision.parameters()):
-            frames, grid = smallest_frames(tower)
-            hidden = hidden + 0.0 * _stacked(pass_items(vision, tower, [frames], [grid])).sum()
         return hidden, tree
-    outputs = _stacked(pass_items(vision, tower, media.frames, media.grids))
-    if sequence_parallel:
+    outputs = pass_towers(media.inputs, towers, **modules)
+    if model.config.sequence_parallel:
         # Each rank of the group uses the features of its own rows, so the backward pass sums their gradients.
         outputs = copy_to_tensor_model_parallel_region(outputs)
     outputs = outputs[:, media.features]
@@ -139,9 +145,8 @@ def with_features(
     return hidden, replace(tree, media=replace(media, deepstack=outputs[1:]))
 
 
-def _stacked(output: TowerOutput) -> Tensor:
-    """Returns all outputs of a tower, ``[1 + deepstack layers, rows, hidden]``."""
-    return torch.stack([output.features, *output.deepstack])
+def _trains(module: torch.nn.Module) -> bool:
+    return torch.is_grad_enabled() and any(one.requires_grad for one in module.parameters())
 
 
 def _add_deepstack(number: int, layer: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> Any:

@@ -29,6 +29,10 @@ def megatron_arguments(architecture: Architecture) -> dict[str, Any]:
         "activation": architecture.activation,
         "add_bias_linear": False,
     }
+    if architecture.zero_centered:
+        arguments["layernorm_zero_centered_gamma"] = True
+    if architecture.output_gate:
+        arguments["attention_output_gate"] = True
     if architecture.qkv_bias:
         arguments["add_qkv_bias"] = True
     if architecture.experts is not None:
@@ -41,4 +45,9 @@ def megatron_arguments(architecture: Architecture) -> dict[str, Any]:
             "moe_router_pre_softmax": not architecture.experts.normalized,
             "moe_token_dispatcher_type": "alltoall",
         }
+        if architecture.experts.shared_width:
+            arguments |= {
+                "moe_shared_expert_intermediate_size": architecture.experts.shared_width,
+                "moe_shared_expert_gate": True,
+            }
     return arguments

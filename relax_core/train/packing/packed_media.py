@@ -14,8 +14,8 @@ import numpy as np
 
 from relax_core.contracts.media import Media, MediaItem
 from relax_core.contracts.tree import TokenTree
-from relax_core.families.architecture import Architecture, VisionTower
-from relax_core.families.vision.item_rows import feature_rows
+from relax_core.families.architecture import Architecture
+from relax_core.families.towers import Towers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,9 +30,9 @@ class MediaRows:
     rows: np.ndarray
     features: np.ndarray
 
-    def taken(self, kept: np.ndarray, tower: VisionTower) -> MediaRows:
+    def taken(self, kept: np.ndarray, towers: Towers) -> MediaRows:
         """Returns the entries at the indexes ``kept`` and the items that these need, with their features renumbered."""
-        ends = np.cumsum([_feature_count(item, tower) for item in self.items])
+        ends = np.cumsum([towers.features(item) for item in self.items])
         features = self.features[kept]
         owners = np.searchsorted(ends, features, side="right")
         needed, new = np.unique(owners, return_inverse=True)
@@ -54,7 +54,7 @@ def media_of_stream(trees: Sequence[TokenTree]) -> list[Media]:
     return found
 
 
-def media_rows(media: Sequence[Media], tower: VisionTower, *, computed: np.ndarray) -> MediaRows:
+def media_rows(media: Sequence[Media], towers: Towers, *, computed: np.ndarray) -> MediaRows:
     """Returns the stream's rows of ``media``, which is in order of rows.
 
     ``computed`` is bool ``[rows]`` and True at the rows that are in the stream.
@@ -66,10 +66,10 @@ def media_rows(media: Sequence[Media], tower: VisionTower, *, computed: np.ndarr
     for one in media:
         if one.item.digest not in items:
             items[one.item.digest], first_feature[one.item.digest] = one.item, count
-            count += _feature_count(one.item, tower)
+            count += towers.features(one.item)
     rows, features = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int64)]
     for one in media:
-        own = one.start + np.flatnonzero(feature_rows(tower, one.item.ids))
+        own = one.start + np.flatnonzero(towers.feature_rows(one.item.ids))
         inside = computed[own]
         rows.append(stream_row[own[inside]])
         features.append(first_feature[one.item.digest] + np.flatnonzero(inside))
@@ -103,22 +103,15 @@ NO_TOWER = TowerWork()
 
 def _products_of_row(architecture: Architecture) -> int:
     """Returns the multiplications of one row in the layers of the language model, without attention's scores."""
-    one, experts = architecture, architecture.experts
-    attention = 2 * one.hidden_size * one.head_dim * (one.num_heads + one.num_kv_heads)
-    width = one.intermediate_size if experts is None else experts.per_token * experts.width
-    return one.num_layers * (attention + 3 * one.hidden_size * width)
-
-
-def smallest_frames(tower: VisionTower) -> tuple[np.ndarray, list[int]]:
-    """Returns frames, uint8 ``[frames, height, width, 3]``, and the grid of the smallest item that a tower takes."""
-    side = tower.merge_size * tower.patch_size
-    return np.zeros((tower.temporal_patch_size, side, side, 3), dtype=np.uint8), [1, tower.merge_size, tower.merge_size]
+    one, experts, net = architecture, architecture.experts, architecture.delta_net
+    heads = one.num_heads * (1.5 if one.output_gate else 1) + one.num_kv_heads
+    mixing = len(one.attention_layers) * int(2 * one.head_dim * heads)
+    if net is not None:
+        mixing += len(one.delta_layers) * (2 * net.keys + 3 * net.values)
+    width = one.intermediate_size if experts is None else experts.per_token * experts.width + experts.shared_width
+    return one.hidden_size * (mixing + 3 * one.num_layers * width)
 
 
 def tree_patches(trees: Sequence[TokenTree]) -> int:
     """Returns the patches of the distinct items of some trees."""
     return sum({one.item.digest: one.item.patches for tree in trees for one in tree.media}.values())
-
-
-def _feature_count(item: MediaItem, tower: VisionTower) -> int:
-    return item.patches // tower.merge_size**2

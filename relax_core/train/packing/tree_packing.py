@@ -13,7 +13,7 @@ import numpy as np
 from relax_core.contracts.tree import TokenTree
 from relax_core.contracts.trees.chains import concatenate_chains
 from relax_core.contracts.trees.rotary import rotary_positions
-from relax_core.families.architecture import VisionTower
+from relax_core.families.towers import Towers
 from relax_core.train.packing.packed_media import MediaRows, media_of_stream, media_rows
 
 # On a CPU, attention without a mask is used if it computes at least this many fewer pairs of token rows.
@@ -42,13 +42,11 @@ class TreeLayout:
     media: MediaRows | None = None  # the rows that get features of a tower
 
 
-def pack_tree(
-    trees: Sequence[TokenTree], *, trained_only: bool = False, tower: VisionTower | None = None
-) -> TreeLayout:
+def pack_tree(trees: Sequence[TokenTree], *, trained_only: bool = False, towers: Towers | None = None) -> TreeLayout:
     """Lays out one or more trees as one stream.
 
     If ``trained_only`` is True and any row is trained, only trained rows are chosen instead of all sampled ones.
-    ``tower`` is that of the model. Raises ValueError if a tree has media and there is no tower.
+    ``towers`` are those of the model. Raises ValueError if a tree has media and there is no tower.
     """
     sizes = np.array([tree.rows for tree in trees])
     before = (np.cumsum(sizes) - sizes).tolist()
@@ -65,10 +63,10 @@ def pack_tree(
     episodes = np.array([len(tree.episodes) for tree in trees])
     episodes_before = (np.cumsum(episodes) - episodes).tolist()
     media = media_of_stream(trees)
-    if media and tower is None:
+    if media and towers is None:
         group = next(tree.group_uid for tree in trees if tree.media)
         raise ValueError(
-            f"group {group} has {media[0].item.words}, but this model reads text only. Use a model that sees."
+            f"group {group} has {media[0].item.words}, but this model reads text only. Use a model that sees and hears."
         )
     return TreeLayout(
         token_ids=token_ids[inner],
@@ -81,7 +79,7 @@ def pack_tree(
         sample_ids=np.concatenate([t.tokens[0] + first for t, first in zip(trees, episodes_before, strict=True)]),
         num_samples=int(episodes.sum()),
         rotary=rotary_positions(runs, media)[:, inner] if media else None,
-        media=media_rows(media, tower, computed=inner) if media and tower is not None else None,
+        media=media_rows(media, towers, computed=inner) if media and towers is not None else None,
     )
 
 

@@ -15,6 +15,7 @@ from relax_core.preflight import CHECKS
 from relax_core.train.rank_setup import rank_setup
 
 SEES, SEES_EXPERTS = ("model=tiny_qwen3_vl", "modality=auto"), ("model=tiny_qwen3_vl_moe", "modality=auto")
+HEARS = ("model=tiny_qwen3_omni", "data=four_modalities")
 
 
 @pytest.mark.parametrize(
@@ -27,6 +28,9 @@ SEES, SEES_EXPERTS = ("model=tiny_qwen3_vl", "modality=auto"), ("model=tiny_qwen
         ([*SEES_EXPERTS, "model.freeze=[router,language]", "optimizer.tower_lr=1e-5"], ("language", "router")),
         (["model=tiny_qwen3_vl", "modality=text"], ("vision", "projector")),
         (["modality=text"], ()),
+        ([*HEARS, "model.freeze=[audio]"], ("audio",)),
+        ([*HEARS, "model.freeze=[vision]", "optimizer.tower_lr=1e-5"], ("vision",)),
+        (["model=tiny_qwen3_omni", "modality=text"], ("vision", "audio", "projector")),
     ],
 )
 def test_the_frozen_parts_reach_every_rank(keys: list[str], frozen: tuple[str, ...]) -> None:
@@ -55,7 +59,7 @@ def test_the_frozen_parts_reach_every_rank(keys: list[str], frozen: tuple[str, .
         (
             ["model=tiny_qwen3_moe", "model.freeze=[embedding]"],
             "model.freeze=[embedding]: embedding is no part of a model. "
-            "What exists: vision, projector, language, router.",
+            "What exists: vision, audio, projector, language, router.",
         ),
         (
             ["model=tiny_qwen3_vl", "modality=text", "model.freeze=[language]"],
@@ -73,6 +77,14 @@ def test_the_frozen_parts_reach_every_rank(keys: list[str], frozen: tuple[str, .
         (
             ["model=tiny_qwen3_vl", "modality=text", "optimizer.tower_lr=1e-5"],
             "optimizer.tower_lr=1e-05: modality=text does not train the vision tower. Use optimizer.tower_lr=null.",
+        ),
+        (
+            [*HEARS, "model.freeze=[audio,vision]", "optimizer.tower_lr=1e-5"],
+            "optimizer.tower_lr=1e-05: model.freeze=[audio,vision] freezes the towers. Use optimizer.tower_lr=null.",
+        ),
+        (
+            ["model=tiny_qwen3_vl", "data=see", "model.freeze=[audio]"],
+            "model.freeze=[audio]: model=tiny_qwen3_vl has no audio; it has vision, projector, language.",
         ),
         (
             [*SEES, "optimizer.tower_lr=0"],

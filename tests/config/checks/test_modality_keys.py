@@ -36,6 +36,10 @@ def _with(config: RelaxConfig, section: str, **values: Any) -> RelaxConfig:
         ("source_pixels", 0),
         ("video_fps", 0.0),
         ("frame_tokens", 0),
+        ("audio_seconds", [0.05, 30.0]),
+        ("audio_seconds", [3.0, 1.0]),
+        ("audio_seconds", [1.0]),
+        ("audio_seconds", [0.1, 601.0]),
         ("item_mb", 0),
         ("prompt_items", 0),
         ("workers", 0),
@@ -54,7 +58,7 @@ def test_a_value_without_meaning_is_refused(sees: RelaxConfig, key: str, value: 
 def test_every_key_is_in_the_list_above() -> None:
     marks = test_a_value_without_meaning_is_refused.pytestmark  # type: ignore[attr-defined]
     tested = {key for key, _ in marks[0].args[1]}
-    assert tested | {"name"} == {one.name for one in dataclasses.fields(ModalityConfig)}
+    assert tested | {"name", "audio_in_video"} == {one.name for one in dataclasses.fields(ModalityConfig)}
 
 
 @pytest.mark.parametrize(
@@ -76,6 +80,19 @@ def test_columns_of_a_model_that_reads_text_are_refused() -> None:
     text = _with(typed_config(compose([])), "data", media_keys=MediaKeys(video="clips"))
     (told,) = modality_problems(text)
     assert told.startswith("data.media_keys.video=clips: model=tiny_qwen3 reads text only. Choose a model that sees")
+
+
+def test_sounds_are_refused_for_a_model_that_only_sees(sees: RelaxConfig) -> None:
+    (told,) = modality_problems(_with(sees, "data", media_keys=MediaKeys(audio="clips")))
+    assert told == (
+        "data.media_keys.audio=clips: model=tiny_qwen3_vl reads images and videos. Choose a model that hears, e.g. "
+        "model=qwen3_omni, with modality=auto; or drop the key."
+    )
+    (told,) = modality_problems(_with(sees, "modality", audio_in_video=True))
+    assert told.startswith("modality.audio_in_video=true: model=tiny_qwen3_vl reads images and videos. Choose a model")
+    (told,) = modality_problems(_with(sees, "data", task="four_modalities"))
+    assert told.startswith("data.task=four_modalities has images, videos and sounds: model=tiny_qwen3_vl reads images")
+    assert told.endswith("Choose model=tiny_qwen3_omni with modality=auto.")
 
 
 def test_a_missing_library_is_named_with_its_command(sees: RelaxConfig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,5 +104,5 @@ def test_a_family_that_sees_and_that_sglang_cannot_serve_is_named(tmp_path: Path
     (folder / "config.json").write_text('{"model_type": "qwen9_vl"}')
     given = ["engine=sglang", "model=qwen3_vl", f"model.path={folder}", f"model.family={file}"]
     (problem,) = vision_problems(typed_config(compose(given)))
-    assert "with engine=sglang: of the models that see it serves qwen3_vl, qwen3_vl_moe only" in problem
+    assert "with engine=sglang: of the models that see it serves qwen3_vl, qwen3_vl_moe, qwen3_omni_moe only" in problem
     assert list(vision_problems(typed_config(compose(["engine=sglang", "model=qwen3_vl"])))) == []

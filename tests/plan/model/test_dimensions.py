@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 
+from relax_core.families.hf_config import inner_config
 from relax_core.families.tiny_configs import tiny_config
 from relax_core.plan.model.dimensions import read_dimensions
 from relax_core.plan.model.model_source import SHAPES, shape_names
@@ -19,8 +20,9 @@ CLASSES = {
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "qwen3_vl": "Qwen3VLForConditionalGeneration",
     "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
+    "qwen3_5": "Qwen3_5ForConditionalGeneration",
     "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
-    "qwen3_omni_moe_thinker": "Qwen3OmniMoeThinkerForConditionalGeneration",
+    "qwen3_omni_moe": "Qwen3OmniMoeThinkerForConditionalGeneration",
 }
 
 
@@ -30,11 +32,20 @@ def counted_by_transformers(values: dict[str, object]) -> dict[str, int]:
 
     model_class = getattr(transformers, CLASSES[str(values["model_type"])])
     with torch.device("meta"):
-        model = model_class(model_class.config_class.from_dict(values))
-    parts = {"vision": 0, "audio": 0, "projector": 0, "routers": 0, "experts": 0, "embeddings": 0, "rest": 0}
+        model = model_class(model_class.config_class.from_dict(dict(inner_config(values))))
+    parts = {
+        "vision": 0,
+        "audio": 0,
+        "audio_projector": 0,
+        "projector": 0,
+        "routers": 0,
+        "experts": 0,
+        "embeddings": 0,
+        "rest": 0,
+    }
     for name, parameter in model.named_parameters():
         if name.startswith("audio_tower"):
-            part = "audio"
+            part = "audio_projector" if ".proj" in name and "layers" not in name else "audio"
         elif "visual" in name:
             part = "projector" if "merger" in name else "vision"
         elif ".experts." in name:
@@ -55,7 +66,8 @@ def test_parameters_are_those_of_transformers(name: str) -> None:
     assert found.towers.get("vision", 0) == parts["vision"] + parts["projector"]
     if found.patches is not None:
         assert found.projector == parts["projector"]
-    assert found.towers.get("audio", 0) == parts["audio"]
+    assert found.towers.get("audio", 0) == parts["audio"] + parts["audio_projector"]
+    assert found.audio_projector == parts["audio_projector"]
     assert found.expert_parameters == parts["experts"]
     assert found.embedding_parameters == parts["embeddings"]
     assert found.router_parameters == parts["routers"]

@@ -11,6 +11,7 @@ import pytest
 
 from relax_core.contracts.media import Media, MediaItem
 from relax_core.contracts.tree import TokenTree
+from relax_core.families.towers import Towers
 from relax_core.families.vision.item_rows import image_rows
 from relax_core.train.packing.micro_batches import MicroBatcher, split_over_ranks
 from relax_core.train.packing.packed_media import TowerWork
@@ -67,7 +68,9 @@ def entries(layout: TreeLayout) -> list[tuple[int, str, int]]:
 def test_every_computed_row_of_an_item_gets_its_feature_and_an_item_is_there_once() -> None:
     small, large = image("small", 1, 2), image("large", 2, 2)
     # Rows: 1 small small 1 large×4 1 | 2 2 small small, whose last row ends its branch | 1 small small 1 | 2.
-    layout = pack_tree([tree("a", 1, 1, items=[small, large], last=[small]), tree("b", 2, items=[small])], tower=TOWER)
+    layout = pack_tree(
+        [tree("a", 1, 1, items=[small, large], last=[small]), tree("b", 2, items=[small])], towers=Towers(vision=TOWER)
+    )
     assert layout.media is not None
     assert [item.digest for item in layout.media.items] == ["small", "large"]
     expected = [(1, "small", 0), (2, "small", 1), *((4 + number, "large", number) for number in range(4))]
@@ -79,16 +82,16 @@ def test_every_computed_row_of_an_item_gets_its_feature_and_an_item_is_there_onc
 
 def test_a_part_has_the_items_that_it_needs() -> None:
     one, two, three = image("one", 1, 2), image("two", 2, 2), image("three", 1, 1)
-    layout = pack_tree([tree("a", 2, items=[one, two, three])], tower=TOWER)
+    layout = pack_tree([tree("a", 2, items=[one, two, three])], towers=Towers(vision=TOWER))
     assert layout.media is not None
-    part = layout.media.taken(np.flatnonzero(layout.media.rows >= 5), TOWER)
+    part = layout.media.taken(np.flatnonzero(layout.media.rows >= 5), Towers(vision=TOWER))
     assert [item.digest for item in part.items] == ["two", "three"]
     whole = entries(layout)
     assert entries(replace(layout, media=part)) == [entry for entry in whole if entry[0] >= 5]
 
 
 def test_rotary_positions_are_those_of_the_items_along_each_path() -> None:
-    layout = pack_tree([tree("a", 2, 3, items=[image("one", 2, 3)])], tower=TOWER)
+    layout = pack_tree([tree("a", 2, 3, items=[image("one", 2, 3)])], towers=Towers(vision=TOWER))
     assert layout.rotary is not None
     time = [0, *[1] * 6, 4, 5, 5, 6]
     height = [0, 1, 1, 1, 2, 2, 2, 4, 5, 5, 6]
@@ -98,7 +101,7 @@ def test_rotary_positions_are_those_of_the_items_along_each_path() -> None:
 
 
 def test_text_alone_has_no_rotary_positions_of_its_own() -> None:
-    layout = pack_tree([tree("a", 2, 3, items=[])], tower=TOWER)
+    layout = pack_tree([tree("a", 2, 3, items=[])], towers=Towers(vision=TOWER))
     assert layout.rotary is None and layout.media is None
 
 

@@ -1,18 +1,17 @@
-"""Checks the images and videos of a request, which come as digests and never as paths or bytes."""
+"""Checks the images, videos and sounds of a request, which come as digests and never as paths or bytes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from relax_core.contracts.media import Media, MediaItem
+from relax_core.contracts.media import Media, MediaItem, MediaTensor
 from relax_core.contracts.media_file import FolderReader
 from relax_core.engines.embedded.http.asgi import HttpError, clipped
 from relax_core.engines.embedded.http.request_bounds import same_length
 from relax_core.engines.embedded.model.model_config import ModelConfig
-from relax_core.families.architecture import VisionTower
-from relax_core.families.vision.item_rows import feature_rows
+from relax_core.families.towers import Towers
 
 # The items of one prompt: each with its digest and the index of its first row in the prompt's token ids.
 PlacedDigests = list[tuple[str, int]]
@@ -23,7 +22,7 @@ class RequestMedia:
 
     def __init__(self, reader: FolderReader | None, model: ModelConfig) -> None:
         self._reader = reader
-        self._tower = model.vision
+        self._towers = Towers.of(model)
 
     def of_prompts(
         self, given: Sequence[PlacedDigests | None] | None, prompts: Sequence[Sequence[int]]
@@ -31,22 +30,20 @@ class RequestMedia:
         """Returns the items of each prompt, in order of their rows.
 
         Raises HttpError 400 for an item that is not in the folder or does not fit the prompt's tokens, and for tokens
-        of an image or video that no item explains, because the model would be blind there.
+        of an item that nothing explains, because the model would be blind or deaf there.
         """
         entries = [None] * len(prompts) if given is None else list(given)
         same_length("media", len(entries), len(prompts))
-        if self._tower is None:
+        if self._towers is None:
             if any(entries):
                 raise HttpError(400, "media: the model reads text only; leave it out, or serve a model with a tower")
             return [[] for _ in prompts]
         placed = zip(entries, prompts, strict=True)
-        return [self._of_prompt(index, one or [], ids, self._tower) for index, (one, ids) in enumerate(placed)]
+        return [self._of_prompt(index, one or [], ids, self._towers) for index, (one, ids) in enumerate(placed)]
 
-    def _of_prompt(
-        self, index: int, entries: PlacedDigests, token_ids: Sequence[int], tower: VisionTower
-    ) -> list[Media]:
+    def _of_prompt(self, index: int, entries: PlacedDigests, token_ids: Sequence[int], towers: Towers) -> list[Media]:
         ids = np.array(token_ids, dtype=np.int64)
-        blind = feature_rows(tower, ids)
+        blind = towers.feature_rows(ids)
         media: list[Media] = []
         done = 0
         for digest, start in entries:
@@ -59,7 +56,7 @@ class RequestMedia:
                 )
             if not np.array_equal(ids[start:end], item.ids):
                 raise HttpError(400, f"{where}: input_ids {start} to {end - 1} are not the item's {item.rows} ids")
-            _check_item(item, tower, where)
+            _check_item(item, towers, where)
             blind[start:end] = False
             media.append(Media(item, start, end))
             done = end
@@ -67,8 +64,8 @@ class RequestMedia:
             first = int(np.flatnonzero(blind)[0])
             raise HttpError(
                 400,
-                f"input_ids[{index}]: token {int(ids[first])} at {first} stands for an image or video, and no item of "
-                "media is there; send the prompt's media",
+                f"input_ids[{index}]: token {int(ids[first])} at {first} stands for an image, video or sound, and no "
+                "item of media is there; send the prompt's media",
             )
         return media
 
@@ -81,18 +78,33 @@ class RequestMedia:
             raise HttpError(400, f"{where}: {clipped(str(error), length=500)}") from error
 
 
-def _check_item(item: MediaItem, tower: VisionTower, where: str) -> None:
-    """Raises HttpError 400 for an item that was encoded for another model, because the tower could not take it."""
-    rows = int(feature_rows(tower, item.ids).sum())
-    features = item.patches // tower.merge_size**2
-    time, height, width = item.grid
-    cells = [height * tower.patch_size, width * tower.patch_size, 3]
-    frames = next((one for one in item.tensors if one.name == "frames" and one.dtype == "uint8"), None)
-    whole = not (height % tower.merge_size or width % tower.merge_size) and 0 < item.advance <= item.rows
-    shape = [0] if frames is None else frames.shape
-    if rows != features or not whole or shape[1:] != cells or -(-shape[0] // tower.temporal_patch_size) != time:
+def _check_item(item: MediaItem, towers: Towers, where: str) -> None:
+    """Raises HttpError 400 for an item that was encoded for another model, because the towers could not take it."""
+    ids = item.ids
+    rows, heard = int(towers.feature_rows(ids).sum()), int(towers.heard(ids).sum())
+    tensors = {one.name: one for one in item.tensors}
+    frames, sound = _shape(tensors, "frames", "uint8"), _shape(tensors, "features", "float32")
+    # A video without time stamps moves the positions by its seconds, others by their rows at most.
+    timed = item.kind == "video" and towers.vision is not None and towers.vision.positions_per_second is not None
+    fits = rows == towers.features(item) and item.advance > 0 and (timed or item.advance <= item.rows)
+    if item.kind != "audio":
+        tower, (time, height, width) = towers.vision, item.grid
+        fits = fits and tower is not None and not (height % tower.merge_size or width % tower.merge_size)
+        if fits and tower is not None:
+            cells = [height * tower.patch_size, width * tower.patch_size, 3]
+            fits = frames[1:] == cells and -(-frames[0] // tower.temporal_patch_size) == time
+    if item.kind == "audio" or item.audio_frames:
+        fits = fits and towers.audio is not None and sound == [towers.audio.mel_bins, item.audio_frames]
+        fits = fits and towers.audio is not None and heard == towers.audio.rows_of_frames(item.audio_frames)
+    if not fits:
         raise HttpError(
             400,
-            f"{where}: {rows} rows and frames {shape} for a grid of {item.grid}, of which this model's tower makes "
-            f"{features} features; the item was encoded for another model",
+            f"{where}: {rows} rows, frames {frames} and sound {sound} for a grid of {item.grid}, of which this model's "
+            f"towers make {towers.features(item)} features; the item was encoded for another model",
         )
+
+
+def _shape(tensors: Mapping[str, MediaTensor], name: str, dtype: str) -> list[int]:
+    """Returns the shape of an item's tensor, [0] if it has none of this dtype."""
+    one = tensors.get(name)
+    return one.shape if one is not None and one.dtype == dtype else [0]

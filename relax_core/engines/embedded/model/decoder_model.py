@@ -4,20 +4,35 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from functools import partial
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from relax_core.engines.embedded.model.fused_weights import FusedWeights, LayerWeights
+from relax_core.engines.embedded.model.fused_weights import AttentionWeights, DeltaNetWeights, FusedWeights
 from relax_core.engines.embedded.model.model_config import ModelConfig
 from relax_core.engines.embedded.model.moe_layer import ExpertWeights, choose_experts, mix_experts
 from relax_core.engines.embedded.model.products import add_product, product
+from relax_core.families.delta_rule import gated_norm, log_decay
 
 # (layer, q [tokens, heads, dim], keys, then values [tokens, 2 * kv_heads, dim]) -> [tokens, heads * dim]. Queries and
 # keys are scaled so that their product is divided by sqrt(dim) already.
 Attend = Callable[[int, Tensor, Tensor], Tensor]
+
+
+class Recur(Protocol):
+    """Computes the rows of a gated delta net; only it knows which token follows which, and from which state."""
+
+    def __call__(self, layer: int, mixed: Tensor, convolution: Tensor, decay: Tensor, strength: Tensor, /) -> Tensor:
+        """Returns the heads' outputs, float32 ``[tokens, value_heads, value_dim]``.
+
+        ``layer`` counts the layers with a gated delta net; ``mixed`` ``[tokens, channels]`` are queries, keys and
+        values before ``convolution`` ``[channels, kernel]``; ``decay`` (its logarithm) and ``strength`` are ``[tokens,
+        value_heads]``.
+        """
+        ...
 
 
 class MediaRows(NamedTuple):
@@ -41,18 +56,24 @@ class LanguageModel:
     def __init__(self, config: ModelConfig, weights: FusedWeights, *, context_length: int) -> None:
         self.config = config
         self.weights = weights
-        half = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+        half = torch.arange(0, config.rotary_dim, 2, dtype=torch.float32) / config.rotary_dim
         frequencies = config.rope.scaled(1.0 / config.rope.theta**half)
+        still = config.head_dim // 2 - len(half)  # pairs of numbers that no position rotates
+        frequencies = F.pad(frequencies, (0, still))
         angles = torch.outer(torch.arange(context_length, dtype=torch.float32), frequencies)
         # The query's norm divides the scores by sqrt(dim); without norms, both are scaled by dim ** -0.25.
         length = 1.0 if config.qk_norm else config.head_dim**-0.25
         self._rotation = torch.polar(torch.full_like(angles, length), angles)[:, None]  # [positions, 1, dim / 2]
         self._frequencies, self._length = frequencies, length
-        self._axes = torch.tensor(config.rope.axes(config.head_dim // 2))
+        self._axes = torch.tensor([*config.rope.axes(len(half)), *[0] * still])
         self._floor = torch.tensor(math.sqrt(config.rms_norm_eps * config.hidden_size))
         self._head_floor = torch.tensor(math.sqrt(config.rms_norm_eps * config.head_dim))
         self._activation = getattr(F, config.activation)
         self._dtype = weights.embedding.dtype
+        places = {
+            layer: place for kind in (config.attention_layers, config.delta_layers) for place, layer in enumerate(kind)
+        }
+        self._places = [places[layer] for layer in range(config.num_layers)]  # of each layer among those of its kind
         self._narrow = self._dtype != torch.float32  # in float32 no cast is made, because even a null cast costs time
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -95,6 +116,7 @@ class LanguageModel:
         positions: Tensor,
         attend: Attend,
         *,
+        recur: Recur | None = None,
         routes: list[Tensor] | None = None,
         wanted: Tensor | None = None,
         media: MediaRows | None = None,
@@ -102,13 +124,12 @@ class LanguageModel:
         """Returns the last layer's output before the final norm, ``[tokens, hidden]``.
 
         ``ids`` are int64 ``[tokens]``, and ``positions`` are the rotary ones, int64 or, if they have fractions,
-        float64. ``media`` are the images and videos of the tokens. The experts of each layer, int64 ``[tokens,
-        per_token]``, are appended to ``routes`` if it is given. ``wanted``, if given, holds int64 indices of the tokens
-        whose output is asked for; after its attention the last layer is computed for these tokens only.
+        float64. ``recur`` is given for a model with a gated delta net. ``media`` are the images and videos of the
+        tokens. The experts of each layer, int64 ``[tokens, per_token]``, are appended to ``routes`` if it is given.
+        ``wanted``, if given, holds int64 indices of the tokens whose output is asked for; after its attention the last
+        layer is computed for these tokens only.
         """
         config = self.config
-        shape = (ids.shape[0], -1, config.head_dim)
-        heads, kv_heads, rotated = config.num_heads, config.num_kv_heads, config.num_heads + config.num_kv_heads
         rotation = self._rotations(positions, media)
         x = self.weights.embedding.index_select(0, ids)
         deepstack: Sequence[Tensor] = () if media is None else media.deepstack
@@ -117,34 +138,57 @@ class LanguageModel:
         # In this layer only the wanted tokens go on; there is none if deepstack rows are added after every layer.
         last = config.num_layers - 1 if len(deepstack) < config.num_layers else -1
         for index, layer in enumerate(self.weights.layers):
-            qkv = self._queries_keys_values(x, layer).view(shape)
-            if self._narrow:
-                qkv = qkv.float()
-            self._norm_and_rotate(qkv.narrow(1, 0, rotated), layer.qk_norm, rotation)
-            if self._narrow:
-                qkv = qkv.to(self._dtype)
-            q, kv = qkv.split_with_sizes((heads, 2 * kv_heads), 1)
-            attended = attend(index, q, kv)
+            normed = self._norm(x, layer.input_norm)
+            mixer, place = layer.mixer, self._places[index]
+            if isinstance(mixer, AttentionWeights):
+                mixed = self._attend(normed, mixer, rotation, partial(attend, place))
+            else:
+                assert recur is not None, "a model with a gated delta net is given its states"
+                mixed = self._recur(normed, mixer, partial(recur, place))
             if wanted is not None and index == last:
-                x, attended = x.index_select(0, wanted), attended.index_select(0, wanted)
-            x = add_product(x, attended, layer.output_t)
+                x, mixed = x.index_select(0, wanted), mixed.index_select(0, wanted)
+            x = add_product(x, mixed, mixer.output_t)
             normed = self._norm(x, layer.mlp_norm)
             if isinstance(layer.mlp, ExpertWeights):
                 x = x + self._experts(normed, layer.mlp, routes)
             else:
-                gate_up = product(normed, layer.mlp.gate_up_t)
-                gate, up = gate_up.split_with_sizes((config.intermediate_size, config.intermediate_size), 1)
+                gate, up = product(normed, layer.mlp.gate_up_t).chunk(2, 1)
                 x = add_product(x, self._activation(gate).mul_(up), layer.mlp.down_t)
             if media is not None and index < len(deepstack):
                 x.index_add_(0, media.rows, deepstack[index])
         return x if wanted is None or last >= 0 else x.index_select(0, wanted)
 
-    def _queries_keys_values(self, x: Tensor, layer: LayerWeights) -> Tensor:
-        """Returns ``[tokens, (heads + 2 * kv_heads) * dim]``, given the layer's input ``[tokens, hidden]``."""
-        normed = self._norm(x, layer.input_norm)
-        if layer.qkv_bias is None:
-            return product(normed, layer.qkv_t)
-        return add_product(layer.qkv_bias, normed, layer.qkv_t)
+    def _attend(
+        self, normed: Tensor, mixer: AttentionWeights, rotation: Tensor, attend: Callable[[Tensor, Tensor], Tensor]
+    ) -> Tensor:
+        """Returns the attention of ``[tokens, hidden]`` before its output projection, ``[tokens, heads * dim]``."""
+        config = self.config
+        heads, kv_heads = config.num_heads, config.num_kv_heads
+        gates = heads if config.output_gate else 0
+        if mixer.qkv_bias is None:
+            qkv = product(normed, mixer.qkv_t)
+        else:
+            qkv = add_product(mixer.qkv_bias, normed, mixer.qkv_t)
+        qkv = qkv.view(normed.shape[0], -1, config.head_dim)
+        gate = qkv.narrow(1, 0, gates).flatten(1).sigmoid() if gates else None
+        if self._narrow:
+            qkv = qkv.float()
+        self._norm_and_rotate(qkv.narrow(1, gates, heads + kv_heads), mixer.qk_norm, rotation)
+        if self._narrow:
+            qkv = qkv.to(self._dtype)
+        attended = attend(qkv.narrow(1, gates, heads), qkv.narrow(1, gates + heads, 2 * kv_heads))
+        return attended if gate is None else attended * gate
+
+    def _recur(self, normed: Tensor, mixer: DeltaNetWeights, recur: Callable[..., Tensor]) -> Tensor:
+        """Returns a gated delta net's output for ``[tokens, hidden]`` before its projection, ``[tokens, values]``."""
+        net = self.config.delta_net
+        assert net is not None
+        widths = (net.channels, net.values, net.value_heads, net.value_heads)
+        mixed, gate, strength, decay = product(normed, mixer.into_t).split_with_sizes(widths, 1)
+        decay = log_decay(mixer.a_log, decay, mixer.dt_bias)
+        heads = recur(mixed, mixer.convolution, decay, strength.float().sigmoid())
+        gate = gate.unflatten(1, (net.value_heads, net.value_dim))
+        return gated_norm(heads.to(self._dtype), gate, mixer.norm, eps=self.config.rms_norm_eps).flatten(1)
 
     def _experts(self, tokens: Tensor, mlp: ExpertWeights, routes: list[Tensor] | None) -> Tensor:
         assert self.config.experts is not None

@@ -9,35 +9,45 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from relax_core.contracts.family import Experts
+from relax_core.contracts.family import DeltaNet, ExpertLayout, Experts
 from relax_core.engines.embedded.http.asgi import clipped
 from relax_core.engines.embedded.model.model_config import ModelConfig
-from relax_core.engines.embedded.model.moe_layer import ExpertWeights
-from relax_core.families.architecture import OUTPUT_WEIGHT, VisionTower
+from relax_core.engines.embedded.model.moe_layer import DenseWeights, ExpertWeights
+from relax_core.families.architecture import AudioTower, VisionTower
 
 WEIGHT_DTYPES = {torch.float64, torch.float32, torch.float16, torch.bfloat16}  # dtypes of an update's tensors
 
 
-class DenseWeights(NamedTuple):
-    """Holds one layer's feed-forward weights; in this module a name that ends in ``_t`` is a transposed view."""
+class AttentionWeights(NamedTuple):
+    """Holds the weights of one layer's attention.
 
-    gate_up_t: Tensor  # [hidden, 2 * intermediate]
-    down_t: Tensor  # [intermediate, hidden]
+    Query and key heads, their biases and norms are stored with the two halves of each head's rotated part interleaved,
+    so that rotary embedding is one complex product. Dot products and norms do not depend on the order. A model whose
+    attention has an output gate has the gates' heads before those of the queries.
+    """
+
+    qkv_t: Tensor  # [hidden, (gates + heads + 2 * kv_heads) * head_dim]
+    qkv_bias: Tensor | None  # [(heads + 2 * kv_heads) * head_dim]
+    qk_norm: Tensor | None  # [heads + kv_heads, head_dim], float32
+    output_t: Tensor  # [heads * head_dim, hidden]
+
+
+class DeltaNetWeights(NamedTuple):
+    """Holds the weights of one layer's gated delta net; those of the decay are float32, as is the norm."""
+
+    into_t: Tensor  # [hidden, channels + values + 2 * value_heads]: convolved, gate, writing strength, decay
+    convolution: Tensor  # [channels, kernel]
+    a_log: Tensor  # [value_heads]
+    dt_bias: Tensor  # [value_heads]
+    norm: Tensor  # [value_dim]
+    output_t: Tensor  # [values, hidden]
 
 
 class LayerWeights(NamedTuple):
-    """Holds one layer's weights.
-
-    Query and key heads, their biases and norms are stored with the two halves of each head interleaved, so that rotary
-    embedding is one complex product. Dot products and norms do not depend on the order. All norms are float32 and are
-    multiplied by `Target.scale`.
-    """
+    """Holds one layer's weights. All norms are float32; those of rows are multiplied by `Target.scale`."""
 
     input_norm: Tensor  # [hidden]
-    qkv_t: Tensor  # [hidden, (heads + 2 * kv_heads) * head_dim]
-    qkv_bias: Tensor | None  # [(heads + 2 * kv_heads) * head_dim]
-    qk_norm: Tensor | None  # [heads + kv_heads, head_dim]
-    output_t: Tensor  # [heads * head_dim, hidden]
+    mixer: AttentionWeights | DeltaNetWeights
     mlp_norm: Tensor  # [hidden]
     mlp: DenseWeights | ExpertWeights
 
@@ -45,21 +55,41 @@ class LayerWeights(NamedTuple):
 class Target(NamedTuple):
     """Names the part of the fused weights that one Hugging Face tensor is copied to.
 
-    ``view`` gets the tensor after ``reshape(view_shape)``, times ``scale``; ``shape`` is its shape in the file. A
-    norm's scale is the root of its width, because the model computes x / |x| instead of x / rms(x). The query norm's
-    scale is 1, because attention divides by that root.
+    ``view`` gets the tensor after ``reshape(view_shape)``, plus ``shift``, times ``scale``; ``shape`` is its shape in
+    the file. A norm's scale is the root of its width, because the model computes x / |x| instead of x / rms(x). The
+    query norm's scale is 1, because attention divides by that root. A zero-centred norm's shift is 1. ``order``, if
+    given, are the indices of the tensor's rows in the order of the view.
     """
 
     shape: tuple[int, ...]
     view_shape: tuple[int, ...]
     view: Tensor
     scale: float = 1.0
+    shift: float = 0.0
+    order: Tensor | None = None
+
+
+def _interleaved(dim: int, rotated: int) -> Tensor:
+    """Returns the indices of a head's numbers in the order of the fused weights, int64 ``[dim]``."""
+    pairs = torch.arange(rotated).view(2, -1).t().flatten()
+    return torch.cat([pairs, torch.arange(rotated, dim)])
+
+
+def _row_order(heads: int, dim: int, inside: Tensor, *, gates: bool) -> Tensor:
+    """Returns the indices of a projection's rows in the order of the fused weights, int64 ``[rows]``.
+
+    With ``gates`` the file has the query of each head and then its gate; the fused weights have all gates first.
+    """
+    each = 2 * dim if gates else dim
+    first = torch.arange(heads)[:, None] * each
+    order = (first + inside).flatten()
+    return torch.cat([(first + dim + torch.arange(dim)).flatten(), order]) if gates else order
 
 
 class FusedWeights:
     """Holds all weights of one model, which are zeros until `apply`.
 
-    ``tower`` is the vision tower of a model that sees, Hugging Face's module as it is; it is None for other models.
+    ``vision`` and ``audio`` are the towers of the model, Hugging Face's modules as they are; None if it has none.
     """
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
@@ -68,63 +98,89 @@ class FusedWeights:
         self.embedding = torch.zeros(vocab, hidden, dtype=dtype)
         self._whole(f"{config.prefix}embed_tokens.weight", self.embedding)
         self.layers = [self._layer(index, config, dtype) for index in range(config.num_layers)]
-        self.final_norm = torch.zeros(hidden)
-        self._whole(f"{config.prefix}norm.weight", self.final_norm, scale=math.sqrt(hidden))
+        self.final_norm = self._norm(f"{config.prefix}norm.weight", config)
         head = self.embedding
         if not config.tie_word_embeddings:
             head = torch.zeros(vocab, hidden, dtype=dtype)
-            self._whole(OUTPUT_WEIGHT, head)
+            self._whole(config.output_weight, head)
         self.head_t = head.t()
-        self.tower = None if config.vision is None else self._tower(config.vision, dtype)
+        self.vision = None if config.vision is None else self._tower(config.vision, config.vision.vision.prefix, dtype)
+        self.audio = None if config.audio is None else self._tower(config.audio, config.audio.audio.prefix, dtype)
         self._ignored = config.ignored_weights
+        self.passes = config.passes
 
-    def _whole(self, name: str, tensor: Tensor, *, scale: float = 1.0) -> None:
-        self._targets[name] = Target(tuple(tensor.shape), tuple(tensor.shape), tensor, scale)
+    def _whole(self, name: str, tensor: Tensor, *, scale: float = 1.0, shift: float = 0.0) -> None:
+        self._targets[name] = Target(tuple(tensor.shape), tuple(tensor.shape), tensor, scale, shift)
+
+    def _norm(self, name: str, config: ModelConfig) -> Tensor:
+        """Adds the norm of rows ``name`` and returns its weight, ``[hidden]``."""
+        weight = torch.zeros(config.hidden_size)
+        self._whole(name, weight, scale=math.sqrt(config.hidden_size), shift=float(config.zero_centered))
+        return weight
 
     def _layer(self, index: int, config: ModelConfig, dtype: torch.dtype) -> LayerWeights:
-        hidden, half = config.hidden_size, config.head_dim // 2
-        heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
-        layer = f"{config.prefix}layers.{index}."
-
-        def zeros(*shape: int) -> Tensor:
-            return torch.zeros(*shape, dtype=dtype)
-
-        width = (heads + 2 * kv_heads) * dim
-        projections = {"weight": zeros(width, hidden)} | ({"bias": zeros(width)} if config.qkv_bias else {})
-        qk_norm = torch.zeros(heads + kv_heads, dim) if config.qk_norm else None
-        output = zeros(hidden, heads * dim)
-        input_norm, mlp_norm = torch.zeros(hidden), torch.zeros(hidden)
-        first = 0
-        for part, count, scale in (("q", heads, 1.0), ("k", kv_heads, math.sqrt(dim))):
-            for kind, fused in projections.items():
-                weight = fused[first * dim : (first + count) * dim]
-                view = weight.view(count, half, 2, *weight.shape[1:]).transpose(1, 2)
-                self._targets[f"{layer}self_attn.{part}_proj.{kind}"] = Target(
-                    tuple(weight.shape), tuple(view.shape), view
-                )
-            if qk_norm is not None:
-                norm = qk_norm[first : first + count].view(count, half, 2).transpose(1, 2)
-                self._targets[f"{layer}self_attn.{part}_norm.weight"] = Target((dim,), (1, 2, half), norm, scale)
-            first += count
-        for kind, fused in projections.items():
-            self._whole(f"{layer}self_attn.v_proj.{kind}", fused[first * dim :])
-        self._whole(f"{layer}self_attn.o_proj.weight", output)
-        self._whole(f"{layer}input_layernorm.weight", input_norm, scale=math.sqrt(hidden))
-        self._whole(f"{layer}post_attention_layernorm.weight", mlp_norm, scale=math.sqrt(hidden))
+        hidden, layer = config.hidden_size, f"{config.prefix}layers.{index}."
+        mixer: AttentionWeights | DeltaNetWeights
+        if config.delta_net is not None and index in config.delta_layers:
+            mixer = self._delta_net(f"{layer}linear_attn.", config.delta_net, hidden, dtype)
+        else:
+            mixer = self._attention(f"{layer}self_attn.", config, dtype)
+        input_norm = self._norm(f"{layer}input_layernorm.weight", config)
+        mlp_norm = self._norm(f"{layer}post_attention_layernorm.weight", config)
         mlp: DenseWeights | ExpertWeights
         if config.experts is None:
             mlp = self._dense(f"{layer}mlp.", hidden, config.intermediate_size, dtype)
         else:
-            mlp = self._experts(f"{layer}mlp.", hidden, config.experts, dtype, fused=config.fused_experts)
-        return LayerWeights(
-            input_norm=input_norm,
-            qkv_t=projections["weight"].t(),
-            qkv_bias=projections.get("bias"),
-            qk_norm=qk_norm,
-            output_t=output.t(),
-            mlp_norm=mlp_norm,
-            mlp=mlp,
+            mlp = self._experts(f"{layer}mlp.", hidden, config.experts, dtype, layout=config.expert_layout)
+        return LayerWeights(input_norm=input_norm, mixer=mixer, mlp_norm=mlp_norm, mlp=mlp)
+
+    def _attention(self, name: str, config: ModelConfig, dtype: torch.dtype) -> AttentionWeights:
+        hidden, heads, kv_heads, dim = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
+        gates = heads if config.output_gate else 0
+        width = (gates + heads + 2 * kv_heads) * dim
+        projections = {"weight": torch.zeros(width, hidden, dtype=dtype)}
+        if config.qkv_bias:
+            projections["bias"] = torch.zeros(width, dtype=dtype)
+        qk_norm = torch.zeros(heads + kv_heads, dim) if config.qk_norm else None
+        output = torch.zeros(hidden, heads * dim, dtype=dtype)
+        inside = _interleaved(dim, config.rotary_dim)
+        first = 0
+        for part, count, scale in (("q", heads, 1.0), ("k", kv_heads, math.sqrt(dim))):
+            own_gates = gates if part == "q" else 0
+            order = _row_order(count, dim, inside, gates=own_gates > 0)
+            for kind, fused in projections.items():
+                view = fused[first * dim : (first + own_gates + count) * dim]
+                shape = tuple(view.shape)
+                self._targets[f"{name}{part}_proj.{kind}"] = Target(shape, shape, view, order=order)
+            first += own_gates + count
+            if qk_norm is not None:
+                norm = qk_norm[:heads] if part == "q" else qk_norm[heads:]
+                shift = float(config.zero_centered)
+                self._targets[f"{name}{part}_norm.weight"] = Target((dim,), (1, dim), norm, scale, shift, inside)
+        for kind, fused in projections.items():
+            self._whole(f"{name}v_proj.{kind}", fused[first * dim :])
+        self._whole(f"{name}o_proj.weight", output)
+        return AttentionWeights(projections["weight"].t(), projections.get("bias"), qk_norm, output.t())
+
+    def _delta_net(self, name: str, net: DeltaNet, hidden: int, dtype: torch.dtype) -> DeltaNetWeights:
+        widths = (net.channels, net.values, net.value_heads, net.value_heads)
+        into = torch.zeros(sum(widths), hidden, dtype=dtype)
+        for part, rows in zip(("qkv", "z", "b", "a"), into.split(widths), strict=True):
+            self._whole(f"{name}in_proj_{part}.weight", rows)
+        convolution = torch.zeros(net.channels, net.kernel, dtype=dtype)
+        self._targets[f"{name}conv1d.weight"] = Target(
+            (net.channels, 1, net.kernel), tuple(convolution.shape), convolution
         )
+        a_log, dt_bias, norm = torch.zeros(net.value_heads), torch.zeros(net.value_heads), torch.zeros(net.value_dim)
+        output = torch.zeros(hidden, net.values, dtype=dtype)
+        for part, tensor in (
+            ("A_log", a_log),
+            ("dt_bias", dt_bias),
+            ("norm.weight", norm),
+            ("out_proj.weight", output),
+        ):
+            self._whole(name + part, tensor)
+        return DeltaNetWeights(into.t(), convolution, a_log, dt_bias, norm, output.t())
 
     def _dense(self, prefix: str, hidden: int, width: int, dtype: torch.dtype) -> DenseWeights:
         gate_up, down = torch.zeros(2 * width, hidden, dtype=dtype), torch.zeros(hidden, width, dtype=dtype)
@@ -133,26 +189,37 @@ class FusedWeights:
         self._whole(f"{prefix}down_proj.weight", down)
         return DenseWeights(gate_up.t(), down.t())
 
-    def _experts(self, prefix: str, hidden: int, experts: Experts, dtype: torch.dtype, *, fused: bool) -> ExpertWeights:
-        """Adds a layer's experts; with ``fused`` they are two tensors, transposed as in `Family`."""
+    def _experts(
+        self, prefix: str, hidden: int, experts: Experts, dtype: torch.dtype, *, layout: ExpertLayout
+    ) -> ExpertWeights:
+        """Adds a layer's experts in the layout of the folder, and the shared one if there is one."""
         router = torch.zeros(experts.count, hidden, dtype=dtype)
         self._whole(f"{prefix}gate.weight", router)
-        if fused:
+        shared: DenseWeights | None = None
+        shared_gate = torch.zeros(1, hidden, dtype=dtype)
+        if experts.shared_width:
+            shared = self._dense(f"{prefix}shared_expert.", hidden, experts.shared_width, dtype)
+            self._whole(f"{prefix}shared_expert_gate.weight", shared_gate)
+        if layout is ExpertLayout.apart:
+            each = [
+                self._dense(f"{prefix}experts.{one}.", hidden, experts.width, dtype) for one in range(experts.count)
+            ]
+        else:
             gate_up = torch.zeros(experts.count, 2 * experts.width, hidden, dtype=dtype)
             down = torch.zeros(experts.count, hidden, experts.width, dtype=dtype)
-            self._whole(f"{prefix}experts.gate_up_proj", gate_up.transpose(1, 2))
-            self._whole(f"{prefix}experts.down_proj", down.transpose(1, 2))
-            return ExpertWeights(router.t(), [one.t() for one in gate_up], [one.t() for one in down])
-        each = [self._dense(f"{prefix}experts.{one}.", hidden, experts.width, dtype) for one in range(experts.count)]
-        return ExpertWeights(router.t(), [one.gate_up_t for one in each], [one.down_t for one in each])
+            for part, stored in (("gate_up_proj", gate_up), ("down_proj", down)):
+                transposed = layout is ExpertLayout.transposed
+                self._whole(f"{prefix}experts.{part}", stored.transpose(1, 2) if transposed else stored)
+            each = [DenseWeights(one.t(), two.t()) for one, two in zip(gate_up, down, strict=True)]
+        return ExpertWeights(router.t(), each, shared, shared_gate.t())
 
-    def _tower(self, tower: VisionTower, dtype: torch.dtype) -> torch.nn.Module:
-        """Builds the vision tower, whose parameters are targets under their Hugging Face names."""
+    def _tower(self, tower: VisionTower | AudioTower, prefix: str, dtype: torch.dtype) -> torch.nn.Module:
+        """Builds a tower, whose parameters are targets under their Hugging Face names."""
         from relax_core.families.vision.tower import build_tower  # it imports transformers
 
         module = build_tower(tower, dtype=dtype).eval().requires_grad_(False)
         for name, parameter in module.named_parameters():
-            self._whole(tower.vision.prefix + name, parameter.detach().zero_())
+            self._whole(prefix + name, parameter.detach().zero_())
         return module
 
     @property
@@ -165,7 +232,7 @@ class FusedWeights:
 
         Raises ValueError that names the missing, unknown and misshapen ones.
         """
-        found = {name: tensor for name, tensor in tensors if name not in self._ignored}
+        found = {name: one for name, one in tensors if name not in self._ignored and not self.passes(name)}
         faults = [f"missing: {name}" for name in self._targets if name not in found and name not in held]
         for name, tensor in found.items():
             if (fault := self.fault(name, tensor.shape, tensor.dtype)) is not None:
@@ -193,6 +260,10 @@ class FusedWeights:
         with torch.inference_mode():
             for name, tensor in tensors.items():
                 target = self._targets[name]
+                if target.order is not None:
+                    tensor = tensor.index_select(0, target.order)
                 target.view.copy_(tensor.reshape(target.view_shape))
+                if target.shift:
+                    target.view.add_(target.shift)
                 if target.scale != 1.0:
                     target.view.mul_(target.scale)

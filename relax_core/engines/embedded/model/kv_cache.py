@@ -30,7 +30,7 @@ class KVCache:
 
     def _allocate(self, slots: int, columns: int) -> Tensor:
         config = self._config
-        shape = (config.num_layers, 2, slots, config.num_kv_heads, columns, config.head_dim)
+        shape = (len(config.attention_layers), 2, slots, config.num_kv_heads, columns, config.head_dim)
         return torch.zeros(shape, dtype=self._dtype)
 
     @property

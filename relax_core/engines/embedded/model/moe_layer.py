@@ -12,12 +12,20 @@ from relax_core.contracts.family import Experts
 from relax_core.engines.embedded.model.products import product
 
 
+class DenseWeights(NamedTuple):
+    """Holds the weights of a gated feed-forward network; a name that ends in ``_t`` is that of a transposed view."""
+
+    gate_up_t: Tensor  # [hidden, 2 * intermediate]
+    down_t: Tensor  # [intermediate, hidden]
+
+
 class ExpertWeights(NamedTuple):
-    """Holds one layer's router and experts, in the model's dtype; every matrix is a transposed view."""
+    """Holds one layer's router and experts, in the model's dtype; ``shared`` is the expert that every token uses."""
 
     router_t: Tensor  # [hidden, experts]
-    gate_up_t: list[Tensor]  # [hidden, 2 * width] for each expert
-    down_t: list[Tensor]  # [width, hidden] for each expert
+    each: list[DenseWeights]
+    shared: DenseWeights | None
+    shared_gate_t: Tensor  # [hidden, 1]
 
 
 def choose_experts(tokens: Tensor, router_t: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
@@ -36,7 +44,7 @@ def choose_experts(tokens: Tensor, router_t: Tensor, experts: Experts) -> tuple[
 def mix_experts(
     tokens: Tensor, weights: Tensor, chosen: Tensor, mlp: ExpertWeights, *, activation: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """Returns the weighted sum of the chosen experts' outputs, ``[tokens, hidden]``.
+    """Returns the weighted sum of the chosen experts' outputs, plus the shared one's, ``[tokens, hidden]``.
 
     Tokens are sorted by expert, so that each chosen expert computes one product. Compared with one product over all
     experts and with products padded to the busiest expert, this was measured as the fastest from a hundred tokens on
@@ -49,12 +57,20 @@ def mix_experts(
     sorted_tokens = tokens.index_select(0, owners)
     outputs = torch.empty_like(sorted_tokens)
     start = 0
-    for expert, count in enumerate(flat.bincount(minlength=len(mlp.gate_up_t)).tolist()):
+    for expert, count in enumerate(flat.bincount(minlength=len(mlp.each)).tolist()):
         if count:
             end = start + count
-            gate_up_t, down_t = mlp.gate_up_t[expert], mlp.down_t[expert]
-            gate, up = product(sorted_tokens[start:end], gate_up_t).chunk(2, -1)
-            outputs[start:end] = product(activation(gate).mul_(up), down_t)
+            outputs[start:end] = feed_forward(sorted_tokens[start:end], mlp.each[expert], activation=activation)
             start = end
     outputs.mul_(weights.view(-1).index_select(0, order)[:, None])
-    return torch.zeros_like(tokens).index_add_(0, owners, outputs)
+    mixed = torch.zeros_like(tokens).index_add_(0, owners, outputs)
+    if mlp.shared is not None:
+        gate = product(tokens, mlp.shared_gate_t).sigmoid_()
+        mixed.addcmul_(gate, feed_forward(tokens, mlp.shared, activation=activation))
+    return mixed
+
+
+def feed_forward(tokens: Tensor, weights: DenseWeights, *, activation: Callable[[Tensor], Tensor]) -> Tensor:
+    """Returns a gated feed-forward network's output, ``[tokens, hidden]``."""
+    gate, up = product(tokens, weights.gate_up_t).chunk(2, -1)
+    return product(activation(gate).mul_(up), weights.down_t)

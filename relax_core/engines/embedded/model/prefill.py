@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from relax_core.engines.embedded.model.decoder_model import Attend, LanguageModel, MediaRows
+from relax_core.engines.embedded.model.recurrent_states import PrefillStates
 
 PREFILL_TOKENS = 512  # tokens of one pass, with padding; the products of so many stay in the processor's cache
 
@@ -31,7 +32,14 @@ def like_lengths(lengths: Sequence[int]) -> Iterator[list[int]]:
 def empty_kv(model: LanguageModel, *, count: int, width: int, dtype: torch.dtype) -> Tensor:
     """Returns zeros for keys and values, [layers, 2, count, kv_heads, width, head_dim]."""
     config = model.config
-    return torch.zeros((config.num_layers, 2, count, config.num_kv_heads, width, config.head_dim), dtype=dtype)
+    return torch.zeros(
+        (len(config.attention_layers), 2, count, config.num_kv_heads, width, config.head_dim), dtype=dtype
+    )
+
+
+def empty_states(model: LanguageModel, *, count: int, dtype: torch.dtype) -> PrefillStates | None:
+    """Returns the states before any token of ``count`` sequences, None for a model without a gated delta net."""
+    return None if model.config.delta_net is None else PrefillStates(model.config, dtype, slots=count)
 
 
 class Wanted(NamedTuple):
@@ -62,14 +70,17 @@ def prefill_passes(
     kv: Tensor,
     *,
     wanted: Wanted,
+    states: PrefillStates | None = None,
     routes: np.ndarray | None = None,
     media: Sequence[SequenceMedia | None] = (),
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Fills ``kv`` piece by piece; yields for each piece which wanted tokens it has, and their outputs.
 
     The yielded pair is (indices into ``wanted``, the last layer's output before its norm ``[indices, hidden]``).
-    Shorter sequences are padded on the right. ``routes`` ``[sequences, width, layers, per_token]``, if given, is filled
-    with the experts of every token. ``media``, if given, has an entry for each sequence.
+    Shorter sequences are padded on the right. ``states`` are those before the first tokens, for a model with a gated
+    delta net; they become those behind each sequence's last token. ``routes`` ``[sequences, width, layers,
+    per_token]``, if given, is filled with the experts of every token. ``media``, if given, has an entry for each
+    sequence.
     """
     seen = [(index, one) for index, one in enumerate(media) if one is not None]
     count, width = len(token_ids), kv.shape[4]
@@ -86,11 +97,13 @@ def prefill_passes(
         found = ((wanted.positions >= start) & (wanted.positions < stop)).nonzero()[:, 0]
         indices = wanted.sequences[found] * (stop - start) + wanted.positions[found] - start
         rows = _media_rows(seen, start, stop) if seen else None
+        recur = None if states is None else states.piece([len(ids) - start for ids in token_ids], stop - start)
         if routes is None:
-            hidden = model.hidden(tokens, positions, attend, wanted=indices, media=rows)
+            hidden = model.hidden(tokens, positions, attend, recur=recur, wanted=indices, media=rows)
         else:
             chosen: list[Tensor] = []
-            hidden = model.hidden(tokens, positions, attend, routes=chosen, media=rows).index_select(0, indices)
+            every = model.hidden(tokens, positions, attend, recur=recur, routes=chosen, media=rows)
+            hidden = every.index_select(0, indices)
             routes[:, start:stop] = torch.stack(chosen, 1).view(count, stop - start, *routes.shape[2:]).numpy()
         yield found, hidden
 

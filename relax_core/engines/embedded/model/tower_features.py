@@ -1,10 +1,11 @@
-"""Passes images and videos through the vision tower, and keeps what it gives for the weights in force."""
+"""Passes images, videos and sounds through the towers, and keeps what they give for the weights in force."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -14,8 +15,10 @@ from relax_core.contracts.media import Media, MediaGone, MediaItem, MediaReader
 from relax_core.contracts.trees.rotary import rotary_of_sequence
 from relax_core.engines.embedded.embedded_spec import SPEC
 from relax_core.engines.embedded.model.prefill import SequenceMedia
-from relax_core.families.architecture import VisionTower
-from relax_core.families.vision.item_rows import feature_rows
+from relax_core.families.towers import Towers
+
+if TYPE_CHECKING:
+    from relax_core.families.tower_passes import TowerInputs
 
 # Features that are kept; an image of 1,024 rows takes 21 MB of a 4B model in bfloat16.
 FEATURE_BYTES = SPEC.feature_mib << 20
@@ -26,7 +29,7 @@ PASS_PATCHES = 1024
 
 @dataclass(frozen=True, slots=True)
 class ItemFeatures:
-    """Holds what the tower gives for one item, as `relax_core.families.vision.tower.TowerOutput` does."""
+    """Holds what the towers give for one item: ``features`` ``[rows, hidden]`` and as many for each deepstack layer."""
 
     features: Tensor
     deepstack: tuple[Tensor, ...]
@@ -38,26 +41,28 @@ class ItemFeatures:
 
 
 class MediaFeatures:
-    """Gives the features of items; an item passes the tower once for each weight version while it is kept.
+    """Gives the features of items; an item passes the towers once for each weight version while it is kept.
 
-    ``module`` is the tower. Features are kept by digest, the least used are dropped beyond ``limit`` bytes, and all of
-    them when `forget` says that other weights are in force. ``passes`` counts the items that have passed the tower.
-    Items that are asked for together pass it together, up to `PASS_PATCHES` patches. The tower lets no item attend to
-    another one, so that an item's features depend on its company by the rounding of the products at most.
+    ``vision`` and ``audio`` are the towers' modules. Features are kept by digest, the least used are dropped beyond
+    ``limit`` bytes, and all of them when `forget` says that other weights are in force. ``passes`` counts the items
+    that have passed. Items that are asked for together pass together, up to `PASS_PATCHES` patches. A tower lets no
+    item attend to another one, so that an item's features depend on its company by the rounding of the products at
+    most; those of a sound do not depend on it at all.
     """
 
     def __init__(
         self,
-        tower: VisionTower,
-        module: torch.nn.Module,
+        towers: Towers,
         reader: MediaReader | None,
         *,
+        vision: torch.nn.Module | None = None,
+        audio: torch.nn.Module | None = None,
         limit: int = FEATURE_BYTES,
     ) -> None:
         self.passes = 0
         self.nbytes = 0
-        self._tower = tower
-        self._module = module
+        self._towers = towers
+        self._vision, self._audio = vision, audio
         self._reader = reader
         self._limit = limit
         self._kept: OrderedDict[str, ItemFeatures] = OrderedDict()
@@ -79,17 +84,17 @@ class MediaFeatures:
     def of_items(self, items: Sequence[MediaItem]) -> Mapping[str, ItemFeatures | MediaGone]:
         """Returns the features of different items under the weights in force, by digest; an error if one is gone."""
         found: dict[str, ItemFeatures | MediaGone] = {}
-        frames: dict[str, np.ndarray] = {}
+        tensors: dict[str, Mapping[str, np.ndarray]] = {}
         for item in items:
             if (kept := self._kept.get(item.digest)) is not None:
                 found[item.digest] = kept
                 continue
             try:
-                frames[item.digest] = self._frames(item)
+                tensors[item.digest] = self._tensors(item)
             except MediaGone as error:
                 found[item.digest] = error
-        for together in _passes([item for item in items if item.digest in frames]):
-            passed = self._features([frames[one.digest] for one in together], [one.grid for one in together])
+        for together in _passes([item for item in items if item.digest in tensors]):
+            passed = self._features(together, [tensors[one.digest] for one in together])
             found.update((item.digest, one) for item, one in zip(together, passed, strict=True))
             self.nbytes += sum(one.nbytes for one in passed)
             self.passes += len(together)
@@ -103,10 +108,13 @@ class MediaFeatures:
         return found
 
     def warm_up(self) -> None:
-        """Passes the smallest image through the tower, because the first pass takes longer."""
-        merge = self._tower.merge_size
-        size = self._tower.patch_size * merge
-        self._features([np.zeros((1, size, size, 3), dtype=np.uint8)], [[1, merge, merge]])
+        """Passes the smallest image and the smallest sound, because the first pass takes longer."""
+        from relax_core.families.tower_passes import smallest_image, smallest_sound
+
+        if self._vision is not None:
+            self._pass(smallest_image(self._towers))
+        if self._audio is not None:
+            self._pass(smallest_sound(self._towers))
 
     def _of_sequence(
         self, length: int, media: Sequence[Media], features: Mapping[str, ItemFeatures | MediaGone]
@@ -117,7 +125,7 @@ class MediaFeatures:
             if isinstance(of_item, MediaGone):
                 return of_item
             found.append(of_item)
-        rows = [np.flatnonzero(feature_rows(self._tower, one.item.ids)) + one.start for one in media]
+        rows = [np.flatnonzero(self._towers.feature_rows(one.item.ids)) + one.start for one in media]
         positions, following = rotary_of_sequence(length, media)
         return SequenceMedia(
             rows=torch.from_numpy(np.concatenate(rows)),
@@ -127,24 +135,28 @@ class MediaFeatures:
             following=following - length,
         )
 
-    def _frames(self, item: MediaItem) -> np.ndarray:
+    def _tensors(self, item: MediaItem) -> Mapping[str, np.ndarray]:
         assert self._reader is not None, "a request names media although the engine has no media folder"
         try:
-            return self._reader.tensors(item)["frames"]
-        except (ValueError, OSError, KeyError) as error:
+            return self._reader.tensors(item)
+        except (ValueError, OSError) as error:
             raise MediaGone(f"media {item.digest} {item.words} cannot be read: {error}") from error
 
-    def _features(self, frames: Sequence[np.ndarray], grids: Sequence[Sequence[int]]) -> list[ItemFeatures]:
-        from relax_core.families.vision.tower import pass_items  # it imports transformers' modules
+    def _features(self, items: Sequence[MediaItem], tensors: Sequence[Mapping[str, np.ndarray]]) -> list[ItemFeatures]:
+        from relax_core.families.tower_passes import inputs_of  # it imports transformers' modules
 
-        output = pass_items(self._module, self._tower, frames, grids)
-        counts = [int(np.prod(grid)) // self._tower.merge_size**2 for grid in grids]
-        layers = [one.split(counts) for one in (output.features, *output.deepstack)]
+        outputs = self._pass(inputs_of(items, tensors))
+        order = self._towers.order(items)
+        if order is not None:
+            outputs = outputs[:, torch.from_numpy(order)]
         # A copy of its own for each item, because a part would keep the whole pass in memory.
-        return [
-            ItemFeatures(first.clone(), tuple(one.clone() for one in deep))
-            for first, *deep in zip(*layers, strict=True)
-        ]
+        parts = outputs.split([self._towers.features(item) for item in items], dim=1)
+        return [ItemFeatures(one[0].clone(), tuple(layer.clone() for layer in one[1:])) for one in parts]
+
+    def _pass(self, inputs: TowerInputs) -> Tensor:
+        from relax_core.families.tower_passes import pass_towers
+
+        return pass_towers(inputs, self._towers, vision=self._vision, audio=self._audio)
 
 
 def _passes(items: Sequence[MediaItem]) -> Iterator[list[MediaItem]]:

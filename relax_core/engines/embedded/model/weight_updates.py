@@ -73,7 +73,9 @@ class WeightUpdates:
         async with self._lock:
             if self._is_in_force(version, digest):
                 return _report(version, digest, stall_ms=0.0)
-            checked = await self._checked(lambda: dict(read_safetensors(Path(model_path))))
+            checked = await self._checked(
+                lambda: dict(read_safetensors(Path(model_path), wanted=lambda name: not self._weights.passes(name)))
+            )
             await self._attest(checked, version, digest)
             return await self._apply(checked, version, digest)
 

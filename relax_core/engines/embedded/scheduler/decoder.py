@@ -18,7 +18,15 @@ from relax_core.contracts.trees.kept_tokens import KeptTokens
 from relax_core.engines.embedded.model.decode_attention import CacheViews, DecodeAttention
 from relax_core.engines.embedded.model.decoder_model import LanguageModel
 from relax_core.engines.embedded.model.kv_cache import KVCache
-from relax_core.engines.embedded.model.prefill import SequenceMedia, Wanted, empty_kv, like_lengths, prefill_passes
+from relax_core.engines.embedded.model.prefill import (
+    SequenceMedia,
+    Wanted,
+    empty_kv,
+    empty_states,
+    like_lengths,
+    prefill_passes,
+)
+from relax_core.engines.embedded.model.recurrent_states import PrefillStates, StateTable
 from relax_core.engines.embedded.model.tower_features import MediaFeatures
 from relax_core.engines.embedded.scheduler.kept_log import KeptTable
 from relax_core.engines.embedded.scheduler.routing_log import RouteTable
@@ -47,6 +55,12 @@ class Decoder:
         self._max_tokens = max_tokens
         self._dtype = dtype
         self.cache = KVCache(config, dtype, max_tokens=max_tokens, max_slots=max_samples, max_columns=context_length)
+        self.states: StateTable | None = None  # for a model with a gated delta net only
+        self.state_columns = 0  # what a sample's state takes of the cache's memory, in columns
+        if config.delta_net is not None:
+            self.states = StateTable(config, dtype)
+            column = 2 * len(config.attention_layers) * config.num_kv_heads * config.head_dim * dtype.itemsize
+            self.state_columns = -(-StateTable(config, dtype, slots=1).nbytes // column)
         self.slots = SlotTable(max_samples, vocab_size=config.vocab_size)
         self.routes: RouteTable | None = None  # for a mixture of experts only
         if config.experts is not None:
@@ -63,11 +77,14 @@ class Decoder:
 
     # -- admission ------------------------------------------------------------------------------------------------
     def fits(self, *, samples: int, columns: int) -> bool:
-        """Is True if ``samples`` more samples can run beside the running ones; the longest may need ``columns``."""
+        """Is True if ``samples`` more samples can run beside the running ones; the longest may need ``columns``.
+
+        The states of a gated delta net count as the columns that would take their memory.
+        """
         slots = self.slots.count + samples
         if self.slots.count:
             columns = max(columns, int(self.slots.columns[: self.slots.count].max()))
-        return slots <= self.max_samples and slots * columns <= self._max_tokens
+        return slots <= self.max_samples and slots * (columns + self.state_columns) <= self._max_tokens
 
     def admit(self, prefixes: Sequence[Prefix]) -> np.ndarray:
         """Prefills ``prefixes`` and gives each sample a slot, in their order, and its next token.
@@ -80,9 +97,11 @@ class Decoder:
         hidden = torch.empty(len(prefixes), self._model.config.hidden_size, dtype=self._dtype)
         starts = np.cumsum([first] + [len(prefix.keys) for prefix in prefixes])
         for batch in like_lengths([len(prefix.token_ids) for prefix in prefixes]):
-            kv, last = self._prefill([prefixes[index] for index in batch], [int(starts[index]) for index in batch])
+            kv, states, last = self._prefill(
+                [prefixes[index] for index in batch], [int(starts[index]) for index in batch]
+            )
             hidden[torch.tensor(batch)] = last
-            self._fill(kv, batch, starts)
+            self._fill(kv, states, batch, starts)
         copies = torch.tensor([len(prefix.keys) for prefix in prefixes])
         logits = self._model.logits(hidden).repeat_interleave(copies, 0)
         for prefix, slot in zip(prefixes, starts[:-1].tolist(), strict=True):
@@ -92,8 +111,8 @@ class Decoder:
         ids, logprobs = self._sample(logits, plan, self.slots.first_draws(first), first=first)
         return self.slots.record_first(first, ids.numpy(), logprobs)
 
-    def _fill(self, kv: Tensor, batch: list[int], starts: np.ndarray) -> None:
-        """Copies each prefix's keys and values to its samples' slots; adjacent slots share one copy."""
+    def _fill(self, kv: Tensor, states: PrefillStates | None, batch: list[int], starts: np.ndarray) -> None:
+        """Copies each prefix's keys, values and states to its samples' slots; adjacent slots share one copy."""
         first = 0
         while first < len(batch):
             end = first + 1
@@ -102,10 +121,12 @@ class Decoder:
             copies = torch.tensor([int(starts[index + 1] - starts[index]) for index in batch[first:end]])
             source = torch.repeat_interleave(torch.arange(first, end), copies)
             self.cache.fill(int(starts[batch[first]]), kv, source)
+            if self.states is not None and states is not None:
+                self.states.fill(int(starts[batch[first]]), states, source)
             first = end
 
-    def _prefill(self, prefixes: list[Prefix], slots: list[int]) -> tuple[Tensor, Tensor]:
-        """Returns keys and values [layers, 2, prefixes, kv_heads, columns, head_dim] and the last tokens' output.
+    def _prefill(self, prefixes: list[Prefix], slots: list[int]) -> tuple[Tensor, PrefillStates | None, Tensor]:
+        """Returns keys and values [layers, 2, prefixes, kv_heads, columns, head_dim], states and last tokens' output.
 
         ``slots`` holds the first slot of each prefix.
         """
@@ -119,11 +140,14 @@ class Decoder:
         last = Wanted(torch.arange(count), torch.tensor([len(ids) - 1 for ids in token_ids]))
         output = torch.empty(count, self._model.config.hidden_size, dtype=self._dtype)
         media = [prefix.media for prefix in prefixes]
-        for found, hidden in prefill_passes(self._model, token_ids, kv, wanted=last, routes=routes, media=media):
+        states = empty_states(self._model, count=count, dtype=self._dtype)
+        for found, hidden in prefill_passes(
+            self._model, token_ids, kv, wanted=last, states=states, routes=routes, media=media
+        ):
             output[found] = hidden
         if routes is not None:
             self._record_prefix_routes(prefixes, slots, routes)
-        return kv, output
+        return kv, states, output
 
     def _record_prefix_routes(self, prefixes: list[Prefix], slots: list[int], routes: np.ndarray) -> None:
         """Records the experts of a prefill.
@@ -157,12 +181,13 @@ class Decoder:
         """Decodes one more token for every running sample; returns the slots that it finishes.
 
         Raises NonFiniteLogits; no sample then has its token, and the samples that stay get the same token in the next
-        step.
+        step. The states of a gated delta net have then gone on, so that its samples must be prefilled again.
         """
         slots = self.slots
         attention = self._next_attention()
         chosen: list[Tensor] | None = [] if self._recording_routes else None
-        hidden = self._model.hidden(slots.newest_ids, attention.rotary, attention, routes=chosen)
+        recur = None if self.states is None else self.states.step(slots.count)
+        hidden = self._model.hidden(slots.newest_ids, attention.rotary, attention, recur=recur, routes=chosen)
         if chosen is not None and self.routes is not None:
             self.routes.record(slots.newest(), torch.stack(chosen, 1).numpy())
         ids, logprobs = self._sample(self._model.logits(hidden), slots.plan(), slots.draw())
@@ -204,6 +229,8 @@ class Decoder:
 
         Admission counts with the most columns that samples may need; memory is taken only as they need it.
         """
+        if self.states is not None:
+            self.states.reserve(self.slots.count)
         if self.cache.reserve(self.slots.count, columns, used_slots=used_slots):
             self._bind_cache()
 
@@ -223,16 +250,25 @@ class Decoder:
             sources, targets = (torch.tensor(side) for side in zip(*moves, strict=True))
             columns = int(self.slots.position[: self.slots.count].max())
             self.cache.move(sources, targets, columns=columns)
+            if self.states is not None:
+                self.states.move(sources, targets)
         return moves
 
     def clear(self, slots: Sequence[int]) -> None:
         """Overwrites the slots' cache, which may hold numbers that are not finite."""
         self.cache.clear(slots)
 
+    @property
+    def nbytes(self) -> int:
+        """Returns the size of keys, values and states, in bytes."""
+        return self.cache.nbytes + (0 if self.states is None else self.states.nbytes)
+
     def free_cache(self) -> None:
         """Frees the cache's memory; no sample may be running."""
         assert self.slots.count == 0
         self.cache.free()
+        if self.states is not None:
+            self.states.free()
         self._bind_cache()
 
 

@@ -108,14 +108,8 @@ class Scheduler(threading.Thread):
         for group in self._waiting:
             ended = [sample for sample in group.samples if chosen(sample)]
             for sample in ended:
-                self._report(
-                    sample,
-                    sample.done,
-                    sample.done_logprobs,
-                    routes=sample.done_routes,
-                    kept=sample.done_kept,
-                    finish="abort",
-                )
+                routes, done_kept = sample.done_routes, sample.done_kept
+                self._report(sample, sample.done, sample.done_logprobs, routes=routes, kept=done_kept, finish="abort")
             count += len(ended)
             group.samples = [sample for sample in group.samples if not chosen(sample)]
             if group.samples:
@@ -143,11 +137,13 @@ class Scheduler(threading.Thread):
     def replace_weights(self, copy: Callable[[], None] | None, version: int) -> float:
         """Runs ``copy`` and puts ``version`` in force; returns the stall in milliseconds.
 
-        Running samples go on with the cache that they have. Features of images and videos are computed anew.
+        Running samples go on with their cache; those with states, which would carry the old weights on, are prefilled
+        again. Features of images and videos are computed anew.
         """
         start = time.perf_counter()
         if copy is not None:
             copy()
+            self._retract(only_states=True)
         self.forget_features()
         self.version = version
         for slot, sample in enumerate(self._running):
@@ -182,7 +178,7 @@ class Scheduler(threading.Thread):
             busy_s=self._busy_s,
             decode_steps=self._steps,
             generated_tokens=self._tokens,
-            kv_cache_bytes=self._decoder.cache.nbytes,
+            kv_cache_bytes=self._decoder.nbytes,
             tower_passes=0 if features is None else features.passes,
             media_feature_bytes=0 if features is None else features.nbytes,
         )
@@ -211,6 +207,7 @@ class Scheduler(threading.Thread):
                 finished = self._decoder.step()
             except NonFiniteLogits as error:
                 self._fail(error)
+                self._retract(only_states=True)
             else:
                 self._tokens += len(self._running)
                 self._finish(self._with_stopped(finished))
@@ -370,8 +367,10 @@ class Scheduler(threading.Thread):
             call.sink(news)
         self._news.clear()
 
-    def _retract(self) -> None:
-        """Puts all running samples back at the head of the queue, with their tokens so far."""
+    def _retract(self, *, only_states: bool = False) -> None:
+        """Puts all running samples, or only those with states, back at the head of the queue with their tokens."""
+        if only_states and self._decoder.states is None:
+            return
         back: list[Waiting] = []
         for slot, sample in enumerate(self._running):
             sample.done, sample.done_logprobs = self._decoder.slots.output(slot)

@@ -13,7 +13,7 @@ from torch import Tensor
 from relax_core.contracts.media import Media
 from relax_core.contracts.trees.kept_tokens import KeptTokens
 from relax_core.engines.embedded.model.decoder_model import LanguageModel
-from relax_core.engines.embedded.model.prefill import SequenceMedia, Wanted, empty_kv, prefill_passes
+from relax_core.engines.embedded.model.prefill import SequenceMedia, Wanted, empty_kv, empty_states, prefill_passes
 from relax_core.engines.embedded.scheduler.token_sampler import NonFiniteLogits
 
 _CHUNK_ELEMENTS = 1 << 22  # logits that exist at one time, which bounds them and their log-softmax to 16 MiB each
@@ -72,7 +72,8 @@ def score(
     asked, targets = _asked(items)
     kept, banned = _kept(items), torch.tensor(items[0].banned, dtype=torch.int64)
     step = max(1, _CHUNK_ELEMENTS // model.config.vocab_size)
-    for these, hidden in prefill_passes(model, sequences, kv, wanted=asked, media=media):
+    states = empty_states(model, count=len(sequences), dtype=dtype)
+    for these, hidden in prefill_passes(model, sequences, kv, wanted=asked, states=states, media=media):
         for at in range(0, len(these), step):
             some = these[at : at + step]
             owners = asked.sequences[some]

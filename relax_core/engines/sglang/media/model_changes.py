@@ -1,4 +1,4 @@
-"""Changes how SGLang's scheduler gets from an item's frames to the vision tower's features and uses them."""
+"""Changes how SGLang's scheduler gets from an item's frames or sound to the towers' features and uses them."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from typing import Any
 
 from relax_core.engines.sglang.media.placed_items import VISION_FOLDER
 from relax_core.engines.sglang.server.import_hooks import after_import
-from relax_core.families.architecture import VisionTower
+from relax_core.families.architecture import Architecture
 
 
 def install() -> None:
     """Installs the changes; call it before sglang is imported."""
     after_import("sglang.srt.models.qwen3_vl", _take_frames)
     after_import("sglang.srt.models.qwen3_vl_moe", _count_deepstack)
+    after_import("sglang.srt.models.qwen3_omni_moe", _pass_whole_chunks)
 
 
 def forget_features() -> None:
@@ -52,6 +53,30 @@ def _count_deepstack(module: ModuleType) -> None:
     module.Qwen3VLMoeForConditionalGeneration.__init__ = counted
 
 
+def _pass_whole_chunks(module: ModuleType) -> None:
+    """Gives each sound its features of the trainer: the tower pads its chunks to the longest one of a batch.
+
+    So each sound passes beside a silent one of one whole chunk, whose rows are thrown away.
+    """
+    import torch
+
+    def of_sounds(model: Any, items: Sequence[Any]) -> Any:
+        tower, settings = model.audio_tower, _model().audio
+        assert settings is not None, "the model hears"
+        like, chunk = next(tower.parameters()), settings.chunk_frames
+        rows = []
+        for item in items:
+            sound = item.feature[0].to(device=like.device, dtype=like.dtype)
+            both = torch.cat([sound, sound.new_zeros(len(sound), chunk)], dim=1)
+            lengths = torch.tensor([sound.shape[1], chunk], device=like.device)
+            own = settings.rows_of_frames(sound.shape[1])
+            found = tower(both, feature_lens=lengths).last_hidden_state
+            rows.append(found.reshape(-1, found.shape[-1])[:own])
+        return torch.cat(rows)
+
+    module.Qwen3OmniMoeThinkerForConditionalGeneration.get_audio_feature = of_sounds
+
+
 def _with_patches(item: Any, device: Any) -> Any:
     """Returns the item with patches in place of its uint8 frames; the item itself keeps its frames for a retraction."""
     import torch
@@ -60,15 +85,15 @@ def _with_patches(item: Any, device: Any) -> Any:
 
     if item.feature.dtype != torch.uint8:
         return item
+    tower = _model().vision
+    assert tower is not None, "the server is started with this variable only for a model with a tower"
     made = copy.copy(item)
-    made.feature = patches_of(item.feature.cpu().numpy(), _tower(), device=device)
+    made.feature = patches_of(item.feature.cpu().numpy(), tower, device=device)
     return made
 
 
 @cache
-def _tower() -> VisionTower:
+def _model() -> Architecture:
     from relax_core.families.folder import folder_architecture
 
-    tower = folder_architecture(Path(os.environ[VISION_FOLDER])).vision
-    assert tower is not None, "the server is started with this variable only for a model with a tower"
-    return tower
+    return folder_architecture(Path(os.environ[VISION_FOLDER]))

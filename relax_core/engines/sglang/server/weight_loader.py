@@ -81,7 +81,8 @@ def _frozen_in(model: Any, digest: str) -> Frozen | None:
 
 def with_tied_head(model: Any, named_tensors: NamedTensors) -> Iterator[tuple[str, Tensor]]:
     """Yields the tensors, and the embedding again as the head for SGLang's Qwen3-MoE, which has a separate head."""
-    head_apart = getattr(model, "lm_head", None) is not getattr(model.model, "embed_tokens", None)
+    inner = getattr(model, "thinker", model)  # Qwen3-Omni's language model
+    head_apart = getattr(inner, "lm_head", None) is not getattr(inner.model, "embed_tokens", None)
     for name, tensor in named_tensors:
         yield name, tensor
         if name.endswith(".embed_tokens.weight") and head_apart and model.config.tie_word_embeddings:

@@ -27,6 +27,7 @@ from relax_core.engines.embedded.scheduler.decoder import Decoder
 from relax_core.engines.embedded.scheduler.slots import Prefix
 from relax_core.engines.embedded.scheduler.token_sampler import SamplingSettings, sample_keys
 from relax_core.engines.embedded.scheduler.token_scoring import ScoreItem
+from relax_core.families.towers import Towers
 from relax_core.tools.tiny_tokenizer import VISION_TOKENS, token_ids
 from relax_core.weights.folder_stream import read_safetensors
 from tests.contracts.engine.harness import make_model
@@ -49,8 +50,10 @@ class Seer:
         self.model = LanguageModel(self.config, self.weights, context_length=CONTEXT)
 
     def features(self, **options: Any) -> MediaFeatures:
-        assert self.config.vision is not None and self.weights.tower is not None
-        return MediaFeatures(self.config.vision, self.weights.tower, FolderReader(self.seen.folder), **options)
+        towers = Towers.of(self.config)
+        assert towers is not None
+        reader = FolderReader(self.seen.folder)
+        return MediaFeatures(towers, reader, vision=self.weights.vision, audio=self.weights.audio, **options)
 
     def decoder(self, *, max_samples: int = 16, max_tokens: int = 16 * CONTEXT) -> Decoder:
         return Decoder(
@@ -212,15 +215,15 @@ def test_items_that_are_asked_for_together_pass_the_tower_together(seer: Seer, m
     """The features have the bits of an item that passes alone, and keep no other item's features in memory."""
     seen = seer.seen
     items = [seen.image(3, 5, seed=7), seen.image(3, 5, seed=8), seen.video(2, 2, 2, seed=9), seen.image(6, 6, seed=10)]
-    assert seer.weights.tower is not None
+    assert seer.weights.vision is not None
     passes: list[int] = []
-    forward = seer.weights.tower.forward
+    forward = seer.weights.vision.forward
 
     def counted(pixels: torch.Tensor, **others: Any) -> Any:
         passes.append(len(pixels))
         return forward(pixels, **others)
 
-    monkeypatch.setattr(seer.weights.tower, "forward", counted)
+    monkeypatch.setattr(seer.weights.vision, "forward", counted)
     alone, together = seer.features(), seer.features()
     found = [of_item(alone, one) for one in items]
     assert passes == [one.patches for one in items]
@@ -296,8 +299,8 @@ def test_bfloat16_is_no_further_off_than_that_of_transformers(seer: Seer) -> Non
     half = copy.copy(seer)
     half.weights = FusedWeights(seer.config, torch.bfloat16)
     half.weights.apply(half.weights.checked(read_safetensors(seer.seen.model_folder)))
-    assert half.weights.tower is not None
-    assert {one.dtype for one in half.weights.tower.buffers()} == {torch.float32}
+    assert half.weights.vision is not None
+    assert {one.dtype for one in half.weights.vision.buffers()} == {torch.float32}
     decoder = Decoder(
         LanguageModel(seer.config, half.weights, context_length=CONTEXT),
         dtype=torch.bfloat16,

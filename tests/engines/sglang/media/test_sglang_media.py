@@ -262,7 +262,7 @@ def test_weights_without_a_part_of_the_tower_are_never_served(served: Served, tm
         ("/etc/passwd", "digest:row"),
         ("{there}:2", "are not the item's"),
         ("{there}:-1", "digest:row"),
-        (None, "stands for an image or video"),
+        (None, "stands for an image, video or sound"),
     ],
 )
 def test_an_item_that_is_not_there_is_status_400(served: Served, entry: str | None, words: str) -> None:

@@ -7,16 +7,13 @@ take turns, and in each part the four answers take turns, so guessing is right i
 
 from __future__ import annotations
 
-import os
 import random
-import shutil
-import tempfile
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from relax_core.contracts.media import MediaKind, MediaSource
-from relax_core.data.file_lock import file_locked
+from relax_core.data.tasks.made_folder import made_folder
 
 COLOUR, DIRECTION, WORD = PARTS = ("colour", "direction", "word")
 COLOURS = {"red": (220, 40, 40), "green": (40, 180, 60), "blue": (40, 70, 220), "yellow": (230, 210, 50)}
@@ -30,8 +27,6 @@ VIDEO_SIDE, FRAMES, FRAMES_A_SECOND, SQUARE, STEP = 48, 8, 2, 12, 5  # of a vide
 QUESTIONS = {COLOUR: "which colour?", DIRECTION: "which way?"}
 MOST_ROWS = 160  # rows of one picture or video of this task, at most, for the builtin models
 _VERSION = 1  # to be raised when the files below change
-_LAST_FILE = ".complete"
-_MAKE_DEADLINE_S = 120.0
 
 
 class SeenExample(NamedTuple):
@@ -50,9 +45,14 @@ def see_example(*, split: str, rng: random.Random, index: int, exchange: bool) -
         return SeenExample(part, f"say {WORDS[turn]}", WORDS[turn], None)
     answers = ANSWERS[part]
     shown = rng.randrange(4) if exchange else turn
-    file = _file(files_folder(), split, part, answers[shown], rng.randrange(VARIANTS[split]))
+    source = seen_source(split, part, answers[shown], rng.randrange(VARIANTS[split]))
+    return SeenExample(part, QUESTIONS[part], answers[turn], source)
+
+
+def seen_source(split: str, part: str, answer: str, variant: int) -> MediaSource:
+    """Returns the picture or the video that shows an answer; all files are made on first use."""
     kind: MediaKind = "image" if part == COLOUR else "video"
-    return SeenExample(part, QUESTIONS[part], answers[turn], MediaSource(kind=kind, path=str(file)))
+    return MediaSource(kind=kind, path=str(_file(files_folder(), split, part, answer, variant)))
 
 
 @cache
@@ -61,14 +61,7 @@ def files_folder() -> Path:
 
     Raises ValueError if Pillow or PyAV is not installed.
     """
-    cache_root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "relax"
-    folder = cache_root / f"see-{_VERSION}"
-    if not (folder / _LAST_FILE).is_file():
-        cache_root.mkdir(parents=True, exist_ok=True)
-        with file_locked(cache_root / f".{folder.name}.lock", deadline_s=_MAKE_DEADLINE_S, makes="the pictures"):
-            if not (folder / _LAST_FILE).is_file():
-                _make(folder)
-    return folder.resolve()
+    return made_folder(f"see-{_VERSION}", _make, what="the pictures")
 
 
 def _file(folder: Path, split: str, part: str, answer: str, variant: int) -> Path:
@@ -76,7 +69,6 @@ def _file(folder: Path, split: str, part: str, answer: str, variant: int) -> Pat
 
 
 def _make(folder: Path) -> None:
-    """Makes all files in a temporary folder and renames it, so that no process sees a half-made folder."""
     try:
         import av  # noqa: F401
         import PIL.Image  # noqa: F401
@@ -85,23 +77,15 @@ def _make(folder: Path) -> None:
             f"data.task=see: {error.name} is not installed, which makes its pictures and videos. Run pip install "
             "'relax-core[omni]'."
         ) from error
-    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-    try:
-        for split, variants in VARIANTS.items():
-            (partial / split).mkdir()
-            for variant in range(variants):
-                for answer, colour in COLOURS.items():
-                    rng = random.Random(f"{split}/{answer}/{variant}")
-                    _write_picture(_file(partial, split, COLOUR, answer, variant), rng, colour)
-                for answer, step in DIRECTIONS.items():
-                    rng = random.Random(f"{split}/{answer}/{variant}")
-                    _write_video(_file(partial, split, DIRECTION, answer, variant), rng, step)
-        (partial / _LAST_FILE).touch()
-        partial.chmod(0o755)
-        shutil.rmtree(folder, ignore_errors=True)
-        partial.rename(folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    for split, variants in VARIANTS.items():
+        (folder / split).mkdir()
+        for variant in range(variants):
+            for answer, colour in COLOURS.items():
+                rng = random.Random(f"{split}/{answer}/{variant}")
+                _write_picture(_file(folder, split, COLOUR, answer, variant), rng, colour)
+            for answer, step in DIRECTIONS.items():
+                rng = random.Random(f"{split}/{answer}/{variant}")
+                _write_video(_file(folder, split, DIRECTION, answer, variant), rng, step)
 
 
 def _ground(rng: random.Random, height: int, width: int) -> Any:

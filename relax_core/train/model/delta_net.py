@@ -1,0 +1,194 @@
+"""The gated delta net of a Megatron layer over a tree-packed stream, in place of its self-attention.
+
+Tensor parallelism splits it by heads: a rank has some key heads and the value heads that these serve. Under context
+parallelism every rank computes the whole stream from the projections that all ranks gather, and keeps its own rows.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import (
+    checkpoint,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from relax_core.contracts.family import DeltaNet
+from relax_core.families.delta_rule import gated_delta_rule, gated_norm, log_decay
+from relax_core.train.attention.segment_levels import Level, SegmentLevels
+from relax_core.train.attention.tree_attention import TreeBatch
+from relax_core.train.megatron_on_cpu.device_loader import has_cuda
+
+
+class DeltaRule(Protocol):
+    """Computes the gated delta rule over the segments of one level."""
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, strength: Tensor, level: Level, states: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Returns outputs and states as `relax_core.families.delta_rule.gated_delta_rule` does."""
+        ...
+
+
+def delta_rule() -> DeltaRule:
+    """Returns the rule for this process's device: flash-linear-attention's on a GPU that has it, else torch's."""
+    return _flash_rule if has_cuda() and importlib.util.find_spec("fla") is not None else _torch_rule
+
+
+def _torch_rule(
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, strength: Tensor, level: Level, states: Tensor
+) -> tuple[Tensor, Tensor]:
+    return gated_delta_rule(query, key, value, decay, strength, level.segments, states)
+
+
+def _flash_rule(
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, strength: Tensor, level: Level, states: Tensor
+) -> tuple[Tensor, Tensor]:
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    each = value.shape[1] // key.shape[1]
+    edges = torch.tensor([0, *level.lengths], device=query.device).cumsum(0)
+    output, final = chunk_gated_delta_rule(
+        query.repeat_interleave(each, 1)[None],
+        key.repeat_interleave(each, 1)[None],
+        value[None],
+        g=decay[None],
+        beta=strength[None],
+        initial_state=states,
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=True,
+        cu_seqlens=edges,
+    )
+    return output[0], final
+
+
+class TreeDeltaNet(MegatronModule):
+    """Computes a gated delta net; it gets the `TreeBatch` as Megatron's attention mask.
+
+    ``in_proj`` and ``out_proj`` are linear layers that Megatron splits; the order of the former's rows is that of
+    `relax_core.train.hf.weight_rules.NET_PARTS`. If ``recompute`` is True the activations between them are not saved
+    but computed again in the backward pass.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *,
+        net: DeltaNet,
+        in_proj: Any,
+        out_proj: Any,
+        layer_number: int,
+        recompute: bool = False,
+        pg_collection: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(config=config)
+        self.net, self.recompute, self.layer_number, self._rule = net, recompute, layer_number, delta_rule()
+        self._ranks = parallel_state.get_tensor_model_parallel_world_size()
+        heads = net.value_heads // self._ranks
+        shared = {"config": config, "bias": False, "is_expert": False, "tp_group": pg_collection.tp}
+        self.in_proj = build_module(
+            in_proj,
+            config.hidden_size,
+            net.channels + net.values + 2 * net.value_heads,
+            init_method=config.init_method,
+            gather_output=False,
+            skip_bias_add=False,
+            **shared,
+        )
+        self.convolution = torch.nn.Parameter(torch.empty(net.channels // self._ranks, net.kernel))
+        self.A_log = torch.nn.Parameter(torch.empty(heads))
+        self.dt_bias = torch.nn.Parameter(torch.empty(heads))
+        for parameter in (self.convolution, self.A_log, self.dt_bias):
+            set_tensor_model_parallel_attributes(parameter, True, 0, 1)
+        self.out_norm = torch.nn.Parameter(torch.empty(net.value_dim))
+        self.out_proj = build_module(
+            out_proj,
+            net.values,
+            config.hidden_size,
+            init_method=config.output_layer_init_method,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            **shared,
+        )
+
+    def forward(self, hidden_states: Tensor, attention_mask: TreeBatch, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        """Maps ``[rows, 1, hidden]``, this rank's rows, to the same shape."""
+        projected, _ = self.in_proj(hidden_states)
+
+        def compute(projected: Tensor) -> Tensor:
+            return self._heads(projected[:, 0], attention_mask)[:, None]
+
+        if self.recompute and torch.is_grad_enabled():
+            heads = checkpoint(compute, False, projected)
+        else:
+            heads = compute(projected)
+        output: tuple[Tensor, Tensor | None] = self.out_proj(heads)
+        return output
+
+    def _heads(self, projected: Tensor, tree: TreeBatch) -> Tensor:
+        """Returns the normed and gated outputs of this rank's rows and heads, ``[rows, values / ranks]``."""
+        net, ranks = self.net, self._ranks
+        widths = [net.channels // ranks, net.values // ranks, 2 * net.value_heads // ranks]
+        mixed, gate, scalars = projected.split(widths, -1)
+        stream, mine = _whole_stream(torch.cat([mixed, scalars], -1), tree)
+        mixed, strength, decay = stream.split([widths[0], widths[2] // 2, widths[2] // 2], -1)
+        assert tree.levels is not None, "a model with a gated delta net gets the levels of its trees"
+        mixed = F.silu(tree.levels.convolved(mixed, self.convolution.to(mixed.dtype)))
+        outputs = self._over_levels(mixed, log_decay(self.A_log, decay, self.dt_bias), strength.sigmoid(), tree.levels)
+        if mine is not None:
+            # A pad reads the row of zeros behind the stream.
+            outputs = torch.cat([outputs, outputs.new_zeros(1, *outputs.shape[1:])])[mine]
+        # Each rank has a part of the norm's gradient, that of its heads; the backward pass sums them.
+        weight = copy_to_tensor_model_parallel_region(self.out_norm)
+        gate = gate.unflatten(-1, (-1, net.value_dim))
+        return gated_norm(outputs.to(gate.dtype), gate, weight, eps=self.config.layernorm_epsilon).flatten(1)
+
+    def _over_levels(self, mixed: Tensor, decay: Tensor, strength: Tensor, levels: SegmentLevels) -> Tensor:
+        """Returns the outputs of all rows of the stream, ``[rows, value heads / ranks, value dim]``."""
+        net, ranks = self.net, self._ranks
+        keys, values = net.keys // ranks, net.values // ranks
+        query, key, value = (
+            part.unflatten(-1, (-1, size))
+            for part, size in zip(
+                mixed.split([keys, keys, values], -1), (net.key_dim, net.key_dim, net.value_dim), strict=True
+            )
+        )
+        outputs: list[Tensor] = []
+        states = value.new_zeros(0)
+        for level in levels.levels:
+            if level.parents is None:
+                shape = (len(level.lengths), net.value_heads // ranks, net.key_dim, net.value_dim)
+                states = value.new_zeros(shape, dtype=torch.float32)
+            else:
+                states = states.index_select(0, level.parents)
+            own = [one.index_select(0, level.rows) for one in (query, key, value, decay, strength)]
+            found, states = self._rule(own[0], own[1], own[2], own[3], own[4], level, states)
+            outputs.append(found)
+        return torch.cat(outputs).index_select(0, levels.row_places)
+
+
+def _whole_stream(rows: Tensor, tree: TreeBatch) -> tuple[Tensor, Tensor | None]:
+    """Returns all rows of the stream without pads, and the place of each of this rank's rows in them.
+
+    The places are None if this rank has exactly these rows; a pad's place is behind them.
+    """
+    assert tree.levels is not None
+    count = len(tree.levels.row_places)
+    if tree.stream_places is None:
+        return rows, None
+    if tree.sharding.group is None:
+        return rows[:count], tree.stream_places
+    # The backward pass of the gather sums the ranks' gradients and returns each rank those of its own rows.
+    gathered = gather_from_sequence_parallel_region(rows, group=tree.sharding.group)
+    return gathered.index_select(0, tree.gathered_rows), tree.stream_places

@@ -1,0 +1,82 @@
+"""The tasks with tones: balance, controls, and files that sound as they are called."""
+
+from __future__ import annotations
+
+import wave
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from relax_core.config.media_schema import FOUR_MODALITIES, MEDIA_TASKS, TONE_OF_PICTURE
+from relax_core.data.generated import Example, Split, example, parts_of
+from relax_core.data.tasks.modality_tasks import MODALITY_ANSWERS, MODALITY_PARTS, TONE
+from relax_core.data.tasks.see_task import COLOUR, COLOURS, DIRECTION, WORD
+from relax_core.data.tasks.tone_files import TONES
+
+KINDS = {COLOUR: "image", DIRECTION: "video", TONE: "audio"}
+
+
+def examples(task: str, count: int = 256, *, split: Split = "eval") -> list[Example]:
+    return [example(task, split=split, seed=0, index=index) for index in range(count)]
+
+
+def shown(one: Example, number: int = 0) -> str:
+    """The answer that a file of an example is made for."""
+    return Path(str(one.sources[number].path)).name.partition("-")[0]
+
+
+@pytest.mark.parametrize("task", [name for name in MEDIA_TASKS if name.startswith(FOUR_MODALITIES)])
+def test_parts_and_answers_are_balanced_and_controls_tell_nothing(task: str) -> None:
+    drawn = examples(task)
+    assert parts_of(task) == MODALITY_PARTS
+    assert Counter((one.part, one.answer) for one in drawn) == {
+        (part, answer): 16 for part in MODALITY_PARTS for answer in MODALITY_ANSWERS[part]
+    }
+    for part, kind in KINDS.items():
+        ours = [one for one in drawn if one.part == part]
+        assert {source.kind for one in ours for source in one.sources} == {kind}
+        right = sum(shown(one) == one.answer for one in ours) / len(ours)
+        assert right < 0.5 if kind in MEDIA_TASKS[task].exchanged else right == 1.0, (task, part)
+    assert all(not one.sources and one.prompt == f"say {one.answer}" for one in drawn if one.part == WORD)
+
+
+def test_an_exchanged_kind_leaves_the_prompts_and_answers_of_all_as_they_are() -> None:
+    plain = examples(FOUR_MODALITIES)
+    for kind in ("image", "video", "audio"):
+        control = examples(f"{FOUR_MODALITIES}_{kind}_exchanged")
+        assert [(one.prompt, one.answer) for one in control] == [(one.prompt, one.answer) for one in plain]
+
+
+def test_the_question_of_two_kinds_is_balanced_and_needs_both() -> None:
+    drawn = examples(TONE_OF_PICTURE)
+    tone_of = dict(zip(COLOURS, TONES, strict=True))
+    assert Counter(one.answer for one in drawn) == {"yes": 128, "no": 128}
+    for one in drawn:
+        assert [source.kind for source in one.sources] == ["image", "audio"]
+        assert (tone_of[shown(one)] == shown(one, 1)) == (one.answer == "yes")
+    for number in (0, 1):  # neither alone tells the answer
+        for name in Counter(shown(one, number) for one in drawn):
+            answers = Counter(one.answer for one in drawn if shown(one, number) == name)
+            assert 0.3 < answers["yes"] / answers.total() < 0.7
+    for kind in ("image", "audio"):
+        control = examples(f"{TONE_OF_PICTURE}_{kind}_exchanged")
+        right = [(tone_of[shown(one)] == shown(one, 1)) == (one.answer == "yes") for one in control]
+        assert 0.4 < np.mean(right) < 0.6
+
+
+@pytest.mark.parametrize("split", ["train", "eval"])
+def test_a_tone_has_its_pitch_in_every_form(split: Split) -> None:
+    forms = set()
+    for one in examples(FOUR_MODALITIES, 400, split=split):
+        if one.part != TONE:
+            continue
+        with wave.open(str(one.sources[0].path)) as file:
+            rate, channels, count = file.getframerate(), file.getnchannels(), file.getnframes()
+            samples = np.frombuffer(file.readframes(count), "<i2").reshape(-1, channels)[:, 0]
+        loudest = np.abs(np.fft.rfft(samples * np.hanning(count))).argmax() * rate / count
+        assert loudest == pytest.approx(TONES[one.answer], rel=0.07)
+        assert count / rate + 1e-3 >= 0.3 and count / rate <= 0.8
+        forms.add((rate, channels))
+    assert len(forms) == 6

@@ -1,0 +1,158 @@
+"""Qwen3-Omni's thinker in the embedded engine against transformers: what is seen and heard, at prefill and decode."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.parity_media import AUDIO, AUDIO_BEGIN, BEGIN, IMAGE, VIDEO, around_item
+from benchmarks.parity_omni import OmniItems, make_omni_model, omni_logits
+from relax_core.contracts.media import Media, MediaGone, MediaItem
+from relax_core.contracts.media_file import FolderReader
+from relax_core.engines.embedded.model import prefill
+from relax_core.engines.embedded.model.decoder_model import LanguageModel
+from relax_core.engines.embedded.model.fused_weights import FusedWeights
+from relax_core.engines.embedded.model.model_config import read_model_config
+from relax_core.engines.embedded.model.tower_features import MediaFeatures
+from relax_core.engines.embedded.scheduler.decoder import Decoder
+from relax_core.engines.embedded.scheduler.slots import Prefix
+from relax_core.engines.embedded.scheduler.token_sampler import SamplingSettings, sample_keys
+from relax_core.engines.embedded.scheduler.token_scoring import ScoreItem
+from relax_core.families.towers import Towers
+from relax_core.weights.folder_stream import read_safetensors
+
+TOLERANCE = 2e-5
+CONTEXT = 700
+DECODED = 24
+BANNED = (IMAGE, VIDEO, AUDIO, BEGIN, AUDIO_BEGIN)
+Prompt = tuple[list[int], list[Media]]
+
+
+class Thinker:
+    """Holds the model in this process, and transformers' thinker of the same weights."""
+
+    def __init__(self, folder: Path) -> None:
+        self.reference = make_omni_model(folder / "model").eval()
+        self.items = OmniItems(folder / "model", folder / "media")
+        self.reader = FolderReader(folder / "media")
+        config = read_model_config(folder / "model")
+        towers = Towers.of(config)
+        assert towers is not None
+        self.towers = towers
+        self.weights = FusedWeights(config, torch.float32)
+        self.weights.apply(self.weights.checked(read_safetensors(folder / "model")))
+        self.model = LanguageModel(config, self.weights, context_length=CONTEXT)
+
+    def decoder(self) -> Decoder:
+        vision, audio = self.weights.vision, self.weights.audio
+        return Decoder(
+            self.model,
+            dtype=torch.float32,
+            max_samples=8,
+            max_tokens=8 * CONTEXT,
+            context_length=CONTEXT,
+            features=MediaFeatures(self.towers, self.reader, vision=vision, audio=audio),
+        )
+
+    def scores(self, *prompts: Prompt) -> torch.Tensor:
+        items = [ScoreItem(token_ids=ids, start=0, top_k=1, temperature=1.0, media=media) for ids, media in prompts]
+        with torch.inference_mode():
+            return torch.cat([torch.tensor(one.logprobs) for one in self.decoder().score(items)])
+
+    def logits(self, ids: Sequence[int], media: Sequence[Media]) -> torch.Tensor:
+        tree: Any = SimpleNamespace(token_ids=np.array(ids), media=media)
+        with torch.no_grad():
+            return omni_logits(self.reference, tree, self.reader, self.towers)
+
+    def expected(self, *prompts: Prompt) -> torch.Tensor:
+        tables = [self.logits(*one)[:-1].log_softmax(-1) for one in prompts]
+        wanted = [torch.tensor(ids[1:])[:, None] for ids, _ in prompts]
+        return torch.cat([one.gather(-1, ids)[:, 0] for one, ids in zip(tables, wanted, strict=True)])
+
+    def scene(self) -> list[Prompt]:
+        """All kinds, a video with its sound, a clip of 0.1 s beside a longer one, text alone."""
+        items = self.items
+        image, video, clips = items.image(4, 6), items.video(3, 4, 4), [items.clip(730), items.clip(10)]
+        return [
+            prompt(7, image, 3, clips[0], 2, video, 5, clips[1], 4),
+            prompt(2, items.heard_video(3, 2, 4, frames=250), 6),
+            prompt(1, items.clip(100), 2),
+            prompt(9),
+        ]
+
+
+def prompt(*parts: int | MediaItem) -> Prompt:
+    random = np.random.default_rng(len(parts))
+    ids, media = list[int](), list[Media]()
+    for part in parts:
+        if not isinstance(part, MediaItem):
+            ids += random.integers(0, 50, part).tolist()
+            continue
+        before, behind = around_item(part)
+        first = len(ids) + len(before)
+        media.append(Media(part, first, first + part.rows))
+        ids += [*before, *part.ids.tolist(), *behind]
+    return ids, media
+
+
+@pytest.fixture(scope="module")
+def thinker(tmp_path_factory: pytest.TempPathFactory) -> Thinker:
+    return Thinker(tmp_path_factory.mktemp("thinker"))
+
+
+@pytest.mark.parametrize("tokens", [7, 512])
+def test_prefill_in_pieces_is_that_of_transformers(
+    thinker: Thinker, monkeypatch: pytest.MonkeyPatch, tokens: int
+) -> None:
+    prompts = thinker.scene()
+    monkeypatch.setattr(prefill, "PREFILL_TOKENS", tokens * len(prompts))
+    torch.testing.assert_close(thinker.scores(*prompts), thinker.expected(*prompts), atol=TOLERANCE, rtol=0)
+
+
+@torch.inference_mode()
+def test_each_decoded_token_is_that_of_transformers(thinker: Thinker) -> None:
+    """Behind a video, all positions have a fraction."""
+    decoder, prompts = thinker.decoder(), thinker.scene()
+    settings = SamplingSettings(
+        max_new_tokens=DECODED, temperature=1.0, top_p=1.0, top_k=-1, stop_token_ids=(), banned_token_ids=BANNED
+    )
+    prefixes = []
+    for number, (ids, media) in enumerate(prompts):
+        [seen] = decoder.see([(len(ids), media)])
+        assert not isinstance(seen, MediaGone)
+        prefixes.append(Prefix(token_ids=ids, settings=settings, keys=sample_keys([number], 1)[0], media=seen))
+    assert prefixes[0].media is not None and prefixes[0].media.following % 1
+    decoder.admit(prefixes)
+    while not len(decoder.step()):
+        pass
+    for slot, (ids, media) in enumerate(prompts):
+        new, logprobs = decoder.slots.output(slot)
+        table = thinker.logits([*ids, *new], media)[len(ids) - 1 : -1]
+        table[:, list(BANNED)] = float("-inf")
+        expected = table.log_softmax(-1).gather(-1, torch.tensor(new)[:, None])[:, 0]
+        assert len(new) == DECODED
+        torch.testing.assert_close(torch.tensor(logprobs), expected, atol=TOLERANCE, rtol=0)
+
+
+@torch.inference_mode()
+def test_a_clip_keeps_the_bits_of_its_features_in_any_company(thinker: Thinker) -> None:
+    clip, others = thinker.items.clip(250), [thinker.items.clip(3000), thinker.items.image(2, 2)]
+    vision, audio = thinker.weights.vision, thinker.weights.audio
+
+    def features(items: list[MediaItem]) -> torch.Tensor:
+        found = MediaFeatures(thinker.towers, thinker.reader, vision=vision, audio=audio).of_items(items)
+        one = found[clip.digest]
+        assert not isinstance(one, MediaGone)
+        assert not any(layer.any() for layer in one.deepstack), "nothing heard is added after a layer"
+        return one.features
+
+    alone = features([clip])
+    assert torch.equal(alone, features([others[0], clip, others[1]])) and len(alone) == 2 * 13 + 7
+    swapped = thinker.scores(prompt(3, others[0], 2, clip, 5)), thinker.scores(prompt(3, clip, 2, others[0], 5))
+    assert not torch.allclose(swapped[0][-4:], swapped[1][-4:], atol=1e-3)

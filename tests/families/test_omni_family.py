@@ -1,0 +1,106 @@
+"""Qwen3-Omni's thinker: what is read from a published folder, what is refused, and the weights of both towers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from relax_core.contracts.family import ExpertLayout, Experts
+from relax_core.families.folder import folder_architecture
+from relax_core.families.hf_config import end_token_ids, inner_config, language_values
+from relax_core.families.rope import Rope
+from relax_core.families.table import QWEN3_OMNI_MOE, read_architecture
+from relax_core.families.tiny_omni import tiny_omni_config, tiny_omni_files
+from relax_core.plan.model.model_source import SHAPES
+from relax_core.tools.tiny_vision import write_settings
+
+
+def published() -> dict[str, Any]:
+    values: dict[str, Any] = json.loads((SHAPES / "Qwen3-Omni-30B-A3B.json").read_text())
+    del values["_source"]
+    return values
+
+
+def on_meta(config: dict[str, Any]) -> Any:
+    model_class = transformers.Qwen3OmniMoeThinkerForConditionalGeneration
+    with torch.device("meta"):
+        return model_class(model_class.config_class.from_dict(dict(inner_config(config))))
+
+
+@pytest.mark.parametrize("config", [tiny_omni_config(), published()], ids=["tiny", "published"])
+def test_the_towers_weights_are_those_of_transformers(config: dict[str, Any]) -> None:
+    theirs = {f"thinker.{name}": tuple(one.shape) for name, one in on_meta(config).named_parameters()}
+    for tower in (QWEN3_OMNI_MOE.vision, QWEN3_OMNI_MOE.audio):
+        assert tower is not None
+        shapes = tower.shapes(inner_config(config)[tower.config_key])
+        own = {name: shape for name, shape in theirs.items() if name.startswith(tower.prefix)}
+        assert {tower.prefix + name: shape for name, shape in shapes.items()} == own
+        assert 0 < sum(name.startswith(tower.projector) for name in shapes) < len(own)
+
+
+def test_a_published_folder_is_read(tmp_path: Path) -> None:
+    config = tiny_omni_config()
+    write_settings(tmp_path, config, tiny_omni_files())
+    one = folder_architecture(tmp_path, family="qwen3_omni_moe")
+    assert (one.vocab_size, one.hidden_size, one.num_layers, one.max_positions) == (67, 72, 4, 4096)
+    assert one.rope == Rope(theta=1e4, sections=(4, 2, 2)) and one.qk_norm and not one.tie_word_embeddings
+    assert (one.prefix, one.output_weight) == ("thinker.model.", "thinker.lm_head.weight")
+    assert (
+        one.experts == Experts(count=8, per_token=2, width=40, normalized=True)
+        and one.expert_layout is ExpertLayout.apart
+    )
+    assert one.passes("talker.model.norm.weight") and one.passes("code2wav.x") and not one.passes("thinker.talker.")
+    vision, audio = one.vision, one.audio
+    assert vision is not None and audio is not None
+    assert (vision.patch_size, vision.merge_size, vision.deepstack_layers) == (8, 2, 2)
+    assert vision.frame_bounds and vision.positions_per_second == 13
+    assert (vision.min_pixels, vision.max_pixels) == (32 * 32, 128 * 128)
+    assert (vision.video_min_pixels, vision.video_max_pixels) == (32 * 32, 64 * 64)
+    assert (audio.mel_bins, audio.chunk_frames, audio.rows_of_frames(730)) == (32, 100, 7 * 13 + 4)
+    assert end_token_ids(tmp_path) == (language_values(config)["eos_token_id"],)
+
+
+def test_a_folder_without_a_file_for_videos_has_the_bounds_of_the_published_processor(tmp_path: Path) -> None:
+    write_settings(tmp_path, tiny_omni_config(), tiny_omni_files())
+    (tmp_path / "video_preprocessor_config.json").unlink()
+    vision = folder_architecture(tmp_path).vision
+    assert vision is not None and (vision.video_min_pixels, vision.video_max_pixels) == (131_072, 786_432)
+
+
+def test_a_folder_that_transformers_5_wrote_is_the_same(tmp_path: Path) -> None:
+    config_class = transformers.Qwen3OmniMoeForConditionalGeneration.config_class
+    config_class.from_dict(tiny_omni_config()).save_pretrained(tmp_path)
+    new = json.loads((tmp_path / "config.json").read_text())
+    assert "rope_parameters" in new["thinker_config"]["text_config"]
+    assert read_architecture(QWEN3_OMNI_MOE, new) == read_architecture(QWEN3_OMNI_MOE, tiny_omni_config())
+
+
+def test_the_option_is_named_where_another_was_chosen(tmp_path: Path) -> None:
+    write_settings(tmp_path, tiny_omni_config(), tiny_omni_files())
+    with pytest.raises(ValueError, match=r"its model_type is .qwen3_omni_moe..*Use model=qwen3_omni\."):
+        folder_architecture(tmp_path, family="qwen3_vl_moe")
+
+
+def test_no_two_axes_of_a_matrix_of_the_language_model_are_equal() -> None:
+    for name, parameter in on_meta(tiny_omni_config()).model.named_parameters():
+        if parameter.dim() > 1:
+            assert parameter.shape[-1] != parameter.shape[-2], name
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"model_type": "qwen2_5_omni"}, "Qwen2.5-Omni.*Use a folder of Qwen3-Omni, with model=qwen3_omni"),
+        ({"model_type": "qwen3_omni_moe_thinker"}, "the thinker alone.*outer config"),
+        ({"thinker_config": None}, "config.json has no text_config, which family qwen3_omni_moe needs"),
+    ],
+)
+def test_another_omni_folder_is_refused_by_name(tmp_path: Path, change: dict[str, Any], words: str) -> None:
+    write_settings(tmp_path, tiny_omni_config() | change, tiny_omni_files())
+    with pytest.raises(ValueError, match=words):
+        folder_architecture(tmp_path)

@@ -1,0 +1,64 @@
+"""Tests that the builtin model that sees and hears loads in transformers, and starts with a chance of every answer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from relax_core.data.generated import example
+from relax_core.families.folder import folder_architecture
+from relax_core.families.towers import Towers
+from relax_core.tools.make_tiny import tiny_model_folder
+from relax_core.tools.tiny_hearing import ANSWERS, omni_answer_logits, published_omni
+from relax_core.tools.tiny_vision import SeenBatch, SeenExamples
+
+TASK = "four_modalities"
+
+
+@pytest.fixture(scope="module")
+def folder() -> Path:
+    return tiny_model_folder("tiny_qwen3_omni", task=TASK)
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> Any:
+    from transformers import Qwen3OmniMoeForConditionalGeneration
+
+    torch.set_num_threads(1)
+    loaded: Any = Qwen3OmniMoeForConditionalGeneration.from_pretrained(folder, output_loading_info=True)
+    found, info = loaded
+    assert not any(info.values())
+    return found
+
+
+def test_transformers_loads_the_published_layout(folder: Path, model: Any) -> None:
+    theirs, weights = dict(published_omni(model.state_dict().items())), load_file(folder / "model.safetensors")
+    assert theirs.keys() == weights.keys()
+    assert all(torch.equal(theirs[name], one) for name, one in weights.items())
+    assert {name.split(".")[0] for name in weights} == {"thinker", "talker", "code2wav"}
+
+
+def test_it_starts_with_a_chance_of_every_answer(folder: Path, model: Any) -> None:
+    """Greedy answers to held-out rows, of which 0.25 are right by chance, and the probability of each right answer."""
+    one = folder_architecture(folder)
+    towers = Towers.of(one)
+    assert towers is not None and one.vision is not None
+    examples, batch = SeenExamples(folder, one.vision, audio=one.audio, answers=ANSWERS), SeenBatch()
+    rows = [example(TASK, split="eval", seed=0, index=index) for index in range(128)]
+    for row in rows:
+        examples.add(batch, row, answer=row.answer)
+    with torch.no_grad():
+        logits, tokens = omni_answer_logits(model.thinker, towers, batch)
+    sizes = [len(answer) for answer in batch.answers]
+    right = (logits.argmax(-1) == tokens).split(sizes)
+    assert 0.25 < sum(bool(each.all()) for each in right) / len(right) <= 0.65
+    chances = logits.log_softmax(-1).gather(-1, tokens[:, None])[:, 0].split(sizes)
+    by_answer: dict[str, list[float]] = {}
+    for row, each in zip(rows, chances, strict=True):
+        by_answer.setdefault(row.answer, []).append(float(each.sum().exp()))
+    assert len(by_answer) == 16
+    assert min(sum(found) / len(found) for found in by_answer.values()) > 0.15  # 16 samples lack it 1 time in 13

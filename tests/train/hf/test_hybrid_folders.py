@@ -1,0 +1,69 @@
+"""Tests that a folder of Qwen3.5 comes out of the trainer as it went in: names, shapes, dtypes, bytes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_models import make_vision_model
+from tiny_trainer import make_backend
+from torch import Tensor
+
+from relax_core.train.hf.hf_export import export_hf_folder
+
+EXPERTS = "tiny_qwen3_5_moe"
+
+
+def one_by_one(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Returns the tensors with each expert apart, as transformers writes them, but for those of the MTP layer."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        before, _, part = name.partition(".experts.")
+        if not part or name.startswith("mtp."):
+            found[name] = tensor
+            continue
+        for expert, one in enumerate(tensor):
+            halves = one.chunk(2) if part == "gate_up_proj" else (one,)
+            for half, kind in zip(halves, ("gate", "up") if len(halves) == 2 else ("down",), strict=True):
+                found[f"{before}.experts.{expert}.{kind}_proj.weight"] = half.clone()
+    return found
+
+
+def in_half(name: str, tensor: Tensor) -> Tensor:
+    kept = name.endswith(("linear_attn.A_log", "linear_attn.norm.weight"))
+    return tensor if kept else tensor.bfloat16()
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "apart"),
+    [("tiny_qwen3_5", "bfloat16", False), (EXPERTS, "float32", False), (EXPERTS, "bfloat16", True)],
+)
+def test_an_untouched_folder_comes_out_as_it_went_in(tmp_path: Path, name: str, dtype: str, apart: bool) -> None:
+    folder = tmp_path / "model"
+    make_vision_model(folder, name)
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    if apart:
+        tensors = one_by_one(tensors)
+    if dtype == "bfloat16":
+        tensors = {key: in_half(key, tensor) for key, tensor in tensors.items()}
+    save_file(tensors, file)
+    backend = make_backend(folder, family=name.removeprefix("tiny_"), dtype=dtype)
+    for key, tensor in backend.export():
+        assert tensor.dtype == tensors[key].dtype, f"a weight update has {key} in the folder's dtype"
+    export_hf_folder(
+        backend.export(),
+        shapes=backend.weight_shapes,
+        own_dtype=dtype,
+        source_folder=folder,
+        target=tmp_path / "hf",
+        passed=backend.architecture.passed,
+    )
+    found = load_file(tmp_path / "hf" / "model.safetensors")
+    assert set(found) == set(tensors)
+    assert any(key.startswith("mtp.") for key in found)
+    for key, tensor in tensors.items():
+        assert (found[key].dtype, found[key].shape) == (tensor.dtype, tensor.shape), key
+        assert torch.equal(found[key].view(torch.uint8), tensor.view(torch.uint8)), key
