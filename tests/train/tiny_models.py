@@ -69,7 +69,8 @@ def make_models(folder: Path) -> None:
     """Makes models of four layers for layouts.
 
     untied, tied and moe are Qwen3 models, and biased is an untied Qwen2. Two ranks cannot share their 51 tokens evenly.
-    sees and sees_moe are Qwen3-VL of 67 tokens, tied and untied.
+    sees and sees_moe are Qwen3-VL of 67 tokens, tied and untied. sees has eight layers, because the first chunk
+    of layers must have as many as the vision tower has deepstack outputs.
     """
     sizes = {"vocab_size": VOCABULARY + 1, "intermediate_size": 96, "num_hidden_layers": 4}
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
@@ -77,5 +78,5 @@ def make_models(folder: Path) -> None:
     make_model(folder / "tied", tied=True, **sizes)
     make_model(folder / "moe", tied=False, **sizes, **experts)
     make_family_model(folder / "biased", "qwen2", **sizes)
-    make_vision_model(folder / "sees", "tiny_qwen3_vl", vocab_size=VOCABULARY + 17)
+    make_vision_model(folder / "sees", "tiny_qwen3_vl", vocab_size=VOCABULARY + 17, num_hidden_layers=8)
     make_vision_model(folder / "sees_moe", "tiny_qwen3_vl_moe", vocab_size=VOCABULARY + 17, num_experts=4)
