@@ -37,7 +37,7 @@ def add_talker(folder: Path, *, nbytes: int) -> None:
         TensorSpec(name=name, dtype=one.dtype, shape=list(one.shape), offset=0, nbytes=one.nbytes)
         for name, one in stored_bytes(whole)
     ]
-    random = np.random.default_rng(0)
+    block = np.random.default_rng(0).bytes(TENSOR_BYTES)
     left, number = nbytes, 0
     while left > 0:
         specs = list(_layout(min(left, FILE_BYTES), number))
@@ -45,7 +45,8 @@ def add_talker(folder: Path, *, nbytes: int) -> None:
         with (folder / f"talker-{number}.safetensors").open("wb") as file:
             file.write(header_bytes(specs))
             for spec in specs:
-                file.write(random.bytes(spec.nbytes))
+                for first in range(0, spec.nbytes, TENSOR_BYTES):
+                    file.write(block[: spec.nbytes - first])
         files[f"talker-{number}.safetensors"] = specs
         left -= FILE_BYTES
     write_weight_index(folder / WEIGHT_INDEX, files)

@@ -45,7 +45,12 @@ def omni_language(folder: Path, *, repeats: int) -> dict[str, Any]:
         num_experts_per_tok=2,
         moe_intermediate_size=size.feed_forward,
         max_position_embeddings=16384,
-        rope_scaling={"rope_type": "default", "mrope_interleaved": True, "mrope_section": [6, 5, 5]},
+        rope_scaling={
+            "rope_type": "default",
+            "interleaved": True,
+            "mrope_interleaved": True,
+            "mrope_section": [6, 5, 5],
+        },
     )
     items = OmniItems(folder / "omni", folder / "media")
     groups = [_group(f"g{place}", items) for place in range(LANGUAGE_GROUPS)]
