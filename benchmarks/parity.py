@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 REACH = 1e-5
-DEADLINE_S = 900.0
+DEADLINE_S = 3600.0
 FIGURES = ("loss", "grad_norm", "weights", "logprobs")
 MEDIA_REACH = 2e-5
 MEDIA_FIGURES = (*FIGURES, "gradients", "each_gradient")

@@ -21,7 +21,8 @@ MOE_LAYOUTS: dict[str, dict[str, int]] = {
     "pp2_ep2": {"pp": 2, "dp": 2, "ep": 2},
     "tp2_pp2_vpp2_ep2": {"tp": 2, "pp": 2, "vpp": 2, "ep": 2},
 }
-VISION_LAYOUTS = {name: DENSE_LAYOUTS[name] for name in ("tp2_pp2", "tp2_cp2", "pp2_vpp2_dp2")}
+# The first chunk of layers holds the two that add further outputs of the tower.
+VISION_LAYOUTS = {name: DENSE_LAYOUTS[name] for name in ("tp2_pp2", "tp2_cp2")} | {"pp2_dp2": {"pp": 2, "dp": 2}}
 VISION_MOE_LAYOUTS = {name: MOE_LAYOUTS[name] for name in ("tp2_ep4", "tp2_ep2_etp2", "pp2_ep2")}
 
 
