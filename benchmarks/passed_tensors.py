@@ -24,6 +24,7 @@ from benchmarks.parity_omni import OMNI, make_omni_model
 from relax_core.contracts.engine import TensorSpec
 from relax_core.families.folder import WEIGHT_INDEX
 from relax_core.weights.safetensors_stream import header_bytes, stored_bytes, write_weight_index
+from tests.trees import answers_tree
 
 FILE_BYTES, TENSOR_BYTES, LARGEST_BYTES = 2_500_000_000, 50_000_000, 1_000_000_000
 REACH_MB = 256.0
@@ -71,11 +72,16 @@ def export_memory(checkpoint: Path, folder: Path, target: Path) -> tuple[float, 
 
 
 def save_checkpoint(folder: Path, target: Path) -> None:
-    """Saves the model of a folder as one rank does."""
+    """Saves the model of a folder as one rank does after a step over text."""
     from benchmarks.one_rank import one_rank_setup
     from relax_core.train.policy_backend import MegatronBackend
 
-    MegatronBackend(one_rank_setup(folder, family=OMNI), temperature=1.0).save(target)
+    backend = MegatronBackend(one_rank_setup(folder, family=OMNI), temperature=1.0)
+    tokens = np.ones(8, dtype=np.float32)
+    backend.begin_step(0)
+    backend.accumulate([answers_tree("g", np.arange(4), [4, 4], np.arange(8), logprobs=-tokens, advantages=tokens)])
+    backend.finish_step()
+    backend.save(target)
 
 
 def measure(scratch: Path, *, nbytes: int) -> None:
