@@ -17,16 +17,16 @@ import multiprocessing
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 REACH = 1e-5
-DEADLINE_S = 900.0
+DEADLINE_S = 3600.0
 FIGURES = ("loss", "grad_norm", "weights", "logprobs")
 MEDIA_REACH = 2e-5
-MEDIA_FIGURES = (*FIGURES, "gradients")
+MEDIA_FIGURES = (*FIGURES, "gradients", "each_gradient")
 DENSE, EXPERTS, BIASED = "qwen3", "qwen3_moe", "qwen2"
 SEES, SEES_EXPERTS, HEARS = "qwen3_vl", "qwen3_vl_moe", "qwen3_omni_moe"
 HYBRID, HYBRID_EXPERTS = "qwen3_5", "qwen3_5_moe"
@@ -52,10 +52,10 @@ class Row:
     def packings(self) -> tuple[str, ...]:
         """The balancing loss is a micro-batch's: it is the same only where the layout leaves micro-batches whole."""
         kept = ("kept",) if self.kept else ()
-        if self.family in (SEES, HYBRID):
-            return "tree", "plain"
-        if self.family in (SEES_EXPERTS, HEARS, HYBRID_EXPERTS):
-            return "tree", "plain", "replay"
+        if self.family in (SEES, SEES_EXPERTS):
+            return "tree", "plain", *(("replay",) if self.family == SEES_EXPERTS else ())
+        if self.family in (HEARS, HYBRID, HYBRID_EXPERTS):
+            return "tree", *(() if self.family == HYBRID else ("replay",))
         if self.family == DENSE:
             return "tree", "plain", *kept
         if self.family == BIASED:
@@ -124,7 +124,7 @@ ROWS = (
 )  # fmt: skip
 
 
-MEDIA_ROWS = (
+_SEEING_ROWS = (
     Row(name="DP2", layout={"dp": 2}, family=SEES),
     Row(name="DP2, distributed optimizer, overlap", layout={"dp": 2, **OVERLAP}, family=SEES),
     Row(name="TP2", layout={"tp": 2}, family=SEES),
@@ -149,31 +149,26 @@ MEDIA_ROWS = (
         family=SEES),
     Row(name="PP2, EP2", layout={"dp": 2, "pp": 2, "ep": 2}, family=SEES_EXPERTS),
     Row(name="TP2, SP, CP2, EP2", layout={"tp": 2, "cp": 2, "ep": 2, **SEQUENCE}, family=SEES_EXPERTS),
-    Row(name="Omni: EP2", layout={"dp": 2, "ep": 2}, family=HEARS),
-    Row(name="Omni: EP2, distributed optimizer, overlap", layout={"dp": 2, "ep": 2, **OVERLAP}, family=HEARS),
-    Row(name="Omni: TP2, full recompute", layout={"tp": 2, **_recompute("full")}, family=HEARS),
-    Row(name="Omni: TP2, SP, EP2", layout={"tp": 2, "ep": 2, **SEQUENCE}, family=HEARS),
-    Row(name="Omni: PP2, VPP2", layout={"pp": 2, "vpp": 2}, family=HEARS),
-    Row(name="Omni: CP2", layout={"cp": 2}, family=HEARS),
-    Row(name="Omni: TP2, SP, PP2, full recompute",
-        layout={"tp": 2, "pp": 2, **SEQUENCE, **_recompute("full")}, family=HEARS),
-    Row(name="Omni: TP2, SP, CP2, EP2", layout={"tp": 2, "cp": 2, "ep": 2, **SEQUENCE}, family=HEARS),
-    Row(name="qwen3_5: DP2, distributed optimizer, overlap", layout={"dp": 2, **OVERLAP}, family=HYBRID),
-    Row(name="qwen3_5: TP2", layout={"tp": 2}, family=HYBRID),
-    Row(name="qwen3_5: TP2, SP, full recompute", layout={"tp": 2, **SEQUENCE, **_recompute("full")}, family=HYBRID),
-    Row(name="qwen3_5: TP2, SP, selective recompute", layout={"tp": 2, **SEQUENCE, **_recompute("selective")},
-        family=HYBRID),
-    Row(name="qwen3_5: PP2", layout={"pp": 2}, family=HYBRID),
-    Row(name="qwen3_5: PP2, VPP2", layout={"pp": 2, "vpp": 2}, family=HYBRID),
-    Row(name="qwen3_5: CP2", layout={"cp": 2}, family=HYBRID),
-    Row(name="qwen3_5: CP2, distributed optimizer, overlap", layout={"cp": 2, **OVERLAP}, family=HYBRID),
-    Row(name="qwen3_5: EP2", layout={"dp": 2, "ep": 2}, family=HYBRID_EXPERTS),
-    Row(name="qwen3_5: TP2, SP, EP2", layout={"tp": 2, "ep": 2, **SEQUENCE}, family=HYBRID_EXPERTS),
-    Row(name="qwen3_5: TP2, PP2", layout={"tp": 2, "pp": 2}, family=HYBRID),
-    Row(name="qwen3_5: TP2, SP, CP2", layout={"tp": 2, "cp": 2, **SEQUENCE}, family=HYBRID),
-    Row(name="qwen3_5: PP2, EP2", layout={"dp": 2, "pp": 2, "ep": 2}, family=HYBRID_EXPERTS),
-    Row(name="qwen3_5: TP2, SP, CP2, EP2", layout={"tp": 2, "cp": 2, "ep": 2, **SEQUENCE}, family=HYBRID_EXPERTS),
 )  # fmt: skip
+
+
+def _rows_of(prefix: str, *, dense: str, experts: str) -> Iterator[Row]:
+    """Yields the layouts of the models that see, for another family.
+
+    A family that has no dense model leaves out the layouts that Megatron does not train with experts.
+    """
+    for row in _SEEING_ROWS:
+        family = experts if row.family == SEES_EXPERTS else dense
+        tensor_parallel_rows = row.layout.get("tp", 1) > 1 and not row.layout.get("sequence_parallel")
+        if not (dense == experts and tensor_parallel_rows):
+            yield replace(row, name=f"{prefix}: {row.name}", family=family)
+
+
+MEDIA_ROWS = (
+    *_SEEING_ROWS,
+    *_rows_of("Omni", dense=HEARS, experts=HEARS),
+    *_rows_of("qwen3_5", dense=HYBRID, experts=HYBRID_EXPERTS),
+)
 
 
 def measure(rows: Sequence[Row], *, media: bool = False) -> list[dict[str, Any]]:
@@ -184,7 +179,9 @@ def measure(rows: Sequence[Row], *, media: bool = False) -> list[dict[str, Any]]
     work = parity_media_ranks if media else parity_ranks
     with tempfile.TemporaryDirectory(prefix="relax-parity-") as name:
         folder = Path(name)
-        _run_all(folder, [work.reference_main], [{"folder": folder}])
+        # Text has few rows, and its figures of Hugging Face are always whole.
+        families = {"families": {row.family for row in rows}} if media else {}
+        _run_all(folder, [work.reference_main], [{"folder": folder, **families}])
         found = _read(folder / "1.jsonl")
         for ranks in sorted({row.ranks for row in rows}):
             port, mine = _free_port(), [row for row in rows if row.ranks == ranks]
@@ -234,13 +231,31 @@ def _free_port() -> int:
 
 
 def table(found: Sequence[Mapping[str, Any]], *, media: bool = False) -> str:
-    titles = ["Layout", "Packing", "loss", "gradient norm", "weights", "log-probs", *(["gradients"] if media else [])]
+    titles = [
+        "Layout",
+        "Packing",
+        "loss",
+        "gradient norm",
+        "weights",
+        "log-probs",
+        *(["gradients", "each gradient"] if media else []),
+    ]
     lines = [f"| {' | '.join(titles)} |", f"| {' | '.join(['---'] * len(titles))} |"]
     for one in found:
         names = MEDIA_FIGURES if media else FIGURES
         figures = " | ".join(f"{one[name]:.1e}" if name in one else "–" for name in names)
         lines.append(f"| {one['name']} | {one['packing']} | {figures} |")
     return "\n".join(lines)
+
+
+def _merged(old: Sequence[str], new: Sequence[str]) -> list[str]:
+    """Returns a table with the lines of ``new`` in place of those that it has of the same layout and packing.
+
+    Hugging Face's stand first, and otherwise lines that it did not have stand last.
+    """
+    lines = {tuple(line.split(" | ")[:2]): line for line in old[2:]}
+    lines |= {tuple(line.split(" | ")[:2]): line for line in new[2:]}
+    return [*new[:2], *sorted(lines.values(), key=lambda line: not line.startswith("| Hugging Face"))]
 
 
 DOCS = Path(__file__).parent.parent / "docs" / "parity.md"
@@ -252,7 +267,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", type=Path, help="write the figures there")
     parser.add_argument("--docs", action="store_true", help="write docs/parity.md")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="rows with these names")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="rows with these names, which replace theirs in docs")
     parser.add_argument("--media", action="store_true", help="models that see, with images and videos")
     arguments = parser.parse_args()
     media = arguments.media
@@ -261,8 +276,11 @@ def main() -> None:
     print(table(found, media=media))
     if arguments.docs:
         docs = MEDIA_DOCS if media else DOCS
-        text = docs.read_text(encoding="utf-8").split(TABLE_BEGIN)[0]
-        docs.write_text(text + table(found, media=media) + "\n", encoding="utf-8")
+        text, _, old = docs.read_text(encoding="utf-8").partition(TABLE_BEGIN)
+        lines = table(found, media=media).splitlines()
+        if arguments.only:
+            lines = _merged((TABLE_BEGIN + old).splitlines(), lines)
+        docs.write_text("\n".join([text.rstrip("\n"), "", *lines, ""]), encoding="utf-8")
     if arguments.json:
         arguments.json.write_text(json.dumps(found, indent=1))
     worst = max(float(one[name]) for one in found for name in MEDIA_FIGURES if name in one)

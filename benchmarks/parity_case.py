@@ -34,6 +34,7 @@ OPTIMIZER = OptimizerConfig(
 CONFIG = dataclasses.replace(gspo.GspoConfig(group_size=4), clip_low=0.1, clip_high=0.1)
 ENTROPY_WEIGHT = 0.01
 TEMPERATURE = 0.9
+NO_GRADIENT = 1e-6  # of the largest gradient's norm; a gradient below it is rounding alone, as that of a key's bias
 
 
 def _loss_with_entropy(inputs: LossInputs, config: gspo.GspoConfig) -> LossOutputs:
@@ -82,6 +83,17 @@ class Outcome:
             of_tensors = ((one - other.gradients[name]).abs().max() for name, one in self.gradients.items())
             found["gradients"] = max(map(float, of_tensors))
         return found
+
+    def each_gradient(self, other: Outcome) -> float:
+        """Returns the largest difference of a tensor's gradient to ``other``'s, relative to its norm there.
+
+        A gradient that is rounding alone is compared with the largest one.
+        """
+        assert self.gradients.keys() == other.gradients.keys() and self.gradients
+        norms = {name: float(one.norm()) for name, one in other.gradients.items()}
+        largest = max(norms.values())
+        sizes = {name: norm if norm > NO_GRADIENT * largest else largest for name, norm in norms.items()}
+        return max(float((one - other.gradients[name]).norm()) / sizes[name] for name, one in self.gradients.items())
 
     def save(self, path: Path) -> None:
         arrays = {f"logprobs.{index}": torch.from_numpy(array) for index, array in enumerate(self.logprobs)}

@@ -30,7 +30,7 @@ PATCH = 4
 # Image grids (height, width) of a pack with many sizes.
 SIZES = ((2, 2), (4, 6), (8, 2))
 CASES = ("one image", "many sizes", "video", "branches", "text", "mixed")
-HYBRID_CASES = ("mixed", "trunks", "depth")  # of families with a gated delta net
+HYBRID_CASES = (*CASES, "trunks", "depth")  # of families with a gated delta net
 Shape = tuple[int, list[Any]]  # rows, and the shapes of what forks behind the last of them
 Part = int | MediaItem  # a number of random text tokens, or an item
 

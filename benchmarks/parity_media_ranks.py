@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,7 @@ from relax_core.contracts.media_file import FolderReader
 from relax_core.contracts.tree import TokenTree
 from relax_core.families.folder import folder_architecture
 from relax_core.families.towers import Towers
+from relax_core.train.attention import segment_levels
 from relax_core.train.hf.hf_weights import HfWeights
 from relax_core.train.parallel import process_group
 from relax_core.train.policy_backend import MegatronBackend
@@ -98,8 +100,15 @@ def with_saved_rollout(folder: Path, name: str, groups: Sequence[TokenTree]) -> 
     ]
 
 
-def steps(backend: MegatronBackend, groups: Sequence[TokenTree], *, replica: int, layout: Mapping[str, Any]) -> Outcome:
-    """Returns three steps, and the gradients of the first one where each rank has them whole."""
+def steps(
+    backend: MegatronBackend,
+    groups: Sequence[TokenTree],
+    *,
+    replica: int,
+    layout: Mapping[str, Any],
+    count: int = STEPS,
+) -> Outcome:
+    """Returns some steps, and the gradients of the first one where each rank has them whole."""
     gradients: dict[str, Tensor] = {}
     whole = not layout.get("distributed_optimizer")
 
@@ -109,7 +118,7 @@ def steps(backend: MegatronBackend, groups: Sequence[TokenTree], *, replica: int
             gradients.update({name: one.clone() for name, one in of_models.export()} or {"": torch.zeros(())})
 
     outcome = run_steps(
-        backend, groups, replica=replica, layout=layout, order=in_turns, steps=STEPS, after_step=keep_gradients
+        backend, groups, replica=replica, layout=layout, order=in_turns, steps=count, after_step=keep_gradients
     )
     return dataclasses.replace(outcome, gradients=gradients)
 
@@ -117,6 +126,25 @@ def steps(backend: MegatronBackend, groups: Sequence[TokenTree], *, replica: int
 def _gradient(parameter: Any) -> Tensor:
     gradient: Tensor = parameter.main_grad
     return gradient
+
+
+@contextmanager
+def recurrent_rule() -> Iterator[None]:
+    """Computes gated delta nets row by row in the trainer and in transformers.
+
+    The chunked rule of transformers is itself off by 1e-2 in the gradients of the decay's parameters in float32.
+    """
+    from transformers.models.qwen3_5 import modeling_qwen3_5 as dense
+    from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as experts
+
+    usual = segment_levels.CHUNK_ROWS, dense.torch_chunk_gated_delta_rule, experts.torch_chunk_gated_delta_rule
+    segment_levels.CHUNK_ROWS = 1
+    dense.torch_chunk_gated_delta_rule = dense.torch_recurrent_gated_delta_rule
+    experts.torch_chunk_gated_delta_rule = experts.torch_recurrent_gated_delta_rule
+    try:
+        yield
+    finally:
+        segment_levels.CHUNK_ROWS, dense.torch_chunk_gated_delta_rule, experts.torch_chunk_gated_delta_rule = usual
 
 
 def in_turns(step: int, groups: Sequence[TokenTree]) -> Sequence[TokenTree]:
@@ -159,11 +187,13 @@ def rank_main(folder: Path, *, rank: int, ranks: int, port: int, rows: Sequence[
         raise
 
 
-def reference_main(folder: Path) -> None:
-    """Compares Hugging Face with the single process in every case, as trees and as rows."""
+def reference_main(folder: Path, *, families: Container[str]) -> None:
+    """Compares Hugging Face with the single process in every case of ``families``, as trees and as rows."""
     torch.set_num_threads(1)
     with (folder / "1.jsonl").open("w") as lines:
         for family in FAMILIES:
+            if family not in families:
+                continue
             _make(folder, family)
             for case in _cases_of(family):
                 for line in _case(folder, family, case):
@@ -191,21 +221,25 @@ def _case(folder: Path, family: str, case: str) -> list[dict[str, Any]]:
             return [omni_logits(model, one, reader, towers) for one in samples]
         return [huggingface_logits(model, one, reader, tower) for one in samples]
 
-    expected = huggingface_steps(
-        _make(folder, family),
-        plain,
-        steps=STEPS,
-        settings=settings_of(family),
-        logits=logits,
-        published=published_thinker if family == OMNI else partial(published, family),
-    )
+    with recurrent_rule():
+        expected = huggingface_steps(
+            _make(folder, family),
+            plain,
+            steps=STEPS,
+            settings=settings_of(family),
+            logits=logits,
+            published=published_thinker if family == OMNI else partial(published, family),
+        )
     for packing, groups in packings.items():
         outcome = steps(backend(), groups, replica=0, layout={})
         if case == "mixed":
             outcome.save(folder / f"{family}.mixed {packing}.safetensors")
             save_rollout(folder, family, f"mixed {packing}", groups)
         if packing != "replay":
-            lines.append(
-                {"name": f"Hugging Face, {family}: {case}", "packing": packing, **expected.difference(outcome)}
-            )
+            figures = expected.difference(outcome)
+            if family in (HYBRID, HYBRID_EXPERTS):
+                with recurrent_rule():
+                    outcome = steps(backend(), groups, replica=0, layout={}, count=1)
+            figures["each_gradient"] = outcome.each_gradient(expected)
+            lines.append({"name": f"Hugging Face, {family}: {case}", "packing": packing, **figures})
     return lines

@@ -44,8 +44,11 @@ CLIPS = (10, 100, 730, 3000)  # frames of clips of 0.1, 1, 7.3 and 30 seconds
 SECONDS = 0.7  # between two steps of a video: 9.1 positions
 
 
-def make_omni_model(folder: Path) -> Any:
-    """Returns transformers' thinker of a tiny random model of eight layers, whose folder has the talker besides."""
+def make_omni_model(folder: Path, *, seed: int = 0, size: float = 0.1, **text: Any) -> Any:
+    """Returns transformers' thinker of a tiny random model of eight layers, whose folder has the talker besides.
+
+    ``size`` is that of the random weights, and ``text`` replaces keys of the language model's configuration.
+    """
     config = tiny_omni_config()
     thinker = config["thinker_config"]
     thinker |= {"image_token_id": IMAGE, "video_token_id": VIDEO, "audio_token_id": AUDIO}
@@ -53,12 +56,14 @@ def make_omni_model(folder: Path) -> Any:
     thinker |= {"audio_start_token_id": AUDIO_BEGIN, "audio_end_token_id": AUDIO_END}
     thinker["text_config"] |= {"vocab_size": 60, "num_hidden_layers": LAYERS, "rope_theta": 1e6}
     thinker["text_config"]["pad_token_id"] = None  # whose row of the embedding has no gradient in transformers
-    thinker["text_config"] |= {"num_experts": EXPERT_COUNT, "num_experts_per_tok": PER_TOKEN}
-    torch.manual_seed(0)
+    thinker["text_config"] |= {"num_experts": EXPERT_COUNT, "num_experts_per_tok": PER_TOKEN, **text}
+    width = thinker["text_config"]["hidden_size"]
+    thinker["vision_config"]["out_hidden_size"] = thinker["audio_config"]["output_dim"] = width
+    torch.manual_seed(seed)
     model = build_omni_model(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            noise = torch.randn_like(parameter) * 0.1
+            noise = torch.randn_like(parameter) * size
             parameter.copy_(parameter + noise if "norm" in name or "ln_" in name else noise)
     folder.mkdir(exist_ok=True)
     write_settings(folder, config, tiny_omni_files())

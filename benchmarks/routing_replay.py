@@ -2,6 +2,7 @@
 
     python -m benchmarks.routing_replay [--seeds 5] [--prompts 32] [--json FILE]
     python -m benchmarks.routing_replay --media   # benchmarks.routing_replay_media: prompts with images, and step time
+    python -m benchmarks.routing_replay --omni    # the same with prompts of images, videos and sounds
 
 A bfloat16 engine samples; a float32 trainer computes the log-probs of the same tokens twice, once with its own routing
 and once with the engine's experts. So both columns are of the same samples and the same weights. Two models: the
@@ -248,12 +249,17 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--json", type=Path, default=None, help="also write the rows here")
     parser.add_argument("--media", action="store_true", help="a model that sees, prompts with images; also step time")
+    parser.add_argument(
+        "--omni", action="store_true", help="the same of an Omni model, prompts with items of each kind"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    if arguments.media:
+    if arguments.media or arguments.omni:
         from benchmarks.routing_replay_media import print_media_replay
 
-        print_media_replay(seeds=arguments.seeds, prompts=arguments.prompts, json_file=arguments.json)
+        print_media_replay(
+            omni=arguments.omni, seeds=arguments.seeds, prompts=arguments.prompts, json_file=arguments.json
+        )
         return
     rows = measure_all(arguments.seeds, arguments.prompts)
     print(table(rows))

@@ -1,11 +1,13 @@
 """Measures train steps over prompts with images for `benchmarks.train_step --media`.
 
-    python -m benchmarks.train_step_media [--parts language trees] [--repeats 5] [--json FILE]
+    python -m benchmarks.train_step_media [--parts language trees omni hybrid] [--repeats 5] [--json FILE]
 
 - ``language``: a step over prompts with images against a step of the text model of equal sizes over as many rows. What
   the vision tower alone takes, forward and backward, is measured beside it and subtracted.
 - ``trees``: groups as trees, whose prompt and images are computed once, against rows, each answer with its own prompt
   and images. Answers have 64 tokens; a prompt has 1,024 or 4,096 rows of images.
+- ``omni``: as ``language``, of a Qwen3-Omni against the text model with experts; prompts have images, videos and clips.
+- ``hybrid``: as ``trees``, of a Qwen3.5, of whose four language layers three have a gated delta net.
 
 An image has 256 rows, which are 1,024 patches. The tower's share of the matrix products of a step over a text of images
 is printed; that of Qwen3-VL-4B with images of that size is 0.25. Times are CPU seconds of one thread; ways take turns.
@@ -28,21 +30,25 @@ import numpy as np
 
 if TYPE_CHECKING:
     from benchmarks.train_step import Result
+    from benchmarks.train_step_ways import Size
     from relax_core.contracts.media import MediaItem
     from relax_core.contracts.tree import TokenTree
 
 PATCH, SIDE = 4, 32  # pixels of a patch, patches of an image's side
 IMAGE_ROWS = (SIDE // 2) ** 2
 ANSWER, BETWEEN = 64, 8  # tokens of an answer, tokens of text between two images
-TREES = ((1024, 8, 5.0), (4096, 16, 10.0))  # image rows, answers, the ratio to reach
+TREES = ((1024, 8), (4096, 16))  # image rows, answers
+SEEING, HYBRID = "qwen3_vl", "qwen3_5"
+TREE_REACH = {SEEING: (5.0, 10.0), HYBRID: (3.0, 6.0)}  # the ratios to reach
 LANGUAGE_BOUND = 1.10
 LANGUAGE_GROUPS, LANGUAGE_IMAGES, LANGUAGE_ANSWERS = 2, 4, 8
 WORDS, IMAGE, VIDEO, BEGIN, END = 8000, 8001, 8002, 8003, 8004
+PARTS = ("language", "trees", "omni", "hybrid")
 TOWER = {"depth": 1, "hidden_size": 128, "intermediate_size": 512, "num_heads": 4}
 
 
-def write_seeing_model(folder: Path) -> Path:
-    """Writes a random Qwen3-VL whose language model has the sizes of `benchmarks.train_step`'s dense one."""
+def write_seeing_model(folder: Path, family: str = SEEING) -> Path:
+    """Writes a random Qwen3-VL or Qwen3.5 whose language model has the sizes of `benchmarks.train_step`'s dense one."""
     import torch
     import transformers
 
@@ -71,7 +77,11 @@ def write_seeing_model(folder: Path) -> Path:
         "deepstack_visual_indexes": [0],
         "in_channels": 3,
     }
-    config = transformers.Qwen3VLConfig(
+    name = "Qwen3VL"
+    if family == HYBRID:
+        name, text = "Qwen3_5", text | _delta_net(size)
+        del vision["deepstack_visual_indexes"]
+    config = getattr(transformers, f"{name}Config")(
         text_config=text,
         vision_config=vision,
         image_token_id=IMAGE,
@@ -81,7 +91,7 @@ def write_seeing_model(folder: Path) -> Path:
         tie_word_embeddings=True,
     )
     torch.manual_seed(0)
-    model = transformers.Qwen3VLForConditionalGeneration(config)
+    model = getattr(transformers, f"{name}ForConditionalGeneration")(config)
     folder.mkdir()
     config.save_pretrained(folder)
     settings = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "size": {"shortest_edge": 64, "longest_edge": 2**20}}
@@ -91,14 +101,31 @@ def write_seeing_model(folder: Path) -> Path:
     return folder
 
 
+def _delta_net(size: Size) -> dict[str, Any]:
+    """Returns the keys of a Qwen3.5 whose nets have as many keys and values for its width as those of Qwen3.5-9B."""
+    return {
+        "linear_conv_kernel_dim": 4,
+        "linear_num_key_heads": size.heads // 2,
+        "linear_num_value_heads": size.heads,
+        "linear_key_head_dim": size.hidden // size.heads,
+        "linear_value_head_dim": size.hidden // size.heads,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e4,
+            "mrope_section": [2, 1, 1],
+            "partial_rotary_factor": 0.25,
+        },
+    }
+
+
 class SeeingSteps:
     """Makes groups with images, and the ways to compute a step over them; ``folder`` gets model and items."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, family: str = SEEING) -> None:
         from relax_core.contracts.media_file import FolderReader
         from relax_core.families.folder import folder_architecture
 
-        self.model = write_seeing_model(folder / "seeing")
+        self.family, self.model = family, write_seeing_model(folder / "seeing", family)
         self.items = folder / "items"
         self.items.mkdir()
         self.reader = FolderReader(self.items)
@@ -142,7 +169,7 @@ class SeeingSteps:
         """Returns the trainer's step over such groups."""
         from benchmarks.train_step_ways import Ours
 
-        return Ours(self.model, family="qwen3_vl", media=self.reader)
+        return Ours(self.model, family=self.family, media=self.reader)
 
     def tower_seconds(self, groups: Sequence[TokenTree], module: Any) -> float:
         """Returns the CPU seconds of the tower's passes of a step over groups that are micro-batches of their own."""
@@ -175,33 +202,39 @@ def language(folder: Path, *, repeats: int) -> dict[str, Any]:
     seeing, text = steps.ours(), Ours(write_model(folder / "text", size), family="qwen3")
     budget = groups[0].computed_rows
     ways: dict[str, Callable[[], float]] = {
-        "text": lambda: _seconds(lambda: text.step(plain, budget_rows=budget)),
-        "pictures": lambda: _seconds(lambda: seeing.step(groups, budget_rows=budget)),
+        "text": lambda: seconds_of(lambda: text.step(plain, budget_rows=budget)),
+        "pictures": lambda: seconds_of(lambda: seeing.step(groups, budget_rows=budget)),
         "tower": lambda: steps.tower_seconds(groups, seeing.vision),
     }
+    title = (
+        f"language part over a text step, {LANGUAGE_GROUPS} groups of {budget:,} rows, {LANGUAGE_IMAGES} images each"
+    )
+    return tell_language(title, ways, repeats=repeats)
+
+
+def tell_language(title: str, ways: Mapping[str, Callable[[], float]], *, repeats: int) -> dict[str, Any]:
+    """Measures and prints the ways "text", "pictures" and "tower", and the ratio of the language part to the first."""
     found = _in_turns(ways, repeats=repeats)
     ratios = [
         (pictures - tower) / plain_s
         for pictures, tower, plain_s in zip(found["pictures"], found["tower"], found["text"], strict=True)
     ]
     shares = [tower / pictures for tower, pictures in zip(found["tower"], found["pictures"], strict=True)]
-    print(
-        f"\nlanguage part over a text step, {LANGUAGE_GROUPS} groups of {budget:,} rows, {LANGUAGE_IMAGES} images each"
-    )
+    print(f"\n{title}")
     for way, seconds in found.items():
         print(f"{way:12}{median(seconds):8.2f} s")
     print(f"ratio {_spread(ratios)}, at most {LANGUAGE_BOUND:.2f}; the tower is {median(shares):.0%} of a step")
     return {"seconds": found, "ratios": ratios}
 
 
-def trees(folder: Path, *, repeats: int) -> Iterator[Result]:
+def trees(folder: Path, *, family: str, repeats: int) -> Iterator[Result]:
     """Yields the speed of a step over a group as a tree, against rows, for each shape of `TREES`."""
     from benchmarks.train_step import measure
     from benchmarks.train_step_ways import as_rows
 
-    steps = SeeingSteps(folder)
+    steps = SeeingSteps(folder, family)
     rows_model, tree_model = steps.ours(), steps.ours()
-    for image_rows, answers, reach in TREES:
+    for (image_rows, answers), reach in zip(TREES, TREE_REACH[family], strict=True):
         group = steps.group("g0", images=image_rows // IMAGE_ROWS, answers=answers)
         rows = as_rows([group])
         budget = group.computed_rows
@@ -213,7 +246,8 @@ def trees(folder: Path, *, repeats: int) -> Iterator[Result]:
         yield measure(name, ways, tokens=answers * ANSWER, repeats=repeats)
 
 
-def _seconds(step: Callable[[], float]) -> float:
+def seconds_of(step: Callable[[], float]) -> float:
+    """Returns the CPU seconds of a step."""
     start = time.process_time()
     step()
     return time.process_time() - start
@@ -237,7 +271,7 @@ def _spread(ratios: Sequence[float]) -> str:
 def main() -> None:
     """Runs the parts and prints their figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", choices=("language", "trees"), default=("language", "trees"))
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS[:2])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", type=Path, default=None, help="write all figures here")
     arguments = parser.parse_args()
@@ -251,10 +285,16 @@ def main() -> None:
             if part == "language":
                 report[part] = language(folder, repeats=arguments.repeats)
                 continue
+            if part == "omni":
+                from benchmarks.train_step_omni import omni_language
+
+                report[part] = omni_language(folder, repeats=arguments.repeats)
+                continue
             from benchmarks.train_step import tell
 
-            results = trees(folder, repeats=arguments.repeats)
-            report[part] = tell("trees with images: image rows × answers, and the ratio to reach", results)
+            family = HYBRID if part == "hybrid" else SEEING
+            results = trees(folder, family=family, repeats=arguments.repeats)
+            report[part] = tell(f"{family}, trees with images: image rows × answers, and the ratio to reach", results)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(report, indent=2) + "\n")
 

@@ -164,6 +164,11 @@ class Ours:
         """The vision tower's module."""
         return self._backend.models[0].vision
 
+    @property
+    def audio(self) -> Any:
+        """The audio tower's module."""
+        return self._backend.models[0].audio
+
     def step(self, groups: Sequence[TokenTree], *, budget_rows: int = MICRO_BATCH_TOKENS) -> float:
         """The gradient's norm; ``budget_rows``: of a micro-batch."""
         from relax_core.train.packing.micro_batches import MicroBatcher

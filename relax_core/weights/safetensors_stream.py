@@ -7,9 +7,10 @@ header as JSON padded with spaces. Format: https://github.com/huggingface/safete
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 LENGTH_BYTES = 8
 ALIGNMENT = 8  # The first tensor begins at a multiple of this many bytes.
+PIECE_BYTES = 16 << 20
 DTYPES = {  # in the order in which the library lays tensors out
     "int64": "I64",
     "float64": "F64",
@@ -34,6 +36,40 @@ DTYPES = {  # in the order in which the library lays tensors out
     "uint8": "U8",
     "bool": "BOOL",
 }
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBytes:
+    """Is a tensor in a file, which is copied in pieces without being in memory; ``dtype`` is torch's name of it."""
+
+    path: Path
+    dtype: str
+    shape: Sequence[int]
+    offset: int
+    nbytes: int
+
+    def pieces(self) -> Iterator[bytes]:
+        """Yields the bytes, at most `PIECE_BYTES` at a time."""
+        # Pages of a mapped file would count as this process's memory.
+        with self.path.open("rb") as file:
+            file.seek(self.offset)
+            for first in range(0, self.nbytes, PIECE_BYTES):
+                yield file.read(min(PIECE_BYTES, self.nbytes - first))
+
+
+def stored_bytes(path: Path) -> Iterator[tuple[str, StoredBytes]]:
+    """Yields the tensors of a file in the order in which they are stored, from its header alone."""
+    names = {stored: name for name, stored in DTYPES.items()}
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(LENGTH_BYTES), "little")
+        entries: dict[str, dict[str, Any]] = msgspec.json.decode(file.read(size))
+    entries.pop("__metadata__", None)
+    for name, entry in sorted(entries.items(), key=lambda one: one[1]["data_offsets"][0]):
+        first, behind = entry["data_offsets"]
+        yield (
+            name,
+            StoredBytes(path, names[entry["dtype"]], entry["shape"], LENGTH_BYTES + size + first, behind - first),
+        )
 
 
 def header_bytes(tensors: Iterable[TensorSpec], *, room: int = 0) -> bytes:
@@ -63,7 +99,9 @@ def library_layout(tensors: Iterable[tuple[str, str, Sequence[int]]]) -> list[Te
     return specs
 
 
-def write_safetensors(path: Path, layout: Iterable[TensorSpec], tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+def write_safetensors(
+    path: Path, layout: Iterable[TensorSpec], tensors: Iterable[tuple[str, torch.Tensor | StoredBytes]]
+) -> None:
     """Writes the tensors of ``layout`` one at a time and in any order; raises OSError if the disk fails."""
     import torch
 
@@ -73,10 +111,14 @@ def write_safetensors(path: Path, layout: Iterable[TensorSpec], tensors: Iterabl
         file.write(header)
         for name, tensor in tensors:
             spec = missing.pop(name)
+            file.seek(len(header) + spec.offset)
+            if isinstance(tensor, StoredBytes):
+                assert (tensor.dtype, list(tensor.shape)) == (spec.dtype, spec.shape), f"{name}: {tensor}"
+                file.writelines(tensor.pieces())
+                continue
             expected = (f"torch.{spec.dtype}", spec.shape)
             assert (str(tensor.dtype), list(tensor.shape)) == expected, f"{name}: {tensor.dtype} {tuple(tensor.shape)}"
             data = tensor.detach().cpu().contiguous()
-            file.seek(len(header) + spec.offset)
             file.write(data.view(-1).view(torch.uint8).numpy().data)
             del tensor, data  # This frees the tensor before the next one is made.
     assert not missing, f"these tensors did not come: {list(missing)}"

@@ -61,6 +61,9 @@ CHAINS: dict[str, tuple[str, str, str, list[dict[str, Any]]]] = {
         "float32",
         [{"tp": 2, "dp": 2, "ep": 4} | DIVIDED, {"pp": 2, "dp": 2, "ep": 2} | PLAIN],
     ),
+    "omni": ("omni", "qwen3_omni_moe", "float32", [{"tp": 2, "pp": 2, "ep": 2} | PLAIN]),
+    "hybrid": ("hybrid", "qwen3_5", "float32", [{"tp": 2, "pp": 2} | PLAIN, {"tp": 2, "cp": 2} | DIVIDED]),
+    "hybrid_moe": ("hybrid_moe", "qwen3_5_moe", "float32", [{"tp": 2, "pp": 2, "ep": 2} | PLAIN]),
 }
 
 

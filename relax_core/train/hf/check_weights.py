@@ -5,7 +5,6 @@ It imports no torch.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from relax_core.families.architecture import Architecture
 from relax_core.families.folder import weight_files
 from relax_core.families.hf_config import described_parts, read_hf_config
 from relax_core.train.hf.stored_weights import stored_weights
+from relax_core.weights.safetensors_stream import stored_bytes
 
 
 def stored_shapes(folder: Path) -> Iterator[tuple[str, tuple[int, ...], Path]]:
@@ -32,13 +32,8 @@ def passed_bytes(folder: Path, passed: tuple[str, ...]) -> int:
     """Returns the bytes of a folder's tensors whose names begin with one of ``passed``, from the files' headers."""
     if not passed:
         return 0
-    found = 0
-    for path in weight_files(folder):
-        with path.open("rb") as file:
-            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        spans = [one["data_offsets"] for name, one in header.items() if name.startswith(passed)]
-        found += sum(end - start for start, end in spans)
-    return found
+    stored = (one for path in weight_files(folder) for one in stored_bytes(path))
+    return sum(one.nbytes for name, one in stored if name.startswith(passed))
 
 
 def weight_problems(folder: Path, architecture: Architecture) -> list[str]:
@@ -63,7 +58,8 @@ def weight_problems(folder: Path, architecture: Architecture) -> list[str]:
         return [*problems, str(error)]
     if not found:
         return [f"{folder} has no *.safetensors file. Give a Hugging Face folder with weights."]
-    for part in described_parts(read_hf_config(folder)) if architecture.passed else ():
+    described = described_parts(read_hf_config(folder)) if architecture.passed else ()
+    for part in described:
         if part not in passed and f"{part}." in architecture.passed:
             problems.append(
                 f"{folder}: config.json describes {part}, and no file has its weights, so no export could keep them. "

@@ -16,8 +16,15 @@ from relax_core.contracts.engine import TensorSpec
 from relax_core.families.folder import WEIGHT_INDEX, weight_files
 from relax_core.families.hf_config import CONFIG_FILE, has_hf_config, read_hf_config
 from relax_core.train.checkpoints.atomic_folder import atomic_folder
-from relax_core.weights.folder_stream import open_safetensors, read_safetensors
-from relax_core.weights.safetensors_stream import DTYPES, library_layout, write_safetensors, write_weight_index
+from relax_core.weights.folder_stream import open_safetensors
+from relax_core.weights.safetensors_stream import (
+    DTYPES,
+    StoredBytes,
+    library_layout,
+    stored_bytes,
+    write_safetensors,
+    write_weight_index,
+)
 
 Weight = tuple[str, str, Sequence[int]]  # name, dtype, shape
 SHARD_BYTES = 4_000_000_000
@@ -42,10 +49,10 @@ def export_hf_folder(
     ``tensors`` are (Hugging Face name, tensor) in the order of ``shapes``; one tensor is in memory at a time. Each is
     written with ``dtype``, or if it is None with the dtype that it has in ``source_folder``, or with ``own_dtype`` if
     it has no floating-point dtype there. Behind them come the tensors of ``source_folder`` whose names begin with one
-    of ``passed``, which keep their dtypes and bytes. A file holds at most ``shard_bytes`` bytes, or one tensor. If
-    config.json ties the embeddings, the output weight is left out as transformers does. The new config.json has
-    ``dtype``. The folder appears complete or not at all and replaces an older one. OSError names what was not written,
-    where, and how many bytes are free. Raises ValueError if the source has no config.json.
+    of ``passed``; they are copied in pieces and keep their dtypes and bytes. A file holds at most ``shard_bytes``
+    bytes, or one tensor. If config.json ties the embeddings, the output weight is left out as transformers does. The
+    new config.json has ``dtype``. The folder appears complete or not at all and replaces an older one. OSError names
+    what was not written, where, and how many bytes are free. Raises ValueError if the source has no config.json.
     """
     if not has_hf_config(source_folder):
         raise ValueError(f"model.path={source_folder}: no config.json there. Give a Hugging Face model folder.")
@@ -62,8 +69,8 @@ def export_hf_folder(
             if name not in left_out
         ]
         dtypes = {name: getattr(torch, one) for name, one, _ in weights}
-        weights += _passed_weights(source_folder, passed)
-        copied = read_safetensors(source_folder, wanted=lambda name: name.startswith(passed)) if passed else ()
+        copied = _passed_weights(source_folder, passed)
+        weights += [(name, one.dtype, one.shape) for name, one in copied]
         _write_shards(folder, _cut(weights, shard_bytes), chain(_with_dtypes(dtypes, tensors), copied))
         if dtype or not stored:
             config = _with_dtype(config, dtype or own_dtype)
@@ -82,12 +89,11 @@ def stored_dtypes(folder: Path) -> dict[str, str]:
     return {name: FLOATS[tensor.dtype] for name, tensor in open_safetensors(folder) if tensor.dtype in FLOATS}
 
 
-def _passed_weights(folder: Path, passed: tuple[str, ...]) -> list[Weight]:
-    """Returns the tensors that an export copies, in the order in which they are stored, from the headers alone."""
+def _passed_weights(folder: Path, passed: tuple[str, ...]) -> list[tuple[str, StoredBytes]]:
+    """Returns the tensors that an export copies, unread, in the order in which they are stored."""
     if not passed:
         return []
-    names = {stored: name for name, stored in DTYPES.items()}
-    return [(name, names[one.dtype], one.shape) for name, one in open_safetensors(folder) if name.startswith(passed)]
+    return [one for file in weight_files(folder) for one in stored_bytes(file) if one[0].startswith(passed)]
 
 
 def _with_dtypes(
@@ -114,7 +120,9 @@ def _cut(weights: Iterable[Weight], shard_bytes: int) -> list[list[TensorSpec]]:
     return [library_layout(shard) for shard in shards]
 
 
-def _write_shards(folder: Path, shards: Sequence[Sequence[TensorSpec]], tensors: Iterator[tuple[str, Tensor]]) -> None:
+def _write_shards(
+    folder: Path, shards: Sequence[Sequence[TensorSpec]], tensors: Iterator[tuple[str, Tensor | StoredBytes]]
+) -> None:
     """Writes the files, and their index if there are several."""
     files: dict[str, Sequence[TensorSpec]] = {}
     for number, shard in enumerate(shards, start=1):

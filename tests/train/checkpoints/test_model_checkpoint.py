@@ -20,6 +20,10 @@ from safetensors.torch import load_file
 from tiny_models import make_model
 from tiny_trainer import dp_groups, make_backend, make_critic, train_step
 
+from benchmarks.parity_media import HYBRID, HYBRID_EXPERTS, Items, make_case
+from benchmarks.parity_media import make_model as make_parity_model
+from benchmarks.parity_omni import OMNI, OmniItems, make_omni_case, make_omni_model
+from relax_core.contracts.media_file import FolderReader
 from relax_core.train.checkpoints.checkpoint_shards import StoredFolder
 from relax_core.train.checkpoints.checkpoint_store import CheckpointStore
 from relax_core.train.checkpoints.provenance import read_provenance
@@ -70,6 +74,34 @@ def test_goes_on_to_the_bit(folder: Path, tmp_path: Path, sharded: bool, dtype: 
         expected.grad_norm,
         expected.learning_rate,
     )
+    assert_same_bits(dict(resumed.export()), dict(straight.export()))
+
+
+@pytest.mark.parametrize("family", [OMNI, HYBRID, HYBRID_EXPERTS])
+def test_a_run_with_items_goes_on_to_the_bit(tmp_path: Path, family: str) -> None:
+    """Three steps are those of one step, a stop and two steps; groups have items of all kinds that the family reads."""
+    model, media = tmp_path / "model", tmp_path / "media"
+    if family == OMNI:
+        make_omni_model(model)
+        groups = make_omni_case("mixed", OmniItems(model, media))
+    else:
+        make_parity_model(model, family)
+        groups = make_case("mixed", Items(model, media))
+    settings: dict[str, Any] = {"family": family, "media": FolderReader(media), "optimizer": {"weight_decay": 0.1}}
+
+    def steps(backend: Any, numbers: range) -> Any:
+        for step in numbers:
+            metrics = train_step(backend, [groups[step:], groups[:step]] if step else [groups], step=step)
+        return metrics
+
+    straight = make_backend(model, **settings)
+    steps(straight, range(1))
+    straight.save(tmp_path / "checkpoint")
+    expected = steps(straight, range(1, 3))
+    resumed = make_backend(model, **settings)
+    resumed.load(tmp_path / "checkpoint")
+    metrics = steps(resumed, range(1, 3))
+    assert (metrics.loss, metrics.grad_norm) == (expected.loss, expected.grad_norm)
     assert_same_bits(dict(resumed.export()), dict(straight.export()))
 
 

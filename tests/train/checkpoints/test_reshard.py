@@ -16,7 +16,8 @@ from tiny_models import make_models
 from tiny_trainer import dp_groups, make_backend, train_step
 from worker_group_layouts import RANKS
 
-from benchmarks.parity_media import Items, make_case
+from benchmarks.parity_media import HYBRID, HYBRID_EXPERTS, Items, make_case, make_model
+from benchmarks.parity_omni import OmniItems, make_omni_case, make_omni_model
 from relax_core.contracts.media_file import FolderReader
 from relax_core.families.folder import folder_architecture
 from relax_core.train.hf.stored_weights import fused, stored_weights
@@ -24,10 +25,22 @@ from relax_core.train.hf.stored_weights import fused, stored_weights
 LINKS = [f"{name}-{step}" for name, (*_, layouts) in CHAINS.items() for step, _ in enumerate(pairwise(layouts))]
 
 
+# Of the chains that begin with one rank: what its step has besides text, and the towers that learn from it.
+WITH_ITEMS = {
+    "sees": ("video", ("model.visual.",)),
+    "omni": ("four kinds", ("thinker.visual.", "thinker.audio_tower.")),
+    "hybrid": ("branches", ("model.visual.",)),
+    "hybrid_moe": ("branches", ("model.visual.",)),
+}
+
+
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder: Path = tmp_path_factory.mktemp("models")
     make_models(folder)
+    make_omni_model(folder / "omni")
+    make_model(folder / "hybrid", HYBRID)
+    make_model(folder / "hybrid_moe", HYBRID_EXPERTS)
     return folder
 
 
@@ -35,21 +48,25 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def saved(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Writes the checkpoints of all chains."""
     folder: Path = tmp_path_factory.mktemp("chains")
-    train_on_pictures(models, folder)
+    for name in WITH_ITEMS:
+        train_on_items(models, folder, name)
     ended = run_ranks("reshard_rank.py", [(models, folder)] * RANKS, timeout_s=900.0)
     assert [status for status, _ in ended] == [0] * RANKS, ended
     assert "random streams start anew" in ended[0][1]
     return folder
 
 
-def train_on_pictures(models: Path, folder: Path) -> None:
-    """Saves sees-alone after a step of one rank, in which every weight of the tower has a gradient."""
-    items = Items(models / "sees", folder / "media")
-    backend = make_backend(
-        models / "sees", family="qwen3_vl", optimizer={"eps": 1e-4}, media=FolderReader(folder / "media")
-    )
-    train_step(backend, [make_case("video", items)])
-    backend.save(folder / "sees-alone")
+def train_on_items(models: Path, folder: Path, name: str) -> None:
+    """Saves <name>-alone after a step of one rank, in which every weight of the towers has a gradient."""
+    model, family, *_ = CHAINS[name]
+    case = WITH_ITEMS[name][0]
+    if name == "omni":
+        groups = make_omni_case(case, OmniItems(models / model, folder / name))
+    else:
+        groups = make_case(case, Items(models / model, folder / name))
+    backend = make_backend(models / model, family=family, optimizer={"eps": 1e-4}, media=FolderReader(folder / name))
+    train_step(backend, [groups])
+    backend.save(folder / f"{name}-alone")
 
 
 def assert_equal_to_the_bit(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> None:
@@ -83,16 +100,19 @@ def test_another_layout_has_the_same_state_to_the_bit(models: Path, saved: Path,
     assert all(torch.equal(tensor, joined[name]) for name, tensor in exported.items())
 
 
-def test_a_model_that_sees_goes_to_tp2_pp2_and_back_to_one_rank(models: Path, saved: Path, tmp_path: Path) -> None:
-    """Both ways weights and moments keep their bits, those of the tower too, which has learned from pictures."""
-    alone = stored(saved / "sees-alone")
-    assert all(bool(tensor.any()) for name, tensor in alone.items() if name.startswith("exp_avg/model.visual."))
-    assert_equal_to_the_bit(alone, stored(saved / "sees-alone-again"))
-    backend = make_backend(models / "sees", family="qwen3_vl", optimizer={"eps": 1e-4})
-    backend.load(saved / "sees-0")
+@pytest.mark.parametrize("name", WITH_ITEMS)
+def test_four_ranks_take_over_from_one_and_give_back(models: Path, saved: Path, tmp_path: Path, name: str) -> None:
+    """Both ways weights and moments keep their bits, those of the towers too, which have learned from their items."""
+    alone = stored(saved / f"{name}-alone")
+    of_towers = [key for key in alone if key.startswith(tuple(f"exp_avg/{one}" for one in WITH_ITEMS[name][1]))]
+    assert of_towers and all(bool(alone[key].any()) for key in of_towers)
+    assert_equal_to_the_bit(alone, stored(saved / f"{name}-alone-again"))
+    model, family, _, layouts = CHAINS[name]
+    assert {"tp": 2, "pp": 2, "distributed_optimizer": False}.items() <= layouts[0].items()
+    backend = make_backend(models / model, family=family, optimizer={"eps": 1e-4})
+    backend.load(saved / f"{name}-0")
     backend.save(tmp_path / "back")
-    assert CHAINS["sees"][-1][0] == {"tp": 2, "pp": 2, "distributed_optimizer": False}
-    assert_equal_to_the_bit(stored(saved / "sees-0"), stored(tmp_path / "back"))
+    assert_equal_to_the_bit(stored(saved / f"{name}-0"), stored(tmp_path / "back"))
 
 
 def train_alone(models: Path, name: str, steps: range, *, load: Path | None = None) -> Any:

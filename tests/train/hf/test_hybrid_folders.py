@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import make_vision_model
-from tiny_trainer import make_backend
+from tiny_trainer import make_backend, train_step
 from torch import Tensor
 
+from relax_core.contracts.media_file import FolderReader
 from relax_core.train.hf.hf_export import export_hf_folder
+from relax_core.train.model.frozen_parts import frozen_weights
+from tests.seeing import Seen, text
+from tests.trees import answers_tree
 
 EXPERTS = "tiny_qwen3_5_moe"
 
@@ -67,3 +72,31 @@ def test_an_untouched_folder_comes_out_as_it_went_in(tmp_path: Path, name: str, 
     for key, tensor in tensors.items():
         assert (found[key].dtype, found[key].shape) == (tensor.dtype, tensor.shape), key
         assert torch.equal(found[key].view(torch.uint8), tensor.view(torch.uint8)), key
+
+
+@pytest.mark.parametrize("name", ["tiny_qwen3_5", EXPERTS])
+def test_after_a_step_exactly_the_trained_tensors_differ(tmp_path: Path, name: str) -> None:
+    folder, frozen = tmp_path / "model", ("projector",)
+    make_vision_model(folder, name)
+    seen = Seen(folder, tmp_path / "media")
+    ids, media = seen.prompt(text(5), seen.image(2, 3), text(4))
+    random = torch.Generator().manual_seed(0)
+    advantages = torch.randn(12, generator=random).numpy()
+    group = answers_tree("g", ids, [5, 7], text(12), logprobs=-1.0, advantages=advantages)
+    reader = FolderReader(tmp_path / "media")
+    backend = make_backend(folder, family=name.removeprefix("tiny_"), frozen=frozen, media=reader)
+    train_step(backend, [[replace(group, media=media)]])
+    export_hf_folder(
+        backend.export(),
+        shapes=backend.weight_shapes,
+        own_dtype="float32",
+        source_folder=folder,
+        target=tmp_path / "hf",
+        passed=backend.architecture.passed,
+    )
+    before, after = (load_file(one / "model.safetensors") for one in (folder, tmp_path / "hf"))
+    assert before.keys() == after.keys()
+    same = {key for key in before if torch.equal(before[key], after[key])}
+    passed, kept = {key for key in before if key.startswith("mtp.")}, frozen_weights(backend.architecture, frozen)
+    assert passed and kept
+    assert same == passed | kept
