@@ -133,7 +133,7 @@ def scene(seeing: Seeing) -> list[PromptRequest]:
 
 def long_body(prompt: PromptRequest, params: SamplingParams, rid: str, *, new: int = 1500) -> dict[str, Any]:
     """Returns a /generate body of one sample that stops only at ``new`` tokens."""
-    sampling = {"max_new_tokens": new, "ignore_eos": True, "temperature": 0.9, "sampling_seed": 1}
+    sampling = {"max_new_tokens": new, "ignore_eos": True, "temperature": params.temperature, "sampling_seed": 1}
     return {
         "rid": rid,
         "input_ids": prompt.input_ids,
