@@ -64,7 +64,7 @@ def test_items_are_found_where_they_are(seen: Seen, config: ModelConfig) -> None
         {"offsets": np.full((3, 4), -1, dtype="<i4").tobytes()},
         {"offsets": np.full((3, 4), np.nan, dtype="<f4").tobytes(), "fractional": True},
     ],
-    ids=str,
+    ids=["wide", "long", "narrow", "far", "still", "nan advance", "no offsets", "negative offsets", "nan offsets"],
 )
 def test_items_of_another_model_are_refused(seen: Seen, config: ModelConfig, change: dict[str, Any]) -> None:
     """The file is whole, but the tower could not take it: the rows, the grid or the frames do not fit each other."""
