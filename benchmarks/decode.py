@@ -1,7 +1,8 @@
 """Decode speed of engines over HTTP, against transformers' generate on the same weights and one thread.
 
-    python -m benchmarks.decode --profile [--batches 1 16]     the embedded decoder's operators
+    python -m benchmarks.decode --profile [--batches 1 16] [--hybrid]     the embedded decoder's operators
     python -m benchmarks.decode --media [--rounds 5]           prompts with pictures (benchmarks/decode_media.py)
+    python -m benchmarks.decode --states [--rounds 5]          tiny_qwen3_5 (benchmarks/decode_states.py)
 
 `python -m benchmarks.engines` prints the speeds. All take turns in every round, so that a loaded machine slows all.
 What counts is the ratio, of wall time and of process CPU time: an engine's covers its HTTP, scheduling and decoding,
@@ -181,6 +182,8 @@ def main() -> None:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--profile", action="store_true")
     what.add_argument("--media", action="store_true")
+    what.add_argument("--states", action="store_true")
+    parser.add_argument("--hybrid", action="store_true", help="with --profile: tiny_qwen3_5")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     if arguments.media:
@@ -188,8 +191,13 @@ def main() -> None:
 
         print_media_speeds(new_tokens=arguments.new_tokens, rounds=arguments.rounds)
         return
+    from benchmarks.decode_states import endless_hybrid, print_state_figures
+
+    if arguments.states:
+        print_state_figures(new_tokens=arguments.new_tokens, rounds=arguments.rounds)
+        return
     with tempfile.TemporaryDirectory() as name:
-        endless_demo_model(Path(name))
+        (endless_hybrid if arguments.hybrid else endless_demo_model)(Path(name))
         for batch in arguments.batches:
             profile(Path(name), batch, arguments.new_tokens)
 

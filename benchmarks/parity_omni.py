@@ -86,9 +86,9 @@ class OmniItems:
             "image", image_rows(self._vision, grid=[1, height, width]), frames=self._pixels(1, height, width)
         )
 
-    def video(self, time: int, height: int, width: int) -> MediaItem:
-        rows = timed_video_rows(self._vision, grid=[time, height, width], seconds=SECONDS)
-        return self._item("video", rows, frames=self._pixels(2 * time, height, width))
+    def video(self, time: int, height: int, width: int, *, seconds: float = SECONDS) -> MediaItem:
+        rows = timed_video_rows(self._vision, grid=[time, height, width], seconds=seconds)
+        return self._item("video", rows, seconds=seconds, frames=self._pixels(2 * time, height, width))
 
     def clip(self, frames: int) -> MediaItem:
         return self._item("audio", clip_rows(self._audio, frames=frames), features=self._features(frames))
@@ -99,8 +99,8 @@ class OmniItems:
         pixels = self._pixels(2 * time, height, width)
         return self._item("video", rows, frames=pixels, features=self._features(frames))
 
-    def _item(self, kind: Any, rows: ItemRows, **tensors: np.ndarray) -> MediaItem:
-        return item_of_rows(self._vision, kind, rows, tensors, seconds=SECONDS, folder=self._folder)
+    def _item(self, kind: Any, rows: ItemRows, *, seconds: float = SECONDS, **tensors: np.ndarray) -> MediaItem:
+        return item_of_rows(self._vision, kind, rows, tensors, seconds=seconds, folder=self._folder)
 
     def _pixels(self, frames: int, height: int, width: int) -> np.ndarray:
         size = self._vision.patch_size
@@ -143,7 +143,7 @@ def omni_logits(model: Any, tree: TokenTree, reader: FolderReader, towers: Tower
             inputs[pixels] = torch.cat([patches_of(tensors["frames"], towers.vision) for _, tensors in own])
             inputs[grids] = torch.tensor([item.grid for item, _ in own])
         if own and kind == "video":
-            inputs["video_second_per_grid"] = torch.tensor([SECONDS] * len(own))
+            inputs["video_second_per_grid"] = torch.tensor([item.seconds for item, _ in own])
             inputs["use_audio_in_video"] = any(item.audio_frames for item, _ in own)
     features = [torch.from_numpy(tensors["features"].copy()) for _, tensors in items if "features" in tensors]
     if features:

@@ -20,13 +20,13 @@ from relax_core.plan.gpu_placement import Place, gpus_of, place, placement_fault
 from relax_core.plan.gpus import UNSEEN
 from relax_core.plan.memory.memory_cpu import cache_tokens, cpu_holders
 from relax_core.plan.memory.memory_gpu import cache_tokens_that_fit, gpu_holders
-from relax_core.plan.memory.memory_terms import GIB, Holder
+from relax_core.plan.memory.memory_terms import GIB, Holder, engine_bytes
 from relax_core.plan.memory.transfers import Transfers, find_transfers
 from relax_core.plan.model.dimensions import ModelDimensions
 from relax_core.plan.model.model_source import find_dimensions
 from relax_core.plan.unused_keys import unused_keys
 from relax_core.plan.workload import Workload, find_workload
-from relax_core.registry import find_algorithm
+from relax_core.registry import find_algorithm, find_engine
 from relax_core.roles.process.process_placement import engines_take_gpus
 
 
@@ -81,8 +81,10 @@ def make_plan(config: RelaxConfig, not_yet: Sequence[str] = ()) -> Plan:
     requirements: Requirements = find_algorithm(config.algo.name).requirements(config.algo)
     roles = roles_of(config)
     look = _look(config)
-    work = find_workload(config, vocabulary=model.vocabulary, patches=model.patches)
-    refused = [*_context_faults(config, model), *placement_faults(config, roles, model)]
+    # An engine that takes its whole cache at the start has memory of its own for states.
+    states = 0 if find_engine(config.engine.name).whole_cache else model.state_tokens(engine_bytes(config))
+    work = find_workload(config, vocabulary=model.vocabulary, patches=model.patches, state_tokens=states)
+    refused = [*_context_faults(config, model), *_state_faults(config, states), *placement_faults(config, roles, model)]
     on_gpus = config.placement.gpus_per_node > 0
     memory: list[Holder] = []
     free = None
@@ -159,6 +161,17 @@ def _context_faults(config: RelaxConfig, model: ModelDimensions) -> Iterator[str
         yield (
             f"engine.context_length={context} is more than the {model.positions} positions of "
             f"model.shape={model.name}. Use engine.context_length={model.positions} or less."
+        )
+
+
+def _state_faults(config: RelaxConfig, state_tokens: int) -> Iterator[str]:
+    """Returns a sentence if the engine has no room for one group with its states, whatever the prompt."""
+    group, new, room = config.algo.group_size, config.rollout.max_new_tokens, config.engine.max_total_tokens
+    needed = group * (new + state_tokens)
+    if state_tokens and needed > room:
+        yield (
+            f"engine.max_total_tokens={room} cannot hold one group: algo.group_size={group} x (rollout.max_new_tokens="
+            f"{new} + {state_tokens} for the states of a sample's linear attention) = {needed}. Raise it."
         )
 
 

@@ -64,10 +64,13 @@ class Workload:
     mean_prompt_tokens: int = 0
 
 
-def find_workload(config: RelaxConfig, *, vocabulary: int, patches: PatchCost | None = None) -> Workload:
+def find_workload(
+    config: RelaxConfig, *, vocabulary: int, patches: PatchCost | None = None, state_tokens: int = 0
+) -> Workload:
     """Returns the sizes of a step for a validated configuration. ``patches`` is what a patch costs if the model sees.
 
-    Without rows, all of a prompt counts as images.
+    ``state_tokens`` is what a sample takes of engine.max_total_tokens beside its own tokens. Without rows, all of a
+    prompt counts as images.
     """
     prompt, source = _prompt_tokens(config, vocabulary=vocabulary)
     group_size, groups, new = config.algo.group_size, config.rollout.prompts_per_step, config.rollout.max_new_tokens
@@ -89,7 +92,7 @@ def find_workload(config: RelaxConfig, *, vocabulary: int, patches: PatchCost | 
     wanted = (config.mode.max_staleness + 1) * groups * group_size // engine.count
     if config.eval.every:
         wanted = max(wanted, config.eval.rows // engine.count)
-    fitting = max(group_size, engine.max_total_tokens // sample_tokens)
+    fitting = max(group_size, engine.max_total_tokens // (sample_tokens + state_tokens))
     media = None if patches is None else _prompt_media(config, patches, prompt=prompt)
     mean_prompt = _mean_prompt(config, media, prompt=prompt)
     return Workload(

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from relax_core.config.checks.modality_keys import MODELS_THAT
 from relax_core.config.choices import Overlong
 from relax_core.contracts.data import TOO_LONG, BadRow, DataRow
 from relax_core.contracts.engine import EngineError, Generated, PromptRequest
@@ -80,7 +81,7 @@ class PromptMaker:
         if not sources:
             return self._opening(messages, (), where=where)
         if self.items is None:
-            raise _text_only(sources[0], f"{where}: ")
+            raise _unread(sources[0], f"{where}: ")
         self._check_kinds(sources, f"{where}: ")
         try:
             items = await self.encoded(sources, owner=owner)
@@ -103,7 +104,7 @@ class PromptMaker:
             return []
         first = sources[0].kind
         if self.items is None:
-            raise _text_only(sources[0])
+            raise _unread(sources[0])
         self._check_kinds(sources)
         if len(sources) > self._prompt_items:
             text = f"it has {len(sources)} items of media, more than modality.prompt_items={self._prompt_items}."
@@ -193,7 +194,7 @@ class PromptMaker:
         """
         sources = media_sources(messages)
         if sources and self._item_rows is None:
-            raise _text_only(sources[0], f"{where}: ")
+            raise _unread(sources[0], f"{where}: ")
         if self._item_rows is not None:
             self._check_kinds(sources, f"{where}: ")
         try:
@@ -206,8 +207,7 @@ class PromptMaker:
         read = self.tokenizer.media_ids
         for source in sources:
             if source.kind not in read:
-                told = f"it has media of kind {source.kind}, but the model reads {', '.join(read) or 'text'} only."
-                raise BadRow.because("prompt", where + told)
+                raise _unread(source, where, f"the model reads {', '.join(read) or 'text'} only")
 
     def _encode(self, messages: Sequence[Message], items: Sequence[MediaItem], *, where: str) -> Prompt:
         try:
@@ -282,8 +282,9 @@ def _shown_part(part: Mapping[str, Any], items: Iterator[MediaItem]) -> str:
     return f"[{part['type']}]" if item is None else item.words
 
 
-def _text_only(source: MediaSource, where: str = "") -> BadRow:
-    return BadRow.because("prompt", f"{where}it has a {source.kind}, but only text is read here.")
+def _unread(source: MediaSource, where: str = "", why: str = "only text is read here") -> BadRow:
+    fix = f"Use a model that {MODELS_THAT[source.kind]}, with modality=auto; or leave such rows out of the data."
+    return BadRow.because("prompt", f"{where}it has media of kind {source.kind}, but {why}. {fix}")
 
 
 def _of_row(error: MediaError, where: str) -> MediaError:

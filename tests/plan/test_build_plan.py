@@ -205,6 +205,16 @@ def test_gpus_of_roles_without_gpus_are_refused() -> None:
     assert "Choose placement=gpu" in fault
 
 
+def test_states_count_in_the_cache_that_a_group_needs() -> None:
+    """A state of tiny_qwen3_5 has 13,248 bytes, 3 layers of 4 x 12 x 16 + 3 x 112 numbers; a token has 256."""
+    given = ("model=tiny_qwen3_5", "data=see", "algo.group_size=8", "rollout.max_new_tokens=8")
+    (fault,) = make_plan(planned(*given, "engine.max_total_tokens=479")).refused
+    assert fault.startswith("engine.max_total_tokens=479 cannot hold one group: algo.group_size=8 x (rollout.max_new")
+    assert "8 + 52 for the states of a sample's linear attention) = 480. Raise it." in fault
+    plan = make_plan(planned(*given, "engine.max_total_tokens=2000", "rollout.prompts_per_step=8"))
+    assert plan.refused == [] and plan.work.samples_in_flight == 2000 // (plan.work.sample_tokens + 52)
+
+
 def test_a_model_without_dimensions_is_refused() -> None:
     with pytest.raises(ValueError, match=r"model\.shape=<one of: Llama-3.1-8B, Mistral-7B-v0.3, Qwen2.5-7B, Qwen3"):
         make_plan(planned("model=qwen3"))

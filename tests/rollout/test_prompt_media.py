@@ -108,13 +108,17 @@ def test_a_sound_for_a_model_that_only_sees_is_a_bad_row(tokenizer: PromptTokeni
         with pytest.raises(BadRow, match="it has media of kind audio, but the model reads image, video only") as told:
             call()
         assert told.value.reason == "bad_row:prompt" and str(told.value).startswith(f"{WHERE}: ")
+        assert "Use a model that hears, e.g. model=qwen3_omni, with modality=auto; or leave such rows" in str(
+            told.value
+        )
 
 
 def test_a_run_on_text_refuses_a_row_with_an_image_and_a_plan_counts_its_rows(tokenizer: PromptTokenizer) -> None:
     for call in (lambda one: made(one, row("a")), lambda one: one.tokens(row("a"), where=WHERE)):
-        with pytest.raises(BadRow, match="it has a image, but only text is read") as told:
+        with pytest.raises(BadRow, match="it has media of kind image, but only text is read") as told:
             call(maker(tokenizer, items=None))
         assert told.value.reason == "bad_row:prompt"
+        assert "Use a model that sees, e.g. model=qwen3_vl, with modality=auto; or leave such rows" in str(told.value)
     planned = maker(tokenizer, items=None, item_rows=lambda source: 6)
     assert len(planned.tokens(row("a"), where=WHERE)) == len(made(maker(tokenizer), row("a")).token_ids)
 

@@ -17,8 +17,8 @@ LIBRARIES = {"PIL": "Pillow", "av": "PyAV"}
 SOUND_LIBRARIES = {"soundfile": "soundfile", "soxr": "soxr"}
 INSTALL = "pip install 'relax-core[omni]'"
 LONGEST_SOUND_S = 600.0
-_MODELS: dict[MediaKind, str] = {"image": "sees, e.g. model=qwen3_vl", "video": "sees, e.g. model=qwen3_vl"}
-_MODELS["audio"] = "hears, e.g. model=qwen3_omni"
+_SEES, _HEARS = "sees, e.g. model=qwen3_vl", "hears, e.g. model=qwen3_omni"
+MODELS_THAT: dict[MediaKind, str] = {"image": _SEES, "video": _SEES, "audio": _HEARS}
 _PLURALS: dict[MediaKind, str] = {"image": "images", "video": "videos", "audio": "sounds"}
 
 
@@ -40,7 +40,7 @@ def modality_problems(config: RelaxConfig) -> Iterator[str]:
     for kind, column in config.data.media_keys.columns.items():
         if kind not in kinds:
             told = f"data.media_keys.{kind}={column}: {why}."
-            yield f"{told} Choose a model that {_MODELS[kind]}, with modality=auto; or drop the key."
+            yield f"{told} Choose a model that {MODELS_THAT[kind]}, with modality=auto; or drop the key."
     if task in MEDIA_TASKS and not set(MEDIA_TASKS[task].kinds) <= set(kinds):
         builtin = "tiny_qwen3_omni" if "audio" in MEDIA_TASKS[task].kinds else "tiny_qwen3_vl"
         told = f"data.task={task} has {_listed(MEDIA_TASKS[task].kinds)}: {why}."

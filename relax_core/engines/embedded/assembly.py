@@ -61,6 +61,7 @@ def build_app(arguments: argparse.Namespace) -> tuple[EngineApp, Scheduler]:
         context_length=arguments.context_length,
         max_running_samples=arguments.max_running_samples,
         max_total_tokens=arguments.max_total_tokens,
+        state_tokens=decoder.state_columns,
     )
     app = EngineApp(
         GenerateRoute(scheduler, config, limits, StopTable(arguments.model_path), RequestMedia(reader, config)),

@@ -198,7 +198,7 @@ def _engine(name: str, config: RelaxConfig, model: ModelDimensions, work: Worklo
     state = {"imports": imports, "weights": model.parameters * size}
     tokens = cache_tokens(config, work)
     cache = tokens * model.cache_values_per_token * size
-    states = work.samples_in_flight * model.state_values_per_sample * FLOAT
+    states = work.samples_in_flight * model.state_bytes_per_sample(size)
     serving = {
         f"KV cache ({tokens} tokens)": cache,
         **({"linear-attention states": states} if states else {}),

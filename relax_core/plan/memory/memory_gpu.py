@@ -15,7 +15,6 @@ from relax_core.plan.gpu_placement import ROLLOUT
 from relax_core.plan.memory.media_terms import engine_media_terms
 from relax_core.plan.memory.memory_advice import trainer_room
 from relax_core.plan.memory.memory_terms import (
-    FLOAT,
     GIB,
     MIB,
     Holder,
@@ -63,7 +62,7 @@ def cache_tokens_that_fit(config: RelaxConfig, model: ModelDimensions, work: Wor
     free = round(config.placement.gpu_memory_gib * GIB) - ENGINE_BYTES - model.parameters * size // tp
     if config.mode.name is ModeName.colocate:
         free -= PROCESS_BYTES
-    free -= work.samples_in_flight * model.state_values_per_sample * FLOAT // tp + SYNC_BUCKET_BYTES
+    free -= work.samples_in_flight * model.state_bytes_per_sample(size) // tp + SYNC_BUCKET_BYTES
     free -= sum(engine_media_terms(config, model, work).values())
     return max(0, free // _cache_bytes_a_token(config, model))
 
@@ -110,7 +109,8 @@ def _engine_terms(config: RelaxConfig, model: ModelDimensions, work: Workload) -
         **engine_media_terms(config, model, work),
     }
     if model.linear is not None:
-        terms["linear-attention states"] = work.samples_in_flight * model.state_values_per_sample * FLOAT // tp
+        states = model.state_bytes_per_sample(engine_bytes(config))
+        terms["linear-attention states"] = work.samples_in_flight * states // tp
     return terms
 
 

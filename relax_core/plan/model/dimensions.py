@@ -14,6 +14,7 @@ from relax_core.plan.model.patch_cost import PatchCost, patch_cost
 from relax_core.registry import find_family, names
 
 Values = Mapping[str, Any]
+_FLOAT = 4  # bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,14 +156,20 @@ class ModelDimensions:
         """Returns how many numbers an engine keeps of one token: keys and values of the layers with full attention."""
         return 2 * self.full_attention_layers * self.key
 
-    @property
-    def state_values_per_sample(self) -> int:
-        """Returns how many numbers of linear-attention state an engine keeps of one running sample."""
+    def state_bytes_per_sample(self, size: int) -> int:
+        """Returns the bytes of the states of linear attention that an engine keeps of one running sample.
+
+        The matrices are float32; the inputs of the convolution have ``size`` bytes a number.
+        """
         one = self.linear
         if one is None:
             return 0
         convolution = (2 * one.keys + one.values) * (one.convolution - 1)
-        return one.layers * (one.value_heads * one.key_dim * one.value_dim + convolution)
+        return one.layers * (one.value_heads * one.key_dim * one.value_dim * _FLOAT + convolution * size)
+
+    def state_tokens(self, size: int) -> int:
+        """Returns how many tokens' keys and values take the memory of a sample's states, 0 for a model without them."""
+        return -(-self.state_bytes_per_sample(size) // (self.cache_values_per_token * size))
 
     def _attention_parameters(self) -> int:
         projections = self.query * (2 if self.output_gate else 1) + 2 * self.key + self.query

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from relax_core.config.compose import compose, load_config, typed_config
-from relax_core.config.errors import ConfigError
+from relax_core.config.errors import ConfigError, NotYet
 from relax_core.engines.sglang.checks import version_problems, vision_problems
 
 SGLANG = ["engine=sglang", "engine.urls=[http://127.0.0.1:30000]"]
@@ -106,3 +106,10 @@ def test_a_family_that_sees_and_that_sglang_cannot_serve_is_named(tmp_path: Path
     (problem,) = vision_problems(typed_config(compose(given)))
     assert "with engine=sglang: of the models that see it serves qwen3_vl, qwen3_vl_moe, qwen3_omni_moe only" in problem
     assert list(vision_problems(typed_config(compose(["engine=sglang", "model=qwen3_vl"])))) == []
+
+
+@pytest.mark.parametrize("model", ["tiny_qwen3_5", "tiny_qwen3_5_moe"])
+def test_a_family_with_states_is_refused_for_sglang_by_name(model: str) -> None:
+    (problem,) = vision_problems(typed_config(compose(["engine=sglang", f"model={model}"])))
+    assert problem.startswith(f"model.family={model.removeprefix('tiny_')} with engine=sglang: ")
+    assert isinstance(problem, NotYet) and "Use engine=embedded." in problem

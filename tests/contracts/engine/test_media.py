@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,102 +13,35 @@ import pytest
 import torch
 
 from relax_core.contracts.engine import EngineError, Generated, PromptRequest, SamplingParams
-from relax_core.contracts.media import Media, MediaItem
-from relax_core.engines.engine_process import EngineLaunch, EngineProcess
+from relax_core.contracts.media import Media
+from relax_core.engines.engine_process import EngineLaunch
 from relax_core.engines.protocol import engine_client
 from relax_core.engines.protocol.engine_client import generate_body
 from relax_core.engines.protocol.frames import StreamEnd
-from relax_core.engines.protocol.score_calls import TokensToScore
-from relax_core.families.folder import folder_architecture
 from relax_core.registry import find_engine
-from relax_core.tools.tiny_vision import write_published
-from relax_core.weights.folder_stream import read_safetensors
-from relax_core.weights.version_file import write_weights
 from tests.contracts.engine.harness import Engine, embedded_only
-from tests.seeing import DENSE, EXPERTS, Seen, make_seeing_model, text
-
-TOLERANCE = 2e-5
-PARAMS = SamplingParams(n=2, max_new_tokens=10, temperature=0.9)
-
-
-@dataclass
-class Seeing:
-    """Is a running engine that sees, with transformers' model of the same weights."""
-
-    engine: Engine
-    model: Any
-    seen: Seen
-    name: str
-    folder: Path
-
-    def prompts(self, *parts: Sequence[Sequence[int] | MediaItem]) -> list[PromptRequest]:
-        found = []
-        for index, one in enumerate(parts):
-            ids, media = self.seen.prompt(*one)
-            found.append(PromptRequest(rid=f"prompt-{index}", input_ids=ids, sampling_seed=3 + index, media=media))
-        return found
-
-    @property
-    def passes(self) -> int:
-        """Returns how many items have passed the engine's tower."""
-        return int(self.engine.client.loads()["tower_passes"])
-
-    @property
-    def params(self) -> SamplingParams:
-        """Never samples tokens that stand for media, and no token that ends a response."""
-        tower = self.seen.tower
-        special = [tower.image_token_id, tower.video_token_id, tower.vision_start_token_id, tower.vision_end_token_id]
-        return msgspec.structs.replace(PARAMS, banned_token_ids=[*special, 3])
-
-    def expected(self, prompt: PromptRequest, one: Generated, params: SamplingParams) -> torch.Tensor:
-        """Returns transformers' log-prob of each generated token."""
-        output = self.seen.logits(self.model, prompt.input_ids + one.output_ids.tolist(), prompt.media)
-        logits = output.logits[0, len(prompt.input_ids) - 1 : -1]
-        logits[:, params.banned_token_ids] = float("-inf")
-        table = (logits / params.temperature).log_softmax(-1)
-        return table.gather(-1, torch.tensor(one.output_ids.tolist())[:, None])[:, 0]
-
-    def gap(self, prompts: Sequence[PromptRequest], found: Sequence[Generated], params: SamplingParams) -> float:
-        """Returns the largest difference from transformers' log-probs."""
-        gaps = [self.expected(prompts[one.prompt], one, params) - torch.tensor(one.logprobs) for one in found]
-        return float(torch.cat(gaps).abs().max())
-
-    def scores(self, prompts: Sequence[PromptRequest]) -> list[list[float]]:
-        """Returns the log-probs of each prompt's tokens but the first."""
-        items = [TokensToScore(input_ids=one.input_ids, first=1, media=one.media) for one in prompts]
-        return [one.logprobs.tolist() for one in self.engine.client.score(items, top_k=0, temperature=1.0)]
-
-    def publish(self, path: Path, model: Any) -> None:
-        """Serves the weights of ``model`` as the next version."""
-        path.mkdir()
-        write_published(model, path)
-        version = self.engine.version + 1
-        manifest = write_weights(path / "version.bin", version=version, tensors=read_safetensors(path))
-        self.engine.client.update_weights(manifest)
-
-
-def start(launch: EngineLaunch, folder: Path, *, name: str, kind: str) -> Iterator[Seeing]:
-    model = make_seeing_model(folder / "model", name=name)
-    seen = Seen(folder / "model", folder / "media")
-    process = EngineProcess.start(
-        replace(
-            launch,
-            model_folder=folder / "model",
-            media_folder=folder / "media",
-            engine=replace(launch.engine, context_length=2048),
-            return_routed_experts=name == EXPERTS,
-        )
-    )
-    vocab_size = folder_architecture(folder / "model").vocab_size
-    yield Seeing(Engine(process, kind, vocab_size=vocab_size), model, seen, name, folder)
-    process.stop(timeout_s=5.0)
-
+from tests.contracts.engine.seeing_engine import (
+    CONTEXT,
+    MAX_TOTAL_TOKENS,
+    TOLERANCE,
+    Seeing,
+    long_body,
+    read,
+    scene,
+    start,
+    take,
+)
+from tests.seeing import DENSE, EXPERTS, HYBRIDS, Seen, make_seeing_model, text
 
 MODELS = [
     pytest.param((kind, name), id=f"{kind}-{name}", marks=marks)
-    for kind, marks in (("embedded", ()), ("sglang", pytest.mark.sglang))
-    for name in (DENSE, EXPERTS)
+    for kind, marks, names in (
+        ("embedded", (), (DENSE, EXPERTS, *HYBRIDS)),
+        ("sglang", pytest.mark.sglang, (DENSE, EXPERTS)),  # it refuses the others before a run starts
+    )
+    for name in names
 ]
+INTERRUPTIONS = ("pause in place", "retract", "memory released", "same weights", "abort of another")
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -135,18 +68,6 @@ def _fits(request: pytest.FixtureRequest) -> None:
         kind = request.getfixturevalue("seeing").engine.kind
         if kind == "sglang" and request.node.originalname not in ON_SGLANG:
             pytest.skip("SGLang has a test of its own")
-
-
-def scene(seeing: Seeing) -> list[PromptRequest]:
-    """Returns prompts with images of several sizes, videos, both, and text alone."""
-    seen = seeing.seen
-    return seeing.prompts(
-        (text(5), seen.image(2, 2), text(4)),
-        (text(1), seen.image(5, 3, seed=1), text(6)),
-        (text(3), seen.video(3, 2, 2), text(2)),
-        (text(12),),
-        (seen.image(3, 3, seed=2), text(4), seen.image(3, 3, seed=3), text(1), seen.video(2, 2, 3, seed=4), text(7)),
-    )
 
 
 def test_every_token_is_that_of_transformers(seeing: Seeing) -> None:
@@ -200,7 +121,7 @@ def test_a_response_goes_on_from_its_own_prefix(seeing: Seeing) -> None:
 
 
 def test_every_row_of_an_item_has_its_experts(seeing: Seeing) -> None:
-    if seeing.name != EXPERTS:
+    if not seeing.has_experts:
         pytest.skip("a dense model has no experts")
     prompts = scene(seeing)
     params = msgspec.structs.replace(seeing.params, return_routed_experts=True)
@@ -265,39 +186,79 @@ def test_an_item_passes_the_tower_once_for_each_weight_version(seeing: Seeing, t
 
 
 # -- while samples run ------------------------------------------------------------------------------------------------
-def long_body(prompt: PromptRequest, params: SamplingParams, rid: str) -> dict[str, Any]:
-    sampling = {"max_new_tokens": 1500, "ignore_eos": True, "temperature": 0.9, "sampling_seed": 1}
-    return {
-        "rid": rid,
-        "input_ids": prompt.input_ids,
-        "media": [[(one.item.digest, one.start) for one in prompt.media]],
-        "sampling_params": sampling,
-        "banned_token_ids": params.banned_token_ids,
-        "return_logprob": True,
-    }
-
-
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
 def test_weights_change_while_a_picture_prompt_runs(seeing: Seeing, tmp_path: Path, mode: Any) -> None:
-    """A retracted sample sees its picture with the new tower; one that stays keeps its cache of the old one."""
+    """A retracted sample sees its picture with the new tower; one that stays keeps its cache of the old one.
+
+    States would carry the old weights on, so that a model with states computes them again in both modes.
+    """
     (prompt,) = seeing.prompts((text(3), seeing.seen.image(4, 3, seed=41), text(4)))
     other = make_seeing_model(None, name=seeing.name, seed=9)
     tokens: list[int] = []
     logprobs: list[float] = []
     with seeing.engine.stream(long_body(prompt, seeing.params, mode)) as events:
-        while len(tokens) < 8:
-            _take(next(events), tokens, logprobs)
+        read(events, tokens, logprobs, count=8)
         seeing.engine.client.pause(mode)
         seeing.publish(tmp_path / "other", other)
         seeing.engine.client.resume()
         for event in events:
-            meta = _take(event, tokens, logprobs)
+            meta = take(event, tokens, logprobs)
             if len(tokens) - meta["weight_versions"][0]["end"] >= 8:
                 seeing.engine.client.abort(mode)
     assert meta["finish_reason"]["type"] == "abort" and len(meta["weight_versions"]) == 2
     change = meta["weight_versions"][0]["end"]
-    one = Generated(
-        rid=mode,
+    one = generated(tokens, logprobs)
+    first = (seeing.expected(prompt, one, seeing.params) - torch.tensor(logprobs)).abs()
+    assert float(first[:change].max()) <= TOLERANCE
+    with_other = replace(seeing, model=other)
+    second = (with_other.expected(prompt, one, seeing.params) - torch.tensor(logprobs)).abs()
+    if mode == "retract" or seeing.name in HYBRIDS:
+        assert float(second[change:].max()) <= TOLERANCE
+    else:
+        assert float(second[change:].max()) > 1e-2, "the cache of the old weights is still in use"
+    seeing.publish(tmp_path / "first", seeing.model)
+
+
+@pytest.mark.parametrize("what", INTERRUPTIONS)
+def test_an_interrupted_sample_has_the_tokens_of_a_calm_one(seeing: Seeing, tmp_path: Path, what: str) -> None:
+    """Keys, values and states stay, move to another slot, or are computed again; nothing of it shows in the tokens."""
+    seen, client = seeing.seen, seeing.engine.client
+    leaves, stays = seeing.prompts(
+        (text(9), seen.image(3, 4, seed=42), text(4)), (text(3), seen.video(3, 2, 3, seed=43), text(70))
+    )
+    tokens: list[int] = []
+    logprobs: list[float] = []
+    with seeing.engine.stream(long_body(leaves, seeing.params, "leaves")) as others:
+        read(others, [], [], count=1)
+        with seeing.engine.stream(long_body(stays, seeing.params, "stays")) as events:
+            read(events, tokens, logprobs, count=8)
+            if what == "pause in place":
+                client.pause("in_place")
+                client.resume()
+            elif what == "retract":
+                client.pause("retract")
+                client.resume()
+            elif what == "memory released":
+                client.release_memory()
+                client.resume_memory()
+            elif what == "same weights":
+                seeing.publish(tmp_path / "same", seeing.model)
+            else:
+                client.abort("leaves")
+            read(events, tokens, logprobs, count=len(tokens) + 24)
+        client.abort()
+    calm = seeing.engine.post("/generate", long_body(stays, seeing.params, "calm", new=len(tokens)))
+    calm_tokens: list[int] = []
+    calm_logprobs: list[float] = []
+    take(calm, calm_tokens, calm_logprobs)
+    assert tokens == calm_tokens
+    assert logprobs == pytest.approx(calm_logprobs, abs=TOLERANCE)
+    assert seeing.gap([stays], [generated(tokens, logprobs)], seeing.params) <= TOLERANCE
+
+
+def generated(tokens: list[int], logprobs: list[float]) -> Generated:
+    return Generated(
+        rid="streamed",
         prompt=0,
         sample=0,
         output_ids=np.array(tokens),
@@ -305,26 +266,26 @@ def test_weights_change_while_a_picture_prompt_runs(seeing: Seeing, tmp_path: Pa
         versions=np.zeros(len(tokens)),
         finish_reason="abort",
     )
-    first = (seeing.expected(prompt, one, seeing.params) - torch.tensor(logprobs)).abs()
-    assert float(first[:change].max()) <= TOLERANCE
-    with_other = replace(seeing, model=other)
-    second = (with_other.expected(prompt, one, seeing.params) - torch.tensor(logprobs)).abs()
-    if mode == "retract":
-        assert float(second[change:].max()) <= TOLERANCE
-    else:
-        assert float(second[change:].max()) > 1e-2, "the cache of the old weights is still in use"
-    seeing.publish(tmp_path / "first", seeing.model)
-
-
-def _take(event: dict[str, Any], tokens: list[int], logprobs: list[float]) -> dict[str, Any]:
-    """Appends an event's tokens and log-probs; returns its meta_info."""
-    tokens += event["output_ids"]
-    meta: dict[str, Any] = event["meta_info"]
-    logprobs += [entry[0] for entry in meta["output_token_logprobs"]]
-    return meta
 
 
 # -- refusals ---------------------------------------------------------------------------------------------------------
+def test_a_request_that_fits_only_without_its_states_is_refused(seeing: Seeing) -> None:
+    """A request at the limit is answered; with one token more it would wait for room that never comes."""
+    n, states = MAX_TOTAL_TOKENS // CONTEXT, seeing.state_tokens
+    body = {"sampling_params": {"n": n, "max_new_tokens": 1}, "banned_token_ids": seeing.params.banned_token_ids}
+    answers = seeing.engine.post("/generate", {**body, "input_ids": text(CONTEXT - states - 1)})
+    assert [len(one["output_ids"]) for one in answers] == [1] * n
+    status, answer = seeing.engine.call("/generate", {**body, "input_ids": text(CONTEXT - states)})
+    assert status == 400
+    words = answer["error"]["message"]
+    if seeing.name in HYBRIDS:
+        assert f"n={n} samples of up to {CONTEXT - states + 1} tokens, each with states of {states} more" in words
+        assert f"need {n * (CONTEXT + 1)} cache tokens, there are {MAX_TOTAL_TOKENS}" in words
+        assert "lower n or max_new_tokens, or raise engine.max_total_tokens" in words
+    else:
+        assert states == 0 and "is longer than the context" in words
+
+
 def test_digests_that_are_not_there_are_refused(seeing: Seeing) -> None:
     (prompt,) = seeing.prompts((text(3), seeing.seen.image(2, 2, seed=51), text(4)))
     place = prompt.media[0].start

@@ -115,7 +115,7 @@ def test_linear_attention_keeps_a_state_and_no_cache() -> None:
     values = json.loads((SHAPES / "Qwen3.5-35B-A3B.json").read_text())
     found = read_dimensions(values, name="Qwen3.5-35B-A3B")
     assert found.cache_values_per_token == 2 * 10 * 2 * 256
-    assert found.state_values_per_sample == 30 * (32 * 128 * 128 + (2 * 16 * 128 + 32 * 128) * 3)
+    assert found.state_bytes_per_sample(2) == 30 * (4 * 32 * 128 * 128 + 2 * (2 * 16 * 128 + 32 * 128) * 3)
 
 
 @pytest.mark.parametrize(

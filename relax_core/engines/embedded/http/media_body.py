@@ -84,9 +84,7 @@ def _check_item(item: MediaItem, towers: Towers, where: str) -> None:
     rows, heard = int(towers.feature_rows(ids).sum()), int(towers.heard(ids).sum())
     tensors = {one.name: one for one in item.tensors}
     frames, sound = _shape(tensors, "frames", "uint8"), _shape(tensors, "features", "float32")
-    # A video without time stamps moves the positions by its seconds, others by their rows at most.
-    timed = item.kind == "video" and towers.vision is not None and towers.vision.positions_per_second is not None
-    fits = rows == towers.features(item) and item.advance > 0 and (timed or item.advance <= item.rows)
+    fits = rows == towers.features(item) and _moves_on(item, towers)
     if item.kind != "audio":
         tower, (time, height, width) = towers.vision, item.grid
         fits = fits and tower is not None and not (height % tower.merge_size or width % tower.merge_size)
@@ -99,9 +97,23 @@ def _check_item(item: MediaItem, towers: Towers, where: str) -> None:
     if not fits:
         raise HttpError(
             400,
-            f"{where}: {rows} rows, frames {frames} and sound {sound} for a grid of {item.grid}, of which this model's "
-            f"towers make {towers.features(item)} features; the item was encoded for another model",
+            f"{where}: {rows} rows that move positions by {item.advance:g}, frames {frames} and sound {sound} for a "
+            f"grid of {item.grid}, of which this model's towers make {towers.features(item)} features; the item was "
+            "encoded for another model",
         )
+
+
+def _moves_on(item: MediaItem, towers: Towers) -> bool:
+    """Is True if an item's rotary offsets are those of its rows, and it moves the positions no further than it may.
+
+    A video without time stamps moves them by its seconds, as far as its offsets reach; others by their rows at most.
+    """
+    if not item.rows or len(item.offsets) != 3 * len(item.token_ids):
+        return False
+    offsets = item.rotary_offsets
+    timed = item.kind == "video" and towers.vision is not None and towers.vision.positions_per_second is not None
+    most = float(offsets.max()) + 1 if timed else item.rows
+    return bool(np.isfinite(offsets).all()) and offsets.min() >= 0 and 0 < item.advance <= most
 
 
 def _shape(tensors: Mapping[str, MediaTensor], name: str, dtype: str) -> list[int]:

@@ -22,11 +22,15 @@ TEMPERATURES = f"0 (greedy), or {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}"
 
 @dataclass(frozen=True, kw_only=True)
 class RequestLimits:
-    """Holds the engine's sizes that bound a request, in tokens and samples."""
+    """Holds the engine's sizes that bound a request, in tokens and samples.
+
+    ``state_tokens`` is what the states of a sample's gated delta nets take of the cache, 0 for other models.
+    """
 
     context_length: int
     max_running_samples: int
     max_total_tokens: int
+    state_tokens: int
 
 
 def is_temperature(value: float) -> bool:
@@ -88,9 +92,11 @@ def check_lengths(index: int, prompt: int, new: int, *, n: int, limits: RequestL
             f"sampling_params.n: {n} samples of one prompt, at most {limits.max_running_samples} run at one time; "
             f"lower n or raise engine.max_running_samples",
         )
-    if n * total > limits.max_total_tokens:
+    needed = n * (total + limits.state_tokens)
+    if needed > limits.max_total_tokens:
+        states = f", each with states of {limits.state_tokens} more," if limits.state_tokens else ""
         raise HttpError(
             400,
-            f"input_ids[{index}]: n={n} samples of up to {total} tokens need {n * total} cache tokens, there are "
+            f"input_ids[{index}]: n={n} samples of up to {total} tokens{states} need {needed} cache tokens, there are "
             f"{limits.max_total_tokens}; lower n or max_new_tokens, or raise engine.max_total_tokens",
         )

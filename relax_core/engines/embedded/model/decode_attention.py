@@ -34,7 +34,8 @@ class DecodeAttention:
     Queries are grouped by key head, because for one token two batched products are faster than the fused kernel, which
     pads the query. ``positions`` ``[slots]`` holds the columns of the tokens that the first step computes;
     ``rotary_shift`` ``[slots]``, if given, is what to add to them for the rotary positions. ``rotary`` ``[slots]`` has
-    the rotary positions of the current step: int64, or float64 if one has a fraction.
+    the rotary positions of the current step: int64, or float64 if one has a fraction or is greater than its column,
+    since a table has those of the columns only.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class DecodeAttention:
         moving = torch.cat((columns.view(-1), (views.first_vectors[:count] + columns).view(-1)))
         self._moving = moving  # all indices that a step increases by one
         self.rotary, self._vectors = moving[:count], moving[count:]
-        self._fractions: Tensor | None = None  # rotary positions that are not among the indices
+        self._apart: Tensor | None = None  # rotary positions that are not among the indices
         if rotary_shift is not None and np.count_nonzero(rotary_shift):
             self._shift_rotary(rotary_shift)
         self._bias: Tensor | None = None
@@ -72,10 +73,10 @@ class DecodeAttention:
         self._narrow()
 
     def _shift_rotary(self, rotary_shift: np.ndarray) -> None:
-        if (rotary_shift == np.trunc(rotary_shift)).all():
+        if (rotary_shift == np.trunc(rotary_shift)).all() and rotary_shift.max() <= 0:
             self.rotary += torch.from_numpy(rotary_shift.astype(np.int64))
         else:
-            self.rotary = self._fractions = self.rotary + torch.from_numpy(rotary_shift)
+            self.rotary = self._apart = self.rotary + torch.from_numpy(rotary_shift)
 
     def _narrow(self) -> None:
         """Makes the views of this step's keys, values and bias."""
@@ -86,8 +87,8 @@ class DecodeAttention:
     def advance(self) -> None:
         """Goes on to the next step."""
         self._moving.add_(1)
-        if self._fractions is not None:
-            self._fractions.add_(1)
+        if self._apart is not None:
+            self._apart.add_(1)
         self._width += 1
         self._left -= 1
         self._narrow()

@@ -123,7 +123,7 @@ class LanguageModel:
     ) -> Tensor:
         """Returns the last layer's output before the final norm, ``[tokens, hidden]``.
 
-        ``ids`` are int64 ``[tokens]``, and ``positions`` are the rotary ones, int64 or, if they have fractions,
+        ``ids`` are int64 ``[tokens]``, and ``positions`` are the rotary ones: int64 below the context's length, or
         float64. ``recur`` is given for a model with a gated delta net. ``media`` are the images and videos of the
         tokens. The experts of each layer, int64 ``[tokens, per_token]``, are appended to ``routes`` if it is given.
         ``wanted``, if given, holds int64 indices of the tokens whose output is asked for; after its attention the last

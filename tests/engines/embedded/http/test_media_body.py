@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from benchmarks.parity_omni import OmniItems, make_omni_model
 from relax_core.contracts.media import Media, MediaItem
 from relax_core.contracts.media_file import FolderReader, write_item
 from relax_core.engines.embedded.http.asgi import HttpError
@@ -58,8 +59,12 @@ def test_items_are_found_where_they_are(seen: Seen, config: ModelConfig) -> None
         {"grid": [1, 2, 8]},
         {"advance": 40.0},
         {"advance": 0.0},
+        {"advance": float("nan")},
+        {"offsets": b""},
+        {"offsets": np.full((3, 4), -1, dtype="<i4").tobytes()},
+        {"offsets": np.full((3, 4), np.nan, dtype="<f4").tobytes(), "fractional": True},
     ],
-    ids=str,
+    ids=["wide", "long", "narrow", "far", "still", "nan advance", "no offsets", "negative offsets", "nan offsets"],
 )
 def test_items_of_another_model_are_refused(seen: Seen, config: ModelConfig, change: dict[str, Any]) -> None:
     """The file is whole, but the tower could not take it: the rows, the grid or the frames do not fit each other."""
@@ -70,6 +75,24 @@ def test_items_of_another_model_are_refused(seen: Seen, config: ModelConfig, cha
     for tensors in ({"frames": frames[:, :16]}, {"frames": frames.astype(np.float32)}, {}):
         other = msgspec.structs.replace(right, digest="e" * 32)
         assert_refused(seen, config, write_item(seen.folder, other, tensors))
+
+
+def test_the_seconds_of_a_video_move_positions_beyond_its_rows(tmp_path: Path) -> None:
+    """Qwen3-Omni's videos have no time stamps; no other kind of item moves positions by more than its rows."""
+    make_omni_model(tmp_path / "model")
+    items, config = OmniItems(tmp_path / "model", tmp_path / "media"), read_model_config(tmp_path / "model")
+    reader = RequestMedia(FolderReader(tmp_path / "media"), config)
+    video, clip = items.video(3, 4, 4, seconds=10.0), items.clip(100)
+    assert video.advance == 261.0 > video.rows
+    taken = [video, items.heard_video(3, 2, 4, frames=250), clip, items.image(4, 6)]
+    for item in taken:
+        [[found]] = reader.of_prompts([[(item.digest, 1)]], [[5, *item.ids.tolist(), 6]])
+        assert found == Media(item, 1, 1 + item.rows)
+    for item, changes in ((video, {"advance": 262.5}), (video, {"advance": float("inf")}), (clip, {"advance": 14.0})):
+        tensors = FolderReader(tmp_path / "media").tensors(item)
+        wrong = write_item(tmp_path / "media", msgspec.structs.replace(item, digest="c" * 32, **changes), tensors)
+        with pytest.raises(HttpError, match=f"that move positions by {wrong.advance:g}"):
+            reader.of_prompts([[(wrong.digest, 0)]], [item.ids.tolist()])
 
 
 def assert_refused(seen: Seen, config: ModelConfig, item: MediaItem) -> None:

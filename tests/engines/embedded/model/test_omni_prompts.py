@@ -115,10 +115,9 @@ def test_prefill_in_pieces_is_that_of_transformers(
     torch.testing.assert_close(thinker.scores(*prompts), thinker.expected(*prompts), atol=TOLERANCE, rtol=0)
 
 
-@torch.inference_mode()
-def test_each_decoded_token_is_that_of_transformers(thinker: Thinker) -> None:
-    """Behind a video, all positions have a fraction."""
-    decoder, prompts = thinker.decoder(), thinker.scene()
+def assert_decoded_as_transformers(thinker: Thinker, prompts: Sequence[Prompt]) -> list[float]:
+    """Decodes a sample of each prompt; returns the rotary position behind each prompt, less its number of tokens."""
+    decoder = thinker.decoder()
     settings = SamplingSettings(
         max_new_tokens=DECODED, temperature=1.0, top_p=1.0, top_k=-1, stop_token_ids=(), banned_token_ids=BANNED
     )
@@ -127,7 +126,6 @@ def test_each_decoded_token_is_that_of_transformers(thinker: Thinker) -> None:
         [seen] = decoder.see([(len(ids), media)])
         assert not isinstance(seen, MediaGone)
         prefixes.append(Prefix(token_ids=ids, settings=settings, keys=sample_keys([number], 1)[0], media=seen))
-    assert prefixes[0].media is not None and prefixes[0].media.following % 1
     decoder.admit(prefixes)
     while not len(decoder.step()):
         pass
@@ -138,6 +136,37 @@ def test_each_decoded_token_is_that_of_transformers(thinker: Thinker) -> None:
         expected = table.log_softmax(-1).gather(-1, torch.tensor(new)[:, None])[:, 0]
         assert len(new) == DECODED
         torch.testing.assert_close(torch.tensor(logprobs), expected, atol=TOLERANCE, rtol=0)
+    return [0.0 if one.media is None else one.media.following for one in prefixes]
+
+
+@torch.inference_mode()
+def test_each_decoded_token_is_that_of_transformers(thinker: Thinker) -> None:
+    """Behind a video, all positions have a fraction."""
+    assert assert_decoded_as_transformers(thinker, thinker.scene())[0] % 1
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("seconds", [10.0, 10.03])
+def test_seconds_may_move_positions_far_beyond_the_rows(thinker: Thinker, seconds: float) -> None:
+    """The positions are beyond the context's length, as whole numbers and as fractions."""
+    long = prompt(3, thinker.items.video(8, 4, 4, seconds=seconds), 5)
+    [beyond] = assert_decoded_as_transformers(thinker, [long])
+    assert beyond > CONTEXT and bool(beyond % 1) == (seconds == 10.03)
+    torch.testing.assert_close(thinker.scores(long), thinker.expected(long), atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["image", "video", "video with its sound", "clip", "text"])
+def test_each_kind_alone_is_that_of_transformers(thinker: Thinker, kind: str) -> None:
+    items = thinker.items
+    alone: dict[str, int | MediaItem] = {
+        "image": items.image(4, 6),
+        "video": items.video(3, 4, 4),
+        "video with its sound": items.heard_video(3, 2, 4, frames=250),
+        "clip": items.clip(730),
+        "text": 9,
+    }
+    one = prompt(2, alone[kind], 7)
+    torch.testing.assert_close(thinker.scores(one), thinker.expected(one), atol=TOLERANCE, rtol=0)
 
 
 @torch.inference_mode()
@@ -154,5 +183,18 @@ def test_a_clip_keeps_the_bits_of_its_features_in_any_company(thinker: Thinker) 
 
     alone = features([clip])
     assert torch.equal(alone, features([others[0], clip, others[1]])) and len(alone) == 2 * 13 + 7
-    swapped = thinker.scores(prompt(3, others[0], 2, clip, 5)), thinker.scores(prompt(3, clip, 2, others[0], 5))
-    assert not torch.allclose(swapped[0][-4:], swapped[1][-4:], atol=1e-3)
+    placed = [prompt(3, clip, 5), prompt(40, others[1], 2, others[0], 1, clip, 5)]
+    decoder = thinker.decoder()
+    for [seen] in (decoder.see([(len(ids), media)]) for ids, media in placed):
+        assert seen is not None and not isinstance(seen, MediaGone)
+        assert torch.equal(seen.features[-len(alone) :], alone), "at another place of a prompt"
+
+
+def test_another_clip_and_two_clips_swapped_change_what_follows(thinker: Thinker) -> None:
+    """The clips are of one length, so that the tokens of all prompts are the same."""
+    left, right, other = (thinker.items.clip(250) for _ in range(3))
+    prompts = [prompt(3, *both, 5) for both in ((left, right), (right, left), (left, other))]
+    assert prompts[0][0] == prompts[1][0] == prompts[2][0]
+    answers = [thinker.scores(one)[-5:] for one in prompts]
+    for one, two in ((0, 1), (0, 2), (1, 2)):
+        assert (answers[one] - answers[two]).abs().max() > 1e-2

@@ -1,0 +1,158 @@
+"""Holds a running engine that sees, its prompts, and transformers' view of them, for the contract's tests of media."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from relax_core.contracts.engine import Generated, PromptRequest, SamplingParams
+from relax_core.contracts.media import MediaItem
+from relax_core.engines.engine_process import EngineLaunch, EngineProcess
+from relax_core.engines.protocol.score_calls import TokensToScore
+from relax_core.families.folder import folder_architecture
+from relax_core.tools.tiny_vision import write_published
+from relax_core.weights.folder_stream import read_safetensors
+from relax_core.weights.version_file import write_weights
+from tests.contracts.engine.harness import Engine
+from tests.seeing import EXPERTS, HYBRIDS, Seen, make_seeing_model, text
+
+TOLERANCE = 2e-5
+CONTEXT = 2048
+MAX_TOTAL_TOKENS = 16 * CONTEXT
+WITH_EXPERTS = (EXPERTS, HYBRIDS[1])
+PARAMS = SamplingParams(n=2, max_new_tokens=10, temperature=0.9)
+
+
+@dataclass
+class Seeing:
+    """Is a running engine that sees, with transformers' model of the same weights."""
+
+    engine: Engine
+    model: Any
+    seen: Seen
+    name: str
+    folder: Path
+
+    def prompts(self, *parts: Sequence[Sequence[int] | MediaItem]) -> list[PromptRequest]:
+        found = []
+        for index, one in enumerate(parts):
+            ids, media = self.seen.prompt(*one)
+            found.append(PromptRequest(rid=f"prompt-{index}", input_ids=ids, sampling_seed=3 + index, media=media))
+        return found
+
+    @property
+    def passes(self) -> int:
+        """Returns how many items have passed the engine's tower."""
+        return int(self.engine.client.loads()["tower_passes"])
+
+    @property
+    def has_experts(self) -> bool:
+        """Is True for a mixture of experts."""
+        return self.name in WITH_EXPERTS
+
+    @property
+    def state_tokens(self) -> int:
+        """Returns what a sample's states take of the cache: their bytes over those of a token's keys and values."""
+        config = self.model.config.get_text_config()
+        kinds = getattr(config, "layer_types", None) or ["full_attention"]
+        linear, attention = kinds.count("linear_attention"), kinds.count("full_attention")
+        if not linear:
+            return 0
+        heads, keys = config.linear_num_value_heads, config.linear_num_key_heads * config.linear_key_head_dim
+        matrix = heads * config.linear_key_head_dim * config.linear_value_head_dim
+        inputs = (config.linear_conv_kernel_dim - 1) * (2 * keys + heads * config.linear_value_head_dim)
+        return -(-linear * (matrix + inputs) // (attention * 2 * config.num_key_value_heads * config.head_dim))
+
+    @property
+    def params(self) -> SamplingParams:
+        """Never samples tokens that stand for media, and no token that ends a response."""
+        tower = self.seen.tower
+        special = [tower.image_token_id, tower.video_token_id, tower.vision_start_token_id, tower.vision_end_token_id]
+        return msgspec.structs.replace(PARAMS, banned_token_ids=[*special, 3])
+
+    def expected(self, prompt: PromptRequest, one: Generated, params: SamplingParams) -> torch.Tensor:
+        """Returns transformers' log-prob of each generated token."""
+        output = self.seen.logits(self.model, prompt.input_ids + one.output_ids.tolist(), prompt.media)
+        logits = output.logits[0, len(prompt.input_ids) - 1 : -1]
+        logits[:, params.banned_token_ids] = float("-inf")
+        table = (logits / params.temperature).log_softmax(-1)
+        return table.gather(-1, torch.tensor(one.output_ids.tolist())[:, None])[:, 0]
+
+    def gap(self, prompts: Sequence[PromptRequest], found: Sequence[Generated], params: SamplingParams) -> float:
+        """Returns the largest difference from transformers' log-probs."""
+        gaps = [self.expected(prompts[one.prompt], one, params) - torch.tensor(one.logprobs) for one in found]
+        return float(torch.cat(gaps).abs().max())
+
+    def scores(self, prompts: Sequence[PromptRequest]) -> list[list[float]]:
+        """Returns the log-probs of each prompt's tokens but the first."""
+        items = [TokensToScore(input_ids=one.input_ids, first=1, media=one.media) for one in prompts]
+        return [one.logprobs.tolist() for one in self.engine.client.score(items, top_k=0, temperature=1.0)]
+
+    def publish(self, path: Path, model: Any) -> None:
+        """Serves the weights of ``model`` as the next version."""
+        path.mkdir()
+        write_published(model, path)
+        version = self.engine.version + 1
+        manifest = write_weights(path / "version.bin", version=version, tensors=read_safetensors(path))
+        self.engine.client.update_weights(manifest)
+
+
+def start(launch: EngineLaunch, folder: Path, *, name: str, kind: str) -> Iterator[Seeing]:
+    model = make_seeing_model(folder / "model", name=name)
+    seen = Seen(folder / "model", folder / "media")
+    process = EngineProcess.start(
+        replace(
+            launch,
+            model_folder=folder / "model",
+            media_folder=folder / "media",
+            engine=replace(launch.engine, context_length=CONTEXT, max_total_tokens=MAX_TOTAL_TOKENS),
+            return_routed_experts=name in WITH_EXPERTS,
+        )
+    )
+    vocab_size = folder_architecture(folder / "model").vocab_size
+    yield Seeing(Engine(process, kind, vocab_size=vocab_size), model, seen, name, folder)
+    process.stop(timeout_s=5.0)
+
+
+def scene(seeing: Seeing) -> list[PromptRequest]:
+    """Returns prompts with images of several sizes, videos, both, and text alone."""
+    seen = seeing.seen
+    return seeing.prompts(
+        (text(5), seen.image(2, 2), text(4)),
+        (text(1), seen.image(5, 3, seed=1), text(6)),
+        (text(3), seen.video(3, 2, 2), text(2)),
+        (text(12),),
+        (seen.image(3, 3, seed=2), text(4), seen.image(3, 3, seed=3), text(1), seen.video(2, 2, 3, seed=4), text(7)),
+    )
+
+
+def long_body(prompt: PromptRequest, params: SamplingParams, rid: str, *, new: int = 1500) -> dict[str, Any]:
+    """Returns a /generate body of one sample that stops only at ``new`` tokens."""
+    sampling = {"max_new_tokens": new, "ignore_eos": True, "temperature": params.temperature, "sampling_seed": 1}
+    return {
+        "rid": rid,
+        "input_ids": prompt.input_ids,
+        "media": [[(one.item.digest, one.start) for one in prompt.media]],
+        "sampling_params": sampling,
+        "banned_token_ids": params.banned_token_ids,
+        "return_logprob": True,
+    }
+
+
+def take(event: dict[str, Any], tokens: list[int], logprobs: list[float]) -> dict[str, Any]:
+    """Appends an event's tokens and log-probs; returns its meta_info."""
+    tokens += event["output_ids"]
+    meta: dict[str, Any] = event["meta_info"]
+    logprobs += [entry[0] for entry in meta["output_token_logprobs"]]
+    return meta
+
+
+def read(events: Iterator[dict[str, Any]], tokens: list[int], logprobs: list[float], *, count: int) -> None:
+    """Appends tokens and log-probs of further events until there are ``count`` tokens."""
+    while len(tokens) < count:
+        take(next(events), tokens, logprobs)

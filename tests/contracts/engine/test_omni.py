@@ -1,0 +1,241 @@
+"""Compares Qwen3-Omni's thinker with transformers, over HTTP, on every kind of engine, with all kinds of media."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.parity_media import WORDS, around_item
+from benchmarks.parity_omni import OmniItems, make_omni_model, omni_logits
+from relax_core.contracts.engine import Generated, PromptRequest, SamplingParams
+from relax_core.contracts.media import Media, MediaItem
+from relax_core.contracts.media_file import FolderReader
+from relax_core.engines.build_client import build_client
+from relax_core.engines.engine_process import EngineLaunch
+from relax_core.families.folder import folder_architecture
+from relax_core.families.towers import Towers
+from relax_core.tools.tiny_hearing import published_omni
+from relax_core.tools.tiny_tokenizer import build_tokenizer
+from relax_core.weights.version_writer import VersionWriter
+from tests.contracts.engine.harness import ENGINES, Engine, Started
+from tests.contracts.engine.seeing_engine import long_body, read, take
+
+REACH = 2e-5
+CONTEXT = 512
+BANNED = list(range(WORDS, 60))  # among them the tokens that begin an item, which transformers would look for
+PARAMS = SamplingParams(n=2, max_new_tokens=6, banned_token_ids=BANNED)
+
+
+class ServedThinker:
+    """Is a running engine of the tiny thinker, and transformers' model of the same weights."""
+
+    def __init__(self, launch: EngineLaunch, started: Started, folder: Path) -> None:
+        self.kind = launch.engine.name
+        self.model = make_omni_model(folder / "model").eval()
+        build_tokenizer(vision=True, audio=True).save_pretrained(folder / "model")
+        self.items, self.reader = OmniItems(folder / "model", folder / "media"), FolderReader(folder / "media")
+        towers = Towers.of(folder_architecture(folder / "model"))
+        assert towers is not None
+        self.towers, self.folder = towers, folder
+        engine = replace(launch.engine, context_length=CONTEXT, max_total_tokens=8 * CONTEXT, start_timeout_s=900.0)
+        if self.kind == "sglang":
+            engine = replace(engine, flags={"chunked-prefill-size": 32})
+        self.launch = replace(
+            launch,
+            model_folder=folder / "model",
+            engine=engine,
+            log_file=folder / "log",
+            media_folder=folder / "media",
+            return_routed_experts=self.kind == "embedded",
+        )
+        self.process = started.start(self.launch)
+        self.engine = Engine(self.process, self.kind)  # for calls of SGLang's own routes
+
+    def client(self) -> Any:
+        return build_client(
+            self.launch.engine,
+            self.process.url,
+            model_folder=self.launch.model_folder,
+            token_file=self.launch.token_file,
+            media_folder=self.folder / "media",
+        )
+
+    def generate(self, requests: Sequence[PromptRequest], params: SamplingParams = PARAMS) -> list[Generated]:
+        async def collect(client: Any) -> list[Generated]:
+            try:
+                return [one async for one in client.generate(requests, params)]
+            finally:
+                await client.aclose()
+
+        return asyncio.run(collect(self.client()))
+
+    def gap(self, *requests: PromptRequest) -> float:
+        """Returns the largest log-prob difference to transformers; checks that both saw equally many tokens."""
+        found = self.generate(requests)
+        assert len(found) == PARAMS.n * len(requests)
+        for one in found:
+            assert one.prompt_tokens == len(requests[one.prompt].input_ids)
+        return max(self.difference(requests[one.prompt], one.output_ids.tolist(), one.logprobs) for one in found)
+
+    def difference(self, request: PromptRequest, new: list[int], logprobs: Any) -> float:
+        """Returns the largest difference of an answer's log-probs to those of transformers."""
+        ids = np.array([*request.input_ids, *new])
+        with torch.no_grad():
+            logits = omni_logits(self.model, _tree(ids, request.media), self.reader, self.towers)
+        logits[:, BANNED] = float("-inf")
+        table = logits[len(request.input_ids) - 1 : -1].log_softmax(-1)
+        expected = table.gather(-1, torch.tensor(new)[:, None])[:, 0]
+        return float((torch.tensor(logprobs) - expected).abs().max())
+
+    def publish(self, version: int) -> None:
+        """Serves the weights of the model as the next version; those of talker and code2wav are not among them."""
+        weights = [
+            (f"thinker.{name}", one.contiguous()) for name, one in published_omni(self.model.state_dict().items())
+        ]
+        folder = self.folder / "versions" / f"v{version}"
+        folder.mkdir(parents=True)
+        manifest = VersionWriter(folder.parent, frozen=[], model_folder=None).write(folder, version, weights)
+        self.client().update_weights(manifest)
+
+
+def _tree(token_ids: np.ndarray, media: Sequence[Media]) -> Any:
+    return SimpleNamespace(token_ids=token_ids, media=media)
+
+
+class RouterChoices:
+    """Keeps which experts transformers' routers choose; ``layers`` has int64 ``[rows, per token]`` of each layer."""
+
+    def __init__(self, model: Any) -> None:
+        self.layers: list[np.ndarray] = []
+        routers = [layer.mlp.gate for layer in model.model.layers]
+        self._hooks = [router.register_forward_hook(self._keep) for router in routers]
+
+    def __enter__(self) -> RouterChoices:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _keep(self, router: Any, inputs: Any, outputs: Any) -> None:
+        self.layers.append(outputs[-1].view(-1, outputs[-1].shape[-1]).numpy())
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def thinker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedThinker]:
+    launch = request.getfixturevalue("launch" if request.param == "embedded" else "sglang_launch")
+    with Started() as started:
+        one = ServedThinker(launch, started, tmp_path_factory.mktemp("omni"))
+        yield one
+        one.process.stop(timeout_s=10.0)
+
+
+@pytest.fixture
+def embedded(thinker: ServedThinker) -> ServedThinker:
+    """Returns the embedded engine, for what SGLang refuses or does not report."""
+    if thinker.kind != "embedded":
+        pytest.skip("of the embedded engine alone")
+    return thinker
+
+
+def request(*parts: int | MediaItem) -> PromptRequest:
+    random = np.random.default_rng(len(parts))
+    ids, media = list[int](), list[Media]()
+    for part in parts:
+        if not isinstance(part, MediaItem):
+            ids += random.integers(0, 50, part).tolist()
+            continue
+        before, behind = around_item(part)
+        media.append(Media(part, len(ids) + len(before), len(ids) + len(before) + part.rows))
+        ids += [*before, *part.ids.tolist(), *behind]
+    return PromptRequest(rid="p", input_ids=ids, sampling_seed=1, media=media)
+
+
+def pictures_and_sounds(items: OmniItems) -> list[PromptRequest]:
+    """Text, a picture, clips of which one is shorter than a chunk, a picture between clips."""
+    image, clips = items.image(4, 6), [items.clip(730), items.clip(10), items.clip(100)]
+    return [
+        request(9),
+        request(4, image, 3),
+        request(3, clips[0], 2, clips[1], 4),
+        request(2, clips[2], 3, image, 2, clips[0], 5),
+    ]
+
+
+def videos(items: OmniItems) -> list[PromptRequest]:
+    """A video, a video with its sound, all kinds, and a video whose seconds move positions beyond the context."""
+    video, heard = items.video(3, 4, 4), items.heard_video(3, 2, 4, frames=250)
+    return [
+        request(4, video, 3),
+        request(2, heard, 6),
+        request(7, items.image(4, 6), 3, items.clip(250), 2, video, 5, heard, 4),
+        request(3, items.video(6, 2, 4, seconds=10.0), 5),
+    ]
+
+
+def test_the_engine_computes_what_transformers_computes(thinker: ServedThinker) -> None:
+    for one in pictures_and_sounds(thinker.items):
+        assert thinker.gap(one) <= REACH
+
+
+def test_a_sync_brings_new_towers(thinker: ServedThinker) -> None:
+    """All tensors of the thinker come, and none of talker and code2wav, which the server does not have."""
+    heard = pictures_and_sounds(thinker.items)[2]
+    with torch.no_grad():
+        for parameter in thinker.model.audio_tower.parameters():
+            parameter.mul_(1.1)
+    assert thinker.gap(heard) > REACH, "the server has the old tower"
+    thinker.publish(1)
+    assert thinker.gap(heard) <= REACH
+
+
+def test_a_video_between_whole_positions_is_refused(thinker: ServedThinker) -> None:
+    if thinker.kind != "sglang":
+        pytest.skip("the embedded engine takes it")
+    with pytest.raises(Exception, match="fractions"):
+        thinker.generate([request(2, thinker.items.video(3, 4, 4), 3)])
+
+
+def test_videos_have_their_own_positions(embedded: ServedThinker) -> None:
+    found = videos(embedded.items)
+    assert embedded.gap(*found, *pictures_and_sounds(embedded.items)) <= REACH
+
+
+def test_every_row_that_is_seen_or_heard_has_its_experts(embedded: ServedThinker) -> None:
+    asked = videos(embedded.items)[:3]
+    params = msgspec.structs.replace(PARAMS, n=1, return_routed_experts=True)
+    for one in embedded.generate(asked, params):
+        media = asked[one.prompt].media
+        ids = np.array([*asked[one.prompt].input_ids, *one.output_ids.tolist()])
+        with torch.no_grad(), RouterChoices(embedded.model) as chosen:
+            omni_logits(embedded.model, _tree(ids, media), embedded.reader, embedded.towers)
+        expected = np.stack(chosen.layers, 1)[:-1]
+        assert one.prompt_experts is not None and one.response_experts is not None
+        found = np.concatenate([one.prompt_experts, one.response_experts]).reshape(expected.shape)
+        assert np.array_equal(np.sort(found, -1), np.sort(expected, -1))
+
+
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
+def test_a_paused_sample_has_the_tokens_of_a_calm_one(embedded: ServedThinker, mode: Any) -> None:
+    """A retracted sample sees and hears its items again; behind a video its positions have fractions."""
+    asked = videos(embedded.items)[2]
+    tokens: list[int] = []
+    logprobs: list[float] = []
+    with embedded.engine.stream(long_body(asked, PARAMS, mode, new=300)) as events:
+        read(events, tokens, logprobs, count=8)
+        embedded.engine.client.pause(mode)
+        embedded.engine.client.resume()
+        read(events, tokens, logprobs, count=len(tokens) + 24)
+    calm: list[int] = []
+    take(embedded.engine.post("/generate", long_body(asked, PARAMS, "calm", new=len(tokens))), calm, [])
+    assert tokens == calm
+    assert embedded.difference(asked, tokens, logprobs) <= REACH
