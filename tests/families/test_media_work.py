@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from relax_core.contracts.media import MediaItem
@@ -20,7 +22,14 @@ from relax_core.families.audio.audio_tower import pass_sounds
 from relax_core.families.folder import folder_architecture
 from relax_core.families.hf_config import inner_config
 from relax_core.families.media_work import audio_products, item_work, row_products, vision_products
-from relax_core.families.tiny_configs import HYBRID, HYBRID_EXPERTS, VISION, VISION_EXPERTS, processor_files, tiny_config
+from relax_core.families.tiny_configs import (
+    HYBRID,
+    HYBRID_EXPERTS,
+    VISION,
+    VISION_EXPERTS,
+    processor_files,
+    tiny_config,
+)
 from relax_core.families.tiny_omni import tiny_omni_config, tiny_omni_files
 from relax_core.families.vision.tower import build_tower, pass_items
 from relax_core.plan.model.model_source import SHAPES
@@ -82,16 +91,57 @@ def test_the_products_of_an_audio_tower_are_those_that_torch_counts(frames: int,
     assert audio_products(tower, frames) == found
 
 
+def no_delta_rule(query: Tensor, key: Tensor, value: Tensor, **_: Any) -> tuple[Tensor, None]:
+    """Stands in for the delta rule, whose products torch does not count in its recurrent form."""
+    return torch.zeros_like(value), None
+
+
 @pytest.mark.parametrize("name", SEEING)
-def test_the_products_of_a_row_are_those_that_torch_counts(name: str, tmp_path: Path) -> None:
-    """The scores of attention grow with the square of the rows, so that they are the second difference."""
-    one, config = architecture_of(name, tmp_path), inner_config(config_of(name))
+def test_the_products_of_a_row_are_those_that_torch_counts(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scores of attention grow with the square of the rows, so they are the second difference."""
+    one, config = architecture_of(name, tmp_path), dict(inner_config(config_of(name)))
     model_class = getattr(transformers, SEEING[name])
-    model = model_class(model_class.config_class.from_dict(dict(config) | {"attn_implementation": "eager"})).model
+    monkeypatch.setattr(
+        sys.modules[model_class.__module__], "torch_chunk_gated_delta_rule", no_delta_rule, raising=False
+    )
+    settings = model_class.config_class.from_dict(config)
+    model = model_class._from_config(settings, attn_implementation="eager", experts_implementation="eager").model
     model = getattr(model, "language_model", model)
 
     def of_rows(rows: int) -> int:
-        values = torch.zeros(1, rows, one.hidden_size)
+        values = torch.randn(1, rows, one.hidden_size)
         return counted(lambda: model(inputs_embeds=values, use_cache=False))
 
-    print(name, of_rows(1), of_rows(2), of_rows(3), row_products(one))
+    few, more, most = of_rows(1), of_rows(2), of_rows(3)
+    found = more - few - 3 * (most - 2 * more + few) // 2
+    net = one.delta_net
+    if net is not None:  # reading the state, writing it, and the output
+        found += len(one.delta_layers) * 3 * net.value_heads * net.key_dim * net.value_dim
+    assert row_products(one) == found
+
+
+def item_of(*, grid: tuple[int, int, int] = (0, 0, 0), audio_frames: int = 0) -> MediaItem:
+    """Makes the record of an item with nothing but its sizes."""
+    return MediaItem(
+        kind="image", digest="", token_ids=b"", offsets=b"", advance=1, placeholder=[], grid=list(grid), width=1,
+        height=1, audio_frames=audio_frames,
+    )  # fmt: skip
+
+
+def test_an_image_of_the_published_model_is_as_much_work_as_its_rows(tmp_path: Path) -> None:
+    config, tiny = json.loads((SHAPES / "Qwen3-Omni-30B-A3B.json").read_text()), tiny_omni_config()["thinker_config"]
+    for part in ("vision_config", "audio_config"):  # what no plan of memory needs is not among the published sizes
+        config["thinker_config"][part] = tiny[part] | config["thinker_config"][part]
+    config["thinker_config"] = tiny | config["thinker_config"]
+    settings = tiny_omni_files()
+    settings["preprocessor_config.json"] |= {"patch_size": 16, "feature_size": 128}
+    write_settings(tmp_path, config, settings)
+    one = folder_architecture(tmp_path)
+    assert item_work(one, item_of(grid=(1, 64, 64))) == pytest.approx(1024, rel=0.05)
+    sound = item_work(one, item_of(audio_frames=3000))
+    both = item_work(one, item_of(grid=(1, 64, 64), audio_frames=3000))
+    assert both == pytest.approx(sound + item_work(one, item_of(grid=(1, 64, 64))))
+    print(sound)
+    assert item_work(replace(one, vision=None, audio=None), item_of(audio_frames=3000)) == 0.0
