@@ -12,6 +12,7 @@ bounds its memory.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence, Set
 from dataclasses import replace
 from typing import NamedTuple

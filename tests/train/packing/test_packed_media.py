@@ -12,10 +12,10 @@ from relax_core.contracts.tree import TokenTree
 from relax_core.families.folder import folder_architecture
 from relax_core.families.towers import Towers
 from relax_core.families.vision.item_rows import image_rows
+from relax_core.tools.make_tiny import tiny_model_folder
 from relax_core.train.packing.micro_batches import MicroBatcher, split_over_ranks
 from relax_core.train.packing.packed_media import NO_TOWER, TowerWork
 from relax_core.train.packing.tree_packing import TreeLayout, pack_tree
-from relax_core.tools.make_tiny import tiny_model_folder
 from tests import media_items
 from tests.trees import answers_tree
 
