@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from relax_core.contracts.family import HfConfig
 from relax_core.contracts.media import MediaItem
-from relax_core.families.architecture import Architecture, AudioTower, VisionTower
+from relax_core.families.architecture import Architecture
 
-_COLOURS = 3
 _KERNEL = 9  # a convolution of an audio tower sees 3 x 3 values
 
 
@@ -22,46 +22,49 @@ def item_work(architecture: Architecture, item: MediaItem) -> float:
     """
     products = 0
     if architecture.vision is not None:
-        products += vision_products(architecture.vision, item.grid)
+        products += vision_products(architecture.vision.config, item.grid)
     if architecture.audio is not None:
-        products += audio_products(architecture.audio, item.audio_frames)
+        products += audio_products(architecture.audio.config, item.audio_frames)
     return products / row_products(architecture)
 
 
-def vision_products(tower: VisionTower, grid: Sequence[int]) -> int:
+def vision_products(config: HfConfig, grid: Sequence[int]) -> int:
     """Returns the multiplications of a vision tower for an item whose grid is (time, height, width) in patches.
 
-    The patches of one step of time attend to each other. Each merger maps the patches of a row to one row.
+    ``config`` is the tower's part of config.json. The patches of one step of time attend to each other. Each merger
+    maps the patches of a row to one row.
     """
     time, height, width = grid
-    frame, hidden = height * width, tower.hidden_size
-    embedding = _COLOURS * tower.temporal_patch_size * tower.patch_size**2 * hidden
-    block = 4 * hidden**2 + 2 * hidden * tower.intermediate_size + 2 * frame * hidden
-    merged = hidden * tower.merge_size**2
-    mergers = (1 + tower.deepstack_layers) * merged * (merged + tower.config["out_hidden_size"])
-    return time * frame * (embedding + tower.num_layers * block) + time * frame // tower.merge_size**2 * mergers
+    frame, hidden, merge = height * width, config["hidden_size"], config["spatial_merge_size"] ** 2
+    embedding = config["in_channels"] * config["temporal_patch_size"] * config["patch_size"] ** 2 * hidden
+    block = 4 * hidden**2 + 2 * hidden * config["intermediate_size"] + 2 * frame * hidden
+    mergers = 1 + len(config.get("deepstack_visual_indexes") or ())
+    merger = hidden * merge * (hidden * merge + config["out_hidden_size"])
+    return int(time * frame * (embedding + config["depth"] * block) + time * frame // merge * mergers * merger)
 
 
-def audio_products(tower: AudioTower, frames: int) -> int:
+def audio_products(config: HfConfig, frames: int) -> int:
     """Returns the multiplications of an audio tower for a sound of ``frames`` frames of features.
 
-    Three convolutions halve bins and frames of each chunk, of which the last is padded to its full length. The rows of
-    one window attend to each other.
+    ``config`` is the tower's part of config.json. Three convolutions halve bins and frames of each chunk, of which the
+    last is padded to its full length. The rows of one window attend to each other.
     """
-    chunks, rows, hidden = -(-frames // tower.chunk_frames), tower.rows_of_frames(frames), tower.hidden_size
-    channels, bins, length = tower.config["downsample_hidden_size"], tower.mel_bins, tower.chunk_frames
+    hidden, channels, bins = config["d_model"], config["downsample_hidden_size"], config["num_mel_bins"]
+    length = chunk = 2 * config.get("n_window", 50)
     of_chunk, inputs = 0, 1
     for _ in range(3):
         bins, length = (bins + 1) // 2, (length + 1) // 2
         of_chunk += bins * length * channels * inputs * _KERNEL
         inputs = channels
     of_chunk += length * channels * bins * hidden
-    layer = 4 * hidden**2 + 2 * hidden * tower.intermediate_size
-    of_row = tower.num_layers * layer + hidden * (hidden + tower.config["output_dim"])
-    window = tower.config["n_window_infer"] // tower.chunk_frames * tower.rows_of_frames(tower.chunk_frames)
-    windows, rest = divmod(rows, window)
-    scores = tower.num_layers * 2 * hidden * (windows * window**2 + rest**2)
-    return chunks * of_chunk + rows * of_row + scores
+    rest = frames % chunk
+    rows = frames // chunk * length + (rest + 7) // 8  # of a chunk, each 8 frames become a row
+    layer = 4 * hidden**2 + 2 * hidden * config["encoder_ffn_dim"]
+    of_row = config["encoder_layers"] * layer + hidden * (hidden + config["output_dim"])
+    window = config.get("n_window_infer", 800) // chunk * length
+    windows, short = divmod(rows, window)
+    scores = config["encoder_layers"] * 2 * hidden * (windows * window**2 + short**2)
+    return int(-(-frames // chunk) * of_chunk + rows * of_row + scores)
 
 
 def row_products(architecture: Architecture) -> int:

@@ -82,7 +82,7 @@ def make_plan(config: RelaxConfig, not_yet: Sequence[str] = ()) -> Plan:
     requirements: Requirements = find_algorithm(config.algo.name).requirements(config.algo)
     roles = roles_of(config)
     look = _look(config)
-    work = find_workload(config, vocabulary=model.vocabulary, patches=model.patches)
+    work = find_workload(config, model)
     refused = [*_context_faults(config, model), *placement_faults(config, roles, model)]
     on_gpus = config.placement.gpus_per_node > 0
     memory: list[Holder] = []

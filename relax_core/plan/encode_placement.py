@@ -38,8 +38,8 @@ class EncodeNode:
         of_memory = "" if self.memory is None else f" of {self.memory / GIB:.1f} GiB"
         return (
             f"Node {self.number} has {plural(self.rollouts, 'rollout worker')} with "
-            f"{plural(self.workers, 'encode worker')}{of_cores}. They take {self.worker_bytes / GIB:.2f} GiB{of_memory}, "
-            f"and their items {self.item_bytes / GIB:.2f} GiB of /dev/shm."
+            f"{plural(self.workers, 'encode worker')}{of_cores}. They take {self.worker_bytes / GIB:.2f} GiB"
+            f"{of_memory}, and their items {self.item_bytes / GIB:.2f} GiB of /dev/shm."
         )
 
     def faults(self) -> Iterator[str]:

@@ -79,7 +79,7 @@ def test_the_products_of_a_vision_tower_are_those_that_torch_counts(
     shape = (time * tower.temporal_patch_size, height * tower.patch_size, width * tower.patch_size, 3)
     module = tower_module(tower)
     found = counted(lambda: pass_items(module, tower, [np.zeros(shape, dtype=np.uint8)], [grid]))
-    assert vision_products(tower, grid) == pytest.approx(found, rel=0.002)  # torch counts rotary angles, too
+    assert vision_products(tower.config, grid) == pytest.approx(found, rel=0.002)  # torch counts rotary angles, too
 
 
 @pytest.mark.parametrize("frames", [10, 100, 130, 730, 3000])
@@ -88,7 +88,7 @@ def test_the_products_of_an_audio_tower_are_those_that_torch_counts(frames: int,
     assert tower is not None
     module = tower_module(tower)
     found = counted(lambda: pass_sounds(module, tower, [np.zeros((tower.mel_bins, frames), dtype=np.float32)]))
-    assert audio_products(tower, frames) == found
+    assert audio_products(tower.config, frames) == found
 
 
 def no_delta_rule(query: Tensor, key: Tensor, value: Tensor, **_: Any) -> tuple[Tensor, None]:
