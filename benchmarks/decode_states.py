@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.decode import BASE, Engine, Transformers, Turn, decode_rounds
+from benchmarks.decode import BASE, Contender, Engine, Transformers, Turn, decode_rounds
 from benchmarks.tiny_model import engine_config
 from relax_core.config.compose import load_config
 from relax_core.contracts.engine import PromptRequest, SamplingParams
@@ -68,7 +68,7 @@ def start(folder: Path, *, context: int) -> tuple[EngineProcess, EngineClient]:
 async def speeds(folder: Path, model: Any, *, new_tokens: int, rounds: int) -> Mapping[int, Mapping[str, list[Turn]]]:
     """Returns the turns of the embedded engine and of transformers, by the number of samples."""
     process, client = start(folder, context=256)
-    contenders = {BASE: Transformers(model), "embedded": Engine(client, process.pid)}
+    contenders: dict[str, Contender] = {BASE: Transformers(model), "embedded": Engine(client, process.pid)}
     try:
         return {batch: await decode_rounds(contenders, batch, new_tokens=new_tokens, rounds=rounds) for batch in REACH}
     finally:

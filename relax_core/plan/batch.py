@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from relax_core.config.checks.freeze_keys import frozen_parts
-from relax_core.config.choices import PROJECTOR, VISION, ModeName, Surplus
+from relax_core.config.choices import AUDIO, PROJECTOR, VISION, ModeName, Surplus
 from relax_core.config.schema import RelaxConfig
 from relax_core.plan.memory.memory_terms import MIB
 from relax_core.plan.memory.trainer_share import patches_of_micro_batch
@@ -66,24 +66,27 @@ def _micro_batch_words(config: RelaxConfig, work: Workload) -> Iterator[str]:
 
 
 def media_words(config: RelaxConfig, work: Workload, model: ModelDimensions) -> list[str]:
-    """Returns what images and videos add to a prompt, to a group on the bus and to a train step's work."""
+    """Returns what media add to a prompt, to a group on the bus and to a train step's work."""
     if work.media is None or model.patches is None:
         return []
     one, budget = work.media, config.parallel.micro_batch_patches
     if one.prompts:
         looked = f"The headers of the first {plural(one.prompts, 'row')} say"
-        items = f"{one.items:.2g} images and videos a prompt"
+        items = f"{one.items:.2g} media items a prompt"
     else:
         looked, items = "There are no rows yet, so a prompt counts as images alone", "as large as the context allows"
     most = "" if one.most_patches == one.patches else f" (at most {one.most_patches:,} patches)"
+    heard = f", {one.audio_frames:,.0f} frames of sound" if one.sounds else ""
     patches = patches_of_micro_batch(config.parallel, work)
+    towers = model.tower_work(patches=one.patches, audio_frames=one.audio_frames)
     words = [
-        f"{looked}: {items}, {one.rows:,.0f} rows, {one.patches:,.0f} patches and {one.nbytes / MIB:.2f} MiB of frames "
-        f"on average{most}.",
-        f"The bus keeps the frames of a group once: {one.nbytes / MIB:.2f} MiB, "
+        f"{looked}: {items}, {one.rows:,.0f} rows, {one.patches:,.0f} patches{heard} and {one.nbytes / MIB:.2f} MiB of "
+        f"tensors on average{most}.",
+        f"The bus keeps the tensors of a group once: {one.nbytes / MIB:.2f} MiB, "
         f"{work.groups * one.nbytes / MIB:.1f} MiB a train step.",
-        f"The vision tower does {100 * tower_share(config, work, model):.0f}% of a train step's products; at most "
-        f"{patches:,} patches pass a rank's tower together (parallel.micro_batch_patches={budget}).",
+        f"The towers' work for a prompt is that of {towers:,.0f} rows on average, "
+        f"{100 * tower_share(config, work, model):.0f}% of a train step's products; at most {patches:,} patches pass a "
+        f"rank's tower together (parallel.micro_batch_patches={budget}).",
     ]
     if patches > budget:
         words.append(f"One prompt alone has more patches than parallel.micro_batch_patches={budget} and is never cut.")
@@ -91,15 +94,16 @@ def media_words(config: RelaxConfig, work: Workload, model: ModelDimensions) -> 
 
 
 def tower_share(config: RelaxConfig, work: Workload, model: ModelDimensions) -> float:
-    """Returns the vision tower's share of the matrix products of a train step, without attention's scores.
+    """Returns the towers' share of the matrix products of a train step, without attention's scores.
 
     A backward pass has twice the products of a forward pass; a tower that is frozen has none.
     """
-    assert work.media is not None and model.patches is not None, "a run with images or videos"
-    passes = 1 if {VISION, PROJECTOR} <= set(frozen_parts(config)) else 3
-    tower = passes * work.media.patches * model.patches.products
+    assert work.media is not None and model.patches is not None, "a run with media"
+    frozen, one = set(frozen_parts(config)), work.media
+    seen = model.tower_work(patches=one.patches, audio_frames=0) * (1 if {VISION, PROJECTOR} <= frozen else 3)
+    heard = model.tower_work(patches=0, audio_frames=one.audio_frames) * (1 if {AUDIO, PROJECTOR} <= frozen else 3)
     rows = work.group_rows - work.prompt_tokens + work.mean_prompt_tokens
-    return tower / (tower + 3 * rows * model.products_of_row)
+    return (seen + heard) / (seen + heard + 3 * rows)
 
 
 def context_words(config: RelaxConfig, work: Workload) -> list[str]:

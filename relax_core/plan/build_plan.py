@@ -16,6 +16,7 @@ from relax_core.plan.batch import batch_words, context_words, credit_words, medi
 from relax_core.plan.data.context_length import planned_context
 from relax_core.plan.data.data_check import DataLook, look_at_data
 from relax_core.plan.data.epochs import epoch_words
+from relax_core.plan.encode_placement import encode_nodes
 from relax_core.plan.gpu_placement import Place, gpus_of, place, placement_faults
 from relax_core.plan.gpus import UNSEEN
 from relax_core.plan.memory.memory_cpu import cache_tokens, cpu_holders
@@ -83,26 +84,28 @@ def make_plan(config: RelaxConfig, not_yet: Sequence[str] = ()) -> Plan:
     look = _look(config)
     # An engine that takes its whole cache at the start has memory of its own for states.
     states = 0 if find_engine(config.engine.name).whole_cache else model.state_tokens(engine_bytes(config))
-    work = find_workload(config, vocabulary=model.vocabulary, patches=model.patches, state_tokens=states)
+    work = find_workload(config, model, state_tokens=states)
     refused = [*_context_faults(config, model), *_state_faults(config, states), *placement_faults(config, roles, model)]
     on_gpus = config.placement.gpus_per_node > 0
     memory: list[Holder] = []
     free = None
+    rows = None if look is None else look.rows
+    encoding = encode_nodes(config, roles, work, data_rows=rows)
     if not refused and on_gpus:
         memory = gpu_holders(config, gpus_of(config, roles), model=model, work=work)
         refused += _gpu_faults(memory)
     elif not refused:
-        rows = None if look is None else look.rows
         memory = cpu_holders(config, requirements, roles, model=model, work=work, data_rows=rows)
         free = available_bytes() if _runs_here(config) else None
         refused += _cpu_faults(config, memory, free)
+    lacks = [fault for node in encoding for fault in node.faults()]
     return Plan(
         name=config.name,
         model=model,
         roles=roles,
         places=place(config, roles) if memory else [],
         batch=[*epoch_words(config), *batch_words(config, work)],
-        media=media_words(config, work, model),
+        media=[*media_words(config, work, model), *(node.words for node in encoding)],
         context=context_words(config, work),
         credits=credit_words(config, work),
         work=work,
@@ -114,7 +117,7 @@ def make_plan(config: RelaxConfig, not_yet: Sequence[str] = ()) -> Plan:
         data=[] if look is None else look.words(what=config.data.name),
         left_out=[] if look is None else look.left_out(),
         unread=list(unused_keys(config)),
-        warnings=[*([UNSEEN] if on_gpus else []), *_order_words(config)],
+        warnings=[*([UNSEEN] if on_gpus else []), *_order_words(config), *lacks],
         not_yet=list(not_yet),
         refused=refused,
     )

@@ -17,6 +17,7 @@ from relax_core.data import generated
 from relax_core.data.sources import are_rows_named, file_rows
 from relax_core.plan.data.data_check import look_at_data
 from relax_core.plan.data.media_look import PromptMedia
+from relax_core.plan.model.dimensions import ModelDimensions
 from relax_core.plan.model.patch_cost import PatchCost
 
 _LOOKED_AT = 256  # rows of the data that are read
@@ -39,8 +40,9 @@ class Workload:
     are the most that one of them has. ``groups_together`` is the number of groups in a micro-batch over all ranks, 0 if
     a group is cut into ``group_pieces`` pieces, each with the prompt. ``micro_batches`` counts one pass over the step.
     ``repeated_share`` is the largest share of all computed rows that are repeated prompts. ``media`` describes the
-    images and videos of a prompt, None for a run on text; ``mean_prompt_tokens`` has its rows on average
-    instead of the most, and ``media_prompts`` is how many such prompts a micro-batch has on one rank.
+    media of a prompt, None for a run on text; a micro-batch counts the work of the towers for them, too.
+    ``mean_prompt_tokens`` has their rows on average instead of the most, and ``media_prompts`` is how many such prompts
+    a micro-batch has on one rank.
     """
 
     prompt_tokens: int
@@ -64,27 +66,25 @@ class Workload:
     mean_prompt_tokens: int = 0
 
 
-def find_workload(
-    config: RelaxConfig, *, vocabulary: int, patches: PatchCost | None = None, state_tokens: int = 0
-) -> Workload:
-    """Returns the sizes of a step for a validated configuration. ``patches`` is what a patch costs if the model sees.
+def find_workload(config: RelaxConfig, model: ModelDimensions, *, state_tokens: int = 0) -> Workload:
+    """Returns the sizes of a step for a validated configuration. Without rows, all of a prompt counts as images.
 
-    ``state_tokens`` is what a sample takes of engine.max_total_tokens beside its own tokens. Without rows, all of a
-    prompt counts as images.
+    ``state_tokens`` is what a sample takes of engine.max_total_tokens beside its own tokens.
     """
-    prompt, source = _prompt_tokens(config, vocabulary=vocabulary)
+    prompt, source = _prompt_tokens(config, vocabulary=model.vocabulary)
+    media = None if model.patches is None else _prompt_media(config, model.patches, prompt=prompt)
+    towers = 0 if media is None else round(model.tower_work(patches=media.patches, audio_frames=media.audio_frames))
     group_size, groups, new = config.algo.group_size, config.rollout.prompts_per_step, config.rollout.max_new_tokens
     branch, ranks = new - 1, config.parallel.dp
     group_rows, episode_rows = prompt + group_size * branch, prompt + branch
     of_update = groups // config.algo.mini_batches
     busy = min(ranks, of_update * group_size)
-    packed = pack_update(
-        of_update, group_size, prompt=prompt, branch=branch, budget=config.parallel.micro_batch_tokens, ranks=ranks
-    )
+    budget = config.parallel.micro_batch_tokens
+    packed = pack_update(of_update, group_size, prompt=prompt + towers, branch=branch, budget=budget, ranks=ranks)
     episodes, rows = _largest_share(of_update, group_size, prompt=prompt, branch=branch, ranks=busy)
     if packed.micro_batches > 1:
         # Shorter responses let more of them in, up to the budget.
-        rows = min(rows, max(config.parallel.micro_batch_tokens, episode_rows))
+        rows = min(rows, max(budget, episode_rows))
         episodes = min(episodes, max(1, rows // branch))
     computed = of_update * group_rows + packed.repeated_prompts * prompt
     engine = config.engine
@@ -93,7 +93,6 @@ def find_workload(
     if config.eval.every:
         wanted = max(wanted, config.eval.rows // engine.count)
     fitting = max(group_size, engine.max_total_tokens // (sample_tokens + state_tokens))
-    media = None if patches is None else _prompt_media(config, patches, prompt=prompt)
     mean_prompt = _mean_prompt(config, media, prompt=prompt)
     return Workload(
         prompt_tokens=prompt,
@@ -211,7 +210,7 @@ def _prompt_tokens(config: RelaxConfig, *, vocabulary: int) -> tuple[int, str]:
     found = -(-longest // characters) + _TEMPLATE_TOKENS
     source = f"the longest of the first {_LOOKED_AT} rows has {longest} characters"
     if media := generated.MEDIA_ROWS.get(data.task or "", 0):
-        found, source = found + media, f"{source}, and images and videos at most {media} rows"
+        found, source = found + media, f"{source}, and media at most {media} rows"
     return min(found, room), source
 
 

@@ -332,8 +332,7 @@ class MegatronRank:
         """
         self._gather_parameters()
         numbered = with_row_numbers(groups)
-        patches = self._parallel.micro_batch_patches
-        batcher = MicroBatcher(self._parallel.micro_batch_tokens, most_patches=patches)
+        batcher = MicroBatcher(self._parallel.micro_batch_tokens, tower=self.tower_work)
         batches: list[Sequence[TokenTree]] = [batch for batch in (*batcher.add(numbered), batcher.flush()) if batch]
         empty = [()] * (self._most_over_ranks(len(batches)) - len(batches)) if self._computes_empty_batches else []
         found = self._schedule.evaluate([*batches, *empty], columns)[: len(batches)]

@@ -71,7 +71,7 @@ def test_headers_tell_rows_patches_and_bytes(folder: Path) -> None:
     assert (media.prompts, media.items, media.rows, media.patches) == (256, 1.5, 24, 96)
     assert (media.nbytes, media.most_patches, media.most_rows, media.item_patches) == (1.5 * 64 * 64 * 3, 128, 32, 64)
     assert _phase(plan, "encode worker", "always")["encoding"] == 51 * MIB + 14 * 64 * 64  # no tokenizer for images
-    assert "first 256 rows say: 1.5 images and videos a prompt, 24 rows, 96 patches" in plan.media[0]
+    assert "first 256 rows say: 1.5 media items a prompt, 24 rows, 96 patches" in plan.media[0]
 
 
 def test_the_users_line_needs_no_further_key(folder: Path) -> None:

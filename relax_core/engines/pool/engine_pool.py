@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from relax_core.contracts.engine import EngineError, EngineUnreachable, Generated, PromptRequest, SamplingParams
+from relax_core.contracts.media import MediaItem
 from relax_core.engines.pool.engine_watch import LOAD_POLL_S, ClientFor, EngineWatch
 from relax_core.engines.pool.fan_out import FanOut, fan_out
 from relax_core.engines.pool.open_prompts import OpenPrompt, prompt_cost
@@ -79,8 +80,9 @@ class EnginePool:
     may answer. If one of several engines does not answer for ``silent_s`` seconds, it gets no prompts until it does,
     and its open samples are asked of the others. ``by_load`` is that of `Router`; ``max_lag`` and ``lag_s`` are those
     of `EngineWatch`. ``bring_media(engine, client, requests)`` returns when the engine has the images and videos of
-    requests that it is about to get; None if it always has them. All methods belong to one event loop. The choice of
-    engine never changes a prompt's tokens.
+    requests that it is about to get; None if it always has them. ``item_work`` returns the work of the model's towers
+    for an item in tokens; None if it has none. All methods belong to one event loop. The choice of engine never changes
+    a prompt's tokens.
     """
 
     def __init__(
@@ -94,8 +96,10 @@ class EnginePool:
         max_lag: int = 1,
         lag_s: float = 60.0,
         bring_media: BringMedia | None = None,
+        item_work: Callable[[MediaItem], float] | None = None,
     ) -> None:
         self._count = count
+        self._item_work = item_work or (lambda item: 0.0)
         self._bring_media = bring_media
         self._client_for = client_for
         self._timeout_s = timeout_s
@@ -130,7 +134,7 @@ class EnginePool:
                 tie=tie,
                 request=request,
                 n=params.n,
-                cost=params.max_new_tokens + prompt_cost(request) / params.n,
+                cost=params.max_new_tokens + prompt_cost(request, self._item_work) / params.n,
             )
             for index, (request, tie) in enumerate(zip(prompts, places, strict=True))
         ]

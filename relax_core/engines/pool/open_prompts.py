@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
 
 from relax_core.contracts.engine import Generated, PromptRequest
+from relax_core.contracts.media import MediaItem
 from relax_core.contracts.trees.kept_tokens import KeptTokens
 from relax_core.engines.protocol.routed_experts import read_only, with_joined_experts
 
@@ -18,7 +20,7 @@ class OpenPrompt:
 
     ``index`` is its index in the prompt batch. ``tie`` chooses among engines that are equally loaded: engine ``tie %
     count`` comes first. ``cost`` is the number of tokens that one sample may take, with its share of the prompt and of
-    the patches of the prompt's media.
+    the towers' work for the prompt's media, in tokens.
     ``done`` holds the finished samples, ``partial`` the tokens so far of aborted ones, and ``asked`` those that
     ``engine`` has to return now. ``ticket`` counts the calls of `ask`; a request with an older ticket counts no more.
     ``excused`` is True if the pool itself wants the engine to abort the samples that are asked for. ``fruitless`` maps
@@ -110,9 +112,9 @@ class OpenPrompt:
         return [self.done[sample] for sample in range(self.n)]
 
 
-def prompt_cost(request: PromptRequest) -> int:
-    """Returns what a prompt's prefill costs in tokens; a patch that passes the vision tower counts as one."""
-    return len(request.input_ids) + sum(one.item.patches for one in request.media)
+def prompt_cost(request: PromptRequest, item_work: Callable[[MediaItem], float]) -> float:
+    """Returns what a prompt's prefill costs in tokens; ``item_work`` returns the towers' work for an item in tokens."""
+    return len(request.input_ids) + sum(item_work(one.item) for one in request.media)
 
 
 def cut(one: Generated, tokens: int) -> Generated:

@@ -16,8 +16,9 @@ FIRST_ROWS = 256  # data rows whose media are counted
 class PromptMedia:
     """Describes the media of the first ``prompts`` rows that can be used.
 
-    ``items``, ``rows`` of the language model, ``patches`` of the vision tower and ``nbytes`` of tensors are means over
-    these prompts; ``most_rows``, ``most_patches`` and ``most_bytes`` are those of the prompt that has most, and
+    ``items``, ``rows`` of the language model, ``patches`` of the vision tower, ``audio_frames`` of the audio tower and
+    ``nbytes`` of tensors are means over these prompts; ``most_rows``, ``most_patches``, ``most_audio_frames`` and
+    ``most_bytes`` are those of the prompt that has most, and
     ``item_patches`` those of the largest item. ``source_pixels`` is the largest size of an image or a frame before its
     resize. ``videos`` and ``sounds`` say whether there are any, because videos need the tokenizer and sounds more
     memory. ``prompts`` is 0 if the figures are what the limits allow because there are no rows yet.
@@ -35,6 +36,8 @@ class PromptMedia:
     source_pixels: int
     videos: bool
     sounds: bool = False
+    audio_frames: float = 0.0
+    most_audio_frames: int = 0
 
 
 def summed_up(prompts: Sequence[Sequence[PlannedItem]]) -> PromptMedia | None:
@@ -55,4 +58,6 @@ def summed_up(prompts: Sequence[Sequence[PlannedItem]]) -> PromptMedia | None:
         source_pixels=max((one.source_pixels for one in items), default=0),
         videos=any(one.kind == "video" for one in items),
         sounds=any(one.audio_frames for one in items),
+        audio_frames=sum(one.audio_frames for one in items) / len(prompts),
+        most_audio_frames=max(sum(one.audio_frames for one in prompt) for prompt in prompts),
     )

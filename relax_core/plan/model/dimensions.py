@@ -9,12 +9,14 @@ from typing import Any
 from relax_core.contracts.family import DeltaNet, Family
 from relax_core.families.folder import family_key
 from relax_core.families.hf_config import inner_config
+from relax_core.families.media_work import audio_products, row_products
 from relax_core.families.table import read_architecture
 from relax_core.plan.model.patch_cost import PatchCost, patch_cost
 from relax_core.registry import find_family, names
 
 Values = Mapping[str, Any]
 _FLOAT = 4  # bytes
+_LONG_SOUND = 3000  # frames of 30 seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +63,9 @@ class ModelDimensions:
     ``output_gate`` the query projection also computes a gate of its own size. With ``qkv_bias`` query, key and value
     have a bias; with ``qk_norm`` query and key heads have a norm. ``towers`` maps a modality to the number of
     parameters of its encoder; ``projector`` of the vision encoder's belong to its projector, and
-    ``audio_projector`` of the audio encoder's to its one. ``patches`` says what a
-    patch costs in a vision tower that is trained.
+    ``audio_projector`` of the audio encoder's to its one. ``patches`` says what a patch costs in a vision tower that is
+    trained. ``row_products`` counts the multiplications of a row (`relax_core.families.media_work.row_products`), and
+    ``audio_frame_products`` those of one frame of a sound of 30 seconds in the audio tower.
     """
 
     name: str
@@ -86,6 +89,8 @@ class ModelDimensions:
     audio_projector: int = 0
     deepstack_layers: int = 0  # the first layers that add outputs of the vision tower
     patches: PatchCost | None = None
+    row_products: int = 1
+    audio_frame_products: int = 0
 
     @property
     def query(self) -> int:
@@ -122,16 +127,10 @@ class ModelDimensions:
         """Returns the number of parameters of all routers, which `layer_parameters` includes."""
         return self.layers * self.hidden * self.experts.count if self.experts else 0
 
-    @property
-    def products_of_row(self) -> int:
-        """Returns the multiplications of one row in all layers, without attention's scores."""
-        width = self.feed_forward
-        if self.experts:
-            width = self.experts.per_token * self.experts.width + self.experts.shared_width
-        mixing = self.full_attention_layers * ((3 if self.output_gate else 2) * self.query + 2 * self.key)
-        if self.linear is not None:
-            mixing += self.linear.layers * (2 * self.linear.keys + 3 * self.linear.values)
-        return self.hidden * (mixing + 3 * self.layers * width)
+    def tower_work(self, *, patches: float, audio_frames: float) -> float:
+        """Returns the towers' work for some patches and frames of sound, in rows, without the scores among patches."""
+        seen = 0 if self.patches is None else patches * self.patches.products
+        return (seen + audio_frames * self.audio_frame_products) / self.row_products
 
     @property
     def tower_parameters(self) -> int:
@@ -236,6 +235,10 @@ def _of_a_family_that_trains(values: Values, name: str, family: Family) -> Model
         audio_projector=0 if audio is None else audio_projector_parameters(values[audio.config_key]),
         projector=0 if vision is None else projector_parameters(values[vision.config_key]),
         patches=None if vision is None else patch_cost(values[vision.config_key]),
+        row_products=row_products(one),
+        audio_frame_products=0
+        if audio is None
+        else audio_products(values[audio.config_key], _LONG_SOUND) // _LONG_SOUND,
         deepstack_layers=0 if vision is None else len(values[vision.config_key].get("deepstack_visual_indexes") or ()),
     )
 

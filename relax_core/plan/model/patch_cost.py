@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from relax_core.config.choices import PROJECTOR, VISION
+from relax_core.families.media_work import vision_products
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,8 +16,8 @@ class PatchCost:
 
     ``block`` is what each block keeps, ``mergers`` what the projector keeps, ``inputs`` the pixels and their embedding,
     and ``hidden`` the width of a patch. ``a_row`` patches become one row of the language model, whose features and
-    deepstack rows are ``features`` numbers. ``products`` counts the multiplications of one patch. ``pixel_bytes`` are
-    the bytes of a patch's uint8 pixels in one frame.
+    deepstack rows are ``features`` numbers. ``products`` counts the multiplications of one patch, of the scores only
+    those among the patches of its row. ``pixel_bytes`` are the bytes of a patch's uint8 pixels in one frame.
     """
 
     depth: int
@@ -50,7 +51,6 @@ def patch_cost(values: Mapping[str, Any]) -> PatchCost:
     mergers, out = 1 + len(values.get("deepstack_visual_indexes") or ()), values["out_hidden_size"]
     pixels = values["in_channels"] * values["patch_size"] ** 2
     patch = values["temporal_patch_size"] * pixels
-    merged = hidden * merge
     return PatchCost(
         depth=values["depth"],
         hidden=hidden,
@@ -59,6 +59,6 @@ def patch_cost(values: Mapping[str, Any]) -> PatchCost:
         inputs=patch + hidden,
         a_row=merge,
         features=mergers * out,
-        products=values["depth"] * (4 * hidden**2 + 2 * hidden * wide) + mergers * (merged**2 + merged * out) // merge,
+        products=vision_products(values, (1, 1, merge)) // merge,
         pixel_bytes=pixels,
     )

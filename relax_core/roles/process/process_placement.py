@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 LOOPBACK = "127.0.0.1"
 A_LITTLE = 0.01  # Ray ignores the scheduling strategy of an actor that asks for no resources
 ENGINE_ROLES = ("engine", TEACHER_ENGINE)
+ROLLOUT = "rollout"
 MODEL_ROLES = ("actor", "critic", "actor_fwd", "reference", "teacher")  # roles whose workers run torch
 
 
@@ -61,8 +62,9 @@ def worker_gpus(config: RelaxConfig, role: str) -> int:
 def node_options(launcher: LauncherConfig, role: str, rank: int, *, gpus: int = 0) -> dict[str, Any]:
     """Returns Ray's options for a role's actor.
 
-    Engines are spread over the nodes, the controller's node last; all other processes run on the controller's node. A
-    process whose node is lost restarts on any node. Ray chooses the node of an actor that takes ``gpus``.
+    Engines are spread over the nodes, the controller's node last, and rollout workers, whose media are encoded on their
+    node, the controller's node first. All other processes run on the controller's node. A process whose node is lost
+    restarts on any node. Ray chooses the node of an actor that takes ``gpus``.
     """
     if gpus:
         return {"num_cpus": 0 if launcher.ray_address is None else A_LITTLE, "num_gpus": gpus}
@@ -73,8 +75,12 @@ def node_options(launcher: LauncherConfig, role: str, rank: int, *, gpus: int = 
 
     here = ray.get_runtime_context().get_node_id()
     others = sorted(node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] != here)
-    nodes = [*others, here]
-    chosen = nodes[rank % len(nodes)] if role in ENGINE_ROLES else here
+    nodes = [here]
+    if role == ROLLOUT:
+        nodes = [here, *others]
+    elif role in ENGINE_ROLES:
+        nodes = [*others, here]
+    chosen = nodes[rank % len(nodes)]
     return {"num_cpus": A_LITTLE, "scheduling_strategy": NodeAffinitySchedulingStrategy(chosen, soft=True)}
 
 

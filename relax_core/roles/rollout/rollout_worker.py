@@ -8,7 +8,8 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ray.exceptions import RayActorError
@@ -20,11 +21,14 @@ from relax_core.contracts.algorithm import AlgorithmSpec
 from relax_core.contracts.bus import Admission, BusClosed
 from relax_core.contracts.data import PromptSource
 from relax_core.contracts.env import EnvSpec
+from relax_core.contracts.media import MediaItem
 from relax_core.contracts.stop_signals import ignore_stop_signals
 from relax_core.data.eval_sets import eval_sets, held_out_count
 from relax_core.data.sources import make_source
 from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.engines.pool.engine_pool import EnginePool
+from relax_core.families.folder import folder_architecture
+from relax_core.families.media_work import item_work
 from relax_core.observe.service.metrics_actor import MetricsClient, MetricsUnavailable
 from relax_core.observe.service.records import bad_rows_kind
 from relax_core.registry import find_algorithm, find_env, find_reward
@@ -187,7 +191,13 @@ class RolloutWorker(Worker):
             lag_s=config.engine.sync_timeout_s,
             waiting=self.waiting,
             bring_media=None if media is None else media.bring_requests,
+            item_work=None if self.context.media_folder is None else self._item_work(),
         )
+
+    def _item_work(self) -> Callable[[MediaItem], float]:
+        """Returns the function that tells the towers' work for an item, by which prompts are distributed."""
+        model = folder_architecture(self.context.model_folder, also=self.context.config.model.family)
+        return partial(item_work, model)
 
     def _rewards(self) -> TracedRewardPool:
         config = self.context.config

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import cast
 
 from relax_core.contracts.engine import Generated, PromptRequest, SamplingParams
+from relax_core.contracts.media import MediaItem
 from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput, RewardSpec
 from relax_core.engines.pool.engine_pool import BringMedia, EnginePool, OnEnd
 from relax_core.engines.pool.engine_watch import ClientFor
@@ -30,6 +31,7 @@ class TracedEnginePool(EnginePool):
         lag_s: float,
         waiting: Waiting,
         bring_media: BringMedia | None = None,
+        item_work: Callable[[MediaItem], float] | None = None,
     ) -> None:
         super().__init__(
             count,
@@ -40,6 +42,7 @@ class TracedEnginePool(EnginePool):
             max_lag=max_lag,
             lag_s=lag_s,
             bring_media=bring_media,
+            item_work=item_work,
         )
         self._waiting = waiting
 

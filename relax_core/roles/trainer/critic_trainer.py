@@ -68,8 +68,8 @@ class CriticTrainer(ColumnWorker):
 
         The lead calls it for groups that have this critic's values, so `prepare` has run before.
         """
-        parallel = self.context.config.parallel
-        batcher = MicroBatcher(parallel.micro_batch_tokens, most_patches=parallel.micro_batch_patches)
+        rows = self.context.config.parallel.micro_batch_tokens
+        batcher = MicroBatcher(rows, tower=self._backend.result().tower_work)
         for batch in (*batcher.add(self._rank_groups.trees(step, parts)), batcher.flush()):
             self._run("accumulate", batch)
 

@@ -77,18 +77,18 @@ class PolicyTrainer(Worker):
         self._columns = policy_columns(config)
         # With several data-parallel ranks, the lead trains only a part of the groups and reads it as other ranks do.
         self._payloads = c.STRUCTURE_COLUMNS if config.parallel.dp > 1 else None
+        self._group_tokens = 0
+        self._clock = StepClock()
+        ranks = assemble_ranks(context, "actor", waiting=self.waiting)
         self._plan = UpdatePlan(
             groups=config.rollout.prompts_per_step,
             mini_batches=config.algo.mini_batches,
             epochs=config.algo.epochs,
             budget_tokens=config.parallel.micro_batch_tokens,
-            budget_patches=config.parallel.micro_batch_patches,
+            tower=ranks.lead.tower_work,
             ranks=config.parallel.dp,
             seed=config.seed,
         )
-        self._group_tokens = 0
-        self._clock = StepClock()
-        ranks = assemble_ranks(context, "actor", waiting=self.waiting)
         self._bus = discover_bus(context, self.waiting)
         self._worker_group = self._build_worker_group(ranks)
         self._metrics = discover_metrics(context)

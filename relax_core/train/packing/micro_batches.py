@@ -5,47 +5,67 @@ depends on the order of the trees and not on their arrival times. A tree that is
 episodes, and each piece repeats the rows that its episodes share with others. An episode is never split, because
 sequence-level ratios and lengths are computed over whole episodes.
 
-Images and videos have a second budget, that of the patches which pass the tower. An item counts once for each run of
-rows that it is in, so an item of a trunk counts once for all episodes of a piece.
+An image, a video or a sound counts as its rows and the work of the towers for it, in rows. It passes the towers once in
+a micro-batch of a rank, so it counts once there. The patches that pass a vision tower have a second budget, which
+bounds its memory.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
 from relax_core.contracts.tree import TokenTree
-from relax_core.train.packing.packed_media import NO_TOWER, TowerWork, tree_patches
+from relax_core.train.packing.packed_media import NO_TOWER, TowerWork, distinct_items
 
 REPEATED = "repeated"
 ROW = "row"
 Piece = tuple[int, int, int]  # The index of a tree, and its first and last (exclusive) episode.
 
 
-class Work(NamedTuple):
-    """Holds for each episode of a tree the runs on its path, and for each run its computed rows and its patches.
+class Load(NamedTuple):
+    """Holds what some runs add to a bin: work in rows, patches, and the digests of their items."""
 
-    ``load`` is what a run costs, in rows: its rows and the tower's work for its patches.
+    work: int
+    patches: int
+    items: frozenset[str]
+
+
+class Work(NamedTuple):
+    """Holds for each episode of a tree the runs on its path, and for each run its computed rows and its items.
+
+    An item is its digest, the work of the towers for it in rows, and its patches.
     """
 
     paths: list[list[int]]
-    load: list[int]
-    patches: list[int]
+    rows: list[int]
+    items: dict[int, list[tuple[str, int, int]]]
+
+    def load(self, path: Sequence[int], *, seen: Set[int] = frozenset(), shown: Set[str] = frozenset()) -> Load:
+        """Returns what the runs of ``path`` add to a bin that has the runs ``seen`` and the items ``shown``."""
+        new = [run for run in path if run not in seen]
+        rows = sum(self.rows[run] for run in new)
+        if not self.items:
+            return Load(rows, 0, frozenset())
+        items = [one for run in new for one in self.items.get(run, ())]
+        found = {digest: (work, patches) for digest, work, patches in items if digest not in shown}
+        work, patches = sum(one[0] for one in found.values()), sum(one[1] for one in found.values())
+        return Load(rows + work, patches, frozenset(found))
 
 
 class MicroBatcher:
     """Collects trees into micro-batches and splits trees that are larger than one.
 
-    In a micro-batch each of the ``ranks`` data-parallel ranks has at most ``budget_rows`` computed rows and
-    ``most_patches`` patches, or one episode that is larger.
+    In a micro-batch the work of each of the ``ranks`` data-parallel ranks is at most ``budget_rows``: its computed rows
+    and the work of the towers, in rows. It has at most ``tower.most_patches`` patches. A single episode may be larger.
     """
 
-    def __init__(self, budget_rows: int, *, ranks: int = 1, most_patches: int = sys.maxsize) -> None:
-        self._budget, self._ranks, self._most_patches = budget_rows, ranks, most_patches
+    def __init__(self, budget_rows: int, *, ranks: int = 1, tower: TowerWork = NO_TOWER) -> None:
+        self._budget, self._ranks, self._tower = budget_rows, ranks, tower
         self._open: list[TokenTree] = []
         self._open_work: list[Work] = []  # Filled only if there are several ranks.
 
@@ -53,18 +73,20 @@ class MicroBatcher:
         """Adds trees; returns the micro-batches that are now full."""
         full = []
         for tree in trees:
-            work = [] if self._ranks == 1 else [_work(tree)]
+            work = [] if self._ranks == 1 else [_work(tree, self._tower)]
             if self._open and not self._fits([*self._open, tree], [*self._open_work, *work]):
                 full.append(self.flush())
             if self._open or self._fits([tree], work):
                 self._open.append(tree)
                 self._open_work += work
                 continue
-            bins = _pieces_of_bins([tree], _fill_bins([_work(tree)], self._budget, self._most_patches))
+            bins = _pieces_of_bins(
+                [tree], _fill_bins([_work(tree, self._tower)], self._budget, self._tower.most_patches)
+            )
             for first in range(0, len(bins), self._ranks):
                 full.append([piece for one in bins[first : first + self._ranks] for piece in one])
             self._open = full.pop()  # The last piece may leave room for more trees.
-            self._open_work = [] if self._ranks == 1 else [_work(piece) for piece in self._open]
+            self._open_work = [] if self._ranks == 1 else [_work(piece, self._tower) for piece in self._open]
         return full
 
     def flush(self) -> list[TokenTree]:
@@ -75,9 +97,11 @@ class MicroBatcher:
     def _fits(self, trees: Sequence[TokenTree], work: Sequence[Work]) -> bool:
         if self._ranks == 1:
             single = len(trees) == 1 and len(trees[0].episodes) == 1
-            rows = sum(tree.computed_rows for tree in trees)
-            return single or (rows <= self._budget and tree_patches(trees) <= self._most_patches)
-        return len(_fill_bins(work, self._budget, self._most_patches)) <= self._ranks
+            items = distinct_items(trees)
+            load = sum(tree.computed_rows for tree in trees) + sum(round(self._tower.rows(item)) for item in items)
+            patches = sum(item.patches for item in items)
+            return single or (load <= self._budget and patches <= self._tower.most_patches)
+        return len(_fill_bins(work, self._budget, self._tower.most_patches)) <= self._ranks
 
 
 def with_row_numbers(trees: Sequence[TokenTree]) -> list[TokenTree]:
@@ -95,14 +119,14 @@ def with_row_numbers(trees: Sequence[TokenTree]) -> list[TokenTree]:
 def split_over_ranks(trees: Sequence[TokenTree], ranks: int, *, tower: TowerWork = NO_TOWER) -> list[list[TokenTree]]:
     """Splits one micro-batch into the episodes of each data-parallel rank, in order of issue.
 
-    The split minimizes the work of the rank that has most: rows, and the tower's work in rows. A rank may get no
+    The split minimizes the work of the rank that has most: rows, and the towers' work in rows. A rank may get no
     episodes. A rank has at most ``tower.most_patches`` patches if a split with that bound exists, as it does for the
     micro-batches of a `MicroBatcher` with the same bound.
     """
     if ranks == 1:
         return [list(trees)]
-    work = [_work(tree, patch_rows=tower.patch_rows) for tree in trees]
-    load = sum(sum(one.load) for one in work)
+    work = [_work(tree, tower) for tree in trees]
+    load = sum(one.load(range(len(one.rows))).work for one in work)
     patches = tower.most_patches if len(_fill_bins(work, load, tower.most_patches)) <= ranks else sys.maxsize
     low, high = -(-load // ranks), load
     while low < high:
@@ -116,29 +140,30 @@ def split_over_ranks(trees: Sequence[TokenTree], ranks: int, *, tower: TowerWork
 
 
 def _fill_bins(trees: Sequence[Work], capacity: int, most_patches: int) -> list[list[Piece]]:
-    """Fills bins in order; a bin has at most ``capacity`` load and ``most_patches``, or a single larger episode."""
+    """Fills bins in order; a bin has at most ``capacity`` work and ``most_patches``, or a single larger episode."""
     bins: list[list[Piece]] = []
     load, patches = capacity + 1, 0  # The first episode opens a bin.
+    shown: set[str] = set()
     for index, work in enumerate(trees):
         seen: set[int] = set()
         first = 0
         for episode, path in enumerate(work.paths):
-            new = [run for run in path if run not in seen]
-            more, more_patches = sum(work.load[run] for run in new), sum(work.patches[run] for run in new)
-            over = load + more > capacity or patches + more_patches > most_patches
+            more = work.load(path, seen=seen, shown=shown)
+            over = load + more.work > capacity or patches + more.patches > most_patches
             if over and (load or not bins):
                 if episode > first:
                     bins[-1].append((index, first, episode))
                 bins.append([])
-                first, load, patches, seen = episode, 0, 0, set()
-                more, more_patches = sum(work.load[run] for run in path), sum(work.patches[run] for run in path)
-            load, patches = load + more, patches + more_patches
+                first, load, patches, seen, shown = episode, 0, 0, set(), set()
+                more = work.load(path)
+            load, patches = load + more.work, patches + more.patches
             seen.update(path)
+            shown |= more.items
         bins[-1].append((index, first, len(work.paths)))
     return bins
 
 
-def _work(tree: TokenTree, *, patch_rows: float = 0.0) -> Work:
+def _work(tree: TokenTree, tower: TowerWork) -> Work:
     runs = tree.runs
     rows = (runs.stop - runs.start - (runs.stop == runs.end)).tolist()
     parent = runs.parent.tolist()
@@ -150,10 +175,12 @@ def _work(tree: TokenTree, *, patch_rows: float = 0.0) -> Work:
                 path[run] = None
                 run = parent[run]
         paths.append(list(path))
-    patches = [0] * len(rows)
+    items: dict[int, list[tuple[str, int, int]]] = {}
     for media in tree.media:
-        patches[int(runs.of_rows(np.array(media.start)))] += media.item.patches
-    return Work(paths, [own + round(patch_rows * its) for own, its in zip(rows, patches, strict=True)], patches)
+        item = media.item
+        found = items.setdefault(int(runs.of_rows(np.array(media.start))), [])
+        found.append((item.digest, round(tower.rows(item)), item.patches))
+    return Work(paths, rows, items)
 
 
 def _pieces_of_bins(trees: Sequence[TokenTree], bins: Sequence[Sequence[Piece]]) -> list[list[TokenTree]]:

@@ -6,8 +6,9 @@ An item passes the tower once in a micro-batch, wherever and however often it oc
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -15,6 +16,7 @@ import numpy as np
 from relax_core.contracts.media import Media, MediaItem
 from relax_core.contracts.tree import TokenTree
 from relax_core.families.architecture import Architecture
+from relax_core.families.media_work import item_work
 from relax_core.families.towers import Towers
 
 
@@ -76,42 +78,27 @@ def media_rows(media: Sequence[Media], towers: Towers, *, computed: np.ndarray) 
     return MediaRows(items=tuple(items.values()), rows=np.concatenate(rows), features=np.concatenate(features))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TowerWork:
-    """Says what a patch costs: the tower's work for it is that of ``patch_rows`` rows of the language model.
+    """Says what an item costs: ``rows`` returns the work of a model's towers for it, in rows of the language model.
 
     ``most_patches`` bounds the patches that pass a rank's tower in a micro-batch (parallel.micro_batch_patches).
     """
 
-    patch_rows: float = 0.0
+    rows: Callable[[MediaItem], float] = lambda item: 0.0
     most_patches: int = sys.maxsize
 
     @staticmethod
     def of(architecture: Architecture, *, most_patches: int) -> TowerWork:
-        """Returns the work of a model's tower, from the matrix products of its blocks and its mergers."""
-        tower = architecture.vision
-        if tower is None:
+        """Returns the work of a model's towers."""
+        if Towers.of(architecture) is None:
             return NO_TOWER
-        width, merged = tower.hidden_size, tower.hidden_size * tower.merge_size**2
-        blocks = tower.num_layers * (4 * width**2 + 2 * width * tower.intermediate_size)
-        mergers = (1 + tower.deepstack_layers) * (merged**2 + merged * architecture.hidden_size)
-        return TowerWork((blocks + mergers / tower.merge_size**2) / _products_of_row(architecture), most_patches)
+        return TowerWork(rows=partial(item_work, architecture), most_patches=most_patches)
 
 
 NO_TOWER = TowerWork()
 
 
-def _products_of_row(architecture: Architecture) -> int:
-    """Returns the multiplications of one row in the layers of the language model, without attention's scores."""
-    one, experts, net = architecture, architecture.experts, architecture.delta_net
-    heads = one.num_heads * (1.5 if one.output_gate else 1) + one.num_kv_heads
-    mixing = len(one.attention_layers) * int(2 * one.head_dim * heads)
-    if net is not None:
-        mixing += len(one.delta_layers) * (2 * net.keys + 3 * net.values)
-    width = one.intermediate_size if experts is None else experts.per_token * experts.width + experts.shared_width
-    return one.hidden_size * (mixing + 3 * one.num_layers * width)
-
-
-def tree_patches(trees: Sequence[TokenTree]) -> int:
-    """Returns the patches of the distinct items of some trees."""
-    return sum({one.item.digest: one.item.patches for tree in trees for one in tree.media}.values())
+def distinct_items(trees: Sequence[TokenTree]) -> list[MediaItem]:
+    """Returns the items of some trees, each once."""
+    return list({one.item.digest: one.item for tree in trees for one in tree.media}.values())

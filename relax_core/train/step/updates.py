@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -12,6 +11,7 @@ import numpy as np
 from relax_core.contracts.train import StepMetrics
 from relax_core.contracts.tree import TokenTree
 from relax_core.train.packing.micro_batches import MicroBatcher
+from relax_core.train.packing.packed_media import NO_TOWER, TowerWork
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +34,8 @@ class StepResult:
 class UpdatePlan:
     """Describes how every train step is split: its ``groups`` form ``mini_batches`` equal parts, ``epochs`` times.
 
-    ``budget_tokens`` bounds the packed token rows of a micro-batch on each of ``ranks`` data-parallel ranks, and
-    ``budget_patches`` the patches of its images and videos. ``seed`` seeds the shuffles.
+    ``budget_tokens`` bounds the work of a micro-batch on each of ``ranks`` data-parallel ranks, in rows: its packed
+    token rows, and ``tower``'s work for its media. ``seed`` seeds the shuffles.
     """
 
     groups: int
@@ -44,7 +44,7 @@ class UpdatePlan:
     budget_tokens: int
     ranks: int
     seed: int
-    budget_patches: int = sys.maxsize
+    tower: TowerWork = NO_TOWER
 
 
 class Trainer(Protocol):
@@ -70,7 +70,7 @@ class StepUpdates:
     def __init__(self, trainer: Trainer, plan: UpdatePlan, *, step: int) -> None:
         assert plan.groups % plan.mini_batches == 0, "validation checks rollout.prompts_per_step, algo.mini_batches"
         self._trainer, self._plan, self._step = trainer, plan, step
-        self._batcher = MicroBatcher(plan.budget_tokens, ranks=plan.ranks, most_patches=plan.budget_patches)
+        self._batcher = MicroBatcher(plan.budget_tokens, ranks=plan.ranks, tower=plan.tower)
         self._groups: list[TokenTree] = []
         self._left = plan.mini_batches * plan.epochs
         self._done: list[UpdateMetrics] = []

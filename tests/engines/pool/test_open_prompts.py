@@ -127,11 +127,11 @@ def test_a_response_that_is_cut_keeps_what_belongs_to_its_first_tokens() -> None
     assert short.kept is not None and short.kept.lists() == [[10, 99], [11, 99], [12, 99]]
 
 
-def test_a_prompt_with_a_picture_costs_its_patches_too_and_keeps_it_when_it_is_asked_again() -> None:
+def test_a_prompt_with_a_picture_costs_the_towers_work_too_and_keeps_it_when_it_is_asked_again() -> None:
     item = image_item(2, 3)
     ids = [5, *item.ids.tolist(), 6]
     request = PromptRequest(rid="g", input_ids=ids, sampling_seed=1, media=[Media(item, 1, 7)])
-    assert prompt_cost(request) == 8 + 24
+    assert prompt_cost(request, lambda one: one.patches / 2) == 8 + 12
     prompt = OpenPrompt(index=0, tie=0, request=request, n=1, cost=100.0)
     prompt.ask(0)
     prompt.take(generated(0, [7, 8], reason="abort"))

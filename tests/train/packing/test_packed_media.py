@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 
 from relax_core.contracts.media import Media, MediaItem
 from relax_core.contracts.tree import TokenTree
+from relax_core.families.folder import folder_architecture
 from relax_core.families.towers import Towers
 from relax_core.families.vision.item_rows import image_rows
+from relax_core.tools.make_tiny import tiny_model_folder
 from relax_core.train.packing.micro_batches import MicroBatcher, split_over_ranks
-from relax_core.train.packing.packed_media import TowerWork
+from relax_core.train.packing.packed_media import NO_TOWER, TowerWork
 from relax_core.train.packing.tree_packing import TreeLayout, pack_tree
 from tests import media_items
 from tests.trees import answers_tree
@@ -108,7 +108,7 @@ def test_text_alone_has_no_rotary_positions_of_its_own() -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_micro_batch_keeps_the_budget_of_patches(ranks: int) -> None:
     found = [tree(f"g{place}", 2, 2, items=[image(f"image {place}", 2, 2)]) for place in range(5)]
-    batcher = MicroBatcher(1000, ranks=ranks, most_patches=32)  # An image has 16 patches.
+    batcher = MicroBatcher(1000, ranks=ranks, tower=TowerWork(most_patches=32))  # An image has 16 patches.
     batches = [*batcher.add(found), batcher.flush()]
     per_rank = [
         sum(one.media[0].item.patches for one in share)
@@ -120,34 +120,34 @@ def test_a_micro_batch_keeps_the_budget_of_patches(ranks: int) -> None:
     assert len(batches) == (3 if ranks == 1 else 2)
 
 
-def test_equal_images_of_a_micro_batch_count_once_on_one_rank() -> None:
-    found = [tree(f"g{place}", 2, items=[image("same", 2, 2)]) for place in range(4)]
-    batcher = MicroBatcher(1000, most_patches=16)
-    assert [len(batch) for batch in (*batcher.add(found), batcher.flush())] == [4]
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_equal_images_of_a_micro_batch_count_once_on_one_rank(ranks: int) -> None:
+    """Each tree has 7 rows that are computed, and the tower's work for the image is 50 rows."""
+    found = [tree(f"g{place}", 2, items=[image("same", 2, 2)]) for place in range(4 * ranks)]
+    tower = TowerWork(rows=lambda item: 50.0, most_patches=16)
+    for budget, expected in ((50 + 4 * 7, [4 * ranks]), (50 + 4 * 7 - 1, [3 * ranks, ranks])):
+        batcher = MicroBatcher(budget, ranks=ranks, tower=tower)
+        assert [len(batch) for batch in (*batcher.add(found), batcher.flush())] == expected
 
 
-def test_ranks_are_balanced_by_the_work_of_the_tower() -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_micro_batch_ends_where_rows_and_the_towers_work_reach_the_budget(ranks: int) -> None:
+    """Three trees of 7 rows fit 24, and with the tower's work of 5.6 rows each, which is rounded, one does."""
+    found = [tree(f"g{place}", 2, items=[image(f"image {place}", 2, 2)]) for place in range(6)]
+    for rows, expected in ((0.0, 3 * ranks), (5.6, ranks)):
+        batcher = MicroBatcher(24, ranks=ranks, tower=TowerWork(rows=lambda item, rows=rows: rows))
+        batches = [len(batch) for batch in (*batcher.add(found), batcher.flush())]
+        assert batches == [expected] * (6 // expected)
+
+
+def test_ranks_are_balanced_by_the_work_of_the_towers() -> None:
     groups = [tree("image", 2, items=[image("one", 2, 2)]), *(tree(f"g{place}", 9, items=[]) for place in range(3))]
     by_rows = split_over_ranks(groups, 2)
-    by_work = split_over_ranks(groups, 2, tower=TowerWork(patch_rows=1.5))
+    by_work = split_over_ranks(groups, 2, tower=TowerWork(rows=lambda item: 24.0))
     assert [len(share) for share in by_rows] == [2, 2]
     assert [len(share) for share in by_work] == [1, 3]
 
 
-def test_a_patch_of_the_published_model_of_8_billion_costs_a_tenth_of_a_row() -> None:
-    """Counts by hand: the tower's blocks have 27 * (4 * 1152² + 2 * 1152 * 4304) multiplications a patch."""
-    from relax_core.families.architecture import Architecture
-    from relax_core.families.rope import Rope
-
-    sizes: dict[str, Any] = {"hidden_size": 4096, "intermediate_size": 12288, "num_layers": 36, "head_dim": 128}
-    tower = replace(TOWER, hidden_size=1152, num_layers=27, num_heads=16, intermediate_size=4304, deepstack_layers=3)
-    model = Architecture(
-        family="qwen3_vl", vocab_size=151936, num_heads=32, num_kv_heads=8, rms_norm_eps=1e-6, rope=Rope(theta=1e6),
-        tie_word_embeddings=False, max_positions=4096, qkv_bias=False, qk_norm=True, vision=tower, **sizes,
-    )  # fmt: skip
-    blocks = 27 * (4 * 1152**2 + 2 * 1152 * 4304)
-    mergers = 4 * (4608 * 4608 + 4608 * 4096) / 4
-    row = 36 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 12288)
-    work = TowerWork.of(model, most_patches=7)
-    assert work == TowerWork(pytest.approx((blocks + mergers) / row), 7)
-    assert TowerWork.of(replace(model, vision=None), most_patches=7).most_patches == sys.maxsize
+def test_a_model_without_towers_has_no_work_for_items() -> None:
+    folder = tiny_model_folder("tiny_qwen3", task="reverse_digits")
+    assert TowerWork.of(folder_architecture(folder), most_patches=7) is NO_TOWER
