@@ -49,6 +49,7 @@ RANGES: dict[str, Range] = {
     "parallel.cp": _COUNT,
     "parallel.ep": _COUNT,
     "parallel.etp": _COUNT,
+    "parallel.first_stage_layers": _COUNT,
     **{f"parallel.{role}.{size}": _COUNT for role in ("actor_fwd", "reference") for size in FORWARD_SIZES},
     "parallel.micro_batch_tokens": _COUNT,
     "parallel.micro_batch_patches": _COUNT,
