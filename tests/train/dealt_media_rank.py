@@ -12,16 +12,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
-from benchmarks.parity_data import one_sample_each, with_rollout
+from benchmarks.parity_data import with_rollout
 from benchmarks.parity_media import DENSE, HYBRID
 from benchmarks.parity_media_ranks import groups_of, settings_of, steps
 from benchmarks.parity_omni import OMNI
 from benchmarks.parity_ranks import make_backend
 from relax_core.config.choices import Recompute
 from relax_core.contracts.media_file import FolderReader
+from relax_core.contracts.tree import TokenTree
 from relax_core.train.packing.tree_packing import pack_tree
 from relax_core.train.parallel import process_group
 
@@ -51,15 +51,12 @@ CASES: dict[str, tuple[int, str, dict[str, Any], dict[str, Any], dict[str, Any]]
 EXPORTED = "TP2, SP, PP2, first stage of 2"
 
 
-def passed(backend: Any, groups: Any) -> list[int]:
-    """Returns the number of items that pass this rank's towers of each group, and of all groups together."""
-    counts = []
-    for some in (*([one] for one in groups), groups):
-        layout = pack_tree(some, towers=backend._towers)
-        rows = backend._sharding.padded(len(layout.token_ids))
-        found = None if backend._media is None else backend._media.inputs(layout, padded_rows=rows)
-        counts.append(0 if found is None else len(found.inputs.frames) + len(found.inputs.sounds))
-    return counts
+def passed(backend: Any, group: TokenTree) -> int:
+    """Returns the number of items of a group that pass this rank's towers."""
+    layout = pack_tree([group], towers=backend._towers)
+    rows = backend._sharding.padded(len(layout.token_ids))
+    found = None if backend._media is None else backend._media.inputs(layout, padded_rows=rows)
+    return 0 if found is None else len(found.inputs.frames) + len(found.inputs.sounds)
 
 
 def main(rank: int, ranks: int, port: int, folder: Path) -> None:
@@ -88,12 +85,13 @@ def main(rank: int, ranks: int, port: int, folder: Path) -> None:
         expected = steps(whole, groups, replica=replica, layout=layout)
         dealt = build(layout={**layout, **changed})
         found = steps(dealt, groups, replica=replica, layout=layout)
+        seen[name] = {}
         if rank == 0:
             seen[name] = found.difference(expected)
-            seen[name]["largest gradient"] = max([float(one.abs().max()) for one in expected.gradients.values()] or [0])
-        else:
-            seen[name] = {}
-        seen[name] |= {"whole": passed(whole, groups), "dealt": passed(dealt, groups)}
+            largest = (float(one.abs().max()) for one in expected.gradients.values())
+            seen[name]["largest gradient"] = max(largest, default=0.0)
+        seen[name]["items"] = [len({one.item.digest for one in group.media}) for group in groups]
+        seen[name]["passed"] = [passed(dealt, group) for group in groups]
         process_group.leave()
     (folder / f"{ranks}.{rank}.json").write_text(json.dumps(seen))
 

@@ -8,6 +8,7 @@ instead (dealt_media.py).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from torch import Tensor
 from relax_core.config.schema import ParallelConfig
 from relax_core.contracts.media import MediaItem, MediaReader
 from relax_core.families.architecture import Architecture
+from relax_core.families.media_work import item_work
 from relax_core.families.tower_passes import TowerInputs, inputs_of, pass_towers, smallest_image, smallest_sound
 from relax_core.families.towers import Towers
 from relax_core.families.vision.tower import build_tower
@@ -56,12 +58,13 @@ class MediaPlan:
     """Makes the `MediaInputs` of a rank of the first stage for each micro-batch.
 
     ``part`` and ``parts`` are those of sequence parallelism. ``group`` are the ranks over which items are dealt, None
-    if each rank passes the items of its own rows.
+    if each rank passes the items of its own rows. ``work`` returns an item's work in rows of the language model.
     """
 
     towers: Towers
     reader: MediaReader | None
     group: MediaGroup | None
+    work: Callable[[MediaItem], float]
     sharding: RowSharding
     parts: int
     part: int
@@ -86,7 +89,7 @@ class MediaPlan:
         own = inside[places] == media.rows
         items, order, longest = media.items, self.towers.order(media.items), 0
         if self.group is not None:
-            dealt = self.group.deal(media.items, self.towers, work=_work_of)
+            dealt = self.group.deal(media.items, self.towers, work=self.work)
             items, order, longest = tuple(dealt.own), dealt.places, dealt.longest
         features = media.features[own] if order is None else order[media.features[own]]
         assert self.reader is not None, "a role whose model sees is given a reader of media"
@@ -98,10 +101,6 @@ class MediaPlan:
             group=self.group,
             longest=longest,
         )
-
-
-def _work_of(item: MediaItem) -> float:
-    return float(item.patches + item.audio_frames)
 
 
 def media_plan(
@@ -120,6 +119,7 @@ def media_plan(
     return MediaPlan(
         towers=towers,
         reader=reader,
+        work=partial(item_work, architecture),
         group=MediaGroup.of_this_rank(sequence_parallel=parallel.sequence_parallel) if dealt else None,
         sharding=sharding,
         parts=parallel.tp if parallel.sequence_parallel else 1,
