@@ -34,6 +34,7 @@ OTHERS = ("llama", "mistral")  # against Hugging Face only
 SHARDED = {"distributed_optimizer": True}
 OVERLAP = {**SHARDED, "overlap": True}
 SEQUENCE = {"sequence_parallel": True}
+DEALT = {"shard_media": True}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,6 +159,14 @@ MEDIA_ROWS = (
     Row(name="Omni: TP2, SP, PP2, full recompute",
         layout={"tp": 2, "pp": 2, **SEQUENCE, **_recompute("full")}, family=HEARS),
     Row(name="Omni: TP2, SP, CP2, EP2", layout={"tp": 2, "cp": 2, "ep": 2, **SEQUENCE}, family=HEARS),
+    Row(name="Dealt: TP2", layout={"tp": 2, **DEALT}, family=SEES),
+    Row(name="Dealt: TP2, SP, full recompute",
+        layout={"tp": 2, **SEQUENCE, **DEALT, **_recompute("full")}, family=SEES),
+    Row(name="Dealt: TP2, PP2", layout={"tp": 2, "pp": 2, **DEALT}, family=SEES),
+    Row(name="Dealt, Omni: CP2", layout={"cp": 2, **DEALT}, family=HEARS),
+    Row(name="Dealt, Omni: TP2, SP, EP2", layout={"tp": 2, "ep": 2, **SEQUENCE, **DEALT}, family=HEARS),
+    Row(name="Dealt, Omni: TP2, SP, CP2, EP2", layout={"tp": 2, "cp": 2, "ep": 2, **SEQUENCE, **DEALT}, family=HEARS),
+    Row(name="PP2, first stage of 2 layers", layout={"pp": 2, "first_stage_layers": 2}, family=SEES),
     Row(name="qwen3_5: DP2, distributed optimizer, overlap", layout={"dp": 2, **OVERLAP}, family=HYBRID),
     Row(name="qwen3_5: TP2", layout={"tp": 2}, family=HYBRID),
     Row(name="qwen3_5: TP2, SP, full recompute", layout={"tp": 2, **SEQUENCE, **_recompute("full")}, family=HYBRID),

@@ -20,14 +20,7 @@ from relax_core.families.audio.audio_tower import pass_sounds
 from relax_core.families.folder import folder_architecture
 from relax_core.families.hf_config import inner_config
 from relax_core.families.media_work import audio_products, item_work, row_products, vision_products
-from relax_core.families.tiny_configs import (
-    HYBRID,
-    HYBRID_EXPERTS,
-    VISION,
-    VISION_EXPERTS,
-    processor_files,
-    tiny_config,
-)
+from relax_core.families.tiny_configs import HYBRID, HYBRID_EXPERTS, VISION, VISION_EXPERTS, processor_files, tiny_config
 from relax_core.families.tiny_omni import tiny_omni_config, tiny_omni_files
 from relax_core.families.vision.tower import build_tower, pass_items
 from relax_core.plan.model.model_source import SHAPES

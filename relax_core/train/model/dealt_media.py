@@ -134,16 +134,20 @@ class _GatherFeatures(torch.autograd.Function):
 def finalize_gradients(chunks: Sequence[Any], *, dealt: bool) -> None:
     """Reduces the gradients of an update over the ranks; ``chunks`` are Megatron's wrappers of this rank's chunks.
 
-    If ``dealt`` is True, the gradients of the towers are also summed over the tensor-parallel ranks, since each of
-    these passed other items.
+    If ``dealt`` is True, each tensor-parallel rank passed other items, so the gradients of its towers are partial.
     """
     finalize_model_grads(list(chunks))
-    if not dealt:
+    if dealt:
+        sum_tower_gradients([chunk.module for chunk in chunks])
+
+
+def sum_tower_gradients(models: Sequence[Any]) -> None:
+    """Sums the gradients of the towers of this rank's chunks over the tensor-parallel ranks, all of which call it."""
+    towers = [one for model in models for one in (model.vision, model.audio) if one is not None]
+    gradients = [one.main_grad for tower in towers for one in tower.parameters() if one.requires_grad]
+    if not gradients or parallel_state.get_tensor_model_parallel_world_size() == 1:
         return
-    towers = [one for chunk in chunks for one in (chunk.module.vision, chunk.module.audio) if one is not None]
-    trained = [one.main_grad for tower in towers for one in tower.parameters() if one.requires_grad]
-    if trained and parallel_state.get_tensor_model_parallel_world_size() > 1:
-        flat = torch.cat([one.reshape(-1) for one in trained])
-        dist.all_reduce(flat, group=parallel_state.get_tensor_model_parallel_group())
-        for gradient, summed in zip(trained, flat.split([one.numel() for one in trained]), strict=True):
-            gradient.copy_(summed.view_as(gradient))
+    flat = torch.cat([one.reshape(-1) for one in gradients])
+    dist.all_reduce(flat, group=parallel_state.get_tensor_model_parallel_group())
+    for gradient, summed in zip(gradients, flat.split([one.numel() for one in gradients]), strict=True):
+        gradient.copy_(summed.view_as(gradient))
