@@ -62,7 +62,7 @@ def test_the_first_chunk_must_hold_the_layers_that_add_outputs_of_the_tower() ->
     ("first", "pp", "vpp", "text"),
     [
         (3, 3, 1, None),
-        (5, 4, 1, None),
+        (3, 4, 1, None),
         (6, 3, 2, None),
         (4, 3, 1, "the other stages cannot share the 11 left of the model's 15 layers equally. Use X=3."),
         (15, 3, 1, "the other stages cannot share the 0 left of the model's 15 layers equally. Use X=13."),
