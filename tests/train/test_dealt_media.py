@@ -37,7 +37,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
 def test_steps_are_those_of_whole_towers_and_equal_stages(seen: Seen, name: str) -> None:
     ranks, _, layout, _, _ = CASES[name]
     figures = seen[ranks][0][name]
-    gradients = {"gradients"} if "overlap" not in layout else set()
+    gradients = {"gradients"} if "distributed_optimizer" not in layout else set()
     assert figures["largest gradient"] > 0.01 or not gradients, "the comparison has something to compare"
     for figure in {"loss", "grad_norm", "weights", "logprobs"} | gradients:
         assert figures[figure] <= REACH, (figure, figures)

@@ -49,7 +49,6 @@ RANGES: dict[str, Range] = {
     "parallel.cp": _COUNT,
     "parallel.ep": _COUNT,
     "parallel.etp": _COUNT,
-    "parallel.first_stage_layers": _COUNT,
     **{f"parallel.{role}.{size}": _COUNT for role in ("actor_fwd", "reference") for size in FORWARD_SIZES},
     "parallel.micro_batch_tokens": _COUNT,
     "parallel.micro_batch_patches": _COUNT,
@@ -132,6 +131,7 @@ RANGES: dict[str, Range] = {
 
 # These keys may be null; ``why`` says what null means.
 OPTIONAL: dict[str, Range] = {
+    "parallel.first_stage_layers": Range(1, why="null gives the first stage as many layers as the others have"),
     "optimizer.critic_lr": Range(0, above=True, why="null takes optimizer.lr"),
     "optimizer.tower_lr": Range(0, above=True, why="null takes optimizer.lr; model.freeze=[vision] freezes the tower"),
     "optimizer.warmup_steps": Range(0, why="null takes 10, or run.steps where that is less"),
