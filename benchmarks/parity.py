@@ -34,6 +34,7 @@ OTHERS = ("llama", "mistral")  # against Hugging Face only
 SHARDED = {"distributed_optimizer": True}
 OVERLAP = {**SHARDED, "overlap": True}
 SEQUENCE = {"sequence_parallel": True}
+DEALT = {"shard_media": True}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,6 +152,17 @@ _SEEING_ROWS = (
     Row(name="TP2, SP, CP2, EP2", layout={"tp": 2, "cp": 2, "ep": 2, **SEQUENCE}, family=SEES_EXPERTS),
 )  # fmt: skip
 
+_DEALT_ROWS = (
+    Row(name="Dealt: TP2", layout={"tp": 2, **DEALT}, family=SEES),
+    Row(name="Dealt: TP2, SP, full recompute",
+        layout={"tp": 2, **SEQUENCE, **DEALT, **_recompute("full")}, family=SEES),
+    Row(name="Dealt: TP2, PP2", layout={"tp": 2, "pp": 2, **DEALT}, family=SEES),
+    Row(name="Dealt, Omni: CP2", layout={"cp": 2, **DEALT}, family=HEARS),
+    Row(name="Dealt, Omni: TP2, SP, EP2", layout={"tp": 2, "ep": 2, **SEQUENCE, **DEALT}, family=HEARS),
+    Row(name="Dealt, Omni: TP2, SP, CP2, EP2", layout={"tp": 2, "cp": 2, "ep": 2, **SEQUENCE, **DEALT}, family=HEARS),
+    Row(name="PP2, first stage of 2 layers", layout={"pp": 2, "first_stage_layers": 2}, family=SEES),
+)  # fmt: skip
+
 
 def _rows_of(prefix: str, *, dense: str, experts: str) -> Iterator[Row]:
     """Yields the layouts of the models that see, for another family.
@@ -168,6 +180,7 @@ MEDIA_ROWS = (
     *_SEEING_ROWS,
     *_rows_of("Omni", dense=HEARS, experts=HEARS),
     *_rows_of("qwen3_5", dense=HYBRID, experts=HYBRID_EXPERTS),
+    *_DEALT_ROWS,
 )
 
 

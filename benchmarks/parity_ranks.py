@@ -56,6 +56,7 @@ def make_backend(
     packing: str = "tree",
     media: MediaReader | None = None,
     optimizer: OptimizerConfig = OPTIMIZER,
+    frozen: Sequence[str] = (),
 ) -> MegatronBackend:
     setup = RankSetup(
         model_folder=folder / family,
@@ -73,6 +74,7 @@ def make_backend(
         seed=0,
         moe_aux_loss_coef=BALANCE if packing == "balanced" else 0.0,
         banned_token_ids=[BANNED] if packing == "kept" else [],
+        frozen=frozen,
     )
     return MegatronBackend(setup, temperature=TEMPERATURE, trainable=trainable, media=media)
 

@@ -66,6 +66,7 @@ def eval_engines(
                 load_weights=True,
                 stop_strings=bool(config.rollout.stop),
                 media_folder=media_folder,
+                shard_media=config.parallel.shard_media,
             )
             for number in range(config.engine.count)
         ]

@@ -69,7 +69,9 @@ class ParallelConfig:
     cp: int = MISSING
     ep: int = MISSING
     etp: int = MISSING
+    first_stage_layers: int | None = None  # layers of the first pipeline stage; None means as many as the others have
     sequence_parallel: bool = MISSING
+    shard_media: bool = False  # items of a micro-batch are dealt over the ranks of the first stage
     recompute: Recompute = MISSING
     distributed_optimizer: bool = MISSING
     overlap: bool = MISSING

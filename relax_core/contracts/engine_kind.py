@@ -57,7 +57,8 @@ class EngineStart(Protocol):
     the folder's own weights at once, as version 0; without it, nothing is served until the first update. With
     ``beyond_loopback``, ``engine.host`` may be any address of this machine. ``return_routed_experts`` and
     ``stop_strings`` say that requests may ask for these features. ``media_folder`` holds the items that
-    requests name by their digests; None starts an engine that takes text only.
+    requests name by their digests; None starts an engine that takes text only. With ``shard_media`` the ranks of an
+    engine share the images of a batch, if it can, as the trainer's ranks do.
     """
 
     @property
@@ -82,6 +83,8 @@ class EngineStart(Protocol):
     def stop_strings(self) -> bool: ...
     @property
     def media_folder(self) -> Path | None: ...
+    @property
+    def shard_media(self) -> bool: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,6 +142,7 @@ class EngineSpec:
     memory of the process before it has a model, for the memory plan. ``whole_cache`` says that it allocates memory for
     all engine.max_total_tokens at its start. ``media`` has the kinds of media that prompts may hold if the model sees,
     and ``feature_mib`` is the most memory for what its vision tower computed, which it keeps for later requests.
+    ``deals_items`` says that the GPUs of one engine can share the images of a batch (`EngineStart.shard_media`).
     """
 
     name: str
@@ -158,3 +162,4 @@ class EngineSpec:
     whole_cache: bool = False
     media: frozenset[MediaKind] = frozenset()
     feature_mib: int = 0
+    deals_items: bool = False

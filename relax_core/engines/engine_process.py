@@ -32,6 +32,7 @@ class EngineLaunch:
     ``return_routed_experts``, ``stop_strings``: be ready to tell them, and to look for them; the embedded engine always
     is.
     ``media_folder``: the folder of the images and videos that requests name; None for an engine that takes text only.
+    ``shard_media``: parallel.shard_media of the run; the ranks of an engine share images in the same way, if it can.
     """
 
     model_folder: Path
@@ -46,6 +47,7 @@ class EngineLaunch:
     return_routed_experts: bool = False
     stop_strings: bool = False
     media_folder: Path | None = None
+    shard_media: bool = False
 
     def command(self) -> list[str]:
         """Returns the command line."""

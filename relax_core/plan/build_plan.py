@@ -20,11 +20,12 @@ from relax_core.plan.encode_placement import encode_nodes
 from relax_core.plan.gpu_placement import Place, gpus_of, place, placement_faults
 from relax_core.plan.gpus import UNSEEN
 from relax_core.plan.memory.memory_cpu import cache_tokens, cpu_holders
-from relax_core.plan.memory.memory_gpu import cache_tokens_that_fit, gpu_holders
+from relax_core.plan.memory.memory_gpu import SHARED, cache_tokens_that_fit, gpu_holders
 from relax_core.plan.memory.memory_terms import GIB, Holder, engine_bytes
 from relax_core.plan.memory.transfers import Transfers, find_transfers
 from relax_core.plan.model.dimensions import ModelDimensions
 from relax_core.plan.model.model_source import find_dimensions
+from relax_core.plan.tower_ways import way_words
 from relax_core.plan.unused_keys import unused_keys
 from relax_core.plan.workload import Workload, find_workload
 from relax_core.registry import find_algorithm, find_engine
@@ -87,17 +88,24 @@ def make_plan(config: RelaxConfig, not_yet: Sequence[str] = ()) -> Plan:
     work = find_workload(config, model, state_tokens=states)
     refused = [*_context_faults(config, model), *_state_faults(config, states), *placement_faults(config, roles, model)]
     on_gpus = config.placement.gpus_per_node > 0
-    memory: list[Holder] = []
-    free = None
     rows = None if look is None else look.rows
+
+    def holders(changed: RelaxConfig) -> list[Holder]:
+        if on_gpus:
+            return gpu_holders(changed, gpus_of(config, roles), model=model, work=work)
+        return cpu_holders(changed, requirements, roles, model=model, work=work, data_rows=rows)
+
+    def trainer_peak(changed: RelaxConfig) -> int:
+        return next(one.peak.bytes for one in holders(changed) if one.name in ("actor", SHARED))
+
+    memory: list[Holder] = []
+    ways: list[str] = []
+    free = None
     encoding = encode_nodes(config, roles, work, data_rows=rows)
-    if not refused and on_gpus:
-        memory = gpu_holders(config, gpus_of(config, roles), model=model, work=work)
-        refused += _gpu_faults(memory)
-    elif not refused:
-        memory = cpu_holders(config, requirements, roles, model=model, work=work, data_rows=rows)
-        free = available_bytes() if _runs_here(config) else None
-        refused += _cpu_faults(config, memory, free)
+    if not refused:
+        memory, ways = holders(config), list(way_words(config, work, model, peak=trainer_peak))
+        free = available_bytes() if _runs_here(config) and not on_gpus else None
+        refused += _gpu_faults(memory) if on_gpus else _cpu_faults(config, memory, free)
     lacks = [fault for node in encoding for fault in node.faults()]
     return Plan(
         name=config.name,
@@ -105,7 +113,7 @@ def make_plan(config: RelaxConfig, not_yet: Sequence[str] = ()) -> Plan:
         roles=roles,
         places=place(config, roles) if memory else [],
         batch=[*epoch_words(config), *batch_words(config, work)],
-        media=[*media_words(config, work, model), *(node.words for node in encoding)],
+        media=[*media_words(config, work, model), *ways, *(node.words for node in encoding)],
         context=context_words(config, work),
         credits=credit_words(config, work),
         work=work,

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import finalize_model_grads
 from torch import Tensor
 
 from relax_core.contracts.algorithm import StepTotals
@@ -30,6 +29,7 @@ from relax_core.train.checkpoints.model_checkpoint import RankCheckpoint, StateC
 from relax_core.train.hf.hf_weights import HfWeights
 from relax_core.train.hf.weight_slices import WholeTensor
 from relax_core.train.megatron_on_cpu.device_loader import has_cuda, training_device
+from relax_core.train.model.dealt_media import finalize_gradients
 from relax_core.train.model.frozen_parts import freeze_parts
 from relax_core.train.model.gpt import build_chunks
 from relax_core.train.model.media_features import media_plan
@@ -188,7 +188,7 @@ class MegatronRank:
             sums = self._sums_over_ranks()
             denominator = self._denominator(StepTotals(tokens=sums.tokens, samples=sums.samples, groups=sums.groups))
             if not self._overlap:
-                finalize_model_grads(self.model_chunks)
+                finalize_gradients(self.model_chunks, dealt=self._parallel.shard_media)
             for chunk in self.model_chunks:
                 chunk.scale_gradients(1.0 / denominator)
         with self.timed("optimizer"):
@@ -360,7 +360,7 @@ class MegatronRank:
         if self.world_size > 1:
             process_group.wait_for_ranks(f"train step {self._step}", rank=self.rank, timeout_s=self._setup.timeout_s)
         if self._overlap:
-            finalize_model_grads(self.model_chunks)  # This waits for the reductions that still run.
+            finalize_gradients(self.model_chunks, dealt=self._parallel.shard_media)  # It waits for the reductions.
         own = self._sums if _reports() else StepSums()
         check_gradients(own, self._weights, self.model_chunks, rank=self.rank)
         sums = add_over_ranks(own, process_group.world_group())

@@ -121,6 +121,15 @@ def test_what_cannot_be_composed(override: str, text: str) -> None:
         (["parallel.tp=3"], "parallel.tp=3 does not divide the model's 4 attention heads. Use parallel.tp=2."),
         (["parallel.ep=2"], "parallel.ep=2, parallel.etp=1: the model has no experts."),
         (["parallel.vpp=2"], "parallel.vpp=2 with parallel.pp=1: there are no stages to interleave."),
+        (["parallel.tp=2", "parallel.shard_media=true"], "parallel.shard_media=true without a tower: the model reads"),
+        (["parallel.cp=1", "parallel.shard_media=true"], "parallel.shard_media=true with parallel.tp=1 x cp=1"),
+        (["parallel.first_stage_layers=1"], "parallel.first_stage_layers=1 with parallel.pp=1: the one stage has all"),
+        (["parallel.first_stage_layers=0"], "parallel.first_stage_layers=0: must be at least 1"),
+        (
+            ["model=tiny_qwen3_vl", "parallel.pp=2", "parallel.first_stage_layers=1"],
+            "the vision tower's outputs are added in the first 2, which one chunk must hold. "
+            "Use parallel.first_stage_layers=",
+        ),
         (["parallel.overlap=true"], "Set parallel.distributed_optimizer=true."),
         (["model=tiny_qwen3_moe", "parallel.tp=2"], "Set parallel.sequence_parallel=true."),
         (["algo.old_logprobs=actor_fwd", "parallel.actor_fwd.pp=3"], "parallel.actor_fwd.pp=3 does not divide"),

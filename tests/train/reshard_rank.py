@@ -26,7 +26,7 @@ CHAINS: dict[str, tuple[str, str, str, list[dict[str, Any]]]] = {
         [
             {"tp": 2, "dp": 2} | DIVIDED,
             {"dp": 4} | PLAIN,
-            {"pp": 2, "dp": 2} | DIVIDED,
+            {"pp": 2, "dp": 2, "first_stage_layers": 1} | DIVIDED,
             {"tp": 2, "pp": 2} | PLAIN,
             {"pp": 2, "vpp": 2, "dp": 2} | DIVIDED,
             {"tp": 2, "cp": 2} | DIVIDED,

@@ -131,6 +131,7 @@ RANGES: dict[str, Range] = {
 
 # These keys may be null; ``why`` says what null means.
 OPTIONAL: dict[str, Range] = {
+    "parallel.first_stage_layers": Range(1, why="null gives the first stage as many layers as the others have"),
     "optimizer.critic_lr": Range(0, above=True, why="null takes optimizer.lr"),
     "optimizer.tower_lr": Range(0, above=True, why="null takes optimizer.lr; model.freeze=[vision] freezes the tower"),
     "optimizer.warmup_steps": Range(0, why="null takes 10, or run.steps where that is less"),

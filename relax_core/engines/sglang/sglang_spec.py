@@ -57,4 +57,5 @@ SPEC = EngineSpec(
     whole_cache=True,
     media=frozenset({"image", "video", "audio"}),
     feature_mib=DEFAULT_FEATURE_MIB,
+    deals_items=True,
 )

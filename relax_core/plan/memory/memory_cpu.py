@@ -23,7 +23,14 @@ from relax_core.plan.memory.memory_terms import (
     head_bytes,
     mask_making_bytes,
 )
-from relax_core.plan.memory.trainer_share import OF_MEDIA, activation_terms, forward_terms, share_of, state_terms
+from relax_core.plan.memory.trainer_share import (
+    OF_MEDIA,
+    activation_terms,
+    forward_terms,
+    share_of,
+    stages_of,
+    state_terms,
+)
 from relax_core.plan.model.dimensions import ModelDimensions
 from relax_core.plan.model.model_source import teacher_dimensions
 from relax_core.plan.workload import Workload
@@ -139,10 +146,31 @@ def _trainer(
     *,
     publishes: bool,
 ) -> Holder:
+    """Returns the memory of a trainer's ranks, each of which counts like the fullest one."""
+    stages = [
+        Holder(
+            name=name,
+            count=world_size(parallel),
+            phases=_trainer_phases(config, parallel, model, work, publishes=publishes, later=later),
+        )
+        for later in stages_of(parallel)
+    ]
+    return max(stages, key=lambda one: one.peak.bytes)
+
+
+def _trainer_phases(
+    config: RelaxConfig,
+    parallel: ParallelConfig,
+    model: ModelDimensions,
+    work: Workload,
+    *,
+    publishes: bool,
+    later: bool,
+) -> tuple[Phase, ...]:
     published = model.parameters * dtype_bytes(config)
     imports = _imports(TRAINER, model, vision=TRAINER_VISION)
-    state = {"imports": imports, **state_terms(config, parallel, model)}
-    activations = activation_terms(config, parallel, model, work)
+    state = {"imports": imports, **state_terms(config, parallel, model, later=later)}
+    activations = activation_terms(config, parallel, model, work, later=later)
     forward = _with_kept({**activations, "making the mask": mask_making_bytes(config, parallel, work)})
     backward = _with_kept({**activations, "logits chunk": head_bytes(config, model, work, split=parallel.tp)})
     kept = {"kept by the allocator": max(sum(forward.values()), sum(backward.values()))}
@@ -155,7 +183,7 @@ def _trainer(
     ]
     if publishes:
         phases.append(Phase(name="sync", terms=state | kept | {"published weights": published}))
-    return Holder(name=name, count=world_size(parallel), phases=tuple(phases))
+    return tuple(phases)
 
 
 def _copy_bytes(parallel: ParallelConfig, state: Mapping[str, int]) -> int:

@@ -24,11 +24,13 @@ from relax_core.plan.memory.memory_terms import (
     head_bytes,
     mask_making_bytes,
 )
-from relax_core.plan.memory.trainer_share import activation_terms, forward_terms, share_of, state_terms
+from relax_core.plan.memory.trainer_share import activation_terms, forward_terms, share_of, stages_of, state_terms
 from relax_core.plan.model.dimensions import ModelDimensions
 from relax_core.plan.workload import Workload
+from relax_core.registry import find_engine
 from relax_core.train.parallel.layout_arithmetic import forward_parallel, one_rank
 
+SHARED = "every GPU"  # the name of the holder if all roles share all GPUs
 PROCESS_BYTES = 2 * GIB  # assumed: CUDA context, NCCL buffers, cuBLAS workspaces of one process
 ENGINE_BYTES = 4 * GIB  # assumed: as above for an engine, with its CUDA graphs and prefill activations
 FRAGMENTS = 0.1  # assumed: share of what a micro-batch allocates
@@ -58,13 +60,21 @@ def gpu_holders(
 
 def cache_tokens_that_fit(config: RelaxConfig, model: ModelDimensions, work: Workload) -> int:
     """Returns how many KV-cache tokens of one engine fit on a GPU beside the weights."""
-    size, tp = engine_bytes(config), config.engine.tp
-    free = round(config.placement.gpu_memory_gib * GIB) - ENGINE_BYTES - model.parameters * size // tp
+    tp = config.engine.tp
+    free = round(config.placement.gpu_memory_gib * GIB) - ENGINE_BYTES - _engine_weights(config, model)
     if config.mode.name is ModeName.colocate:
         free -= PROCESS_BYTES
-    free -= work.samples_in_flight * model.state_bytes_per_sample(size) // tp + SYNC_BUCKET_BYTES
+    states = model.state_bytes_per_sample(engine_bytes(config))
+    free -= work.samples_in_flight * states // tp + SYNC_BUCKET_BYTES
     free -= sum(engine_media_terms(config, model, work).values())
     return max(0, free // _cache_bytes_a_token(config, model))
+
+
+def _engine_weights(config: RelaxConfig, model: ModelDimensions) -> int:
+    """Returns the bytes on one GPU of an engine; the vision tower is whole on each if images are dealt to them."""
+    dealt = config.parallel.shard_media and find_engine(config.engine.name).deals_items and "audio" not in model.towers
+    whole = model.tower_parameters if dealt else 0
+    return ((model.parameters - whole) // config.engine.tp + whole) * engine_bytes(config)
 
 
 def _cache_bytes_a_token(config: RelaxConfig, model: ModelDimensions) -> int:
@@ -72,14 +82,16 @@ def _cache_bytes_a_token(config: RelaxConfig, model: ModelDimensions) -> int:
     return model.cache_values_per_token * engine_bytes(config) // min(config.engine.tp, model.kv_heads)
 
 
-def _state(config: RelaxConfig, model: ModelDimensions) -> dict[str, int]:
-    """Returns what a trainer's GPU holds between steps."""
-    return {"process": PROCESS_BYTES, **state_terms(config, config.parallel, model)}
-
-
 def _trainer_phases(config: RelaxConfig, model: ModelDimensions, work: Workload) -> tuple[Phase, ...]:
-    parallel, state = config.parallel, _state(config, model)
-    activations = activation_terms(config, parallel, model, work)
+    """Returns the phases of the stage that needs most."""
+    stages = [_stage_phases(config, model, work, later=later) for later in stages_of(config.parallel)]
+    return max(stages, key=lambda phases: max(phase.bytes for phase in phases))
+
+
+def _stage_phases(config: RelaxConfig, model: ModelDimensions, work: Workload, *, later: bool) -> tuple[Phase, ...]:
+    parallel = config.parallel
+    state = {"process": PROCESS_BYTES, **state_terms(config, parallel, model, later=later)}
+    activations = activation_terms(config, parallel, model, work, later=later)
     forward = _with_fragments({**activations, "making the mask": mask_making_bytes(config, parallel, work)})
     backward = _with_fragments({**activations, "logits chunk": head_bytes(config, model, work, split=parallel.tp)})
     return (
@@ -104,7 +116,7 @@ def _engine_terms(config: RelaxConfig, model: ModelDimensions, work: Workload) -
     tp, tokens = config.engine.tp, config.engine.max_total_tokens
     terms = {
         "engine process": ENGINE_BYTES,
-        "engine weights": model.parameters * engine_bytes(config) // tp,
+        "engine weights": _engine_weights(config, model),
         f"KV cache ({tokens} tokens)": tokens * _cache_bytes_a_token(config, model),
         **engine_media_terms(config, model, work),
     }
@@ -151,7 +163,8 @@ def _shared(
     engine = _engine_terms(config, model, work)
     trainer = _beside_idle_engine(_trainer_phases(config, model, work))
     weights = {key: engine[key] for key in ("engine process", "engine weights")}
-    sending = {"process": PROCESS_BYTES, "weights": share_of(config.parallel, model).parameters * dtype_bytes(config)}
+    shares = [share_of(config.parallel, model, later=later).parameters for later in stages_of(config.parallel)]
+    sending = {"process": PROCESS_BYTES, "weights": max(shares) * dtype_bytes(config)}
     phases = (
         Phase(name="rollout", terms={"process": PROCESS_BYTES, **engine}),
         *trainer,
@@ -167,7 +180,7 @@ def _shared(
     if worst.bytes > limit:
         of_engine = worst.name in ("rollout", "wake-up")
         room = _engine_fix(config, model, work) if of_engine else trainer_room(config, work, peak, limit=limit)
-    return Holder(name="every GPU", count=gpus["actor"], phases=phases, limit=limit, room=room)
+    return Holder(name=SHARED, count=gpus["actor"], phases=phases, limit=limit, room=room)
 
 
 def _beside_idle_engine(phases: Sequence[Phase]) -> list[Phase]:

@@ -42,13 +42,13 @@ class Share:
         return self.dense + self.experts + self.whole
 
 
-def trained_share(layout: Layout, model: ModelDimensions, *, frozen: Collection[str]) -> Share:
+def trained_share(layout: Layout, model: ModelDimensions, *, frozen: Collection[str], later: bool = False) -> Share:
     """Returns the parameters of `share_of` that are not in a frozen part of the model, and so have a gradient."""
-    share, towers = share_of(layout, model), model.towers
+    share, towers = share_of(layout, model, later=later), {} if later else model.towers
     projectors = {"vision": model.projector, "audio": model.audio_projector}
-    routers = model.router_parameters // (layout.pp * layout.tp)
+    routers = model.router_parameters * stage_layers(layout, model, later=later) // (model.layers * layout.tp)
     language = 0 if LANGUAGE in frozen else share.dense - routers
-    whole = share.whole - (PROJECTOR in frozen) * sum(projectors.values())
+    whole = share.whole - (PROJECTOR in frozen) * sum(projectors[part] for part in towers)
     whole -= sum(towers[part] - projectors[part] for part in (VISION, AUDIO) if part in frozen and part in towers)
     return Share(
         dense=language + (0 if ROUTER in frozen else routers),
@@ -57,20 +57,40 @@ def trained_share(layout: Layout, model: ModelDimensions, *, frozen: Collection[
     )
 
 
-def share_of(layout: Layout, model: ModelDimensions) -> Share:
-    """Returns the share of the rank that holds most."""
+def stage_layers(layout: Layout, model: ModelDimensions, *, later: bool = False) -> int:
+    """Returns the layers of the first pipeline stage, or of one that comes ``later``."""
+    first = layout.first_stage_layers if isinstance(layout, ParallelConfig) else None
+    if first is None:
+        return model.layers // layout.pp
+    return (model.layers - first) // (layout.pp - 1) if later else first
+
+
+def stages_of(parallel: ParallelConfig) -> tuple[bool, ...]:
+    """Returns ``later`` of the stages of which one can be the fullest: the first one, and another with more layers."""
+    return (False,) if parallel.first_stage_layers is None else (False, True)
+
+
+def share_of(layout: Layout, model: ModelDimensions, *, later: bool = False) -> Share:
+    """Returns the share of a rank of the first stage, which holds most if all have as many layers.
+
+    With ``later`` it is that of the last stage, which has no towers.
+    """
     matrices = model.embedding_matrices if layout.pp == 1 else 1  # with stages, each end holds one matrix
     embeddings = matrices * model.vocabulary * model.hidden
+    layers = stage_layers(layout, model, later=later)
     return Share(
-        dense=(model.layer_parameters // layout.pp + embeddings) // layout.tp,
-        experts=model.expert_parameters // (layout.pp * layout.ep * layout.etp),
-        whole=model.tower_parameters,
+        dense=(model.layer_parameters * layers // model.layers + embeddings) // layout.tp,
+        experts=model.expert_parameters * layers // (model.layers * layout.ep * layout.etp),
+        whole=0 if later else model.tower_parameters,
     )
 
 
-def state_terms(config: RelaxConfig, parallel: ParallelConfig, model: ModelDimensions) -> dict[str, int]:
-    """Returns what a training rank holds between steps."""
-    share, trained = share_of(parallel, model), trained_share(parallel, model, frozen=frozen_parts(config))
+def state_terms(
+    config: RelaxConfig, parallel: ParallelConfig, model: ModelDimensions, *, later: bool = False
+) -> dict[str, int]:
+    """Returns what a training rank of the first stage, or with ``later`` of the last one, holds between steps."""
+    share = share_of(parallel, model, later=later)
+    trained = trained_share(parallel, model, frozen=frozen_parts(config), later=later)
     copies = expert_copies = 1
     if parallel.distributed_optimizer:
         copies = parallel.dp * parallel.cp
@@ -84,13 +104,13 @@ def state_terms(config: RelaxConfig, parallel: ParallelConfig, model: ModelDimen
 
 
 def activation_terms(
-    config: RelaxConfig, parallel: ParallelConfig, model: ModelDimensions, work: Workload
+    config: RelaxConfig, parallel: ParallelConfig, model: ModelDimensions, work: Workload, *, later: bool = False
 ) -> dict[str, int]:
-    """Returns what a rank keeps for its backward passes."""
+    """Returns what a rank of the first stage, or with ``later`` of the second one, keeps for its backward passes."""
     size, cp = dtype_bytes(config), parallel.cp
-    in_flight = _in_flight(parallel, work)
+    in_flight = _in_flight(parallel, work, later=later)
     rows = work.micro_batch_rows // cp
-    layers = model.layers // parallel.pp
+    layers = stage_layers(parallel, model, later=later)
     a_layer = rows * row_values(parallel, model) * size
     if parallel.recompute is Recompute.full:  # the input of each layer, and one layer at a time
         inputs = rows * model.hidden * size // (parallel.tp if parallel.sequence_parallel else 1)
@@ -98,7 +118,7 @@ def activation_terms(
     else:
         activations = round(in_flight * layers * a_layer)
     terms = {"activations": activations, "attention mask": round(in_flight * mask_bytes(config, parallel, work))}
-    return terms | _tower_terms(config, parallel, model, work, in_flight=in_flight)
+    return terms if later else terms | _tower_terms(config, parallel, model, work, in_flight=in_flight)
 
 
 def _tower_terms(
@@ -107,9 +127,9 @@ def _tower_terms(
     """Returns what the tower keeps of a micro-batch, its features and deepstack rows, and the mapped frames."""
     if model.patches is None or work.media is None:
         return {}
-    cost, size, patches = model.patches, dtype_bytes(config), patches_of_micro_batch(parallel, work)
+    cost, size, patches = model.patches, dtype_bytes(config), patches_of_rank(parallel, work)
     kept = cost.values(recomputed=parallel.recompute is Recompute.full, frozen=frozen_parts(config))
-    features = patches // cost.a_row * cost.features
+    features = patches_of_micro_batch(parallel, work) // cost.a_row * cost.features
     return {
         "tower activations": round(in_flight * patches) * kept * size + (0 if kept else patches * cost.block * size),
         "features": round(in_flight * FEATURE_COPIES * features) * size,
@@ -126,6 +146,14 @@ def patches_of_micro_batch(parallel: ParallelConfig, work: Workload) -> int:
         return 0
     of_prompts = min(parallel.micro_batch_patches, round(work.media_prompts * work.media.patches))
     return max(of_prompts, work.media.most_patches)
+
+
+def patches_of_rank(parallel: ParallelConfig, work: Workload) -> int:
+    """Returns the most patches of a micro-batch that pass the tower of one rank; an item is never cut."""
+    patches = patches_of_micro_batch(parallel, work)
+    if work.media is None or not parallel.shard_media:
+        return patches
+    return max(-(-patches // (parallel.tp * parallel.cp)), work.media.item_patches)
 
 
 def row_values(parallel: ParallelConfig, model: ModelDimensions) -> int:
@@ -148,14 +176,17 @@ def forward_terms(
     }
     if model.patches is not None and work.media is not None:
         cost, patches = model.patches, patches_of_micro_batch(parallel, work)
-        terms["one tower block"] = patches * (cost.block + cost.inputs) * size
+        terms["one tower block"] = patches_of_rank(parallel, work) * (cost.block + cost.inputs) * size
         terms["features"] = FEATURE_COPIES * patches // cost.a_row * cost.features * size
         terms["frames"] = round(work.media_prompts * work.media.nbytes)
     return terms
 
 
-def _in_flight(parallel: ParallelConfig, work: Workload) -> float:
-    """Returns the micro-batches whose activations the first stage holds, with 1F1B or the interleaved schedule."""
+def _in_flight(parallel: ParallelConfig, work: Workload, *, later: bool) -> float:
+    """Returns the micro-batches whose activations the first stage holds, with 1F1B or the interleaved schedule.
+
+    With ``later`` it is the second stage, which holds one less with 1F1B.
+    """
     if parallel.vpp == 1:
-        return min(parallel.pp, work.micro_batches)
+        return min(parallel.pp - later, work.micro_batches)
     return min(parallel.pp * (1 + (parallel.pp - 1) / (parallel.pp * parallel.vpp)), work.micro_batches)

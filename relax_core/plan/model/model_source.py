@@ -76,4 +76,5 @@ def layout_shape(model: ModelDimensions) -> LayoutShape:
         expert_width=model.experts.width if model.experts else 0,
         widths=widths,
         deepstack_layers=model.deepstack_layers,
+        has_tower=bool(model.towers),
     )

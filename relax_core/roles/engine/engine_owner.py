@@ -107,6 +107,7 @@ class EngineOwner(Worker):
             return_routed_experts=config.algo.routing_replay,
             stop_strings=bool(config.rollout.stop),
             media_folder=self.context.media_folder,
+            shard_media=config.parallel.shard_media,
         )
 
     def _first_port(self) -> int:

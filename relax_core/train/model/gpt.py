@@ -130,6 +130,7 @@ def transformer_config(
         context_parallel_size=parallel.cp,
         pipeline_model_parallel_size=parallel.pp,
         virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
+        num_layers_in_first_pipeline_stage=parallel.first_stage_layers,
         expert_model_parallel_size=parallel.ep,
         expert_tensor_parallel_size=parallel.etp,
         # Interleaved stages send both ways at one time, and messages with shapes would reach the wrong receiver.

@@ -45,7 +45,8 @@ class LayoutShape:
 
     ``linear_heads`` are the key heads of linear attention, or 0. ``widths`` maps a name to the width of each layer that
     tensor parallelism splits. ``experts`` is 0 for a dense model, and ``expert_width`` is the width of one expert.
-    ``deepstack_layers`` counts the first layers that add outputs of a vision tower.
+    ``deepstack_layers`` counts the first layers that add outputs of a vision tower. ``has_tower`` is True for a model
+    that sees or hears.
     """
 
     layers: int
@@ -56,6 +57,7 @@ class LayoutShape:
     widths: dict[str, int]
     expert_width: int = 0
     deepstack_layers: int = 0
+    has_tower: bool = False
 
 
 # -- Ranks ------------------------------------------------------------------------------------------------------------
@@ -107,7 +109,9 @@ def forward_parallel(parallel: ParallelConfig, layout: Layout) -> ParallelConfig
         cp=layout.cp,
         ep=layout.ep,
         etp=layout.etp,
+        first_stage_layers=None,
         sequence_parallel=layout.tp > 1,
+        shard_media=parallel.shard_media and layout.tp * layout.cp > 1,
         recompute=Recompute.none,
         distributed_optimizer=False,
         overlap=False,
@@ -137,6 +141,16 @@ def switch_faults(parallel: ParallelConfig) -> Iterator[str]:
             "parallel.sequence_parallel=true with parallel.tp=1: there is no other rank to share rows with. "
             "Set parallel.sequence_parallel=false."
         )
+    if parallel.first_stage_layers is not None and parallel.pp == 1:
+        yield (
+            f"parallel.first_stage_layers={parallel.first_stage_layers} with parallel.pp=1: the one stage has all "
+            "layers. Set parallel.first_stage_layers=null."
+        )
+    if parallel.shard_media and parallel.tp * parallel.cp == 1:
+        yield (
+            "parallel.shard_media=true with parallel.tp=1 x cp=1: there is no other rank to deal images, videos and "
+            "sounds to. Set parallel.shard_media=false."
+        )
     if parallel.overlap and not parallel.distributed_optimizer:
         yield (
             "parallel.overlap=true with parallel.distributed_optimizer=false: only the distributed optimizer can "
@@ -151,8 +165,9 @@ def model_faults(layout: Layout, shape: LayoutShape, *, key: str = "parallel") -
     else:
         yield from _indivisible(f"{key}.ep", layout.ep, shape.experts, "experts")
         yield from _indivisible(f"{key}.etp", layout.etp, shape.expert_width, "hidden units of an expert")
-    yield from _indivisible(f"{key}.pp", layout.pp, shape.layers, "layers")
-    yield from _deepstack_faults(shape, layout.pp, vpp=1, key=key)
+    if not isinstance(layout, ParallelConfig) or layout.first_stage_layers is None:
+        yield from _indivisible(f"{key}.pp", layout.pp, shape.layers, "layers")
+        yield from _deepstack_faults(shape, layout.pp, vpp=1, key=key)
     heads = {"attention heads": shape.heads, "key-value heads": shape.kv_heads}  # Megatron could copy the latter
     for what, count in {**heads, "linear-attention heads": shape.linear_heads, **shape.widths}.items():
         yield from _indivisible(f"{key}.tp", layout.tp, count, what)
@@ -161,7 +176,9 @@ def model_faults(layout: Layout, shape: LayoutShape, *, key: str = "parallel") -
 def trainer_faults(parallel: ParallelConfig, shape: LayoutShape) -> Iterator[str]:
     """Yields one sentence for each fault that only the trainer's layout can have, in addition to `model_faults`."""
     chunks = parallel.pp * parallel.vpp
-    if shape.layers % parallel.pp == 0 and shape.layers % chunks:
+    if parallel.first_stage_layers is not None:
+        yield from _first_stage_faults(parallel, shape)
+    elif shape.layers % parallel.pp == 0 and shape.layers % chunks:
         fix = _largest_divisor(shape.layers // parallel.pp, at_most=parallel.vpp)
         yield (
             f"parallel.pp={parallel.pp} x vpp={parallel.vpp} = {chunks} does not divide the model's {shape.layers} "
@@ -169,6 +186,8 @@ def trainer_faults(parallel: ParallelConfig, shape: LayoutShape) -> Iterator[str
         )
     elif parallel.vpp > 1:
         yield from _deepstack_faults(shape, parallel.pp, vpp=parallel.vpp, key="parallel")
+    if parallel.shard_media and not shape.has_tower:
+        yield "parallel.shard_media=true without a tower: the model reads text only. Set parallel.shard_media=false."
     if shape.experts and parallel.tp > 1 and not parallel.sequence_parallel:
         yield (
             f"parallel.sequence_parallel=false with parallel.tp={parallel.tp} and experts: Megatron does not train "
@@ -213,6 +232,43 @@ def _deepstack_faults(shape: LayoutShape, pp: int, *, vpp: int, key: str) -> Ite
     yield (
         f"{value}: the first chunk of layers has {layers // (pp * vpp)} of the model's {layers}, but the vision "
         f"tower's outputs are added in the first {needed}, which one chunk must hold. Use {fix}."
+    )
+
+
+def first_stage_sizes(parallel: Layout, shape: LayoutShape, *, vpp: int) -> list[int]:
+    """Returns the numbers of layers that the first of several stages can have, ascending.
+
+    The other stages share the rest equally, every chunk of a stage has the same number of layers, and the first chunk
+    holds the layers that add outputs of the vision tower.
+    """
+    others = parallel.pp - 1
+    return [
+        first
+        for first in range(max(1, shape.deepstack_layers) * vpp, shape.layers, vpp)
+        if others and (shape.layers - first) % (others * vpp) == 0
+    ]
+
+
+def _first_stage_faults(parallel: ParallelConfig, shape: LayoutShape) -> Iterator[str]:
+    """Yields one sentence if the first stage cannot have parallel.first_stage_layers of the model's layers."""
+    first, pp, vpp = parallel.first_stage_layers, parallel.pp, parallel.vpp
+    fitting = first_stage_sizes(parallel, shape, vpp=vpp)
+    if first is None or pp == 1 or first in fitting:
+        return
+    nearest = min(fitting, key=lambda one: abs(one - first), default="null")
+    layers, chunks = shape.layers, f" x vpp={vpp}" if vpp > 1 else ""
+    if first % vpp == 0 and first // vpp < shape.deepstack_layers:
+        why = (
+            f"the first chunk of layers has {first // vpp} of the model's {layers}, but the vision tower's outputs are "
+            f"added in the first {shape.deepstack_layers}, which one chunk must hold"
+        )
+    elif first % vpp:
+        why = f"the first stage cannot cut {first} layers into {vpp} equal chunks"
+    else:
+        why = f"the other stages cannot share the {layers - first} left of the model's {layers} layers equally"
+    yield (
+        f"parallel.first_stage_layers={first} with parallel.pp={pp}{chunks}: {why}. "
+        f"Use parallel.first_stage_layers={nearest}."
     )
 
 

@@ -58,6 +58,42 @@ def test_the_first_chunk_must_hold_the_layers_that_add_outputs_of_the_tower() ->
     assert found.endswith("Use parallel.vpp=2.")
 
 
+@pytest.mark.parametrize(
+    ("first", "pp", "vpp", "text"),
+    [
+        (3, 3, 1, None),
+        (3, 4, 1, None),
+        (6, 3, 2, None),
+        (4, 3, 1, "the other stages cannot share the 11 left of the model's 15 layers equally. Use X=3."),
+        (15, 3, 1, "the other stages cannot share the 0 left of the model's 15 layers equally. Use X=13."),
+        (1, 2, 1, "the first chunk of layers has 1 of the model's 15, but the vision tower's outputs are added in the "
+                  "first 2, which one chunk must hold. Use X=2."),
+        (5, 2, 2, "the first stage cannot cut 5 layers into 2 equal chunks. Use X=null."),
+        (4, 1, 1, "the one stage has all layers. Set X=null."),
+    ],
+)  # fmt: skip
+def test_the_first_stage_can_hold_fewer_layers(first: int, pp: int, vpp: int, text: str | None) -> None:
+    sees = dataclasses.replace(MIXTURE, layers=18 if first == 6 else 15, deepstack_layers=2, has_tower=True)
+    found = faults(dataclasses.replace(layout(pp=pp, vpp=vpp), first_stage_layers=first), sees)
+    assert found == [] if text is None else found[0].endswith(text.replace("X", "parallel.first_stage_layers")), found
+    assert all(one.startswith(f"parallel.first_stage_layers={first} with parallel.pp={pp}") for one in found)
+
+
+def test_items_are_dealt_where_there_are_ranks_and_a_tower() -> None:
+    sees = dataclasses.replace(DENSE, has_tower=True)
+    dealt = dataclasses.replace(layout(tp=2), shard_media=True)
+    assert faults(dealt, sees) == [] and faults(dataclasses.replace(layout(cp=2), shard_media=True), sees) == []
+    told = "parallel.shard_media=true without a tower: the model reads text only. Set parallel.shard_media=false."
+    assert faults(dealt, DENSE) == [told]
+    (found,) = faults(dataclasses.replace(layout(), shard_media=True), sees)
+    assert found.endswith(
+        "there is no other rank to deal images, videos and sounds to. Set parallel.shard_media=false."
+    )
+    trainer = dataclasses.replace(layout(tp=2, pp=2), shard_media=True, first_stage_layers=2)
+    assert forward_parallel(trainer, ForwardLayout(dp=1, tp=2, pp=2, cp=1, ep=1, etp=1)).shard_media
+    assert not one_rank(trainer).shard_media and one_rank(trainer).first_stage_layers is None
+
+
 def faults(parallel: ParallelConfig, shape: LayoutShape = MIXTURE, *, ranks: int | None = None) -> list[str]:
     ranks = world_size(parallel) if ranks is None else ranks
     return [
@@ -153,11 +189,16 @@ def test_switches_that_do_not_go_together() -> None:
 
 
 @settings(max_examples=200)
-@given(**{size: st.integers(1, 9) for size in ("tp", "pp", "vpp", "cp", "dp", "ep", "etp")})
+@given(
+    **{size: st.integers(1, 9) for size in ("tp", "pp", "vpp", "cp", "dp", "ep", "etp")},
+    first=st.none() | st.integers(1, 50),
+    dealt=st.booleans(),
+)
 def test_following_the_fixes_ends_with_a_layout_that_holds(
-    tp: int, pp: int, vpp: int, cp: int, dp: int, ep: int, etp: int
+    tp: int, pp: int, vpp: int, cp: int, dp: int, ep: int, etp: int, first: int | None, dealt: bool
 ) -> None:
     parallel = layout(tp=tp, pp=pp, vpp=vpp, cp=cp, dp=dp, ep=ep, etp=etp)
+    parallel = dataclasses.replace(parallel, first_stage_layers=first, shard_media=dealt)
     ranks = tp * pp * cp * dp
     for _ in range(30):
         found = faults(parallel, ranks=ranks)
@@ -174,4 +215,8 @@ def test_following_the_fixes_ends_with_a_layout_that_holds(
     assert world_size(parallel) == ranks
 
 
-READ: dict[str, Callable[[str], int | bool]] = {"true": lambda _: True, "false": lambda _: False}
+READ: dict[str, Callable[[str], int | bool | None]] = {
+    "true": lambda _: True,
+    "false": lambda _: False,
+    "null": lambda _: None,
+}

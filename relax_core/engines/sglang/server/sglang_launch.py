@@ -11,7 +11,7 @@ from relax_core.contracts.engine import EngineError
 from relax_core.contracts.engine_kind import EngineStart
 from relax_core.engines.sglang.client.sglang_weight_calls import LOADER
 from relax_core.engines.sglang.media.placed_items import MEDIA_FOLDER, VISION_FOLDER
-from relax_core.families.folder import vision_tower
+from relax_core.families.folder import audio_tower, vision_tower
 from relax_core.families.hf_config import read_hf_config
 
 MEDIA_PACKAGE = "relax_core.engines.sglang.media"
@@ -42,6 +42,8 @@ def command(launch: EngineStart) -> list[str]:
         "enable-deterministic-inference": bool(engine.deterministic),
         "log-level": "warning",
     }
+    if engine.tp > 1 and launch.shard_media and _can_deal_items(launch.model_folder):
+        flags["mm-enable-dp-encoder"] = True
     if engine.mem_fraction is not None:
         flags["mem-fraction-static"] = engine.mem_fraction
     if launch.load_weights:
@@ -61,6 +63,15 @@ def _check_head(folder: Path) -> None:
     config = read_hf_config(folder)
     if config.get("model_type") == "qwen3_moe" and config.get("tie_word_embeddings"):
         raise EngineError(f"{folder}: SGLang's Qwen3-MoE has no tied head. Use a model with a head of its own.")
+
+
+def _can_deal_items(folder: Path) -> bool:
+    """Returns True if SGLang's tensor-parallel ranks can share the images and videos of a model.
+
+    The vision tower of Qwen3-Omni is split over the ranks in SGLang 0.5.23 even where images are dealt to them, so that
+    ranks would wait for each other.
+    """
+    return vision_tower(folder) is not None and audio_tower(folder) is None
 
 
 def environment(launch: EngineStart) -> dict[str, str]:

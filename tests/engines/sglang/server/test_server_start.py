@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from relax_core.engines.sglang.server.sglang_launch import FEATURE_MIB, flag_wor
 from relax_core.engines.sglang.sglang_spec import SPEC
 from relax_core.engines.sglang.version import TESTED, version_problem
 from relax_core.families.tiny_configs import tiny_config
+from relax_core.families.tiny_omni import tiny_omni_files
 from relax_core.tools.tiny_vision import write_settings
 
 
@@ -72,6 +74,17 @@ def test_tower_features_are_kept_on_every_gpu(tmp_path: Path, monkeypatch: pytes
     assert int(launch(tmp_path).environment()[FEATURE_MIB]) == SPEC.feature_mib > 0
     monkeypatch.setenv(FEATURE_MIB, "7")
     assert launch(tmp_path).environment()[FEATURE_MIB] == "7"
+
+
+@pytest.mark.parametrize(
+    ("model", "dealt"), [("tiny_qwen3_vl", True), ("tiny_qwen3_omni", False), ("tiny_qwen3", False)]
+)
+def test_images_are_dealt_to_the_ranks_of_an_engine_as_in_the_trainer(tmp_path: Path, model: str, dealt: bool) -> None:
+    """SGLang 0.5.23 splits the tower of Qwen3-Omni over the ranks whatever the flag says."""
+    write_settings(tmp_path, tiny_config(model), tiny_omni_files() if model == "tiny_qwen3_omni" else None)
+    one = launch(tmp_path)
+    assert ("--mm-enable-dp-encoder" in replace(one, shard_media=True).command()) == dealt
+    assert "--mm-enable-dp-encoder" not in one.command()
 
 
 @pytest.mark.parametrize("version", [TESTED, "0.5.23.post1", "0.5.30", "0.5.24+cu130"])
