@@ -9,7 +9,7 @@ import msgspec
 
 from relax_core.bus.state.admission import admissible_versions, fill, window_steps
 from relax_core.bus.state.open_groups import OpenGroup
-from relax_core.bus.state.selection import choose, choose_for_actor
+from relax_core.bus.state.selection import choose, oldest_window_first
 from relax_core.bus.state.settings import BusSettings
 from relax_core.bus.state.snapshot import Snapshot
 from relax_core.contracts.bus import LeaseRequest
@@ -143,7 +143,9 @@ class MixedCursor(DataCursor):
     def choose(self, core: BusCore, request: LeaseRequest) -> list[OpenGroup]:
         """Returns the groups that a lease gets now. The actor gets of each modality as many as the step has slots.
 
-        At staleness 0 without over-sampling exactly these groups were admitted, and they keep their order.
+        Over-sampling loses the slowest groups of each modality: a slot waits for the groups that were admitted for its
+        step, as far as there are some, so that every modality loses in proportion to its share. At staleness 0 without
+        over-sampling exactly the step's groups were admitted, and they keep their order.
         """
         settings = self._settings
         if request.step is None or (settings.max_staleness == 0 and not settings.spare_groups):
@@ -152,14 +154,12 @@ class MixedCursor(DataCursor):
         for modality in self._order.names:
             mine = [group for group in core.groups.values() if group.modality == modality]
             leased = sum(group.actor_step == core.version for group in mine)
-            chosen += choose_for_actor(
-                mine,
+            chosen += oldest_window_first(
+                [group for group in mine if group.actor_step is None],
                 columns=request.columns,
-                step=core.version,
-                max_staleness=settings.max_staleness,
+                last_chance=core.version - settings.max_staleness,
                 max_groups=request.max_groups,
                 slots=self._slots(modality, core.version, core.version + 1, each=settings.groups_per_step) - leased,
-                over_sampled=settings.spare_groups > 0,
             )
         return sorted(chosen, key=lambda group: group.admission.index)[: request.max_groups]
 
