@@ -164,7 +164,7 @@ class DataConfig:
     max_bad_rows: float = 0.05
     overlong: Overlong = Overlong.drop
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    mix: dict[str, float] | None = None  # modality → its share of the trained prompts
+    mix: Any = None  # a mapping from modalities to their shares of the trained prompts
     media_keys: MediaKeys = field(default_factory=MediaKeys)
     media_root: str | None = None
     row_group_mb: int = 32

@@ -6,11 +6,13 @@ import math
 from collections.abc import Iterable, Mapping
 from fractions import Fraction
 from itertools import combinations
+from typing import Any
 
 from relax_core.contracts.data import BadRow, DataRow
 from relax_core.contracts.media import MEDIA_KINDS, MediaError, MediaKind
 
 TEXT = "text"
+LEAST_SHARE = 0.001
 LONGEST_BLOCK = 1000  # prompts, so that shares are exact to a thousandth
 
 
@@ -42,6 +44,20 @@ def modality_of_row(row: DataRow | BadRow) -> str:
     contents = [] if isinstance(prompt, str) else [message["content"] for message in prompt]
     parts = [part for content in contents if not isinstance(content, str) for part in content]
     return modality_of(part["type"] for part in parts)
+
+
+def mix_problem(mix: Any) -> str | None:
+    """Returns what is wrong with a value of data.mix, as a sentence with key, value and fix, or None."""
+    told, example = f"data.mix={mix}", "Give shares such as data.mix={video: 0.25, text: 0.75}, or null."
+    if not isinstance(mix, dict) or not mix or any(type(share) not in (int, float) for share in mix.values()):
+        return f"{told} is no mapping from modalities to numbers. {example}"
+    for name in mix:
+        if name not in MODALITIES:
+            return f"{told}: {name} is no modality. Use some of: {', '.join(MODALITIES)}."
+    if not min(mix.values()) >= LEAST_SHARE or not abs(sum(mix.values()) - 1.0) <= 1e-9:
+        total = sum(mix.values())
+        return f"{told}: the shares sum to {total:g}. They are at least {LEAST_SHARE:g} each and sum to 1. {example}"
+    return None
 
 
 class MixOrder:

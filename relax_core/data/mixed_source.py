@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Mapping
 
 from relax_core.contracts.data import DataRow, EvalSet, PromptSource
-from relax_core.contracts.modality import MixOrder
+from relax_core.contracts.modality import MixOrder, mix_problem
 from relax_core.data.order import row_of
 
 
@@ -15,10 +15,12 @@ class MixedSource:
 
     Each modality goes through its own rows, epoch by epoch. The modality of every row is found once, here.
 
-    Raises ValueError (key, value, fix) for a modality that no row has.
+    Raises ValueError (key, value, fix) for shares that cannot be kept, and for a modality that no row has.
     """
 
     def __init__(self, source: PromptSource, mix: Mapping[str, float], *, seed: int, shuffle: bool) -> None:
+        if problem := mix_problem(mix):
+            raise ValueError(problem)
         self._source, self._seed, self._shuffle = source, seed, shuffle
         self._order = MixOrder(mix)
         self._numbers = {name: array("q") for name in self._order.names}

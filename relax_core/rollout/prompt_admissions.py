@@ -172,7 +172,7 @@ class PromptAdmissions:
         return prompts
 
     async def leave_out(self, index: int, number: int, error: BadRow) -> None:
-        """Ends the group of data row ``number``, which cannot be used; raises ValueError if there are too many such rows."""
+        """Ends the group of a data row that cannot be used; raises ValueError if there are too many such rows."""
         if self._weight_update_handler is not None:
             self._weight_update_handler.end(index)
         self._prompts.release(group_uid(index))

@@ -11,14 +11,13 @@ from relax_core.config.choices import TEXT, LauncherKind
 from relax_core.config.media_schema import MEDIA_TASKS
 from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.media import MediaKind
-from relax_core.contracts.modality import MODALITIES, kinds_of
+from relax_core.contracts.modality import kinds_of, mix_problem
 from relax_core.registry import find_engine
 
 LIBRARIES = {"PIL": "Pillow", "av": "PyAV"}
 SOUND_LIBRARIES = {"soundfile": "soundfile", "soxr": "soxr"}
 INSTALL = "pip install 'relax-core[omni]'"
 LONGEST_SOUND_S = 600.0
-LEAST_SHARE = 0.001
 _MODELS: dict[MediaKind, str] = {"image": "sees, e.g. model=qwen3_vl", "video": "sees, e.g. model=qwen3_vl"}
 _MODELS["audio"] = "hears, e.g. model=qwen3_omni"
 _PLURALS: dict[MediaKind, str] = {"image": "images", "video": "videos", "audio": "sounds"}
@@ -67,18 +66,13 @@ def _mix_problems(config: RelaxConfig, kinds: Sequence[MediaKind], why: str) -> 
     """Returns what is wrong with data.mix, as far as it is known without the data."""
     if config.data.mix is None:
         return
-    mix = dict(config.data.mix)
-    told = f"data.mix={mix}"
-    for name in mix:
-        if name not in MODALITIES:
-            yield f"{told}: {name} is no modality. Use some of: {', '.join(MODALITIES)}."
-        elif not set(kinds_of(name)) <= set(kinds):
+    told = f"data.mix={config.data.mix}"
+    if problem := mix_problem(config.data.mix):
+        yield problem
+        return
+    for name in config.data.mix:
+        if not set(kinds_of(name)) <= set(kinds):
             yield f"{told}: {why}, so no prompt has modality {name}. Choose a model that reads it, or drop data.mix."
-    if any(not share >= LEAST_SHARE for share in mix.values()) or abs(sum(mix.values()) - 1.0) > 1e-9:
-        yield (
-            f"{told}: the shares sum to {sum(mix.values()):g}. Give shares of at least {LEAST_SHARE:g} that sum to 1, "
-            "e.g. data.mix={video: 0.25, text: 0.75}."
-        )
     if isinstance(config.data.paths, dict):
         yield (
             f"{told} with weights in data.paths={config.data.paths}: only one of them can say how often a row is "
