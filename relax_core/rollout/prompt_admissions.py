@@ -71,9 +71,11 @@ class AdmittedPrompt:
     """
 
     index: int
+    number: int
     attempt: int
     row: DataRow
     where: str
+    modality: str
     request: PromptRequest
     teacher: str | None
 
