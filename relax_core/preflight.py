@@ -12,6 +12,7 @@ from pathlib import Path
 from relax_core.config.checks.model_folder import media_token_ids
 from relax_core.config.errors import NotYet
 from relax_core.config.schema import FORWARD_SIZES, RelaxConfig
+from relax_core.contracts.modality import mix_problem
 from relax_core.control.run.role_counts import layout_key, worker_group_layouts
 from relax_core.control.run.teacher_folders import teacher_model_problems
 from relax_core.data.eval_sets import name_problems
@@ -179,6 +180,8 @@ def data_problems(config: RelaxConfig) -> Iterator[str]:
     given = sum(one is not None for one in (data.task, data.path, data.paths)) + names_plugin(data)
     if given != 1 or min(data.size, data.eval_size, config.eval.rows, new_tokens, data.max_bad_rows) < 0:
         return  # config/ has reported it
+    if data.mix is not None and mix_problem(data.mix):
+        return
     if config.engine.context_length is not None and config.engine.context_length <= new_tokens:
         return
     if names_plugin(data) and not is_configured(data):

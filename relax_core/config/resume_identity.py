@@ -49,6 +49,7 @@ REPORTED_KEYS = (
 WHOLE = (
     "data.chat_template_kwargs",
     "data.paths",
+    "data.mix",
     "data.config",
 )  # mappings whose keys are the user's: compared as one value
 # Where the content lies, and how it is read.

@@ -166,6 +166,7 @@ class DataConfig:
     max_bad_rows: float = 0.05
     overlong: Overlong = Overlong.drop
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    mix: Any = None  # a mapping from modalities to their shares of the trained prompts
     media_keys: MediaKeys = field(default_factory=MediaKeys)
     media_root: str | None = None
     row_group_mb: int = 32

@@ -40,13 +40,19 @@ class Admission(msgspec.Struct, frozen=True, kw_only=True):
 
     ``min_version`` is the oldest weight version with which the engine may start the group, so that it stays inside the
     window. ``attempt`` is 0 for a new group and higher if an earlier rollout worker was lost; sampling seeds do not
-    depend on it.
+    depend on it. ``drawn`` is the index of the group's prompt in the order of data.mix, None in a run without it.
     """
 
     index: int
     group_uid: str
     min_version: int
     attempt: int = 0
+    drawn: int | None = None
+
+    @property
+    def data_index(self) -> int:
+        """Returns the index of the group's prompt in the endless order of the data."""
+        return self.index if self.drawn is None else self.drawn
 
 
 class CompleteGroup(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,13 +74,17 @@ class CompleteGroup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LeasedGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """Is a group in a lease. ``columns`` has only the payloads that the task asked for."""
+    """Is a group in a lease. ``columns`` has only the payloads that the task asked for.
+
+    ``modality`` is that of its prompt (`relax_core.contracts.modality`), empty in a run on text.
+    """
 
     group_uid: str
     index: int
     uids: list[str]
     versions: list[int]
     columns: dict[str, bytes]
+    modality: str = ""
 
 
 class LeaseRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -109,8 +119,28 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
     waited_s: float = 0.0
 
 
+class ModalityCounts(msgspec.Struct, frozen=True, kw_only=True):
+    """Counts of the samples whose prompts have one modality.
+
+    ``dropped`` maps reasons, and ``staleness`` the staleness of trained samples, to numbers of samples.
+    """
+
+    issued: int
+    trained: int
+    dropped: dict[str, int]
+    staleness: dict[int, int]
+
+    @property
+    def open(self) -> int:
+        """Returns the number of samples without an end."""
+        return self.issued - self.trained - sum(self.dropped.values())
+
+
 class LedgerCounts(msgspec.Struct, frozen=True, kw_only=True):
-    """Counts of samples. ``lost`` and ``trained_twice`` are computed from the ledger's entries."""
+    """Counts of samples. ``lost`` and ``trained_twice`` are computed from the ledger's entries.
+
+    ``modalities`` has the counts by modality of the prompts whose data rows were read, in a run with media.
+    """
 
     issued: int
     trained: int
@@ -118,6 +148,7 @@ class LedgerCounts(msgspec.Struct, frozen=True, kw_only=True):
     open: int
     lost: int
     trained_twice: int
+    modalities: dict[str, ModalityCounts] = {}
 
 
 class BusProgress(msgspec.Struct, frozen=True, kw_only=True):
@@ -197,6 +228,12 @@ class Bus(Protocol):
 
     def drop(self, group_uid: str, *, reason: str, timeout_s: float) -> None:
         """Ends an admitted group that yields nothing. Its credit becomes free."""
+
+    def name_modalities(self, modalities: Mapping[int, str], *, timeout_s: float) -> None:
+        """Says which modality the prompt of each of these groups has, by the groups' indices.
+
+        A group keeps its first name; with data.mix it has one from its admission on. In a run on text nobody calls it.
+        """
 
     def wait_version(self, since_version: int, *, worker: int = 0, timeout_s: float) -> VersionChange:
         """Returns once another version than ``since_version`` is in force, with the worker's groups that ended since.

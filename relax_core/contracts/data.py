@@ -68,6 +68,9 @@ class PromptSource(Protocol):
     def where(self, number: int) -> str:
         """Returns file and line of the data row with this number, for an error about it."""
 
+    def modality(self, number: int) -> str:
+        """Returns the modality of the data row with this number, such as "text" or "video", usable or not."""
+
     def held_out(self) -> EvalSet:
         """Returns the held-out split, which shares no data row with `row`."""
 

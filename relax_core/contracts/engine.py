@@ -89,7 +89,8 @@ class Generated(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     ``kept`` has the set of tokens that each token was sampled from. Experts and kept sets are None unless the call
     asked for them.
 
-    ``prompt_tokens`` is the number of tokens of the prompt that the engine saw, 0 if it does not say.
+    ``prompt_tokens`` is the number of tokens of the prompt that the engine saw, and ``prefill_ms`` the time of the
+    prefills that the prompt was part of; both are 0 if the engine does not say.
 
     All arrays are read-only. A response equals only itself, because ``==`` of arrays gives no single answer.
     """
@@ -106,6 +107,7 @@ class Generated(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     response_experts: np.ndarray | None = None
     kept: KeptTokens | None = None
     prompt_tokens: int = 0
+    prefill_ms: float = 0.0
 
 
 class TensorSpec(msgspec.Struct, frozen=True, kw_only=True):

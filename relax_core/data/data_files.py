@@ -12,6 +12,7 @@ import csv
 import shlex
 import sys
 from array import array
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,15 @@ from typing import Any, Protocol
 import msgspec
 
 from relax_core.contracts.data import BadRow, DataRow
-from relax_core.data.row_media import TEXT_ONLY, MediaColumns, is_content, row_with_sources, without_base64
+from relax_core.contracts.modality import TEXT
+from relax_core.data.row_media import (
+    TEXT_ONLY,
+    MediaColumns,
+    is_content,
+    prompt_modality,
+    row_with_sources,
+    without_base64,
+)
 
 
 class RowFile(Protocol):
@@ -33,6 +42,9 @@ class RowFile(Protocol):
 
     def where(self, number: int) -> str:
         """Returns file and line of a data row, for an error about it."""
+
+    def modality(self, number: int) -> str:
+        """Returns the modality of a data row, from its prompt alone; a malformed row counts as text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +101,15 @@ class JsonlRows:
         """Returns file and line of a data row."""
         return f"{self._path}, line {self._lines[number]}"
 
+    def modality(self, number: int) -> str:
+        """Returns the modality of a data row."""
+        self._file.seek(self._offsets[number])
+        try:
+            row = msgspec.json.decode(self._file.readline(), type=dict[str, Any])
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return TEXT
+        return prompt_modality(row.get(self._keys.prompt), self._keys.media)
+
     def __getitem__(self, number: int) -> DataRow:
         self._file.seek(self._offsets[number])
         return self._parse(self._file.readline(), self._lines[number])
@@ -117,6 +138,11 @@ class RowsInMemory:
     def where(self, number: int) -> str:
         """Returns file and line of a data row."""
         return self._rows[number][0]
+
+    def modality(self, number: int) -> str:
+        """Returns the modality of a data row."""
+        row = self._rows[number][1]
+        return TEXT if isinstance(row, tuple) else prompt_modality(row.get(self._keys.prompt), self._keys.media)
 
     def __getitem__(self, number: int) -> DataRow:
         where, row = self._rows[number]
@@ -189,6 +215,7 @@ class ParquetRows:
         if keys.media.columns:
             _check_row_groups(path, metadata, keys.row_group_bytes)
         self._loaded: tuple[int, Any] | None = None
+        self._prompts: tuple[int, list[Any]] | None = None  # of one row group, without its other columns
 
     def __len__(self) -> int:
         return self._starts[-1]
@@ -197,9 +224,15 @@ class ParquetRows:
         """Returns file and number of a data row."""
         return f"{self._path}, row {number}"
 
-    def __getitem__(self, number: int) -> DataRow:
-        from bisect import bisect_right
+    def modality(self, number: int) -> str:
+        """Returns the modality of a data row. Only the column of the prompts is read."""
+        group = bisect_right(self._starts, number) - 1
+        if self._prompts is None or self._prompts[0] != group:
+            table = self._file.read_row_group(group, columns=[self._keys.prompt])
+            self._prompts = (group, table.column(self._keys.prompt).to_pylist())
+        return prompt_modality(self._prompts[1][number - self._starts[group]], self._keys.media)
 
+    def __getitem__(self, number: int) -> DataRow:
         group = bisect_right(self._starts, number) - 1
         if self._loaded is None or self._loaded[0] != group:
             self._loaded = (group, self._file.read_row_group(group))

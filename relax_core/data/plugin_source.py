@@ -11,6 +11,7 @@ import xxhash
 from relax_core.config.plugin_types import plugin_config
 from relax_core.config.schema import DataConfig
 from relax_core.contracts.data import BadRow, BaseDataSource, DataRow
+from relax_core.contracts.modality import modality_of_row
 from relax_core.data.data_files import RowKeys, check_row
 from relax_core.data.row_media import MediaColumns
 from relax_core.registry import find_data_source, is_file_plugin, names, plugin_words
@@ -93,6 +94,13 @@ class PluginRows:
             raise BadRow.because("source", f"{where}: {plugin_words(error)}") from error
         return self._checked(row, where)
 
+    def modality(self, number: int) -> str:
+        """Returns the modality of a row."""
+        try:
+            return modality_of_row(self[number])
+        except BadRow as bad:
+            return modality_of_row(bad)
+
     def held_out(self) -> HeldOutRows | None:
         """Returns the source's own evaluation rows, or None if it has none."""
         rows = self._source.held_out()
@@ -133,6 +141,10 @@ class HeldOutRows:
     def where(self, number: int) -> str:
         """Returns the origin of an evaluation row."""
         return self._rows[number][0]
+
+    def modality(self, number: int) -> str:
+        """Returns the modality of an evaluation row."""
+        return modality_of_row(self[number])
 
     def __getitem__(self, number: int) -> DataRow:
         where, row = self._rows[number]

@@ -16,6 +16,7 @@ from typing import Any
 
 from relax_core.contracts.data import BadRow
 from relax_core.contracts.media import MEDIA_KINDS, MediaError, MediaKind, MediaSource
+from relax_core.contracts.modality import modality_of
 
 _PLACES = {kind: f"<{kind}>" for kind in MEDIA_KINDS}
 _KINDS = {place: kind for kind, place in _PLACES.items()}
@@ -64,6 +65,23 @@ def row_with_sources(row: Mapping[str, Any], media: MediaColumns, *, where: str,
     if all(isinstance(message["content"], str) for message in made):
         return {**row, **columns}
     return {**row, **columns, prompt_key: made}
+
+
+def prompt_modality(prompt: Any, media: MediaColumns) -> str:
+    """Returns the modality of a data row, from its prompt alone: its places for media and its content parts.
+
+    A prompt that is no text and no list of messages counts as text.
+    """
+    messages = prompt if isinstance(prompt, list) else [{"content": prompt}]
+    kinds: set[MediaKind] = set()
+    for message in messages:
+        content = message.get("content") if isinstance(message, Mapping) else None
+        if isinstance(content, str):
+            kinds |= {kind for kind in media.columns if _PLACES[kind] in content}
+        elif isinstance(content, Sequence) and not isinstance(content, bytes):
+            types = [part.get("type") for part in content if isinstance(part, Mapping)]
+            kinds |= {_PART_KEYS[name] for name in types if name in _PART_KEYS}
+    return modality_of(kinds)
 
 
 class _Sources:

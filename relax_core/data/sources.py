@@ -10,8 +10,10 @@ from typing import Any
 
 from relax_core.config.schema import DataConfig
 from relax_core.contracts.data import BadRow, DataRow, EvalSet, PromptSource
+from relax_core.contracts.modality import modality_of_row
 from relax_core.data import generated
 from relax_core.data.data_files import RowFile, open_rows
+from relax_core.data.mixed_source import MixedSource
 from relax_core.data.order import Mixture, apportion, row_of
 from relax_core.data.paths import FilePart, data_parts
 from relax_core.data.plugin_source import PluginRows, names_plugin, open_plugin_rows, row_keys
@@ -24,8 +26,13 @@ def make_source(config: DataConfig, *, seed: int, eval_rows: int) -> PromptSourc
 
     ``eval_rows`` is the number of held-out rows that an evaluation scores.
 
-    Raises ValueError (key, value, fix) for a task or files that cannot be used.
+    Raises ValueError (key, value, fix) for a task or files that cannot be used, and for a data.mix without rows.
     """
+    source = _unmixed_source(config, seed=seed, eval_rows=eval_rows)
+    return source if config.mix is None else MixedSource(source, config.mix, seed=seed, shuffle=config.shuffle)
+
+
+def _unmixed_source(config: DataConfig, *, seed: int, eval_rows: int) -> PromptSource:
     given = [config.task, config.path, config.paths]
     if names_plugin(config):
         return _file_source(config, seed=seed, eval_rows=eval_rows)
@@ -176,6 +183,11 @@ class FirstRows:
         file, place = self._find(number)
         return file.where(place)
 
+    def modality(self, number: int) -> str:
+        """Returns the modality of a data row."""
+        file, place = self._find(number)
+        return file.modality(place)
+
     def _find(self, number: int) -> tuple[RowFile, int]:
         assert 0 <= number < len(self)
         place = bisect_right(self._starts, number) - 1
@@ -209,6 +221,10 @@ class GeneratedSource:
     def where(self, number: int) -> str:
         """Returns task and number of an example."""
         return f"data.task={self._task}, example {number}"
+
+    def modality(self, number: int) -> str:
+        """Returns the modality of an example."""
+        return modality_of_row(self.numbered(number))
 
     def held_out(self) -> EvalSet:
         """Returns the held-out split."""
@@ -287,6 +303,10 @@ class FileSource:
     def where(self, number: int) -> str:
         """Returns file and line of a data row."""
         return self._rows.where(number)
+
+    def modality(self, number: int) -> str:
+        """Returns the modality of a data row."""
+        return self._rows.modality(number)
 
     def held_out(self) -> EvalSet:
         """Returns the held-out split."""

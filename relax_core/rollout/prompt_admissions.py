@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Sequence
+import time
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -12,8 +13,10 @@ from relax_core.contracts.bus import Admission, BusTimeout
 from relax_core.contracts.data import BadRow, DataRow, PromptSource
 from relax_core.contracts.engine import PromptRequest, SamplingParams
 from relax_core.contracts.media import MediaError
+from relax_core.contracts.modality import modality_of_row
 from relax_core.contracts.tree import group_uid
 from relax_core.rollout.bad_rows import BadRows
+from relax_core.rollout.modality_figures import ModalityFigures
 from relax_core.rollout.prompt_tokens import Prompt, PromptMaker
 from relax_core.rollout.sample_seeds import sampling_seed
 from relax_core.rollout.teacher_choice import TeacherOf
@@ -31,6 +34,9 @@ class AdmissionBus(Protocol):
 
     async def drop_async(self, group_uid: str, *, reason: str, timeout_s: float) -> None:
         """Ends a group without training; the ledger keeps the reason."""
+
+    async def name_modalities_async(self, modalities: Mapping[int, str], *, timeout_s: float) -> None:
+        """Says which modality the prompts of these groups have, by index."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,15 +64,18 @@ class RolloutLoopSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class AdmittedPrompt:
-    """Is an admitted prompt that is ready for the engine; ``where`` is its data row's file and line.
+    """Is an admitted prompt that is ready for the engine.
 
-    For an env of several turns the request has no tokens, because the env opens its own episodes.
+    ``number`` is the number of its data row, and ``where`` the row's file and line. ``modality`` is the prompt's. For
+    an env of several turns the request has no tokens, because the env opens its own episodes.
     """
 
     index: int
+    number: int
     attempt: int
     row: DataRow
     where: str
+    modality: str
     request: PromptRequest
     teacher: str | None
 
@@ -99,6 +108,7 @@ class PromptAdmissions:
         self._teacher_of = teacher_of
         self._weight_update_handler = weight_update_handler
         self._opens_itself = opens_itself
+        self.figures = ModalityFigures()
         encodes = prompts.items is not None and not opens_itself
         self.go_on = encodes and not (settings.in_order and settings.alone)
 
@@ -123,15 +133,15 @@ class PromptAdmissions:
         self._record(admissions)
         return self._make(admissions)
 
-    def played(self, index: int, bad: MediaError | None) -> None:
-        """Counts a group of an env of several turns; ``bad`` says why an image or video of a turn cannot be used.
+    def played(self, number: int, bad: MediaError | None) -> None:
+        """Counts a group of an env of several turns, which played data row ``number``.
 
-        Raises ValueError if there are too many such rows.
+        ``bad`` says why an image or video of a turn cannot be used. Raises ValueError if there are too many such rows.
         """
         if bad is None:
             self._bad_rows.use()
         else:
-            self._bad_rows.leave_out(self._source.number(index), bad)
+            self._bad_rows.leave_out(number, bad)
 
     def _record(self, admissions: Sequence[Admission]) -> None:
         if self._weight_update_handler is not None:
@@ -141,30 +151,35 @@ class PromptAdmissions:
         prompts: list[AdmittedPrompt] = []
         while admissions:
             left_out = 0
+            numbers = [self._source.number(admission.data_index) for admission in admissions]
+            rows = [self._row_or_error(number) for number in numbers]
+            if self._prompts.items is not None:
+                names = {one.index: modality_of_row(row) for one, row in zip(admissions, rows, strict=True)}
+                await self._bus.name_modalities_async(names, timeout_s=self._settings.call_timeout_s)
             # The images and videos of all these prompts are encoded at the same time.
-            made = await asyncio.gather(*(self._prompt_or_error(one) for one in admissions))
-            for admission, prompt in zip(admissions, made, strict=True):
-                self._bad_rows.draw(self._source.number(admission.index))
+            made = await asyncio.gather(*map(self._prompt_or_error, admissions, numbers, rows))
+            for admission, number, prompt in zip(admissions, numbers, made, strict=True):
+                self._bad_rows.draw(number)
                 if isinstance(prompt, AdmittedPrompt):
                     if not self._opens_itself:  # an env of several turns may still show bad images
                         self._bad_rows.use()
                     prompts.append(prompt)
                 else:
                     left_out += 1
-                    await self.leave_out(admission.index, prompt)
+                    await self.leave_out(admission.index, number, prompt)
             # If another call asks too, it may have taken the credit, and these prompts must not wait for it.
             replace = left_out > 0 and self._settings.alone and not self.go_on
             admissions = await self._admitted_at_once(left_out) if replace else ()
             self._record(admissions)
         return prompts
 
-    async def leave_out(self, index: int, error: BadRow) -> None:
+    async def leave_out(self, index: int, number: int, error: BadRow) -> None:
         """Ends the group of a data row that cannot be used; raises ValueError if there are too many such rows."""
         if self._weight_update_handler is not None:
             self._weight_update_handler.end(index)
         self._prompts.release(group_uid(index))
         await self._bus.drop_async(group_uid(index), reason=error.reason, timeout_s=self._settings.call_timeout_s)
-        self._bad_rows.leave_out(self._source.number(index), error)
+        self._bad_rows.leave_out(number, error)
 
     async def _admitted_at_once(self, count: int) -> Sequence[Admission]:
         """Returns no admission if the bus wants no more groups: a group that over-sampling ended leaves no credit."""
@@ -173,24 +188,36 @@ class PromptAdmissions:
         except BusTimeout:
             return ()
 
-    async def _prompt_or_error(self, admission: Admission) -> AdmittedPrompt | BadRow:
+    def _row_or_error(self, number: int) -> DataRow | BadRow:
         try:
-            return await self._prompt(admission)
+            return self._source.numbered(number)
         except BadRow as error:
             return error
 
-    async def _prompt(self, admission: Admission) -> AdmittedPrompt:
-        row = self._source.row(admission.index)
-        where = self._source.where(self._source.number(admission.index))
+    async def _prompt_or_error(
+        self, admission: Admission, number: int, row: DataRow | BadRow
+    ) -> AdmittedPrompt | BadRow:
+        try:
+            return row if isinstance(row, BadRow) else await self._prompt(admission, number, row)
+        except BadRow as error:
+            return error
+
+    async def _prompt(self, admission: Admission, number: int, row: DataRow) -> AdmittedPrompt:
+        where, modality = self._source.where(number), modality_of_row(row)
         teacher = None if self._teacher_of is None else self._teacher_of(row, where)
         prompt = Prompt(token_ids=[])
         if not self._opens_itself:
+            start = time.perf_counter()
             prompt = await self._prompts.prompt(row, where=where, owner=admission.group_uid)
+            if prompt.media:
+                self.figures.add(modality, "encode", 1e3 * (time.perf_counter() - start))
         return AdmittedPrompt(
             index=admission.index,
+            number=number,
             attempt=admission.attempt,
             row=row,
             where=where,
+            modality=modality,
             request=PromptRequest(
                 rid=f"{admission.group_uid}-{admission.attempt}",
                 input_ids=prompt.token_ids,

@@ -157,6 +157,8 @@ class RolloutLoop:
             prompt = prompts[number]
             check_prompt_tokens(prompt.request, responses)
             unanswered.discard(prompt.index)
+            if responses[0].prefill_ms:  # SGLang does not report it
+                self._admissions.figures.add(prompt.modality, "prefill", responses[0].prefill_ms)
             if self._weight_update_handler is not None:
                 self._weight_update_handler.end(prompt.index)
             samples += len(responses)
@@ -223,12 +225,16 @@ class RolloutLoop:
         self._record("rollout", max(one.newest_version for one in played), values | self._media_figures())
 
     def _media_figures(self) -> dict[str, float]:
-        """Returns how many items were encoded and how many prompts had bad ones since the loop began, by reason."""
+        """Returns how many items were encoded and how many prompts had bad ones since the loop began, by reason.
+
+        The times by modality are those since the last record.
+        """
         if self._prompts.items is None:
             return {}
         reasons = self._bad_rows.media_reasons
         by_reason = {f"{BAD_MEDIA}/{word}": float(count) for word, count in reasons.items()}
-        return {"encoded": self._prompts.items.encoded, BAD_MEDIA: reasons.total(), **by_reason}
+        counts = {"encoded": self._prompts.items.encoded, BAD_MEDIA: reasons.total(), **by_reason}
+        return counts | self._admissions.figures.take()
 
     async def _play_and_stage(
         self, prompt: AdmittedPrompt, tasks: asyncio.TaskGroup, before: asyncio.Task[PlayedFigures | None] | None
@@ -249,7 +255,7 @@ class RolloutLoop:
         try:
             records = await self._player.play(start, tasks)
         except BadRow as error:
-            await self._admissions.leave_out(prompt.index, error)
+            await self._admissions.leave_out(prompt.index, prompt.number, error)
             return None
         except asyncio.CancelledError:
             self._prompts.release(group_uid(prompt.index))
@@ -257,7 +263,7 @@ class RolloutLoop:
         if handler is not None:
             handler.end(prompt.index)
         bad = next((one.bad_media for one in records if one.bad_media is not None), None)
-        self._admissions.played(prompt.index, bad)
+        self._admissions.played(prompt.number, bad)
         began = time.perf_counter()
         folder = self._settings.media_folder
         episodes = await score_episodes(records, self._rewards, row=prompt.row, where=prompt.where, media_folder=folder)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from relax_core.bus.ledger.modality_ends import ModalityEnds, ModalityState
 from relax_core.contracts.bus import LedgerCounts
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ class LedgerState(msgspec.Struct, frozen=True):
     reasons: list[str]
     further_ends: dict[int, list[int]]
     journal_position: int
+    modalities: ModalityState | None = None
 
 
 class Ledger:
@@ -50,6 +52,7 @@ class Ledger:
         self._settled = 0  # number of entries at the beginning that are closed and counted
         self._settled_trained = 0
         self._settled_dropped: Counter[int] = Counter()  # drops by code
+        self._modalities = ModalityEnds()
 
     # -- events -------------------------------------------------------------------------------------------------
     def issue(self, index: int, group_uid: str, uids: Sequence[str], *, attempt: int, min_version: int) -> None:
@@ -63,6 +66,11 @@ class Ledger:
         if self._journal:
             reason = f"attempt {attempt}" if attempt else ""
             self._journal.append("issued", group_uid, uids, version=min_version, reason=reason)
+
+    def name_modality(self, index: int, modality: str) -> None:
+        """Names the modality of an issued group, which keeps its first name."""
+        ends = self._ends[index * self._group_size : (index + 1) * self._group_size]
+        self._modalities.name(index, modality, ends, self._reasons)
 
     def put(
         self, group_uid: str, uids: Sequence[str], versions: Sequence[int], *, persisted: tuple[bytes, ...] | None
@@ -85,6 +93,7 @@ class Ledger:
     def train(self, index: int, group_uid: str, uids: Sequence[str], versions: Sequence[int], *, step: int) -> None:
         """Ends samples as trained at ``step``. ``versions`` has one weight version for each uid."""
         self._end(index, uids, step + 1)
+        self._modalities.train(index, [step - version for version in versions])
         if self._journal:
             self._journal.append("trained", group_uid, uids, step=step, versions=versions)
 
@@ -92,6 +101,7 @@ class Ledger:
         """Ends samples as dropped. ``reasons`` maps uid to reason; ``step`` is the current train step."""
         for uid, reason in reasons.items():
             self._end(index, (uid,), -(self._reason_code(reason) + 1))
+            self._modalities.drop(index, reason)
             if self._journal:
                 self._journal.append("dropped", group_uid, (uid,), step=step, reason=reason)
 
@@ -135,6 +145,7 @@ class Ledger:
             open=still_open,
             lost=len(self._ends) - trained - sum(dropped.values()) - still_open,
             trained_twice=trained_twice,
+            modalities=self._modalities.counts(),
         )
 
     def _settle(self) -> None:
@@ -157,6 +168,7 @@ class Ledger:
             reasons=list(self._reasons),
             further_ends={entry: list(codes) for entry, codes in self._further_ends.items()},
             journal_position=self._journal.position if self._journal else 0,
+            modalities=self._modalities.state(),
         )
 
     def restore(self, state: LedgerState) -> None:
@@ -177,6 +189,7 @@ class Ledger:
         self._settled = 0
         self._settled_trained = 0
         self._settled_dropped = Counter()
+        self._modalities.restore(state.modalities)
         if self._journal:
             self._journal.roll_back(state.journal_position)
 

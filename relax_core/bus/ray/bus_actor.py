@@ -141,6 +141,11 @@ class BusActor:
         self._changed()
 
     @answers
+    async def name_modalities(self, modalities: dict[int, str]) -> None:
+        """Says which modality the prompts of these groups have."""
+        self._core.name_modalities(modalities)
+
+    @answers
     async def wait_version(self, since_version: int, worker: int, timeout_s: float) -> Any:
         """Waits for another version. After ``timeout_s`` it returns the old version without groups."""
         try:
@@ -321,7 +326,11 @@ class BusActor:
                     large[column] = (numbers.setdefault(payload.block, len(numbers)), payload.position)
                 else:
                     small[column] = payload
-            groups.append(WireGroup(group.group_uid, group.index, group.uids, group.versions, small, large))
+            groups.append(
+                WireGroup(
+                    group.group_uid, group.index, group.uids, group.versions, small, large, modality=group.modality
+                )
+            )
         return WireLease(lease.lease_id, lease.task, groups, lease.waited_s), tuple(numbers)
 
     # -- changes and time ---------------------------------------------------------------------------------------

@@ -32,7 +32,8 @@ ERRORS: dict[str, type[Exception]] = {
 class WireGroup(msgspec.Struct, frozen=True, array_like=True):
     """Is a group in a put or a lease. ``large`` maps a column to the location of its payload in the blocks.
 
-    ``media`` maps the digest of each media item to its size in bytes; a lease does not name it.
+    ``media`` maps the digest of each media item to its size in bytes; a lease does not name it. ``modality`` is named
+    in a lease only.
     """
 
     group_uid: str
@@ -43,6 +44,7 @@ class WireGroup(msgspec.Struct, frozen=True, array_like=True):
     large: dict[str, BlockLocation]
     dropped: dict[str, str] = {}
     media: dict[str, int] = {}
+    modality: str = ""
 
 
 class WireColumns(msgspec.Struct, frozen=True, array_like=True):

@@ -90,6 +90,14 @@ class RayBus:
         """Ends a group that is in flight."""
         await self._call_async("drop", group_uid, reason, timeout_s=timeout_s)
 
+    def name_modalities(self, modalities: Mapping[int, str], *, timeout_s: float) -> None:
+        """Says which modality the prompts of these groups have, by index."""
+        self._call("name_modalities", dict(modalities), timeout_s=timeout_s)
+
+    async def name_modalities_async(self, modalities: Mapping[int, str], *, timeout_s: float) -> None:
+        """Says which modality the prompts of these groups have, by index."""
+        await self._call_async("name_modalities", dict(modalities), timeout_s=timeout_s)
+
     def wait_version(self, since_version: int, *, worker: int = 0, timeout_s: float) -> VersionChange:
         """Waits until another version than ``since_version`` is in force, at most ``timeout_s`` seconds."""
         return _decode(self._call("wait_version", since_version, worker, timeout_s, timeout_s=timeout_s), VersionChange)
@@ -325,4 +333,5 @@ def _leased_group(wire: WireGroup, blocks: list[Block]) -> LeasedGroup:
         uids=wire.uids,
         versions=wire.versions,
         columns=join(wire.columns, wire.large, blocks),
+        modality=wire.modality,
     )

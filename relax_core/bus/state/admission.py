@@ -5,15 +5,15 @@ A group enters only if some train step inside the staleness window can consume i
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from relax_core.bus.state.bus_state import BusCore
 
 
-def admissible_versions(core: BusCore, max_groups: int, *, worker: int) -> list[int]:
-    """Returns the ``min_version`` of each group that a rollout worker may enter now, at most ``max_groups``."""
+def admissible_versions(core: BusCore, max_groups: int) -> list[int]:
+    """Returns the ``min_version`` of each group that may enter now, at most ``max_groups``."""
     settings = core.settings
     return plan_admissions(
         [group.ready_from(core.version) for group in core.groups.values() if group.actor_step != core.version],
@@ -22,7 +22,7 @@ def admissible_versions(core: BusCore, max_groups: int, *, worker: int) -> list[
         groups_per_step=settings.groups_per_step,
         max_staleness=settings.max_staleness,
         total_steps=settings.total_steps,
-        max_groups=min(max_groups, core.room_of(worker)),
+        max_groups=max_groups,
         spare_groups=settings.spare_groups,
         surplus=settings.surplus,
     )
@@ -53,21 +53,31 @@ def plan_admissions(
     ``spare_groups`` are admitted beyond the slots: for each step anew if ``surplus`` is "drop", and once for the whole
     run if it is "keep", because an unused group then counts for the next step.
     """
-    last_step = min(version + max_staleness + 1, total_steps - 1)
-    if last_step < version:
-        return []
+    steps = window_steps(version, max_staleness=max_staleness, total_steps=total_steps)
+    spares = [spare_groups if surplus == "keep" else spare_groups * (ahead + 1) for ahead in range(steps)]
+    wanted = [slots_left + ahead * groups_per_step + spares[ahead] for ahead in range(steps)]
+    return fill(wanted, supply_versions, version=version, max_staleness=max_staleness, max_groups=max_groups)
+
+
+def window_steps(version: int, *, max_staleness: int, total_steps: int) -> int:
+    """Returns how many steps, from step ``version`` on, groups may be admitted for."""
+    return max(0, min(version + max_staleness + 1, total_steps - 1) - version + 1)
+
+
+def fill(
+    wanted: Sequence[int], supply_versions: Iterable[int], *, version: int, max_staleness: int, max_groups: int
+) -> list[int]:
+    """Returns the ``min_version`` of each new group, if ``wanted[k]`` groups are wanted up to step version + k."""
     # supply[k] counts the groups that can be trained from step version + k on.
-    supply = [0] * (last_step - version + 1)
+    supply = [0] * len(wanted)
     for ready_from in supply_versions:
-        if ready_from <= last_step:
+        if ready_from - version < len(wanted):
             supply[max(0, ready_from - version)] += 1
     admitted: list[int] = []
     groups_by_step = 0
     for ahead, count in enumerate(supply):
         groups_by_step += count
-        spares = spare_groups if surplus == "keep" else spare_groups * (ahead + 1)
-        wanted = slots_left + ahead * groups_per_step + spares
-        while groups_by_step < wanted and len(admitted) < max_groups:
+        while groups_by_step < wanted[ahead] and len(admitted) < max_groups:
             admitted.append(max(0, version + ahead - max_staleness))
             groups_by_step += 1
     return admitted

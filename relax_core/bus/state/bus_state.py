@@ -6,19 +6,18 @@ A method that cannot proceed yet returns an empty list or None. The backend call
 from __future__ import annotations
 
 import sys
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
 from relax_core.bus.ledger.ledger import Ledger
 from relax_core.bus.state import call_checks as checks
-from relax_core.bus.state.admission import admissible_versions
+from relax_core.bus.state.data_cursor import DataCursor, Draw, MixedCursor
 from relax_core.bus.state.leases import HeldLease, LeaseTable
 from relax_core.bus.state.named_media import NamedMedia
 from relax_core.bus.state.open_groups import OpenGroup
 from relax_core.bus.state.run_progress import run_progress
-from relax_core.bus.state.selection import choose
 from relax_core.bus.state.settings import BusSettings
 from relax_core.bus.state.snapshot import Snapshot
 from relax_core.bus.state.surplus import OVER_SAMPLED, RetiredGroups, is_surplus, newest_version
@@ -54,9 +53,8 @@ class BusCore:
         self.leases = LeaseTable(clock)
         self.media = NamedMedia()
         self.closed_because: str | None = None
-        self._reissue: deque[tuple[int, int]] = deque()  # (index, attempt) of a snapshot's open groups
-        self._next_index = 0
-        self._staleness: Counter[int] = Counter()
+        self._cursor = MixedCursor(settings) if settings.mix else DataCursor()
+        self.staleness: Counter[int] = Counter()
         self._retired = RetiredGroups()
 
     # -- calls of the rollout --------------------------------------------------------------------------------------
@@ -67,22 +65,29 @@ class BusCore:
         """
         self._require_running()
         checks.check_admit(max_groups)
-        min_versions = admissible_versions(self, max_groups, worker=worker)
-        return [self._issue(min_version, worker) for min_version in min_versions]
+        draws = self._cursor.admit(self, min(max_groups, self.room_of(worker)))
+        return [self._issue(draw, worker) for draw in draws]
 
-    def _issue(self, min_version: int, worker: int) -> Admission:
-        if self._reissue:
-            index, last_attempt = self._reissue.popleft()
-            attempt = last_attempt + 1
-        else:
-            index, attempt = self._next_index, 0
-            self._next_index += 1
-        admission = Admission(index=index, group_uid=group_uid(index), min_version=min_version, attempt=attempt)
+    def _issue(self, draw: Draw, worker: int) -> Admission:
+        index, attempt, min_version, drawn, modality = draw
+        admission = Admission(
+            index=index, group_uid=group_uid(index), min_version=min_version, attempt=attempt, drawn=drawn
+        )
         uids = tuple(sample_uid(admission.group_uid, number) for number in range(self.settings.group_size))
         group = OpenGroup(admission=admission, uids=uids, admitted_at=self.clock(), worker=worker)
         self.groups[admission.group_uid] = group
         self.ledger.issue(index, admission.group_uid, uids, attempt=attempt, min_version=min_version)
+        if modality:
+            self.name_modalities({index: modality})
         return admission
+
+    def name_modalities(self, modalities: Mapping[int, str]) -> None:
+        """Says which modality the prompts of these groups have, by index; a group keeps its first name."""
+        for index, modality in modalities.items():
+            checks.check_issued(group_uid(index), index, issued=self._cursor.next_index)
+            self.ledger.name_modality(index, modality)
+            if (group := self.groups.get(group_uid(index))) is not None:
+                group.modality = group.modality or modality
 
     def reclaim(self, *, worker: int = 0) -> list[Admission]:
         """Returns the worker's admissions whose groups are not complete, in order of issue.
@@ -111,7 +116,7 @@ class BusCore:
     def check_groups(self, groups: Sequence[CompleteGroup]) -> None:
         """Raises ValueError for the first group that contradicts its admission or is too large."""
         for given in groups:
-            checks.check_issued(given.group_uid, given.index, issued=self._next_index)
+            checks.check_issued(given.group_uid, given.index, issued=self._cursor.next_index)
             checks.check_size(given.group_uid, given.columns, given.media, max_row_bytes=self.settings.max_row_bytes)
             group = self.groups.get(given.group_uid)
             if group is not None:
@@ -142,7 +147,7 @@ class BusCore:
         self._require_open()
         group = self.groups.get(uid)
         if group is None:
-            checks.check_issued(uid, None, issued=self._next_index)
+            checks.check_issued(uid, None, issued=self._cursor.next_index)
         elif group.in_flight:
             self._end_as_dropped(group, dict.fromkeys(group.uids, reason))
 
@@ -172,7 +177,7 @@ class BusCore:
         self.expire()
         if request.task == checks.ACTOR and request.step != self.version:
             return None
-        chosen = choose(self, request)
+        chosen = self._cursor.choose(self, request)
         if len(chosen) < request.min_groups:
             return None
         return self._hand_out(request, chosen)
@@ -284,24 +289,13 @@ class BusCore:
 
     def progress(self) -> BusProgress:
         """Returns the counts of groups and samples, and the staleness histogram of all trained samples."""
-        counts = self.ledger.counts(index for index, _ in self._open_indices())
-        return run_progress(self, admitted=self._next_index, staleness=self._staleness, ledger=counts)
-
-    def _open_indices(self) -> Iterator[tuple[int, int]]:
-        """Yields (index, attempt) of all groups without an end, in order of issue."""
-        yield from ((group.admission.index, group.admission.attempt) for group in self.groups.values())
-        yield from self._reissue
+        open_indices = [*(group.admission.index for group in self.groups.values()), *self._cursor.waiting()]
+        counts = self.ledger.counts(open_indices)
+        return run_progress(self, admitted=self._cursor.next_index, staleness=self.staleness, ledger=counts)
 
     def snapshot(self) -> bytes:
         """Returns the state that a checkpoint stores, as msgpack. It contains no payloads."""
-        state = Snapshot(
-            version=self.version,
-            next_index=self._next_index,
-            open_groups=list(self._open_indices()),
-            staleness_histogram=dict(self._staleness),
-            ledger=self.ledger.state(),
-        )
-        return msgspec.msgpack.encode(state)
+        return msgspec.msgpack.encode(self._cursor.state(self))
 
     def restore(self, snapshot: bytes) -> None:
         """Goes back to a snapshot. The snapshot's open groups are admitted again, before any new group."""
@@ -313,9 +307,8 @@ class BusCore:
         self.leases.clear()
         self.media.end_groups_and_leases()
         self._retired.clear()
-        self._reissue = deque(state.open_groups)
-        self._next_index = state.next_index
-        self._staleness = Counter(state.staleness_histogram)
+        self._cursor.restore(state)
+        self.staleness = Counter(state.staleness_histogram)
 
     def close(self, *, reason: str) -> None:
         """Closes the bus: later calls raise `BusClosed` with the first ``reason``."""
@@ -329,7 +322,7 @@ class BusCore:
         trained = [
             (uid, version) for uid, version in zip(complete.uids, complete.versions, strict=True) if uid not in masked
         ]
-        self._staleness.update(step - version for _, version in trained)
+        self.staleness.update(step - version for _, version in trained)
         self.ledger.train(
             complete.index, complete.group_uid, [uid for uid, _ in trained], [v for _, v in trained], step=step
         )

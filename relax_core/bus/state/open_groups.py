@@ -15,7 +15,8 @@ class OpenGroup:
     ``complete`` is None until the rollout puts the complete group. ``worker`` is the rollout worker to which it was
     admitted. ``done`` holds the tasks that have written their columns. ``leases`` maps each task to its lease id.
     ``actor_step`` is the train step whose lease holds the group. ``deliveries`` counts how often the actor leased it.
-    ``newest_version`` is the version of its newest token, if its columns contain the episodes.
+    ``newest_version`` is the version of its newest token, if its columns contain the episodes. ``modality`` is that of
+    its prompt, empty in a run on text and before the prompt's data row is read.
     """
 
     admission: Admission
@@ -28,6 +29,7 @@ class OpenGroup:
     actor_step: int | None = None
     deliveries: int = 0
     newest_version: int | None = None
+    modality: str = ""
 
     @property
     def in_flight(self) -> bool:
@@ -59,5 +61,10 @@ class OpenGroup:
                 f"bus: group {group.group_uid} has no column {lacking}: ask for one of {there}"
             ) from lacking
         return LeasedGroup(
-            group_uid=group.group_uid, index=group.index, uids=group.uids, versions=group.versions, columns=asked
+            group_uid=group.group_uid,
+            index=group.index,
+            uids=group.uids,
+            versions=group.versions,
+            columns=asked,
+            modality=self.modality,
         )

@@ -62,7 +62,7 @@ def choose_for_actor(
         free = [group for group in free if group.has_columns(columns)]
     elif max_staleness == 0:
         return _in_order(free, columns=columns, step=step, limit=min(slots, max_groups))
-    return _oldest_window_first(
+    return oldest_window_first(
         free, columns=columns, last_chance=step - max_staleness, max_groups=max_groups, slots=slots
     )
 
@@ -84,7 +84,7 @@ def _in_order(free: list[OpenGroup], *, columns: tuple[str, ...], step: int, lim
     return chosen
 
 
-def _oldest_window_first(
+def oldest_window_first(
     free: list[OpenGroup], *, columns: tuple[str, ...], last_chance: int, max_groups: int, slots: int
 ) -> list[OpenGroup]:
     """Returns groups lowest index first, and reserves slots for the groups that leave the window after this step.

@@ -17,7 +17,8 @@ class BusSettings(msgspec.Struct, frozen=True, kw_only=True):
     refused. ``spare_groups`` is the number of groups that over-sampling admits beyond what a step needs. ``surplus``
     says whether unused groups are dropped or kept for later steps. ``rollout_workers`` is the number of workers that
     share the groups. ``media_folder`` is the folder of the media items' files, empty in a run without media. If
-    ``media_nodes`` is True, each node has a folder of its own beside it (`relax_core.bus.ray.media_nodes`).
+    ``media_nodes`` is True, each node has a folder of its own beside it (`relax_core.bus.ray.media_nodes`). ``mix``
+    maps modalities to the shares of the groups that they have; it is empty without data.mix.
     """
 
     groups_per_step: int
@@ -32,6 +33,7 @@ class BusSettings(msgspec.Struct, frozen=True, kw_only=True):
     rollout_workers: int = 1
     media_folder: str = ""
     media_nodes: bool = False
+    mix: dict[str, float] = {}
 
     @property
     def most_in_flight(self) -> int | None:

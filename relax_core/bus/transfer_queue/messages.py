@@ -58,7 +58,8 @@ class StoredColumns(msgspec.Struct, frozen=True, array_like=True):
 class StoredGroup(msgspec.Struct, frozen=True, array_like=True):
     """Is a group in a put or a lease. ``columns`` holds the payloads that travel in the message.
 
-    ``media`` maps the digest of each media item to its size in bytes; a lease does not name it.
+    ``media`` maps the digest of each media item to its size in bytes; a lease does not name it. ``modality`` is named
+    in a lease only.
     """
 
     group_uid: str
@@ -69,6 +70,7 @@ class StoredGroup(msgspec.Struct, frozen=True, array_like=True):
     stored: list[StoredColumns]
     dropped: dict[str, str] = {}
     media: dict[str, int] = {}
+    modality: str = ""
 
 
 class WrittenColumns(msgspec.Struct, frozen=True, array_like=True):

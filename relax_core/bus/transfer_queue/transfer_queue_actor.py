@@ -132,9 +132,8 @@ class TransferQueueBusActor(BusActor):
                     one.sizes[column] = payload.nbytes
                 else:
                     inline[column] = payload
-            groups.append(
-                StoredGroup(group.group_uid, group.index, group.uids, group.versions, inline, list(stored.values()))
-            )
+            wire = StoredGroup(group.group_uid, group.index, group.uids, group.versions, inline, list(stored.values()))
+            groups.append(msgspec.structs.replace(wire, modality=group.modality))
         return StoredLease(lease.lease_id, lease.task, groups, lease.waited_s), ()
 
     # -- the data plane -----------------------------------------------------------------------------------------

@@ -174,5 +174,10 @@ def _leased_group(group: StoredGroup, payloads: Mapping[str, Columns]) -> Leased
     for one in group.stored:
         columns |= payloads[one.key]
     return LeasedGroup(
-        group_uid=group.group_uid, index=group.index, uids=group.uids, versions=group.versions, columns=columns
+        group_uid=group.group_uid,
+        index=group.index,
+        uids=group.uids,
+        versions=group.versions,
+        columns=columns,
+        modality=group.modality,
     )

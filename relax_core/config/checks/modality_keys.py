@@ -11,6 +11,7 @@ from relax_core.config.choices import TEXT, LauncherKind
 from relax_core.config.media_schema import MEDIA_TASKS
 from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.media import MediaKind
+from relax_core.contracts.modality import kinds_of, mix_problem
 from relax_core.registry import find_engine
 
 LIBRARIES = {"PIL": "Pillow", "av": "PyAV"}
@@ -45,6 +46,7 @@ def modality_problems(config: RelaxConfig) -> Iterator[str]:
         builtin = "tiny_qwen3_omni" if "audio" in MEDIA_TASKS[task].kinds else "tiny_qwen3_vl"
         told = f"data.task={task} has {_listed(MEDIA_TASKS[task].kinds)}: {why}."
         yield f"{told} Choose model={builtin} with modality=auto."
+    yield from _mix_problems(config, kinds, why)
     yield from _engine_problems(config, kinds)
     if config.modality.audio_in_video and config.modality.name != TEXT and not {"video", "audio"} <= set(kinds):
         yield f"modality.audio_in_video=true: {why}. Choose a model that sees and hears, or audio_in_video=false."
@@ -57,6 +59,24 @@ def modality_problems(config: RelaxConfig) -> Iterator[str]:
         yield (
             f"model={config.model.name} with modality={config.modality.name}: {' and '.join(missing)} not installed. "
             f"Run {INSTALL}, or train it on text with modality={TEXT}."
+        )
+
+
+def _mix_problems(config: RelaxConfig, kinds: Sequence[MediaKind], why: str) -> Iterator[str]:
+    """Returns what is wrong with data.mix, as far as it is known without the data."""
+    if config.data.mix is None:
+        return
+    told = f"data.mix={config.data.mix}"
+    if problem := mix_problem(config.data.mix):
+        yield problem
+        return
+    for name in config.data.mix:
+        if not set(kinds_of(name)) <= set(kinds):
+            yield f"{told}: {why}, so no prompt has modality {name}. Choose a model that reads it, or drop data.mix."
+    if isinstance(config.data.paths, dict):
+        yield (
+            f"{told} with weights in data.paths={config.data.paths}: only one of them can say how often a row is "
+            "drawn. Use data.paths=[…] without weights, or data.mix=null."
         )
 
 

@@ -98,8 +98,15 @@ class RunView:
                 self.report(problem)
 
     def _report_drops(self, progress: BusProgress) -> None:
-        """Records the ledger's drop counts by reason, once a train step from the first dropped sample on."""
-        if progress.ledger.dropped and progress.version != self._reported_drops:
+        """Records the ledger's drop counts by reason, once a train step from the first dropped sample on.
+
+        In a run with media it records the counts by modality, too, from the first train step on.
+        """
+        ledger = progress.ledger
+        if (ledger.dropped or ledger.modalities) and progress.version != self._reported_drops:
             self._reported_drops = progress.version
-            dropped = {f"dropped/{reason}": count for reason, count in progress.ledger.dropped.items()}
-            self._metrics.record(LEDGER, progress.version, dropped)
+            counts: dict[str, float] = {f"dropped/{reason}": count for reason, count in ledger.dropped.items()}
+            for name, one in ledger.modalities.items():
+                counts |= {f"modality/{name}/issued": one.issued, f"modality/{name}/trained": one.trained}
+                counts |= {f"modality/{name}/dropped/{reason}": count for reason, count in one.dropped.items()}
+            self._metrics.record(LEDGER, progress.version, counts)

@@ -102,6 +102,7 @@ class Services:
             node_options=node_options(config.launcher, BUS, 0),
             media_folder=self._context.media_folder,
             media_nodes=by_node,
+            mix=config.data.mix,
         )
         if snapshot is not None:
             bus.restore(snapshot, timeout_s=config.bus.call_timeout_s)

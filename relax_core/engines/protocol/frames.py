@@ -63,6 +63,7 @@ class Finished(msgspec.Struct, frozen=True, array_like=True, tag="finished"):
     response_experts: Experts | None = None
     kept: KeptTokens | None = None
     prompt_tokens: int = 0
+    prefill_ms: float = 0.0
 
     def response(self, *, prompt_tokens: int = 0, prompt_experts: np.ndarray | None = None) -> Generated:
         """Returns the response as arrays, with the given number of prompt tokens and experts of its prompt.
@@ -82,6 +83,7 @@ class Finished(msgspec.Struct, frozen=True, array_like=True, tag="finished"):
             response_experts=None if self.response_experts is None else self.response_experts.array(),
             kept=self.kept,
             prompt_tokens=prompt_tokens,
+            prefill_ms=self.prefill_ms,
         )
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from relax_core.contracts.bus import BusProgress
 from relax_core.observe.results.findings import findings
+from relax_core.observe.results.modality_results import modality_results, unfair_shares
 from relax_core.observe.service.records import ACTOR, EVAL, ROLLOUT, MetricRecord, by_step, without_undone
 
 SUMMARY_FILE = "summary.json"
@@ -41,9 +42,10 @@ def build_summary(records: Iterable[MetricRecord], *, progress: BusProgress, met
     actor = list(by_train_step.values())
     settled = actor[WARM_UP_STEPS:]
     prompt_batches = [record.values for record in held if record.source == ROLLOUT]
+    modalities = modality_results(progress.ledger.modalities, actor, prompt_batches)
     return {
         "outcome": outcome,
-        "findings": findings(by_train_step, evaluations),
+        "findings": [*findings(by_train_step, evaluations), *unfair_shares(modalities)],
         "steps": progress.version,
         "steps_recorded": len(actor),
         "wall_s": meta["wall_s"],
@@ -69,6 +71,7 @@ def build_summary(records: Iterable[MetricRecord], *, progress: BusProgress, met
             "lost": progress.ledger.lost,
             "trained_twice": progress.ledger.trained_twice,
         },
+        **({"modalities": modalities} if modalities else {}),
         "bad_rows": list(meta.get("bad_rows", ())),
         "logprob_gap": _logprob_gap(actor),
         "step_ms": _step_ms(settled, prompt_batches[WARM_UP_STEPS:]),

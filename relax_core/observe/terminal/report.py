@@ -160,6 +160,8 @@ def _figures(summary: Mapping[str, Any]) -> Table:
     table.add_row("staleness", shares or "–")
     table.add_row("log-prob gap", _logprob_gap(summary["logprob_gap"]))
     table.add_row("samples", Text(_ledger(summary["ledger"])))
+    for name, one in summary.get("modalities", {}).items():
+        table.add_row(name.replace("_", " + "), Text(_modality(one)))
     if summary["records_dropped"]:
         missing = ", ".join(f"{count:,} in {sink}" for sink, count in summary["records_dropped"].items())
         table.add_row("metrics", Text(f"records missing: {missing}"))
@@ -201,6 +203,18 @@ def _ledger(ledger: Mapping[str, Any]) -> str:
         f"{ledger['trained_twice']:,} trained twice",
     ]
     return " · ".join(counts)
+
+
+def _modality(one: Mapping[str, Any]) -> str:
+    reasons = ", ".join(f"{count:,} {reason}" for reason, count in one["dropped"].items())
+    staleness = sum(int(steps) * count for steps, count in one["staleness"].items()) / max(1, one["trained"])
+    return (
+        f"{one['issued']:,} issued ({number(one['issued_share'], '.1%')}) · "
+        f"{one['trained']:,} trained ({number(one['trained_share'], '.1%')}) · "
+        f"{sum(one['dropped'].values()):,} dropped{f' ({reasons})' if reasons else ''} · "
+        f"reward {number(one['reward'], '.3f')} · staleness {staleness:.2f} · "
+        f"encode {number(one['encode_ms'], '.1f')} ms · prefill {number(one['prefill_ms'], '.1f')} ms"
+    )
 
 
 def _result_lines(run_dir: Path) -> Iterator[Text]:

@@ -54,7 +54,20 @@ class StepGroups:
             **sampled_entropy(self.groups),
             "staleness_max": float(max(staleness)),
             "staleness_mean": sum(staleness) / count,
+            **self._modality_values(step=step),
         }
+
+    def _modality_values(self, *, step: int) -> dict[str, float]:
+        """Returns samples, mean reward and mean staleness by modality; a run on text has none."""
+        values: dict[str, float] = {}
+        for name in sorted({row.modality for row in self.leased} - {""}):
+            mine = [(row, group) for row, group in zip(self.leased, self.groups, strict=True) if row.modality == name]
+            rewards = np.concatenate([group_rewards(group) for _, group in mine])
+            staleness = [step - version for row, _ in mine for version in row.versions]
+            values[f"modality/{name}/samples"] = float(len(rewards))
+            values[f"modality/{name}/reward"] = float(rewards.mean())
+            values[f"modality/{name}/staleness_mean"] = sum(staleness) / len(staleness)
+        return values
 
     def length_histogram(self, *, step: int) -> HistogramRecord:
         """Returns the distribution of the answers' lengths in at most `HISTOGRAM_BINS` bins of equal width."""

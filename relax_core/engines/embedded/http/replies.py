@@ -40,6 +40,7 @@ def finished(news: Progress, sent: set[int]) -> Finished:
         response_experts=response_experts,
         kept=news.kept,
         prompt_tokens=len(prompt.token_ids),
+        prefill_ms=1e3 * prompt.prefill_s,
     )
 
 

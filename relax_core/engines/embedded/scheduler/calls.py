@@ -51,7 +51,7 @@ class Prompt:
 
     ``routes`` is given if the prompt's experts are asked for. ``samples`` and ``generated`` are those of
     `PromptRequest`. ``stop`` holds the strings that end a response, if there are any. ``media`` places the prompt's
-    images and videos.
+    images and videos. ``prefill_s`` is the time of the prefills that it was part of, in seconds.
     """
 
     call: Call
@@ -66,6 +66,7 @@ class Prompt:
     generated: int = 0
     stop: StopStrings | None = None
     media: Sequence[Media] = ()
+    prefill_s: float = 0.0
 
     def response(self, ids: list[int]) -> list[int]:
         """Returns a sample's whole response, given the tokens ``ids`` that this call has generated."""

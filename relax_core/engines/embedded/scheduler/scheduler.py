@@ -273,6 +273,8 @@ class Scheduler(threading.Thread):
             return
         end = time.perf_counter()
         self._tokens += sum(len(group.samples) for group in groups)
+        for group in groups:
+            group.prompt.prefill_s += end - start
         for call in {group.prompt.call for group in groups}:
             call.prefilled(start=start, end=end, features=self._decoder.features)
         self._finish(self._with_stopped(finished))
