@@ -17,7 +17,7 @@ import json
 import tempfile
 import time
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -96,6 +96,9 @@ class StepAtOnce:
             await asyncio.to_thread(rename_weights, self._url, step + 1)
             self.core.ack([lease.lease_id], step=step, dropped={})
         self._changed.set()
+
+    async def name_modalities_async(self, modalities: Mapping[int, str], *, timeout_s: float) -> None:
+        raise AssertionError("a run on text names no modality")
 
     async def drop_async(self, group_uid: str, *, reason: str, timeout_s: float) -> None:
         self.core.drop(group_uid, reason=reason)

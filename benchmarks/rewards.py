@@ -83,6 +83,9 @@ class StepAfterStep:
         self.put_s += [time.perf_counter()] * len(rows)
         self._changed.set()
 
+    async def name_modalities_async(self, modalities: Mapping[int, str], *, timeout_s: float) -> None:
+        raise AssertionError("a run on text names no modality")
+
     async def drop_async(self, group_uid: str, *, reason: str, timeout_s: float) -> None:
         raise AssertionError(f"{group_uid} was dropped: {reason}")
 
