@@ -176,8 +176,8 @@ def videos(items: OmniItems) -> list[PromptRequest]:
     video, heard = items.video(3, 4, 4), items.heard_video(3, 2, 4, frames=250)
     return [
         request(4, video, 3),
-        request(2, heard, 6),
-        request(7, items.image(4, 6), 3, items.clip(250), 2, video, 5, heard, 4),
+        request(2, heard, 6),  # transformers takes it beside no other sound and no other video
+        request(7, items.image(4, 6), 3, items.clip(250), 2, video, 5),
         request(3, items.video(6, 2, 4, seconds=10.0), 5),
     ]
 
@@ -206,8 +206,8 @@ def test_a_video_between_whole_positions_is_refused(thinker: ServedThinker) -> N
 
 
 def test_videos_have_their_own_positions(embedded: ServedThinker) -> None:
-    found = videos(embedded.items)
-    assert embedded.gap(*found, *pictures_and_sounds(embedded.items)) <= REACH
+    worst = embedded.gap(*videos(embedded.items), *pictures_and_sounds(embedded.items))
+    assert worst <= REACH
 
 
 def test_every_row_that_is_seen_or_heard_has_its_experts(embedded: ServedThinker) -> None:
