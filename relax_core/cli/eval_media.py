@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from relax_core.config.checks.modality_keys import media_kinds
 from relax_core.config.schema import RelaxConfig
+from relax_core.contracts.media import MediaItem
 from relax_core.control.host.run_paths import run_paths
 from relax_core.rollout.held_items import HeldItems
 from relax_core.rollout.item_cache import ItemCache
-from relax_core.rollout.media_encoding import MEGABYTE, open_encoders
+from relax_core.rollout.media_encoding import MEGABYTE, item_work_of, open_encoders
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalMedia:
-    """Holds what gives an evaluation its images and videos, and the folder of their files in shared memory."""
+    """Holds what gives an evaluation its media, the folder of their files in shared memory, and the towers' work."""
 
     items: ItemCache
     folder: Path
+    work: Callable[[MediaItem], float]
 
 
 @contextmanager
@@ -40,7 +42,7 @@ def eval_media(config: RelaxConfig, model_folder: Path, *, log_dir: Path) -> Ite
         with open_encoders(config, model_folder=model_folder, media_folder=folder, log_dir=log_dir) as encoders:
             held = HeldItems(encoders, ItemFiles(folder), worker=0, timeout_s=config.bus.call_timeout_s)
             items = ItemCache(held, most_bytes=config.modality.cache_mb * MEGABYTE, let_go=held.let_go)
-            yield EvalMedia(items=items, folder=folder)
+            yield EvalMedia(items=items, folder=folder, work=item_work_of(config, model_folder=model_folder))
 
 
 class ItemFiles:

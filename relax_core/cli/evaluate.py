@@ -160,7 +160,7 @@ def _ask(
         ) as rewards,
         eval_engines(config, model, log_dir=Path(config.run.dir) / "logs", media_folder=media_folder) as engines,
     ):
-        asked = _ask_engines(config, engines, prompts, sets, rewards, total=total, media_folder=str(media_folder or ""))
+        asked = _ask_engines(config, engines, prompts, sets, rewards, total=total, media=media)
         return runner.run(asked)
 
 
@@ -172,7 +172,7 @@ async def _ask_engines(
     rewards: RewardPool,
     *,
     total: int,
-    media_folder: str,
+    media: EvalMedia | None,
 ) -> list[SetAnswers]:
     async def client_for(engine: int, on_policy: bool) -> EngineClient:
         return engines[engine].client()
@@ -185,7 +185,8 @@ async def _ask_engines(
             printed = time.monotonic()
             print(f"relax: {answered} of {total} prompts are answered", flush=True)
 
-    pool = EnginePool(len(engines), client_for, timeout_s=config.engine.request_timeout_s)
+    work = None if media is None else media.work
+    pool = EnginePool(len(engines), client_for, timeout_s=config.engine.request_timeout_s, item_work=work)
     try:
         return await ask(
             sets,
@@ -195,7 +196,7 @@ async def _ask_engines(
             rewards=rewards,
             sampling=evaluation_sampling(config, prompts.tokenizer),
             on_progress=print_progress,
-            media_folder=media_folder,
+            media_folder="" if media is None else str(media.folder),
         )
     finally:
         for engine in engines:

@@ -75,7 +75,7 @@ class ParallelConfig:
     recompute: Recompute = MISSING
     distributed_optimizer: bool = MISSING
     overlap: bool = MISSING
-    micro_batch_tokens: int = MISSING  # largest number of packed token rows in a micro-batch
+    micro_batch_tokens: int = MISSING  # largest number of packed token rows, and the towers' work in rows
     micro_batch_patches: int = MISSING  # largest number of patches of images and videos in a micro-batch
     logprob_chunk_tokens: int = MISSING  # number of token rows whose logits exist at one time
     threads_per_rank: int = MISSING

@@ -94,6 +94,7 @@ def find_workload(config: RelaxConfig, model: ModelDimensions, *, state_tokens: 
         wanted = max(wanted, config.eval.rows // engine.count)
     fitting = max(group_size, engine.max_total_tokens // (sample_tokens + state_tokens))
     mean_prompt = _mean_prompt(config, media, prompt=prompt)
+    mean_work = group_rows - prompt + mean_prompt + (towers if packed.micro_batches > 1 else 0)
     return Workload(
         prompt_tokens=prompt,
         prompt_source=source,
@@ -112,7 +113,7 @@ def find_workload(config: RelaxConfig, model: ModelDimensions, *, state_tokens: 
         sample_tokens=sample_tokens,
         samples_in_flight=min(max(group_size, wanted), engine.max_running_samples, fitting),
         media=media,
-        media_prompts=max(1, min(-(-of_update // busy), -(-rows // (group_rows - prompt + mean_prompt)))),
+        media_prompts=max(1, min(-(-of_update // busy), -(-rows // mean_work))),
         mean_prompt_tokens=mean_prompt,
     )
 

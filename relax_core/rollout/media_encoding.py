@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from relax_core.config.media_schema import MEDIA_TASKS, ModalityConfig
 from relax_core.config.schema import RelaxConfig
+from relax_core.contracts.media import MediaItem
 from relax_core.data.paths import data_parts
 from relax_core.data.plugin_source import names_plugin
 from relax_core.data.tasks.made_folder import cache_folder
@@ -41,6 +44,14 @@ def open_encoders(config: RelaxConfig, *, model_folder: Path, media_folder: Path
         audio_in_video=config.modality.audio_in_video,
     )
     return EncodePool(settings, workers=config.modality.workers, log_file=log_dir / ENCODE_LOG)
+
+
+def item_work_of(config: RelaxConfig, *, model_folder: Path) -> Callable[[MediaItem], float]:
+    """Returns the function that tells the towers' work for an item, by which prompts are distributed over engines."""
+    from relax_core.families.folder import folder_architecture
+    from relax_core.families.media_work import item_work
+
+    return partial(item_work, folder_architecture(model_folder, also=config.model.family))
 
 
 def media_limits(modality: ModalityConfig) -> MediaLimits:

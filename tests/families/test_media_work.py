@@ -61,10 +61,10 @@ def architecture_of(name: str, folder: Path) -> Architecture:
     return folder_architecture(folder)
 
 
-def tower_module(tower: Any) -> torch.nn.Module:
+def tower_module(tower: Any) -> Any:
     """Builds a tower whose attention is made of products that torch counts, as it does not count its fused one."""
-    module = build_tower(tower, dtype=torch.float32)
-    module.config._attn_implementation = "eager"  # type: ignore[union-attr]
+    module: Any = build_tower(tower, dtype=torch.float32)
+    module.config._attn_implementation = "eager"
     return module
 
 

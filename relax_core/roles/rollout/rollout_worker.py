@@ -8,8 +8,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ray.exceptions import RayActorError
@@ -21,14 +20,11 @@ from relax_core.contracts.algorithm import AlgorithmSpec
 from relax_core.contracts.bus import Admission, BusClosed
 from relax_core.contracts.data import PromptSource
 from relax_core.contracts.env import EnvSpec
-from relax_core.contracts.media import MediaItem
 from relax_core.contracts.stop_signals import ignore_stop_signals
 from relax_core.data.eval_sets import eval_sets, held_out_count
 from relax_core.data.sources import make_source
 from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.engines.pool.engine_pool import EnginePool
-from relax_core.families.folder import folder_architecture
-from relax_core.families.media_work import item_work
 from relax_core.observe.service.metrics_actor import MetricsClient, MetricsUnavailable
 from relax_core.observe.service.records import bad_rows_kind
 from relax_core.registry import find_algorithm, find_env, find_reward
@@ -46,7 +42,7 @@ from relax_core.rollout.evaluation.evaluator import Evaluator, eval_versions, pr
 from relax_core.rollout.group_advantages import advantage_extras, computes_advantages_per_group
 from relax_core.rollout.held_items import HeldItems
 from relax_core.rollout.item_cache import ItemCache
-from relax_core.rollout.media_encoding import MEGABYTE, open_encoders
+from relax_core.rollout.media_encoding import MEGABYTE, item_work_of, open_encoders
 from relax_core.rollout.prompt_admissions import RolloutLoopSettings
 from relax_core.rollout.prompt_tokens import PromptMaker
 from relax_core.rollout.rewards.reward_pool import RewardPool
@@ -179,11 +175,11 @@ class RolloutWorker(Worker):
         )
 
     def _pool(self) -> TracedEnginePool:
-        config = self.context.config
-        media = engine_media(self.context)
+        context, config = self.context, self.context.config
+        media = engine_media(context)
         return TracedEnginePool(
             config.engine.count,
-            EngineDirectory(self.context).client_async,
+            EngineDirectory(context).client_async,
             timeout_s=config.engine.start_timeout_s + OWNER_FIRST_S,
             silent_s=config.engine.silent_s,
             by_load=not config.in_order,  # with in_order the same seed gives the same bits for any timing
@@ -191,13 +187,8 @@ class RolloutWorker(Worker):
             lag_s=config.engine.sync_timeout_s,
             waiting=self.waiting,
             bring_media=None if media is None else media.bring_requests,
-            item_work=None if self.context.media_folder is None else self._item_work(),
+            item_work=None if context.media_folder is None else item_work_of(config, model_folder=context.model_folder),
         )
-
-    def _item_work(self) -> Callable[[MediaItem], float]:
-        """Returns the function that tells the towers' work for an item, by which prompts are distributed."""
-        model = folder_architecture(self.context.model_folder, also=self.context.config.model.family)
-        return partial(item_work, model)
 
     def _rewards(self) -> TracedRewardPool:
         config = self.context.config

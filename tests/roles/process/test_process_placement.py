@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -44,6 +45,21 @@ def test_a_worker_that_holds_a_model_takes_its_gpus() -> None:
     assert node_options(config.launcher, "engine", 1, gpus=4) == {"num_cpus": 0, "num_gpus": 4}
     joined = replace(config.launcher, ray_address="auto")
     assert node_options(joined, "engine", 1, gpus=4) == {"num_cpus": A_LITTLE, "num_gpus": 4}
+
+
+def test_engines_and_rollout_workers_are_spread_over_the_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
+    context = SimpleNamespace(get_node_id=lambda: 56 * "b")
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
+    monkeypatch.setattr(ray, "nodes", lambda: [{"NodeID": 56 * one, "Alive": one != "d"} for one in "abcd"])
+    joined = replace(load_config().launcher, ray_address="auto")
+
+    def nodes(role: str) -> str:
+        options = [node_options(joined, role, rank) for rank in range(4)]
+        return "".join(one["scheduling_strategy"].node_id[0] for one in options)
+
+    assert (nodes("engine"), nodes("rollout"), nodes("advantages")) == ("acba", "bacb", "bbbb")
 
 
 def test_a_joined_ray_without_the_gpus_is_told() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -55,6 +56,11 @@ def tree(uid: str, *answers: int, items: list[MediaItem], last: list[MediaItem] 
         ids += item.ids.tolist()
         lengths[-1] += item.rows
     return replace(answers_tree(uid, prompt, lengths, ids), media=media)
+
+
+def always(rows: float) -> Callable[[MediaItem], float]:
+    """Returns the work of towers for which every item is ``rows``."""
+    return lambda item: rows
 
 
 def entries(layout: TreeLayout) -> list[tuple[int, str, int]]:
@@ -124,7 +130,7 @@ def test_a_micro_batch_keeps_the_budget_of_patches(ranks: int) -> None:
 def test_equal_images_of_a_micro_batch_count_once_on_one_rank(ranks: int) -> None:
     """Each tree has 7 rows that are computed, and the tower's work for the image is 50 rows."""
     found = [tree(f"g{place}", 2, items=[image("same", 2, 2)]) for place in range(4 * ranks)]
-    tower = TowerWork(rows=lambda item: 50.0, most_patches=16)
+    tower = TowerWork(rows=always(50.0), most_patches=16)
     for budget, expected in ((50 + 4 * 7, [4 * ranks]), (50 + 4 * 7 - 1, [3 * ranks, ranks])):
         batcher = MicroBatcher(budget, ranks=ranks, tower=tower)
         assert [len(batch) for batch in (*batcher.add(found), batcher.flush())] == expected
@@ -135,7 +141,7 @@ def test_a_micro_batch_ends_where_rows_and_the_towers_work_reach_the_budget(rank
     """Three trees of 7 rows fit 24, and with the tower's work of 5.6 rows each, which is rounded, one does."""
     found = [tree(f"g{place}", 2, items=[image(f"image {place}", 2, 2)]) for place in range(6)]
     for rows, expected in ((0.0, 3 * ranks), (5.6, ranks)):
-        batcher = MicroBatcher(24, ranks=ranks, tower=TowerWork(rows=lambda item, rows=rows: rows))
+        batcher = MicroBatcher(24, ranks=ranks, tower=TowerWork(rows=always(rows)))
         batches = [len(batch) for batch in (*batcher.add(found), batcher.flush())]
         assert batches == [expected] * (6 // expected)
 
@@ -143,7 +149,7 @@ def test_a_micro_batch_ends_where_rows_and_the_towers_work_reach_the_budget(rank
 def test_ranks_are_balanced_by_the_work_of_the_towers() -> None:
     groups = [tree("image", 2, items=[image("one", 2, 2)]), *(tree(f"g{place}", 9, items=[]) for place in range(3))]
     by_rows = split_over_ranks(groups, 2)
-    by_work = split_over_ranks(groups, 2, tower=TowerWork(rows=lambda item: 24.0))
+    by_work = split_over_ranks(groups, 2, tower=TowerWork(rows=always(24.0)))
     assert [len(share) for share in by_rows] == [2, 2]
     assert [len(share) for share in by_work] == [1, 3]
 
