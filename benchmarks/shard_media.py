@@ -60,7 +60,8 @@ def rank_main(folder: Path, *, rank: int, port: int, repeats: int) -> None:
         for h, w in SIZES
     ]  # fmt: skip
     tree = group("g", [2, *items, 1], [[4]])
-    (chunk,), batches = backend.models, {}
+    (chunk,) = backend.models
+    batches = {}
     for way in WAYS:
         backend._media = plan if way == "dealt" else replace(plan, group=None)
         batches[way] = backend.pack([tree]).tree

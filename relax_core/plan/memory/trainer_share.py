@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from relax_core.config.checks.freeze_keys import frozen_parts
@@ -44,7 +44,8 @@ class Share:
 
 def trained_share(layout: Layout, model: ModelDimensions, *, frozen: Collection[str], later: bool = False) -> Share:
     """Returns the parameters of `share_of` that are not in a frozen part of the model, and so have a gradient."""
-    share, towers = share_of(layout, model, later=later), {} if later else model.towers
+    share = share_of(layout, model, later=later)
+    towers: Mapping[str, int] = {} if later else model.towers
     projectors = {"vision": model.projector, "audio": model.audio_projector}
     routers = model.router_parameters * stage_layers(layout, model, later=later) // (model.layers * layout.tp)
     language = 0 if LANGUAGE in frozen else share.dense - routers
