@@ -69,16 +69,19 @@ class BusCore:
         return [self._issue(draw, worker) for draw in draws]
 
     def _issue(self, draw: Draw, worker: int) -> Admission:
-        index, attempt, min_version, drawn, modality = draw
         admission = Admission(
-            index=index, group_uid=group_uid(index), min_version=min_version, attempt=attempt, drawn=drawn
+            index=draw.index,
+            group_uid=group_uid(draw.index),
+            min_version=draw.min_version,
+            attempt=draw.attempt,
+            drawn=draw.drawn,
         )
         uids = tuple(sample_uid(admission.group_uid, number) for number in range(self.settings.group_size))
         group = OpenGroup(admission=admission, uids=uids, admitted_at=self.clock(), worker=worker)
         self.groups[admission.group_uid] = group
-        self.ledger.issue(index, admission.group_uid, uids, attempt=attempt, min_version=min_version)
-        if modality:
-            self.name_modalities({index: modality})
+        self.ledger.issue(draw.index, admission.group_uid, uids, attempt=draw.attempt, min_version=draw.min_version)
+        if draw.modality:
+            self.name_modalities({draw.index: draw.modality})
         return admission
 
     def name_modalities(self, modalities: Mapping[int, str]) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
     from relax_core.bus.state.bus_state import BusCore
 
 
-class Draw(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Draw:
     """Is a group that may be issued.
 
     ``drawn`` is the index of its prompt in the order of data.mix, and ``modality`` that prompt's; without data.mix they
@@ -112,7 +114,7 @@ class MixedCursor(DataCursor):
             return draw
         self._given[draw.modality] += 1
         self.next_index += 1
-        return draw._replace(index=self.next_index - 1)
+        return replace(draw, index=self.next_index - 1)
 
     def _admissible_versions(self, core: BusCore, modality: str, max_groups: int) -> list[int]:
         settings, version = self._settings, core.version
@@ -172,7 +174,12 @@ class MixedCursor(DataCursor):
         )
 
     def restore(self, state: Snapshot) -> None:
-        """Goes back to a snapshot."""
+        """Goes back to a snapshot. Raises ValueError if it was made without data.mix."""
+        if state.next_index and not state.given:
+            raise ValueError(
+                f"data.mix={self._settings.mix}: the checkpoint was made without it. Resume with data.mix=null, or "
+                "start a new run."
+            )
         super().restore(state)
         self._drawn = dict(state.drawn)
         self._given = dict(state.given)
