@@ -174,7 +174,12 @@ class MixedCursor(DataCursor):
         )
 
     def restore(self, state: Snapshot) -> None:
-        """Goes back to a snapshot."""
+        """Goes back to a snapshot. Raises ValueError if it was made without data.mix."""
+        if state.next_index and not state.given:
+            raise ValueError(
+                f"data.mix={self._settings.mix}: the checkpoint was made without it. Resume with data.mix=null, or "
+                "start a new run."
+            )
         super().restore(state)
         self._drawn = dict(state.drawn)
         self._given = dict(state.given)

@@ -11,7 +11,7 @@ from relax_core.roles.process.role_context import BUS
 
 Waiting = Callable[..., AbstractContextManager[None]]  # `Worker.waiting`
 TRACED_CALLS = ("lease", "read", "write", "ack", "release", "snapshot")  # a `wait_progress` is idle time and not a wait
-TRACED_AWAITS = ("admit_async", "put_async", "drop_async", "hold_async")
+TRACED_AWAITS = ("admit_async", "put_async", "drop_async", "hold_async", "name_modalities_async")
 
 
 def traced_bus(bus: RayBus, waiting: Waiting) -> RayBus:
