@@ -11,8 +11,8 @@ from pathlib import Path
 
 from relax_core.config.checks.model_folder import media_token_ids
 from relax_core.config.errors import NotYet
+from relax_core.config.modality_shares import mix_problem
 from relax_core.config.schema import FORWARD_SIZES, RelaxConfig
-from relax_core.contracts.modality import mix_problem
 from relax_core.control.run.role_counts import layout_key, worker_group_layouts
 from relax_core.control.run.teacher_folders import teacher_model_problems
 from relax_core.data.eval_sets import name_problems

@@ -50,8 +50,8 @@ def create_bus(
     bus and has its sockets below ``socket_folder``. That path must be short, because a socket's path may have 107
     bytes. ``node_options`` are Ray's options for the node on which the bus process runs. ``media_folder`` is the folder
     of media items, None in a run without media; with ``media_nodes`` each node has its own beside it, and items are
-    copied to the nodes that need them. ``mix`` maps modalities to their shares of the groups (data.mix). Raises
-    ValueError for an unknown backend or settings that make no sense.
+    copied to the nodes that need them. ``mix`` is data.mix. Raises ValueError for an unknown backend or settings that
+    make no sense.
     """
     if config.name not in BACKENDS:
         raise ValueError(f"bus={config.name} is not built. What exists for bus: {', '.join(BACKENDS)}")

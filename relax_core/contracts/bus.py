@@ -76,7 +76,7 @@ class CompleteGroup(msgspec.Struct, frozen=True, kw_only=True):
 class LeasedGroup(msgspec.Struct, frozen=True, kw_only=True):
     """Is a group in a lease. ``columns`` has only the payloads that the task asked for.
 
-    ``modality`` is that of its prompt (`relax_core.contracts.modality`), empty in a run on text.
+    ``modality`` is that of its prompt (`relax_core.config.modality_shares`), empty in a run on text.
     """
 
     group_uid: str

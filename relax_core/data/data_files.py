@@ -20,8 +20,8 @@ from typing import Any, Protocol
 
 import msgspec
 
+from relax_core.config.modality_shares import TEXT
 from relax_core.contracts.data import BadRow, DataRow
-from relax_core.contracts.modality import TEXT
 from relax_core.data.row_media import (
     TEXT_ONLY,
     MediaColumns,

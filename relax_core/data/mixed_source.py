@@ -5,8 +5,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping
 
+from relax_core.config.modality_shares import MixOrder, mix_problem
 from relax_core.contracts.data import DataRow, EvalSet, PromptSource
-from relax_core.contracts.modality import MixOrder, mix_problem
 from relax_core.data.order import row_of
 
 

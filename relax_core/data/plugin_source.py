@@ -8,10 +8,10 @@ from typing import Any
 import msgspec
 import xxhash
 
+from relax_core.config.modality_shares import modality_of_row
 from relax_core.config.plugin_types import plugin_config
 from relax_core.config.schema import DataConfig
 from relax_core.contracts.data import BadRow, BaseDataSource, DataRow
-from relax_core.contracts.modality import modality_of_row
 from relax_core.data.data_files import RowKeys, check_row
 from relax_core.data.row_media import MediaColumns
 from relax_core.registry import find_data_source, is_file_plugin, names, plugin_words

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from relax_core.config.modality_shares import modality_of
 from relax_core.contracts.data import BadRow
 from relax_core.contracts.media import MEDIA_KINDS, MediaError, MediaKind, MediaSource
-from relax_core.contracts.modality import modality_of
 
 _PLACES = {kind: f"<{kind}>" for kind in MEDIA_KINDS}
 _KINDS = {place: kind for kind, place in _PLACES.items()}

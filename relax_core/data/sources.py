@@ -8,9 +8,9 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from relax_core.config.modality_shares import modality_of_row
 from relax_core.config.schema import DataConfig
 from relax_core.contracts.data import BadRow, DataRow, EvalSet, PromptSource
-from relax_core.contracts.modality import modality_of_row
 from relax_core.data import generated
 from relax_core.data.data_files import RowFile, open_rows
 from relax_core.data.mixed_source import MixedSource

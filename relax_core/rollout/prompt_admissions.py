@@ -9,11 +9,11 @@ from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from relax_core.config.modality_shares import modality_of_row
 from relax_core.contracts.bus import Admission, BusTimeout
 from relax_core.contracts.data import BadRow, DataRow, PromptSource
 from relax_core.contracts.engine import PromptRequest, SamplingParams
 from relax_core.contracts.media import MediaError
-from relax_core.contracts.modality import modality_of_row
 from relax_core.contracts.tree import group_uid
 from relax_core.rollout.bad_rows import BadRows
 from relax_core.rollout.modality_figures import ModalityFigures

@@ -13,9 +13,9 @@ import pyarrow.parquet
 import pytest
 
 from relax_core.config.compose import load_config
+from relax_core.config.modality_shares import modality_of_row
 from relax_core.config.schema import DataConfig
 from relax_core.contracts.data import BadRow
-from relax_core.contracts.modality import modality_of_row
 from relax_core.data.sources import make_source
 
 MODALITIES = ["text", "image", "video", "text", "image_audio", "text", "video", "text"] * 3

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
+from relax_core.config.modality_shares import MODALITIES
 from relax_core.contracts.bus import ModalityCounts
-from relax_core.contracts.modality import MODALITIES
 
 
 class ModalityState(msgspec.Struct, frozen=True):

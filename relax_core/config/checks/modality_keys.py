@@ -9,9 +9,9 @@ from pathlib import Path
 from relax_core.config.checks.model_folder import family_of_run
 from relax_core.config.choices import TEXT, LauncherKind
 from relax_core.config.media_schema import MEDIA_TASKS
+from relax_core.config.modality_shares import kinds_of, mix_problem
 from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.media import MediaKind
-from relax_core.contracts.modality import kinds_of, mix_problem
 from relax_core.registry import find_engine
 
 LIBRARIES = {"PIL": "Pillow", "av": "PyAV"}

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from relax_core.config.modality_shares import TEXT
 from relax_core.contracts.bus import ModalityCounts
-from relax_core.contracts.modality import TEXT
 
 Values = Mapping[str, float]
 MOST_POINTS = 0.02  # difference of a modality's shares of the issued and of the trained samples

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relax_core.bus.state.bus_state import BusCore
+from relax_core.config.modality_shares import MixOrder
 from relax_core.contracts.bus import Admission, LedgerCounts
-from relax_core.contracts.modality import MixOrder
 from tests.bus.make_rows import for_actor, make_core, make_row
 
 MIX = {"image": 0.2, "text": 0.55, "video": 0.25}
