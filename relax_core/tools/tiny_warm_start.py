@@ -59,6 +59,14 @@ class SeeWarmStart(WarmStart):
     guessed: float
 
 
+@dataclass(frozen=True, kw_only=True)
+class FurtherWarmStart(SeeWarmStart):
+    """Is a warm start that goes on from that of another task, whose steps are ``first``."""
+
+    first_task: str
+    first: SeeWarmStart
+
+
 # After these steps the student solves some of the tasks, so that GRPO gets rewards and can still improve.
 # The teacher solves all of them; more steps would only sharpen its distribution.
 WARM_STARTS = {

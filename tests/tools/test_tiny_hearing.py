@@ -47,7 +47,7 @@ def test_it_starts_with_a_chance_of_every_answer(folder: Path, model: Any) -> No
     one = folder_architecture(folder)
     towers = Towers.of(one)
     assert towers is not None and one.vision is not None
-    examples, batch = SeenExamples(folder, one.vision, audio=one.audio, answers=ANSWERS), SeenBatch()
+    examples, batch = SeenExamples(folder, one.vision, audio=one.audio, answers=ANSWERS[TASK]), SeenBatch()
     rows = [example(TASK, split="eval", seed=0, index=index) for index in range(128)]
     for row in rows:
         examples.add(batch, row, answer=row.answer)
