@@ -78,7 +78,7 @@ class FurtherWarmStart(SeeWarmStart):
     first: SeeWarmStart
 
 
-_EACH_KIND = SeeWarmStart(steps=110, right_steps=80, guessed=0.55, seed=0, batch_size=48, last_lr=0.1)
+_EACH_KIND = SeeWarmStart(steps=120, right_steps=60, guessed=0.55, seed=0, batch_size=48)
 
 # After these steps the student solves some of the tasks, so that GRPO gets rewards and can still improve.
 # The teacher solves all of them; more steps would only sharpen its distribution.
