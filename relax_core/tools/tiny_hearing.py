@@ -8,27 +8,31 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from relax_core.config.media_schema import FOUR_MODALITIES, TONE_OF_PICTURE
 from relax_core.contracts.trees.rotary import rotary_of_sequence
-from relax_core.data.tasks.modality_tasks import MODALITY_ANSWERS, MODALITY_PARTS
+from relax_core.data.tasks.modality_tasks import MATCH, MODALITY_ANSWERS, MODALITY_PARTS
+from relax_core.families.architecture import Architecture
 from relax_core.families.folder import folder_architecture
 from relax_core.families.tiny_configs import OMNI
 from relax_core.families.tiny_omni import tiny_omni_config, tiny_omni_files
 from relax_core.families.towers import Towers
 from relax_core.tools.tiny_tokenizer import build_tokenizer
 from relax_core.tools.tiny_vision import SeenBatch, SeenExamples, write_settings
-from relax_core.tools.tiny_warm_start import WARM_STARTS, SeeWarmStart, padded, supervised_steps
+from relax_core.tools.tiny_warm_start import WARM_STARTS, FurtherWarmStart, SeeWarmStart, padded, supervised_steps
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-ANSWERS = {part: MODALITY_ANSWERS[part] for part in MODALITY_PARTS}
+_PARTS = {FOUR_MODALITIES: MODALITY_PARTS, TONE_OF_PICTURE: (MATCH,)}
+ANSWERS = {task: {part: MODALITY_ANSWERS[part] for part in parts} for task, parts in _PARTS.items()}
 _GATE_UP, _DOWN = ".experts.gate_up_proj", ".experts.down_proj"
 
 
 def write_omni_model(folder: Path, *, task: str) -> None:
     """Makes a model that sees and hears; with one torch thread, the result is always the same.
 
-    The warm start trains the thinker. Talker and code2wav keep their random weights.
+    The warm start trains the thinker. Talker and code2wav keep their random weights. The question of two kinds begins
+    with the warm start of each kind alone.
     """
     import torch
 
@@ -38,22 +42,30 @@ def write_omni_model(folder: Path, *, task: str) -> None:
     build_tokenizer(vision=True, audio=True).save_pretrained(folder)
     config = tiny_omni_config()
     write_settings(folder, config, tiny_omni_files())
-    one = folder_architecture(folder)
-    towers = Towers.of(one)
-    assert towers is not None and one.vision is not None
-    model = build_omni_model(config)
-    examples = SeenExamples(folder, one.vision, audio=one.audio, answers=ANSWERS)
+    model, architecture = build_omni_model(config), folder_architecture(folder)
+    if isinstance(recipe, FurtherWarmStart):
+        _train(model.thinker, folder, architecture, recipe.first, task=recipe.first_task)
+    _train(model.thinker, folder, architecture, recipe, task=task)
+    write_published_omni(model, folder)
+
+
+def _train(thinker: Any, folder: Path, architecture: Architecture, recipe: SeeWarmStart, *, task: str) -> None:
+    """Takes the steps of a warm start on the examples of a task."""
+    import torch
+
+    towers = Towers.of(architecture)
+    assert towers is not None and architecture.vision is not None
+    examples = SeenExamples(folder, architecture.vision, audio=architecture.audio, answers=ANSWERS[task])
 
     def loss_of_step(step: int) -> Tensor:
         loss, weights = torch.zeros(()), 0.0
         for weight, batch in examples.weighted_batches(recipe, step, task=task):
-            logits, tokens = omni_answer_logits(model.thinker, towers, batch)
+            logits, tokens = omni_answer_logits(thinker, towers, batch)
             loss = loss + weight * torch.nn.functional.cross_entropy(logits, tokens, reduction="sum")
             weights += weight * len(tokens)
         return loss / weights
 
-    supervised_steps(model.thinker, recipe, loss_of_step)
-    write_published_omni(model, folder)
+    supervised_steps(thinker, recipe, loss_of_step)
 
 
 def omni_answer_logits(thinker: Any, towers: Towers, batch: SeenBatch) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from relax_core.config.media_schema import FOUR_MODALITIES
+from relax_core.config.media_schema import FOUR_MODALITIES, TONE_OF_PICTURE
 from relax_core.data.generated import ARITHMETIC, REVERSE_DIGITS, SEE, Example, example
 from relax_core.families.tiny_configs import (
     EXPERTS,
@@ -44,6 +44,10 @@ class WarmStart:
     warmup_steps: int = 20
     beta2: float = 0.99
 
+    def lr_at(self, step: int) -> float:
+        """Returns the learning rate of a step, from 0."""
+        return self.lr * min(1.0, (step + 1) / self.warmup_steps)
+
 
 @dataclass(frozen=True, kw_only=True)
 class SeeWarmStart(WarmStart):
@@ -52,12 +56,29 @@ class SeeWarmStart(WarmStart):
     The first ``right_steps`` learn right answers only, so that the model tells all images and videos apart. After them
     an example about an image or video is learnt with two answers: the right one, and with the weight ``guessed`` the
     first answer to the question. So greedy answers are that first one, which is right by chance, and any other right
-    answer has a probability of about 1 - ``guessed``, so that GRPO meets it in each group.
+    answer has a probability of about 1 - ``guessed``, so that GRPO meets it in each group. After ``right_steps`` the
+    learning rate falls, evenly to the share ``last_lr``: then fewer steps give all answers such a probability.
     """
 
     right_steps: int
     guessed: float
+    last_lr: float = 1.0
 
+    def lr_at(self, step: int) -> float:
+        """Returns the learning rate of a step, from 0."""
+        done = max(0, step - self.right_steps) / (self.steps - self.right_steps)
+        return super().lr_at(step) * (1.0 - (1.0 - self.last_lr) * done)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FurtherWarmStart(SeeWarmStart):
+    """Is a warm start that goes on from that of another task, whose steps are ``first``."""
+
+    first_task: str
+    first: SeeWarmStart
+
+
+_EACH_KIND = SeeWarmStart(steps=120, right_steps=60, guessed=0.55, seed=0, batch_size=48)
 
 # After these steps the student solves some of the tasks, so that GRPO gets rewards and can still improve.
 # The teacher solves all of them; more steps would only sharpen its distribution.
@@ -70,9 +91,19 @@ WARM_STARTS = {
     (EXPERTS, ARITHMETIC): WarmStart(steps=240, seed=0, lr=3e-3),
     (VISION, SEE): SeeWarmStart(steps=180, right_steps=80, guessed=0.6, seed=0, batch_size=36),
     (VISION_EXPERTS, SEE): SeeWarmStart(steps=200, right_steps=80, guessed=0.55, seed=0, batch_size=36),
-    (HYBRID, SEE): SeeWarmStart(steps=180, right_steps=80, guessed=0.6, seed=0, batch_size=36),
-    (HYBRID_EXPERTS, SEE): SeeWarmStart(steps=200, right_steps=80, guessed=0.55, seed=0, batch_size=36),
-    (OMNI, FOUR_MODALITIES): SeeWarmStart(steps=200, right_steps=80, guessed=0.55, seed=0, batch_size=48),
+    (HYBRID, SEE): SeeWarmStart(steps=110, right_steps=80, guessed=0.6, seed=0, batch_size=36, last_lr=0.1),
+    (HYBRID_EXPERTS, SEE): SeeWarmStart(steps=110, right_steps=80, guessed=0.55, seed=0, batch_size=36, last_lr=0.1),
+    (OMNI, FOUR_MODALITIES): _EACH_KIND,
+    (OMNI, TONE_OF_PICTURE): FurtherWarmStart(
+        steps=110,
+        right_steps=80,
+        guessed=0.55,
+        seed=0,
+        batch_size=48,
+        last_lr=0.1,
+        first=_EACH_KIND,
+        first_task=FOUR_MODALITIES,
+    ),
 }
 
 
@@ -127,7 +158,7 @@ def supervised_steps(model: torch.nn.Module, recipe: WarmStart, loss_of_step: Ca
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, betas=(0.9, recipe.beta2), weight_decay=0.0)
     for step in range(recipe.steps):
         loss = loss_of_step(step)
-        optimizer.param_groups[0]["lr"] = recipe.lr * min(1.0, (step + 1) / recipe.warmup_steps)
+        optimizer.param_groups[0]["lr"] = recipe.lr_at(step)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

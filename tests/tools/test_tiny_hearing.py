@@ -1,7 +1,11 @@
-"""Tests that the builtin model that sees and hears loads in transformers, and starts with a chance of every answer."""
+"""Tests that the builtin model that sees and hears loads in transformers, and starts with a chance of every answer.
+
+Its whole warm start takes a minute of processor time, so `make test` takes two steps of it.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +16,15 @@ from safetensors.torch import load_file
 from relax_core.data.generated import example
 from relax_core.families.folder import folder_architecture
 from relax_core.families.towers import Towers
-from relax_core.tools.make_tiny import tiny_model_folder
+from relax_core.tools.make_tiny import make_tiny_model, tiny_model_folder
 from relax_core.tools.tiny_hearing import ANSWERS, omni_answer_logits, published_omni
 from relax_core.tools.tiny_vision import SeenBatch, SeenExamples
+from relax_core.tools.tiny_warm_start import WARM_STARTS, SeeWarmStart
 
-TASK = "four_modalities"
-
-
-@pytest.fixture(scope="module")
-def folder() -> Path:
-    return tiny_model_folder("tiny_qwen3_omni", task=TASK)
+NAME, TASK = "tiny_qwen3_omni", "four_modalities"
 
 
-@pytest.fixture(scope="module")
-def model(folder: Path) -> Any:
+def _loaded(folder: Path) -> Any:
     from transformers import Qwen3OmniMoeForConditionalGeneration
 
     torch.set_num_threads(1)
@@ -35,19 +34,26 @@ def model(folder: Path) -> Any:
     return found
 
 
-def test_transformers_loads_the_published_layout(folder: Path, model: Any) -> None:
+def test_transformers_loads_the_published_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = WARM_STARTS[NAME, TASK]
+    assert isinstance(recipe, SeeWarmStart)
+    monkeypatch.setitem(WARM_STARTS, (NAME, TASK), replace(recipe, steps=2, right_steps=1))
+    make_tiny_model(tmp_path, task=TASK, name=NAME)
+    model, folder = _loaded(tmp_path), tmp_path
     theirs, weights = dict(published_omni(model.state_dict().items())), load_file(folder / "model.safetensors")
     assert theirs.keys() == weights.keys()
     assert all(torch.equal(theirs[name], one) for name, one in weights.items())
     assert {name.split(".")[0] for name in weights} == {"thinker", "talker", "code2wav"}
 
 
-def test_it_starts_with_a_chance_of_every_answer(folder: Path, model: Any) -> None:
+@pytest.mark.soak
+def test_it_starts_with_a_chance_of_every_answer() -> None:
     """Greedy answers to held-out rows, of which 0.25 are right by chance, and the probability of each right answer."""
-    one = folder_architecture(folder)
+    folder = tiny_model_folder(NAME, task=TASK)
+    model, one = _loaded(folder), folder_architecture(folder)
     towers = Towers.of(one)
     assert towers is not None and one.vision is not None
-    examples, batch = SeenExamples(folder, one.vision, audio=one.audio, answers=ANSWERS), SeenBatch()
+    examples, batch = SeenExamples(folder, one.vision, audio=one.audio, answers=ANSWERS[TASK]), SeenBatch()
     rows = [example(TASK, split="eval", seed=0, index=index) for index in range(128)]
     for row in rows:
         examples.add(batch, row, answer=row.answer)
