@@ -70,14 +70,8 @@ def create_bus(
         media_nodes=media_nodes,
         mix=dict(mix or {}),
     )
-    options = {
-        "name": name,
-        "namespace": namespace,
-        "num_cpus": 0,
-        "max_concurrency": _MAX_CALLS,
-        "max_restarts": 0,
-        **(node_options or {}),
-    }
+    options: dict[str, Any] = {"name": name, "namespace": namespace, "num_cpus": 0, "max_restarts": 0}
+    options |= {"max_concurrency": _MAX_CALLS, **(node_options or {})}
     if config.name == "transfer_queue":
         return _start_transfer_queue_bus(
             config, settings, ledger_path, options=options, plane=plane, socket_folder=socket_folder

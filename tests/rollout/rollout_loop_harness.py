@@ -81,6 +81,9 @@ class CoreBus:
         self.rows |= {row.group_uid: row for row in rows}
         self._train()
 
+    async def name_modalities_async(self, modalities: Mapping[int, str], *, timeout_s: float) -> None:
+        self.core.name_modalities(modalities)
+
     async def drop_async(self, group_uid: str, *, reason: str, timeout_s: float) -> None:
         self.core.drop(group_uid, reason=reason)
         self._train()
