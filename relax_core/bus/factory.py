@@ -48,10 +48,9 @@ def create_bus(
     `connect_bus` finds it by ``name`` and ``namespace``. The bus process ends with the process that called this
     function. ``plane`` stores the payloads of bus=transfer_queue; if it is None, a new one starts that ends with the
     bus and has its sockets below ``socket_folder``. That path must be short, because a socket's path may have 107
-    bytes. ``node_options`` are Ray's options for the node on which the bus process runs. ``media_folder`` is the folder
-    of media items, None in a run without media; with ``media_nodes`` each node has its own beside it, and items are
-    copied to the nodes that need them. ``mix`` is data.mix. Raises ValueError for an unknown backend or settings that
-    make no sense.
+    bytes. ``node_options`` are Ray's options for the node of the bus process. ``media_folder`` is the folder of media
+    items, None in a run without media; with ``media_nodes`` each node has its own beside it, and items are copied to
+    the nodes that need them. ``mix`` is data.mix. Raises ValueError for an unknown backend or settings without sense.
     """
     if config.name not in BACKENDS:
         raise ValueError(f"bus={config.name} is not built. What exists for bus: {', '.join(BACKENDS)}")
