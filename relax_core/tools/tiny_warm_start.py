@@ -91,7 +91,7 @@ WARM_STARTS = {
     (EXPERTS, ARITHMETIC): WarmStart(steps=240, seed=0, lr=3e-3),
     (VISION, SEE): SeeWarmStart(steps=180, right_steps=80, guessed=0.6, seed=0, batch_size=36),
     (VISION_EXPERTS, SEE): SeeWarmStart(steps=200, right_steps=80, guessed=0.55, seed=0, batch_size=36),
-    (HYBRID, SEE): SeeWarmStart(steps=110, right_steps=80, guessed=0.6, seed=0, batch_size=36, last_lr=0.1),
+    (HYBRID, SEE): SeeWarmStart(steps=180, right_steps=80, guessed=0.6, seed=0, batch_size=36),
     (HYBRID_EXPERTS, SEE): SeeWarmStart(steps=110, right_steps=80, guessed=0.55, seed=0, batch_size=36, last_lr=0.1),
     (OMNI, FOUR_MODALITIES): _EACH_KIND,
     (OMNI, TONE_OF_PICTURE): FurtherWarmStart(
