@@ -44,6 +44,10 @@ REASONS = {
         "CriticTrainer.write_copy",
     ): "after copy_state, which had the back end already",
     (
+        "relax_core/roles/trainer/critic_trainer.py",
+        "CriticTrainer.accumulate",
+    ): "after begin_step, which had the back end already",
+    (
         "relax_core/train/checkpoints/checkpoint_shards.py",
         "StoredFolder._filled",
     ): "the reader has read: its future is done",

@@ -18,6 +18,7 @@ from relax_core.bus.state.leases import HeldLease, LeaseTable
 from relax_core.bus.state.named_media import NamedMedia
 from relax_core.bus.state.open_groups import OpenGroup
 from relax_core.bus.state.run_progress import run_progress
+from relax_core.bus.state.selection import choose
 from relax_core.bus.state.settings import BusSettings
 from relax_core.bus.state.snapshot import Snapshot
 from relax_core.bus.state.surplus import OVER_SAMPLED, RetiredGroups, is_surplus, newest_version
@@ -53,7 +54,8 @@ class BusCore:
         self.leases = LeaseTable(clock)
         self.media = NamedMedia()
         self.closed_because: str | None = None
-        self._cursor = MixedCursor(settings) if settings.mix else DataCursor()
+        self._mixed = MixedCursor(settings) if settings.mix else None
+        self._cursor = self._mixed or DataCursor()
         self.staleness: Counter[int] = Counter()
         self._retired = RetiredGroups()
 
@@ -180,7 +182,7 @@ class BusCore:
         self.expire()
         if request.task == checks.ACTOR and request.step != self.version:
             return None
-        chosen = self._cursor.choose(self, request)
+        chosen = self._mixed.choose(self, request) if self._mixed else choose(self, request)
         if len(chosen) < request.min_groups:
             return None
         return self._hand_out(request, chosen)

@@ -53,10 +53,6 @@ class DataCursor:
         self.next_index += 1
         return Draw(self.next_index - 1, 0, min_version)
 
-    def choose(self, core: BusCore, request: LeaseRequest) -> list[OpenGroup]:
-        """Returns the groups that a lease gets now; the actor's request is for the step that is due."""
-        return choose(core, request)
-
     def waiting(self) -> list[int]:
         """Returns the indices of a snapshot's open groups that are not issued again yet."""
         return [index for index, _ in self._reissue]
