@@ -109,7 +109,7 @@ def _text(ids: dict[str, int]) -> dict[str, Any]:
         "rms_norm_eps": 1e-6,
         "max_position_embeddings": MAX_POSITIONS,
         "rope_theta": 10_000.0,
-        "rope_scaling": _ROPE,
+        "rope_scaling": dict(_ROPE),
         "num_experts": 8,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 40,

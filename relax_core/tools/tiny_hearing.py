@@ -98,10 +98,15 @@ def omni_answer_logits(thinker: Any, towers: Towers, batch: SeenBatch) -> tuple[
 
 def build_omni_model(config: dict[str, Any]) -> Any:
     """Returns transformers' model of a config.json as published, with random weights: thinker, talker and code2wav."""
+    import torch
     from transformers import Qwen3OmniMoeForConditionalGeneration
 
     model_class = Qwen3OmniMoeForConditionalGeneration
-    return model_class(model_class.config_class.from_dict(config))
+    model = model_class(model_class.config_class.from_dict(config))
+    for name, weight in model.talker.named_parameters():
+        if name.endswith((_GATE_UP, _DOWN)):  # transformers 5 leaves what was in the memory
+            torch.nn.init.normal_(weight, std=0.02)
+    return model
 
 
 def write_published_omni(model: Any, folder: Path) -> None:
