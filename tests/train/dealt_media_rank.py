@@ -60,13 +60,13 @@ def passed(backend: Any, group: TokenTree) -> int:
     return 0 if found is None else len(found.inputs.frames) + len(found.inputs.sounds)
 
 
-def main(rank: int, ranks: int, port: int, folder: Path) -> None:
+def main(rank: int, ranks: int, port: int, folder: Path, names: list[str]) -> None:
     from megatron.core import parallel_state
 
     torch.set_num_threads(1)
     reader, seen = FolderReader(folder / "media"), {}
     for name, (needed, family, layout, changed, settings) in CASES.items():
-        if needed != ranks:
+        if needed != ranks or name not in names:
             continue
         build = partial(
             make_backend,
@@ -98,4 +98,4 @@ def main(rank: int, ranks: int, port: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))
+    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]), json.loads(sys.argv[5]))
