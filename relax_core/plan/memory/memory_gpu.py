@@ -120,7 +120,7 @@ def _engine_terms(config: RelaxConfig, model: ModelDimensions, work: Workload) -
         f"KV cache ({tokens} tokens)": tokens * _cache_bytes_a_token(config, model),
         **engine_media_terms(config, model, work),
     }
-    if model.linear is not None:
+    if model.delta_net is not None:
         states = model.state_bytes_per_sample(engine_bytes(config))
         terms["linear-attention states"] = work.samples_in_flight * states // tp
     return terms

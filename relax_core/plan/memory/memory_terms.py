@@ -77,10 +77,10 @@ def activation_values(model: ModelDimensions) -> int:
         attention += query + key + 4 * model.head_dim + heads
     if model.output_gate:
         attention += 2 * query
-    if model.linear is not None:
-        one = model.linear
+    if model.delta_net is not None:
+        one = model.delta_net
         linear = 6 * hidden + 4 * one.keys + 6 * one.values
-        share = model.linear.layers / model.layers
+        share = model.delta_layers / model.layers
         attention = round(share * linear + (1 - share) * attention)
     if model.experts is None:
         return attention + 5 * model.feed_forward

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from relax_core.contracts.family import DeltaNet, Family
+from relax_core.contracts.family import DeltaNet, Experts, Family
 from relax_core.families.folder import family_key
 from relax_core.families.hf_config import inner_config
 from relax_core.families.media_work import audio_products, row_products
@@ -20,52 +20,17 @@ _LONG_SOUND = 3000  # frames of 30 seconds
 
 
 @dataclass(frozen=True, kw_only=True)
-class Experts:
-    """Is a mixture of experts in every layer.
-
-    ``per_token`` is the number of experts that a token is routed to. ``shared_width`` is that of the expert that every
-    token uses, 0 if there is none.
-    """
-
-    count: int
-    per_token: int
-    width: int
-    shared_width: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class LinearAttention:
-    """Is a gated delta net in ``layers`` of the layers, whose state has one size for every length of the context."""
-
-    layers: int
-    key_heads: int
-    value_heads: int
-    key_dim: int
-    value_dim: int
-    convolution: int
-
-    @property
-    def keys(self) -> int:
-        """Returns the width of all key heads."""
-        return self.key_heads * self.key_dim
-
-    @property
-    def values(self) -> int:
-        """Returns the width of all value heads."""
-        return self.value_heads * self.value_dim
-
-
-@dataclass(frozen=True, kw_only=True)
 class ModelDimensions:
     """Holds the dimensions of a model.
 
-    ``family`` is config.json's model_type. ``feed_forward`` is the width of a dense layer, 0 with experts. With
-    ``output_gate`` the query projection also computes a gate of its own size. With ``qkv_bias`` query, key and value
-    have a bias; with ``qk_norm`` query and key heads have a norm. ``towers`` maps a modality to the number of
-    parameters of its encoder; ``projector`` of the vision encoder's belong to its projector, and
-    ``audio_projector`` of the audio encoder's to its one. ``patches`` says what a patch costs in a vision tower that is
-    trained. ``row_products`` counts the multiplications of a row (`relax_core.families.media_work.row_products`), and
-    ``audio_frame_products`` those of one frame of a sound of 30 seconds in the audio tower.
+    ``family`` is config.json's model_type. ``feed_forward`` is the width of a dense layer, 0 with experts. In
+    ``delta_layers`` of the layers ``delta_net`` is in place of attention. With ``output_gate`` the query projection
+    also computes a gate of its own size. With ``qkv_bias`` query, key and value have a bias; with ``qk_norm`` query and
+    key heads have a norm. ``towers`` maps a modality to the number of parameters of its encoder; ``projector`` of the
+    vision encoder's belong to its projector, and ``audio_projector`` of the audio encoder's to its one. ``patches``
+    says what a patch costs in a vision tower that is trained. ``row_products`` counts the multiplications of a row
+    (`relax_core.families.media_work.row_products`), and ``audio_frame_products`` those of one frame of a sound of 30
+    seconds in the audio tower.
     """
 
     name: str
@@ -80,7 +45,8 @@ class ModelDimensions:
     positions: int
     tied_embeddings: bool
     experts: Experts | None = None
-    linear: LinearAttention | None = None
+    delta_net: DeltaNet | None = None
+    delta_layers: int = 0
     output_gate: bool = False
     qkv_bias: bool = False
     qk_norm: bool = True
@@ -105,7 +71,7 @@ class ModelDimensions:
     @property
     def full_attention_layers(self) -> int:
         """Returns the number of layers with full attention."""
-        return self.layers - (self.linear.layers if self.linear else 0)
+        return self.layers - self.delta_layers
 
     @property
     def embedding_matrices(self) -> int:
@@ -141,8 +107,8 @@ class ModelDimensions:
     def layer_parameters(self) -> int:
         """Returns the number of parameters of all layers and the final norm, without the routed experts."""
         attention = self.full_attention_layers * self._attention_parameters()
-        if self.linear is not None:
-            attention += self.linear.layers * self._linear_attention_parameters(self.linear)
+        if self.delta_net is not None:
+            attention += self.delta_layers * self._delta_net_parameters(self.delta_net)
         return attention + self.layers * (self._dense_parameters() + 2 * self.hidden) + self.hidden
 
     @property
@@ -160,11 +126,11 @@ class ModelDimensions:
 
         The matrices are float32; the inputs of the convolution have ``size`` bytes a number.
         """
-        one = self.linear
+        one = self.delta_net
         if one is None:
             return 0
-        convolution = (2 * one.keys + one.values) * (one.convolution - 1)
-        return one.layers * (one.value_heads * one.key_dim * one.value_dim * _FLOAT + convolution * size)
+        convolution = one.channels * (one.kernel - 1)
+        return self.delta_layers * (one.value_heads * one.key_dim * one.value_dim * _FLOAT + convolution * size)
 
     def state_tokens(self, size: int) -> int:
         """Returns how many tokens' keys and values take the memory of a sample's states, 0 for a model without them."""
@@ -175,9 +141,9 @@ class ModelDimensions:
         biases = self.query + 2 * self.key if self.qkv_bias else 0
         return self.hidden * projections + biases + (2 * self.head_dim if self.qk_norm else 0)
 
-    def _linear_attention_parameters(self, one: LinearAttention) -> int:
-        into = 2 * one.keys + 2 * one.values + 2 * one.value_heads
-        convolution = (2 * one.keys + one.values) * one.convolution
+    def _delta_net_parameters(self, one: DeltaNet) -> int:
+        into = one.channels + one.values + 2 * one.value_heads
+        convolution = one.channels * one.kernel
         return self.hidden * (into + one.values) + convolution + 2 * one.value_heads + one.value_dim
 
     def _dense_parameters(self) -> int:
@@ -222,12 +188,9 @@ def _of_a_family_that_trains(values: Values, name: str, family: Family) -> Model
         vocabulary=one.vocab_size,
         positions=one.max_positions,
         tied_embeddings=one.tie_word_embeddings,
-        experts=None
-        if experts is None
-        else Experts(
-            count=experts.count, per_token=experts.per_token, width=experts.width, shared_width=experts.shared_width
-        ),
-        linear=None if one.delta_net is None else _linear_attention(one.delta_net, len(one.delta_layers)),
+        experts=experts,
+        delta_net=one.delta_net,
+        delta_layers=len(one.delta_layers),
         output_gate=one.output_gate,
         qkv_bias=one.qkv_bias,
         qk_norm=one.qk_norm,
@@ -240,17 +203,6 @@ def _of_a_family_that_trains(values: Values, name: str, family: Family) -> Model
         if audio is None
         else audio_products(values[audio.config_key], _LONG_SOUND) // _LONG_SOUND,
         deepstack_layers=0 if vision is None else len(values[vision.config_key].get("deepstack_visual_indexes") or ()),
-    )
-
-
-def _linear_attention(net: DeltaNet, layers: int) -> LinearAttention:
-    return LinearAttention(
-        layers=layers,
-        key_heads=net.key_heads,
-        value_heads=net.value_heads,
-        key_dim=net.key_dim,
-        value_dim=net.value_dim,
-        convolution=net.kernel,
     )
 
 

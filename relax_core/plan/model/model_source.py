@@ -71,7 +71,7 @@ def layout_shape(model: ModelDimensions) -> LayoutShape:
         layers=model.layers,
         heads=model.heads,
         kv_heads=model.kv_heads,
-        linear_heads=model.linear.key_heads if model.linear else 0,
+        linear_heads=model.delta_net.key_heads if model.delta_net else 0,
         experts=model.experts.count if model.experts else 0,
         expert_width=model.experts.width if model.experts else 0,
         widths=widths,
