@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +28,7 @@ from relax_core.engines.embedded.scheduler.token_scoring import ScoreItem
 from relax_core.families.towers import Towers
 from relax_core.weights.folder_stream import read_safetensors
 
+OMNI_THINKER = Path(__file__).resolve().parents[4] / "examples" / "plugins" / "omni_thinker.py"
 TOLERANCE = 2e-5
 CONTEXT = 700
 DECODED = 24
@@ -37,16 +39,23 @@ Prompt = tuple[list[int], list[Media]]
 class Thinker:
     """Holds the model in this process, and transformers' thinker of the same weights."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, alone: bool = False) -> None:
+        """With ``alone`` the folder is the one that transformers writes for a thinker, of the plug-in page's family."""
         self.reference = make_omni_model(folder / "model").eval()
         self.items = OmniItems(folder / "model", folder / "media")
         self.reader = FolderReader(folder / "media")
-        config = read_model_config(folder / "model")
+        own = folder / "model"
+        if alone:
+            own = folder / "alone"
+            self.reference.save_pretrained(own)
+            for name in ("preprocessor_config.json", "video_preprocessor_config.json"):
+                shutil.copy(folder / "model" / name, own)
+        config = read_model_config(own, family=str(OMNI_THINKER) if alone else None)
         towers = Towers.of(config)
         assert towers is not None
         self.towers = towers
         self.weights = FusedWeights(config, torch.float32)
-        self.weights.apply(self.weights.checked(read_safetensors(folder / "model")))
+        self.weights.apply(self.weights.checked(read_safetensors(own)))
         self.model = LanguageModel(config, self.weights, context_length=CONTEXT)
 
     def decoder(self) -> Decoder:
@@ -137,6 +146,14 @@ def assert_decoded_as_transformers(thinker: Thinker, prompts: Sequence[Prompt]) 
         assert len(new) == DECODED
         torch.testing.assert_close(torch.tensor(logprobs), expected, atol=TOLERANCE, rtol=0)
     return [0.0 if one.media is None else one.media.following for one in prefixes]
+
+
+def test_a_thinker_alone_of_a_family_in_a_file_is_that_of_transformers(tmp_path: Path) -> None:
+    """docs/plugins/hearing_family.md shows the file."""
+    alone = Thinker(tmp_path, alone=True)
+    assert not alone.model.config.passed
+    prompts = alone.scene()
+    torch.testing.assert_close(alone.scores(*prompts), alone.expected(*prompts), atol=TOLERANCE, rtol=0)
 
 
 @torch.inference_mode()
