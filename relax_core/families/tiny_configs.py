@@ -140,6 +140,9 @@ def _hybrid_model(*, experts: bool) -> dict[str, Any]:
     }
     if experts:
         text["shared_expert_intermediate_size"] = 48
+        # With it, transformers makes the pad's embedding zero and never trains it. A sampled pad is then a row of zeros
+        # in all three delta nets and their experts, and each norm multiplies the gradient of such a row by 1,000.
+        del text["pad_token_id"]
     tower = model["vision_config"] | {"model_type": kind, "deepstack_visual_indexes": []}
     name = "Qwen3_5MoeForConditionalGeneration" if experts else "Qwen3_5ForConditionalGeneration"
     return model | {"architectures": [name], "model_type": kind, "text_config": text, "vision_config": tower}

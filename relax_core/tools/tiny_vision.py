@@ -23,7 +23,7 @@ from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.families.architecture import AudioSettings, VisionTower
 from relax_core.families.folder import folder_architecture
 from relax_core.families.hf_config import CONFIG_FILE
-from relax_core.families.tiny_configs import processor_files, tiny_config
+from relax_core.families.tiny_configs import processor_files, tiny_config, token_ids
 from relax_core.tools.tiny_tokenizer import build_tokenizer
 from relax_core.tools.tiny_warm_start import WARM_STARTS, SeeWarmStart, padded, supervised_steps
 
@@ -210,7 +210,7 @@ def answer_logits(model: Any, tower: VisionTower, batch: SeenBatch) -> tuple[Ten
     """Returns the logits of the answers' tokens ``[tokens, vocabulary]`` and the tokens, answer by answer."""
     import torch
 
-    ids, targets = padded(batch.prompts, batch.answers, pad=model.config.text_config.pad_token_id)
+    ids, targets = padded(batch.prompts, batch.answers, pad=token_ids(vision=True)["<pad>"])
     positions = [rotary_of_sequence(ids.shape[1], media)[0] for media in batch.media]
     hidden = model.model(
         input_ids=ids, position_ids=torch.from_numpy(np.stack(positions, axis=1)), **_tower_inputs(tower, batch)

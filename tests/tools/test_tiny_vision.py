@@ -15,9 +15,18 @@ from safetensors.torch import load_file
 from relax_core.data.generated import example
 from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.families.folder import folder_architecture
-from relax_core.families.tiny_configs import HYBRID, HYBRID_EXPERTS, VISION, VISION_EXPERTS, VISION_NAMES, token_ids
+from relax_core.families.tiny_configs import (
+    HYBRID,
+    HYBRID_EXPERTS,
+    SPECIAL_TOKENS,
+    VISION,
+    VISION_EXPERTS,
+    VISION_NAMES,
+    tiny_config,
+    token_ids,
+)
 from relax_core.tools.make_tiny import make_tiny_model, tiny_model_folder
-from relax_core.tools.tiny_vision import SeenBatch, SeenExamples, answer_logits
+from relax_core.tools.tiny_vision import SeenBatch, SeenExamples, answer_logits, build_vision_model
 from relax_core.tools.tiny_warm_start import WARM_STARTS, SeeWarmStart
 
 TASK = "see"
@@ -61,6 +70,26 @@ def test_the_tokenizer_knows_time_stamps_and_keeps_names_of_special_tokens_as_te
     parts = [{"type": "image"}, {"type": "text", "text": name}]
     rendered = tokenizer.encode([{"role": "user", "content": parts}])
     assert rendered.count(ids[name]) == 1
+
+
+def test_a_sampled_pad_has_a_gradient_like_that_of_any_token() -> None:
+    """A Qwen3.5 with experts, by the norms of the gradients of its rows' embeddings. The warm start moves no pad there.
+
+    Where the output layer is the embedding, as in the dense Qwen3.5, the warm start moves the pad's embedding.
+    """
+    import torch
+
+    torch.manual_seed(0)
+    model = build_vision_model(tiny_config(HYBRID_EXPERTS))
+    ids, place = torch.randint(len(SPECIAL_TOKENS), 50, (1, 24)), 16
+    ids[0, place] = token_ids(vision=True)["<pad>"]
+    embedded = model.get_input_embeddings().weight[ids].detach().requires_grad_()
+    hidden = model.model.language_model(inputs_embeds=embedded).last_hidden_state
+    model.lm_head(hidden)[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None]).sum().backward()
+    assert embedded.grad is not None
+    sizes = embedded.grad[0].norm(dim=-1)
+    others = torch.cat([sizes[:place], sizes[place + 1 :]])
+    assert 0.0 < sizes[place] < 10.0 * others.median()
 
 
 @pytest.mark.parametrize("name", WHOLE)
