@@ -80,7 +80,7 @@ def test_a_sampled_pad_has_a_gradient_like_that_of_any_token() -> None:
     import torch
 
     torch.manual_seed(0)
-    model = build_vision_model(tiny_config(HYBRID_EXPERTS))
+    model: Any = build_vision_model(tiny_config(HYBRID_EXPERTS))
     ids, place = torch.randint(len(SPECIAL_TOKENS), 50, (1, 24)), 16
     ids[0, place] = token_ids(vision=True)["<pad>"]
     embedded = model.get_input_embeddings().weight[ids].detach().requires_grad_()
