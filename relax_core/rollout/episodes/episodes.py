@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
-from relax_core.contracts.checks.checked import WrongResult
+from relax_core.contracts.checks.plugin_results import WrongResult
 from relax_core.contracts.data import DataRow
 from relax_core.contracts.engine import PromptRequest, SamplingParams
 from relax_core.contracts.env import (

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from envs.number_guess import NumberGuess, NumberGuessConfig
-from relax_core.contracts.checks.checked import WrongResult, checked_env
+from relax_core.contracts.checks.checked_env import checked_env
+from relax_core.contracts.checks.plugin_results import WrongResult
 from relax_core.contracts.engine import Generated, PromptRequest
 from relax_core.contracts.env import (
     Action,
