@@ -102,9 +102,8 @@ class TurnTokens:
             return self._behind_mark([{"role": "assistant", "content": _ANSWER}, *messages])
         named = _with_call_ids(messages)
         several = results > 1
-        forms = (
-            [self._form[several]] if several in self._form else [(a, e) for a in (False, True) for e in (True, False)]
-        )
+        known = self._form.get(several)
+        forms = [(text, each) for text in (False, True) for each in (True, False)] if known is None else [known]
         problem: ValueError | None = None
         for as_text, each in forms:
             try:
