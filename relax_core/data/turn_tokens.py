@@ -35,7 +35,7 @@ class TurnTokens:
         self._shown: set[tuple[Any, ...]] = set()  # roles and kinds of parts whose texts the template shows
         # The form of calls that the template takes (`_calling`), for one result of a tool and for several.
         self._form: dict[bool, tuple[bool, bool]] = {}
-        self._ends: bool | None = None  # whether the template ends an answer with a token that stops a response
+        self._ends, self._before_end = self._closing()
 
     def next_prompt(
         self, prompt_ids: Sequence[int], sampled: Sequence[int], messages: Messages, items: Sequence[MediaItem] = ()
@@ -47,32 +47,35 @@ class TurnTokens:
         for messages that the chat template does not accept, or renders without their text or their items.
         """
         self._check_shown(messages)
-        following = self._tokenizer.encode_shown(self._behind_answer([self._tokenizer.hidden(one) for one in messages]))
-        if self._is_end(sampled[-1], following[0]):
+        behind = self._behind_answer([self._tokenizer.hidden(one) for one in messages])
+        stopped = sampled[-1] in self._tokenizer.stop_token_ids
+        if stopped:
+            behind = behind.removeprefix(self._before_end)
+        following = self._tokenizer.encode_shown(behind)
+        # A family without an end token stops at the mark of the next role (GLM), which must not stand there twice; if
+        # another role speaks than the model expected, both marks stay. A template may write the end of an answer in a
+        # history with another token than the one that is sampled (gpt-oss).
+        if stopped and (following[0] == sampled[-1] or (self._ends and self._tokenizer.is_special(following[0]))):
             following = following[1:]
         before = [*prompt_ids, *sampled]
         new, media = self._tokenizer.place_items(following, items)
         moved = [msgspec.structs.replace(m, start=m.start + len(before), end=m.end + len(before)) for m in media]
         return before + new, moved
 
-    def _is_end(self, last: int, first: int) -> bool:
-        """Returns whether ``first``, which the template writes behind an answer, says what the sampled ``last`` said.
+    def _closing(self) -> tuple[bool, str]:
+        """Returns whether the template ends an answer with a token that stops a response, and the text before it.
 
-        A family without an end token stops at the mark of the next role (GLM), which must not stand there twice; if
-        another role speaks than the model expected, both marks stay. A template may write the end of an answer in a
-        history with another token than the one that is sampled (gpt-oss).
+        Cohere's models sample a mark before that token, which stands in the answer already.
         """
-        if last not in self._tokenizer.stop_token_ids:
-            return False
-        return first == last or (self._tokenizer.is_special(first) and self._ends_answers())
+        last = [*self._opening, {"role": "assistant", "content": _ANSWER}]
+        closing = self._tokenizer.render(last, tools=self._tools, opens_answer=False).partition(_ANSWER)[2]
+        at = self._first_stop(closing)
+        return at is not None, closing[:at] if at is not None else ""
 
-    def _ends_answers(self) -> bool:
-        if self._ends is None:
-            last = [*self._opening, {"role": "assistant", "content": _ANSWER}]
-            closed = self._tokenizer.render(last, tools=self._tools, opens_answer=False)
-            end = self._tokenizer.encode_text(closed.partition(_ANSWER)[2])
-            self._ends = bool(end) and end[0] in self._tokenizer.stop_token_ids
-        return self._ends
+    def _first_stop(self, text: str) -> int | None:
+        """Returns where the first token that stops a response stands in a rendered text."""
+        stops = [self._tokenizer.token_text(token) for token in self._tokenizer.stop_token_ids]
+        return min((at for stop in stops if (at := text.find(stop)) >= 0), default=None)
 
     def _check_shown(self, messages: Messages) -> None:
         """Raises ValueError unless the template shows the text of each message exactly once."""
@@ -112,11 +115,10 @@ class TurnTokens:
                 problem = problem or error
                 continue
             self._form[several] = as_text, each
-            stops = [self._tokenizer.token_text(token) for token in self._tokenizer.stop_token_ids]
-            ends = [at for stop in stops if (at := behind.find(stop)) >= 0]
-            if not ends:
+            end = self._first_stop(behind)
+            if end is None:
                 raise _not_shown("assistant")
-            return behind[min(ends) :]
+            return behind[end:]
         assert problem is not None
         raise problem
 

@@ -21,7 +21,8 @@ from relax_core.contracts.tree import TRUNCATED, group_uid, sample_uid
 from relax_core.engines.pool.engine_pool import EnginePool
 from relax_core.engines.protocol.frames import StreamEnd
 from relax_core.rollout.bad_rows import BadRows
-from relax_core.rollout.episodes.episodes import EpisodePlayer, GroupStart, PlayedFigures, score_episodes
+from relax_core.rollout.episodes.episode_records import PlayedFigures, played_values, score_episodes
+from relax_core.rollout.episodes.episodes import EpisodePlayer, GroupStart
 from relax_core.rollout.episodes.group_assembly import (
     DroppedGroup,
     GroupFilter,
@@ -216,9 +217,7 @@ class RolloutLoop:
             "generate_ms": 1e3 * (time.perf_counter() - start),
             "reward_ms": 1e3 * sum(one.reward_s for one in played),
             "reward_failed": self._rewards.failures.share,
-            "samples": sum(one.episodes for one in played),
-            "turns": sum(one.turns for one in played) / sum(one.episodes for one in played),
-            "tokens": sum(one.tokens for one in played),
+            **played_values(played),
         }
         if self._weight_update_handler is not None:
             values["aborts"] = self._weight_update_handler.aborts

@@ -139,6 +139,12 @@ NINE_LETTERS = """{{- bos_token }}
     {%- endif %}
 {%- endfor %}"""
 
+# The model samples a mark before the token that ends its answer, as in Command R7B.
+TWO_ENDS = """{%- for m in messages %}
+    {{- '<start>' + m.role + '<is>' + m.content + ('<said>' if m.role == 'assistant' else '') + '<turn_end>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<start>assistant<is>' }}{%- endif %}"""
+
 # Arguments of a call are JSON text, as in DeepSeek-V3.
 TEXT_ARGUMENTS = """{{- bos_token }}{%- if tools %}{{ tools | tojson }}{%- endif %}
 {%- for m in messages %}
@@ -188,6 +194,7 @@ FAMILIES = {
     "other_end": Family(OTHER_END, _HARMONY, ("<|return|>", "<|call|>"), one_call=True),
     "nine_letters": Family(NINE_LETTERS, _BRACKETS, ("</s>",)),
     "text_arguments": Family(TEXT_ARGUMENTS, ("<bos>", "<eos>", "<User>", "<Assistant>"), ("<eos>",), text=True),
+    "two_ends": Family(TWO_ENDS, ("<start>", "<is>", "<said>", "<turn_end>"), ("<turn_end>",), tools=False),
     "ignores_tools": Family(IGNORES_TOOLS, ("<start_of_turn>", "<end_of_turn>"), ("<end_of_turn>",), tools=False),
 }
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from relax_core.contracts.tool_use.tool_calls import ToolCall
 
@@ -67,13 +68,18 @@ def json_value(text: str) -> Any:
     if len(text) > MOST_CHARACTERS:
         raise BrokenCall(f"A tool call has {len(text)} characters, more than {MOST_CHARACTERS}.")
     try:
-        return json.loads(text, parse_constant=_refuse)
+        return json.loads(text, parse_constant=_refuse, parse_float=_finite)
     except (ValueError, RecursionError) as error:
         raise BrokenCall(f"A tool call is not JSON: {error}.") from error
 
 
-def _refuse(constant: str) -> Any:
+def _refuse(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is no number of JSON")
+
+
+def _finite(digits: str) -> float:
+    value = float(digits)
+    return value if math.isfinite(value) else _refuse(digits)
 
 
 def _shown(value: Any) -> str:

@@ -11,6 +11,7 @@ import numpy as np
 from relax_core.contracts.bus import CompleteGroup
 from relax_core.contracts.columns import ROUTED_EXPERTS, TEACHER, encode_tree
 from relax_core.contracts.engine import Generated
+from relax_core.contracts.env import CUT_ENDS
 from relax_core.contracts.media import Media
 from relax_core.contracts.reward import RewardOutput
 from relax_core.contracts.tree import NOT_SAMPLED, TRUNCATED, Episode, TokenTree, Turn, group_uid, sample_uid
@@ -19,7 +20,6 @@ from relax_core.rollout.episodes.tree_builder import PlayedEpisode, build_tree, 
 
 MakeExtras = Callable[[TokenTree], Mapping[str, np.ndarray]]  # computes a complete group's extras, e.g. its advantages
 REWARD_FAILED = "reward_failed"
-CUT = ("turn_cut", "context_full")  # the ends of an episode of several turns that was cut
 MIN_SAMPLES = 2  # a group-relative advantage of one sample has no meaning
 
 
@@ -213,7 +213,7 @@ def complete_episodes(
                 own = slice(turn.start, turn.end)  # no other episode has these rows, because each draw has its own rows
                 if mask_off_policy:
                     loss_mask[own] = tree.versions[own] == newest
-                if mask_truncated and one.ended in CUT:
+                if mask_truncated and one.ended in CUT_ENDS:
                     loss_mask[own] = False
         tree = tree.with_loss_mask(loss_mask)
     return _complete(tree, index=index, dropped=dropped, refuse=refuse, teacher=teacher, extras=extras)
