@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -98,6 +98,7 @@ class RolloutLoop:
             opens_itself=player is not None,
         )
         self._newest_played: dict[int, asyncio.Task[PlayedFigures | None]] = {}  # by weight version
+        self._sampled_tokens: Counter[str] = Counter()  # of episodes of several turns, by what became of them
         self._truncated_in_a_row = 0
         self._staged: list[CompleteGroup] = []
         self._flushing = False
@@ -218,6 +219,7 @@ class RolloutLoop:
             "reward_ms": 1e3 * sum(one.reward_s for one in played),
             "reward_failed": self._rewards.failures.share,
             **played_values(played),
+            **{f"tokens/{reason}": float(count) for reason, count in self._sampled_tokens.items()},
         }
         if self._weight_update_handler is not None:
             values["aborts"] = self._weight_update_handler.aborts
@@ -277,6 +279,7 @@ class RolloutLoop:
             mask_off_policy=self._settings.mask_off_policy,
             mask_truncated=self._settings.mask_truncated,
             extras=self._advantages,
+            account=self._sampled_tokens.update,
         )
         await self._hand_on(done, tasks)
         return PlayedFigures.of(records, reward_s=reward_s)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 import numpy as np
 
@@ -13,20 +12,18 @@ from relax_core.rollout.episodes.tree_builder import PlayedEpisode
 # not_chosen: the episode started again without them; no_reward: their
 # episode has none; dropped: their group is not trained; masked: the loss mask leaves them out; stale: their weights are
 # older than the window.
-Reason = Literal["not_chosen", "no_reward", "dropped", "masked", "stale"]
+REASONS = ("not_chosen", "no_reward", "dropped", "masked", "stale")
 
 
 def token_accounts(
     episodes: Sequence[PlayedEpisode], tree: TokenTree | None, *, oldest_version: int = 0
-) -> dict[Reason | Literal["sampled", "trained"], int]:
+) -> dict[str, int]:
     """Returns how many tokens the episodes sampled, how many of them are trained, and the others by reason.
 
     ``tree`` is the group's datum, None if the group was dropped. Rows of weights older than ``oldest_version`` are not
     trained. The sum of all counts but "sampled" is "sampled".
     """
-    counts: dict[Reason | Literal["sampled", "trained"], int] = dict.fromkeys(
-        ("trained", "not_chosen", "no_reward", "dropped", "masked", "stale"), 0
-    )
+    counts = dict.fromkeys(("trained", *REASONS), 0)
     for episode in episodes:
         counts["not_chosen"] += episode.not_chosen
         sampled = sum(len(turn.response.output_ids) for turn in episode.turns)
