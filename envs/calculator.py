@@ -30,10 +30,13 @@ def multiply(a: Annotated[int, "the first factor"], b: Annotated[int, "the secon
 
 
 class Calculator(BaseInteractionEnv):
-    """Asks for one product, drawn from the group's seed. The last number of an answer without a call counts."""
+    """Asks for one product, drawn from the row of data=seeds, or else from the group's seed.
+
+    The last number of an answer without a call counts.
+    """
 
     def __init__(self, start: EpisodeStart, config: CalculatorConfig) -> None:
-        draw = random.Random(start.group_seed)
+        draw = random.Random(start.row.get("seed", start.group_seed))
         self._a, self._b = (draw.randrange(10 ** (config.digits - 1), 10**config.digits) for _ in range(2))
         self._calls = 0
 
