@@ -65,12 +65,12 @@ def read_action(text: str, *, stopped: bool, parser: str, tools: Sequence[str] =
     except BrokenCall as error:
         return Action(text=text, stopped=stopped, content=body, thinking=thinking.strip(), parse_error=str(error))
     unknown = [call.name for call in read.calls if tools and call.name not in tools]
-    error = f"There is no tool {unknown[0][:80]!r}. The tools are: {', '.join(tools)}." if unknown else ""
+    told = f"There is no tool {unknown[0][:80]!r}. The tools are: {', '.join(tools)}." if unknown else ""
     return Action(
         text=text,
         stopped=stopped,
         tool_calls=read.calls,
-        parse_error=error,
+        parse_error=told,
         content=read.content,
         thinking=thinking.strip(),
     )
