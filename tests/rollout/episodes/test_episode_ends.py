@@ -32,8 +32,8 @@ def engine(start_engine: Callable[..., Engine], launch: EngineLaunch, folder: Pa
     return start_engine(model_folder=folder, engine=dataclasses.replace(launch.engine, context_length=CONTEXT))
 
 
-def test_an_episode_starts_again_after_a_failure_and_ends_when_it_takes_too_long(engine: Engine, folder: Path) -> None:
-    """Of four groups, one fails once in its second turn, one never ends, one fails at every start."""
+def test_an_episode_starts_again_after_a_failure(engine: Engine, folder: Path) -> None:
+    """Of three groups, one fails once in its second turn, and one fails at every start."""
     attempts: dict[str, list[int]] = defaultdict(list)
     closed: list[str] = []
     seeds: set[tuple[str, int, int]] = set()
@@ -49,8 +49,6 @@ def test_an_episode_starts_again_after_a_failure_and_ends_when_it_takes_too_long
         async def step(self, action: Action) -> StepResult:  # type: ignore[override]
             if self.prompt == "rev 100" and self.start.attempt == 0 and self.played == 1:
                 raise OSError("the game server is gone")
-            if self.prompt == "rev 101":
-                await asyncio.Event().wait()
             if self.prompt == "rev 102":
                 raise OSError("there is no game server")
             return super().step(action)
@@ -59,20 +57,41 @@ def test_an_episode_starts_again_after_a_failure_and_ends_when_it_takes_too_long
             closed.append(self.prompt)
 
     bus = CoreBus(steps=1)
-    config = InteractionConfig(name="mine", episode_timeout_s=2.0, max_retries=1)
-    records = play(engine, folder, bus, env_of(Odd), env_config=config)
-    assert "g00000000" in bus.rows and not {"g00000001", "g00000002"} & bus.rows.keys()
+    records = play(engine, folder, bus, env_of(Odd), max_new_tokens=64)
+    assert sorted(bus.rows) == ["g00000000", "g00000001", "g00000003"]
     assert sorted(attempts["rev 100"]) == [0] * GROUP_SIZE + [1] * GROUP_SIZE
-    assert attempts["rev 101"] == [0] * GROUP_SIZE, "an episode that takes too long does not start again"
     assert sorted(attempts["rev 102"]) == [0] * GROUP_SIZE + [1] * GROUP_SIZE
     assert len(closed) == sum(map(len, attempts.values())), "every env is closed once"
     assert len(seeds) == len(attempts) * GROUP_SIZE, "a new start has the seeds of the first"
-    assert bus.core.progress().ledger.dropped == {"reward_failed": 2 * GROUP_SIZE}
+    assert bus.core.progress().ledger.dropped == {"reward_failed": GROUP_SIZE}
     # What was sampled before the new start, and by episodes without a reward, is counted.
-    counts = records[-1][2]
+    counts = max((values for _, _, values in records), key=lambda values: values["tokens/sampled"])
     assert counts["tokens/not_chosen"] > 0 and counts["tokens/no_reward"] > 0
     trees = [tree_of(row) for row in bus.rows.values()]
     assert counts["tokens/trained"] == sum(int(tree.loss_mask.sum()) for tree in trees)
+
+
+def test_an_episode_that_takes_too_long_ends_and_does_not_start_again(engine: Engine, folder: Path) -> None:
+    """The call under way is cancelled. Other episodes may take too long too on a loaded machine."""
+    attempts: list[int] = []
+    cancelled: list[bool] = []
+
+    class Hangs(Echo):
+        async def step(self, action: Action) -> StepResult:  # type: ignore[override]
+            if self.start.row["prompt"] == "rev 101":
+                attempts.append(self.start.attempt)
+                try:
+                    await asyncio.Event().wait()
+                finally:
+                    cancelled.append(True)
+            return super().step(action)
+
+    bus = CoreBus(steps=1)
+    config = InteractionConfig(name="mine", episode_timeout_s=5.0)
+    records = play(engine, folder, bus, env_of(Hangs), env_config=config, max_new_tokens=64)
+    assert attempts == [0] * GROUP_SIZE and len(cancelled) == GROUP_SIZE
+    assert "g00000001" not in bus.rows
+    assert any(values.get("ended/episode_timeout") for _, _, values in records)
 
 
 def test_a_rewritten_history_forks_the_tree_and_each_token_is_trained_once(engine: Engine, folder: Path) -> None:
