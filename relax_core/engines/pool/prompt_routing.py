@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from relax_core.contracts.media import Media
 from relax_core.engines.pool.open_prompts import OpenPrompt
+from relax_core.engines.protocol.prefix_blocks import prefix_blocks
 
 PREFIX_BLOCK = 64  # tokens; prefixes are compared in blocks of these
 LONG_PREFIX = 256  # tokens; a shorter common prefix does not decide, because its prefill is fast
@@ -50,7 +50,9 @@ class Router:
     def _choose_one(self, prompt: OpenPrompt, loads: dict[int, float]) -> int:
         lightest, input_ids = min(loads.values()), prompt.request.input_ids
         candidates = list(loads)
-        blocks = _blocks(input_ids, prompt.request.media) if len(input_ids) >= LONG_PREFIX else []
+        blocks = (
+            prefix_blocks(input_ids, prompt.request.media, block=PREFIX_BLOCK) if len(input_ids) >= LONG_PREFIX else []
+        )
         if blocks:
             near = [engine for engine in loads if loads[engine] <= lightest + prompt.missing_cost]
             known = {engine: self._known(engine, blocks) for engine in near}
@@ -86,18 +88,3 @@ class Router:
     def others(self, engine: int, tokens: float) -> None:
         """Sets how many tokens other clients have asked of the engine."""
         self._others[engine] = tokens
-
-
-def _blocks(input_ids: Sequence[int], media: Sequence[Media] = ()) -> list[int]:
-    """Returns one hash for each whole block; it covers all tokens from the prompt's start to the block's end.
-
-    It covers the digests of the images and videos of the block's rows too, because different ones may have equal ids.
-    """
-    blocks: list[int] = []
-    before = 0
-    for start in range(0, len(input_ids) - PREFIX_BLOCK + 1, PREFIX_BLOCK):
-        end = start + PREFIX_BLOCK
-        items = [one.item.digest for one in media if one.start < end and one.end > start]
-        before = hash((before, *input_ids[start:end], *items))
-        blocks.append(before)
-    return blocks
