@@ -76,6 +76,7 @@ RANGES: dict[str, Range] = {
     "engine.max_running_samples": _COUNT,
     "engine.max_total_tokens": _COUNT,
     "engine.context_length": _COUNT,
+    "engine.prefix_cache_tokens": Range(0, why="0 keeps no keys and values of finished responses"),
     "engine.threads": _COUNT,
     "engine.start_timeout_s": _POSITIVE,
     "engine.request_timeout_s": _POSITIVE,

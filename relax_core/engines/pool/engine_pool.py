@@ -256,6 +256,7 @@ class EnginePool:
                 "log"
             )
         if not prompt.missing:
+            self._router.answered(engine, prompt)
             self._close(prompt)
             prompt_batch.events.put_nowait(prompt)
         elif not prompt.asked:

@@ -1,8 +1,9 @@
 """Chooses the engine of each prompt by the prompt's prefix and by the engines' load.
 
-A group goes to one engine, which prefills its prompt once. The choice never changes the tokens, because seeds belong to
-samples. It may change the rounding of log-probs, which depends on the samples in the same batch. `Router` with
-``by_load`` false therefore uses nothing that depends on time.
+A group goes to one engine, which prefills its prompt once. An episode's next turn goes to the engine that answered its
+turns before and keeps their keys and values, unless that engine is busier by more than this turn. The choice never
+changes the tokens, because seeds belong to samples. It may change the rounding of log-probs, which depends on the
+samples in the same batch. `Router` with ``by_load`` false therefore uses nothing that depends on time.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from relax_core.engines.pool.open_prompts import OpenPrompt
 from relax_core.engines.protocol.prefix_blocks import prefix_blocks
 
 PREFIX_BLOCK = 64  # tokens; prefixes are compared in blocks of these
-LONG_PREFIX = 256  # tokens; a shorter common prefix does not decide, because its prefill is fast
+LONG_PREFIX = 64  # tokens; a shorter common prefix does not decide, because its prefill is fast
 KNOWN_BLOCKS = 1 << 16  # newest prefix blocks that are remembered for each engine
 
 
@@ -75,6 +76,12 @@ class Router:
             seen.move_to_end(block)
         while len(seen) > KNOWN_BLOCKS:
             seen.popitem(last=False)
+
+    def answered(self, engine: int, prompt: OpenPrompt) -> None:
+        """Remembers that the engine has finished a prompt's one response, from which an episode's next turn goes on."""
+        if self.count > 1 and prompt.n == 1:
+            token_ids = prompt.request.input_ids + prompt.done[0].output_ids.tolist()
+            self._remember(engine, prefix_blocks(token_ids, prompt.request.media, block=PREFIX_BLOCK))
 
     # -- the engines' load --------------------------------------------------------------------------------------------
     def asked(self, engine: int, tokens: float) -> None:

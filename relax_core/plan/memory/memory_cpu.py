@@ -227,8 +227,10 @@ def _engine(name: str, config: RelaxConfig, model: ModelDimensions, work: Worklo
     tokens = cache_tokens(config, work)
     cache = tokens * model.cache_values_per_token * size
     states = work.samples_in_flight * model.state_bytes_per_sample(size)
+    kept = config.engine.prefix_cache_tokens if name == "engine" else 0  # a teacher's engine finishes no responses
     serving = {
         f"KV cache ({tokens} tokens)": cache,
+        **({f"prefix cache ({kept} tokens)": kept * model.cache_values_per_token * size} if kept else {}),
         **({"linear-attention states": states} if states else {}),
         "sampling": SAMPLING_COPIES * work.samples_in_flight * model.vocabulary * FLOAT,
         "slots": SLOT_BYTES * config.engine.max_running_samples,
