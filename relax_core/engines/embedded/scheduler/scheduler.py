@@ -34,7 +34,8 @@ class Load:
     ``running``, ``queued`` and ``held`` count samples that decode, wait for slots, and wait for a weight version.
     ``busy_s`` is the time spent in prefill and decoding since the start, in seconds. ``prefill_tokens`` and
     ``cached_tokens`` count the tokens that prefills have computed since the start, and those that they have not,
-    because they were kept. ``tower_passes`` counts the images and videos that have passed the vision tower.
+    because they were kept; ``prefix_cache_bytes`` is the part of ``kv_cache_bytes`` that keeps them. ``tower_passes``
+    counts the images and videos that have passed the vision tower since the start.
     """
 
     running: int
@@ -46,6 +47,7 @@ class Load:
     kv_cache_bytes: int
     prefill_tokens: int = 0
     cached_tokens: int = 0
+    prefix_cache_bytes: int = 0
     tower_passes: int = 0
     media_feature_bytes: int = 0
 
@@ -182,6 +184,7 @@ class Scheduler(threading.Thread):
             kv_cache_bytes=self._decoder.nbytes,
             prefill_tokens=self._prefill_tokens,
             cached_tokens=self._cached_tokens,
+            prefix_cache_bytes=self._decoder.prefixes.nbytes,
             tower_passes=0 if features is None else features.passes,
             media_feature_bytes=0 if features is None else features.nbytes,
         )

@@ -80,6 +80,8 @@ def image(digest: str, start: int) -> Media:
         advance=1,
         placeholder=[9],
         grid=[1, 2, 16],
+        width=1,
+        height=1,
     )
     return Media(item, start, start + 8)
 
@@ -213,7 +215,7 @@ def changed(folder: Path, into: Path) -> Path:
     shutil.copytree(folder, into)
     torch.manual_seed(0)
     for file in into.glob("*.safetensors"):
-        tensors = {name: value + 0.1 * value.std() * torch.randn_like(value) for name, value in load_file(file).items()}
+        tensors = {name: value + 0.1 * value.abs().mean() * torch.randn_like(value) for name, value in load_file(file).items()}
         save_file(tensors, file, metadata={"format": "pt"})
     return into
 
