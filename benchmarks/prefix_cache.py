@@ -1,12 +1,12 @@
 """Measures episodes of several turns with the prefix cache of the embedded engine over those without it.
 
-    python -m benchmarks.prefix_cache [--rounds 5] [--episodes 32]
+    python -m benchmarks.prefix_cache [--rounds 5] [--episodes 32] [--models "tiny" "4 layers of width 256"]
 
 All episodes of a round have one opening of 200 tokens. Each of their 8 turns is one request of one response of 16
 tokens; an observation of 32 tokens follows it. Two engines, one with and one without the cache, take turns in every
 round, each as a process that is asked over HTTP as the rollout asks it. Counted are the tokens that prefills compute
-and the engine's own time in prefill and decoding, and the memory that the cache takes beside what the plan says. The
-last line has the figures as JSON.
+and the engine's own time in prefill and decoding, the CPU time of its process with its HTTP, and the memory that the
+cache takes beside what the plan says. The last line has the figures as JSON.
 """
 
 from __future__ import annotations
@@ -40,9 +40,13 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """Is what the episodes of one round took of an engine: seconds of prefill and decoding, and tokens of prefills."""
+    """Is what the episodes of one round took of an engine.
+
+    ``busy_s`` is the time of prefill and decoding, ``cpu_s`` the CPU time of the whole process, in seconds.
+    """
 
     busy_s: float
+    cpu_s: float
     prefill_tokens: int
     cached_tokens: int
 
@@ -73,13 +77,18 @@ class Server:
     def loads(self) -> dict[str, float]:
         return dict(self._client.loads())
 
+    def cpu_s(self) -> float:
+        """Returns the CPU seconds of the engine's process so far."""
+        times = psutil.Process(self._process.pid).cpu_times()
+        return float(times.user + times.system)
+
     def rss(self) -> int:
         """Returns the resident memory of the engine's process, in bytes."""
         return int(psutil.Process(self._process.pid).memory_info().rss)
 
     async def round(self, seed: int) -> tuple[Cost, list[list[int]]]:
         """Plays all episodes of a round; returns what they took, and their tokens."""
-        before = self.loads()
+        before, cpu_s = self.loads(), self.cpu_s()
         random = np.random.default_rng(seed)
         opening = random.integers(4, VOCAB, PROMPT).tolist()
         episodes = [list(opening) for _ in range(self._episodes)]
@@ -96,6 +105,7 @@ class Server:
         after = self.loads()
         cost = Cost(
             busy_s=after["busy_s"] - before["busy_s"],
+            cpu_s=self.cpu_s() - cpu_s,
             prefill_tokens=int(after["prefill_tokens"] - before["prefill_tokens"]),
             cached_tokens=int(after["cached_tokens"] - before["cached_tokens"]),
         )
@@ -111,13 +121,14 @@ async def measure(folder: Path, *, rounds: int, episodes: int, token_bytes: int)
     keeps = episodes * CONTEXT
     with_it = Server(folder, keeps=keeps, episodes=episodes)
     without = Server(folder, keeps=0, episodes=episodes)
-    times, tokens, same = [], [], []
+    times, cpu, tokens, same = [], [], [], []
     try:
         for seed in range(rounds + 1):
             ours, our_tokens = await with_it.round(1000 * seed)
             theirs, their_tokens = await without.round(1000 * seed)
             if seed:  # the first round is warm-up
                 times.append(theirs.busy_s / ours.busy_s)
+                cpu.append(theirs.cpu_s / ours.cpu_s)
                 tokens.append(theirs.prefill_tokens / ours.prefill_tokens)
                 same.append(sum(a == b for a, b in zip(our_tokens, their_tokens, strict=True)) / episodes)
                 assert ours.prefill_tokens + ours.cached_tokens == theirs.prefill_tokens
@@ -129,6 +140,7 @@ async def measure(folder: Path, *, rounds: int, episodes: int, token_bytes: int)
     return {
         "prefill tokens": statistics.median(tokens),
         "engine time": statistics.median(times),
+        "CPU time": statistics.median(cpu),
         "least": min(times),
         "most": max(times),
         "episodes of equal tokens": statistics.mean(same),
@@ -142,9 +154,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--episodes", type=int, default=32)
+    parser.add_argument("--models", nargs="+", choices=tuple(MODELS), default=tuple(MODELS))
     arguments = parser.parse_args()
     figures = {}
-    for name, (sizes, reach) in MODELS.items():
+    for name in arguments.models:
+        sizes, reach = MODELS[name]
         with tempfile.TemporaryDirectory() as scratch:
             folder = Path(scratch)
             model = demo_model(**sizes)
@@ -159,7 +173,7 @@ def main() -> None:
         print(f"{name}: prefill tokens without over with {found['prefill tokens']:.1f} (reach {REACH_TOKENS})")
         print(
             f"{name}: engine time without over with {found['engine time']:.2f} "
-            f"({found['least']:.2f} to {found['most']:.2f}, reach {reach})"
+            f"({found['least']:.2f} to {found['most']:.2f}, reach {reach}), by CPU time {found['CPU time']:.2f}"
         )
         print(
             f"{name}: the cache holds {found['cache MiB held']:.1f} MiB of the plan's "
