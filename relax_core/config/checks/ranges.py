@@ -76,7 +76,6 @@ RANGES: dict[str, Range] = {
     "engine.max_running_samples": _COUNT,
     "engine.max_total_tokens": _COUNT,
     "engine.context_length": _COUNT,
-    "engine.prefix_cache_tokens": Range(0, why="0 keeps no keys and values of finished responses"),
     "engine.threads": _COUNT,
     "engine.start_timeout_s": _POSITIVE,
     "engine.request_timeout_s": _POSITIVE,
@@ -136,6 +135,7 @@ OPTIONAL: dict[str, Range] = {
     "optimizer.critic_lr": Range(0, above=True, why="null takes optimizer.lr"),
     "optimizer.tower_lr": Range(0, above=True, why="null takes optimizer.lr; model.freeze=[vision] freezes the tower"),
     "optimizer.warmup_steps": Range(0, why="null takes 10, or run.steps where that is less"),
+    "engine.prefix_cache_tokens": Range(0, why="null takes 4 groups of the longest episodes, 0 keeps nothing"),
     "run.epochs": Range(0, above=True, why="null leaves run.steps as it is"),
 }
 

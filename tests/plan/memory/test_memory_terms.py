@@ -160,6 +160,7 @@ def test_the_prefix_cache_by_hand() -> None:
     assert config.engine.prefix_cache_tokens == tokens
     serving = phase(make_plan(config), "engine", "rollout")
     assert serving[f"prefix cache ({tokens} tokens)"] == tokens * 2 * 2 * 2 * 16 * FLOAT
+    assert serving["copies of kept prefixes"] == 2 * 8192 * 2 * 2 * 2 * 16 * FLOAT, "more than 42 samples of 192 run"
     assert load_config(settle=settle_context).engine.prefix_cache_tokens == 0, "one turn"
     off = load_config([*game, "engine.prefix_cache_tokens=0"], settle=settle_context)
     assert not any(name.startswith("prefix cache") for name in phase(make_plan(off), "engine", "rollout"))
