@@ -215,7 +215,9 @@ def changed(folder: Path, into: Path) -> Path:
     shutil.copytree(folder, into)
     torch.manual_seed(0)
     for file in into.glob("*.safetensors"):
-        tensors = {name: value + 0.1 * value.abs().mean() * torch.randn_like(value) for name, value in load_file(file).items()}
+        tensors = {
+            name: value + 0.1 * value.abs().mean() * torch.randn_like(value) for name, value in load_file(file).items()
+        }
         save_file(tensors, file, metadata={"format": "pt"})
     return into
 
