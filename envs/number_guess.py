@@ -19,14 +19,17 @@ class NumberGuessConfig(InteractionConfig):
 
 
 class NumberGuess(BaseInteractionEnv):
-    """Is one game. Its number comes from the group's seed and not from the data row.
+    """Is one game. The first number in a response is the guess.
 
-    The first number in a response is the guess.
+    With data=seeds the rows go through the numbers in turn, so that each comes equally often; the rows of other data
+    say nothing about the game, whose number is then drawn from the group's seed.
     """
 
     def __init__(self, start: EpisodeStart, config: NumberGuessConfig) -> None:
         self._config = config
-        self._number = random.Random(start.group_seed).randint(1, config.highest)
+        seed = start.row.get("seed")
+        drawn = random.Random(start.group_seed).randrange(config.highest) if seed is None else seed % config.highest
+        self._number = 1 + drawn
         self._turns_left = config.max_turns
 
     async def reset(self) -> str:

@@ -5,7 +5,7 @@ A plug-in is one module with a module-level ``SPEC`` (see contracts/). It is fou
 - a name: a module of its kind's folder (such as ``algorithms.<name>``), or an entry of its kind's table;
 - an entry point of an installed package, in the group of `_HOMES`, such as ``relax.algorithms``, or a ``.py`` path.
 
-Listing names imports no plug-in. The results of a plug-in's functions are checked (contracts/checks/checked.py).
+Listing names imports no plug-in. The results of a plug-in's functions are checked (contracts/checks/).
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, cast
 
 from relax_core.contracts.algorithm import AlgorithmConfig, AlgorithmSpec
-from relax_core.contracts.checks.checked import checked_algorithm, checked_env, checked_reward, checked_sink
+from relax_core.contracts.checks.checked import checked_algorithm, checked_reward, checked_sink
 from relax_core.contracts.checks.checked_data import checked_data_source
+from relax_core.contracts.checks.checked_env import checked_env
 from relax_core.contracts.data import DataSourceConfig, DataSourceSpec
 from relax_core.contracts.engine_kind import EngineSpec
 from relax_core.contracts.env import EnvConfig, EnvSpec

@@ -21,6 +21,7 @@ from relax_core.contracts.env import Action, EpisodeStart, StepResult, media_sou
 from relax_core.contracts.reward import RewardInput
 from relax_core.data.media.item_encoder import encode_item
 from relax_core.data.media.media_limits import MediaLimits
+from relax_core.data.tool_calls.tool_parsers import read_action
 from relax_core.plan.data.plugin_checks import plugin_problems
 from relax_core.registry import ALL_KINDS, PluginError, find, find_algorithm, find_env, find_reward, key_of
 from tests.data.test_plugin_source import ROWS, write_database
@@ -134,6 +135,28 @@ def test_env_with_turns() -> None:
     assert opened.format_observation(opened.reset()) == [{"role": "user", "content": "1 + 1?"}]
     assert opened.step(Action(text="3", stopped=True)) == StepResult(observation="no", reward=0.0)
     assert opened.step(Action(text="2", stopped=True)).done
+
+
+def test_env_with_a_tool() -> None:
+    file = f"{EXAMPLES}/phone_book.py"
+    spec, row = find_env(file), {"prompt": "", "answer": ""}
+    config = spec.config(name="phone_book")
+    tools: Any = spec.tools
+    (schema,) = tools(row, config)
+    parameters = schema["function"].pop("parameters")
+    assert schema["function"] == {"name": "look_up", "description": "Returns the phone number of a person."}
+    assert parameters["properties"] == {"person": {"type": "string", "description": "a first name"}}
+    opener: Any = spec.open
+    opened = opener(EpisodeStart(row=row, group_seed=1, episode_seed=0), config)
+    person = re.findall(r"of (\w+)\?", opened.reset())[0]
+    call = '<tool_call>{"name": "look_up", "arguments": {"person": "PERSON"}}</tool_call>'.replace("PERSON", person)
+    step = opened.step(read_action(call, stopped=True, parser="hermes", tools=["look_up"]))
+    ((message,), done) = opened.format_observation(step.observation), step.done
+    assert message["role"] == "tool" and not done
+    last = opened.step(read_action(f"It is {message['content']}.", stopped=True, parser="hermes"))
+    assert last == StepResult(reward=1.0, done=True)
+    (mistake,) = opened.step(read_action(call.replace("look_up", "dial"), stopped=True, parser="hermes")).observation
+    assert mistake["content"] == "There is no tool 'dial'. The tools are: look_up."
 
 
 def test_algorithm() -> None:

@@ -129,6 +129,8 @@ class EngineConfig:
     mem_fraction: float | None = None
     deterministic: bool | None = None
     flags: dict[str, Any] = field(default_factory=dict)
+    # Only engine=embedded reads it. None until it is derived, before the start (plan/data/context_length.py).
+    prefix_cache_tokens: int | None = None
 
     @property
     def context_tokens(self) -> int:

@@ -64,7 +64,8 @@ class PromptRequest(msgspec.Struct, frozen=True, kw_only=True):
     ``input_ids`` that belong to the response itself. The response continues after them with the random numbers that
     follow, ``max_new_tokens`` counts them, and only new tokens are returned. ``rid`` names the prompt's group in an
     abort; several prompts of a call may share it. ``media`` places the prompt's items in ``input_ids``, in
-    order; the engine gets digests and finds the tensors in its media folder.
+    order; the engine gets digests and finds the tensors in its media folder. ``max_new_tokens`` is this prompt's own
+    limit in place of the call's, if it is set.
     """
 
     rid: str
@@ -74,6 +75,11 @@ class PromptRequest(msgspec.Struct, frozen=True, kw_only=True):
     samples: list[int] | None = None
     generated: int = 0
     media: list[Media] = []
+    max_new_tokens: int | None = None
+
+    def limit(self, params: SamplingParams) -> int:
+        """Returns the limit of sampled tokens of each response, those that were generated before included."""
+        return params.max_new_tokens if self.max_new_tokens is None else self.max_new_tokens
 
 
 class Generated(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -90,7 +96,8 @@ class Generated(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     asked for them.
 
     ``prompt_tokens`` is the number of tokens of the prompt that the engine saw, and ``prefill_ms`` the time of the
-    prefills that the prompt was part of; both are 0 if the engine does not say.
+    prefills that the prompt was part of; both are 0 if the engine does not say. ``cached_tokens`` is how many of the
+    prompt's tokens the engine did not compute, because it had kept what the same weights had computed of them.
 
     All arrays are read-only. A response equals only itself, because ``==`` of arrays gives no single answer.
     """
@@ -108,6 +115,7 @@ class Generated(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     kept: KeptTokens | None = None
     prompt_tokens: int = 0
     prefill_ms: float = 0.0
+    cached_tokens: int = 0
 
 
 class TensorSpec(msgspec.Struct, frozen=True, kw_only=True):

@@ -20,7 +20,7 @@ class EngineSettings(Protocol):
     """Holds the keys ``engine.*`` of the configuration that a kind of engine needs.
 
     ``context_tokens`` is the largest number of prompt and response tokens of one sample. ``flags`` are interpreted by
-    the engine alone.
+    the engine alone. ``prefix_cache_tokens`` is None for an engine that has no such key.
     """
 
     @property
@@ -47,6 +47,8 @@ class EngineSettings(Protocol):
     def deterministic(self) -> bool | None: ...
     @property
     def flags(self) -> dict[str, Any]: ...
+    @property
+    def prefix_cache_tokens(self) -> int | None: ...
 
 
 class EngineStart(Protocol):
@@ -130,10 +132,10 @@ class EngineSpec:
     take and the configuration's section ``rollout``. It raises EngineError with the reason. If it is None,
     ``engine.urls`` cannot be given.
 
-    ``keys`` are those of engine.python, urls, token_file, mem_fraction, deterministic and flags that it reads; the
-    others must keep their defaults. ``problems`` and ``file_problems`` take the whole configuration and yield a
-    sentence for everything that the engine cannot do (key, value, fix); the second may read files. ``start_problems``
-    does this right before a start, and may ask interpreters.
+    ``keys`` are those of engine.python, urls, token_file, mem_fraction, deterministic, flags and prefix_cache_tokens
+    that it reads; the others must keep their defaults. ``problems`` and ``file_problems`` take the whole configuration
+    and yield a sentence for everything that the engine cannot do (key, value, fix); the second may read files.
+    ``start_problems`` does this right before a start, and may ask interpreters.
 
     With ``on_gpus`` one engine takes ``engine.tp`` GPUs if there are GPUs; otherwise it is one process on CPU cores and
     engine.tp is 1. ``scratch`` says that a killed process leaves processes, files or shared memory behind: it gets a

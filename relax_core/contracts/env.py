@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypedDict
 
 from relax_core.contracts.media import MediaSource
+from relax_core.contracts.tool_use.tool_calls import ToolCall
+from relax_core.contracts.tool_use.tool_schemas import ToolSchema
 
 
 class TextPart(TypedDict):
@@ -39,7 +41,9 @@ class AudioPart(TypedDict):
 
 
 ContentPart = TextPart | ImagePart | VideoPart | AudioPart
-Message = dict[str, Any]  # "role" is text; "content" is text, or a list of ContentPart
+# "role" is text; "content" is text, or a list of ContentPart. A message with the role "tool" may have "name" and
+# "tool_call_id" of the call whose result it is; one with the role "assistant" may have "tool_calls".
+Message = dict[str, Any]
 
 
 def media_sources(messages: Sequence[Mapping[str, Any]]) -> list[MediaSource]:
@@ -48,10 +52,27 @@ def media_sources(messages: Sequence[Mapping[str, Any]]) -> list[MediaSource]:
     return [part[part["type"]] for part in parts if part["type"] != "text"]
 
 
-# The reasons why an episode of several turns ends: the env said so; it had max_turns turns; the context has no room for
-# another turn; a response was cut at rollout.max_new_tokens; a call of the env took too long; the env raised an error;
-# an item of media of the env cannot be used. The last three give no reward.
-Ended = Literal["env_done", "max_turns", "context_full", "turn_cut", "step_timeout", "env_failed", "bad_media"]
+# The reasons why an episode of several turns ends. The first five are ends of the game: the env said so; it had
+# max_turns turns; rollout.max_new_tokens tokens were sampled; the context has no room left; a response was cut at
+# max_turn_tokens. The others give no reward: a call of the env took too long; the env raised an error; the episode took
+# too long; the group went on without it; its tokens are too old to be trained; it was given up; an item of media of the
+# env cannot be used.
+Ended = Literal[
+    "env_done",
+    "max_turns",
+    "token_budget",
+    "context_full",
+    "turn_cut",
+    "step_timeout",
+    "env_failed",
+    "episode_timeout",
+    "straggler",
+    "stale",
+    "cancelled",
+    "bad_media",
+]
+CUT_ENDS: frozenset[Ended] = frozenset({"token_budget", "context_full", "turn_cut"})  # a limit of tokens was reached
+REWARDED_ENDS: frozenset[Ended] = CUT_ENDS | {"env_done", "max_turns"}
 
 
 @dataclass(frozen=True)
@@ -65,12 +86,38 @@ class EnvConfig:
 class InteractionConfig(EnvConfig):
     """Holds the settings of an env with turns.
 
-    ``max_turns`` is the largest number of responses in an episode. ``step_timeout_s`` is the time in seconds that one
-    call of the env may take; an episode whose env takes longer ends without a reward.
+    ``max_turns`` is the largest number of responses in an episode, and ``max_turn_tokens`` that of sampled tokens in a
+    response; None leaves that to rollout.max_new_tokens, the limit of an episode. The texts of an observation have at
+    most ``max_observation_tokens`` tokens; longer ones are cut in the middle.
+
+    ``step_timeout_s`` is the time in seconds that one call of the env may take, and ``episode_timeout_s`` that of an
+    episode from its first response on, because an engine may hold its first prompt until its weights are there. An
+    episode that takes longer ends without a reward. One whose env failed starts again ``max_retries`` times.
+
+    ``tool_parser`` names the form of tool calls in a response (`relax_core/data/tool_calls/tool_parsers.py`);
+    "auto" finds it in the chat template. ``tools_as`` "text" shows tools and their results as plain text, for models
+    whose template leaves them out; the other value is "template". ``on_turn_cut`` says whether a response that is cut
+    at ``max_turn_tokens`` ends the episode ("end") or goes to the env ("continue").
     """
 
     max_turns: int = 8
+    max_turn_tokens: int | None = None
+    max_observation_tokens: int = 1024
     step_timeout_s: float = 30.0
+    episode_timeout_s: float = 600.0
+    max_retries: int = 1
+    tool_parser: str = "auto"
+    tools_as: str = "template"
+    on_turn_cut: str = "end"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpisodeLimits:
+    """Holds the limits of an episode: responses, sampled tokens in all, and tokens of the context."""
+
+    turns: int
+    sampled_tokens: int
+    context_tokens: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,26 +125,34 @@ class EpisodeStart:
     """Holds the inputs of an episode.
 
     ``row`` is the data row. ``group_seed`` is the same for all episodes of a group, ``episode_seed`` is the episode's
-    own; every run with the same seed has the same ones. ``attempt`` is the number of rollout workers that had the group
-    before and died.
+    own; every run with the same seed has the same ones. ``attempt`` is the number of times that the episode began
+    before: its rollout worker died, or its env failed. ``limits`` is None in the trial before a start.
     """
 
     row: Mapping[str, Any]
     group_seed: int
     episode_seed: int
     attempt: int = 0
+    limits: EpisodeLimits | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Action:
     """Is one response of the model.
 
-    ``text`` is without the token or the string that ended it. ``stopped`` is False if it was cut at
-    rollout.max_new_tokens.
+    ``text`` is the whole response without the token or the string that ended it. ``stopped`` is False if it was cut at
+    a limit of tokens. ``tool_calls`` are the calls in it, in order. ``parse_error`` says what is wrong if the response
+    has the marks of a tool call but none can be read from it, or if a call names a tool that the env does not have; it
+    is empty otherwise, and meant to be shown to the model. ``content`` is the text without thinking and tool calls, and
+    ``thinking`` what stands in front of the tag </think>.
     """
 
     text: str
     stopped: bool
+    tool_calls: tuple[ToolCall, ...] = ()
+    parse_error: str = ""
+    content: str = ""
+    thinking: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,23 +161,30 @@ class StepResult:
 
     ``observation`` is the input of `BaseInteractionEnv.format_observation`; it is not read if ``done``. ``reward`` is
     this turn's, None if the turn has none of its own. ``done``: the episode has ended. ``info`` holds further values
-    for logs.
+    that JSON can hold; its numbers become metrics. ``state_key`` names the state in which the response was given, for
+    algorithms that compare equal states of a group. ``context_edit`` is the conversation from which the episode goes
+    on, in place of everything so far and of ``observation``; its messages must not be empty. What was sampled before is
+    trained in the old conversation.
     """
 
     observation: Any = None
     reward: float | None = None
     done: bool = False
     info: Mapping[str, Any] = field(default_factory=dict)
+    state_key: str | None = None
+    context_edit: Sequence[Message] | None = None
 
 
 class BaseInteractionEnv(ABC):
     """Is the environment of one episode. Each episode has an object of its own, and no two of its calls overlap.
 
     Each method may be ``async def``. A plain method runs in a thread, so it may wait. An error in a method, or a call
-    that takes longer than ``config.step_timeout_s``, ends the episode without a reward. Text of the env is encoded
-    without the special tokens of the chat template; only the opening messages are a prompt like any other. A message
-    may have a list of content parts with media, each a `MediaSource`; an item that cannot be used ends the
-    episode as an error of the env does.
+    that takes longer than ``config.step_timeout_s``, is for what should not happen: the episode starts again with a new
+    object, and ends without a reward after ``config.max_retries`` new starts. A mistake of the model, such as a wrong
+    argument, is an observation. No call of `step` is repeated, because it may have acted. Text of the env is encoded
+    without the special tokens of the chat template. A message may have a list of content parts with media, each a
+    `MediaSource`; an item that cannot be used ends the episode without a reward. The result of a tool call is a message
+    with the role "tool", in the order of the calls.
     """
 
     @abstractmethod
@@ -150,13 +212,18 @@ class BaseInteractionEnv(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class EnvSpec:
-    """Is the record of one environment, with exactly one of two functions.
+    """Is the record of one environment, with exactly one of two functions: ``messages`` or ``open``.
 
     ``messages(row, config)`` returns the conversation that opens an episode of one turn, for the chat template; the
     response ends the episode. ``open(start, config)`` returns the environment of one episode of several turns;
     ``config`` must then be a dataclass under `InteractionConfig`. ``row`` has "prompt" (text or messages) and "answer".
 
-    Raises ValueError if both functions or none is given, and for ``open`` with another class of settings.
+    ``tools(row, config)`` returns the tools that the model may call in an episode of several turns: JSON schemas in the
+    form {"type": "function", "function": …}, or typed Python functions, of which `tool_schema` makes schemas.
+    ``check(config)`` raises ValueError for settings that make no sense.
+
+    Raises ValueError if both functions or none is given, for ``open`` with another class of settings, and for tools
+    without ``open``.
     """
 
     name: str
@@ -164,6 +231,8 @@ class EnvSpec:
     config: type[EnvConfig]
     messages: Callable[[Mapping[str, Any], Any], list[Message]] | None = None
     open: Callable[[EpisodeStart, Any], BaseInteractionEnv] | None = None
+    tools: Callable[[Mapping[str, Any], Any], Sequence[ToolSchema | Callable[..., Any]]] | None = None
+    check: Callable[[Any], None] = lambda config: None
 
     def __post_init__(self) -> None:
         if (self.messages is None) == (self.open is None):
@@ -173,6 +242,8 @@ class EnvSpec:
             raise ValueError(
                 f"env {self.name}: an env with open needs settings that are a dataclass under InteractionConfig."
             )
+        if self.tools is not None and self.open is None:
+            raise ValueError(f"env {self.name}: its SPEC has tools, but an env of one turn calls none. Give it open.")
 
     @property
     def has_turns(self) -> bool:

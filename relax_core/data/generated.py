@@ -21,9 +21,12 @@ from relax_core.data.tasks.tone_files import TONE_VARIANTS, TONES
 Split = Literal["train", "eval"]
 
 REVERSE_DIGITS, ARITHMETIC = "reverse_digits", "arithmetic"  # the tasks, as data.task names them
+SEEDS = "seeds"  # rows for environments that need no data: each has a number of its own, in the order of the rows
 REVERSED_DIGITS = 5
 _EVAL_SEED = 0  # every run seed has the same evaluation rows, so that two runs can be compared
 _HELD_OUT_SLOTS = 16
+MOST_SEEDS = 1 << 20  # rows of one run's seed; another seed has other rows
+_FIRST_HELD_OUT_SEED = 9 * 10**15  # above those of every run's seed
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +34,14 @@ class Example:
     """Is one prompt and its reference answer, as plain text.
 
     ``sources`` are the media that stand before the prompt. ``part`` names the part of a task that has several.
+    ``seed`` is the number of a row that is nothing else.
     """
 
     prompt: str
     answer: str
     sources: tuple[MediaSource, ...] = ()
     part: str = ""
+    seed: int | None = None
 
 
 def _reverse_digits(rng: random.Random) -> Example:
@@ -70,7 +75,7 @@ _TASKS: dict[str, Callable[[random.Random], Example]] = {
 
 
 _ALL_FILES = {split: count + TONE_VARIANTS[split] * len(TONES) for split, count in FILES.items()}
-LONGEST_PROMPT = {REVERSE_DIGITS: 9, ARITHMETIC: 47}  # characters
+LONGEST_PROMPT = {REVERSE_DIGITS: 9, ARITHMETIC: 47, SEEDS: 21}  # characters
 LONGEST_PROMPT |= {name: 14 if name.startswith(TONE_OF_PICTURE) else 13 for name in MEDIA_TASKS}
 MEDIA_ROWS = dict.fromkeys(MEDIA_TASKS, MOST_ROWS)  # rows of a prompt's media, at most
 # Files of each split, which examples draw at random.
@@ -79,7 +84,7 @@ MEDIA_FILES = {name: FILES if name.startswith(SEE) else _ALL_FILES for name in M
 
 def task_names() -> tuple[str, ...]:
     """Returns the names of the tasks."""
-    return (*_TASKS, *MEDIA_TASKS)
+    return (*_TASKS, *MEDIA_TASKS, SEEDS)
 
 
 def parts_of(task: str) -> tuple[str, ...]:
@@ -98,6 +103,9 @@ def check_task(task: str | None) -> None:
 def example(task: str, *, split: Split, seed: int, index: int) -> Example:
     """Returns example ``index`` of a split, the same in every process. The eval split does not depend on ``seed``."""
     check_task(task)
+    if task == SEEDS:
+        number = index + (seed * MOST_SEEDS if split == "train" else _FIRST_HELD_OUT_SEED)
+        return Example(f"seed {number:016d}", "", seed=number)
     rng = random.Random(f"{task}/{split}/{seed if split == 'train' else _EVAL_SEED}/{index}")
     media = MEDIA_TASKS.get(task)
     if media is not None and task.startswith(SEE):

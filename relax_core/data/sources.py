@@ -201,6 +201,8 @@ class GeneratedSource:
         generated.check_task(task)
         if rows < 1:
             raise ValueError(f"data.size={rows}: a generated task needs at least one row.")
+        if task == generated.SEEDS and rows > generated.MOST_SEEDS:
+            raise ValueError(f"data.size={rows}: data=seeds has at most {generated.MOST_SEEDS} rows. Lower it.")
         self._task, self._rows, self._held_out, self._seed, self._shuffle = task, rows, held_out, seed, shuffle
 
     def __len__(self) -> int:
@@ -239,6 +241,8 @@ def _as_row(example: generated.Example) -> DataRow:
     row: dict[str, Any] = {"prompt": example.prompt, "answer": example.answer}
     if example.part:
         row["part"] = example.part
+    if example.seed is not None:
+        row["seed"] = example.seed
     if example.sources:
         shown = [{"type": one.kind, one.kind: one} for one in example.sources]
         row["prompt"] = [{"role": "user", "content": [*shown, {"type": "text", "text": example.prompt}]}]

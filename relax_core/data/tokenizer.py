@@ -51,37 +51,64 @@ class PromptTokenizer:
         settings = _read_json(model_folder / "tokenizer_config.json")
         self._special_tokens = _special_tokens(settings)
         template = _chat_template(model_folder, settings)
+        self._template_text = template
         self._template = _compile(template, what=f"model folder {model_folder}")
         self._arguments = dict(template_arguments or {})
         _check_arguments(self._arguments, template, model_folder)
         self.stop_token_ids = self._stop_token_ids(model_folder)
         self.media_ids = self._media_ids(model_folder)
 
-    def encode(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    def encode(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        plain: bool = False,
+    ) -> list[int]:
         """Returns the token ids of a conversation as the chat template renders it, up to the next answer.
 
-        An item of a content part is its placeholder (`place_items`). For a model that sees, names of special
-        tokens in the messages are plain text. Raises ValueError, with the template's message, for a conversation that
-        the template does not accept.
+        ``tools`` are the schemas of tools that the template shows. An item of a content part is its placeholder
+        (`place_items`). For a model that sees, and if ``plain``, names of special tokens in the messages are plain
+        text. Raises ValueError, with the template's message, for a conversation that the template does not accept.
         """
-        special = self._special_names if self.media_ids else None
-        if special is None or not any(special.search(text) for text in _texts(messages)):
-            return self.encode_text(self.render(messages))
-        hidden = self.render([_with_texts(one, lambda text: special.sub(_hide, text)) for one in messages])
+        if not (plain or self.media_ids):
+            return self.encode_text(self.render(messages, tools=tools))
+        hidden_tools = None if tools is None else [self.hidden(one) for one in tools]
+        return self.encode_shown(self.render([self.hidden(one) for one in messages], tools=hidden_tools))
+
+    def hidden(self, value: Any) -> Any:
+        """Returns a message or another JSON value whose texts do not contain names of special tokens.
+
+        `encode_shown` makes plain text of what stands for them in the rendered text.
+        """
+        special = self._special_names
+        return value if special is None else _with_texts(value, lambda text: special.sub(_hide, text))
+
+    def encode_shown(self, rendered: str) -> list[int]:
+        """Returns the token ids of a text that `render` made of `hidden` messages."""
+        if _HIDE_MARK not in rendered:  # pieces apart may differ from the whole where a tokenizer marks the first word
+            return self.encode_text(rendered)
+        assert self._special_names is not None
         ids: list[int] = []
         # The pattern has one group, so every second piece is a special token, which the template wrote.
-        for number, piece in enumerate(special.split(hidden)):
+        for number, piece in enumerate(self._special_names.split(rendered)):
             if piece:
                 ids += self.encode_text(piece) if number % 2 else self.encode_plain(_HIDDEN.sub(_shown, piece))
         return ids
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        opens_answer: bool = True,
+    ) -> str:
         """Returns the text of a conversation, which `encode_text` turns into ids.
 
-        Raises ValueError as `encode` does.
+        ``opens_answer``: the text ends with what opens the next answer. Raises ValueError as `encode` does.
         """
         shown = [_without_sources(one) for one in messages]
-        own = dict(zip(_OWN_VARIABLES, (shown, None, None, True), strict=True))
+        own = dict(zip(_OWN_VARIABLES, (shown, tools, None, opens_answer), strict=True))
         try:
             return self._template.render(**(self._special_tokens | self._arguments | own))
         except Exception as error:  # A template is the model author's code and may raise any error.
@@ -121,11 +148,34 @@ class PromptTokenizer:
 
         So no text of an environment can end a turn.
         """
+        ids: list[int] = self._plain(text).ids
+        return ids
+
+    def plain_spans(self, text: str) -> list[tuple[int, int]]:
+        """Returns where each token of `encode_plain` begins and ends in the text, in characters."""
+        offsets: list[tuple[int, int]] = self._plain(text).offsets
+        return offsets
+
+    def _plain(self, text: str) -> Any:
         self._tokenizer.encode_special_tokens = True
         try:
-            return self._tokenizer.encode(text, add_special_tokens=False).ids
+            return self._tokenizer.encode(text, add_special_tokens=False)
         finally:
             self._tokenizer.encode_special_tokens = False
+
+    def token_text(self, token: int) -> str:
+        """Returns the text of one token of the vocabulary, such as the name of a special token."""
+        return str(self._tokenizer.id_to_token(token))
+
+    def is_special(self, token: int) -> bool:
+        """Returns whether a token is one of the tokenizer's special tokens."""
+        added = self._tokenizer.get_added_tokens_decoder().get(token)
+        return added is not None and bool(added.special)
+
+    @property
+    def template(self) -> str:
+        """Returns the text of the chat template."""
+        return self._template_text
 
     @cached_property
     def _special_names(self) -> re.Pattern[str] | None:
@@ -189,22 +239,13 @@ def _shown(found: re.Match[str]) -> str:
     return "".join(chr(ord(one) - _HIDE_FROM) for one in found[1])
 
 
-def _texts(messages: Sequence[Mapping[str, Any]]) -> Iterable[str]:
-    for message in messages:
-        content = message["content"]
-        if isinstance(content, str):
-            yield content
-        else:
-            yield from (part["text"] for part in content if part["type"] == "text")
-
-
-def _with_texts(message: Mapping[str, Any], change: Callable[[str], str]) -> dict[str, Any]:
-    """Returns a message with changed texts."""
-    content = message["content"]
-    if isinstance(content, str):
-        return {**message, "content": change(content)}
-    parts = [{**part, "text": change(part["text"])} if part["type"] == "text" else part for part in content]
-    return {**message, "content": parts}
+def _with_texts(value: Any, change: Callable[[str], str], key: str = "") -> Any:
+    """Returns a JSON value with all its texts changed but for those that say what a message or a part is."""
+    if isinstance(value, str):
+        return value if key in ("role", "type") else change(value)
+    if isinstance(value, Mapping):
+        return {name: _with_texts(one, change, name) for name, one in value.items()}
+    return [_with_texts(one, change) for one in value] if isinstance(value, list | tuple) else value
 
 
 def _without_sources(message: Mapping[str, Any]) -> Mapping[str, Any]:

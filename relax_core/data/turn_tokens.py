@@ -1,13 +1,14 @@
 """Builds the prompts of later turns from token ids, so that sampled tokens are never tokenised again.
 
-The next prompt is the prompt before, the sampled tokens, the text that the chat template writes between an answer and
-the next messages, the texts of these messages, and the template's opening of the next answer. To find out what the
-template writes, the module renders a conversation with marks instead of the texts.
+The next prompt is the prompt before, the sampled tokens, and what the chat template writes behind an answer: its end,
+the next messages, and the opening of the next answer. To find the latter, the module renders the opening, an answer
+that is a mark, and the messages, and takes what follows the mark. So the template itself trims, quotes and joins the
+messages, and the tokens equal those of the whole conversation wherever the template only appends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -16,24 +17,28 @@ from relax_core.contracts.media import Media, MediaItem
 from relax_core.data.tokenizer import PromptTokenizer
 
 _MARK = "RelaxTextGoesHere{}Mark"  # has no white space at its ends, because templates trim it
+_ANSWER = _MARK.format("Answer")
+_TOOL = "tool"  # the name of a tool whose result does not say it
+
+Messages = Sequence[Mapping[str, Any]]
 
 
 class TurnTokens:
-    """Builds the prompts of the later turns of conversations with one ``opening``."""
+    """Builds the prompts of the later turns of conversations with one ``opening``, whose ``tools`` are schemas."""
 
-    def __init__(self, tokenizer: PromptTokenizer, opening: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(
+        self, tokenizer: PromptTokenizer, opening: Messages, *, tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> None:
         self._tokenizer = tokenizer
-        self._opening = list(opening)
-        self._pieces: dict[
-            tuple[Any, ...], list[list[int]]
-        ] = {}  # the key has the roles and the kinds of parts of the messages between two answers
+        self._opening = [tokenizer.hidden(one) for one in opening]
+        self._tools = None if tools is None else [tokenizer.hidden(one) for one in tools]
+        self._shown: set[tuple[Any, ...]] = set()  # roles and kinds of parts whose texts the template shows
+        # The form of calls that the template takes (`_calling`), for one result of a tool and for several.
+        self._form: dict[bool, tuple[bool, bool]] = {}
+        self._ends, self._before_end = self._closing()
 
     def next_prompt(
-        self,
-        prompt_ids: Sequence[int],
-        sampled: Sequence[int],
-        messages: Sequence[Mapping[str, Any]],
-        items: Sequence[MediaItem] = (),
+        self, prompt_ids: Sequence[int], sampled: Sequence[int], messages: Messages, items: Sequence[MediaItem] = ()
     ) -> tuple[list[int], list[Media]]:
         """Returns the token ids before the next answer, and where the new ``items`` stand in them.
 
@@ -41,51 +46,121 @@ class TurnTokens:
         texts are encoded without special tokens, and ``items`` are their media in order. Raises ValueError
         for messages that the chat template does not accept, or renders without their text or their items.
         """
-        shape = tuple((message["role"], _kinds(message)) for message in messages)
-        if shape not in self._pieces:
-            self._pieces[shape] = self._template_pieces(messages)
-        first, *others = self._pieces[shape]
-        # The template may write the answer's end token itself. If it does, that token is not added a second time.
-        ended = sampled[-1] in self._tokenizer.stop_token_ids and first[:1] == [sampled[-1]]
-        new = list(first[1 if ended else 0 :])
-        for text, after in zip(_texts(messages), others, strict=True):
-            new += self._tokenizer.encode_plain(text) + after
+        self._check_shown(messages)
+        behind = self._behind_answer([self._tokenizer.hidden(one) for one in messages])
+        stopped = sampled[-1] in self._tokenizer.stop_token_ids
+        if stopped:
+            behind = behind.removeprefix(self._before_end)
+        following = self._tokenizer.encode_shown(behind)
+        # A family without an end token stops at the mark of the next role (GLM), which must not stand there twice; if
+        # another role speaks than the model expected, both marks stay. A template may write the end of an answer in a
+        # history with another token than the one that is sampled (gpt-oss).
+        if stopped and (following[0] == sampled[-1] or (self._ends and self._tokenizer.is_special(following[0]))):
+            following = following[1:]
         before = [*prompt_ids, *sampled]
-        new, media = self._tokenizer.place_items(new, items)
+        new, media = self._tokenizer.place_items(following, items)
         moved = [msgspec.structs.replace(m, start=m.start + len(before), end=m.end + len(before)) for m in media]
         return before + new, moved
 
-    def _template_pieces(self, messages: Sequence[Mapping[str, Any]]) -> list[list[int]]:
-        """Returns the token ids that the template writes after the answer, and after each text of the messages."""
-        turns: list[dict[str, Any]] = [{"role": "assistant", "content": _MARK.format(0)}]
-        roles = ["assistant"]
-        for message in messages:
-            content: Any = message["content"]
-            if isinstance(content, str):
-                content = _MARK.format(len(roles))
-                roles.append(message["role"])
-            else:
-                marked = []
-                for part in content:
-                    if part["type"] == "text":
-                        part = {"type": "text", "text": _MARK.format(len(roles))}
-                        roles.append(message["role"])
-                    marked.append(part)
-                content = marked
-            turns.append({"role": message["role"], "content": content})
-        rest = self._tokenizer.render([*self._opening, *turns])
-        pieces = []
+    def _closing(self) -> tuple[bool, str]:
+        """Returns whether the template ends an answer with a token that stops a response, and the text before it.
+
+        Cohere's models sample a mark before that token, which stands in the answer already.
+        """
+        last = [*self._opening, {"role": "assistant", "content": _ANSWER}]
+        closing = self._tokenizer.render(last, tools=self._tools, opens_answer=False).partition(_ANSWER)[2]
+        at = self._first_stop(closing)
+        return at is not None, closing[:at] if at is not None else ""
+
+    def _first_stop(self, text: str) -> int | None:
+        """Returns where the first token that stops a response stands in a rendered text."""
+        stops = [self._tokenizer.token_text(token) for token in self._tokenizer.stop_token_ids]
+        return min((at for stop in stops if (at := text.find(stop)) >= 0), default=None)
+
+    def _check_shown(self, messages: Messages) -> None:
+        """Raises ValueError unless the template shows the text of each message exactly once."""
+        shape = tuple((message["role"], _kinds(message)) for message in messages)
+        if shape in self._shown:
+            return
+        roles: list[str] = []
+
+        def mark(role: str) -> str:
+            roles.append(role)
+            return _MARK.format(len(roles) - 1)
+
+        behind = self._behind_answer([_with_marks(message, mark) for message in messages])
         for number, role in enumerate(roles):
-            mark = _MARK.format(number)
-            before, found, rest = rest.partition(mark)
-            if not found or mark in rest:
-                raise ValueError(
-                    f"the chat template does not show the text of a message with the role {role!r} exactly once. "
-                    "An env with turns needs a template that does: give its messages another role, or use another "
-                    "model."
-                )
-            pieces.append(before)
-        return [self._tokenizer.encode_text(text) for text in [*pieces[1:], rest]]
+            if behind.count(_MARK.format(number)) != 1:
+                raise _not_shown(role)
+        self._shown.add(shape)
+
+    def _behind_answer(self, messages: Messages) -> str:
+        """Returns what the template writes behind an answer that these messages follow, from its end token on.
+
+        The results of tools follow an answer that calls them. Templates drop the text of such an answer (Llama 3.1), so
+        the mark is its last argument, and what closes the call is left out, since the model has written that.
+        """
+        results = sum(message["role"] == "tool" for message in messages)
+        if not results:
+            return self._behind_mark([{"role": "assistant", "content": _ANSWER}, *messages])
+        named = _with_call_ids(messages)
+        several = results > 1
+        known = self._form.get(several)
+        forms = [(text, each) for text in (False, True) for each in (True, False)] if known is None else [known]
+        problem: ValueError | None = None
+        for as_text, each in forms:
+            try:
+                behind = self._behind_mark([_calling(named, as_text=as_text, each=each), *named])
+            except ValueError as error:
+                problem = problem or error
+                continue
+            self._form[several] = as_text, each
+            end = self._first_stop(behind)
+            if end is None:
+                raise _not_shown("assistant")
+            return behind[end:]
+        assert problem is not None
+        raise problem
+
+    def _behind_mark(self, messages: Messages) -> str:
+        rendered = self._tokenizer.render([*self._opening, *messages], tools=self._tools)
+        _, found, behind = rendered.partition(_ANSWER)
+        if not found or _ANSWER in behind or not behind:
+            raise _not_shown("assistant")
+        return behind
+
+
+def _not_shown(role: str) -> ValueError:
+    return ValueError(
+        f"the chat template does not show the text of a message with the role {role!r} exactly once. An env with turns "
+        "needs a template that does: give its messages another role, use env.tools_as=text if it calls tools, or use "
+        "another model."
+    )
+
+
+def _calling(messages: Messages, *, as_text: bool, each: bool) -> dict[str, Any]:
+    """Returns an answer that makes the calls of these results, the last with the mark as its argument.
+
+    With ``as_text``, arguments are JSON text (DeepSeek) instead of an object. Without ``each``, there is one call
+    alone, for templates that refuse several (Llama 3.1).
+    """
+    results = [message for message in messages if message["role"] == "tool"]
+    calls = []
+    for message in results if each else results[-1:]:
+        arguments: Any = {"value": _ANSWER if message is results[-1] else ""}
+        if as_text:
+            arguments = msgspec.json.encode(arguments).decode()
+        function = {"name": message["name"], "arguments": arguments}
+        calls.append({"id": message["tool_call_id"], "type": "function", "function": function})
+    return {"role": "assistant", "content": "", "tool_calls": calls}
+
+
+def _with_call_ids(messages: Messages) -> list[Mapping[str, Any]]:
+    """Returns the messages with a name and an id for each tool's result; Mistral wants nine letters or digits."""
+    return [
+        {"name": _TOOL, "tool_call_id": f"call{number:05d}", **message} if message["role"] == "tool" else message
+        for number, message in enumerate(messages)
+    ]
 
 
 def _kinds(message: Mapping[str, Any]) -> tuple[str, ...] | None:
@@ -93,9 +168,9 @@ def _kinds(message: Mapping[str, Any]) -> tuple[str, ...] | None:
     return None if isinstance(content, str) else tuple(part["type"] for part in content)
 
 
-def _texts(messages: Sequence[Mapping[str, Any]]) -> list[str]:
-    texts: list[str] = []
-    for message in messages:
-        content = message["content"]
-        texts += [content] if isinstance(content, str) else [part["text"] for part in content if part["type"] == "text"]
-    return texts
+def _with_marks(message: Mapping[str, Any], mark: Callable[[str], str]) -> dict[str, Any]:
+    content = message["content"]
+    if isinstance(content, str):
+        return {**message, "content": mark(message["role"])}
+    parts = [{**part, "text": mark(message["role"])} if part["type"] == "text" else part for part in content]
+    return {**message, "content": parts}

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from relax_core.contracts.checks.checked import WrongResult
+from relax_core.contracts.checks.plugin_results import WrongResult
 from relax_core.contracts.data import BaseDataSource
 from relax_core.registry import find_data_source, plugin_words
 from relax_core.rollout.trial.plugin_trial import START_S, Request, Stage

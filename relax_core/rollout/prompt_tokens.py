@@ -12,6 +12,7 @@ from relax_core.contracts.data import TOO_LONG, BadRow, DataRow
 from relax_core.contracts.engine import EngineError, Generated, PromptRequest
 from relax_core.contracts.env import EnvSpec, Message, media_sources
 from relax_core.contracts.media import Media, MediaError, MediaItem, MediaSource
+from relax_core.contracts.tool_use.tool_schemas import ToolSchema
 from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.rollout.item_cache import ItemCache
 
@@ -75,17 +76,22 @@ class PromptMaker:
         """
         return await self.opening(self._messages(row, where=where), where=where, owner=owner)
 
-    async def opening(self, messages: Sequence[Message], *, where: str, owner: str) -> Prompt:
-        """Returns the prompt of a conversation that opens an episode; raises as `prompt` does."""
+    async def opening(
+        self, messages: Sequence[Message], *, where: str, owner: str, tools: Sequence[ToolSchema] | None = None
+    ) -> Prompt:
+        """Returns the prompt of a conversation that opens an episode; raises as `prompt` does.
+
+        ``tools`` are the schemas that the chat template shows.
+        """
         sources = media_sources(messages)
         if not sources:
-            return self._opening(messages, (), where=where)
+            return self._opening(messages, (), where=where, tools=tools)
         if self.items is None:
             raise _unread(sources[0], f"{where}: ")
         self._check_kinds(sources, f"{where}: ")
         try:
             items = await self.encoded(sources, owner=owner)
-            return self._opening(messages, items, where=where)
+            return self._opening(messages, items, where=where, tools=tools)
         except MediaError as error:
             self.release(owner)
             if str(error).startswith(where):
@@ -94,6 +100,16 @@ class PromptMaker:
         except ValueError:
             self.release(owner)
             raise
+
+    def edited(
+        self, messages: Sequence[Message], items: Sequence[MediaItem], *, tools: Sequence[ToolSchema] | None = None
+    ) -> Prompt:
+        """Returns the prompt of a conversation that an env rewrote, of any length, with its encoded media.
+
+        Raises ValueError for a conversation that the chat template does not take.
+        """
+        ids, media = self.tokenizer.place_items(self.tokenizer.encode(messages, tools=tools, plain=True), items)
+        return Prompt(token_ids=ids, media=media)
 
     async def encoded(self, sources: Sequence[MediaSource], *, owner: str) -> list[MediaItem]:
         """Returns the items of these sources, in order, which ``owner`` holds until `release`.
@@ -127,8 +143,15 @@ class PromptMaker:
         if self.items is not None:
             self.items.release(owner)
 
-    def _opening(self, messages: Sequence[Message], items: Sequence[MediaItem], *, where: str) -> Prompt:
-        prompt = self._encode(messages, items, where=where)
+    def _opening(
+        self,
+        messages: Sequence[Message],
+        items: Sequence[MediaItem],
+        *,
+        where: str,
+        tools: Sequence[ToolSchema] | None = None,
+    ) -> Prompt:
+        prompt = self._encode(messages, items, where=where, tools=tools)
         count = len(prompt.token_ids)
         if count <= self.max_prompt_tokens:
             return prompt
@@ -145,7 +168,7 @@ class PromptMaker:
             )
         if self._overlong is Overlong.drop:
             raise _too_long(text, items)
-        cut = self._cut(messages, items, excess=count - self.max_prompt_tokens, where=where)
+        cut = self._cut(messages, items, excess=count - self.max_prompt_tokens, where=where, tools=tools)
         if cut is None:
             raise _too_long(f"{text} It is too long even without its longest message.", items)
         return cut
@@ -209,9 +232,16 @@ class PromptMaker:
             if source.kind not in read:
                 raise _unread(source, where, f"the model reads {', '.join(read) or 'text'} only")
 
-    def _encode(self, messages: Sequence[Message], items: Sequence[MediaItem], *, where: str) -> Prompt:
+    def _encode(
+        self,
+        messages: Sequence[Message],
+        items: Sequence[MediaItem],
+        *,
+        where: str,
+        tools: Sequence[ToolSchema] | None = None,
+    ) -> Prompt:
         try:
-            ids = self.tokenizer.encode(messages)
+            ids = self.tokenizer.encode(messages, tools=tools, plain=self._env.has_turns)
         except ValueError as error:
             raise BadRow.because("template", f"{where}: {error}") from error
         if not items:
@@ -223,7 +253,13 @@ class PromptMaker:
         return Prompt(token_ids=ids, media=media)
 
     def _cut(
-        self, messages: Sequence[Message], items: Sequence[MediaItem], *, excess: int, where: str
+        self,
+        messages: Sequence[Message],
+        items: Sequence[MediaItem],
+        *,
+        excess: int,
+        where: str,
+        tools: Sequence[ToolSchema] | None,
     ) -> Prompt | None:
         """Returns the prompt with a part of the longest text left out, so that it just fits.
 
@@ -237,7 +273,7 @@ class PromptMaker:
         kept = len(spans) - excess
         while kept > 0:
             shorter = _with_text(messages, message, part, shortened(text, spans, kept=kept, how=self._overlong))
-            prompt = self._encode(shorter, items, where=where)
+            prompt = self._encode(shorter, items, where=where, tools=tools)
             if len(prompt.token_ids) <= self.max_prompt_tokens:
                 return prompt
             kept -= len(prompt.token_ids) - self.max_prompt_tokens

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -21,7 +21,8 @@ from relax_core.contracts.tree import TRUNCATED, group_uid, sample_uid
 from relax_core.engines.pool.engine_pool import EnginePool
 from relax_core.engines.protocol.frames import StreamEnd
 from relax_core.rollout.bad_rows import BadRows
-from relax_core.rollout.episodes.episodes import EpisodePlayer, GroupStart, PlayedFigures, score_episodes
+from relax_core.rollout.episodes.episode_records import PlayedFigures, played_values, score_episodes
+from relax_core.rollout.episodes.episodes import EpisodePlayer, GroupStart
 from relax_core.rollout.episodes.group_assembly import (
     DroppedGroup,
     GroupFilter,
@@ -97,6 +98,7 @@ class RolloutLoop:
             opens_itself=player is not None,
         )
         self._newest_played: dict[int, asyncio.Task[PlayedFigures | None]] = {}  # by weight version
+        self._sampled_tokens: Counter[str] = Counter()  # of episodes of several turns, by what became of them
         self._truncated_in_a_row = 0
         self._staged: list[CompleteGroup] = []
         self._flushing = False
@@ -216,9 +218,8 @@ class RolloutLoop:
             "generate_ms": 1e3 * (time.perf_counter() - start),
             "reward_ms": 1e3 * sum(one.reward_s for one in played),
             "reward_failed": self._rewards.failures.share,
-            "samples": sum(one.episodes for one in played),
-            "turns": sum(one.turns for one in played) / sum(one.episodes for one in played),
-            "tokens": sum(one.tokens for one in played),
+            **played_values(played),
+            **{f"tokens/{reason}": float(count) for reason, count in self._sampled_tokens.items()},
         }
         if self._weight_update_handler is not None:
             values["aborts"] = self._weight_update_handler.aborts
@@ -278,6 +279,7 @@ class RolloutLoop:
             mask_off_policy=self._settings.mask_off_policy,
             mask_truncated=self._settings.mask_truncated,
             extras=self._advantages,
+            account=self._sampled_tokens.update,
         )
         await self._hand_on(done, tasks)
         return PlayedFigures.of(records, reward_s=reward_s)

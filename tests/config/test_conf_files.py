@@ -55,6 +55,8 @@ def test_every_option_runs(
         ],
         "algo=plugin": ["algo.name=grpo"],
         "env=number_guess": ["reward=env", "eval.every=0"],
+        "env=calculator": ["reward=env", "eval.every=0"],
+        "data=seeds": ["model.task=reverse_digits"],
         "reward=plugin": ["reward.name=math"],
         "env=plugin": ["env.name=single_turn"],
         "engine=sglang": ["engine.urls=[http://127.0.0.1:30000]"],  # nothing of SGLang need be installed here

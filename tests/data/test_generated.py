@@ -51,6 +51,15 @@ def test_arithmetic_answers_are_right() -> None:
     assert kinds == {"more", "loses", "boxes"}
 
 
+def test_seeds_are_the_numbers_of_rows() -> None:
+    """Adjacent rows have adjacent numbers, those of another run's seed and held-out ones are others."""
+    rows = [example("seeds", split="train", seed=2, index=index).seed for index in range(3)]
+    assert rows == [2 * 2**20, 2 * 2**20 + 1, 2 * 2**20 + 2]
+    last = example("seeds", split="train", seed=2**31 - 1, index=2**20 - 1).seed
+    held_out = example("seeds", split="eval", seed=2, index=0).seed
+    assert last is not None and held_out is not None and last < held_out
+
+
 def test_an_unknown_task_is_named() -> None:
     with pytest.raises(ValueError, match=r"data.task='poetry'.*reverse_digits, arithmetic"):
         example("poetry", split="train", seed=0, index=0)

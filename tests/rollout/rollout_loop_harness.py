@@ -199,7 +199,7 @@ def build_loop(
         env=env,
         env_config=env_config,
         tokenizer=tokenizer,
-        max_prompt_tokens=context - 8,
+        max_prompt_tokens=context - max_new_tokens,
         overlong=overlong,
         items=items,
     )

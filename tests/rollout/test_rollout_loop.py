@@ -19,7 +19,8 @@ import pytest
 from relax_core.config.compose import load_config
 from relax_core.contracts import columns as c
 from relax_core.contracts.bus import Admission, BusTimeout, CompleteGroup
-from relax_core.contracts.checks.checked import WrongResult, checked_algorithm
+from relax_core.contracts.checks.checked import checked_algorithm
+from relax_core.contracts.checks.plugin_results import WrongResult
 from relax_core.contracts.engine import Generated, PromptRequest, SamplingParams
 from relax_core.contracts.reward import RewardInput, RewardOutput
 from relax_core.data.tokenizer import PromptTokenizer

@@ -16,6 +16,7 @@ _UNSET: dict[str, object] = {
     "mem_fraction": None,
     "deterministic": None,
     "flags": {},
+    "prefix_cache_tokens": None,
 }
 
 

@@ -135,6 +135,7 @@ OPTIONAL: dict[str, Range] = {
     "optimizer.critic_lr": Range(0, above=True, why="null takes optimizer.lr"),
     "optimizer.tower_lr": Range(0, above=True, why="null takes optimizer.lr; model.freeze=[vision] freezes the tower"),
     "optimizer.warmup_steps": Range(0, why="null takes 10, or run.steps where that is less"),
+    "engine.prefix_cache_tokens": Range(0, why="null takes 4 groups of the longest episodes, 0 keeps nothing"),
     "run.epochs": Range(0, above=True, why="null leaves run.steps as it is"),
 }
 

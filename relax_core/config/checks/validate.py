@@ -93,6 +93,7 @@ def _check_plugins(config: RelaxConfig) -> Iterator[str]:
     for check in (
         lambda: find_algorithm(config.algo.name).check(config.algo),
         lambda: find_reward(config.reward.name).check(config.reward),
+        lambda: find_env(config.env.name).check(config.env),
     ):
         try:
             check()
@@ -131,8 +132,18 @@ def _check_turns(config: RelaxConfig) -> Iterator[str]:
         return
     if plugin_config.max_turns < 1:
         yield f"env.max_turns={plugin_config.max_turns}: an episode has at least one turn."
-    if not plugin_config.step_timeout_s > 0:
-        yield f"env.step_timeout_s={plugin_config.step_timeout_s}: must be more than 0 seconds."
+    for key in ("max_turn_tokens", "max_observation_tokens"):
+        value = getattr(plugin_config, key)
+        if value is not None and value < 1:
+            yield f"env.{key}={value}: must be at least 1 token."
+    for key in ("step_timeout_s", "episode_timeout_s"):
+        if not getattr(plugin_config, key) > 0:
+            yield f"env.{key}={getattr(plugin_config, key)}: must be more than 0 seconds."
+    if plugin_config.max_retries < 0:
+        yield f"env.max_retries={plugin_config.max_retries}: must be at least 0 new starts."
+    for key, choices in (("tools_as", ("template", "text")), ("on_turn_cut", ("end", "continue"))):
+        if (value := getattr(plugin_config, key)) not in choices:
+            yield f"env.{key}={value}: use {' or '.join(choices)}."
     if config.eval.every:
         yield NotYet(
             f"eval.every={config.eval.every} with env.name={env.name}: an env with turns is not evaluated yet. "

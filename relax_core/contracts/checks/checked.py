@@ -6,9 +6,7 @@ wanted.
 
 from __future__ import annotations
 
-import inspect
 import math
-import numbers
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -21,50 +19,14 @@ from relax_core.contracts.algorithm import (
     StepTotals,
     ValueInputs,
 )
-from relax_core.contracts.env import Action, BaseInteractionEnv, EnvSpec, EpisodeStart, Message, StepResult
-from relax_core.contracts.media import MEDIA_KINDS, MediaSource
+from relax_core.contracts.checks.plugin_results import PluginFunction, as_number, not_awaited
 from relax_core.contracts.reward import RewardInput, RewardOutput, RewardSpec
 from relax_core.contracts.sink import BaseSink, SinkSpec, SinkStart
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-SHOWN = 80  # characters of a wrong result that an error shows
 A_REWARD = "a finite number, or RewardOutput(reward=…), whose reward is None if it could not be computed"
-A_STEP = "StepResult(observation=…), with reward and done if there are any"
-MESSAGES = 'a list that is not empty, of {"role": text, "content": text or parts}'
-PARTS = (
-    'text, or a list of parts: {"type": "text", "text": text}, {"type": "image", "image": MediaSource(…)}, and '
-    'the same with "video" or "audio"'
-)
-
-
-class WrongResult(TypeError):
-    """A plug-in returned what its contract does not allow."""
-
-
-class PluginFunction:
-    """Holds the plug-in's function that returned a result, in the words with which an error begins."""
-
-    def __init__(self, kind: str, name: str, function: Callable[..., Any]) -> None:
-        whole = inspect.unwrap(function)  # the function may be an object with __call__
-        code = getattr(whole, "__code__", None) or getattr(type(whole).__call__, "__code__", None)
-        file = f" ({code.co_filename})" if code is not None else ""
-        self._words = f"{kind} {name}{file}: {getattr(function, '__name__', 'it')}"
-
-    def wrong(self, came: object, wanted: str, *, what: str = "") -> WrongResult:
-        """Returns the error for a result of the wrong type or value."""
-        shown = repr(came)
-        shown = shown if len(shown) <= SHOWN else f"{shown[:SHOWN]}…"
-        of = f" {what}=" if what else " "
-        return WrongResult(f"{self._words} returned{of}{shown} of type {type(came).__name__}. Wanted: {wanted}.")
-
-    def wrong_tensor(self, came: object, wanted: str, *, what: str = "") -> WrongResult:
-        """Returns the error for a result that is not the wanted tensor, with its shape and dtype."""
-        if not hasattr(came, "shape"):
-            return self.wrong(came, wanted, what=what)
-        described = f"a {type(came).__name__} of shape {list(came.shape)} and dtype {getattr(came, 'dtype', None)}"
-        return WrongResult(f"{self._words} returned{f' {what},' if what else ''} {described}. Wanted: {wanted}.")
 
 
 def checked_reward(spec: RewardSpec) -> RewardSpec:
@@ -101,7 +63,7 @@ def _checked_score_group(spec: RewardSpec) -> Callable[[Sequence[RewardInput], A
     def outputs(came: Any, count: int) -> list[RewardOutput]:
         wanted = f"a list of {count} rewards, one an answer, in order"
         if isinstance(came, str | bytes | Mapping) or not hasattr(came, "__len__") or not hasattr(came, "__iter__"):
-            raise source.wrong(_not_awaited(came), wanted)
+            raise source.wrong(not_awaited(came), wanted)
         if len(came) != count:
             raise source.wrong(came, f"{wanted}; {len(came)} came")
         return [_one_reward(one, spec.name, source, what=f"entry {position}") for position, one in enumerate(came)]
@@ -116,25 +78,18 @@ def _checked_score_group(spec: RewardSpec) -> Callable[[Sequence[RewardInput], A
 
 
 def _one_reward(came: Any, name: str, source: PluginFunction, *, what: str = "") -> RewardOutput:
-    if (number := _as_number(came)) is not None:
+    if (number := as_number(came)) is not None:
         return _finite(RewardOutput(reward=number, exact=number == 1.0), name)
     if not isinstance(came, RewardOutput):
-        raise source.wrong(_not_awaited(came), A_REWARD, what=what)
+        raise source.wrong(not_awaited(came), A_REWARD, what=what)
     return _finite(_checked_output(came, source), name)
 
 
-def _not_awaited(came: Any) -> Any:
-    """Closes a coroutine that a plain function returned, so that Python does not warn about it later."""
-    if inspect.iscoroutine(came):
-        came.close()
-    return came
-
-
 def _checked_output(came: RewardOutput, source: PluginFunction) -> RewardOutput:
-    reward = None if came.reward is None else _as_number(came.reward)
+    reward = None if came.reward is None else as_number(came.reward)
     if reward is None and came.reward is not None:
         raise source.wrong(came.reward, A_REWARD, what="reward")
-    exact = _as_number(came.exact)
+    exact = as_number(came.exact)
     if exact is None:
         raise source.wrong(came.exact, "True or False", what="exact")
     if not isinstance(came.reason, str):
@@ -145,7 +100,7 @@ def _checked_output(came: RewardOutput, source: PluginFunction) -> RewardOutput:
         raise source.wrong(came.parts, "names with numbers, or None", what="parts")
     parts = {}
     for name, value in (came.parts or {}).items():
-        number = _as_number(value)
+        number = as_number(value)
         if number is None or not isinstance(name, str):
             raise source.wrong(came.parts, "names with numbers, or None", what="parts")
         parts[name] = number
@@ -158,112 +113,6 @@ def _finite(output: RewardOutput, name: str) -> RewardOutput:
         if value is not None and not math.isfinite(value):
             return RewardOutput(reward=None, reason=f"reward {name}: {what} is {value}, which is no number to train on")
     return output
-
-
-def _as_number(value: object) -> float | None:
-    """Returns a number of Python, or an array or tensor of one element, as a float; None for any other object."""
-    if isinstance(value, numbers.Real):
-        return float(value)
-    if hasattr(value, "item") and getattr(value, "ndim", None) is not None:  # an array of numpy or a tensor of torch
-        shape = getattr(value, "shape", None)
-        if shape is not None and math.prod(shape) == 1 and isinstance(inner := value.item(), numbers.Real):
-            return float(inner)
-    return None
-
-
-def checked_env(spec: EnvSpec) -> EnvSpec:
-    """Returns the env with functions that raise `WrongResult` if they return no conversation, or no `StepResult`."""
-    if spec.messages is not None:
-        given_messages = spec.messages
-        source = PluginFunction("env", spec.name, given_messages)
-        return replace(spec, messages=lambda row, config: _conversation(given_messages(row, config), source))
-    given_open = spec.open
-    assert given_open is not None
-    source = PluginFunction("env", spec.name, given_open)
-
-    def checked_open(start: EpisodeStart, config: Any) -> BaseInteractionEnv:
-        came: Any = given_open(start, config)
-        if not isinstance(came, BaseInteractionEnv):
-            raise source.wrong(_not_awaited(came), "an object of a class under BaseInteractionEnv")
-        return _CheckedInteraction(came, spec.name)
-
-    return replace(spec, open=checked_open)
-
-
-class _CheckedInteraction(BaseInteractionEnv):
-    """An episode's env whose results are checked. Its methods are async if the env's own are."""
-
-    def __init__(self, env: BaseInteractionEnv, name: str) -> None:
-        def source(method: Callable[..., Any]) -> PluginFunction:
-            return PluginFunction("env", name, method)
-
-        of_reset, of_step, of_messages = source(env.reset), source(env.step), source(env.format_observation)
-        self.reset = _then(env.reset, lambda came: _value(came, of_reset))  # type: ignore[method-assign]
-        self.step = _then(env.step, lambda came: _checked_step(came, of_step))  # type: ignore[method-assign]
-        self.format_observation = _then(  # type: ignore[method-assign]
-            env.format_observation, lambda came: _conversation(came, of_messages)
-        )
-        self.close = env.close  # type: ignore[method-assign]
-
-    def reset(self) -> Any: ...
-
-    def step(self, action: Action) -> StepResult: ...  # type: ignore[empty-body]
-
-
-def _then(function: Callable[..., Any], check: Callable[[Any], Any]) -> Callable[..., Any]:
-    """Returns ``function`` with a check of its result; it is async if ``function`` is."""
-    if not inspect.iscoroutinefunction(function):
-        return lambda *given: check(function(*given))
-
-    async def awaited(*given: Any) -> Any:
-        return check(await function(*given))
-
-    return awaited
-
-
-def _value(came: Any, source: PluginFunction) -> Any:
-    if inspect.isawaitable(came):
-        raise source.wrong(_not_awaited(came), "an observation; make the method async def if it has to wait")
-    return came
-
-
-def _checked_step(came: Any, source: PluginFunction) -> StepResult:
-    if not isinstance(came, StepResult):
-        raise source.wrong(_not_awaited(came), A_STEP)
-    reward = None if came.reward is None else _as_number(came.reward)
-    if came.reward is not None and (reward is None or not math.isfinite(reward)):
-        raise source.wrong(came.reward, "a finite number, or None if the turn has no reward of its own", what="reward")
-    done = _as_number(came.done)
-    if done is None:
-        raise source.wrong(came.done, "True or False", what="done")
-    if not isinstance(came.info, Mapping):
-        raise source.wrong(came.info, "names with values", what="info")
-    return replace(came, reward=reward, done=bool(done))
-
-
-def _conversation(came: Any, source: PluginFunction) -> list[Message]:
-    if isinstance(came, str | Mapping) or not isinstance(came, Sequence) or not came:
-        raise source.wrong(_not_awaited(came), MESSAGES)
-    for message in came:
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise source.wrong(message, MESSAGES, what="a message")
-        content = message.get("content")
-        if isinstance(content, Sequence) and not isinstance(content, str):
-            if not content or not all(map(_is_part, content)):
-                raise source.wrong(content, PARTS, what="content")
-        elif not isinstance(content, str):
-            raise source.wrong(message, MESSAGES, what="a message")
-    return list(came)
-
-
-def _is_part(part: Any) -> bool:
-    if not isinstance(part, Mapping):
-        return False
-    kind = part.get("type")
-    if kind == "text":
-        return isinstance(part.get("text"), str)
-    source = part.get(kind) if kind in MEDIA_KINDS else None
-    return isinstance(source, MediaSource) and source.kind == kind
 
 
 def checked_algorithm(spec: AlgorithmSpec) -> AlgorithmSpec:
@@ -362,7 +211,7 @@ def _checked_denominator(spec: AlgorithmSpec) -> Callable[[StepTotals, Any], flo
 
     def checked(totals: StepTotals, config: Any) -> float:
         came = spec.denominator(totals, config)
-        number = _as_number(came)
+        number = as_number(came)
         if number is None or not math.isfinite(number) or number <= 0:
             raise source.wrong(came, "a finite number above 0")
         return number
@@ -377,7 +226,7 @@ def checked_sink(spec: SinkSpec) -> SinkSpec:
     def checked_open(start: SinkStart, config: Any) -> BaseSink:
         came: Any = spec.open(start, config)
         if not isinstance(came, BaseSink):
-            raise function.wrong(_not_awaited(came), "an object of a class under BaseSink")
+            raise function.wrong(not_awaited(came), "an object of a class under BaseSink")
         return came
 
     return replace(spec, open=checked_open)

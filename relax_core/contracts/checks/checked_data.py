@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from relax_core.contracts.checks.checked import PluginFunction
+from relax_core.contracts.checks.plugin_results import PluginFunction
 from relax_core.contracts.data import BaseDataSource, DataSourceSpec
 
 A_ROW = "a mapping with text keys, such as {'prompt': …, 'answer': …}"

@@ -33,6 +33,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--max-running-samples", type=int, default=256)
     parser.add_argument("--max-total-tokens", type=int, default=65536, help="tokens in the KV cache")
     parser.add_argument("--context-length", type=int, default=512, help="prompt and response tokens of one sample")
+    parser.add_argument("--prefix-cache-tokens", type=int, default=0, help="tokens kept of samples that have ended")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--dtype", choices=DTYPES, default="float32")
     parser.add_argument("--load-weights", action="store_true", help="serve the folder's own weights at once")

@@ -48,6 +48,7 @@ def build_app(arguments: argparse.Namespace) -> tuple[EngineApp, Scheduler]:
         max_tokens=arguments.max_total_tokens,
         context_length=arguments.context_length,
         features=_features(config, weights, reader),
+        prefix_cache_tokens=arguments.prefix_cache_tokens,
     )
     version = NOTHING_ATTESTED
     if arguments.load_weights:
@@ -82,6 +83,8 @@ def _check(arguments: argparse.Namespace, max_positions: int) -> None:
     for name in ("max_running_samples", "max_total_tokens", "context_length", "threads"):
         if getattr(arguments, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(arguments, name)}: give 1 or more")
+    if arguments.prefix_cache_tokens < 0:
+        raise ValueError(f"--prefix-cache-tokens {arguments.prefix_cache_tokens}: give 0, which keeps none, or more")
     if arguments.context_length > max_positions:
         raise ValueError(
             f"--context-length {arguments.context_length}: the model has {max_positions} positions; give at most "

@@ -22,6 +22,7 @@ def command(launch: EngineStart) -> list[str]:
         "--max-running-samples": engine.max_running_samples,
         "--max-total-tokens": engine.max_total_tokens,
         "--context-length": engine.context_tokens,
+        "--prefix-cache-tokens": engine.prefix_cache_tokens or 0,
         "--threads": engine.threads,
         "--dtype": launch.dtype,
     }

@@ -13,4 +13,5 @@ SPEC = EngineSpec(
     transports=frozenset({"shared_memory", "gloo", "disk"}),
     media=frozenset({"image", "video", "audio"}),
     feature_mib=256,
+    keys=frozenset({"prefix_cache_tokens"}),
 )

@@ -134,7 +134,7 @@ class EnginePool:
                 tie=tie,
                 request=request,
                 n=params.n,
-                cost=params.max_new_tokens + prompt_cost(request, self._item_work) / params.n,
+                cost=request.limit(params) + prompt_cost(request, self._item_work) / params.n,
             )
             for index, (request, tie) in enumerate(zip(prompts, places, strict=True))
         ]
@@ -256,6 +256,7 @@ class EnginePool:
                 "log"
             )
         if not prompt.missing:
+            self._router.answered(engine, prompt)
             self._close(prompt)
             prompt_batch.events.put_nowait(prompt)
         elif not prompt.asked:

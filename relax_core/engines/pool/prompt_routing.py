@@ -1,8 +1,9 @@
 """Chooses the engine of each prompt by the prompt's prefix and by the engines' load.
 
-A group goes to one engine, which prefills its prompt once. The choice never changes the tokens, because seeds belong to
-samples. It may change the rounding of log-probs, which depends on the samples in the same batch. `Router` with
-``by_load`` false therefore uses nothing that depends on time.
+A group goes to one engine, which prefills its prompt once. An episode's next turn goes to the engine that answered its
+turns before and keeps their keys and values, unless that engine is busier by more than this turn. The choice never
+changes the tokens, because seeds belong to samples. It may change the rounding of log-probs, which depends on the
+samples in the same batch. `Router` with ``by_load`` false therefore uses nothing that depends on time.
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from relax_core.contracts.media import Media
 from relax_core.engines.pool.open_prompts import OpenPrompt
+from relax_core.engines.protocol.prefix_blocks import prefix_blocks
 
 PREFIX_BLOCK = 64  # tokens; prefixes are compared in blocks of these
-LONG_PREFIX = 256  # tokens; a shorter common prefix does not decide, because its prefill is fast
+LONG_PREFIX = 64  # tokens; a shorter common prefix does not decide, because its prefill is fast
 KNOWN_BLOCKS = 1 << 16  # newest prefix blocks that are remembered for each engine
 
 
@@ -50,7 +51,9 @@ class Router:
     def _choose_one(self, prompt: OpenPrompt, loads: dict[int, float]) -> int:
         lightest, input_ids = min(loads.values()), prompt.request.input_ids
         candidates = list(loads)
-        blocks = _blocks(input_ids, prompt.request.media) if len(input_ids) >= LONG_PREFIX else []
+        blocks = (
+            prefix_blocks(input_ids, prompt.request.media, block=PREFIX_BLOCK) if len(input_ids) >= LONG_PREFIX else []
+        )
         if blocks:
             near = [engine for engine in loads if loads[engine] <= lightest + prompt.missing_cost]
             known = {engine: self._known(engine, blocks) for engine in near}
@@ -74,6 +77,12 @@ class Router:
         while len(seen) > KNOWN_BLOCKS:
             seen.popitem(last=False)
 
+    def answered(self, engine: int, prompt: OpenPrompt) -> None:
+        """Remembers that the engine has finished a prompt's one response, from which an episode's next turn goes on."""
+        if self.count > 1 and prompt.n == 1:
+            token_ids = prompt.request.input_ids + prompt.done[0].output_ids.tolist()
+            self._remember(engine, prefix_blocks(token_ids, prompt.request.media, block=PREFIX_BLOCK))
+
     # -- the engines' load --------------------------------------------------------------------------------------------
     def asked(self, engine: int, tokens: float) -> None:
         """Adds tokens that were asked of the engine."""
@@ -86,18 +95,3 @@ class Router:
     def others(self, engine: int, tokens: float) -> None:
         """Sets how many tokens other clients have asked of the engine."""
         self._others[engine] = tokens
-
-
-def _blocks(input_ids: Sequence[int], media: Sequence[Media] = ()) -> list[int]:
-    """Returns one hash for each whole block; it covers all tokens from the prompt's start to the block's end.
-
-    It covers the digests of the images and videos of the block's rows too, because different ones may have equal ids.
-    """
-    blocks: list[int] = []
-    before = 0
-    for start in range(0, len(input_ids) - PREFIX_BLOCK + 1, PREFIX_BLOCK):
-        end = start + PREFIX_BLOCK
-        items = [one.item.digest for one in media if one.start < end and one.end > start]
-        before = hash((before, *input_ids[start:end], *items))
-        blocks.append(before)
-    return blocks

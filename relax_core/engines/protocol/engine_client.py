@@ -358,8 +358,9 @@ def generate_body(prompts: Sequence[PromptRequest], params: SamplingParams) -> d
         body["samples"] = [prompt.samples for prompt in prompts]
     if any(prompt.generated for prompt in prompts):
         body["generated"] = [prompt.generated for prompt in prompts]
+    if any(prompt.generated or prompt.max_new_tokens is not None for prompt in prompts):
         body["sampling_params"] = [
-            sampling | {"max_new_tokens": params.max_new_tokens - prompt.generated} for prompt in prompts
+            sampling | {"max_new_tokens": prompt.limit(params) - prompt.generated} for prompt in prompts
         ]
     return body | media_fields([prompt.media for prompt in prompts])
 

@@ -160,6 +160,7 @@ class EventReader:
             response_experts=response_experts,
             kept=KeptTokens.joined(kept) if kept else None,
             prompt_tokens=prompt_tokens,
+            cached_tokens=meta.cached_tokens,
         )
 
 

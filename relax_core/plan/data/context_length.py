@@ -1,4 +1,7 @@
-"""Derives `engine.context_length` if it is not set: the context that holds the longest prompt and a response."""
+"""Derives `engine.context_length` if it is not set, and `engine.prefix_cache_tokens`.
+
+The context holds the longest prompt and a response; the prefix cache holds some groups of the longest episodes.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,12 @@ from relax_core.data.sources import make_source
 from relax_core.families.hf_config import language_values, read_hf_config
 from relax_core.plan.data.data_check import keep_look, look_at_data
 from relax_core.plan.data.prompt_maker import positions, prompt_maker
-from relax_core.registry import find_env
+from relax_core.registry import find_engine, find_env
 from relax_core.rollout.evaluation.evaluator import prepare
 from relax_core.rollout.prompt_tokens import PromptMaker
 
 ROUND_TO = 64  # tokens; a derived context is a multiple of it, as is the embedded engine's cache
+KEPT_GROUPS = 4  # groups of the longest episodes whose keys and values an engine keeps between their turns
 UNKNOWN_PROMPT = 512  # tokens if there is no data or no tokenizer yet: such a run can be planned and cannot start
 
 Longest = Callable[[RelaxConfig, PromptMaker], int]  # returns the tokens of a prompt; raises ValueError or OSError
@@ -47,6 +51,11 @@ def planned_context(config: RelaxConfig) -> RelaxConfig:
 def _settle(config: RelaxConfig, longest: Longest) -> tuple[RelaxConfig, list[str]]:
     if config.launcher.name is LauncherKind.ray_job or config.rollout.max_new_tokens < 1:
         return config, []
+    settled, problems = _settle_length(config, longest)
+    return _with_prefix_cache(settled), problems
+
+
+def _settle_length(config: RelaxConfig, longest: Longest) -> tuple[RelaxConfig, list[str]]:
     try:
         prompts = prompt_maker(config)
     except ValueError as error:
@@ -96,3 +105,14 @@ def _with_context(config: RelaxConfig, prompt_tokens: int) -> RelaxConfig:
     wanted = -(-(prompt_tokens + config.rollout.max_new_tokens) // ROUND_TO) * ROUND_TO
     context = min(wanted, positions(config) or wanted)
     return dataclasses.replace(config, engine=dataclasses.replace(config.engine, context_length=context))
+
+
+def _with_prefix_cache(config: RelaxConfig) -> RelaxConfig:
+    """Returns the configuration with the derived prefix cache; prompts of one turn share too little to keep any."""
+    engine = config.engine
+    if engine.prefix_cache_tokens is not None or "prefix_cache_tokens" not in find_engine(engine.name).keys:
+        return config
+    tokens = 0
+    if find_env(config.env.name).has_turns:
+        tokens = KEPT_GROUPS * config.algo.group_size * engine.context_tokens
+    return dataclasses.replace(config, engine=dataclasses.replace(engine, prefix_cache_tokens=tokens))

@@ -84,7 +84,8 @@ def _rows(config: RelaxConfig) -> Iterator[tuple[str, dict[str, Any]]]:
     if data.task is not None:
         for index in range(TRIED_ROWS if data.task in task_names() else 0):
             made = example(data.task, split="train", seed=config.seed, index=index)
-            yield f"row {index} of data={data.name}", {"prompt": made.prompt, "answer": made.answer}
+            row = {"prompt": made.prompt, "answer": made.answer}
+            yield f"row {index} of data={data.name}", row if made.seed is None else row | {"seed": made.seed}
         return
     try:
         rows, count = file_rows(data)

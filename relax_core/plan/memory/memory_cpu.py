@@ -63,6 +63,7 @@ TORCH = 188  # for computing advantages with torch in the rollout
 KEPT_BY_ALLOCATOR = 0.5  # share of what a micro-batch allocates: pieces that glibc neither returns nor reuses
 SAMPLING_COPIES = 8  # float32 arrays [samples, vocabulary] of one decode step
 SLOT_BYTES = 256  # rows of the table of running samples, which is allocated at once
+PASS_COLUMNS = 8192  # columns of one prefill behind kept prefixes, which has two copies of their keys and values
 FIRST_COLUMNS = 64  # first columns of the engine's KV cache, which then doubles
 
 
@@ -227,8 +228,10 @@ def _engine(name: str, config: RelaxConfig, model: ModelDimensions, work: Worklo
     tokens = cache_tokens(config, work)
     cache = tokens * model.cache_values_per_token * size
     states = work.samples_in_flight * model.state_bytes_per_sample(size)
+    kept = config.engine.prefix_cache_tokens if name == "engine" else 0  # a teacher's engine finishes no responses
     serving = {
         f"KV cache ({tokens} tokens)": cache,
+        **(_prefix_terms(kept, model.cache_values_per_token * size, work) if kept else {}),
         **({"linear-attention states": states} if states else {}),
         "sampling": SAMPLING_COPIES * work.samples_in_flight * model.vocabulary * FLOAT,
         "slots": SLOT_BYTES * config.engine.max_running_samples,
@@ -244,6 +247,15 @@ def _engine(name: str, config: RelaxConfig, model: ModelDimensions, work: Worklo
         Phase(name="wake-up", terms=state | serving),
     )
     return Holder(name=name, count=count, phases=phases)
+
+
+def _prefix_terms(kept: int, token_bytes: int, work: Workload) -> dict[str, int]:
+    """Returns the memory of ``kept`` tokens of finished responses, and of a prefill that goes on from them."""
+    columns = min(max(PASS_COLUMNS, work.sample_tokens), work.samples_in_flight * work.sample_tokens)
+    return {
+        f"prefix cache ({kept} tokens)": kept * token_bytes,
+        "copies of kept prefixes": 2 * columns * token_bytes,
+    }
 
 
 def cache_tokens(config: RelaxConfig, work: Workload) -> int:

@@ -1,7 +1,6 @@
 """Plays the episodes of a group with an environment of several turns, each episode at its own pace.
 
-An episode is reset → prompt → response → step → prompt …, until the env says done, the limit of turns is reached, a
-response is cut, or the context is full.
+An episode is reset → prompt → response → step → prompt …, until the env says done or a limit is reached.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
-from relax_core.contracts.checks.checked import WrongResult
+from relax_core.contracts.checks.plugin_results import WrongResult
 from relax_core.contracts.data import DataRow
 from relax_core.contracts.engine import PromptRequest, SamplingParams
 from relax_core.contracts.env import (
@@ -20,27 +19,31 @@ from relax_core.contracts.env import (
     BaseInteractionEnv,
     Ended,
     EnvSpec,
+    EpisodeLimits,
     EpisodeStart,
     InteractionConfig,
     Message,
     StepResult,
     media_sources,
 )
-from relax_core.contracts.media import Media, MediaError, MediaItem
-from relax_core.contracts.reward import RewardInput, RewardOutput
+from relax_core.contracts.media import MediaError, MediaItem
 from relax_core.contracts.tree import group_uid, sample_uid
 from relax_core.data.turn_tokens import TurnTokens
 from relax_core.engines.pool.engine_pool import EnginePool
 from relax_core.registry import plugin_words
 from relax_core.rollout.episodes.env_calls import EnvCalls, EnvTooSlow
+from relax_core.rollout.episodes.episode_records import EpisodeRecord
+from relax_core.rollout.episodes.observations import shortened_observation
 from relax_core.rollout.episodes.shared_requests import SharedRequests
-from relax_core.rollout.episodes.tree_builder import PlayedEpisode, PlayedTurn
+from relax_core.rollout.episodes.tool_use import ToolUse
+from relax_core.rollout.episodes.tree_builder import PlayedTurn
 from relax_core.rollout.prompt_tokens import Prompt, PromptMaker, check_prompt_tokens
-from relax_core.rollout.rewards.reward_inputs import response_text, without_bytes
-from relax_core.rollout.rewards.reward_pool import RewardPool
+from relax_core.rollout.rewards.reward_inputs import response_text
 from relax_core.rollout.sample_seeds import sampling_seed
 
 SHOWN = 200  # the characters of an opening that an error shows
+# What should not happen and may not happen again: the episode starts anew from reset. No step is repeated.
+STARTS_AGAIN: frozenset[Ended | None] = frozenset({"env_failed", "step_timeout"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,57 +72,39 @@ class OpenEnv:
     env: BaseInteractionEnv
     calls: EnvCalls
 
+    async def close(self) -> None:
+        """Closes the env."""
+        await self.calls.close(self.env.close)
+
 
 @dataclass(eq=False, kw_only=True)
-class EpisodeRecord:
-    """Holds the messages, turns and state of one episode.
+class _Group:
+    """Holds what the episodes of a group share; ``envs`` has the open env of each."""
 
-    ``media`` places the images and videos of the newest prompt in it. ``failed`` says why the episode has no reward if
-    its env raised or was too slow, or showed an image or video that cannot be used. ``error`` is what was raised.
-    """
+    start: GroupStart
+    records: list[EpisodeRecord]
+    envs: list[OpenEnv | None]
+    tools: ToolUse
+    tasks: asyncio.TaskGroup
+    opening: list[Message] = field(default_factory=list)
+    prompt: Prompt | None = None
+    between: TurnTokens | None = None
 
-    uid: str
+
+@dataclass(eq=False, kw_only=True)
+class _NextTurn:
+    """Holds what follows a response: ``messages`` and their ``items``, in place of the history if ``edits``."""
+
     messages: list[Message] = field(default_factory=list)
-    turns: list[PlayedTurn] = field(default_factory=list)
-    texts: list[str] = field(default_factory=list)
-    media: list[Media] = field(default_factory=list)
-    ended: Ended | None = None
-    failed: str = ""
-    error: Exception | None = None
-
-    def fail(self, ended: Ended, words: str, error: Exception | None) -> None:
-        """Ends the episode without a reward."""
-        self.ended, self.failed, self.error = ended, words, error
-
-    @property
-    def bad_media(self) -> MediaError | None:
-        """Returns why an image or video of the env cannot be used, or None."""
-        return self.error if isinstance(self.error, MediaError) else None
-
-    def reward_input(self, row: DataRow, where: str, *, media_folder: str = "") -> RewardInput:
-        """Returns the input of the reward for this episode."""
-        items = [one.item for one in self.media]
-        return RewardInput(
-            response=self.texts[-1] if self.texts else "",
-            stopped=bool(self.turns) and self.turns[-1].response.finish_reason == "stop",
-            answer=str(row["answer"]),
-            row=without_bytes(row) if items else row,
-            uid=self.uid,
-            where=where,
-            turns=self.texts,
-            turn_rewards=[turn.reward for turn in self.turns],
-            messages=without_bytes(self.messages) if items else self.messages,
-            ended=self.ended or "",
-            media=items,
-            media_folder=media_folder,
-        )
+    items: list[MediaItem] = field(default_factory=list)
+    edits: bool = False
 
 
 class EpisodePlayer:
     """Plays the groups of an env of several turns.
 
-    ``sampling.n`` is the number of episodes per group, and ``sampling.max_new_tokens`` the limit of one turn. ``seed``
-    is the run's seed.
+    ``sampling.n`` is the number of episodes per group, and ``sampling.max_new_tokens`` the limit of sampled tokens of
+    an episode. ``seed`` is the run's seed. Raises ValueError if the chat template does not show the tools of the env.
     """
 
     def __init__(
@@ -133,7 +118,7 @@ class EpisodePlayer:
         seed: int,
     ) -> None:
         assert env.open is not None
-        self._name = env.name
+        self._env = env
         self._open = env.open
         self._config = cast(InteractionConfig, env_config)
         self._prompts = prompts
@@ -141,6 +126,12 @@ class EpisodePlayer:
         self._group_size = sampling.n
         self._stop = sampling.stop
         self._seed = seed
+        self._limits = EpisodeLimits(
+            turns=self._config.max_turns,
+            sampled_tokens=sampling.max_new_tokens,
+            context_tokens=prompts.max_prompt_tokens + sampling.max_new_tokens,
+        )
+        self._tools = ToolUse.of_env(env, self._config, prompts.tokenizer)
 
     async def play(self, start: GroupStart, tasks: asyncio.TaskGroup) -> list[EpisodeRecord]:
         """Returns the ended episodes of a group in order; `SharedRequests.generate` explains ``tasks``.
@@ -150,194 +141,224 @@ class EpisodePlayer:
         """
         uid = group_uid(start.index)
         records = [EpisodeRecord(uid=sample_uid(uid, sample)) for sample in range(self._group_size)]
-        opened: list[OpenEnv | None] = [None] * len(records)
+        tools = self._tools.of_row(self._env, start.row, self._config)
+        group = _Group(start=start, records=records, envs=[None] * len(records), tools=tools, tasks=tasks)
         try:
             async with asyncio.TaskGroup() as opening:
-                for sample, record in enumerate(records):
-                    opening.create_task(self._reset(start, sample, record, opened))
-            begun = [record for record in records if record.ended is None]
-            if begun:
-                _check_openings(begun, name=self._name, where=start.where)
-                messages = list(begun[0].messages)
-                prompt = await self._prompts.opening(messages, where=start.where, owner=uid)
-                between = TurnTokens(self._prompts.tokenizer, messages)
+                for sample in range(len(records)):
+                    opening.create_task(self._open_episode(group, sample))
+            if begun := [record for record in records if record.ended is None]:
+                group.opening = list(begun[0].messages)
+                for record in begun[1:]:
+                    self._check_opening(group, record)
+                shown = tools.opening(group.opening)
+                group.prompt = await self._prompts.opening(shown, where=start.where, owner=uid, tools=tools.schemas)
+                group.between = TurnTokens(self._prompts.tokenizer, shown, tools=tools.schemas)
                 async with asyncio.TaskGroup() as playing:
-                    for sample, (record, env) in enumerate(zip(records, opened, strict=True)):
-                        if env is not None and record.ended is None:
-                            playing.create_task(self._play(start, sample, record, env, prompt, between, tasks))
+                    for sample, record in enumerate(records):
+                        if record.ended is None:
+                            playing.create_task(self._play(group, sample))
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from failures  # the first failure cancelled the other tasks
         finally:
-            await asyncio.gather(*(one.calls.close(one.env.close) for one in opened if one is not None))
+            await asyncio.gather(*(one.close() for one in group.envs if one is not None))
         return records
 
-    async def _reset(self, start: GroupStart, sample: int, record: EpisodeRecord, opened: list[OpenEnv | None]) -> None:
-        """Opens the env of episode ``sample`` and stores its first messages."""
+    async def _open_episode(self, group: _Group, sample: int) -> None:
+        """Opens the env of episode ``sample`` and stores its first messages, in a new start if that fails."""
+        await self._reset(group, sample)
+        while self._starts_again(group.records[sample]):
+            await self._reset(group, sample)
+
+    def _starts_again(self, record: EpisodeRecord) -> bool:
+        """Prepares a failed episode for a new start; returns False if it has not failed or had all its starts."""
+        if record.ended not in STARTS_AGAIN or record.restarts >= self._config.max_retries:
+            return False
+        record.start_again()
+        return True
+
+    async def _reset(self, group: _Group, sample: int) -> None:
+        start, record = group.start, group.records[sample]
         begins = EpisodeStart(
             row=start.row,
             group_seed=sampling_seed(self._seed, index=start.index, purpose="env"),
             episode_seed=sampling_seed(self._seed, index=start.index, purpose=f"env/{sample}"),
-            attempt=start.attempt,
+            attempt=start.attempt + record.restarts,
+            limits=self._limits,
         )
 
         async def reset() -> None:
+            if (before := group.envs[sample]) is not None:
+                group.envs[sample] = None
+                await before.close()
             calls = EnvCalls(timeout_s=self._config.step_timeout_s)
             env: BaseInteractionEnv = await calls(self._open, begins, self._config)
-            opened[sample] = OpenEnv(env=env, calls=calls)
+            group.envs[sample] = OpenEnv(env=env, calls=calls)
             observation = await calls(env.reset)
             record.messages += await calls(env.format_observation, observation)
 
         await self._guarded(reset(), record, where=start.where, what="reset")
 
-    async def _play(
-        self,
-        start: GroupStart,
-        sample: int,
-        record: EpisodeRecord,
-        env: OpenEnv,
-        prompt: Prompt,
-        between: TurnTokens,
-        tasks: asyncio.TaskGroup,
-    ) -> None:
-        """Plays one episode turn by turn until it has ended."""
-        prompt_ids = prompt.token_ids
-        record.media = list(prompt.media)
-        while record.ended is None:
-            number = len(record.turns)
-            request = PromptRequest(
-                rid=f"{start.rid}.{sample}.{number}",
-                input_ids=prompt_ids,
-                sampling_seed=sampling_seed(self._seed, index=start.index, purpose=f"train/{sample}/{number}"),
-                min_version=start.min_version,
-                media=list(record.media),
-            )
-            began_s = time.time()
-            start.on_request(request.rid)
-            response = await self._requests.generate(request, tie=start.index, tasks=tasks)
-            start.on_response(request.rid)
-            check_prompt_tokens(request, [response])
-            played = PlayedTurn(
-                prompt_ids=prompt_ids, response=response, media=request.media, began_s=began_s, ended_s=time.time()
-            )
-            record.turns.append(played)
-            record.texts.append(response_text(response, tokenizer=self._prompts.tokenizer, stop=self._stop))
-            record.messages.append({"role": "assistant", "content": record.texts[-1]})
-            if response.finish_reason != "stop":
-                record.ended = "turn_cut"
+    async def _play(self, group: _Group, sample: int) -> None:
+        """Plays one episode until it has ended, with new starts if its env fails."""
+        record = group.records[sample]
+        while True:
+            limit = asyncio.timeout(None)
+            try:
+                async with limit:
+                    await self._play_once(group, sample, limit)
+            except TimeoutError:
+                if not limit.expired():
+                    raise
+                if record.request:  # the engine need not finish a response that nobody reads
+                    await self._requests.cancel(record.request)
+                    group.start.on_response(record.request)
+                seconds = f"{self._config.episode_timeout_s:g}"
+                words = f"env {self._env.name}: the episode has not ended within env.episode_timeout_s={seconds} s"
+                record.fail("episode_timeout", words)
+            if not self._starts_again(record):
                 return
-            messages, items = list[Message](), list[MediaItem]()
-            what = f"turn {number + 1}"
-            step = self._step(env, record, messages, items, owner=group_uid(start.index))
+            await self._reset(group, sample)
+            if record.ended is None:
+                self._check_opening(group, record)
+
+    async def _play_once(self, group: _Group, sample: int, limit: asyncio.Timeout) -> None:
+        """Plays one episode turn by turn until it has ended; ``limit`` is set when its first response is there."""
+        start, record, env = group.start, group.records[sample], group.envs[sample]
+        if record.ended is not None:  # the env failed again before the first turn
+            return
+        assert group.prompt is not None and group.between is not None and env is not None
+        prompt_ids, between = group.prompt.token_ids, group.between
+        record.media = list(group.prompt.media)
+        while record.ended is None:
+            most, cut = self._room(record, prompt_ids)
+            if most < 1:
+                record.ended = cut
+                return
+            await self._ask(group, sample, prompt_ids, most)
+            if limit.when() is None:
+                limit.reschedule(asyncio.get_running_loop().time() + self._config.episode_timeout_s)
+            response = record.turns[-1].response
+            stopped = response.finish_reason == "stop"
+            if not stopped and (cut != "turn_cut" or self._config.on_turn_cut == "end"):
+                record.ended = cut
+                return
+            action = group.tools.read(record.texts[-1], stopped=stopped)
+            following, what = _NextTurn(), f"turn {len(record.turns)}"
+            step = self._step(env, record, action, following, owner=group_uid(start.index), tools=group.tools)
             await self._guarded(step, record, where=start.where, what=what)
             if record.ended is not None:
                 return
-            record.messages += messages
-            prompt_ids, new = between.next_prompt(prompt_ids, response.output_ids.tolist(), messages, items)
-            record.media += new
-            if len(prompt_ids) > self._prompts.max_prompt_tokens:
-                record.ended = "context_full"
+            if following.edits:
+                record.messages = list(following.messages)
+                between = TurnTokens(self._prompts.tokenizer, following.messages, tools=group.tools.schemas)
+                prompt = self._prompts.edited(following.messages, following.items, tools=group.tools.schemas)
+                prompt_ids, record.media = prompt.token_ids, list(prompt.media)
+            else:
+                record.messages += following.messages
+                sampled = response.output_ids.tolist()
+                prompt_ids, new = between.next_prompt(prompt_ids, sampled, following.messages, following.items)
+                record.media += new
+
+    def _room(self, record: EpisodeRecord, prompt_ids: Sequence[int]) -> tuple[int, Ended]:
+        """Returns how many tokens the next response may have, and the episode's end if it is cut there."""
+        limits: list[tuple[int, Ended]] = [
+            (self._limits.sampled_tokens - record.sampled_tokens, "token_budget"),
+            (self._limits.context_tokens - len(prompt_ids), "context_full"),
+        ]
+        if self._config.max_turn_tokens is not None:
+            limits.append((self._config.max_turn_tokens, "turn_cut"))
+        return min(limits, key=lambda one: one[0])
+
+    async def _ask(self, group: _Group, sample: int, prompt_ids: list[int], most: int) -> None:
+        """Adds the response to a prompt to the episode's turns."""
+        start, record = group.start, group.records[sample]
+        number = len(record.turns)
+        again = f".{record.restarts}" if record.restarts else ""
+        request = PromptRequest(
+            rid=f"{start.rid}.{sample}.{number}{again}",
+            input_ids=prompt_ids,
+            sampling_seed=sampling_seed(self._seed, index=start.index, purpose=f"train/{sample}/{number}"),
+            min_version=start.min_version,
+            media=list(record.media),
+            max_new_tokens=most,
+        )
+        began_s = time.time()
+        start.on_request(request.rid)
+        record.request = request.rid
+        response = await self._requests.generate(request, tie=start.index, tasks=group.tasks)
+        record.request = ""
+        start.on_response(request.rid)
+        check_prompt_tokens(request, [response])
+        played = PlayedTurn(
+            prompt_ids=prompt_ids, response=response, media=request.media, began_s=began_s, ended_s=time.time()
+        )
+        record.turns.append(played)
+        record.texts.append(response_text(response, tokenizer=self._prompts.tokenizer, stop=self._stop))
+        record.messages.append({"role": "assistant", "content": record.texts[-1]})
 
     async def _step(
-        self, opened: OpenEnv, record: EpisodeRecord, messages: list[Message], items: list[MediaItem], *, owner: str
+        self,
+        opened: OpenEnv,
+        record: EpisodeRecord,
+        action: Action,
+        following: _NextTurn,
+        *,
+        owner: str,
+        tools: ToolUse,
     ) -> None:
-        """Stores the reward for the newest response, and the ``messages`` that follow it or the end of the episode.
+        """Stores the reward for the newest response, and what follows it or the end of the episode.
 
-        ``items`` gets the images and videos of these messages, which ``owner`` then holds.
+        ``following`` gets the next messages with their images and videos, which ``owner`` then holds.
         """
         env, calls = opened.env, opened.calls
-        step: StepResult = await calls(env.step, Action(text=record.texts[-1], stopped=True))
-        record.turns[-1] = replace(record.turns[-1], reward=step.reward)
+        step: StepResult = await calls(env.step, action)
+        record.turns[-1] = replace(record.turns[-1], reward=step.reward, state_key=step.state_key)
+        record.take_info(step.info)
         if step.done:
             record.ended = "env_done"
         elif len(record.turns) >= self._config.max_turns:
             record.ended = "max_turns"
+        elif step.context_edit is not None:
+            following.edits = True
+            following.messages += tools.opening(tools.shown(step.context_edit))
         else:
-            messages += await calls(env.format_observation, step.observation)
-            items += await self._prompts.encoded(media_sources(messages), owner=owner)
+            messages = await calls(env.format_observation, step.observation)
+            messages, cut = shortened_observation(
+                messages, self._prompts.tokenizer, limit=self._config.max_observation_tokens
+            )
+            record.cut_observations += cut
+            following.messages += tools.shown(messages)
+        following.items += await self._prompts.encoded(media_sources(following.messages), owner=owner)
 
     async def _guarded(self, call: Any, record: EpisodeRecord, *, where: str, what: str) -> None:
         """Awaits a call of the env. An error, a missed deadline or bad media end the episode.
 
         A wrong result ends the run.
         """
+        name = self._env.name
         try:
             await call
         except WrongResult as error:
             raise WrongResult(f"episode {record.uid} ({where}), {what}: {error}") from error
         except EnvTooSlow as error:
-            words = f"env {self._name}: {what}: {error}. Raise env.step_timeout_s, or make the env faster"
+            words = f"env {name}: {what}: {error}. Raise env.step_timeout_s, or make the env faster"
             record.fail("step_timeout", words, error)
         except MediaError as error:  # as in a data row, it costs its episode and is no failure of the reward
-            told = MediaError(error.kind, error.word, f"{where}: env {self._name}: {what}: {error}")
+            told = MediaError(error.kind, error.word, f"{where}: env {name}: {what}: {error}")
             record.fail("bad_media", str(told), told)
         except Exception as error:  # plug-in code: the episode ends without a reward, up to reward.max_failed
-            record.fail("env_failed", f"env {self._name}: {what}: {plugin_words(error)}", error)
+            record.fail("env_failed", f"env {name}: {what}: {plugin_words(error)}", error)
 
+    def _check_opening(self, group: _Group, record: EpisodeRecord) -> None:
+        """Raises ValueError if an episode opens differently than its group.
 
-def _check_openings(begun: Sequence[EpisodeRecord], *, name: str, where: str) -> None:
-    """Raises ValueError if an episode opens differently than the first one.
-
-    Episodes with different prompts have no common baseline.
-    """
-    first = begun[0]
-    for other in begun[1:]:
-        if other.messages != first.messages:
+        Episodes with different prompts have no common baseline.
+        """
+        if record.messages != group.opening:
+            first = next(one for one in group.records if one.ended is None)
             raise ValueError(
-                f"env {name}: {where}: the episodes of a group open differently. {first.uid}: "
-                f"{str(first.messages)[:SHOWN]}. {other.uid}: {str(other.messages)[:SHOWN]}. Let reset draw from "
+                f"env {self._env.name}: {group.start.where}: the episodes of a group open differently. {first.uid}: "
+                f"{str(group.opening)[:SHOWN]}. {record.uid}: {str(record.messages)[:SHOWN]}. Let reset draw from "
                 "start.group_seed, which all episodes of a group have, and not from start.episode_seed."
             )
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlayedFigures:
-    """Holds the figures of one group; ``tokens`` are sampled ones, ``reward_s`` is the time of its rewards."""
-
-    episodes: int
-    turns: int
-    tokens: int
-    newest_version: int
-    reward_s: float
-
-    @staticmethod
-    def of(records: Sequence[EpisodeRecord], *, reward_s: float) -> PlayedFigures:
-        """Returns the figures of a group's episodes."""
-        responses = [turn.response for record in records for turn in record.turns]
-        return PlayedFigures(
-            episodes=len(records),
-            turns=len(responses),
-            tokens=sum(len(one.output_ids) for one in responses),
-            newest_version=max((int(one.versions[-1]) for one in responses), default=0),
-            reward_s=reward_s,
-        )
-
-
-async def score_episodes(
-    records: Sequence[EpisodeRecord], rewards: RewardPool, *, row: DataRow, where: str, media_folder: str = ""
-) -> list[PlayedEpisode]:
-    """Returns the episodes with their rewards, in order; an episode whose env failed has no reward.
-
-    Raises what `RewardPool.score` raises, and `RewardsFailed` if too many envs fail, among which bad media do
-    not count.
-    """
-    inputs = {record.uid: record.reward_input(row, where, media_folder=media_folder) for record in records}
-    whole = [record for record in records if not record.failed]
-    outputs = await rewards.score([inputs[record.uid] for record in whole]) if whole else []
-    scored = {record.uid: output for record, output in zip(whole, outputs, strict=True)}
-    for record in records:
-        if record.failed:
-            output = scored[record.uid] = RewardOutput(reward=None, reason=record.failed)
-            if record.bad_media is None:
-                rewards.failures.record(inputs[record.uid], output, record.error)
-    return [
-        PlayedEpisode(
-            uid=record.uid,
-            turns=record.turns,
-            reward=output.reward,
-            parts={"exact": float(output.exact), **(output.parts or {})},
-            ended=record.ended or "",
-            dropped="" if record.bad_media is None else record.bad_media.reason,
-        )
-        for record in records
-        for output in [scored[record.uid]]
-    ]

@@ -11,15 +11,16 @@ import numpy as np
 from relax_core.contracts.bus import CompleteGroup
 from relax_core.contracts.columns import ROUTED_EXPERTS, TEACHER, encode_tree
 from relax_core.contracts.engine import Generated
+from relax_core.contracts.env import CUT_ENDS
 from relax_core.contracts.media import Media
 from relax_core.contracts.reward import RewardOutput
 from relax_core.contracts.tree import NOT_SAMPLED, TRUNCATED, Episode, TokenTree, Turn, group_uid, sample_uid
 from relax_core.contracts.trees.kept_tokens import KeptTokens
+from relax_core.rollout.episodes.token_accounts import token_accounts
 from relax_core.rollout.episodes.tree_builder import PlayedEpisode, build_tree, checked_kept, version_spans
 
 MakeExtras = Callable[[TokenTree], Mapping[str, np.ndarray]]  # computes a complete group's extras, e.g. its advantages
 REWARD_FAILED = "reward_failed"
-CUT = ("turn_cut", "context_full")  # the ends of an episode of several turns that was cut
 MIN_SAMPLES = 2  # a group-relative advantage of one sample has no meaning
 
 
@@ -192,17 +193,19 @@ def complete_episodes(
     mask_off_policy: bool = False,
     mask_truncated: bool = False,
     extras: MakeExtras | None = None,
+    account: Callable[[Mapping[str, int]], None] = lambda counts: None,
 ) -> CompleteGroup | DroppedGroup:
     """Returns the group of an env of several turns for the bus, like `complete_group`, or why there is none.
 
     ``episodes`` are the ended episodes in order. With ``mask_off_policy``, only tokens of the newest weight version in
-    an episode are trained. With ``mask_truncated``, no token of an episode is trained that was cut at a response's
-    limit or at the context's.
+    an episode are trained. With ``mask_truncated``, no token of an episode is trained that was cut at a limit of
+    tokens. ``account`` gets the `token_accounts` of the group.
     """
     uid = group_uid(index)
     kept = [one for one in episodes if one.reward is not None]
     dropped = {one.uid: one.dropped or REWARD_FAILED for one in episodes if one.reward is None}
     if len(kept) < min(MIN_SAMPLES, len(episodes)):
+        account(token_accounts(episodes, None))
         return DroppedGroup(group_uid=uid, reason=next(iter(dropped.values())))  # of the first episode that was lost
     tree = build_tree(uid, kept)
     if mask_off_policy or mask_truncated:
@@ -213,10 +216,12 @@ def complete_episodes(
                 own = slice(turn.start, turn.end)  # no other episode has these rows, because each draw has its own rows
                 if mask_off_policy:
                     loss_mask[own] = tree.versions[own] == newest
-                if mask_truncated and one.ended in CUT:
+                if mask_truncated and one.ended in CUT_ENDS:
                     loss_mask[own] = False
         tree = tree.with_loss_mask(loss_mask)
-    return _complete(tree, index=index, dropped=dropped, refuse=refuse, teacher=teacher, extras=extras)
+    done = _complete(tree, index=index, dropped=dropped, refuse=refuse, teacher=teacher, extras=extras)
+    account(token_accounts(episodes, tree if isinstance(done, CompleteGroup) else None))
+    return done
 
 
 def _complete(

@@ -34,9 +34,15 @@ class SharedRequests:
             tasks.create_task(self._send(request.min_version))
         return await future
 
+    async def cancel(self, rid: str) -> None:
+        """Gives a request up, whose call of `generate` was cancelled; the engine stops it."""
+        await self._pool.cancel([rid])
+
     async def _send(self, version: int) -> None:
         await asyncio.sleep(0)  # all episodes that are ready in this iteration add their requests first
-        ready = self._ready.pop(version)
+        ready = [one for one in self._ready.pop(version) if not one[2].done()]  # the others were given up meanwhile
+        if not ready:
+            return
         requests = [request for request, _, _ in ready]
         async for number, (response,) in self._pool.generate(
             requests, self._sampling, places=[tie for _, tie, _ in ready]

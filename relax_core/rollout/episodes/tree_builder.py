@@ -52,13 +52,14 @@ class PlayedTurn:
     """Is one request of an episode and its response.
 
     ``prompt_ids`` are all tokens before the response, and ``media`` places items in them. ``reward`` is that of this
-    turn alone. Times are Unix seconds.
+    turn alone, and ``state_key`` names the state in which the response was given. Times are Unix seconds.
     """
 
     prompt_ids: Sequence[int]
     response: Generated
     media: Sequence[Media] = ()
     reward: float | None = None
+    state_key: str | None = None
     began_s: float = 0.0
     ended_s: float = 0.0
 
@@ -67,7 +68,8 @@ class PlayedTurn:
 class PlayedEpisode:
     """Holds one run of model and environment: its turns in order, at least one, and the fields of `Episode`.
 
-    ``dropped`` is the ledger's reason for an episode without a reward; it is empty if the reward failed.
+    ``dropped`` is the ledger's reason for an episode without a reward; it is empty if the reward failed. ``not_chosen``
+    is the number of tokens that were sampled before the env failed and the episode started again.
     """
 
     uid: str
@@ -76,6 +78,7 @@ class PlayedEpisode:
     parts: dict[str, float]
     ended: str
     dropped: str = ""
+    not_chosen: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from relax_core.contracts.checks.checked import WrongResult
+from relax_core.contracts.checks.plugin_results import WrongResult
 from relax_core.contracts.env import EnvSpec, EpisodeStart
 from relax_core.contracts.media import MediaSource
 from relax_core.contracts.reward import RewardInput, RewardOutput, RewardSpec

@@ -15,7 +15,9 @@ import torch
 from algorithms import grpo, reinforce_pp
 from envs import single_turn
 from relax_core.contracts.algorithm import AdvantageInputs, LossInputs, LossOutputs, StepTotals
-from relax_core.contracts.checks.checked import WrongResult, checked_algorithm, checked_env, checked_reward
+from relax_core.contracts.checks.checked import checked_algorithm, checked_reward
+from relax_core.contracts.checks.checked_env import checked_env
+from relax_core.contracts.checks.plugin_results import WrongResult
 from relax_core.contracts.env import (
     Action,
     BaseInteractionEnv,

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relax_core.contracts.engine import PromptRequest
+from relax_core.contracts.engine import Generated, PromptRequest
 from relax_core.contracts.media import Media, MediaItem
 from relax_core.engines.pool.open_prompts import OpenPrompt
 from relax_core.engines.pool.prompt_routing import LONG_PREFIX, Router
@@ -72,8 +72,36 @@ def test_a_long_common_prefix_stays_where_it_is_known() -> None:
 
 def test_a_short_prefix_says_nothing() -> None:
     router = Router(2, by_load=True)
-    chosen = router.choose([prompt(i, tokens=LONG_PREFIX, first=LONG_PREFIX - 64) for i in range(4)], usable=[0, 1])
+    chosen = router.choose([prompt(i, tokens=LONG_PREFIX, first=LONG_PREFIX - 1) for i in range(4)], usable=[0, 1])
     assert chosen == [0, 1, 0, 1]
+
+
+def finish(router: Router, engine: int, one: OpenPrompt, answer: list[int]) -> None:
+    """Finishes a prompt's one response at an engine."""
+    one.asked.add(0)
+    arrays = [np.array(values) for values in (answer, [0.0] * len(answer), [0] * len(answer))]
+    ids, logprobs, versions = arrays
+    one.take(
+        Generated(
+            rid="g", prompt=0, sample=0, output_ids=ids, logprobs=logprobs, versions=versions, finish_reason="stop"
+        )
+    )
+    router.answered(engine, one)
+
+
+def test_an_episodes_next_turn_goes_where_its_turns_before_were_answered() -> None:
+    router = Router(2, by_load=True)
+    first = prompt(0, tokens=20)
+    assert router.choose([first], usable=[0, 1]) == [0]
+    answer = [7] * 130  # most of the next prompt is what the engine itself has sampled
+    finish(router, 0, first, answer)
+    following = PromptRequest(rid="g", input_ids=first.request.input_ids + answer + [5] * 30, sampling_seed=0)
+    turn = OpenPrompt(index=1, tie=1, request=following, n=1, cost=100.0)  # tie 1 alone would choose engine 1
+    assert router.choose([turn], usable=[0, 1]) == [0]
+    router.asked(0, 100.0)  # busier by this turn
+    assert router.choose([turn], usable=[0, 1]) == [0]
+    router.asked(0, 1.0)  # busier by more
+    assert router.choose([turn], usable=[0, 1]) == [1]
 
 
 def item(digest: str, rows: int) -> MediaItem:

@@ -7,6 +7,7 @@ import pytest
 from relax_core.config.compose import compose, load_config, typed_config
 from relax_core.config.schema import RelaxConfig
 from relax_core.plan.build_plan import Plan, make_plan
+from relax_core.plan.data.context_length import settle_context
 from relax_core.plan.memory.memory_terms import GIB, MIB, Holder
 
 FLOAT = 4
@@ -149,3 +150,17 @@ def test_the_sum_is_of_all_processes() -> None:
     assert plan.total_bytes == sum(one.count * one.peak.bytes for one in plan.memory)
     assert 2 * GIB < plan.total_bytes < 5 * GIB
     assert holder(plan, "actor").peak.bytes > 400 * MIB
+
+
+def test_the_prefix_cache_by_hand() -> None:
+    """Four groups of the longest episodes; two layers of two key-value heads of 16, keys and values, in float32."""
+    game = ["env=number_guess", "data=seeds", "reward=env", "eval.every=0", "engine.context_length=192"]
+    config = load_config(game, settle=settle_context)
+    tokens = 4 * config.algo.group_size * 192
+    assert config.engine.prefix_cache_tokens == tokens
+    serving = phase(make_plan(config), "engine", "rollout")
+    assert serving[f"prefix cache ({tokens} tokens)"] == tokens * 2 * 2 * 2 * 16 * FLOAT
+    assert serving["copies of kept prefixes"] == 2 * 8192 * 2 * 2 * 2 * 16 * FLOAT, "more than 42 samples of 192 run"
+    assert load_config(settle=settle_context).engine.prefix_cache_tokens == 0, "one turn"
+    off = load_config([*game, "engine.prefix_cache_tokens=0"], settle=settle_context)
+    assert not any(name.startswith("prefix cache") for name in phase(make_plan(off), "engine", "rollout"))

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from envs.number_guess import NumberGuess, NumberGuessConfig
-from relax_core.contracts.checks.checked import WrongResult, checked_env
+from relax_core.contracts.checks.checked_env import checked_env
+from relax_core.contracts.checks.plugin_results import WrongResult
 from relax_core.contracts.engine import Generated, PromptRequest
 from relax_core.contracts.env import (
     Action,
@@ -130,8 +131,8 @@ def test_groups_of_a_game_reach_the_bus_as_trees(engine: Engine, folder: Path) -
                 assert not tree.loss_mask[before.end : after.start].any()
             assert all(turn.began_s and turn.engine == "engine-0" for turn in one.turns)
             assert all(tree.loss_mask[turn.start : turn.end].all() for turn in one.turns)
-            ended = one.turns[-1].finish
-            assert one.ended == ("turn_cut" if ended == "length" else "env_done")
+            assert one.ended in ("token_budget", "env_done")
+            assert one.turns[-1].finish == "stop" or one.ended == "token_budget"
         # The trunk is there once.
         assert (tree.end[: len(opening)] == tree.rows).all()
     assert several, "no episode had a second turn: the test says nothing about turns"
@@ -181,7 +182,7 @@ def test_the_same_seed_plays_the_same_episodes_and_the_tree_is_the_conversation(
     assert len(seeds) == STEP_GROUPS * GROUP_SIZE and len({group for group, _ in seeds}) == STEP_GROUPS
 
 
-@pytest.mark.parametrize(("given", "ended"), [({"max_new_tokens": 1}, "turn_cut"), ({}, "context_full")])
+@pytest.mark.parametrize(("given", "ended"), [({"max_new_tokens": 1}, "token_budget"), ({}, "context_full")])
 def test_an_episode_that_is_cut_is_scored_as_it_stands(
     engine: Engine, folder: Path, given: Mapping[str, int], ended: str
 ) -> None:
@@ -195,7 +196,7 @@ def test_an_episode_that_is_cut_is_scored_as_it_stands(
     play(engine, folder, bus, env_of(Wordy), **given)
     episodes = [one for row in bus.rows.values() for one in tree_of(row).episodes]
     assert ended in {one.ended for one in episodes}
-    assert {one.reward for one in episodes if one.ended == "turn_cut"} <= {0.0}
+    assert {one.reward for one in episodes if one.ended == "token_budget" and len(one.turns) == 1} <= {0.0}
     assert {one.reward for one in episodes if one.ended == "context_full"} <= {0.25}
 
 
@@ -209,7 +210,7 @@ def test_the_most_turns_are_played(engine: Engine, folder: Path) -> None:
     bus = CoreBus(steps=1)
     play(engine, folder, bus, env_of(Endless), env_config=InteractionConfig(name="mine", max_turns=2))
     episodes = [one for row in bus.rows.values() for one in tree_of(row).episodes]
-    assert {(one.ended, len(one.turns)) for one in episodes if one.ended != "turn_cut"} == {("max_turns", 2)}
+    assert {(one.ended, len(one.turns)) for one in episodes if one.ended != "token_budget"} == {("max_turns", 2)}
 
 
 @pytest.mark.parametrize("where", ["open", "reset", "step"])

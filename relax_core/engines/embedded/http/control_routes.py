@@ -87,14 +87,14 @@ class ControlRoutes:
         return {"success": True, "status": "ok"}
 
     async def _flush_cache(self, body: bytes) -> dict[str, Any]:
-        """Drops what the tower gave for images and videos; no other cache outlives a request.
+        """Drops kept prefixes, and what the tower gave for images and videos; no other cache outlives a request.
 
         It is refused, as in SGLang, while samples hold cache.
         """
         load = await self._on_decode_thread(self._scheduler.load)
         if load.running:
             raise HttpError(400, f"/flush_cache: {load.running} samples hold cache; pause with retract or abort first")
-        await self._on_decode_thread(self._scheduler.forget_features)
+        await self._on_decode_thread(self._scheduler.forget)
         return {"success": True}
 
     async def _release(self, body: bytes) -> dict[str, Any]:

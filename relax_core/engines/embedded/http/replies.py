@@ -41,6 +41,7 @@ def finished(news: Progress, sent: set[int]) -> Finished:
         kept=news.kept,
         prompt_tokens=len(prompt.token_ids),
         prefill_ms=1e3 * prompt.prefill_s,
+        cached_tokens=prompt.cached_tokens,
     )
 
 
@@ -70,7 +71,7 @@ def sglang_reply(news: Progress, *, n: int, version: int, return_logprob: bool) 
         "finish_reason": _finish_reason(news),
         "prompt_tokens": len(prompt.token_ids),
         "completion_tokens": news.length,
-        "cached_tokens": 0,
+        "cached_tokens": prompt.cached_tokens,
         "weight_version": str(spans[-1].version if spans else version),
         "weight_versions": [{"version": str(span.version), "start": span.start, "end": span.end} for span in spans],
         "e2e_latency": time.perf_counter() - prompt.call.submitted,

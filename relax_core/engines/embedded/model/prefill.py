@@ -14,16 +14,26 @@ from relax_core.engines.embedded.model.decoder_model import Attend, LanguageMode
 from relax_core.engines.embedded.model.recurrent_states import PrefillStates
 
 PREFILL_TOKENS = 512  # tokens of one pass, with padding; the products of so many stay in the processor's cache
+PASS_COLUMNS = (
+    8192  # columns of keys and values of the sequences of one pass, which are copied to their slots behind it
+)
 
 
-def like_lengths(lengths: Sequence[int]) -> Iterator[list[int]]:
-    """Yields the indices of sequences that go through a pass together, of similar length so that padding is short."""
-    order = sorted(range(len(lengths)), key=lambda index: lengths[index])
+def like_lengths(lengths: Sequence[int], *, known: Sequence[int] = ()) -> Iterator[list[int]]:
+    """Yields the indices of sequences that go through a pass together, of similar length so that padding is short.
+
+    The first ``known[i]`` tokens of sequence i are computed already.
+    """
+    behind = known or [0] * len(lengths)
+    new = [length - one for length, one in zip(lengths, behind, strict=True)]
+    order = sorted(range(len(lengths)), key=lambda index: (new[index], behind[index]))
     batch: list[int] = []
+    widest = 0
     for index in order:
-        if batch and (len(batch) + 1) * lengths[index] > PREFILL_TOKENS:
+        rows, widest = len(batch) + 1, max(widest, lengths[index])
+        if batch and (rows * new[index] > PREFILL_TOKENS or rows * widest > PASS_COLUMNS):
             yield batch
-            batch = []
+            batch, widest = [], lengths[index]
         batch.append(index)
     if batch:
         yield batch
@@ -73,6 +83,7 @@ def prefill_passes(
     states: PrefillStates | None = None,
     routes: np.ndarray | None = None,
     media: Sequence[SequenceMedia | None] = (),
+    known: Sequence[int] = (),
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Fills ``kv`` piece by piece; yields for each piece which wanted tokens it has, and their outputs.
 
@@ -80,41 +91,52 @@ def prefill_passes(
     Shorter sequences are padded on the right. ``states`` are those before the first tokens, for a model with a gated
     delta net; they become those behind each sequence's last token. ``routes`` ``[sequences, width, layers,
     per_token]``, if given, is filled with the experts of every token. ``media``, if given, has an entry for each
-    sequence.
+    sequence. ``known``, if given, says of how many first tokens of each sequence ``kv`` and ``states`` hold the results
+    already; ``kv`` and ``routes`` then have one column more than the longest sequence, which takes what padding gives.
     """
     seen = [(index, one) for index, one in enumerate(media) if one is not None]
-    count, width = len(token_ids), kv.shape[4]
-    padded = np.zeros((count, width), dtype=np.int64)
+    count, width = len(token_ids), max(len(ids) for ids in token_ids)
+    padded = np.zeros((count, width + 1), dtype=np.int64)
     for index, ids in enumerate(token_ids):
         padded[index, : len(ids)] = ids
     all_tokens = torch.from_numpy(padded)
+    first = torch.tensor(known or [0] * count)
+    most = max(len(ids) - start for ids, start in zip(token_ids, first.tolist(), strict=True))
+    places = wanted.positions - first[wanted.sequences]
     chunk = max(1, PREFILL_TOKENS // count)
-    for start in range(0, width, chunk):
-        stop = min(start + chunk, width)
-        positions = torch.arange(start, stop).repeat(count)
-        tokens = all_tokens[:, start:stop].reshape(-1)
-        attend = _causal_attention(kv, start, stop)
-        found = ((wanted.positions >= start) & (wanted.positions < stop)).nonzero()[:, 0]
-        indices = wanted.sequences[found] * (stop - start) + wanted.positions[found] - start
-        rows = _media_rows(seen, start, stop) if seen else None
-        recur = None if states is None else states.piece([len(ids) - start for ids in token_ids], stop - start)
+    for start in range(0, most, chunk):
+        stop = min(start + chunk, most)
+        columns = (first[:, None] + torch.arange(start, stop)).clamp_(max=width)
+        positions = columns.clamp(max=width - 1).view(-1)
+        tokens = all_tokens.gather(1, columns).view(-1)
+        attend = _attention_behind(kv, columns) if known else _causal_attention(kv, start, stop)
+        found = ((places >= start) & (places < stop)).nonzero()[:, 0]
+        indices = wanted.sequences[found] * (stop - start) + places[found] - start
+        rows = _media_rows(seen, first + start, stop - start) if seen else None
+        left = [len(ids) - start - one for ids, one in zip(token_ids, first.tolist(), strict=True)]
+        recur = None if states is None else states.piece(left, stop - start)
         if routes is None:
             hidden = model.hidden(tokens, positions, attend, recur=recur, wanted=indices, media=rows)
         else:
             chosen: list[Tensor] = []
             every = model.hidden(tokens, positions, attend, recur=recur, routes=chosen, media=rows)
             hidden = every.index_select(0, indices)
-            routes[:, start:stop] = torch.stack(chosen, 1).view(count, stop - start, *routes.shape[2:]).numpy()
+            experts = torch.stack(chosen, 1).view(count, stop - start, *routes.shape[2:])
+            routes[np.arange(count)[:, None], columns.numpy()] = experts.numpy()
         yield found, hidden
 
 
-def _media_rows(seen: Sequence[tuple[int, SequenceMedia]], start: int, stop: int) -> MediaRows:
-    """Returns what the items of some sequences, given with their numbers, change at positions [start, stop)."""
+def _media_rows(seen: Sequence[tuple[int, SequenceMedia]], starts: Tensor, width: int) -> MediaRows:
+    """Returns what the items of some sequences, given with their numbers, change in a piece of ``width`` positions.
+
+    The piece of sequence i begins at position ``starts[i]``.
+    """
     parts = []
     for number, one in seen:
-        first, end = torch.searchsorted(one.rows, torch.tensor([start, stop])).tolist()
-        shift = number * (stop - start) - start
-        last = max(start, min(stop, one.positions.shape[1]))
+        start = int(starts[number])
+        first, end = torch.searchsorted(one.rows, torch.tensor([start, start + width])).tolist()
+        shift = number * width - start
+        last = max(start, min(start + width, one.positions.shape[1]))
         parts.append(
             (
                 one.rows[first:end] + shift,
@@ -158,5 +180,25 @@ def _causal_attention(kv: Tensor, start: int, stop: int) -> Attend:
             scale=1.0,
         )
         return found.transpose(1, 2).reshape(count * (stop - start), -1)
+
+    return attend
+
+
+def _attention_behind(kv: Tensor, columns: Tensor) -> Attend:
+    """Returns the attention of the positions ``columns`` ``[count, piece]`` of each sequence over all up to their own.
+
+    It fills ``kv`` there. Padding has the last column of ``kv``, to which no token of a sequence attends.
+    """
+    count, heads, dim = kv.shape[2], kv.shape[3], kv.shape[5]
+    piece, span = columns.shape[1], int(columns.max()) + 1
+    rows = torch.arange(count)[:, None]
+    mask = (torch.arange(span) <= columns[..., None])[:, None]
+
+    def attend(layer: int, q: Tensor, new: Tensor) -> Tensor:
+        kv[layer][:, rows, :, columns] = new.reshape(count, piece, 2, heads, dim)
+        query = q.reshape(count, piece, -1, dim).transpose(1, 2)
+        keys, values = kv[layer, :, :, :, :span]
+        found = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, enable_gqa=True, scale=1.0)
+        return found.transpose(1, 2).reshape(count * piece, -1)
 
     return attend

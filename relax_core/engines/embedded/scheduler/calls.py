@@ -51,7 +51,8 @@ class Prompt:
 
     ``routes`` is given if the prompt's experts are asked for. ``samples`` and ``generated`` are those of
     `PromptRequest`. ``stop`` holds the strings that end a response, if there are any. ``media`` places the prompt's
-    images and videos. ``prefill_s`` is the time of the prefills that it was part of, in seconds.
+    images and videos. ``prefill_s`` is the time of the prefills that it was part of, in seconds. ``cached_tokens`` is
+    how many of its tokens the newest of them did not compute.
     """
 
     call: Call
@@ -67,6 +68,7 @@ class Prompt:
     stop: StopStrings | None = None
     media: Sequence[Media] = ()
     prefill_s: float = 0.0
+    cached_tokens: int = 0
 
     def response(self, ids: list[int]) -> list[int]:
         """Returns a sample's whole response, given the tokens ``ids`` that this call has generated."""
@@ -117,10 +119,14 @@ class Sample:
 
 @dataclass(slots=True, eq=False)
 class Waiting:
-    """Holds samples of one prompt that wait for slots together; a sample that was retracted waits alone."""
+    """Holds samples of one prompt that wait for slots together; a sample that was retracted waits alone.
+
+    ``goes_on`` is True if it goes before new prompts, because what it goes on from is computed (`WaitingQueue`).
+    """
 
     prompt: Prompt
     samples: list[Sample]
+    goes_on: bool = False
 
     @property
     def tokens(self) -> int:
@@ -140,6 +146,7 @@ class Waiting:
             done_routes=first.done_routes,
             done_kept=first.done_kept,
             media=media,
+            items=tuple(self.prompt.media),
         )
 
 

@@ -7,7 +7,7 @@ operator.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import numpy as np
 import torch
@@ -29,14 +29,19 @@ from relax_core.engines.embedded.model.prefill import (
 from relax_core.engines.embedded.model.recurrent_states import PrefillStates, StateTable
 from relax_core.engines.embedded.model.tower_features import MediaFeatures
 from relax_core.engines.embedded.scheduler.kept_log import KeptTable
-from relax_core.engines.embedded.scheduler.routing_log import RouteTable
+from relax_core.engines.embedded.scheduler.prefix_store import FoundPrefix, KeptPrefix, PrefixStore
+from relax_core.engines.embedded.scheduler.routing_log import PromptRoutes, RouteTable
 from relax_core.engines.embedded.scheduler.slots import Prefix, SlotTable
 from relax_core.engines.embedded.scheduler.token_sampler import NonFiniteLogits, SamplingPlan, sample
 from relax_core.engines.embedded.scheduler.token_scoring import ScoreItem, Scores, score
 
 
 class Decoder:
-    """Decodes up to ``max_samples`` samples; the KV cache holds at most ``max_tokens`` tokens, slots times columns."""
+    """Decodes up to ``max_samples`` samples; the KV cache holds at most ``max_tokens`` tokens, slots times columns.
+
+    Beside them it keeps up to ``prefix_cache_tokens`` tokens of samples that have ended. ``cached`` says of each prefix
+    of the newest admission how many of its tokens were not computed for it.
+    """
 
     def __init__(
         self,
@@ -47,6 +52,7 @@ class Decoder:
         max_tokens: int,
         context_length: int,
         features: MediaFeatures | None = None,
+        prefix_cache_tokens: int = 0,
     ) -> None:
         config = model.config
         self._model = model
@@ -61,6 +67,8 @@ class Decoder:
             self.states = StateTable(config, dtype)
             column = 2 * len(config.attention_layers) * config.num_kv_heads * config.head_dim * dtype.itemsize
             self.state_columns = -(-StateTable(config, dtype, slots=1).nbytes // column)
+        self.prefixes = PrefixStore(prefix_cache_tokens, state_tokens=self.state_columns)
+        self.cached: list[int] = []
         self.slots = SlotTable(max_samples, vocab_size=config.vocab_size)
         self.routes: RouteTable | None = None  # for a mixture of experts only
         if config.experts is not None:
@@ -96,12 +104,21 @@ class Decoder:
         self._reserve(int(self.slots.position[: self.slots.count].max()) + 1, used_slots=first)
         hidden = torch.empty(len(prefixes), self._model.config.hidden_size, dtype=self._dtype)
         starts = np.cumsum([first] + [len(prefix.keys) for prefix in prefixes])
-        for batch in like_lengths([len(prefix.token_ids) for prefix in prefixes]):
+        alike = self._alike(prefixes)
+        found = [self._find([prefixes[index] for index in indices]) for indices in alike]
+        known = [0 if one is None else one.tokens for one in found]
+        self.cached = [len(prefix.token_ids) for prefix in prefixes]
+        for indices, tokens in zip(alike, known, strict=True):
+            self.cached[indices[0]] = tokens
+        for batch in like_lengths([len(prefixes[indices[0]].token_ids) for indices in alike], known=known):
+            owners = [(index, row) for row, one in enumerate(batch) for index in alike[one]]
             kv, states, last = self._prefill(
-                [prefixes[index] for index in batch], [int(starts[index]) for index in batch]
+                [prefixes[alike[one][0]] for one in batch],
+                [found[one] for one in batch],
+                [(prefixes[index], int(starts[index]), row) for index, row in owners],
             )
-            hidden[torch.tensor(batch)] = last
-            self._fill(kv, states, batch, starts)
+            hidden[torch.tensor([index for index, _ in owners])] = last[torch.tensor([row for _, row in owners])]
+            self._fill(kv, states, owners, starts)
         copies = torch.tensor([len(prefix.keys) for prefix in prefixes])
         logits = self._model.logits(hidden).repeat_interleave(copies, 0)
         for prefix, slot in zip(prefixes, starts[:-1].tolist(), strict=True):
@@ -111,54 +128,86 @@ class Decoder:
         ids, logprobs = self._sample(logits, plan, self.slots.first_draws(first), first=first)
         return self.slots.record_first(first, ids.numpy(), logprobs)
 
-    def _fill(self, kv: Tensor, states: PrefillStates | None, batch: list[int], starts: np.ndarray) -> None:
-        """Copies each prefix's keys, values and states to its samples' slots; adjacent slots share one copy."""
+    def _alike(self, prefixes: Sequence[Prefix]) -> list[list[int]]:
+        """Returns the indices of the prefixes that share one computation; without a prefix store, none does."""
+        if not self.prefixes.is_on:
+            return [[index] for index in range(len(prefixes))]
+        alike: dict[Hashable, list[int]] = {}
+        for index, prefix in enumerate(prefixes):
+            items = tuple((one.start, one.item.digest) for one in prefix.items)
+            alike.setdefault((tuple(prefix.token_ids), items), []).append(index)
+        return list(alike.values())
+
+    def _find(self, alike: Sequence[Prefix]) -> FoundPrefix | None:
+        experts = any(prefix.routes is not None for prefix in alike)
+        return self.prefixes.find(alike[0].token_ids, alike[0].items, experts=experts)
+
+    def _fill(
+        self, kv: Tensor, states: PrefillStates | None, owners: Sequence[tuple[int, int]], starts: np.ndarray
+    ) -> None:
+        """Copies keys, values and states to the samples' slots; adjacent slots share one copy.
+
+        ``owners`` holds each prefix and the row of ``kv`` that it takes.
+        """
         first = 0
-        while first < len(batch):
+        while first < len(owners):
             end = first + 1
-            while end < len(batch) and batch[end] == batch[end - 1] + 1:
+            while end < len(owners) and owners[end][0] == owners[end - 1][0] + 1:
                 end += 1
-            copies = torch.tensor([int(starts[index + 1] - starts[index]) for index in batch[first:end]])
-            source = torch.repeat_interleave(torch.arange(first, end), copies)
-            self.cache.fill(int(starts[batch[first]]), kv, source)
+            copies = torch.tensor([int(starts[index + 1] - starts[index]) for index, _ in owners[first:end]])
+            source = torch.repeat_interleave(torch.tensor([row for _, row in owners[first:end]]), copies)
+            slot = int(starts[owners[first][0]])
+            self.cache.fill(slot, kv, source)
             if self.states is not None and states is not None:
-                self.states.fill(int(starts[batch[first]]), states, source)
+                self.states.fill(slot, states, source)
             first = end
 
-    def _prefill(self, prefixes: list[Prefix], slots: list[int]) -> tuple[Tensor, PrefillStates | None, Tensor]:
+    def _prefill(
+        self,
+        prefixes: Sequence[Prefix],
+        found: Sequence[FoundPrefix | None],
+        owners: Sequence[tuple[Prefix, int, int]],
+    ) -> tuple[Tensor, PrefillStates | None, Tensor]:
         """Returns keys and values [layers, 2, prefixes, kv_heads, columns, head_dim], states and last tokens' output.
 
-        ``slots`` holds the first slot of each prefix.
+        ``found`` is what is kept of each prefix already. ``owners`` holds each prefix that these stand for, its first
+        slot, and which of these it is.
         """
         token_ids = [prefix.token_ids for prefix in prefixes]
         count, width = len(token_ids), max(len(ids) for ids in token_ids)
+        known = [0 if one is None else one.tokens for one in found] if any(found) else []
+        columns = width + 1 if known else width  # the last one takes padding
         routes: np.ndarray | None = None
-        if self.routes is not None and any(prefix.routes is not None for prefix in prefixes):
+        if self.routes is not None and any(prefix.routes is not None for prefix, _, _ in owners):
             self._recording_routes = True
-            routes = np.empty((count, width, *self.routes.shape), dtype=self.routes.dtype)
-        kv = empty_kv(self._model, count=count, width=width, dtype=self._dtype)
+            routes = np.empty((count, columns, *self.routes.shape), dtype=self.routes.dtype)
+        kv = empty_kv(self._model, count=count, width=columns, dtype=self._dtype)
+        states = empty_states(self._model, count=count, dtype=self._dtype)
+        for row, one in enumerate(found):
+            if one is not None:
+                _put(one, row, kv=kv, states=states, routes=routes)
         last = Wanted(torch.arange(count), torch.tensor([len(ids) - 1 for ids in token_ids]))
         output = torch.empty(count, self._model.config.hidden_size, dtype=self._dtype)
         media = [prefix.media for prefix in prefixes]
-        states = empty_states(self._model, count=count, dtype=self._dtype)
-        for found, hidden in prefill_passes(
-            self._model, token_ids, kv, wanted=last, states=states, routes=routes, media=media
+        for places, hidden in prefill_passes(
+            self._model, token_ids, kv, wanted=last, states=states, routes=routes, media=media, known=known
         ):
-            output[found] = hidden
+            output[places] = hidden
         if routes is not None:
-            self._record_prefix_routes(prefixes, slots, routes)
-        return kv, states, output
+            self._record_prefix_routes(owners, routes)
+        return kv[:, :, :, :, :width], states, output
 
-    def _record_prefix_routes(self, prefixes: list[Prefix], slots: list[int], routes: np.ndarray) -> None:
-        """Records the experts of a prefill.
+    def _record_prefix_routes(self, owners: Sequence[tuple[Prefix, int, int]], routes: np.ndarray) -> None:
+        """Records the experts of a prefill; ``owners`` is that of `_prefill`.
 
         A prompt keeps the experts of its first prefill, and a generated token those of its first pass through the
         model. Of a retracted sample's tokens only the last has not passed through the model before this prefill.
         """
         assert self.routes is not None
-        for prefix, slot, found in zip(prefixes, slots, routes, strict=True):
+        for prefix, slot, row in owners:
             if prefix.routes is None:
                 continue
+            found = routes[row]
             done, end = len(prefix.done), len(prefix.token_ids)
             if prefix.routes.experts is None:
                 prefix.routes.experts = found[: end - done].copy()
@@ -238,6 +287,44 @@ class Decoder:
         self._views = CacheViews(self.cache)
         self._attention = None
 
+    # -- kept prefixes --------------------------------------------------------------------------------------------
+    def keep(self, slot: int, token_ids: Sequence[int], items: Sequence[Media], routes: PromptRoutes | None) -> None:
+        """Keeps what is computed of a sample that ends, unless older weights have computed a part of it.
+
+        ``token_ids`` are its prompt and its response; the newest token is not computed. ``items`` places its images and
+        videos, and ``routes`` has the experts of its prompt, if they were asked for.
+        """
+        computed = token_ids[:-1]
+        if not self.prefixes.is_on or not self.slots.fresh[slot] or self.prefixes.covers(computed, items):
+            return
+        states = None
+        if self.states is not None:
+            states = StateTable(self._model.config, self._dtype, slots=1)
+            states.fill(0, self.states, torch.tensor([slot]))
+        experts = None
+        if routes is not None and routes.experts is not None:
+            experts = np.concatenate([routes.experts, self.response_routes(slot)])
+        self.prefixes.keep(
+            KeptPrefix(
+                token_ids=np.array(computed, dtype=np.int64),
+                media=tuple(items),
+                kv=self.cache.data[:, :, slot, :, : len(computed)].clone(),
+                states=states,
+                experts=experts,
+            )
+        )
+
+    def forget(self) -> None:
+        """Drops all that outlives a sample: kept prefixes, and features of images and videos.
+
+        What is computed of the running samples is not kept either, because it may come from other weights than those
+        that are in force when they end.
+        """
+        self.prefixes.forget()
+        self.slots.fresh[:] = False
+        if self.features is not None:
+            self.features.forget()
+
     # -- freeing slots --------------------------------------------------------------------------------------------
     def remove(self, slots: Sequence[int]) -> list[tuple[int, int]]:
         """Frees slots and moves the last samples into the gaps; returns the moves as (from, to)."""
@@ -260,8 +347,8 @@ class Decoder:
 
     @property
     def nbytes(self) -> int:
-        """Returns the size of keys, values and states, in bytes."""
-        return self.cache.nbytes + (0 if self.states is None else self.states.nbytes)
+        """Returns the size of keys, values and states, those of kept prefixes included, in bytes."""
+        return self.cache.nbytes + self.prefixes.nbytes + (0 if self.states is None else self.states.nbytes)
 
     def free_cache(self) -> None:
         """Frees the cache's memory; no sample may be running."""
@@ -270,6 +357,15 @@ class Decoder:
         if self.states is not None:
             self.states.free()
         self._bind_cache()
+
+
+def _put(found: FoundPrefix, row: int, *, kv: Tensor, states: PrefillStates | None, routes: np.ndarray | None) -> None:
+    """Copies what is kept of a prefix to its row of a prefill."""
+    kv[:, :, row, :, : found.tokens] = found.kept.kv[:, :, :, : found.tokens]
+    if states is not None and found.kept.states is not None:
+        states.fill(row, found.kept.states, torch.zeros(1, dtype=torch.int64))
+    if routes is not None and found.kept.experts is not None:
+        routes[row, : found.tokens] = found.kept.experts[: found.tokens]
 
 
 def _finite(logprobs: Tensor, *, first: int = 0) -> np.ndarray:

@@ -20,6 +20,7 @@ from relax_core.engines.embedded.scheduler.calls import Call, Progress, Sample, 
 from relax_core.engines.embedded.scheduler.decoder import Decoder
 from relax_core.engines.embedded.scheduler.token_sampler import NonFiniteLogits
 from relax_core.engines.embedded.scheduler.token_scoring import ScoreItem, Scores
+from relax_core.engines.embedded.scheduler.waiting_queue import WaitingQueue
 from relax_core.engines.protocol.stop_strings import StopStrings
 
 T = TypeVar("T")
@@ -31,8 +32,10 @@ class Load:
     """Holds the engine's load at one time.
 
     ``running``, ``queued`` and ``held`` count samples that decode, wait for slots, and wait for a weight version.
-    ``busy_s`` is the time spent in prefill and decoding since the start, in seconds. ``tower_passes`` counts the images
-    and videos that have passed the vision tower since the start.
+    ``busy_s`` is the time spent in prefill and decoding since the start, in seconds. ``prefill_tokens`` and
+    ``cached_tokens`` count the tokens that prefills have computed since the start, and those that they have not,
+    because they were kept; ``prefix_cache_bytes`` is the part of ``kv_cache_bytes`` that keeps them. ``tower_passes``
+    counts the images and videos that have passed the vision tower since the start.
     """
 
     running: int
@@ -42,6 +45,9 @@ class Load:
     decode_steps: int
     generated_tokens: int
     kv_cache_bytes: int
+    prefill_tokens: int = 0
+    cached_tokens: int = 0
+    prefix_cache_bytes: int = 0
     tower_passes: int = 0
     media_feature_bytes: int = 0
 
@@ -58,7 +64,7 @@ class Scheduler(threading.Thread):
         self.failure: BaseException | None = None
         self._decoder = decoder
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._waiting: list[Waiting] = []
+        self._waiting = WaitingQueue()
         self._running: list[Sample] = []  # by slot
         self._streaming = False  # whether a running sample is reported before it is finished
         self._stopping = False  # whether a running sample has stop strings
@@ -68,6 +74,8 @@ class Scheduler(threading.Thread):
         self._busy_s = 0.0
         self._steps = 0
         self._tokens = 0
+        self._prefill_tokens = 0
+        self._cached_tokens = 0
 
     # -- calls from other threads -----------------------------------------------------------------------------------
     @property
@@ -96,7 +104,11 @@ class Scheduler(threading.Thread):
 
     def submit(self, groups: Sequence[Waiting]) -> None:
         """Appends prompts to the queue."""
-        self._inbox.put(lambda: self._waiting.extend(groups))
+        self._inbox.put(lambda: self._waiting.add(groups, goes_on=self._goes_on))
+
+    def _goes_on(self, group: Waiting) -> bool:
+        found = self._decoder.prefixes.find(group.prompt.token_ids, group.prompt.media)
+        return found is not None and found.whole
 
     # -- actions, for `post` ----------------------------------------------------------------------------------------
     def abort(self, chosen: Callable[[Sample], bool]) -> int:
@@ -104,17 +116,10 @@ class Scheduler(threading.Thread):
         slots = [slot for slot, sample in enumerate(self._running) if chosen(sample)]
         self._finish(slots, reason="abort")
         count = len(slots)
-        kept: list[Waiting] = []
-        for group in self._waiting:
-            ended = [sample for sample in group.samples if chosen(sample)]
-            for sample in ended:
-                routes, done_kept = sample.done_routes, sample.done_kept
-                self._report(sample, sample.done, sample.done_logprobs, routes=routes, kept=done_kept, finish="abort")
-            count += len(ended)
-            group.samples = [sample for sample in group.samples if not chosen(sample)]
-            if group.samples:
-                kept.append(group)
-        self._waiting = kept
+        for sample in self._waiting.remove(chosen):
+            routes, done_kept = sample.done_routes, sample.done_kept
+            self._report(sample, sample.done, sample.done_logprobs, routes=routes, kept=done_kept, finish="abort")
+            count += 1
         self._deliver()
         return count
 
@@ -138,28 +143,27 @@ class Scheduler(threading.Thread):
         """Runs ``copy`` and puts ``version`` in force; returns the stall in milliseconds.
 
         Running samples go on with their cache; those with states, which would carry the old weights on, are prefilled
-        again. Features of images and videos are computed anew.
+        again. Features of images and videos are computed anew, and no kept prefix is served any more.
         """
         start = time.perf_counter()
         if copy is not None:
             copy()
             self._retract(only_states=True)
-        self.forget_features()
+        self.forget()
         self.version = version
         for slot, sample in enumerate(self._running):
             sample.mark(self._decoder.slots.length(slot), version)
         return 1e3 * (time.perf_counter() - start)
 
-    def forget_features(self) -> None:
-        """Drops the features of images and videos that are kept; they are computed anew when a prompt needs them."""
-        if self._decoder.features is not None:
-            self._decoder.features.forget()
+    def forget(self) -> None:
+        """Drops kept prefixes and features of images and videos; they are computed anew when a prompt needs them."""
+        self._decoder.forget()
 
     def release_memory(self) -> None:
         """Frees the KV cache; running samples wait for `resume_memory`, and their cache is then computed anew."""
         self._retract()
         self._decoder.free_cache()
-        self.forget_features()
+        self.forget()
         self._released = True
 
     def resume_memory(self) -> None:
@@ -168,17 +172,19 @@ class Scheduler(threading.Thread):
 
     def load(self) -> Load:
         """Returns the engine's load."""
-        held = sum(len(group.samples) for group in self._waiting if group.prompt.min_version > self.version)
-        waiting = sum(len(group.samples) for group in self._waiting)
+        queued, held = self._waiting.counts(self.version)
         features = self._decoder.features
         return Load(
             running=len(self._running),
-            queued=waiting - held,
+            queued=queued,
             held=held,
             busy_s=self._busy_s,
             decode_steps=self._steps,
             generated_tokens=self._tokens,
             kv_cache_bytes=self._decoder.nbytes,
+            prefill_tokens=self._prefill_tokens,
+            cached_tokens=self._cached_tokens,
+            prefix_cache_bytes=self._decoder.prefixes.nbytes,
             tower_passes=0 if features is None else features.passes,
             media_feature_bytes=0 if features is None else features.nbytes,
         )
@@ -226,27 +232,15 @@ class Scheduler(threading.Thread):
     def _idle(self) -> bool:
         if self.stands_still:
             return True
-        return not self._running and not any(group.prompt.min_version <= self.version for group in self._waiting)
+        return not self._running and not self._waiting.is_ready(self.version)
 
     def _admit(self) -> None:
-        """Prefills waiting prompts whose weight version is in force, in order of arrival, as many as fit."""
-        if not self._waiting or self.version == NOTHING_ATTESTED:
+        """Prefills waiting prompts whose weight version is in force, in the queue's order, as many as fit."""
+        if self.version == NOTHING_ATTESTED:
             return
-        groups: list[Waiting] = []
-        held: list[Waiting] = []
-        samples = columns = seen = 0
-        for group in self._waiting:
-            if group.prompt.min_version > self.version:
-                held.append(group)
-            else:
-                samples += len(group.samples)
-                columns = max(columns, len(group.prompt.token_ids) + group.prompt.settings.max_new_tokens)
-                if not self._decoder.fits(samples=samples, columns=columns):
-                    break
-                groups.append(group)
-            seen += 1
+        fits = self._decoder.fits
+        groups = self._waiting.take(self.version, fits=lambda samples, columns: fits(samples=samples, columns=columns))
         if groups:
-            self._waiting = held + self._waiting[seen:]
             self._prefill(groups)
 
     def _prefill(self, groups: list[Waiting]) -> None:
@@ -269,12 +263,15 @@ class Scheduler(threading.Thread):
             left = [group for group in groups if group.prompt.call not in failed]
             samples = {sample for group in left for sample in group.samples}
             self._free([slot for slot, sample in enumerate(self._running) if sample in samples])
-            self._waiting = left + self._waiting
+            self._waiting.put_back(left)
             return
         end = time.perf_counter()
         self._tokens += sum(len(group.samples) for group in groups)
-        for group in groups:
+        for group, prefix, cached in zip(groups, prefixes, self._decoder.cached, strict=True):
             group.prompt.prefill_s += end - start
+            group.prompt.cached_tokens = min(cached, len(group.prompt.token_ids))
+            self._prefill_tokens += len(prefix.token_ids) - cached
+            self._cached_tokens += cached
         for call in {group.prompt.call for group in groups}:
             call.prefilled(start=start, end=end, features=self._decoder.features)
         self._finish(self._with_stopped(finished))
@@ -292,6 +289,8 @@ class Scheduler(threading.Thread):
             ended: FinishReason = reason or ("length" if matched is None else "stop")
             routes = None if sample.prompt.routes is None else self._decoder.response_routes(slot)
             kept = self._kept(sample, slot)
+            prompt = sample.prompt
+            self._decoder.keep(slot, prompt.token_ids + ids, prompt.media, prompt.routes)
             self._report(sample, ids, logprobs, routes=routes, kept=kept, finish=ended, matched=matched)
         if reason is None and self._streaming:
             self._stream(set(finished))
@@ -381,7 +380,7 @@ class Scheduler(threading.Thread):
             sample.done_kept = self._kept(sample, slot)
             back.append(Waiting(sample.prompt, [sample]))
         self._free(list(range(len(self._running))))
-        self._waiting = back + self._waiting
+        self._waiting.put_back(back)
 
     def _fail(self, error: NonFiniteLogits) -> set[Call]:
         """Fails the calls of the slots that have no token, and no other calls; returns these calls."""
@@ -392,7 +391,7 @@ class Scheduler(threading.Thread):
 
     def _fail_calls(self, calls: set[Call], message: str) -> None:
         """Ends these calls with ``message``, whether their samples run or wait."""
-        self._waiting = [group for group in self._waiting if group.prompt.call not in calls]
+        self._waiting.drop(calls)
         self._free([slot for slot, sample in enumerate(self._running) if sample.prompt.call in calls])
         self._deliver()
         for call in calls:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from relax_core.contracts.media import Media
 from relax_core.contracts.trees.kept_tokens import KeptTokens
 from relax_core.engines.embedded.model.prefill import SequenceMedia
 from relax_core.engines.embedded.scheduler.routing_log import PromptRoutes
@@ -26,7 +27,8 @@ class Prefix:
     uint64 for each sample. ``done`` and ``done_logprobs`` are what the retracted sample had generated, the end of
     ``token_ids``. ``routes`` is given if the experts are asked for. ``done_routes`` are the experts of ``done`` except
     its last token, which only the prefill computes. ``done_kept`` holds the sets that ``done`` was sampled from, if
-    they are asked for. ``media`` holds the images and videos of ``token_ids``.
+    they are asked for. ``media`` holds what the images and videos of ``token_ids`` change; ``items`` says which they
+    are.
     """
 
     token_ids: Sequence[int]
@@ -38,6 +40,7 @@ class Prefix:
     done_routes: np.ndarray | None = None
     done_kept: KeptTokens | None = None
     media: SequenceMedia | None = None
+    items: tuple[Media, ...] = ()
 
     @property
     def columns(self) -> int:
@@ -62,6 +65,7 @@ class SlotTable:
         self.position = np.zeros(capacity, dtype=np.int64)  # the newest token's column, which the cache does not hold
         self.rotary_shift = np.zeros(capacity)  # what to add to a new token's column for its rotary position
         self.columns = np.zeros(capacity, dtype=np.int64)  # the most KV columns that the sample may need
+        self.fresh = np.zeros(capacity, dtype=bool)  # whether the weights in force computed all of the slot's cache
         self._token = np.zeros(capacity, dtype=np.int64)  # the newest token
         self._key = np.zeros(capacity, dtype=np.uint64)
         self._length = np.zeros(capacity, dtype=np.int64)  # generated tokens
@@ -85,6 +89,7 @@ class SlotTable:
             self.position[slots] = len(prefix.token_ids) - 1
             self.rotary_shift[slots] = 0.0 if prefix.media is None else prefix.media.following
             self.columns[slots] = prefix.columns
+            self.fresh[slots] = True
             self._key[slots] = prefix.keys
             self._length[slots] = done
             self._limit[slots] = settings.max_new_tokens
@@ -209,7 +214,7 @@ class SlotTable:
         moves = list(zip(movers, holes, strict=True))
         if moves:
             columns = (self._token, self.position, self.columns, self._key, self._length, self._limit)
-            for column in (*columns, self.rotary_shift, self._stop, self._ids, self._logprobs):
+            for column in (*columns, self.rotary_shift, self.fresh, self._stop, self._ids, self._logprobs):
                 column[holes] = column[movers]
             for source, target in moves:
                 self._settings[target] = self._settings[source]

@@ -92,7 +92,7 @@ def sglang_body(
 def _sampling(
     prompt: PromptRequest, sample: int, params: SamplingParams, bans: dict[str, float], *, seeds: bool
 ) -> dict[str, Any]:
-    new_tokens = params.max_new_tokens - prompt.generated
+    new_tokens = prompt.limit(params) - prompt.generated
     fields: dict[str, Any] = {
         "max_new_tokens": new_tokens,
         "temperature": params.temperature,

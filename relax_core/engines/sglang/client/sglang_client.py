@@ -207,7 +207,8 @@ class SglangClient(SglangWeightCalls, EngineClient):
                 cached, first = prefill
                 features = self._images is not None and bool(chosen[one.prompt].media)
                 mixed = prefilled_by_older(first, call.version, cached=cached or features)
-            reason = finish_reason(one, params, generated=chosen[one.prompt].generated)
+            asked = chosen[one.prompt]
+            reason = finish_reason(one, params, generated=asked.generated, limit=asked.limit(params))
             whole = msgspec.structs.replace(one, prompt=indices[one.prompt], finish_reason=reason)
             yield self._stopped(whole, chosen[one.prompt], params), mixed
 

@@ -16,16 +16,16 @@ def prefilled_by_older(first: VersionSpan, sent_under: int, *, cached: int) -> b
     return first.end == 0 or (cached > 0 and first.version > sent_under)
 
 
-def finish_reason(one: Generated, params: SamplingParams, *, generated: int) -> FinishReason:
+def finish_reason(one: Generated, params: SamplingParams, *, generated: int, limit: int) -> FinishReason:
     """Returns what really ended the response.
 
     After an abort SGLang generates one more token and still reports abort. If this token is a stop token or the last
     one allowed, the response is finished and must not go on. ``generated`` is the number of tokens that the response
-    had before this request.
+    had before this request, and ``limit`` the most that it may have in all.
     """
     if one.finish_reason == "abort" and one.output_ids.size:
         if int(one.output_ids[-1]) in params.stop_token_ids:
             return "stop"
-        if generated + len(one.output_ids) >= params.max_new_tokens:
+        if generated + len(one.output_ids) >= limit:
             return "length"
     return one.finish_reason

@@ -31,6 +31,7 @@ def scheduler(model_folder: Path, tmp_path: Path) -> Iterator[Scheduler]:
         token_file=tmp_path / "token",
         max_running_samples=4,
         max_total_tokens=256,
+        prefix_cache_tokens=0,
         context_length=64,
         threads=1,
         dtype="float32",

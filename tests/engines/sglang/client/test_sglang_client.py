@@ -142,7 +142,7 @@ def test_an_abort_on_the_last_token_is_its_end(ids: list[int], generated: int, f
     """Without this the response would go on after its stop token, or be requested for no further token."""
     one = response(ids, versions=1, finish_reason="abort")
     params = SamplingParams(max_new_tokens=4, stop_token_ids=[3])
-    assert finish_reason(one, params, generated=generated) == found
+    assert finish_reason(one, params, generated=generated, limit=params.max_new_tokens) == found
 
 
 @pytest.mark.parametrize(

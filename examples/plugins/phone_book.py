@@ -1,0 +1,56 @@
+"""An env with a tool: the answer stands in a phone book, which the model has to look into."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from relax_core.contracts.env import Action, BaseInteractionEnv, EnvSpec, EpisodeStart, InteractionConfig, StepResult
+from relax_core.contracts.tool_use.tool_calls import ToolMistake, call_tool
+
+NUMBERS = {"ann": "4711", "ben": "0815", "eve": "3141"}
+
+
+@dataclass(frozen=True)
+class PhoneBookConfig(InteractionConfig):
+    name: str = "phone_book"
+    max_turns: int = 4
+
+
+def look_up(person: Annotated[str, "a first name"]) -> str:
+    """Returns the phone number of a person."""
+    return NUMBERS.get(person.lower(), "not in the book")
+
+
+class PhoneBook(BaseInteractionEnv):
+    """One episode. What differs between groups is drawn from the group's seed, so that a group has one question."""
+
+    def __init__(self, start: EpisodeStart, config: PhoneBookConfig) -> None:
+        self.person = random.Random(start.group_seed).choice(sorted(NUMBERS))
+
+    def reset(self) -> str:
+        return f"What is the phone number of {self.person}?"
+
+    def step(self, action: Action) -> StepResult:
+        if action.parse_error:  # a call that cannot be read is the model's mistake, so the model is told
+            return StepResult(observation=action.parse_error)
+        if not action.tool_calls:
+            return StepResult(reward=float(NUMBERS[self.person] in action.content), done=True)
+        results = []
+        for call in action.tool_calls:
+            try:
+                results.append(call_tool([look_up], call))
+            except ToolMistake as mistake:
+                results.append(str(mistake))
+        return StepResult(observation=[{"role": "tool", "content": text} for text in results])
+
+
+def tools(row: Mapping[str, Any], config: PhoneBookConfig) -> Sequence[Callable[..., Any]]:
+    return [look_up]
+
+
+SPEC = EnvSpec(
+    name="phone_book", summary="a number that stands in a book", config=PhoneBookConfig, open=PhoneBook, tools=tools
+)

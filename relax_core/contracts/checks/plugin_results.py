@@ -1,0 +1,57 @@
+"""Defines the error for a wrong result of a plug-in, and what all checks of results share."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import numbers
+from collections.abc import Callable
+from typing import Any
+
+SHOWN = 80  # characters of a wrong result that an error shows
+
+
+class WrongResult(TypeError):
+    """A plug-in returned what its contract does not allow."""
+
+
+class PluginFunction:
+    """Holds the plug-in's function that returned a result, in the words with which an error begins."""
+
+    def __init__(self, kind: str, name: str, function: Callable[..., Any]) -> None:
+        whole = inspect.unwrap(function)  # the function may be an object with __call__
+        code = getattr(whole, "__code__", None) or getattr(type(whole).__call__, "__code__", None)
+        file = f" ({code.co_filename})" if code is not None else ""
+        self._words = f"{kind} {name}{file}: {getattr(function, '__name__', 'it')}"
+
+    def wrong(self, came: object, wanted: str, *, what: str = "") -> WrongResult:
+        """Returns the error for a result of the wrong type or value."""
+        shown = repr(came)
+        shown = shown if len(shown) <= SHOWN else f"{shown[:SHOWN]}…"
+        of = f" {what}=" if what else " "
+        return WrongResult(f"{self._words} returned{of}{shown} of type {type(came).__name__}. Wanted: {wanted}.")
+
+    def wrong_tensor(self, came: object, wanted: str, *, what: str = "") -> WrongResult:
+        """Returns the error for a result that is not the wanted tensor, with its shape and dtype."""
+        if not hasattr(came, "shape"):
+            return self.wrong(came, wanted, what=what)
+        described = f"a {type(came).__name__} of shape {list(came.shape)} and dtype {getattr(came, 'dtype', None)}"
+        return WrongResult(f"{self._words} returned{f' {what},' if what else ''} {described}. Wanted: {wanted}.")
+
+
+def not_awaited(came: Any) -> Any:
+    """Closes a coroutine that a plain function returned, so that Python does not warn about it later."""
+    if inspect.iscoroutine(came):
+        came.close()
+    return came
+
+
+def as_number(value: object) -> float | None:
+    """Returns a number of Python, or an array or tensor of one element, as a float; None for any other object."""
+    if isinstance(value, numbers.Real):
+        return float(value)
+    if hasattr(value, "item") and getattr(value, "ndim", None) is not None:  # an array of numpy or a tensor of torch
+        shape = getattr(value, "shape", None)
+        if shape is not None and math.prod(shape) == 1 and isinstance(inner := value.item(), numbers.Real):
+            return float(inner)
+    return None

@@ -1,0 +1,78 @@
+"""Makes the JSON schema of a tool from a typed Python function, in the form that chat templates expect."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
+
+import msgspec
+
+ToolSchema = dict[str, Any]  # {"type": "function", "function": {"name": …, "description": …, "parameters": …}}
+
+
+def tool_schema(function: Callable[..., Any]) -> ToolSchema:
+    """Returns the schema of a function: its name, its docstring, and its parameters.
+
+    A parameter is described as ``Annotated[int, "the first factor"]``. Raises ValueError for a function without a
+    docstring, and for a parameter without a type or with one that JSON cannot hold.
+    """
+    if not (summary := inspect.getdoc(function)):
+        raise ValueError(f"tool {function.__name__}: it has no docstring, which is what the model reads about it.")
+    try:
+        (shape,), named = msgspec.json.schema_components([arguments_struct(function)], ref_template="#/$defs/{name}")
+    except TypeError as error:
+        raise ValueError(f"tool {function.__name__}: {error}. Use types that JSON can hold.") from error
+    parameters = named.pop(shape["$ref"].rsplit("/", 1)[1])
+    parameters = {key: parameters[key] for key in ("type", "properties", "required") if key in parameters}
+    if named:
+        parameters["$defs"] = named
+    return {
+        "type": "function",
+        "function": {"name": function.__name__, "description": summary, "parameters": parameters},
+    }
+
+
+@lru_cache(maxsize=256)
+def arguments_struct(function: Callable[..., Any]) -> type[msgspec.Struct]:
+    """Returns a type whose fields are the parameters of a function, with their types and defaults.
+
+    Raises ValueError as `tool_schema` does.
+    """
+    hints = get_type_hints(function, include_extras=True)
+    fields: list[Any] = []
+    for name, parameter in inspect.signature(function).parameters.items():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
+            raise ValueError(f"tool {function.__name__}: its parameter {name} cannot be given by name. Name each one.")
+        if name not in hints:
+            raise ValueError(f"tool {function.__name__}: its parameter {name} has no type. Annotate it.")
+        kind = _described(hints[name])
+        fields.append((name, kind) if parameter.default is parameter.empty else (name, kind, parameter.default))
+    return msgspec.defstruct(f"{function.__name__}_arguments", fields, kw_only=True, forbid_unknown_fields=True)
+
+
+def _described(hint: Any) -> Any:
+    if get_origin(hint) is not Annotated:
+        return hint
+    kind, *notes = get_args(hint)
+    texts = [note for note in notes if isinstance(note, str)]
+    return Annotated[kind, msgspec.Meta(description=texts[0])] if texts else kind
+
+
+def checked_schemas(tools: Sequence[ToolSchema | Callable[..., Any]]) -> list[ToolSchema]:
+    """Returns the schemas of an env's tools. Raises ValueError for a wrong one and for two tools of one name."""
+    schemas = [tool_schema(one) if callable(one) else one for one in tools]
+    names: list[str] = []
+    for one in schemas:
+        inner = one.get("function") if isinstance(one, dict) else None
+        name = inner.get("name") if isinstance(inner, dict) else None
+        if not isinstance(name, str) or not name or not isinstance(inner.get("parameters", {}), dict):  # type: ignore[union-attr]
+            raise ValueError(
+                f"tool {str(one)[:80]}: wanted a typed function, or "
+                '{"type": "function", "function": {"name": text, "description": text, "parameters": JSON schema}}.'
+            )
+        if name in names:
+            raise ValueError(f"tool {name}: two tools have this name. Rename one, because a call names its tool alone.")
+        names.append(name)
+    return schemas

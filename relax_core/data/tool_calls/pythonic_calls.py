@@ -1,0 +1,58 @@
+"""Reads tool calls as Llama 3.2, Llama 4 and Gemma write them: a Python list of calls with constants by name."""
+
+from __future__ import annotations
+
+import ast
+from typing import Any
+
+from relax_core.contracts.tool_use.tool_calls import ToolCall
+from relax_core.data.tool_calls.marked_calls import MOST_CHARACTERS, BrokenCall, ReadCalls
+
+# What the parser of Python raises for a text: nesting that is too deep, and characters that no source may have.
+_UNREADABLE = (SyntaxError, ValueError, RecursionError, MemoryError)
+
+
+def read_pythonic(text: str) -> ReadCalls:
+    """Returns the calls of a text that is a list such as ``[add(a=1, b=2)]``; nothing of it is run.
+
+    Raises `BrokenCall` for a text that begins like a list of calls and is none.
+    """
+    body = text.strip()
+    if not body.startswith("[") or "(" not in body:
+        return ReadCalls(content=text)
+    if len(body) > MOST_CHARACTERS:
+        raise BrokenCall(f"A list of tool calls has {len(body)} characters, more than {MOST_CHARACTERS}.")
+    try:
+        listed = ast.parse(body, mode="eval").body
+        calls = [_call(one) for one in listed.elts] if isinstance(listed, ast.List) else []
+    except BrokenCall:
+        raise
+    except _UNREADABLE as error:
+        raise BrokenCall(f"The list of tool calls is no Python: {error}.") from error
+    if not calls:
+        raise BrokenCall("The response begins like a list of tool calls, but is none.")
+    return ReadCalls(content="", calls=tuple(calls))
+
+
+def _call(node: ast.expr) -> ToolCall:
+    if not isinstance(node, ast.Call) or node.args or not isinstance(node.func, ast.Name | ast.Attribute):
+        raise BrokenCall("A tool call is of the form name(key=value), with all arguments by name.")
+    arguments: dict[str, Any] = {}
+    for argument in node.keywords:
+        if argument.arg is None:
+            raise BrokenCall("An argument of a tool call has no name.")
+        arguments[argument.arg] = _json_like(ast.literal_eval(argument.value))
+    return ToolCall(name=ast.unparse(node.func), arguments=arguments)
+
+
+def _json_like(value: Any) -> Any:
+    """Returns a constant of Python as a value that JSON can hold. Raises `BrokenCall`."""
+    if value is None or isinstance(value, str | bool | int):
+        return value
+    if isinstance(value, float) and value - value == 0.0:  # neither infinite nor NaN
+        return value
+    if isinstance(value, list | tuple):
+        return [_json_like(one) for one in value]
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return {key: _json_like(one) for key, one in value.items()}
+    raise BrokenCall(f"An argument of a tool call is of type {type(value).__name__}, which JSON does not hold.")

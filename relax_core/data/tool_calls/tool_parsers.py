@@ -1,0 +1,76 @@
+"""Turns a response into what an env sees of it: its tool calls by the parser of a name, and thinking apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from relax_core.contracts.env import Action
+from relax_core.data.tool_calls.hermes_calls import read_hermes
+from relax_core.data.tool_calls.llama3_json_calls import read_llama3_json
+from relax_core.data.tool_calls.marked_calls import BrokenCall, ReadCalls
+from relax_core.data.tool_calls.mistral_calls import read_mistral
+from relax_core.data.tool_calls.pythonic_calls import read_pythonic
+from relax_core.data.tool_calls.qwen3_coder_calls import read_qwen3_coder
+
+Reader = Callable[[str], ReadCalls]
+AUTO = "auto"
+PARSERS: Mapping[str, Reader] = {
+    "hermes": read_hermes,
+    "qwen3_coder": read_qwen3_coder,
+    "llama3_json": read_llama3_json,
+    "pythonic": read_pythonic,
+    "mistral": read_mistral,
+    "none": lambda text: ReadCalls(content=text),
+}
+# What a chat template has if its family writes calls in a form; the first that is found counts.
+_SIGNS = (
+    ("[TOOL_CALLS]", "mistral"),
+    ("<function=", "qwen3_coder"),
+    ("<arg_key>", ""),  # GLM's own form, which no parser here reads
+    ("<tool_call>", "hermes"),
+    ('"parameters": ', "llama3_json"),
+)
+_THINK_END = "</think>"
+
+
+def tool_parser(name: str, *, template: str) -> str:
+    """Returns the name of the parser for a model, which for "auto" is found in its chat template.
+
+    Raises ValueError for an unknown name, and if the template does not tell the form.
+    """
+    if name == AUTO:
+        found = next((parser for sign, parser in _SIGNS if sign in template), "")
+        if not found:
+            raise ValueError(
+                "env.tool_parser=auto: the chat template does not show in which form the model calls tools. Name it: "
+                f"{', '.join(PARSERS)}; or use env.tools_as=text, which asks for the form hermes."
+            )
+        return found
+    if name not in PARSERS:
+        raise ValueError(f"env.tool_parser={name}: there is no such parser. Use auto, {', '.join(PARSERS)}.")
+    return name
+
+
+def read_action(text: str, *, stopped: bool, parser: str, tools: Sequence[str] = ()) -> Action:
+    """Returns a response as an env sees it; it never raises for any text.
+
+    ``text`` is the response without what ended it, and ``tools`` are the names of the env's tools. What stands in front
+    of the last </think> is thinking, in which no call is read; the opening tag may be part of the prompt.
+    """
+    before, found, after = text.rpartition(_THINK_END)
+    thinking = before.partition("<think>")[2] if "<think>" in before else before
+    body = after.lstrip("\n") if found else text
+    try:
+        read = PARSERS[parser](body)
+    except BrokenCall as error:
+        return Action(text=text, stopped=stopped, content=body, thinking=thinking.strip(), parse_error=str(error))
+    unknown = [call.name for call in read.calls if tools and call.name not in tools]
+    told = f"There is no tool {unknown[0][:80]!r}. The tools are: {', '.join(tools)}." if unknown else ""
+    return Action(
+        text=text,
+        stopped=stopped,
+        tool_calls=read.calls,
+        parse_error=told,
+        content=read.content,
+        thinking=thinking.strip(),
+    )

@@ -1,0 +1,176 @@
+"""Holds what an episode of several turns has so far, and scores episodes that have ended."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from relax_core.contracts.data import DataRow
+from relax_core.contracts.env import Ended, Message
+from relax_core.contracts.media import Media, MediaError
+from relax_core.contracts.reward import RewardInput, RewardOutput
+from relax_core.rollout.episodes.tree_builder import PlayedEpisode, PlayedTurn
+from relax_core.rollout.rewards.reward_inputs import without_bytes
+from relax_core.rollout.rewards.reward_pool import RewardPool
+
+
+@dataclass(eq=False, kw_only=True)
+class EpisodeRecord:
+    """Holds the messages, turns and state of one episode.
+
+    ``media`` places the images and videos of the newest prompt in it. ``failed`` says why the episode has no reward if
+    its env raised or was too slow, or showed an image or video that cannot be used. ``error`` is what was raised.
+    ``request`` is the name of the request under way, empty while there is none. ``restarts`` is the number of new
+    starts, and ``not_chosen`` the number of tokens that were sampled before them. ``cut_observations`` counts
+    observations that were longer than their limit. ``info`` has the numbers that the env gave, by name.
+    """
+
+    uid: str
+    messages: list[Message] = field(default_factory=list)
+    turns: list[PlayedTurn] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    media: list[Media] = field(default_factory=list)
+    ended: Ended | None = None
+    failed: str = ""
+    error: Exception | None = None
+    request: str = ""
+    restarts: int = 0
+    not_chosen: int = 0
+    cut_observations: int = 0
+    info: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+
+    @property
+    def sampled_tokens(self) -> int:
+        """Returns the number of tokens that were sampled since the newest start."""
+        return sum(len(turn.response.output_ids) for turn in self.turns)
+
+    def fail(self, ended: Ended, words: str, error: Exception | None = None) -> None:
+        """Ends the episode without a reward."""
+        self.ended, self.failed, self.error = ended, words, error
+
+    def start_again(self) -> None:
+        """Forgets everything but the tokens that were sampled, which are not trained."""
+        self.not_chosen += self.sampled_tokens
+        self.restarts += 1
+        self.messages, self.turns, self.texts, self.media = [], [], [], []
+        self.ended, self.failed, self.error, self.request = None, "", None, ""
+
+    def take_info(self, info: Mapping[str, object]) -> None:
+        """Keeps the numbers of a step's info."""
+        for name, value in info.items():
+            if isinstance(value, int | float):
+                self.info[name].append(float(value))
+
+    @property
+    def bad_media(self) -> MediaError | None:
+        """Returns why an image or video of the env cannot be used, or None."""
+        return self.error if isinstance(self.error, MediaError) else None
+
+    def reward_input(self, row: DataRow, where: str, *, media_folder: str = "") -> RewardInput:
+        """Returns the input of the reward for this episode."""
+        items = [one.item for one in self.media]
+        return RewardInput(
+            response=self.texts[-1] if self.texts else "",
+            stopped=bool(self.turns) and self.turns[-1].response.finish_reason == "stop",
+            answer=str(row["answer"]),
+            row=without_bytes(row) if items else row,
+            uid=self.uid,
+            where=where,
+            turns=self.texts,
+            turn_rewards=[turn.reward for turn in self.turns],
+            messages=without_bytes(self.messages) if items else self.messages,
+            ended=self.ended or "",
+            media=items,
+            media_folder=media_folder,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlayedFigures:
+    """Holds the figures of one group; ``tokens`` are sampled ones, ``reward_s`` is the time of its rewards.
+
+    ``ends`` counts the episodes by the reason of their end. ``info`` has the numbers that the env gave, by name.
+    """
+
+    episodes: int
+    turns: int
+    tokens: int
+    newest_version: int
+    reward_s: float
+    restarts: int
+    cut_observations: int
+    ends: Mapping[str, int]
+    info: Mapping[str, Sequence[float]]
+
+    @staticmethod
+    def of(records: Sequence[EpisodeRecord], *, reward_s: float) -> PlayedFigures:
+        """Returns the figures of a group's episodes."""
+        responses = [turn.response for record in records for turn in record.turns]
+        info: dict[str, list[float]] = defaultdict(list)
+        for record in records:
+            for name, values in record.info.items():
+                info[name] += values
+        return PlayedFigures(
+            episodes=len(records),
+            turns=len(responses),
+            tokens=sum(len(one.output_ids) for one in responses),
+            newest_version=max((int(one.versions[-1]) for one in responses), default=0),
+            reward_s=reward_s,
+            restarts=sum(record.restarts for record in records),
+            cut_observations=sum(record.cut_observations for record in records),
+            ends=Counter(record.ended or "" for record in records),
+            info=info,
+        )
+
+
+def played_values(played: Sequence[PlayedFigures]) -> dict[str, float]:
+    """Returns the figures of groups as metrics: means for each episode, shares of ends, means of the env's numbers."""
+    episodes = sum(one.episodes for one in played)
+    ends: Counter[str] = Counter()
+    info: dict[str, list[float]] = defaultdict(list)
+    for one in played:
+        ends.update(one.ends)
+        for name, values in one.info.items():
+            info[name] += values
+    return {
+        "samples": episodes,
+        "turns": sum(one.turns for one in played) / episodes,
+        "tokens": sum(one.tokens for one in played),
+        "restarts": sum(one.restarts for one in played) / episodes,
+        "cut_observations": sum(one.cut_observations for one in played) / episodes,
+        **{f"ended/{reason}": count / episodes for reason, count in sorted(ends.items())},
+        **{f"env/{name}": sum(values) / len(values) for name, values in sorted(info.items())},
+    }
+
+
+async def score_episodes(
+    records: Sequence[EpisodeRecord], rewards: RewardPool, *, row: DataRow, where: str, media_folder: str = ""
+) -> list[PlayedEpisode]:
+    """Returns the episodes with their rewards, in order; an episode whose env failed has no reward.
+
+    Raises what `RewardPool.score` raises, and `RewardsFailed` if too many envs fail, among which bad media do
+    not count.
+    """
+    inputs = {record.uid: record.reward_input(row, where, media_folder=media_folder) for record in records}
+    whole = [record for record in records if not record.failed]
+    outputs = await rewards.score([inputs[record.uid] for record in whole]) if whole else []
+    scored = {record.uid: output for record, output in zip(whole, outputs, strict=True)}
+    for record in records:
+        if record.failed:
+            output = scored[record.uid] = RewardOutput(reward=None, reason=record.failed)
+            if record.bad_media is None:
+                rewards.failures.record(inputs[record.uid], output, record.error)
+    return [
+        PlayedEpisode(
+            uid=record.uid,
+            turns=record.turns,
+            reward=output.reward,
+            parts={"exact": float(output.exact), **(output.parts or {})},
+            ended=record.ended or "",
+            dropped="" if record.bad_media is None else record.bad_media.reason,
+            not_chosen=record.not_chosen,
+        )
+        for record in records
+        for output in [scored[record.uid]]
+    ]

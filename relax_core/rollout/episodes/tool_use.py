@@ -1,0 +1,68 @@
+"""Shows the tools of an env to the model and reads its calls, in the form that the run chose before its start."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from relax_core.contracts.data import DataRow
+from relax_core.contracts.env import Action, EnvSpec, InteractionConfig, Message
+from relax_core.contracts.tool_use.tool_schemas import ToolSchema
+from relax_core.data.tokenizer import PromptTokenizer
+from relax_core.data.tool_calls.tool_parsers import AUTO, read_action, tool_parser
+from relax_core.data.tool_calls.tool_templates import (
+    check_template_shows_tools,
+    with_results_as_text,
+    with_tools_as_text,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToolUse:
+    """Holds how tools are shown and read. ``described`` are the tools of a data row, ``names`` their names.
+
+    ``parser`` is "none" for an env without tools. ``as_text``: the chat template does not see the tools.
+    """
+
+    parser: str
+    as_text: bool
+    described: tuple[ToolSchema, ...] = ()
+    names: tuple[str, ...] = ()
+
+    @staticmethod
+    def of_env(env: EnvSpec, config: InteractionConfig, tokenizer: PromptTokenizer) -> ToolUse:
+        """Returns the form for a run.
+
+        Raises ValueError if the chat template leaves out tools or does not tell the form of calls.
+        """
+        if env.tools is None:
+            return ToolUse(parser="none", as_text=False)
+        as_text = config.tools_as == "text"
+        if not as_text:
+            check_template_shows_tools(tokenizer)
+        name = "hermes" if as_text and config.tool_parser == AUTO else config.tool_parser
+        return ToolUse(parser=tool_parser(name, template=tokenizer.template), as_text=as_text)
+
+    def of_row(self, env: EnvSpec, row: DataRow, config: InteractionConfig) -> ToolUse:
+        """Returns the same with the tools of a data row. Raises `WrongResult` as the env's ``tools`` does."""
+        if env.tools is None:
+            return self
+        described: tuple[ToolSchema, ...] = tuple(env.tools(row, config))  # type: ignore[arg-type]  # checked: schemas
+        return replace(self, described=described, names=tuple(one["function"]["name"] for one in described))
+
+    @property
+    def schemas(self) -> Sequence[ToolSchema] | None:
+        """Returns the tools for the chat template, None if it gets none."""
+        return self.described if self.described and not self.as_text else None
+
+    def opening(self, messages: Sequence[Message]) -> list[Message]:
+        """Returns a conversation that opens an episode, in which the tools stand if they are plain text."""
+        return with_tools_as_text(messages, self.described) if self.as_text and self.described else list(messages)
+
+    def shown(self, messages: Sequence[Message]) -> list[Message]:
+        """Returns messages of the env as the chat template gets them."""
+        return with_results_as_text(messages) if self.as_text else list(messages)
+
+    def read(self, text: str, *, stopped: bool) -> Action:
+        """Returns a response as the env gets it."""
+        return read_action(text, stopped=stopped, parser=self.parser, tools=self.names)

@@ -1,0 +1,60 @@
+"""Tests over HTTP what engines tell of prefixes that they keep, across a weight update too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from relax_core.contracts.engine import SamplingParams
+from relax_core.engines.engine_process import EngineLaunch
+from tests.contracts.engine.harness import (
+    Engine,
+    embedded_only,
+    make_model,
+    prompts_of,
+    publish,
+    random_prompt,
+    sglang_only,
+)
+
+ANSWER = SamplingParams(max_new_tokens=9, banned_token_ids=[3])
+
+
+def next_turn(engine: Engine, prompt: list[int]) -> list[int]:
+    """Has a prompt answered, and returns the prompt of the turn behind the answer."""
+    (one,) = engine.generate(prompts_of(prompt), ANSWER)
+    return [*prompt, *one.output_ids.tolist(), *random_prompt(6, seed=1)]
+
+
+def test_the_embedded_engine_tells_what_it_did_not_compute(
+    start_engine: Callable[..., Engine], launch: EngineLaunch, tmp_path: Path
+) -> None:
+    engine = start_engine(engine=replace(launch.engine, prefix_cache_tokens=4096))
+    prompt = random_prompt(70)
+    turn = next_turn(engine, prompt)
+    before = engine.client.loads()
+    assert (before["prefill_tokens"], before["cached_tokens"]) == (70, 0)
+    (compact,) = engine.generate(prompts_of(turn), ANSWER)
+    assert compact.cached_tokens == 78  # all but the answer's last token and what follows it
+    status, reply = engine.call("/generate", {"input_ids": turn, "sampling_params": {"max_new_tokens": 1}})
+    assert status == 200 and reply["meta_info"]["cached_tokens"] == 84  # all but the prompt's last token
+    load = engine.client.loads()
+    assert (load["prefill_tokens"], load["cached_tokens"]) == (70 + 7 + 1, 78 + 84)
+    engine.client.update_weights(publish(make_model(None, seed=5), tmp_path / "newer", version=1))
+    assert engine.client.loads()["prefix_cache_bytes"] == 0
+    (newer,) = engine.generate(prompts_of(turn), ANSWER)
+    assert (newer.cached_tokens, int(newer.versions[0])) == (0, 1)
+
+
+@embedded_only
+def test_an_engine_without_a_prefix_cache_keeps_nothing(engine: Engine) -> None:
+    (one,) = engine.generate(prompts_of(next_turn(engine, random_prompt(70))), ANSWER)
+    assert one.cached_tokens == 0 and engine.client.loads()["prefix_cache_bytes"] == 0
+
+
+@sglang_only
+def test_sglang_tells_what_its_cache_gave(engine: Engine) -> None:
+    turn = next_turn(engine, random_prompt(70, seed=2))
+    (one,) = engine.generate(prompts_of(turn), ANSWER)
+    assert 70 <= one.cached_tokens < len(turn)

@@ -1,0 +1,167 @@
+"""Tests that later turns have the tokens of transformers' rendering of the whole conversation, trap by trap."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from relax_core.data.tokenizer import PromptTokenizer
+from relax_core.data.turn_tokens import TurnTokens
+from tests.data.chat_templates import FAMILIES, Family, write_folder
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Adds.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+    },
+}
+OPENING = [{"role": "user", "content": "add 1"}]
+IDS = ("abcdefgh0", "abcdefgh1")
+# White space at the ends, quotes, letters beyond ASCII, and line breaks where a token could join two texts.
+ODD = '\n "7"\nü \n'
+
+
+def calling(family: Family, count: int) -> dict[str, Any]:
+    """An answer with this many calls, as a client would write it."""
+    arguments: Any = '{"a": 1}' if family.text else {"a": 1}
+    calls = [{"id": one, "type": "function", "function": {"name": "add", "arguments": arguments}} for one in IDS]
+    return {"role": "assistant", "content": "", "tool_calls": calls[:count]}
+
+
+def results(*texts: str) -> list[dict[str, Any]]:
+    return [
+        {"role": "tool", "name": "add", "tool_call_id": one, "content": text}
+        for one, text in zip(IDS, texts, strict=False)
+    ]
+
+
+Whole = Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def rendering(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Family], tuple[PromptTokenizer, Whole]]:
+    from transformers import AutoTokenizer
+
+    def make(family: Family) -> tuple[PromptTokenizer, Whole]:
+        folder = write_folder(tmp_path_factory.mktemp("template") / "model", family)
+        theirs = AutoTokenizer.from_pretrained(folder)
+
+        def whole(messages: list[dict[str, Any]], tools: Any = None) -> str:
+            text = theirs.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False)
+            assert isinstance(text, str)
+            return text
+
+        return PromptTokenizer(folder), whole
+
+    return make
+
+
+def cases(family: Family) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
+    answer = {"role": "assistant", "content": "I say 3."}
+    found = [(answer, [{"role": "user", "content": text}]) for text in ("higher", ODD)]
+    if family.tools:
+        found += [(calling(family, 1), results(text)) for text in ("7", ODD)]
+    if family.tools and not family.one_call:
+        found.append((calling(family, 2), results("7", ODD)))
+    return found
+
+
+def sampled_part(whole: str, opened: str, family: Family) -> str:
+    """What the model sampled: from the opening of its answer to the first token that stops a response."""
+    assert whole.startswith(opened)
+    behind = whole[len(opened) :]
+    ends = [behind.find(stop) + len(stop) for stop in family.stops if stop in behind]
+    return behind[: min(ends)]
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "other_end"])
+def test_turns_equal_the_whole_conversation_where_the_template_only_appends(name: str, rendering: Any) -> None:
+    family = FAMILIES[name]
+    tokenizer, whole_of = rendering(family)
+    tools = [TOOL] if family.tools else None
+    turns = TurnTokens(tokenizer, OPENING, tools=tools)
+    opened = whole_of(OPENING, tools)
+    for answer, observed in cases(family):
+        whole = whole_of([*OPENING, answer, *observed], tools)
+        sampled = tokenizer.encode_text(sampled_part(whole, opened, family))
+        expected = tokenizer.encode_text(whole)
+        for _ in range(2):  # the second time the form of calls is known
+            prompt, _media = turns.next_prompt(tokenizer.encode_text(opened), sampled, observed)
+            assert tokenizer.decode(prompt) == whole
+            assert prompt == expected
+
+
+def test_several_results_of_a_template_with_one_call_an_answer_follow_each_other(rendering: Any) -> None:
+    family = FAMILIES["drops_content"]
+    tokenizer, whole_of = rendering(family)
+    opened, one = whole_of(OPENING), whole_of([*OPENING, calling(family, 1), *results("7", "8")])
+    sampled = tokenizer.encode_text(sampled_part(one, opened, family))
+    prompt, _ = TurnTokens(tokenizer, OPENING).next_prompt(tokenizer.encode_text(opened), sampled, results("7", "8"))
+    assert tokenizer.decode(prompt) == one
+
+
+def test_the_end_that_was_sampled_stands_for_the_end_of_the_history(rendering: Any) -> None:
+    """gpt-oss samples <|return|> and writes <|end|> in a history: one of them is enough."""
+    family = FAMILIES["other_end"]
+    tokenizer, whole_of = rendering(family)
+    turns = TurnTokens(tokenizer, OPENING, tools=[TOOL])
+    opened = whole_of(OPENING, [TOOL])
+    sampled = tokenizer.encode_text("<|message|>I say 3.<|return|>")
+    prompt, _ = turns.next_prompt(tokenizer.encode_text(opened), sampled, [{"role": "user", "content": "higher"}])
+    whole = whole_of(
+        [*OPENING, {"role": "assistant", "content": "I say 3."}, {"role": "user", "content": "higher"}], [TOOL]
+    )
+    assert tokenizer.decode(prompt) == whole.replace("I say 3.<|end|>", "I say 3.<|return|>")
+    called = whole_of([*OPENING, calling(family, 1), *results(ODD)], [TOOL])
+    prompt, _ = turns.next_prompt(
+        tokenizer.encode_text(opened), tokenizer.encode_text(sampled_part(called, opened, family)), results(ODD)
+    )
+    assert tokenizer.decode(prompt) == called
+
+
+def test_a_mark_of_another_role_than_the_next_stays(rendering: Any) -> None:
+    """GLM stops by the mark of the role that it expects: what was sampled stays, and the right mark follows."""
+    tokenizer, _ = rendering(FAMILIES["role_marks"])
+    prompt, _ = TurnTokens(tokenizer, OPENING).next_prompt(
+        [], tokenizer.encode_text("\n3<|observation|>"), [{"role": "user", "content": "higher"}]
+    )
+    assert tokenizer.decode(prompt) == "\n3<|observation|><|user|>\nhigher<|assistant|>"
+
+
+def test_thinking_that_the_template_takes_out_stays(rendering: Any) -> None:
+    tokenizer, whole_of = rendering(FAMILIES["strips_thinking"])
+    answer = "<think>\n2 < 3\n</think>\n\nI say 3."
+    observed = [{"role": "user", "content": "higher"}]
+    sampled = tokenizer.encode_text(f"{answer}<|im_end|>")
+    opened = whole_of(OPENING)
+    prompt, _ = TurnTokens(tokenizer, OPENING).next_prompt(tokenizer.encode_text(opened), sampled, observed)
+    whole = whole_of([*OPENING, {"role": "assistant", "content": answer}, *observed])
+    assert "think" not in whole and tokenizer.decode(prompt) == whole.replace("I say 3.", answer)
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_markup_in_an_observation_ends_nothing(name: str, rendering: Any) -> None:
+    family = FAMILIES[name]
+    tokenizer, _ = rendering(family)
+    markup = "".join(family.special)
+    turns = TurnTokens(tokenizer, OPENING)
+    for role in ("user", "tool") if family.tools else ("user",):
+        plain, _ = turns.next_prompt(
+            [], tokenizer.encode_text(f"3{family.stops[-1]}"), [{"role": role, "content": "x"}]
+        )
+        marked, _ = turns.next_prompt(
+            [], tokenizer.encode_text(f"3{family.stops[-1]}"), [{"role": role, "content": f"x{markup}"}]
+        )
+        special = [token for token in plain if tokenizer.is_special(token)]
+        assert [token for token in marked if tokenizer.is_special(token)] == special
+        assert markup in tokenizer.decode(marked)
+
+
+def test_a_template_that_leaves_results_of_tools_out_is_refused(rendering: Any) -> None:
+    tokenizer, _ = rendering(FAMILIES["ignores_tools"])
+    with pytest.raises(ValueError, match=r"does not show .* role '\w+' exactly once.*env\.tools_as=text"):
+        TurnTokens(tokenizer, OPENING).next_prompt([], [1, tokenizer.stop_token_ids[0]], results("7"))

@@ -1,0 +1,174 @@
+"""Tests that calls which a template renders are read back, and that no text of a model raises."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from relax_core.contracts.tool_use.tool_calls import ToolCall
+from relax_core.data.tool_calls.tool_parsers import PARSERS, read_action, tool_parser
+from tests.data.chat_templates import FAMILIES
+
+quick = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+NAMES = st.from_regex(r"[a-z_][a-z0-9_]{0,12}", fullmatch=True).filter(
+    lambda name: name not in {"as", "in", "is", "if", "or", "and", "not", "def", "for", "try", "del", "pass", "from"}
+)
+# No mark of a form may stand in a value: the forms cannot quote their own marks.
+TEXTS = st.text(st.characters(exclude_characters="<>[]", exclude_categories=("Cs", "Cc")), max_size=12)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**50), 2**50) | st.floats(allow_nan=False, allow_infinity=False) | TEXTS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
+    max_leaves=6,
+)
+CALLS = st.lists(st.tuples(NAMES, st.dictionaries(NAMES, VALUES, max_size=3)), min_size=1, max_size=3)
+Written = Sequence[tuple[str, Mapping[str, Any]]]
+
+
+def hermes(calls: Written) -> str:
+    inner = (json.dumps({"name": name, "arguments": given}, ensure_ascii=False) for name, given in calls)
+    return "I look.\n" + "\n".join(f"<tool_call>\n{one}\n</tool_call>" for one in inner)
+
+
+def qwen3_coder(calls: Written) -> str:
+    def parameters(given: Mapping[str, Any]) -> str:
+        return "".join(f"<parameter={key}>\n{json.dumps(value)}\n</parameter>\n" for key, value in given.items())
+
+    return "\n".join(
+        f"<tool_call>\n<function={name}>\n{parameters(given)}</function>\n</tool_call>" for name, given in calls
+    )
+
+
+def llama3_json(calls: Written) -> str:
+    name, given = calls[0]
+    return f'{{"name": "{name}", "parameters": {json.dumps(given)}}}'
+
+
+def pythonic(calls: Written) -> str:
+    def call(name: str, given: Mapping[str, Any]) -> str:
+        return f"{name}({', '.join(f'{key}={value!r}' for key, value in given.items())})"
+
+    return f"[{', '.join(call(*one) for one in calls)}]"
+
+
+def mistral(calls: Written) -> str:
+    listed = [{"name": name, "arguments": given, "id": "abcdefghi"} for name, given in calls]
+    return f"[TOOL_CALLS] {json.dumps(listed)}"
+
+
+def mistral_13(calls: Written) -> str:
+    return "".join(f"[TOOL_CALLS]{name}[CALL_ID]abcdefghi[ARGS]{json.dumps(given)}" for name, given in calls)
+
+
+FORMS: list[tuple[str, Callable[[Written], str]]] = [
+    *(("hermes", hermes), ("llama3_json", llama3_json), ("pythonic", pythonic)),
+    *(("mistral", mistral), ("mistral", mistral_13)),
+]
+
+
+@pytest.mark.parametrize(("parser", "write"), FORMS)
+@quick
+@given(calls=CALLS)
+def test_a_call_that_was_written_is_read(parser: str, write: Callable[[Written], str], calls: Written) -> None:
+    action = read_action(f"<think>\nhm\n</think>\n\n{write(calls)}", stopped=True, parser=parser)
+    wanted = list(calls[:1] if parser == "llama3_json" else calls)
+    assert [(call.name, call.arguments) for call in action.tool_calls] == [(name, dict(one)) for name, one in wanted]
+    assert action.thinking == "hm" and not action.parse_error
+    assert action.content == ("I look." if write is hermes else "")
+
+
+@quick
+@given(calls=CALLS)
+def test_the_xml_form_reads_values_but_a_text_stays_a_text(calls: Written) -> None:
+    """The form has no type: what is JSON and no text is that value, anything else a text."""
+    action = read_action(qwen3_coder(calls), stopped=True, parser="qwen3_coder")
+    assert not action.parse_error
+    for call, (name, wanted) in zip(action.tool_calls, calls, strict=True):
+        assert call.name == name and call.arguments.keys() == wanted.keys()
+        for key, value in wanted.items():
+            assert call.arguments[key] == (json.dumps(value) if isinstance(value, str) else value)
+
+
+MARKS = (
+    *("<tool_call>", "</tool_call>", "<function=f>", "</function>", "<parameter=a>", "</parameter>", "<think>"),
+    *("</think>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", '{"name": "f"', '"arguments": ', "{}", "}", "[f(", ")]"),
+    *("a=1", "**a", "1e999", "NaN", "[" * 90, "(" * 300, "9" * 5000, "\x00", "\\", "'", '"'),
+)
+
+
+@pytest.mark.parametrize("parser", PARSERS)
+@quick
+@given(text=st.lists(st.sampled_from(MARKS) | st.text(max_size=5), max_size=10).map("".join))
+def test_no_text_raises_and_all_arguments_are_json(parser: str, text: str) -> None:
+    action = read_action(text, stopped=False, parser=parser)
+    assert action.text == text and not action.stopped
+    assert not (action.tool_calls and action.parse_error)
+    for call in action.tool_calls:
+        assert call.name and isinstance(msgspec.json.encode(call.arguments), bytes)
+
+
+@pytest.mark.parametrize(
+    ("parser", "text", "told"),
+    [
+        ("hermes", '<tool_call>{"name": "f"}', "does not end with </tool_call>"),
+        ("hermes", '<tool_call>{"name": }</tool_call>', "is not JSON"),
+        ("hermes", '<tool_call>{"name": "f", "arguments": [1]}</tool_call>', "the tool call f are [1], not an object"),
+        ("hermes", "<tool_call>[1]</tool_call>", "object with name and arguments, not [1]"),
+        ("hermes", "<tool_call>{}</tool_call>", "has no name"),
+        ("qwen3_coder", "<tool_call>\nf(1)\n</tool_call>", "<function=NAME>"),
+        ("qwen3_coder", "<tool_call><function=f>x=1</function></tool_call>", "<parameter=KEY>"),
+        ("llama3_json", '{"name": "f", "parameters": {', "is not JSON"),
+        ("pythonic", "[f(1)]", "all arguments by name"),
+        ("pythonic", "[f(a=open('x'))]", "is no Python"),
+        ("pythonic", "[f(a=1e999)]", "which JSON does not hold"),
+        ("pythonic", "[f(a=1), 3]", "name(key=value)"),
+        ("mistral", '[TOOL_CALLS] {"name": "f"}', "has no [ARGS]"),
+        ("mistral", "[TOOL_CALLS] []", "has no call"),
+    ],
+)
+def test_a_broken_call_is_told_and_the_text_stays(parser: str, text: str, told: str) -> None:
+    action = read_action(text, stopped=True, parser=parser)
+    assert told in action.parse_error and not action.tool_calls and action.content == text
+
+
+@pytest.mark.parametrize("text", ["3 + 4 = 7", "a list: [1, 2]", "{braces", ""])
+@pytest.mark.parametrize("parser", ["hermes", "qwen3_coder", "pythonic", "mistral", "none"])
+def test_an_answer_without_a_call_is_content(parser: str, text: str) -> None:
+    action = read_action(text, stopped=True, parser=parser)
+    assert (action.content, action.tool_calls, action.parse_error) == (text, (), "")
+
+
+def test_thinking_is_apart_and_a_call_in_it_is_none() -> None:
+    """The opening tag may stand in the prompt; a plan in the thinking is no call."""
+    call = '<tool_call>{"name": "f"}</tool_call>'
+    action = read_action(f"maybe {call}\n</think>\n\nno", stopped=True, parser="hermes")
+    assert (action.thinking, action.content, action.tool_calls) == (f"maybe {call}", "no", ())
+
+
+def test_a_tool_that_the_env_lacks_is_told_and_its_name_is_plain_text() -> None:
+    text = '<tool_call>{"name": "rm -rf /; $(x)"}</tool_call>'
+    action = read_action(text, stopped=True, parser="hermes", tools=["add"])
+    assert action.tool_calls == (ToolCall(name="rm -rf /; $(x)", arguments={}),)
+    assert action.parse_error == "There is no tool 'rm -rf /; $(x)'. The tools are: add."
+
+
+@pytest.mark.parametrize(
+    ("name", "parser"),
+    [("strips_thinking", "hermes"), ("opens_thinking", "qwen3_coder"), ("drops_content", "llama3_json"),
+     ("nine_letters", "mistral")],
+)  # fmt: skip
+def test_the_template_tells_the_parser(name: str, parser: str) -> None:
+    assert tool_parser("auto", template=FAMILIES[name].template) == parser
+
+
+def test_what_cannot_be_found_out_is_refused_with_the_names() -> None:
+    for name in ("role_marks", "ignores_tools"):
+        with pytest.raises(ValueError, match=r"env\.tool_parser=auto: .* hermes, qwen3_coder, .*env\.tools_as=text"):
+            tool_parser("auto", template=FAMILIES[name].template)
+    with pytest.raises(ValueError, match=r"env\.tool_parser=xml: there is no such parser"):
+        tool_parser("xml", template="")

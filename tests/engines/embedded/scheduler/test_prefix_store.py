@@ -1,0 +1,274 @@
+"""Tests what is kept of finished responses: what is served, what never is, and the log-probs of the turns behind it."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from relax_core.contracts.media import Media, MediaItem
+from relax_core.engines.embedded.model.decoder_model import LanguageModel
+from relax_core.engines.embedded.model.fused_weights import FusedWeights
+from relax_core.engines.embedded.model.model_config import read_model_config
+from relax_core.engines.embedded.scheduler.calls import Call, Progress, Prompt, waiting_prompts
+from relax_core.engines.embedded.scheduler.decoder import Decoder
+from relax_core.engines.embedded.scheduler.prefix_store import BLOCK, KeptPrefix, PrefixStore
+from relax_core.engines.embedded.scheduler.routing_log import PromptRoutes
+from relax_core.engines.embedded.scheduler.scheduler import Scheduler
+from relax_core.engines.embedded.scheduler.token_sampler import SamplingSettings
+from relax_core.engines.embedded.scheduler.token_scoring import ScoreItem
+from relax_core.weights.folder_stream import read_safetensors
+from tests.contracts.engine.harness import make_model, make_moe_model, random_prompt
+from tests.seeing import make_seeing_model
+
+GAP = 2e-5  # natural logs, float32
+CONTEXT = 512
+
+
+# -- the store ---------------------------------------------------------------------------------------------------------
+def kept(token_ids: list[int], media: tuple[Media, ...] = ()) -> KeptPrefix:
+    return KeptPrefix(token_ids=np.array(token_ids), media=media, kv=torch.zeros(1, 2, 1, len(token_ids), 4))
+
+
+def found(store: PrefixStore, token_ids: list[int], media: tuple[Media, ...] = ()) -> int:
+    """Returns how many tokens of a prompt the store serves."""
+    one = store.find(token_ids, media)
+    return 0 if one is None else one.tokens
+
+
+def test_the_longest_common_prefix_is_served_to_the_token_and_never_a_prompts_last() -> None:
+    store = PrefixStore(1000)
+    first, second = random_prompt(100, seed=1), random_prompt(60, seed=2)
+    store.keep(kept(first))
+    store.keep(kept(first[:70] + second))
+    assert found(store, first[:90] + [0] * 20) == 90
+    assert found(store, first[:70] + second[:5] + [0] * 9) == 75
+    assert found(store, first) == 99
+    assert found(store, second) == 0
+    assert found(store, first[: BLOCK - 1] + second) == 0, "too short to be worth a copy"
+    one = store.find([*first, 4], ())
+    assert one is not None and one.whole and not store.find(first, ()).whole  # type: ignore[union-attr]
+
+
+def test_the_least_recently_used_is_dropped_and_a_longer_one_replaces_its_beginning() -> None:
+    store = PrefixStore(300)
+    a, b, c = (random_prompt(100, seed=seed) for seed in (1, 2, 3))
+    for one in (a, b):
+        store.keep(kept(one))
+    store.keep(kept([*b, *c[:50]]))  # 250 tokens: b's beginning is in it
+    assert store.nbytes == 250 * 2 * 4 * 4
+    assert found(store, [*a, 0]) == 100  # used last
+    store.keep(kept(c))
+    assert (found(store, [*b, 0]), found(store, [*a, 0]), found(store, [*c, 0])) == (0, 100, 100)
+    assert store.covers(a, ()) and store.covers(a[:80], ()) and not store.covers([*a, 1], ())
+    assert store.covers(random_prompt(301), ()), "what never fits is not copied"
+    store.forget()
+    assert (store.nbytes, found(store, [*a, 0])) == (0, 0)
+
+
+def image(digest: str, start: int) -> Media:
+    item = MediaItem(
+        kind="image",
+        digest=digest,
+        token_ids=np.full(8, 9, dtype="<i4").tobytes(),
+        offsets=np.zeros((3, 8), dtype="<i4").tobytes(),
+        advance=1,
+        placeholder=[9],
+        grid=[1, 2, 16],
+        width=1,
+        height=1,
+    )
+    return Media(item, start, start + 8)
+
+
+def test_another_image_of_the_same_ids_ends_the_common_prefix() -> None:
+    store = PrefixStore(1000)
+    ids = [*random_prompt(40), *[9] * 8, *random_prompt(40, seed=1)]
+    store.keep(kept(ids, (image("a", 40),)))
+    assert found(store, [*ids, 0], (image("a", 40),)) == 88
+    assert found(store, [*ids, 0], (image("b", 40),)) == 40
+    assert found(store, [*ids, 0]) == 40
+
+
+# -- the engine --------------------------------------------------------------------------------------------------------
+class Played:
+    """Runs a scheduler on a model in this process, and plays episodes of several turns with it."""
+
+    def __init__(self, folder: Path, *, keeps: int = 16384) -> None:
+        config = read_model_config(folder)
+        self.weights = FusedWeights(config, torch.float32)
+        self.load(folder)
+        self.decoder = Decoder(
+            LanguageModel(config, self.weights, context_length=CONTEXT),
+            dtype=torch.float32,
+            max_samples=16,
+            max_tokens=128 * CONTEXT,
+            context_length=CONTEXT,
+            prefix_cache_tokens=keeps,
+        )
+        self.scheduler = Scheduler(self.decoder, version=0)
+        self.experts = config.experts is not None
+        self.failures: list[str] = []
+
+    def load(self, folder: Path) -> None:
+        self.weights.apply(self.weights.checked(read_safetensors(folder)))
+
+    def update(self, folder: Path, version: int) -> None:
+        self.scheduler.replace_weights(lambda: self.load(folder), version)
+
+    def ask(self, prompts: list[list[int]], *, new: int, seed: int = 0) -> list[Progress]:
+        """Submits prompts; their responses are in the list that is returned once `work` has run."""
+        ended: list[Progress] = []
+        call = Call(ended.extend, self.failures.append)
+        settings = SamplingSettings(
+            max_new_tokens=new, temperature=1.0, top_p=1.0, top_k=-1, stop_token_ids=(), banned_token_ids=()
+        )
+        asked = [
+            Prompt(call, index, "g", ids, settings, seed + index, 0, routes=PromptRoutes() if self.experts else None)
+            for index, ids in enumerate(prompts)
+        ]
+        self.scheduler.submit(waiting_prompts(asked, n=1))
+        return ended
+
+    def work(self, steps: int = 1000) -> None:
+        with torch.inference_mode():
+            for _ in range(steps):
+                while not self.scheduler._inbox.empty():
+                    self.scheduler._inbox.get()()
+                if self.scheduler._idle():
+                    return
+                self.scheduler._work()
+                self.scheduler._deliver()
+
+    def answers(self, prompts: list[list[int]], *, new: int, seed: int = 0) -> list[Progress]:
+        ended = self.ask(prompts, new=new, seed=seed)
+        self.work()
+        assert not self.failures and len(ended) == len(prompts)
+        return sorted(ended, key=lambda one: one.sample.prompt.index)
+
+    def gap(self, one: Progress) -> float:
+        """Returns how far its log-probs are from those of one whole prefill under the weights in force."""
+        prompt = one.sample.prompt.token_ids
+        item = ScoreItem(token_ids=prompt + one.ids, start=len(prompt) - 1, top_k=1, temperature=1.0)
+        with torch.inference_mode():
+            (scores,) = self.decoder.score([item])
+        return max(abs(a - b) for a, b in zip(one.logprobs, scores.logprobs, strict=True))
+
+
+@pytest.fixture(scope="module", params=["dense", "experts", "states"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    if request.param == "dense":
+        make_model(path, seed=2)
+    elif request.param == "experts":
+        make_moe_model(path, seed=2)
+    else:
+        make_seeing_model(path, name="tiny_qwen3_5")
+    return path
+
+
+def turns(played: Played, *, count: int = 3) -> Iterator[list[Progress]]:
+    """Plays four episodes of one opening, whose observations have different lengths, with a new prompt beside them."""
+    prompts = [random_prompt(70) for _ in range(4)]
+    for turn in range(count):
+        asked = [*prompts, random_prompt(90, seed=50 + turn)]
+        answers = played.answers(asked, new=9, seed=100 * turn)
+        yield answers
+        prompts = [
+            prompt + one.ids + random_prompt(5 + 8 * index, seed=10 * turn + index)
+            for index, (prompt, one) in enumerate(zip(prompts, answers[:4], strict=True))
+        ]
+
+
+def test_turns_are_served_and_tokens_log_probs_and_experts_are_those_without_a_store(folder: Path) -> None:
+    with_it, without = Played(folder), Played(folder, keeps=0)
+    for number, (ours, theirs) in enumerate(zip(turns(with_it), turns(without), strict=True)):
+        for one, other in zip(ours, theirs, strict=True):
+            assert one.ids == other.ids
+            np.testing.assert_allclose(one.logprobs, other.logprobs, atol=GAP, rtol=0)
+            if with_it.experts:
+                assert one.routes is not None and other.routes is not None
+                assert (one.routes == other.routes).all()
+                mine, their = one.sample.prompt.routes, other.sample.prompt.routes
+                assert mine is not None and their is not None
+                assert (np.asarray(mine.experts) == np.asarray(their.experts)).all()
+            assert with_it.gap(one) <= GAP
+        cached = [one.sample.prompt.cached_tokens for one in ours]
+        lengths = [len(one.sample.prompt.token_ids) for one in ours]
+        if number == 0:  # the four share one computation of their opening
+            assert cached == [0, 70, 70, 70, 0]
+        else:  # all but the answer's last token, which the engine never computed, and the observation
+            assert cached == [length - (6 + 8 * index) for index, length in enumerate(lengths[:4])] + [0]
+        assert [one.sample.prompt.cached_tokens for one in theirs] == [0] * 5
+    load = with_it.scheduler.load()
+    assert load.prefill_tokens + load.cached_tokens == without.scheduler.load().prefill_tokens
+    assert load.kv_cache_bytes > with_it.decoder.prefixes.nbytes > 0
+
+
+def changed(folder: Path, into: Path) -> Path:
+    """Copies a model's folder, with other weights."""
+    shutil.copytree(folder, into)
+    torch.manual_seed(0)
+    for file in into.glob("*.safetensors"):
+        tensors = {
+            name: value + 0.1 * value.abs().mean() * torch.randn_like(value) for name, value in load_file(file).items()
+        }
+        save_file(tensors, file, metadata={"format": "pt"})
+    return into
+
+
+def test_nothing_that_older_weights_computed_is_served(folder: Path, tmp_path: Path) -> None:
+    """The second half shows that the comparison finds a store that serves it."""
+    newer = changed(folder, tmp_path / "newer")
+    played = Played(folder)
+    prompt, running = random_prompt(70), random_prompt(80, seed=1)
+    (one,) = played.answers([prompt], new=9)
+    ended = played.ask([running], new=60)
+    played.work(20)  # a response is under way, and its prompt is computed by version 0
+    assert not ended
+    played.update(newer, 1)
+    played.work()
+    for before in (one, ended[0]):
+        (after,) = played.answers([before.sample.prompt.token_ids + before.ids + random_prompt(6, seed=2)], new=9)
+        states_again = before is ended[0] and played.decoder.states is not None  # prefilled again under version 1
+        assert (after.sample.prompt.cached_tokens > 0) == states_again
+        assert played.gap(after) <= GAP
+    if played.decoder.states is not None:
+        return  # a state of older weights was never there to be served
+    (one,) = played.answers([prompt], new=9, seed=7)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Decoder, "forget", lambda self: None)
+        played.update(folder, 2)
+    (after,) = played.answers([prompt + one.ids + random_prompt(6, seed=2)], new=9)
+    assert played.gap(after) > 100 * GAP
+
+
+def test_a_running_episodes_turn_goes_before_new_prompts(folder: Path) -> None:
+    played = Played(folder)
+    prompt = random_prompt(70)
+    (one,) = played.answers([prompt], new=9)
+    filling = played.ask([random_prompt(20, seed=seed) for seed in range(16)], new=6)
+    played.work(1)
+    new = played.ask([random_prompt(20, seed=seed) for seed in range(40, 56)], new=30)
+    played.work(1)
+    turn = played.ask([prompt + one.ids + [5] * 4], new=30)
+    played.work(8)  # the first sixteen have ended
+    assert len(filling) == 16 and not new and not turn
+    load = played.scheduler.load()
+    assert (load.running, load.queued) == (16, 1)
+    played.work()
+    assert turn[0].sample.prompt.call.first_prefill <= new[0].sample.prompt.call.first_prefill
+    assert turn[0].sample.prompt.cached_tokens == 78
+
+
+def test_one_turn_without_common_prefixes_keeps_its_bits(folder: Path) -> None:
+    with_it, without = Played(folder), Played(folder, keeps=0)
+    for step in range(3):
+        prompts = [random_prompt(40 + 7 * index, seed=100 * step + index) for index in range(8)]
+        for one, other in zip(with_it.answers(prompts, new=20), without.answers(prompts, new=20), strict=True):
+            assert (one.ids, one.logprobs) == (other.ids, other.logprobs)
