@@ -36,6 +36,7 @@ from relax_core.roles.process.role_context import RunContext, worker_name
 from relax_core.roles.process.worker import Worker
 from relax_core.roles.rollout.traced_rollout import TracedEnginePool, TracedRewardPool
 from relax_core.rollout.bad_rows import BadRows
+from relax_core.rollout.env_workers.env_workers import EnvWorkers
 from relax_core.rollout.episodes.episodes import EpisodePlayer
 from relax_core.rollout.episodes.group_assembly import GroupFilter, MakeExtras
 from relax_core.rollout.evaluation.evaluator import Evaluator, eval_versions, prepare_with_media
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 CLOSED_S = 0.2
 REWARD_LOG = "reward.log"  # the output of an isolated reward's worker processes
+ENV_LOG = "env.log"  # the output of an isolated env's worker processes
 OWNER_FIRST_S = 10.0  # the owner of an engine that does not start reports it first, because it knows the cause
 
 
@@ -97,10 +99,18 @@ class RolloutWorker(Worker):
                 source, bus=bus, metrics=metrics, pool=pool, prompts=prompts, rewards=rewards
             )
         settings = self._settings(prompts.tokenizer)
-        player = None
+        player = env_workers = None
+        if env.isolated:
+            env_workers = EnvWorkers(env, config.env, log_file=context.log_dir / ENV_LOG)
         if env.has_turns:
+            played = env if env_workers is None else env_workers.spec(episodes_per_group=settings.sampling.n)
             player = EpisodePlayer(
-                env=env, env_config=config.env, prompts=prompts, pool=pool, sampling=settings.sampling, seed=config.seed
+                env=played,
+                env_config=config.env,
+                prompts=prompts,
+                pool=pool,
+                sampling=settings.sampling,
+                seed=config.seed,
             )
         loop = RolloutLoop(
             bus=bus,
@@ -135,6 +145,8 @@ class RolloutWorker(Worker):
             raise first_cause(failures) from failures
         finally:
             rewards.close()
+            if env_workers is not None:
+                env_workers.close()
             if encoders is not None:
                 encoders.close()
 
