@@ -18,13 +18,14 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 PLUGINS = {
     "algorithms": ("contracts", "registry"),
     "rewards": ("contracts", "registry"),
-    "envs": ("contracts", "registry"),
+    "envs": ("contracts", "registry", "sandbox"),
     "hydra_plugins": ("config",),
 }
 TOPS = ("relax_core", "launchers", *PLUGINS)
 
 LEVELS = {
     "contracts": 0,
+    "sandbox": 0,
     "families": 1,
     "config": 1,
     "registry": 1,

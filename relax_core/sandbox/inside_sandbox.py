@@ -12,9 +12,16 @@ from types import TracebackType
 NAME = "code.py"  # what errors call the code
 
 
-def limit(kind: int, value: int, hard: int | None = None) -> None:
-    """Sets a limit that the process cannot raise again."""
-    resource.setrlimit(kind, (value, value if hard is None else hard))
+def limit(kind: int, value: int, *, grace: int = 0) -> None:
+    """Sets a limit that the process cannot raise again, or keeps the one that it has if that is lower.
+
+    ``grace`` is how much further the kernel lets it go after the first signal.
+    """
+    most = resource.getrlimit(kind)[1]
+    wanted = [value, value + grace] if value != resource.RLIM_INFINITY else [most, most]
+    if most != resource.RLIM_INFINITY:
+        wanted = [min(one, most) for one in wanted]
+    resource.setrlimit(kind, (wanted[0], wanted[1]))
 
 
 def tell(error: BaseException, where: TracebackType | None, source: str) -> None:
@@ -31,7 +38,7 @@ def main() -> None:
     cpu_s, memory_bytes, processes, file_bytes, ready = map(int, sys.argv[1:])
     source = sys.stdin.buffer.read().decode()
     limit(resource.RLIMIT_CORE, 0)
-    limit(resource.RLIMIT_CPU, cpu_s, cpu_s + 1)  # at the first the kernel says why, at the second it kills
+    limit(resource.RLIMIT_CPU, cpu_s, grace=1)  # at the first the kernel says why, at the second it kills
     limit(resource.RLIMIT_FSIZE, file_bytes)
     limit(resource.RLIMIT_NOFILE, 256)
     limit(resource.RLIMIT_NPROC, processes)

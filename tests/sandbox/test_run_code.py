@@ -97,8 +97,7 @@ def test_a_fork_bomb_stops_at_its_limit_and_leaves_no_process(run: Run) -> None:
         "    except BlockingIOError:\n        break\n    if not pid:\n        time.sleep(600)\n    n += 1\nprint(n)"
     )
     assert 5 <= int(run(count, processes=16, wall_s=60).output) <= 16
-    mark = f"relax-bomb-{os.getpid()}"
-    bomb = f"import os\nmark = '{mark}'\nwhile True:\n    try:\n        os.fork()\n    except OSError:\n        pass"
+    bomb = "import os\nwhile True:\n    try:\n        os.fork()\n    except OSError:\n        pass"
     assert run(bomb, wall_s=2).ended == "wall_time"
     assert not [one for one in psutil.process_iter(["uids", "cmdline"]) if is_of_sandbox(one)]
 
@@ -148,7 +147,8 @@ def test_files_of_others_are_not_there_and_nothing_can_be_written_outside_of_tmp
     code = f"import os\nfor path in ('/root', '/home', '/etc/passwd', '/proc', '/work', {str(token)!r}):\n"
     code += "    print(os.path.exists(path))\n"
     code += "for path in ('/x', '/usr/x', '/etc/x', '/dev/x', '/dev/shm/x', '/lib/x'):\n    try:\n"
-    code += "        open(path, 'w')\n        print('wrote', path)\n    except OSError as error:\n        print(error.errno)\n"
+    code += "        open(path, 'w')\n        print('wrote', path)\n"
+    code += "    except OSError as error:\n        print(error.errno)\n"
     code += "open('/tmp/x', 'w').write('fine')\nprint(open('/tmp/x').read())\nprint(sorted(os.environ))"
     lines = run(code).output.splitlines()
     assert lines[:6] == ["False"] * 6
@@ -246,9 +246,7 @@ def test_what_the_machine_lacks_is_named(monkeypatch: pytest.MonkeyPatch, tmp_pa
         try_sandbox()
     (tmp_path / "bwrap").write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
     (tmp_path / "bwrap").chmod(0o755)
-    for folder in (tmp_path, *tmp_path.parents):
-        if folder.stat().st_uid == os.getuid() and folder.is_relative_to("/tmp") and folder != Path("/tmp"):
-            monkeypatch.setattr(module, "_unused_uid", lambda: os.getuid())
+    monkeypatch.setattr(module, "_unused_uid", os.getuid)  # who may read the folder of this test
     with pytest.raises(SandboxRefused, match=r"refuses the sandbox: bwrap: No permissions.*Fix: "):
         try_sandbox()
 
