@@ -123,7 +123,7 @@ def check(config: PythonConfig) -> None:
     if config.code_wall_s >= config.step_timeout_s:
         raise ValueError(
             f"env.code_wall_s={config.code_wall_s:g} with env.step_timeout_s={config.step_timeout_s:g}: code that runs "
-            "into its own limit is the model's mistake, so that limit must be the shorter one. Raise env.step_timeout_s."
+            "into its own limit is the model's mistake, so that limit is the shorter one. Raise env.step_timeout_s."
         )
     if config.sandbox == "bwrap":
         try:

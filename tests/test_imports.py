@@ -51,6 +51,7 @@ SIDEWAYS = {
     ("config", "families"),
     ("families", "registry"),
     ("engines", "weights"),
+    ("tools", "rollout"),
     ("tools", "train"),
 }
 NO_RAY = ("relax_core/train", "relax_core/engines", "relax_core/contracts", "algorithms")
