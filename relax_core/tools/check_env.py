@@ -1,4 +1,4 @@
-"""Checks an environment as a plug-in author writes it: ``python -m relax_core.tools.check_env my_env.py [key=value …]``.
+"""Checks an environment for its author: ``python -m relax_core.tools.check_env my_env.py [key=value …]``.
 
 An environment of several turns is opened twice with the same seeds, gets odd responses, and is closed at the beginning,
 in the middle and at the end of an episode. An isolated one runs in its worker process, as in a run.
@@ -104,8 +104,12 @@ async def check_turns(spec: EnvSpec, config: InteractionConfig, row: Mapping[str
         if workers is not None:
             workers.close()
     _, left = psutil.wait_procs(_children() - before, timeout=CHILDREN_END_S)
+    told = ", ".join(map(_words, left))
+    for process in left:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
     if left:
-        raise Problem(f"after close, child processes are left: {', '.join(map(_words, left))}.")
+        raise Problem(f"after close, child processes are left: {told}.")
     return [*lines, "no child process is left"]
 
 
