@@ -19,6 +19,7 @@ from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.algorithm import AlgorithmSpec
 from relax_core.contracts.bus import Admission, BusClosed
 from relax_core.contracts.data import PromptSource
+from relax_core.contracts.engine import SamplingParams
 from relax_core.contracts.env import EnvSpec
 from relax_core.contracts.stop_signals import ignore_stop_signals
 from relax_core.data.eval_sets import eval_sets, held_out_count
@@ -99,19 +100,8 @@ class RolloutWorker(Worker):
                 source, bus=bus, metrics=metrics, pool=pool, prompts=prompts, rewards=rewards
             )
         settings = self._settings(prompts.tokenizer)
-        player = env_workers = None
-        if env.isolated:
-            env_workers = EnvWorkers(env, config.env, log_file=context.log_dir / ENV_LOG)
-        if env.has_turns:
-            played = env if env_workers is None else env_workers.spec(episodes_per_group=settings.sampling.n)
-            player = EpisodePlayer(
-                env=played,
-                env_config=config.env,
-                prompts=prompts,
-                pool=pool,
-                sampling=settings.sampling,
-                seed=config.seed,
-            )
+        env_workers = EnvWorkers(env, config.env, log_file=context.log_dir / ENV_LOG) if env.isolated else None
+        player = self._player(env, env_workers, prompts=prompts, pool=pool, sampling=settings.sampling)
         loop = RolloutLoop(
             bus=bus,
             pool=pool,
@@ -149,6 +139,24 @@ class RolloutWorker(Worker):
                 env_workers.close()
             if encoders is not None:
                 encoders.close()
+
+    def _player(
+        self,
+        env: EnvSpec,
+        env_workers: EnvWorkers | None,
+        *,
+        prompts: PromptMaker,
+        pool: TracedEnginePool,
+        sampling: SamplingParams,
+    ) -> EpisodePlayer | None:
+        """Returns what plays episodes of several turns, or None for an env of one turn."""
+        config = self.context.config
+        if not env.has_turns:
+            return None
+        played = env if env_workers is None else env_workers.spec(episodes_per_group=sampling.n)
+        return EpisodePlayer(
+            env=played, env_config=config.env, prompts=prompts, pool=pool, sampling=sampling, seed=config.seed
+        )
 
     def _encoders(self, bus: RayBus) -> EncodePool | None:
         """Returns the processes that encode images and videos, or None for a run on text."""
