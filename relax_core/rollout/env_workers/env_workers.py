@@ -115,7 +115,7 @@ class IsolatedEnv(BaseInteractionEnv):
         self._episode = worker.next_episode()
 
     @keeps_deadline
-    async def reset(self) -> list[Message]:  # type: ignore[override]
+    async def reset(self) -> list[Message]:
         """Opens the env in the worker process and returns its opening messages."""
         answer = await self._worker.ask(Open(episode=self._episode, start=self._start), Opened)
         return [with_sources(message) for message in answer.messages]

@@ -102,10 +102,10 @@ def test_episodes_whose_worker_was_killed_start_again(engine: Engine, folder: Pa
 
         threading.Thread(target=kill, daemon=True).start()
 
-    bus = CoreBus(steps=2)
+    bus = CoreBus(steps=1)
     play(engine, folder, bus, file, kill_one, workers=2, max_retries=3)
     assert killed
-    assert len(bus.rows) >= 4 and not bus.core.progress().ledger.dropped
+    assert bus.rows and not bus.core.progress().ledger.dropped
     assert b"attempt 1" in file.with_suffix(".log").read_bytes()
     for tree in map(tree_of, bus.rows.values()):
         assert all(one.reward in (0.5, 1.0) for one in tree.episodes)
