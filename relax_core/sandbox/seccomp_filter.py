@@ -9,6 +9,7 @@ import errno
 import platform
 import struct
 from dataclasses import dataclass
+from functools import cache
 
 _LOAD, _JUMP_EQUAL, _JUMP_AT_LEAST, _JUMP_ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16  # offsets in struct seccomp_data
@@ -78,6 +79,7 @@ class Architecture:
 ARCHITECTURES = {"x86_64": Architecture(0xC000003E, 0), "aarch64": Architecture(0xC00000B7, 1)}
 
 
+@cache
 def seccomp_filter() -> bytes:
     """Returns the filter for this machine as an array of struct sock_filter, for ``bwrap --seccomp``.
 

@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         name = str(Path(given.env).absolute()) if is_file_plugin(given.env) else given.env
         spec = find_env(name)
-        config = plugin_config("env", name, _settings(given.settings), section="env")
+        config = plugin_config("env", name, settings_of(given.settings), section="env")
         spec.check(config)
         row = json.loads(given.row)
         for line in (
@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _settings(words: Sequence[str]) -> dict[str, Any]:
+def settings_of(words: Sequence[str]) -> dict[str, Any]:
     """Returns settings of the form ``key=value``, with or without ``env.`` in front."""
     pairs = [word.removeprefix("env.").partition("=") for word in words]
     if wrong := [key for key, sign, _ in pairs if not sign]:

@@ -1,4 +1,4 @@
-"""The check for authors of environments: it passes the project's own, and finds what is wrong with others."""
+"""The check for the authors of environments: it passes the project's own, and finds what is wrong with others."""
 
 from __future__ import annotations
 
