@@ -61,6 +61,7 @@ async def _play(spec: EnvSpec, config: InteractionConfig, start: EpisodeStart, a
         assert isinstance(config, IsolatedConfig)
         workers = EnvWorkers(spec, config)
         spec = workers.spec(episodes_per_group=1)
+    assert spec.open is not None
     calls = EnvCalls(timeout_s=config.step_timeout_s)
     rewards: list[float] = []
     try:

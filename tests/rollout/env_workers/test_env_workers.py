@@ -103,11 +103,12 @@ async def workers_of(file: Path, *, group_size: int = 1, **settings: Any) -> Asy
     workers = EnvWorkers(find_env(str(file)), config, log_file=file.with_suffix(".log"))
     spec = workers.spec(episodes_per_group=group_size)
     calls = EnvCalls(timeout_s=0.001)  # the time of a call begins in the worker
-    assert spec.open is not None
+    opened = spec.open
+    assert opened is not None
 
     async def begin(group: int = 1, episode: int = 2, **row: Any) -> tuple[BaseInteractionEnv, str]:
         start = EpisodeStart(row={"prompt": "p", **row}, group_seed=group, episode_seed=episode)
-        env: BaseInteractionEnv = await calls(spec.open, start, config)
+        env: BaseInteractionEnv = await calls(opened, start, config)
         (message,) = await calls(env.reset)
         return env, message["content"]
 
