@@ -26,6 +26,7 @@ class GymnasiumConfig(IsolatedConfig):
     arguments: dict[str, Any] = field(default_factory=dict)
     actions: list[str] = field(default_factory=list)
     max_turns: int = 20
+    tool_parser: str = "none"
 
 
 class GymnasiumEnv(BaseInteractionEnv):

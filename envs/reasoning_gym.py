@@ -24,6 +24,7 @@ class ReasoningGymConfig(IsolatedConfig):
     task: str = "chain_sum"
     arguments: dict[str, Any] = field(default_factory=dict)
     max_turns: int = 1
+    tool_parser: str = "none"
 
 
 class ReasoningGymTask(BaseInteractionEnv):

@@ -16,6 +16,7 @@ class TextArenaConfig(IsolatedConfig):
     name: str = "textarena"
     game: str = "Mastermind-v0"
     max_turns: int = 20
+    tool_parser: str = "none"
 
 
 class TextArenaGame(BaseInteractionEnv):
