@@ -13,7 +13,7 @@ TEST_WORKERS ?= 2
 export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: env test-env run run-see run-omni test test-chaos test-soak slurm test-slurm sglang-cpu run-sglang test-sglang lint clean
+.PHONY: env test-env run run-see run-omni test test-chaos test-soak slurm test-slurm sandbox sglang-cpu run-sglang test-sglang lint clean
 .DEFAULT_GOAL := run
 
 env: $(VENV)/.relax-env
@@ -49,6 +49,15 @@ slurm:
 	  else \
 	    echo "relax: Slurm is missing. Install it as root (Debian, Ubuntu: apt-get install slurm-wlm munge) and run" \
 	         "make test-slurm as root" >&2; exit 1; \
+	  fi; }
+
+# bubblewrap, in which env=python runs the code of a model; tests of the sandbox are skipped without it.
+sandbox:
+	@command -v bwrap >/dev/null || { \
+	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq bubblewrap >/dev/null; \
+	  else \
+	    echo "relax: bubblewrap is missing. Install it as root (Debian, Ubuntu: apt-get install bubblewrap)" >&2; exit 1; \
 	  fi; }
 
 test-slurm: test-env slurm

@@ -15,6 +15,7 @@ class NumberGuessConfig(InteractionConfig):
 
     name: str = "number_guess"
     max_turns: int = 3
+    tool_parser: str = "none"
     highest: int = 7
 
 

@@ -105,6 +105,14 @@ REASONS = {
         "relax_core/rollout/episodes/env_calls.py",
         "EnvCalls.close.close_later",
     ): "a daemon thread for which nobody waits: it closes an env when the call that was left behind has ended",
+    (
+        "relax_core/rollout/env_workers/env_workers.py",
+        "EnvWorkers._take_place",
+    ): "a group that has its places waits for no other, and its episodes end within env.episode_timeout_s",
+    (
+        "relax_core/rollout/env_workers/env_worker.py",
+        "EnvWorker.stop",
+    ): "the process was just killed, which ends the thread's wait for it",
     ("relax_core/rollout/evaluation/evaluator.py", "ask"): "after the task group: its tasks have ended",
     (
         "relax_core/data/media/encode_pool.py",

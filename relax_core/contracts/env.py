@@ -111,6 +111,20 @@ class InteractionConfig(EnvConfig):
     on_turn_cut: str = "end"
 
 
+@dataclass(frozen=True)
+class IsolatedConfig(InteractionConfig):
+    """Holds the settings of an env whose episodes run in worker processes.
+
+    Each rollout worker has ``workers`` such processes, each with at most ``episodes_per_worker`` open episodes. A
+    process that uses more than ``worker_memory_gib`` GiB with its children is killed and replaced; its episodes start
+    again.
+    """
+
+    workers: int = 1
+    episodes_per_worker: int = 32
+    worker_memory_gib: float = 2.0
+
+
 @dataclass(frozen=True, kw_only=True)
 class EpisodeLimits:
     """Holds the limits of an episode: responses, sampled tokens in all, and tokens of the context."""
@@ -222,8 +236,13 @@ class EnvSpec:
     form {"type": "function", "function": …}, or typed Python functions, of which `tool_schema` makes schemas.
     ``check(config)`` raises ValueError for settings that make no sense.
 
-    Raises ValueError if both functions or none is given, for ``open`` with another class of settings, and for tools
-    without ``open``.
+    With ``isolated`` the episodes run in worker processes, which are killed and replaced if they hang or die;
+    ``config`` must then be a dataclass under `IsolatedConfig`. A worker makes one call at a time. Python's and NumPy's
+    global random states belong to the episode: they come from ``start.group_seed`` until ``reset`` has returned, and
+    from ``start.episode_seed`` after it, whatever else runs in the worker.
+
+    Raises ValueError if both functions or none is given, for ``open`` with another class of settings, and for tools or
+    ``isolated`` without ``open``.
     """
 
     name: str
@@ -233,6 +252,7 @@ class EnvSpec:
     open: Callable[[EpisodeStart, Any], BaseInteractionEnv] | None = None
     tools: Callable[[Mapping[str, Any], Any], Sequence[ToolSchema | Callable[..., Any]]] | None = None
     check: Callable[[Any], None] = lambda config: None
+    isolated: bool = False
 
     def __post_init__(self) -> None:
         if (self.messages is None) == (self.open is None):
@@ -244,6 +264,10 @@ class EnvSpec:
             )
         if self.tools is not None and self.open is None:
             raise ValueError(f"env {self.name}: its SPEC has tools, but an env of one turn calls none. Give it open.")
+        if self.isolated and (self.open is None or not issubclass(self.config, IsolatedConfig)):
+            raise ValueError(
+                f"env {self.name}: an isolated env needs open, and settings that are a dataclass under IsolatedConfig."
+            )
 
     @property
     def has_turns(self) -> bool:

@@ -83,7 +83,7 @@ def problems(*overrides: str) -> list[str]:
         ("run.steps=???", "run.steps has no value: add run.steps=..."),
         ("~run.steps", "run.steps cannot be removed, only set."),
         ("algo=plugin", "algo.name has no value"),
-        ("env.name=nowhere", "env.name=nowhere is not known. What exists: calculator, number_guess, single_turn."),
+        ("env.name=nowhere", "env.name=nowhere is not known. What exists: calculator, gymnasium, number_guess, python, reasoning_gym, single_turn, textarena."),
         ("reward.name=maths", "Nearest: math."),
         ("algo.name=/nowhere/x.py", "algo.name=/nowhere/x.py: no such file."),
     ],

@@ -141,6 +141,8 @@ def _check_turns(config: RelaxConfig) -> Iterator[str]:
             yield f"env.{key}={getattr(plugin_config, key)}: must be more than 0 seconds."
     if plugin_config.max_retries < 0:
         yield f"env.max_retries={plugin_config.max_retries}: must be at least 0 new starts."
+    if env.isolated:
+        yield from _check_env_workers(config)
     for key, choices in (("tools_as", ("template", "text")), ("on_turn_cut", ("end", "continue"))):
         if (value := getattr(plugin_config, key)) not in choices:
             yield f"env.{key}={value}: use {' or '.join(choices)}."
@@ -148,6 +150,23 @@ def _check_turns(config: RelaxConfig) -> Iterator[str]:
         yield NotYet(
             f"eval.every={config.eval.every} with env.name={env.name}: an env with turns is not evaluated yet. "
             "Use eval.every=0."
+        )
+
+
+def _check_env_workers(config: RelaxConfig) -> Iterator[str]:
+    """Checks the keys of an environment whose episodes run in worker processes."""
+    env = config.env
+    for key, what in (("workers", "one worker process"), ("episodes_per_worker", "one episode a worker process")):
+        if getattr(env, key) < 1:
+            yield f"env.{key}={getattr(env, key)}: at least {what}."
+    if not env.worker_memory_gib > 0:
+        yield f"env.worker_memory_gib={env.worker_memory_gib}: must be more than 0 GiB."
+    places, group_size = env.workers * env.episodes_per_worker, config.algo.group_size
+    if env.workers >= 1 and env.episodes_per_worker >= 1 and places < group_size:
+        yield (
+            f"env.workers={env.workers} with env.episodes_per_worker={env.episodes_per_worker}: they have room for "
+            f"{places} episodes, and a group has algo.group_size={group_size}, which are open together. "
+            f"Use env.workers={-(-group_size // env.episodes_per_worker)}."
         )
 
 

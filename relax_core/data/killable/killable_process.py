@@ -10,11 +10,12 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 
 from relax_core.data.killable.worker_frames import HEADER_BYTES, Ready, payload_bytes, to_frame
 
@@ -39,10 +40,10 @@ class KillableProcess:
     """Is one worker process; it is replaced if it is lost.
 
     ``command`` is the module that runs and its arguments, and ``settings`` its first message. ``what`` begins the text
-    of errors. The output of the process goes to ``log_file``, or to this process's stderr.
+    of errors. The output of the process goes to ``log_file``, a path or a descriptor, or to this process's stderr.
     """
 
-    def __init__(self, command: Sequence[str], settings: Any, *, what: str, log_file: Path | None = None) -> None:
+    def __init__(self, command: Sequence[str], settings: Any, *, what: str, log_file: Path | int | None = None) -> None:
         self._command = command
         self._settings = settings
         self._what = what
@@ -76,11 +77,25 @@ class KillableProcess:
             self._stopped = True
             self.kill()
 
+    def replace(self) -> None:
+        """Kills the process and starts a new one; nothing happens after `stop`. No call of `ask` may be in flight."""
+        self._restart()
+
     def kill(self) -> None:
-        """Kills the process with all of its children; the next call of `ask` notices it."""
+        """Kills the process with all of its children; the next call of `ask` notices it.
+
+        If the process has died, those of its children are killed that stayed in its process group.
+        """
+        pid, children = self._process.pid, []
         if self._process.poll() is None:
-            os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait(_END_DEADLINE_S)
+            with suppress(psutil.NoSuchProcess):
+                children = psutil.Process(pid).children(recursive=True)  # one may have left the process group
+        with suppress(ProcessLookupError):  # nothing of the group is left
+            os.killpg(pid, signal.SIGKILL)
+        for child in children:
+            with suppress(psutil.NoSuchProcess):
+                child.kill()
+        self._process.wait(_END_DEADLINE_S)
 
     def close_pipes(self) -> None:
         """Closes the pipes to the process."""
@@ -91,7 +106,7 @@ class KillableProcess:
     def _start(self) -> subprocess.Popen[bytes]:
         root = Path(__file__).parents[3]
         path = {"PYTHONPATH": os.pathsep.join([str(root), *sys.path])}
-        with nullcontext() if self._log_file is None else self._log_file.open("ab") as log:
+        with self._log_file.open("ab") if isinstance(self._log_file, Path) else nullcontext(self._log_file) as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", *self._command],
                 stdin=subprocess.PIPE,

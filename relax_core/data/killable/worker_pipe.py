@@ -1,7 +1,7 @@
 """The child's side of a `KillableProcess`: it reads requests from stdin and writes its answers.
 
-The child always ends with its owner: a thread waits for the end of stdin, and if library code never releases the
-interpreter, the kernel's CPU timer ends the process.
+The child always ends with its owner, and so do the processes of its group: a thread waits for the end of stdin. If
+library code never releases the interpreter, the kernel's CPU timer ends the process.
 """
 
 from __future__ import annotations
@@ -64,4 +64,6 @@ def _exit_with_owner() -> None:
     poll = select.poll()
     poll.register(sys.stdin.fileno(), 0)  # an empty event mask reports only the hang-up
     poll.poll()
+    if os.getpgrp() == os.getpid():  # a `KillableProcess` leads a group, in which its own children are
+        os.killpg(0, signal.SIGKILL)
     os._exit(0)

@@ -19,6 +19,7 @@ from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.algorithm import AlgorithmSpec
 from relax_core.contracts.bus import Admission, BusClosed
 from relax_core.contracts.data import PromptSource
+from relax_core.contracts.engine import SamplingParams
 from relax_core.contracts.env import EnvSpec
 from relax_core.contracts.stop_signals import ignore_stop_signals
 from relax_core.data.eval_sets import eval_sets, held_out_count
@@ -36,6 +37,7 @@ from relax_core.roles.process.role_context import RunContext, worker_name
 from relax_core.roles.process.worker import Worker
 from relax_core.roles.rollout.traced_rollout import TracedEnginePool, TracedRewardPool
 from relax_core.rollout.bad_rows import BadRows
+from relax_core.rollout.env_workers.env_workers import EnvWorkers
 from relax_core.rollout.episodes.episodes import EpisodePlayer
 from relax_core.rollout.episodes.group_assembly import GroupFilter, MakeExtras
 from relax_core.rollout.evaluation.evaluator import Evaluator, eval_versions, prepare_with_media
@@ -58,6 +60,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 CLOSED_S = 0.2
 REWARD_LOG = "reward.log"  # the output of an isolated reward's worker processes
+ENV_LOG = "env.log"  # the output of an isolated env's worker processes
 OWNER_FIRST_S = 10.0  # the owner of an engine that does not start reports it first, because it knows the cause
 
 
@@ -97,11 +100,8 @@ class RolloutWorker(Worker):
                 source, bus=bus, metrics=metrics, pool=pool, prompts=prompts, rewards=rewards
             )
         settings = self._settings(prompts.tokenizer)
-        player = None
-        if env.has_turns:
-            player = EpisodePlayer(
-                env=env, env_config=config.env, prompts=prompts, pool=pool, sampling=settings.sampling, seed=config.seed
-            )
+        env_workers = EnvWorkers(env, config.env, log_file=context.log_dir / ENV_LOG) if env.isolated else None
+        player = self._player(env, env_workers, prompts=prompts, pool=pool, sampling=settings.sampling)
         loop = RolloutLoop(
             bus=bus,
             pool=pool,
@@ -135,8 +135,28 @@ class RolloutWorker(Worker):
             raise first_cause(failures) from failures
         finally:
             rewards.close()
+            if env_workers is not None:
+                env_workers.close()
             if encoders is not None:
                 encoders.close()
+
+    def _player(
+        self,
+        env: EnvSpec,
+        env_workers: EnvWorkers | None,
+        *,
+        prompts: PromptMaker,
+        pool: TracedEnginePool,
+        sampling: SamplingParams,
+    ) -> EpisodePlayer | None:
+        """Returns what plays episodes of several turns, or None for an env of one turn."""
+        config = self.context.config
+        if not env.has_turns:
+            return None
+        played = env if env_workers is None else env_workers.spec(episodes_per_group=sampling.n)
+        return EpisodePlayer(
+            env=played, env_config=config.env, prompts=prompts, pool=pool, sampling=sampling, seed=config.seed
+        )
 
     def _encoders(self, bus: RayBus) -> EncodePool | None:
         """Returns the processes that encode images and videos, or None for a run on text."""

@@ -6,11 +6,18 @@ import asyncio
 import inspect
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 log = logging.getLogger(__name__)
+AsyncCall = TypeVar("AsyncCall", bound=Callable[..., Awaitable[Any]])
+
+
+def keeps_deadline(function: AsyncCall) -> AsyncCall:
+    """Marks an async function that raises `EnvTooSlow` itself."""
+    function.keeps_deadline = True  # type: ignore[attr-defined]
+    return function
 
 
 class EnvTooSlow(Exception):
@@ -18,7 +25,11 @@ class EnvTooSlow(Exception):
 
 
 class EnvCalls:
-    """Makes the calls of one episode, one after the other; ``timeout_s`` is the limit of a call in seconds."""
+    """Makes the calls of one episode, one after the other; ``timeout_s`` is the limit of a call in seconds.
+
+    A function with the attribute ``keeps_deadline`` raises `EnvTooSlow` itself: a call of an env worker may wait for
+    its turn, and its time begins after that.
+    """
 
     def __init__(self, *, timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -26,6 +37,8 @@ class EnvCalls:
 
     async def __call__(self, function: Callable[..., Any], *given: Any) -> Any:
         """Returns what ``function`` returns; raises `EnvTooSlow` past the deadline, and what ``function`` raises."""
+        if getattr(function, "keeps_deadline", False):
+            return await function(*given)
         try:
             async with asyncio.timeout(self._timeout_s) as limit:
                 if inspect.iscoroutinefunction(function):

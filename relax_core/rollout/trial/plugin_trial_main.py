@@ -14,11 +14,11 @@ import msgspec
 
 from relax_core.contracts.checks.plugin_results import WrongResult
 from relax_core.contracts.env import EnvSpec, EpisodeStart
-from relax_core.contracts.media import MediaSource
 from relax_core.contracts.reward import RewardInput, RewardOutput, RewardSpec
 from relax_core.data.killable.worker_frames import HEADER_BYTES, payload_bytes, to_frame
 from relax_core.registry import find_algorithm, find_env, find_reward, plugin_words
 from relax_core.rollout.data_source_trial import try_data_source
+from relax_core.rollout.env_workers.env_messages import with_sources
 from relax_core.rollout.rewards.reward_inputs import without_bytes
 from relax_core.rollout.trial.algorithm_trial import try_algorithm
 from relax_core.rollout.trial.plugin_trial import START_S, Done, Request, Stage
@@ -57,7 +57,7 @@ def _try_env(request: Request, replies: BinaryIO) -> Iterator[str]:
     config = msgspec.msgpack.decode(packed, type=spec.config)
     failed: list[str] = []
     for where, sent in request.rows:
-        row = _with_sources(sent)
+        row = with_sources(sent)
         _send(replies, Stage(what=f"env.name={name}: messages for {where}", limit_s=request.call_s))
         try:
             if spec.messages is not None:
@@ -71,15 +71,6 @@ def _try_env(request: Request, replies: BinaryIO) -> Iterator[str]:
             failed.append(f"env.name={name}: {where}: {plugin_words(error)}")
     if spec.has_turns and failed and len(failed) == len(request.rows):
         yield failed[0]
-
-
-def _with_sources(value: Any) -> Any:
-    """Returns a data row whose images and videos are sources again; as messages they are mappings."""
-    if isinstance(value, Mapping):
-        if value.keys() == {*MediaSource.__struct_fields__}:
-            return msgspec.convert(value, MediaSource)
-        return {key: _with_sources(one) for key, one in value.items()}
-    return [_with_sources(one) for one in value] if isinstance(value, list) else value
 
 
 async def _open_once(spec: EnvSpec, row: Mapping[str, Any], config: Any) -> None:
@@ -109,7 +100,7 @@ def _try_reward(request: Request, replies: BinaryIO) -> Iterator[str]:
     first = ""
     for where, row in request.rows:
         answer = str(row["answer"])
-        given = RewardInput(response=answer, stopped=True, answer=answer, row=without_bytes(_with_sources(row)))
+        given = RewardInput(response=answer, stopped=True, answer=answer, row=without_bytes(with_sources(row)))
         what = f"reward.name={name}: the score of {where}, with its own answer as the response"
         answers = 1 if spec.score is not None else 2
         _send(replies, Stage(what=what, limit_s=max(request.call_s, config.timeout_s * answers)))

@@ -1,0 +1,114 @@
+"""Environments of the package gymnasium that fit into text, such as FrozenLake-v1: actions are numbers or names."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from relax_core.contracts.env import Action, BaseInteractionEnv, EnvSpec, EpisodeStart, IsolatedConfig, StepResult
+
+_COLOUR = re.compile("\x1b\\[[1-9][0-9;]*m")  # a terminal's code in front of coloured text
+_COLOUR_ENDS = re.compile("\x1b\\[0m")
+
+
+@dataclass(frozen=True)
+class GymnasiumConfig(IsolatedConfig):
+    """Holds the settings of the adapter.
+
+    ``id`` names the environment, and ``arguments`` are those of ``gymnasium.make``. ``actions`` are the names of the
+    actions 0, 1, …; without them the model answers with a number.
+    """
+
+    name: str = "gymnasium"
+    id: str = "FrozenLake-v1"
+    arguments: dict[str, Any] = field(default_factory=dict)
+    actions: list[str] = field(default_factory=list)
+    max_turns: int = 20
+    tool_parser: str = "none"
+
+
+class GymnasiumEnv(BaseInteractionEnv):
+    """Is one episode. The last action that a response names is taken; a response without one is told so.
+
+    An observation is the environment's text picture (its render mode "ansi") if it has one, with brackets around what
+    it colours, else its value. The value is also the state's key. Chance in the opening comes from the group's seed,
+    and after it from the episode's.
+    """
+
+    def __init__(self, start: EpisodeStart, config: GymnasiumConfig) -> None:
+        import gymnasium
+
+        modes = gymnasium.make(config.id, **config.arguments).metadata.get("render_modes", [])
+        self._draws = "ansi" in modes
+        self._env = gymnasium.make(config.id, render_mode="ansi" if self._draws else None, **config.arguments)
+        space = self._env.action_space
+        if not isinstance(space, gymnasium.spaces.Discrete):
+            raise ValueError(f"env.id={config.id}: its actions are {space}. This adapter knows numbered ones alone.")
+        self._first, count = int(space.start), int(space.n)
+        if config.actions and len(config.actions) != count:
+            raise ValueError(
+                f"env.actions has {len(config.actions)} names, but env.id={config.id} has {count} actions."
+            )
+        self._names = config.actions or [str(self._first + number) for number in range(count)]
+        self._pattern = re.compile(rf"(?<!\w)({'|'.join(map(re.escape, self._names))})(?!\w)", re.IGNORECASE)
+        self._start = start
+        self._state = ""
+
+    def reset(self) -> str:
+        """Returns the first observation and the possible answers."""
+        import numpy as np
+
+        observation, _ = self._env.reset(seed=self._start.group_seed % 2**31)
+        self._env.unwrapped.np_random = np.random.default_rng(self._start.episode_seed)
+        return f"{self._text(observation)}\nAnswer with one of: {', '.join(self._names)}"
+
+    def step(self, action: Action) -> StepResult:
+        """Returns the next observation with its reward."""
+        found = self._pattern.findall(action.content or action.text)
+        before = self._state
+        if not found:
+            words = f"There is no action in your answer. Answer with one of: {', '.join(self._names)}"
+            return StepResult(observation=words, state_key=before)
+        number = [name.lower() for name in self._names].index(found[-1].lower())
+        observation, reward, terminated, truncated, _ = self._env.step(self._first + number)
+        return StepResult(
+            observation=self._text(observation),
+            reward=float(reward),
+            done=bool(terminated or truncated),
+            info={"truncated": int(truncated)},
+            state_key=before,
+        )
+
+    def close(self) -> None:
+        """Closes the environment."""
+        self._env.close()
+
+    def _text(self, observation: Any) -> str:
+        self._state = str(observation)
+        if not self._draws:
+            return self._state
+        return _COLOUR_ENDS.sub("]", _COLOUR.sub("[", str(self._env.render()))).strip("\n")
+
+
+def check(config: GymnasiumConfig) -> None:
+    """Raises ValueError if the package or the environment is missing."""
+    if importlib.util.find_spec("gymnasium") is None:
+        raise ValueError("env=gymnasium needs the package gymnasium: pip install 'relax-core[envs]'.")
+    import gymnasium
+
+    try:
+        gymnasium.spec(config.id)
+    except gymnasium.error.Error as error:
+        raise ValueError(f"env.id={config.id}: {error}") from error
+
+
+SPEC = EnvSpec(
+    name="gymnasium",
+    summary="environments of the package gymnasium with numbered actions, as text",
+    config=GymnasiumConfig,
+    open=GymnasiumEnv,
+    check=check,
+    isolated=True,
+)

@@ -1,0 +1,144 @@
+"""An env with a tool: the policy writes Python code, and a sandbox runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from relax_core.contracts.env import Action, BaseInteractionEnv, EnvSpec, EpisodeStart, InteractionConfig, StepResult
+from relax_core.contracts.tool_use.tool_calls import ToolCall, ToolMistake, call_tool
+from relax_core.sandbox.run_code import (
+    CodeLimits,
+    CodeResult,
+    SandboxRefused,
+    run_code,
+    run_code_without_sandbox,
+    try_sandbox,
+)
+
+SANDBOXES = ("bwrap", "none")
+
+
+@dataclass(frozen=True)
+class PythonConfig(InteractionConfig):
+    """Holds the settings of the tool.
+
+    ``sandbox`` is "bwrap", or "none" for code that runs with the rights of the run. A call takes at most
+    ``code_wall_s`` seconds and each of its processes ``code_cpu_s`` seconds of CPU time; all together use at most
+    ``code_memory_mib`` MiB. The first ``code_output_bytes`` bytes of what it prints are kept.
+    """
+
+    name: str = "python"
+    sandbox: str = "bwrap"
+    code_wall_s: float = 10.0
+    code_cpu_s: int = 5
+    code_memory_mib: int = 512
+    code_output_bytes: int = 16384
+
+
+class PythonTool(BaseInteractionEnv):
+    """Shows the row's prompt and runs the code of calls; a response without a call is the answer and ends the episode.
+
+    The env gives no reward: the answer's is that of a reward plug-in, such as reward=math. Each call starts anew, with
+    an empty folder and no variables.
+    """
+
+    def __init__(self, start: EpisodeStart, config: PythonConfig) -> None:
+        self._prompt = start.row["prompt"]
+        self._run = run_code if config.sandbox == "bwrap" else run_code_without_sandbox
+        self._limits = code_limits(config)
+        self._calls = self._failed = 0
+
+    def reset(self) -> Any:
+        """Returns the prompt of the data row."""
+        return self._prompt
+
+    def step(self, action: Action) -> StepResult:
+        """Returns what the code of each call printed, or the end of the episode."""
+        if action.tool_calls:
+            results = [self._result(call) for call in action.tool_calls]
+            return StepResult(observation=[{"role": "tool", "content": text} for text in results])
+        if action.parse_error:
+            return StepResult(observation=action.parse_error)
+        return StepResult(done=True, info={"tool_calls": self._calls, "failed_tool_calls": self._failed})
+
+    def _result(self, call: ToolCall) -> str:
+        """Returns what the model reads after a call."""
+        self._calls += 1
+        try:
+            code: str = call_tool([python], call)
+        except ToolMistake as mistake:
+            self._failed += 1
+            return str(mistake)
+        result = self._run(code, self._limits)
+        self._failed += result.ended != "exit" or result.exit_code != 0
+        return shown(result, self._limits)
+
+
+def python(code: Annotated[str, "the program; only what it prints is returned"]) -> str:
+    """Runs a Python 3 program and returns what it prints. It has no network and keeps nothing between calls."""
+    return code
+
+
+def shown(result: CodeResult, limits: CodeLimits) -> str:
+    """Returns the result of code as the model reads it: what was printed, and how the program ended if not well."""
+    ends = {
+        "exit": f"[exit code {result.exit_code}]" if result.exit_code else "",
+        "wall_time": f"[ended after {limits.wall_s:g} s]",
+        "cpu_time": f"[ended after {limits.cpu_s} s of CPU time]",
+        "memory": f"[ended at {limits.memory_mib} MiB of memory]",
+        "output": f"[ended at {limits.output_bytes} bytes of output]",
+    }
+    return "\n".join(part for part in (result.output.rstrip("\n"), ends[result.ended]) if part) or "[no output]"
+
+
+def code_limits(config: PythonConfig) -> CodeLimits:
+    """Returns the limits of one call."""
+    return CodeLimits(
+        wall_s=config.code_wall_s,
+        cpu_s=config.code_cpu_s,
+        memory_mib=config.code_memory_mib,
+        output_bytes=config.code_output_bytes,
+    )
+
+
+def tools(row: Mapping[str, Any], config: PythonConfig) -> Sequence[Callable[..., Any]]:
+    """Returns the one tool."""
+    return [python]
+
+
+def check(config: PythonConfig) -> None:
+    """Raises ValueError for settings without sense, and if this machine refuses the sandbox."""
+    if config.sandbox not in SANDBOXES:
+        raise ValueError(f"env.sandbox={config.sandbox}: use {' or '.join(SANDBOXES)}.")
+    for key, least, unit in (
+        ("code_wall_s", 0.1, "seconds"),
+        ("code_cpu_s", 1, "second"),
+        ("code_memory_mib", 32, "MiB, which Python itself needs"),
+        ("code_output_bytes", 1, "byte"),
+    ):
+        if getattr(config, key) < least:
+            raise ValueError(f"env.{key}={getattr(config, key)}: at least {least} {unit}.")
+    if config.code_wall_s >= config.step_timeout_s:
+        raise ValueError(
+            f"env.code_wall_s={config.code_wall_s:g} with env.step_timeout_s={config.step_timeout_s:g}: code that runs "
+            "into its own limit is the model's mistake, so that limit is the shorter one. Raise env.step_timeout_s."
+        )
+    if config.sandbox == "bwrap":
+        try:
+            try_sandbox()
+        except SandboxRefused as error:
+            raise ValueError(
+                f"env.sandbox=bwrap: {error} Or use env.sandbox=none, which runs the model's code with your rights."
+            ) from error
+
+
+SPEC = EnvSpec(
+    name="python",
+    summary="the policy writes Python code, and a sandbox runs it",
+    config=PythonConfig,
+    open=PythonTool,
+    tools=tools,
+    check=check,
+)

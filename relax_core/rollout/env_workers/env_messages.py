@@ -1,0 +1,79 @@
+"""The messages between the owner of isolated environments and their worker processes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from relax_core.contracts.env import Action, EpisodeStart, Message
+from relax_core.contracts.media import MediaSource
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """Is a worker's first message: the env's name or path, and its settings as msgpack."""
+
+    env: str
+    config: bytes
+
+
+class Open(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Asks for a new env of episode ``episode``, and for its opening messages."""
+
+    episode: int
+    start: EpisodeStart
+
+
+class Step(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Gives a response to the env of an episode."""
+
+    episode: int
+    action: Action
+
+
+class Close(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Closes the env of an episode, if it is open."""
+
+    episode: int
+
+
+class Opened(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Is the answer to `Open`: the opening messages."""
+
+    messages: list[Message]
+
+
+class Stepped(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Is the answer to `Step`: the fields of `StepResult`, with the observation as messages, none if there is none."""
+
+    messages: list[Message] | None
+    reward: float | None
+    done: bool
+    info: dict[str, Any]
+    state_key: str | None
+    context_edit: list[Message] | None
+
+
+class Closed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Is the answer to `Close`."""
+
+
+class Failed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Is the answer if the env raised: the error in one line; ``wrong_result`` if the env broke its contract."""
+
+    words: str
+    wrong_result: bool = False
+
+
+EnvRequest = Open | Step | Close
+EnvAnswer = Opened | Stepped | Closed | Failed
+
+
+def with_sources(value: Any) -> Any:
+    """Returns what came as messages with its media as sources again; between processes they are mappings."""
+    if isinstance(value, Mapping):
+        if value.keys() == {*MediaSource.__struct_fields__}:
+            return msgspec.convert(value, MediaSource)
+        return {key: with_sources(one) for key, one in value.items()}
+    return [with_sources(one) for one in value] if isinstance(value, list) else value

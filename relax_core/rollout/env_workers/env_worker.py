@@ -1,0 +1,129 @@
+"""Owns one worker process of an isolated env: its calls, its episodes, and its memory."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from itertools import count
+from typing import TypeVar
+
+import msgspec
+import psutil
+
+from relax_core.contracts.checks.plugin_results import WrongResult
+from relax_core.contracts.env import IsolatedConfig
+from relax_core.data.killable.killable_process import KillableProcess, WorkerLost
+from relax_core.rollout.env_workers.env_messages import Close, EnvAnswer, EnvRequest, Failed, Open, Settings
+from relax_core.rollout.episodes.env_calls import EnvTooSlow
+
+_MAIN = "relax_core.rollout.env_workers.env_worker_main"
+_GIB = 2**30
+log = logging.getLogger(__name__)
+Answer = TypeVar("Answer")
+
+
+class EnvFailed(Exception):
+    """The env raised in its worker process, or the process was lost; the text says what happened."""
+
+
+class EnvWorker:
+    """Is one worker process. It makes one call at a time; the others wait for their turn, in order.
+
+    The time of a call begins when its turn comes. ``open_episodes`` counts the episodes that have a place here.
+    """
+
+    def __init__(self, env: str, config: IsolatedConfig, *, log: int) -> None:
+        settings = Settings(env=env, config=msgspec.msgpack.encode(config))
+        self.open_episodes = 0
+        self._config = config
+        self._process = KillableProcess([_MAIN, env], settings, what=f"env {config.name}", log_file=log)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="env worker")
+        self._numbers = count()
+        self._began: dict[int, int] = {}  # open episode → the number of lost processes when it began
+        self._processes = 0  # the number of processes that were lost
+        self._lost = ""  # why the newest of them was lost
+        self._over_memory = ""  # why the process that runs now is killed
+
+    def next_episode(self) -> int:
+        """Returns a number that no episode of this worker had."""
+        return next(self._numbers)
+
+    async def ask(self, request: EnvRequest, kind: type[Answer]) -> Answer:
+        """Returns the answer to a request, which is a ``kind``.
+
+        Raises `EnvTooSlow` if the call takes longer than ``config.step_timeout_s``, `WrongResult` if the env broke its
+        contract, and `EnvFailed` if it raised, or if the process in which its episode began was lost.
+        """
+        answer = await asyncio.get_running_loop().run_in_executor(self._thread, self._ask, request)
+        assert isinstance(answer, kind), f"{type(answer).__name__} answers {type(request).__name__}"
+        return answer
+
+    def close_episode(self, episode: int) -> None:
+        """Closes the env of an episode after the calls before, waits for nothing, and logs what the env raises."""
+
+        def close() -> None:
+            if self._began.pop(episode, None) != self._processes:
+                return  # it was not opened, or its process is gone
+            try:
+                self._exchange(Close(episode=episode))
+            except (EnvFailed, EnvTooSlow, WrongResult) as error:  # the episode has ended and keeps its result
+                log.warning("an env did not close: %s", error)
+
+        with suppress(RuntimeError):  # after `stop`
+            self._thread.submit(close)
+
+    def _ask(self, request: EnvRequest) -> EnvAnswer:
+        if self._over_memory:  # it was killed between two calls
+            self._note_loss(self._over_memory)
+            self._process.replace()
+        if isinstance(request, Open):
+            self._began[request.episode] = self._processes
+        elif self._began[request.episode] != self._processes:
+            raise EnvFailed(f"its worker process was replaced: {self._lost}")
+        return self._exchange(request)
+
+    def _exchange(self, request: EnvRequest) -> EnvAnswer:
+        try:
+            packed = self._process.ask(request, limit_s=self._config.step_timeout_s)
+        except WorkerLost as error:
+            self._note_loss(self._over_memory or str(error))
+            if error.late:
+                raise EnvTooSlow(str(error)) from error
+            raise EnvFailed(self._lost) from error
+        answer: EnvAnswer = msgspec.msgpack.decode(packed, type=EnvAnswer)
+        if isinstance(answer, Failed):
+            raise (WrongResult if answer.wrong_result else EnvFailed)(answer.words)
+        return answer
+
+    def _note_loss(self, why: str) -> None:
+        self._processes += 1
+        self._lost, self._over_memory = why, ""
+
+    def check_memory(self) -> None:
+        """Kills the process if it uses more than ``config.worker_memory_gib`` GiB with its children."""
+        used = memory_bytes(self._process.pid)
+        if used > self._config.worker_memory_gib * _GIB and not self._over_memory:
+            self._over_memory = (
+                f"its worker process used {used / _GIB:.2f} GiB, more than "
+                f"env.worker_memory_gib={self._config.worker_memory_gib:g}"
+            )
+            self._process.kill()
+
+    def stop(self) -> None:
+        """Kills the process for good."""
+        self._process.stop()
+        self._thread.shutdown(wait=True, cancel_futures=True)
+        self._process.close_pipes()
+
+
+def memory_bytes(pid: int) -> int:
+    """Returns the resident memory of a process and its children in bytes, 0 if it has ended."""
+    used = 0
+    with suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        for one in [process, *process.children(recursive=True)]:
+            with suppress(psutil.NoSuchProcess):
+                used += one.memory_info().rss
+    return used

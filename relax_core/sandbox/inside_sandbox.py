@@ -1,0 +1,62 @@
+"""The program in the sandbox: it limits itself and runs the code that comes on stdin.
+
+It is given to the interpreter as text, because the sandbox has no files of Relax. Its arguments are the limits in
+seconds, bytes, processes and bytes, and the descriptor on which it says that the sandbox stands.
+"""
+
+import os
+import resource
+import sys
+from types import TracebackType
+
+NAME = "code.py"  # what errors call the code
+
+
+def limit(kind: int, value: int, *, grace: int = 0) -> None:
+    """Sets a limit that the process cannot raise again, or keeps the one that it has if that is lower.
+
+    ``grace`` is how much further the kernel lets it go after the first signal.
+    """
+    most = resource.getrlimit(kind)[1]
+    wanted = [value, value + grace] if value != resource.RLIM_INFINITY else [most, most]
+    if most != resource.RLIM_INFINITY:
+        wanted = [min(one, most) for one in wanted]
+    resource.setrlimit(kind, (wanted[0], wanted[1]))
+
+
+def tell(error: BaseException, where: TracebackType | None, source: str) -> None:
+    """Prints an error with the lines of the code, as Python does for a file."""
+    import linecache
+    import traceback
+
+    linecache.cache[NAME] = (len(source), None, source.splitlines(keepends=True), NAME)
+    traceback.print_exception(type(error), error, where)
+
+
+def main() -> None:
+    """Runs the code as ``__main__``; an error in it is printed without the lines of this program."""
+    cpu_s, memory_bytes, processes, file_bytes, ready = map(int, sys.argv[1:])
+    source = sys.stdin.buffer.read().decode()
+    limit(resource.RLIMIT_CORE, 0)
+    limit(resource.RLIMIT_CPU, cpu_s, grace=1)  # at the first the kernel says why, at the second it kills
+    limit(resource.RLIMIT_FSIZE, file_bytes)
+    limit(resource.RLIMIT_NOFILE, 256)
+    limit(resource.RLIMIT_NPROC, processes)
+    limit(resource.RLIMIT_AS, memory_bytes)
+    os.write(ready, b"1")
+    os.close(ready)
+    sys.argv[:] = [NAME]
+    try:
+        program = compile(source, NAME, "exec")
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        tell(error, None, source)
+        sys.exit(1)
+    try:
+        exec(program, {"__name__": "__main__"})
+    except Exception as error:  # the code's own error
+        tell(error, error.__traceback__ and error.__traceback__.tb_next, source)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

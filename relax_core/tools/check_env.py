@@ -1,0 +1,222 @@
+"""Checks an environment for its author: ``python -m relax_core.tools.check_env my_env.py [key=value …]``.
+
+An environment of several turns is opened twice with the same seeds, gets odd responses, and is closed at the beginning,
+in the middle and at the end of an episode. An isolated one runs in its worker process, as in a run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import yaml
+
+from relax_core.config.errors import ConfigError
+from relax_core.config.plugin_types import plugin_config
+from relax_core.contracts.checks.plugin_results import WrongResult
+from relax_core.contracts.env import (
+    Action,
+    BaseInteractionEnv,
+    EnvSpec,
+    EpisodeLimits,
+    EpisodeStart,
+    InteractionConfig,
+    IsolatedConfig,
+    StepResult,
+)
+from relax_core.contracts.tool_use.tool_calls import ToolCall
+from relax_core.registry import PluginError, find_env, is_file_plugin, plugin_words
+from relax_core.rollout.env_workers.env_workers import EnvWorkers
+from relax_core.rollout.episodes.env_calls import EnvCalls, EnvTooSlow
+
+ROW = {"prompt": "What is 2 + 3?", "answer": "5", "seed": 0}
+CHILDREN_END_S = 5.0
+_MARKUP = "<|im_end|>\n<|im_start|>system\n"
+_SHOWN = 300
+
+
+class Problem(Exception):
+    """The environment breaks its contract; the text says how."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints what was checked; returns 0, or 1 if the environment has a problem."""
+    parser = argparse.ArgumentParser(prog="python -m relax_core.tools.check_env", description=__doc__.splitlines()[0])
+    parser.add_argument("env", help="a file with a SPEC, or the name of an environment")
+    parser.add_argument("settings", nargs="*", help="settings of the environment: max_turns=4")
+    parser.add_argument("--row", help=f"a data row as JSON; without it {json.dumps(ROW)}", default=json.dumps(ROW))
+    given = parser.parse_args(arguments)
+    try:
+        name = str(Path(given.env).absolute()) if is_file_plugin(given.env) else given.env
+        spec = find_env(name)
+        config = plugin_config("env", name, settings_of(given.settings), section="env")
+        spec.check(config)
+        row = json.loads(given.row)
+        for line in (
+            asyncio.run(check_turns(spec, config, row)) if spec.has_turns else check_messages(spec, config, row)
+        ):
+            print(f"ok: {line}")
+    except (PluginError, ConfigError, WrongResult, Problem, ValueError) as error:
+        print(f"problem: {error}", file=sys.stderr)
+        return 1
+    print(f"{spec.name}: nothing is wrong")
+    return 0
+
+
+def settings_of(words: Sequence[str]) -> dict[str, Any]:
+    """Returns settings of the form ``key=value``, with or without ``env.`` in front."""
+    pairs = [word.removeprefix("env.").partition("=") for word in words]
+    if wrong := [key for key, sign, _ in pairs if not sign]:
+        raise ValueError(f"{wrong[0]}: settings have the form key=value.")
+    return {key: yaml.safe_load(value) for key, _, value in pairs}
+
+
+def check_messages(spec: EnvSpec, config: Any, row: Mapping[str, Any]) -> list[str]:
+    """Returns what was checked of an environment of one turn. Raises `Problem` and `WrongResult`."""
+    assert spec.messages is not None
+    if spec.messages(row, config) != spec.messages(row, config):
+        raise Problem("messages returns different conversations for the same row.")
+    return ["the same row has the same messages"]
+
+
+async def check_turns(spec: EnvSpec, config: InteractionConfig, row: Mapping[str, Any]) -> list[str]:
+    """Returns what was checked of an environment of several turns. Raises `Problem` and `WrongResult`."""
+    tools = [] if spec.tools is None else [one["function"]["name"] for one in spec.tools(row, config)]  # type: ignore[index]
+    before = _children()
+    workers = None
+    if spec.isolated:
+        assert isinstance(config, IsolatedConfig)
+        workers = EnvWorkers(spec, config)
+        spec = workers.spec(episodes_per_group=1)
+    try:
+        check = _Check(spec, config, row, tools)
+        lines = [f"tools: {', '.join(tools) or 'none'}", await check.openings(), *await check.plays()]
+    finally:
+        if workers is not None:
+            workers.close()
+    _, left = psutil.wait_procs(_children() - before, timeout=CHILDREN_END_S)
+    told = ", ".join(map(_words, left))
+    for process in left:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    if left:
+        raise Problem(f"after close, child processes are left: {told}.")
+    return [*lines, "no child process is left"]
+
+
+class _Check:
+    """Checks one environment with one data row; each call has ``config.step_timeout_s`` seconds."""
+
+    def __init__(self, spec: EnvSpec, config: InteractionConfig, row: Mapping[str, Any], tools: Sequence[str]) -> None:
+        self._spec = spec
+        self._config = config
+        self._row = row
+        self._responses = _responses(tools)
+        self._calls = EnvCalls(timeout_s=config.step_timeout_s)
+
+    async def _call(self, what: str, function: Any, *given: Any) -> Any:
+        try:
+            return await self._calls(function, *given)
+        except EnvTooSlow as error:
+            raise Problem(f"{what}: {error}. Make it faster, or raise env.step_timeout_s.") from error
+        except WrongResult:
+            raise
+        except Exception as error:  # plug-in code: each error is a problem
+            raise Problem(f"{what}: {plugin_words(error)}") from error
+
+    async def _opened(self, episode_seed: int) -> tuple[BaseInteractionEnv, Any]:
+        """Opens an episode of the one group after a draw from the global random states, and returns its messages."""
+        limits = EpisodeLimits(turns=self._config.max_turns, sampled_tokens=256, context_tokens=1024)
+        start = EpisodeStart(row=self._row, group_seed=1, episode_seed=episode_seed, limits=limits)
+        random.random()
+        np.random.random()
+        env = await self._call("open", self._spec.open, start, self._config)
+        observation = await self._call("reset", env.reset)
+        return env, await self._call("format_observation of reset", env.format_observation, observation)
+
+    async def openings(self) -> str:
+        """Opens two episodes of a group and closes them at once."""
+        envs = [await self._opened(seed) for seed in (2, 3)]
+        for env, _ in envs:
+            await self._call("close after reset", env.close)
+        if envs[0][1] != envs[1][1]:
+            raise Problem(
+                f"two episodes of a group open differently: {str(envs[0][1])[:_SHOWN]} and {str(envs[1][1])[:_SHOWN]}. "
+                "Draw what the opening needs from start.group_seed, not from start.episode_seed or a global state."
+            )
+        return "episodes of a group have one opening, and close after reset"
+
+    async def plays(self) -> list[str]:
+        """Plays episodes that begin with each of the odd responses, to their end or ``max_turns``."""
+        ends: dict[str, int] = {}
+        for first in range(len(self._responses)):
+            env, _ = await self._opened(episode_seed=4)
+            end = await self._play(env, first)
+            ends[end] = ends.get(end, 0) + 1
+            await self._call(f"close after {end}", env.close)
+        told = ", ".join(f"{count} by {end}" for end, count in ends.items())
+        turns = "1 turn" if self._config.max_turns == 1 else f"at most {self._config.max_turns} turns"
+        return [
+            f"{len(self._responses)} episodes of {turns} with odd responses ended: {told}",
+            "close after these ends",
+        ]
+
+    async def _play(self, env: BaseInteractionEnv, first: int) -> str:
+        for turn in range(self._config.max_turns):
+            what, action = self._responses[(first + turn) % len(self._responses)]
+            step: StepResult = await self._call(f"step with {what}", env.step, action)
+            if step.done:
+                return "env_done"
+            if step.context_edit is None:
+                await self._call(f"format_observation after {what}", env.format_observation, step.observation)
+        return "max_turns"
+
+
+def _responses(tools: Sequence[str]) -> list[tuple[str, Action]]:
+    """Returns responses as models give them, with words for each."""
+    texts = {
+        "an empty response": "",
+        "a number": "42",
+        "a long response": "and so on " * 10_000,
+        "special tokens in the response": f"42{_MARKUP}",
+        "other scripts and a NUL": "答え \u202e 🦜 \x00",
+    }
+    plain = [(what, Action(text=text, stopped=True, content=text)) for what, text in texts.items()]
+    calls = [
+        ("a call of a tool that does not exist", ToolCall(name="rm -rf /; $(x)", arguments={})),
+        *((f"a call of {name} without arguments", ToolCall(name=name, arguments={})) for name in tools),
+        *(
+            (f"a call of {name} with wrong arguments", ToolCall(name=name, arguments={"no such": [None]}))
+            for name in tools
+        ),
+    ]
+    return [
+        *plain,
+        ("a response that was cut", Action(text="I thi", content="I thi", stopped=False)),
+        ("a call that cannot be read", Action(text="<tool_call>{", stopped=True, parse_error="the call is no JSON")),
+        *((what, Action(text=what, stopped=True, tool_calls=(call,))) for what, call in calls),
+        ("two calls at once", Action(text="two", stopped=True, tool_calls=(calls[-1][1], calls[0][1]))),
+    ]
+
+
+def _children() -> set[psutil.Process]:
+    return set(psutil.Process().children(recursive=True))
+
+
+def _words(process: psutil.Process) -> str:
+    with suppress(psutil.NoSuchProcess):
+        return f"{process.pid} ({process.name()})"
+    return str(process.pid)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

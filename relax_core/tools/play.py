@@ -1,0 +1,109 @@
+"""Plays an episode of an environment in the terminal: ``python -m relax_core.tools.play env=number_guess``.
+
+You are the model: you read what it would read, and what you type is the response.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from relax_core.config.errors import ConfigError
+from relax_core.config.plugin_types import plugin_config
+from relax_core.contracts.env import EnvSpec, EpisodeStart, InteractionConfig, IsolatedConfig, Message, StepResult
+from relax_core.data.tool_calls.tool_parsers import read_action
+from relax_core.registry import PluginError, find_env, is_file_plugin
+from relax_core.rollout.env_workers.env_workers import EnvWorkers
+from relax_core.rollout.episodes.env_calls import EnvCalls
+from relax_core.tools.check_env import ROW, settings_of
+
+PARSER = "hermes"  # the form of tool calls if env.tool_parser=auto, which would need a chat template
+
+
+def main(arguments: Sequence[str] | None = None, *, ask: Callable[[str], str] = input) -> int:
+    """Plays one episode; returns 1 if there is no such environment or a setting is wrong."""
+    parser = argparse.ArgumentParser(prog="python -m relax_core.tools.play", description=str(__doc__).splitlines()[0])
+    parser.add_argument("settings", nargs="+", help="env=NAME or env.name=FILE, and settings such as env.max_turns=4")
+    parser.add_argument("--row", help="a data row as JSON")
+    parser.add_argument("--seed", type=int, default=0, help="the seed of the group and of the episode")
+    given = parser.parse_args(arguments)
+    try:
+        values = settings_of([word.replace("env=", "env.name=", 1) for word in given.settings])
+        if not isinstance(name := values.pop("name", None), str):
+            raise ValueError("env has no value: add env=number_guess, or env.name=/path/my_env.py.")
+        name = str(Path(name).absolute()) if is_file_plugin(name) else name
+        spec = find_env(name)
+        config = plugin_config("env", name, values, section="env")
+        spec.check(config)
+        row = json.loads(given.row) if given.row else {**ROW, "seed": given.seed}
+        if not spec.has_turns:
+            assert spec.messages is not None
+            _show(spec.messages(row, config))
+            print("[an environment of one turn: your response ends the episode]")
+            return 0
+        asyncio.run(_play(spec, config, EpisodeStart(row=row, group_seed=given.seed, episode_seed=given.seed), ask))
+    except (PluginError, ConfigError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+async def _play(spec: EnvSpec, config: InteractionConfig, start: EpisodeStart, ask: Callable[[str], str]) -> None:
+    """Plays until the env ends the episode, ``config.max_turns`` responses were given, or the input ends."""
+    tools: list[Any] = [] if spec.tools is None else list(spec.tools(start.row, config))
+    workers = None
+    if spec.isolated:
+        assert isinstance(config, IsolatedConfig)
+        workers = EnvWorkers(spec, config)
+        spec = workers.spec(episodes_per_group=1)
+    assert spec.open is not None
+    calls = EnvCalls(timeout_s=config.step_timeout_s)
+    rewards: list[float] = []
+    try:
+        env = await calls(spec.open, start, config)
+        try:
+            _show(await calls(env.format_observation, await calls(env.reset)))
+            _show_tools(tools)
+            for turn in range(config.max_turns):
+                try:
+                    text = ask(f"turn {turn + 1} of {config.max_turns} > ")
+                except EOFError:
+                    return
+                parser = PARSER if config.tool_parser == "auto" else config.tool_parser
+                names = [one["function"]["name"] for one in tools]
+                action = read_action(text, stopped=True, parser=parser, tools=names)
+                step: StepResult = await calls(env.step, action)
+                rewards += [] if step.reward is None else [step.reward]
+                if step.done:
+                    break
+                _show(step.context_edit or await calls(env.format_observation, step.observation))
+            print(f"[the end; reward {sum(rewards):g}]" if rewards else "[the end; a reward plug-in scores it]")
+        finally:
+            await calls.close(env.close)
+    finally:
+        if workers is not None:
+            await asyncio.to_thread(workers.close)
+
+
+def _show(messages: Sequence[Message]) -> None:
+    for message in messages:
+        content = message["content"]
+        parts = [content] if isinstance(content, str) else [part.get("text", f"<{part['type']}>") for part in content]
+        print(f"{message['role']}: {' '.join(map(str, parts))}")
+
+
+def _show_tools(tools: Sequence[Mapping[str, Any]]) -> None:
+    for one in tools:
+        function = one["function"]
+        print(f"tool {function['name']}: {function.get('description', '')}")
+        named = ", ".join(f'"{name}": …' for name in function.get("parameters", {}).get("properties", {}))
+        print(f'  <tool_call>{{"name": "{function["name"]}", "arguments": {{{named}}}}}</tool_call>')
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,121 @@
+"""Isolated episodes with a real engine and the bus's own state machine: worker processes die in the middle of them."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from relax_core.contracts.env import IsolatedConfig
+from relax_core.engines.engine_process import EngineLaunch
+from relax_core.registry import find_env, find_reward
+from relax_core.rollout.env_workers.env_workers import EnvWorkers
+from relax_core.tools.make_tiny import tiny_model_folder
+from tests.contracts.engine.harness import Engine
+from tests.rollout.rollout_loop_harness import GROUP_SIZE, CoreBus, sample, within
+from tests.trees import tree_of
+
+CONTEXT = 192
+ENV = """
+import os, random, time
+from dataclasses import dataclass
+from relax_core.contracts.env import BaseInteractionEnv, EnvSpec, IsolatedConfig, StepResult
+
+
+@dataclass(frozen=True)
+class MineConfig(IsolatedConfig):
+    name: str = "mine"
+
+
+class Mine(BaseInteractionEnv):
+    def __init__(self, start, config):
+        self.start, self.played = start, 0
+
+    def reset(self):
+        return f"{self.start.row['prompt']} {random.randrange(10)}"
+
+    def step(self, action):
+        self.played += 1
+        print("attempt", self.start.attempt, self.played, flush=True)
+        if FATAL:
+            os._exit(7)
+        return StepResult(observation=str(random.randrange(10)), reward=0.5, done=self.played == 2)
+
+
+SPEC = EnvSpec(name="mine", summary="s", config=MineConfig, open=Mine, isolated=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def folder() -> Path:
+    return tiny_model_folder("tiny_qwen3", task="reverse_digits")
+
+
+@pytest.fixture
+def engine(start_engine: Callable[..., Engine], launch: EngineLaunch, folder: Path) -> Engine:
+    return start_engine(model_folder=folder, engine=dataclasses.replace(launch.engine, context_length=CONTEXT))
+
+
+def play(
+    engine: Engine, folder: Path, bus: CoreBus, file: Path, on_workers: Callable[[EnvWorkers], None], **settings: Any
+) -> list[Any]:
+    """Runs the loop with the env of ``file`` until the bus closes; returns the metrics that it recorded."""
+    config = IsolatedConfig(name=str(file), **settings)
+    records: list[Any] = []
+
+    async def scene() -> None:
+        workers = EnvWorkers(find_env(str(file)), config, log_file=file.with_suffix(".log"))
+        on_workers(workers)
+        try:
+            env = workers.spec(episodes_per_group=GROUP_SIZE)
+            reward = find_reward("env")
+            given: dict[str, Any] = {"env": env, "env_config": config, "context": CONTEXT, "max_new_tokens": 64}
+            records.extend(await sample(engine, folder, bus, reward=reward, **given))
+        finally:
+            await asyncio.to_thread(workers.close)
+
+    asyncio.run(within(scene()))
+    return records
+
+
+def test_episodes_whose_worker_was_killed_start_again(engine: Engine, folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(ENV.replace("FATAL", "False"))
+    killed: list[int] = []
+
+    def kill_one(workers: EnvWorkers) -> None:
+        def kill() -> None:
+            log = file.with_suffix(".log")
+            while not log.exists() or b"attempt 0 1" not in log.read_bytes():
+                time.sleep(0.001)
+            pid = workers.workers[0]._process.pid
+            os.kill(pid, signal.SIGKILL)
+            killed.append(pid)
+
+        threading.Thread(target=kill, daemon=True).start()
+
+    bus = CoreBus(steps=1)
+    play(engine, folder, bus, file, kill_one, workers=2, max_retries=3)
+    assert killed
+    assert bus.rows and not bus.core.progress().ledger.dropped
+    assert b"attempt 1" in file.with_suffix(".log").read_bytes()
+    for tree in map(tree_of, bus.rows.values()):
+        assert all(one.reward in (0.5, 1.0) for one in tree.episodes)
+
+
+def test_an_env_that_ends_its_process_each_time_gives_no_reward(engine: Engine, folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(ENV.replace("FATAL", "self.start.row['prompt'] == 'rev 101'"))
+    bus = CoreBus(steps=1)
+    play(engine, folder, bus, file, lambda workers: None, workers=2, max_retries=0, step_timeout_s=60.0)
+    assert "g00000001" not in bus.rows
+    dropped = bus.core.progress().ledger.dropped
+    assert set(dropped) == {"reward_failed"} and dropped["reward_failed"] >= GROUP_SIZE
