@@ -144,11 +144,6 @@ def _check_turns(config: RelaxConfig) -> Iterator[str]:
     for key, choices in (("tools_as", ("template", "text")), ("on_turn_cut", ("end", "continue"))):
         if (value := getattr(plugin_config, key)) not in choices:
             yield f"env.{key}={value}: use {' or '.join(choices)}."
-    if config.eval.every:
-        yield NotYet(
-            f"eval.every={config.eval.every} with env.name={env.name}: an env with turns is not evaluated yet. "
-            "Use eval.every=0."
-        )
 
 
 def _check_critic(config: RelaxConfig) -> Iterator[str]:

@@ -21,6 +21,7 @@ from relax_core.families.tiny_configs import (
     MAX_POSITIONS,
     MODEL_NAMES,
     OMNI,
+    TOOLS,
     VISION_NAMES,
     processor_files,
     tiny_config,
@@ -186,7 +187,8 @@ def _tokenizer(config: RelaxConfig) -> PromptTokenizer | None:
             return None
         hears = model.builtin == OMNI
         sees = hears or model.builtin in VISION_NAMES
-        return tiny_prompt_tokenizer(template_arguments=arguments, vision=sees, audio=hears)
+        calls = model.builtin == TOOLS
+        return tiny_prompt_tokenizer(template_arguments=arguments, vision=sees, audio=hears, tools=calls)
     folder = Path(model.path)
     if model.builtin is not None or any(folder_problems(config, folder, key="model.path")):
         return None

@@ -19,6 +19,7 @@ from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.algorithm import AlgorithmSpec
 from relax_core.contracts.bus import Admission, BusClosed
 from relax_core.contracts.data import PromptSource
+from relax_core.contracts.engine import SamplingParams
 from relax_core.contracts.env import EnvSpec
 from relax_core.contracts.stop_signals import ignore_stop_signals
 from relax_core.data.eval_sets import eval_sets, held_out_count
@@ -38,7 +39,8 @@ from relax_core.roles.rollout.traced_rollout import TracedEnginePool, TracedRewa
 from relax_core.rollout.bad_rows import BadRows
 from relax_core.rollout.episodes.episodes import EpisodePlayer
 from relax_core.rollout.episodes.group_assembly import GroupFilter, MakeExtras
-from relax_core.rollout.evaluation.evaluator import Evaluator, eval_versions, prepare_with_media
+from relax_core.rollout.evaluation.evaluator import Evaluator, eval_versions
+from relax_core.rollout.evaluation.played_sets import answer_sets, prepared_sets
 from relax_core.rollout.group_advantages import advantage_extras, computes_advantages_per_group
 from relax_core.rollout.held_items import HeldItems
 from relax_core.rollout.item_cache import ItemCache
@@ -47,7 +49,7 @@ from relax_core.rollout.prompt_admissions import RolloutLoopSettings
 from relax_core.rollout.prompt_tokens import PromptMaker
 from relax_core.rollout.rewards.reward_pool import RewardPool
 from relax_core.rollout.rollout_loop import Record, RolloutLoop
-from relax_core.rollout.sampling_params import evaluation_sampling, training_sampling
+from relax_core.rollout.sampling_params import training_sampling
 from relax_core.rollout.teacher_choice import teacher_chooser
 from relax_core.rollout.thumbnails import THUMBNAILS, Thumbnails
 from relax_core.rollout.weight_update_handler import WeightUpdateHandler
@@ -97,11 +99,7 @@ class RolloutWorker(Worker):
                 source, bus=bus, metrics=metrics, pool=pool, prompts=prompts, rewards=rewards
             )
         settings = self._settings(prompts.tokenizer)
-        player = None
-        if env.has_turns:
-            player = EpisodePlayer(
-                env=env, env_config=config.env, prompts=prompts, pool=pool, sampling=settings.sampling, seed=config.seed
-            )
+        player = self._player(prompts, pool, settings.sampling, seed=config.seed) if env.has_turns else None
         loop = RolloutLoop(
             bus=bus,
             pool=pool,
@@ -137,6 +135,12 @@ class RolloutWorker(Worker):
             rewards.close()
             if encoders is not None:
                 encoders.close()
+
+    def _player(self, prompts: PromptMaker, pool: EnginePool, sampling: SamplingParams, *, seed: int) -> EpisodePlayer:
+        env = self.context.config.env
+        return EpisodePlayer(
+            env=find_env(env.name), env_config=env, prompts=prompts, pool=pool, sampling=sampling, seed=seed
+        )
 
     def _encoders(self, bus: RayBus) -> EncodePool | None:
         """Returns the processes that encode images and videos, or None for a run on text."""
@@ -331,18 +335,20 @@ class RolloutWorker(Worker):
 
         versions = [version for version in planned if version >= now]
         sets = eval_sets(config, source) if versions else []
-        most = config.data.max_bad_rows
-        prepared = [await prepare_with_media(one, prompts, most_bad=most) for one in sets]
+        prepared = await prepared_sets(config, sets, prompts)
         return Evaluator(
             versions=versions,
-            sets=prepared,
-            pool=pool,
-            prompts=prompts,
-            rewards=rewards,
-            sampling=evaluation_sampling(config, prompts.tokenizer),
+            ask=lambda version: answer_sets(
+                config,
+                prepared,
+                version=version,
+                pool=pool,
+                prompts=prompts,
+                rewards=rewards,
+                media_folder=str(context.media_folder or ""),
+            ),
             wait_version=wait_version,
             in_order=config.in_order,
-            media_folder=str(context.media_folder or ""),
             record=metrics.record,
             record_texts=lambda version, rows: metrics.record_texts("eval", version, rows),
             ends_run=None if config.run.keep_best is None else self._report_evaluation,

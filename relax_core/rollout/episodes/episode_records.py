@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from relax_core.contracts.data import DataRow
 from relax_core.contracts.env import Ended, Message
@@ -67,6 +68,11 @@ class EpisodeRecord:
         """Returns why an image or video of the env cannot be used, or None."""
         return self.error if isinstance(self.error, MediaError) else None
 
+    def transcript(self) -> str:
+        """Returns the conversation from the first response on as text, for tables; media are only named."""
+        first = next((place for place, one in enumerate(self.messages) if one["role"] == "assistant"), 0)
+        return "\n".join(f"{one['role']}: {_shown_content(one['content'])}" for one in self.messages[first:])
+
     def reward_input(self, row: DataRow, where: str, *, media_folder: str = "") -> RewardInput:
         """Returns the input of the reward for this episode."""
         items = [one.item for one in self.media]
@@ -84,6 +90,12 @@ class EpisodeRecord:
             media=items,
             media_folder=media_folder,
         )
+
+
+def _shown_content(content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    return "".join(part["text"] if part["type"] == "text" else f"[{part['type']}]" for part in content)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,10 +156,10 @@ def played_values(played: Sequence[PlayedFigures]) -> dict[str, float]:
     }
 
 
-async def score_episodes(
+async def episode_rewards(
     records: Sequence[EpisodeRecord], rewards: RewardPool, *, row: DataRow, where: str, media_folder: str = ""
-) -> list[PlayedEpisode]:
-    """Returns the episodes with their rewards, in order; an episode whose env failed has no reward.
+) -> list[RewardOutput]:
+    """Returns the rewards of a group's episodes in order; an episode whose env failed has no reward.
 
     Raises what `RewardPool.score` raises, and `RewardsFailed` if too many envs fail, among which bad media do
     not count.
@@ -161,6 +173,14 @@ async def score_episodes(
             output = scored[record.uid] = RewardOutput(reward=None, reason=record.failed)
             if record.bad_media is None:
                 rewards.failures.record(inputs[record.uid], output, record.error)
+    return [scored[record.uid] for record in records]
+
+
+async def score_episodes(
+    records: Sequence[EpisodeRecord], rewards: RewardPool, *, row: DataRow, where: str, media_folder: str = ""
+) -> list[PlayedEpisode]:
+    """Returns the episodes with their rewards, in order. Raises as `episode_rewards` does."""
+    outputs = await episode_rewards(records, rewards, row=row, where=where, media_folder=media_folder)
     return [
         PlayedEpisode(
             uid=record.uid,
@@ -171,6 +191,5 @@ async def score_episodes(
             dropped="" if record.bad_media is None else record.bad_media.reason,
             not_chosen=record.not_chosen,
         )
-        for record in records
-        for output in [scored[record.uid]]
+        for record, output in zip(records, outputs, strict=True)
     ]

@@ -50,9 +50,10 @@ STARTS_AGAIN: frozenset[Ended | None] = frozenset({"env_failed", "step_timeout"}
 class GroupStart:
     """Is a group whose episodes are about to start.
 
-    ``rid`` is the prefix of its requests' names. ``where`` is the data row's file and line. `PromptRequest` explains
-    ``min_version``. ``on_request`` and ``on_response`` are called with a request's name when the request is sent and
-    when its response has arrived.
+    ``evaluation`` is empty for training; it names the evaluation set whose row ``index`` this is, so that its seeds and
+    uids are its own. ``rid`` is the prefix of its requests' names. ``where`` is the data row's file and line.
+    `PromptRequest` explains ``min_version``. ``on_request`` and ``on_response`` are called with a request's name when
+    the request is sent and when its response has arrived.
     """
 
     index: int
@@ -61,8 +62,18 @@ class GroupStart:
     where: str
     rid: str
     min_version: int
+    evaluation: str = ""
     on_request: Callable[[str], None] = lambda rid: None
     on_response: Callable[[str], None] = lambda rid: None
+
+    @property
+    def uid(self) -> str:
+        """Returns the uid of the group, which holds its media."""
+        return f"{self.evaluation}/{self.index}" if self.evaluation else group_uid(self.index)
+
+    def seed(self, of_run: int, purpose: str) -> int:
+        """Returns the seed of the group for a purpose, such as "env"."""
+        return sampling_seed(of_run, index=self.index, purpose=f"{self.evaluation}/{purpose}".removeprefix("/"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +134,7 @@ class EpisodePlayer:
         self._config = cast(InteractionConfig, env_config)
         self._prompts = prompts
         self._requests = SharedRequests(pool, sampling)
-        self._group_size = sampling.n
+        self.group_size = sampling.n
         self._stop = sampling.stop
         self._seed = seed
         self._limits = EpisodeLimits(
@@ -139,8 +150,7 @@ class EpisodePlayer:
         Raises `BadRow` or ValueError if the opening leaves no room for a response, as `PromptMaker` does; ValueError if
         the episodes of the group open differently; `WrongResult` if the env returns what its contract does not allow.
         """
-        uid = group_uid(start.index)
-        records = [EpisodeRecord(uid=sample_uid(uid, sample)) for sample in range(self._group_size)]
+        records = [EpisodeRecord(uid=sample_uid(start.uid, sample)) for sample in range(self.group_size)]
         tools = self._tools.of_row(self._env, start.row, self._config)
         group = _Group(start=start, records=records, envs=[None] * len(records), tools=tools, tasks=tasks)
         try:
@@ -152,7 +162,9 @@ class EpisodePlayer:
                 for record in begun[1:]:
                     self._check_opening(group, record)
                 shown = tools.opening(group.opening)
-                group.prompt = await self._prompts.opening(shown, where=start.where, owner=uid, tools=tools.schemas)
+                group.prompt = await self._prompts.opening(
+                    shown, where=start.where, owner=start.uid, tools=tools.schemas
+                )
                 group.between = TurnTokens(self._prompts.tokenizer, shown, tools=tools.schemas)
                 async with asyncio.TaskGroup() as playing:
                     for sample, record in enumerate(records):
@@ -181,8 +193,8 @@ class EpisodePlayer:
         start, record = group.start, group.records[sample]
         begins = EpisodeStart(
             row=start.row,
-            group_seed=sampling_seed(self._seed, index=start.index, purpose="env"),
-            episode_seed=sampling_seed(self._seed, index=start.index, purpose=f"env/{sample}"),
+            group_seed=start.seed(self._seed, "env"),
+            episode_seed=start.seed(self._seed, f"env/{sample}"),
             attempt=start.attempt + record.restarts,
             limits=self._limits,
         )
@@ -245,7 +257,7 @@ class EpisodePlayer:
                 return
             action = group.tools.read(record.texts[-1], stopped=stopped)
             following, what = _NextTurn(), f"turn {len(record.turns)}"
-            step = self._step(env, record, action, following, owner=group_uid(start.index), tools=group.tools)
+            step = self._step(env, record, action, following, owner=start.uid, tools=group.tools)
             await self._guarded(step, record, where=start.where, what=what)
             if record.ended is not None:
                 return
@@ -278,7 +290,7 @@ class EpisodePlayer:
         request = PromptRequest(
             rid=f"{start.rid}.{sample}.{number}{again}",
             input_ids=prompt_ids,
-            sampling_seed=sampling_seed(self._seed, index=start.index, purpose=f"train/{sample}/{number}"),
+            sampling_seed=start.seed(self._seed, f"train/{sample}/{number}"),
             min_version=start.min_version,
             media=list(record.media),
             max_new_tokens=most,
