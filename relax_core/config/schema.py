@@ -282,6 +282,7 @@ class RolloutConfig:
     surplus: Surplus = MISSING
     partial: Partial = MISSING
     max_aborts: int = MISSING
+    max_failed_groups: int | None = None
     mask_off_policy: bool = MISSING
     mask_truncated: bool = MISSING
     advantages: AdvantagesPlace = MISSING
@@ -296,6 +297,11 @@ class RolloutConfig:
         """Returns the token ids that no role counts, once the configuration is composed."""
         assert self.banned_token_ids is not None, "config/compose.py has found them"
         return self.banned_token_ids
+
+    @property
+    def failed_groups(self) -> int:
+        """Returns after how many groups in a row without one reward the run ends."""
+        return 4 * self.prompts_per_step if self.max_failed_groups is None else self.max_failed_groups
 
     @property
     def spare_prompts(self) -> int:

@@ -26,7 +26,8 @@ AUDIO_START, AUDIO_END, AUDIO_PAD = AUDIO_TOKENS = ("<|audio_start|>", "<|audio_
 SPECIAL_TOKENS = ("<pad>", "<unk>", "<|im_start|>", "<|im_end|>")
 ROLES = ("user", "assistant", "system")
 _CHARACTERS = " \n0123456789abcdefghijklmnopqrstuvwxyz+-*/=?.,:'$"
-# What a call of a tool in the form of Hermes needs. The marks are no special tokens, as in Qwen3.
+# What a call of a tool in the form of Hermes needs, and words that keep the episodes of the calculator short. None of
+# them is a special token, as in Qwen3.
 _TOOL_CHARACTERS = '{}[]()"_<>|'
 TOOL_TOKENS = (
     "<tool_call>",
@@ -37,6 +38,9 @@ TOOL_TOKENS = (
     '", "arguments": ',
     '": ',
     ', "',
+    '{"',
+    "}}",
+    *("multiply", "Returns", " the", " product", " of", " two", " whole", " numbers", " times ", "it is "),
 )
 _VISION_CHARACTERS = "<>|_"  # so that a user's text may contain the name of a special token
 

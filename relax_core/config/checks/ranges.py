@@ -134,6 +134,7 @@ OPTIONAL: dict[str, Range] = {
     "parallel.first_stage_layers": Range(1, why="null gives the first stage as many layers as the others have"),
     "optimizer.critic_lr": Range(0, above=True, why="null takes optimizer.lr"),
     "optimizer.tower_lr": Range(0, above=True, why="null takes optimizer.lr; model.freeze=[vision] freezes the tower"),
+    "rollout.max_failed_groups": Range(1, why="null takes 4 * rollout.prompts_per_step"),
     "optimizer.warmup_steps": Range(0, why="null takes 10, or run.steps where that is less"),
     "run.epochs": Range(0, above=True, why="null leaves run.steps as it is"),
 }

@@ -176,11 +176,8 @@ async def episode_rewards(
     return [scored[record.uid] for record in records]
 
 
-async def score_episodes(
-    records: Sequence[EpisodeRecord], rewards: RewardPool, *, row: DataRow, where: str, media_folder: str = ""
-) -> list[PlayedEpisode]:
-    """Returns the episodes with their rewards, in order. Raises as `episode_rewards` does."""
-    outputs = await episode_rewards(records, rewards, row=row, where=where, media_folder=media_folder)
+def played_episodes(records: Sequence[EpisodeRecord], outputs: Sequence[RewardOutput]) -> list[PlayedEpisode]:
+    """Returns the ended episodes of a group with their rewards, in order."""
     return [
         PlayedEpisode(
             uid=record.uid,

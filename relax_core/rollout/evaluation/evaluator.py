@@ -263,7 +263,8 @@ class Evaluator:
     ``ask(version)`` returns the answers to every set with weights of that version or newer, such as `ask` or
     `play_sets` gives. ``wait_version(version)`` returns when the run has reached that version. With ``in_order``,
     `gate` lets training prompts of a version pass only after its evaluation, so that the engine's batches are equal in
-    every run. ``ends_run`` receives each evaluation's figures and returns True to end the run; then nothing passes the gate.
+    every run. ``ends_run`` receives each evaluation's figures and returns True to end the run; then nothing passes the
+    gate.
     """
 
     def __init__(
