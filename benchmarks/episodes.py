@@ -22,6 +22,7 @@ from statistics import fmean
 from typing import Any
 
 from benchmarks.demo_seeds import run_demo
+from relax_core.observe.service.sinks import read_metrics
 
 HERE = Path(__file__).parent
 STEPS_OF_A_MEAN = 50
@@ -98,9 +99,7 @@ def _finished(results: Path | None) -> dict[tuple[str, ...], Figures]:
 
 def figures_of(folder: Path, summary: Mapping[str, Any]) -> Figures:
     """Returns the figures of a finished run."""
-    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    records = [json.loads(line) for line in lines]
-    won = [record["exact"] for record in records if record["source"] == "actor" and "exact" in record]
+    won = [record.values["exact"] for record in read_metrics(folder) if record.source == "actor"]
     width = min(STEPS_OF_A_MEAN, len(won))
     means = [fmean(won[first : first + width]) for first in range(len(won) - width + 1)]
     return {

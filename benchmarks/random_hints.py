@@ -1,4 +1,4 @@
-"""A control for number_guess: the env answers higher or lower at random, so three guesses find three of seven numbers."""
+"""A control for number_guess: the env answers higher or lower at random, so three guesses find 3 of 7 numbers."""
 
 from __future__ import annotations
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any
+
+import numpy as np
 
 from relax_core.contracts.data import DataRow
 from relax_core.contracts.env import Ended, Message
@@ -14,6 +17,9 @@ from relax_core.contracts.reward import RewardInput, RewardOutput
 from relax_core.rollout.episodes.tree_builder import PlayedEpisode, PlayedTurn
 from relax_core.rollout.rewards.reward_inputs import without_bytes
 from relax_core.rollout.rewards.reward_pool import RewardPool
+
+# Figures of an episode whose means are metrics.
+EPISODE_TOTALS = ("restarts", "cut_observations", "engine_s", "env_s", "tool_calls", "failed_calls")
 
 
 @dataclass(eq=False, kw_only=True)
@@ -24,7 +30,9 @@ class EpisodeRecord:
     its env raised or was too slow, or showed an image or video that cannot be used. ``error`` is what was raised.
     ``request`` is the name of the request under way, empty while there is none. ``restarts`` is the number of new
     starts, and ``not_chosen`` the number of tokens that were sampled before them. ``cut_observations`` counts
-    observations that were longer than their limit. ``info`` has the numbers that the env gave, by name.
+    observations that were longer than their limit. ``env_s`` is the time in seconds in the env's calls. ``tool_calls``
+    counts the calls of tools, and ``failed_calls`` the responses with one that could not be read or has no such tool;
+    both and ``env_s`` go on over new starts. ``info`` has the numbers that the env gave, by name.
     """
 
     uid: str
@@ -39,6 +47,9 @@ class EpisodeRecord:
     restarts: int = 0
     not_chosen: int = 0
     cut_observations: int = 0
+    env_s: float = 0.0
+    tool_calls: int = 0
+    failed_calls: int = 0
     info: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
 
     @property
@@ -56,6 +67,11 @@ class EpisodeRecord:
         self.restarts += 1
         self.messages, self.turns, self.texts, self.media = [], [], [], []
         self.ended, self.failed, self.error, self.request = None, "", None, ""
+
+    @property
+    def engine_s(self) -> float:
+        """Returns the seconds from the requests of the newest start to their responses, with the waits in the engine."""
+        return sum(turn.ended_s - turn.began_s for turn in self.turns)
 
     def take_info(self, info: Mapping[str, object]) -> None:
         """Keeps the numbers of a step's info."""
@@ -102,16 +118,15 @@ def _shown_content(content: Any) -> str:
 class PlayedFigures:
     """Holds the figures of one group; ``tokens`` are sampled ones, ``reward_s`` is the time of its rewards.
 
+    ``turns`` has the number of responses of each episode; ``totals`` sums up figures of the episodes by their names.
     ``ends`` counts the episodes by the reason of their end. ``info`` has the numbers that the env gave, by name.
     """
 
-    episodes: int
-    turns: int
+    turns: Sequence[int]
     tokens: int
     newest_version: int
     reward_s: float
-    restarts: int
-    cut_observations: int
+    totals: Mapping[str, float]
     ends: Mapping[str, int]
     info: Mapping[str, Sequence[float]]
 
@@ -124,13 +139,11 @@ class PlayedFigures:
             for name, values in record.info.items():
                 info[name] += values
         return PlayedFigures(
-            episodes=len(records),
-            turns=len(responses),
+            turns=[len(record.turns) for record in records],
             tokens=sum(len(one.output_ids) for one in responses),
             newest_version=max((int(one.versions[-1]) for one in responses), default=0),
             reward_s=reward_s,
-            restarts=sum(record.restarts for record in records),
-            cut_observations=sum(record.cut_observations for record in records),
+            totals={name: sum(float(getattr(record, name)) for record in records) for name in EPISODE_TOTALS},
             ends=Counter(record.ended or "" for record in records),
             info=info,
         )
@@ -138,7 +151,7 @@ class PlayedFigures:
 
 def played_values(played: Sequence[PlayedFigures]) -> dict[str, float]:
     """Returns the figures of groups as metrics: means for each episode, shares of ends, means of the env's numbers."""
-    episodes = sum(one.episodes for one in played)
+    turns = [count for one in played for count in one.turns]
     ends: Counter[str] = Counter()
     info: dict[str, list[float]] = defaultdict(list)
     for one in played:
@@ -146,12 +159,12 @@ def played_values(played: Sequence[PlayedFigures]) -> dict[str, float]:
         for name, values in one.info.items():
             info[name] += values
     return {
-        "samples": episodes,
-        "turns": sum(one.turns for one in played) / episodes,
+        "samples": len(turns),
+        "turns": fmean(turns),
+        **{f"turns/p{share}": float(np.percentile(turns, share)) for share in (50, 90, 99)},
         "tokens": sum(one.tokens for one in played),
-        "restarts": sum(one.restarts for one in played) / episodes,
-        "cut_observations": sum(one.cut_observations for one in played) / episodes,
-        **{f"ended/{reason}": count / episodes for reason, count in sorted(ends.items())},
+        **{name: sum(one.totals[name] for one in played) / len(turns) for name in EPISODE_TOTALS},
+        **{f"ended/{reason}": count / len(turns) for reason, count in sorted(ends.items())},
         **{f"env/{name}": sum(values) / len(values) for name, values in sorted(info.items())},
     }
 

@@ -256,6 +256,8 @@ class EpisodePlayer:
                 record.ended = cut
                 return
             action = group.tools.read(record.texts[-1], stopped=stopped)
+            record.tool_calls += len(action.tool_calls)
+            record.failed_calls += bool(action.parse_error)
             following, what = _NextTurn(), f"turn {len(record.turns)}"
             step = self._step(env, record, action, following, owner=start.uid, tools=group.tools)
             await self._guarded(step, record, where=start.where, what=what)
@@ -348,7 +350,7 @@ class EpisodePlayer:
 
         A wrong result ends the run.
         """
-        name = self._env.name
+        name, began = self._env.name, time.perf_counter()
         try:
             await call
         except WrongResult as error:
@@ -361,6 +363,8 @@ class EpisodePlayer:
             record.fail("bad_media", str(told), told)
         except Exception as error:  # plug-in code: the episode ends without a reward, up to reward.max_failed
             record.fail("env_failed", f"env {name}: {what}: {plugin_words(error)}", error)
+        finally:
+            record.env_s += time.perf_counter() - began
 
     def _check_opening(self, group: _Group, record: EpisodeRecord) -> None:
         """Raises ValueError if an episode opens differently than its group.
