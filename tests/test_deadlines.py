@@ -58,6 +58,10 @@ REASONS = {
     ("relax_core/roles/trainer/rank_worker.py", "RankWorker._failures"): "the same",
     # Whoever owes the answer has deadlines of its own, and ends this wait also when it fails.
     (
+        "relax_core/rollout/episodes/played_group.py",
+        "end_stragglers",
+    ): "episodes of the group: each request and each call of an env has a deadline",
+    (
         "relax_core/engines/pool/engine_pool.py",
         "EnginePool.generate",
     ): "each share ends with None or its error within timeout_s",

@@ -22,7 +22,7 @@ from relax_core.engines.pool.engine_pool import EnginePool
 from relax_core.engines.protocol.frames import StreamEnd
 from relax_core.rollout.bad_rows import BadRows
 from relax_core.rollout.episodes.episode_records import PlayedFigures, episode_rewards, played_episodes, played_values
-from relax_core.rollout.episodes.episodes import EpisodePlayer, GroupStart
+from relax_core.rollout.episodes.episodes import EpisodePlayer
 from relax_core.rollout.episodes.group_assembly import (
     DroppedGroup,
     GroupFilter,
@@ -30,6 +30,7 @@ from relax_core.rollout.episodes.group_assembly import (
     complete_episodes,
     complete_group,
 )
+from relax_core.rollout.episodes.played_group import GroupStart
 from relax_core.rollout.prompt_admissions import AdmissionBus, AdmittedPrompt, PromptAdmissions, RolloutLoopSettings
 from relax_core.rollout.prompt_tokens import PromptMaker, check_prompt_tokens
 from relax_core.rollout.rewards.reward_failures import FailedGroups

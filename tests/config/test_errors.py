@@ -195,6 +195,12 @@ def test_what_cannot_be_composed(override: str, text: str) -> None:
         (["rollout.top_k=1"], "rollout.top_k=1 leaves one token each time: its log-prob is 0 whatever the weights"),
         (["rollout.min_p=1.0"], "rollout.min_p=1.0: must be at least 0 and less than 1 (0 keeps all tokens)."),
         (["rollout.over_sampling=0.9"], "rollout.over_sampling=0.9: must be at least 1 and at most 16 (1 lets in what"),
+        (["rollout.quorum=0"], "rollout.quorum=0.0: must be more than 0 and at most 1."),
+        (["rollout.quorum=0.5"], "rollout.quorum=0.5 with env=single_turn, whose episodes have one turn."),
+        (
+            ["env=number_guess", "reward=env", "rollout.quorum=0.05"],
+            "rollout.quorum=0.05 leaves a single episode of algo.group_size=16, which has nothing to be compared with.",
+        ),
         (["rollout.max_failed_groups=0"], "rollout.max_failed_groups=0: must be at least 1. null takes 4 * rollout"),
         (["rollout.max_aborts=0"], "rollout.max_aborts=0: must be at least 1."),
         (

@@ -111,6 +111,8 @@ RANGES: dict[str, Range] = {
     "rollout.reward_concurrency": _COUNT,
     "rollout.over_sampling": Range(1, 16, why="1 lets in what a step needs"),
     "rollout.max_aborts": _COUNT,
+    "rollout.quorum": Range(0, 1, above=True),
+    "rollout.quorum_grace_s": _FROM_ZERO,
     "run.steps": Range(1, why="relax eval evaluates without training"),
     "run.save_every": Range(0, why="0 saves only at the end"),
     "run.keep_last": _COUNT,

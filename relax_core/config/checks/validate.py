@@ -127,9 +127,16 @@ def _check_sinks(config: RelaxConfig) -> Iterator[str]:
 
 def _check_turns(config: RelaxConfig) -> Iterator[str]:
     """Checks the keys of an environment with several turns."""
-    env, plugin_config = find_env(config.env.name), config.env
+    env, plugin_config, quorum = find_env(config.env.name), config.env, config.rollout.quorum
     if not env.has_turns:
+        if quorum != 1.0:
+            yield f"rollout.quorum={quorum:g} with env={env.name}, whose episodes have one turn. Use 1.0."
         return
+    if (size := config.algo.group_size) > 1 and 0 < quorum * size <= 1:
+        yield (
+            f"rollout.quorum={quorum:g} leaves a single episode of algo.group_size={size}, which has nothing to be "
+            f"compared with. Use at least {2 / size:.2g}."
+        )
     if plugin_config.max_turns < 1:
         yield f"env.max_turns={plugin_config.max_turns}: an episode has at least one turn."
     for key in ("max_turn_tokens", "max_observation_tokens"):

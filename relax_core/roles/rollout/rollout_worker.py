@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ray.exceptions import RayActorError
 
 from relax_core.bus.ray.ray_bus import RayBus
-from relax_core.config.choices import Partial
+from relax_core.config.choices import OnStale, Partial
 from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.algorithm import AlgorithmSpec
 from relax_core.contracts.bus import Admission, BusClosed
@@ -39,6 +39,7 @@ from relax_core.roles.rollout.traced_rollout import TracedEnginePool, TracedRewa
 from relax_core.rollout.bad_rows import BadRows
 from relax_core.rollout.episodes.episodes import EpisodePlayer
 from relax_core.rollout.episodes.group_assembly import GroupFilter, MakeExtras
+from relax_core.rollout.episodes.played_group import EarlyEnds
 from relax_core.rollout.evaluation.evaluator import Evaluator, eval_versions
 from relax_core.rollout.evaluation.played_sets import answer_sets, prepared_sets
 from relax_core.rollout.group_advantages import advantage_extras, computes_advantages_per_group
@@ -99,7 +100,7 @@ class RolloutWorker(Worker):
                 source, bus=bus, metrics=metrics, pool=pool, prompts=prompts, rewards=rewards
             )
         settings = self._settings(prompts.tokenizer)
-        player = self._player(prompts, pool, settings.sampling, seed=config.seed) if env.has_turns else None
+        player = self._player(prompts, pool, settings.sampling) if env.has_turns else None
         loop = RolloutLoop(
             bus=bus,
             pool=pool,
@@ -136,10 +137,21 @@ class RolloutWorker(Worker):
             if encoders is not None:
                 encoders.close()
 
-    def _player(self, prompts: PromptMaker, pool: EnginePool, sampling: SamplingParams, *, seed: int) -> EpisodePlayer:
-        env = self.context.config.env
+    def _player(self, prompts: PromptMaker, pool: EnginePool, sampling: SamplingParams) -> EpisodePlayer:
+        config = self.context.config
+        drops = config.mode.on_stale is OnStale.drop
         return EpisodePlayer(
-            env=find_env(env.name), env_config=env, prompts=prompts, pool=pool, sampling=sampling, seed=seed
+            env=find_env(config.env.name),
+            env_config=config.env,
+            prompts=prompts,
+            pool=pool,
+            sampling=sampling,
+            seed=config.seed,
+            ends=EarlyEnds(
+                quorum=config.rollout.quorum,
+                grace_s=config.rollout.quorum_grace_s,
+                most_lag=config.mode.max_staleness if drops else None,
+            ),
         )
 
     def _encoders(self, bus: RayBus) -> EncodePool | None:

@@ -21,6 +21,9 @@ from relax_core.rollout.rewards.reward_pool import RewardPool
 # Figures of an episode whose means are metrics.
 EPISODE_TOTALS = ("restarts", "cut_observations", "engine_s", "env_s", "tool_calls", "failed_calls")
 
+# Ends without a reward that are no failure of the env or the reward; they are the ledger's reasons, too.
+NO_FAILURES: frozenset[Ended | None] = frozenset({"straggler", "stale", "cancelled"})
+
 
 @dataclass(eq=False, kw_only=True)
 class EpisodeRecord:
@@ -70,7 +73,7 @@ class EpisodeRecord:
 
     @property
     def engine_s(self) -> float:
-        """Returns the seconds from the requests of the newest start to their responses, with the waits in the engine."""
+        """Returns the seconds from the requests of the newest start to their responses, waits included."""
         return sum(turn.ended_s - turn.began_s for turn in self.turns)
 
     def take_info(self, info: Mapping[str, object]) -> None:
@@ -108,6 +111,13 @@ class EpisodeRecord:
         )
 
 
+def _why_dropped(record: EpisodeRecord) -> str:
+    """Returns the ledger's reason for an episode without a reward; empty if the env or the reward failed."""
+    if record.bad_media is not None:
+        return record.bad_media.reason
+    return record.ended if record.ended in NO_FAILURES else ""
+
+
 def _shown_content(content: Any) -> str:
     if isinstance(content, str):
         return content
@@ -118,11 +128,13 @@ def _shown_content(content: Any) -> str:
 class PlayedFigures:
     """Holds the figures of one group; ``tokens`` are sampled ones, ``reward_s`` is the time of its rewards.
 
-    ``turns`` has the number of responses of each episode; ``totals`` sums up figures of the episodes by their names.
+    ``turns`` has the number of responses of each episode, ``straggler_turns`` those of stragglers; ``totals`` sums up
+    figures of the episodes by their names.
     ``ends`` counts the episodes by the reason of their end. ``info`` has the numbers that the env gave, by name.
     """
 
     turns: Sequence[int]
+    straggler_turns: Sequence[int]
     tokens: int
     newest_version: int
     reward_s: float
@@ -140,6 +152,7 @@ class PlayedFigures:
                 info[name] += values
         return PlayedFigures(
             turns=[len(record.turns) for record in records],
+            straggler_turns=[len(record.turns) for record in records if record.ended == "straggler"],
             tokens=sum(len(one.output_ids) for one in responses),
             newest_version=max((int(one.versions[-1]) for one in responses), default=0),
             reward_s=reward_s,
@@ -152,6 +165,7 @@ class PlayedFigures:
 def played_values(played: Sequence[PlayedFigures]) -> dict[str, float]:
     """Returns the figures of groups as metrics: means for each episode, shares of ends, means of the env's numbers."""
     turns = [count for one in played for count in one.turns]
+    slow = [count for one in played for count in one.straggler_turns]
     ends: Counter[str] = Counter()
     info: dict[str, list[float]] = defaultdict(list)
     for one in played:
@@ -164,6 +178,7 @@ def played_values(played: Sequence[PlayedFigures]) -> dict[str, float]:
         **{f"turns/p{share}": float(np.percentile(turns, share)) for share in (50, 90, 99)},
         "tokens": sum(one.tokens for one in played),
         **{name: sum(one.totals[name] for one in played) / len(turns) for name in EPISODE_TOTALS},
+        **({"straggler_turns": fmean(slow)} if slow else {}),
         **{f"ended/{reason}": count / len(turns) for reason, count in sorted(ends.items())},
         **{f"env/{name}": sum(values) / len(values) for name, values in sorted(info.items())},
     }
@@ -184,7 +199,7 @@ async def episode_rewards(
     for record in records:
         if record.failed:
             output = scored[record.uid] = RewardOutput(reward=None, reason=record.failed)
-            if record.bad_media is None:
+            if record.bad_media is None and record.ended not in NO_FAILURES:
                 rewards.failures.record(inputs[record.uid], output, record.error)
     return [scored[record.uid] for record in records]
 
@@ -198,7 +213,7 @@ def played_episodes(records: Sequence[EpisodeRecord], outputs: Sequence[RewardOu
             reward=output.reward,
             parts={"exact": float(output.exact), **(output.parts or {})},
             ended=record.ended or "",
-            dropped="" if record.bad_media is None else record.bad_media.reason,
+            dropped=_why_dropped(record),
             not_chosen=record.not_chosen,
         )
         for record, output in zip(records, outputs, strict=True)

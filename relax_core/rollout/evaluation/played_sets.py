@@ -13,7 +13,8 @@ from relax_core.data.eval_sets import check_bad_rows
 from relax_core.engines.pool.engine_pool import EnginePool
 from relax_core.registry import find_env
 from relax_core.rollout.episodes.episode_records import EpisodeRecord, episode_rewards
-from relax_core.rollout.episodes.episodes import EpisodePlayer, GroupStart
+from relax_core.rollout.episodes.episodes import EpisodePlayer
+from relax_core.rollout.episodes.played_group import GroupStart
 from relax_core.rollout.evaluation.eval_metrics import Answer
 from relax_core.rollout.evaluation.evaluator import (
     EvalRow,
