@@ -15,7 +15,7 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -62,14 +62,19 @@ CASES = {
 }
 
 
-def main() -> int:
+def command_line(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """Returns the arguments of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--learn", action="store_true", required=True, help="train; the only part there is")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--only", nargs="*", default=list(CASES), choices=list(CASES), help="which kinds of runs")
     parser.add_argument("--results", type=Path, default=None, help="file of finished runs, one JSON record a line")
     parser.add_argument("overrides", nargs="*", help="key=value for every run")
-    arguments = parser.parse_args()
+    return parser.parse_args(words)
+
+
+def main() -> int:
+    arguments = command_line()
     finished, wrong = _finished(arguments.results), []
     print(f"{'run':30}{'seed':>5}{'greedy':>16}{'sampled':>16}{'last 50':>9}{'best 50':>9}{'wall s':>8}", flush=True)
     with tempfile.TemporaryDirectory(prefix="episodes-") as scratch:
