@@ -48,7 +48,7 @@ def test_half_of_the_guesses_heed_the_answers() -> None:
     later = [int(guess(draw, ["", "4", "higher"])) for _ in range(4000)]
     assert sum(number > 4 for number in later) / len(later) == pytest.approx(0.5 + 0.5 * 3 / 7, abs=0.03)
     assert {int(guess(draw, ["", "7", "higher"])) for _ in range(200)} == set(range(1, 8)), (
-        "nothing is left: any number"
+        "any number, as none is left"
     )
 
 
