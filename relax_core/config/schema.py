@@ -301,11 +301,6 @@ class RolloutConfig:
         return self.banned_token_ids
 
     @property
-    def failed_groups(self) -> int:
-        """Returns after how many groups in a row without one reward the run ends."""
-        return 4 * self.prompts_per_step if self.max_failed_groups is None else self.max_failed_groups
-
-    @property
     def spare_prompts(self) -> int:
         """Returns how many prompts are admitted beyond those that a step needs."""
         return math.ceil(round((self.over_sampling - 1.0) * self.prompts_per_step, 6))

@@ -51,7 +51,7 @@ def problems(*overrides: str) -> list[str]:
         ("mode=asinc", "Nearest: async."),
         (
             "experiment=none",
-            "experiment=none does not exist. What exists for experiment: four_modalities, math_file,",
+            "experiment=none does not exist. What exists for experiment: calculator, four_modalities,",
         ),
         ("run.stesp=3", "run.stesp is not a key. Nearest: run.steps"),
         ("lr=3", "lr is not a key. Nearest: optimizer.lr."),

@@ -298,7 +298,7 @@ class RolloutWorker(Worker):
             sampling=training_sampling(config, tokenizer),
             admit_timeout_s=config.run.stall_timeout_s,
             call_timeout_s=config.bus.call_timeout_s,
-            max_failed_groups=rollout.failed_groups,
+            max_failed_groups=rollout.max_failed_groups or 4 * rollout.prompts_per_step,
             worker=self._rank,
             alone=rollout.workers == 1,
             mask_off_policy=rollout.mask_off_policy,

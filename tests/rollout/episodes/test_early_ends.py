@@ -116,11 +116,11 @@ def test_a_quorum_completes_a_group(engine: Engine, folder: Path, grace_s: float
 
     records, outputs = play_group(engine, folder, Slow, EarlyEnds(quorum=0.75, grace_s=grace_s))
     late = [record for record in records if record.ended == "straggler"]
-    assert len(late) == 1 and len(late[0].turns) == 1
+    assert len(late) == 1 and len(late[0].turns) == 2
     assert [record.ended for record in records if record not in late] == ["env_done"] * 3
     assert all(env.closed for env in Slow.opened), "the env of the straggler is closed, too"
     values = played_values([PlayedFigures.of(records, reward_s=0.0)])
-    assert (values["ended/straggler"], values["straggler_turns"]) == (0.25, 1.0)
+    assert (values["ended/straggler"], values["straggler_turns"]) == (0.25, 2.0)
 
     accounts: dict[str, int] = {}
     done = complete_episodes(index=3, episodes=played_episodes(records, outputs), refuse=None, account=accounts.update)
