@@ -104,6 +104,11 @@ REASONS = {
         "relax_core/rollout/rollout_loop.py",
         "RolloutLoop._play_and_stage",
     ): "the group before it ends as this one does, and the prompt batch's task group ends both",
+    (
+        "relax_core/rollout/episodes/episodes.py",
+        "EpisodePlayer._play",
+    ): "set to env.episode_timeout_s at the first response; the engine's pool bounds the time before",
+    ("relax_core/rollout/evaluation/played_sets.py", "play_sets"): "after the task group: the tasks have ended",
     ("relax_core/rollout/episodes/episodes.py", "EpisodePlayer.play"): "each close has env.step_timeout_s",
     (
         "relax_core/rollout/episodes/env_calls.py",

@@ -17,6 +17,7 @@ from relax_core.contracts.bus import Admission, CompleteGroup
 from relax_core.contracts.data import BadRow, PromptSource
 from relax_core.contracts.engine import Generated
 from relax_core.contracts.media import BAD_MEDIA
+from relax_core.contracts.reward import RewardOutput
 from relax_core.contracts.tree import TRUNCATED, group_uid, sample_uid
 from relax_core.engines.pool.engine_pool import EnginePool
 from relax_core.engines.protocol.frames import StreamEnd
@@ -272,7 +273,7 @@ class RolloutLoop:
         folder = self._settings.media_folder
         rewards = await episode_rewards(records, self._rewards, row=prompt.row, where=prompt.where, media_folder=folder)
         reward_s = time.perf_counter() - began
-        self._failed_groups.record(rewards, where=prompt.where)
+        self._failed_groups.record(_failures(rewards), where=prompt.where)
         if self._settings.in_order and before is not None:
             await asyncio.wait([before])
         done = complete_episodes(
@@ -317,7 +318,7 @@ class RolloutLoop:
         began = time.perf_counter()
         rewards = await self._rewards.score(inputs)
         reward_s = time.perf_counter() - began
-        self._failed_groups.record(rewards, where=prompt.where)
+        self._failed_groups.record(_failures(rewards), where=prompt.where)
         if self._settings.in_order and before is not None:
             await before
         done = complete_group(
@@ -366,6 +367,11 @@ class RolloutLoop:
             for row in rows:  # from here on the bus keeps their images and videos
                 self._prompts.release(row.group_uid)
         self._flushing = False
+
+
+def _failures(rewards: Sequence[RewardOutput]) -> list[str | None]:
+    """Returns why each answer has no reward, None for one that has."""
+    return [output.reason if output.reward is None else None for output in rewards]
 
 
 def _start(tasks: asyncio.TaskGroup, work: Coroutine[Any, Any, None], *parts: Coroutine[Any, Any, Any]) -> None:

@@ -70,17 +70,17 @@ class FailedGroups:
         self._in_a_row = 0
         self._first = ""
 
-    def record(self, outputs: Sequence[RewardOutput], *, where: str) -> None:
-        """Records the rewards of one group; ``where`` is its data row's file and line.
+    def record(self, failures: Sequence[str | None], *, where: str) -> None:
+        """Records why each answer of a group has no reward, None for one that has; ``where`` is its data row.
 
         Raises `RewardsFailed` with the first cause if it is the last of ``most`` groups in a row without a reward.
         """
-        if any(output.reward is not None for output in outputs):
+        if None in failures:
             self._in_a_row = 0
             return
         if not self._in_a_row:
-            reasons = [output.reason for output in outputs if output.reason]
-            self._first = f"{(reasons or ['the reward returned None without a reason'])[0]} ({where})"
+            reasons = [reason for reason in failures if reason] or ["the reward returned None without a reason"]
+            self._first = f"{reasons[0]} ({where})"
         self._in_a_row += 1
         if self._in_a_row >= self._most:
             raise RewardsFailed(
