@@ -129,7 +129,7 @@ def _check_turns(config: RelaxConfig) -> Iterator[str]:
     """Checks the keys of an environment with several turns."""
     env, plugin_config, quorum = find_env(config.env.name), config.env, config.rollout.quorum
     if not env.has_turns:
-        if quorum != 1.0:
+        if 0 < quorum < 1:
             yield f"rollout.quorum={quorum:g} with env={env.name}, whose episodes have one turn. Use 1.0."
         return
     if (size := config.algo.group_size) > 1 and 0 < quorum * size <= 1:
