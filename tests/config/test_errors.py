@@ -148,7 +148,7 @@ def test_what_cannot_be_composed(override: str, text: str) -> None:
         (["model.builtin=huge"], "model.builtin=huge"),
         (
             ["model.task=chess"],
-            "model.task=chess: tiny_qwen3 has no warm start for it. What exists: reverse_digits, arithmetic.",
+            "model.task=chess: tiny_qwen3 has no warm start for it. What exists: reverse_digits, arithmetic, number_guess.",
         ),
         (["data=file", "reward=math", "model.task=arithmetic"], "data.path is not set"),
         (
