@@ -58,6 +58,10 @@ REASONS = {
     ("relax_core/roles/trainer/rank_worker.py", "RankWorker._failures"): "the same",
     # Whoever owes the answer has deadlines of its own, and ends this wait also when it fails.
     (
+        "relax_core/rollout/episodes/played_group.py",
+        "end_stragglers",
+    ): "episodes of the group: each request and each call of an env has a deadline",
+    (
         "relax_core/engines/pool/engine_pool.py",
         "EnginePool.generate",
     ): "each share ends with None or its error within timeout_s",
@@ -100,6 +104,11 @@ REASONS = {
         "relax_core/rollout/rollout_loop.py",
         "RolloutLoop._play_and_stage",
     ): "the group before it ends as this one does, and the prompt batch's task group ends both",
+    (
+        "relax_core/rollout/episodes/episodes.py",
+        "EpisodePlayer._play",
+    ): "set to env.episode_timeout_s at the first response; the engine's pool bounds the time before",
+    ("relax_core/rollout/evaluation/played_sets.py", "play_sets"): "after the task group: the tasks have ended",
     ("relax_core/rollout/episodes/episodes.py", "EpisodePlayer.play"): "each close has env.step_timeout_s",
     (
         "relax_core/rollout/episodes/env_calls.py",

@@ -26,10 +26,11 @@ from relax_core.engines.pool.engine_pool import EnginePool
 from relax_core.engines.protocol.engine_client import EngineClient
 from relax_core.observe.results.summary import library_versions
 from relax_core.registry import find_env, find_reward
-from relax_core.rollout.evaluation.evaluator import PreparedSet, SetAnswers, ask, prepare_with_media
+from relax_core.rollout.evaluation.evaluator import PreparedSet, SetAnswers
+from relax_core.rollout.env_workers.run_env import RunEnv
+from relax_core.rollout.evaluation.played_sets import answer_sets, prepared_sets
 from relax_core.rollout.prompt_tokens import PromptMaker
 from relax_core.rollout.rewards.reward_pool import RewardPool
-from relax_core.rollout.sampling_params import evaluation_sampling
 from relax_core.tools.export import export
 from relax_core.tools.make_tiny import tiny_model_folder
 
@@ -90,14 +91,9 @@ def evaluate(config: RelaxConfig, target: Target) -> int:
 
 
 def prompt_maker(config: RelaxConfig, model: Path, media: EvalMedia | None) -> PromptMaker:
-    """Returns what makes the prompts. Raises ValueError for an env with several turns."""
-    env = find_env(config.env.name)
-    if env.has_turns:
-        raise ValueError(
-            f"env.name={env.name}: an env with several turns cannot be evaluated yet. Use an env with one turn."
-        )
+    """Returns what makes the prompts."""
     return PromptMaker(
-        env=env,
+        env=find_env(config.env.name),
         env_config=config.env,
         tokenizer=PromptTokenizer(model, template_arguments=config.data.chat_template_kwargs),
         max_prompt_tokens=config.engine.context_tokens - config.rollout.max_new_tokens,
@@ -112,8 +108,7 @@ async def prepared(config: RelaxConfig, prompts: PromptMaker) -> list[PreparedSe
     source = None
     if asks_held_out(config):
         source = make_source(config.data, seed=config.seed, eval_rows=config.eval.rows)
-    most = config.data.max_bad_rows
-    return [await prepare_with_media(one, prompts, most_bad=most) for one in eval_sets(config, source)]
+    return await prepared_sets(config, eval_sets(config, source), prompts)
 
 
 @contextmanager
@@ -150,7 +145,7 @@ def _ask(
     media_folder = None if media is None else media.folder
     total = sum(len(one.rows) for one in sets)
     print(f"relax: {total} prompts x {config.eval.samples} answers; {config.engine.name} engines start", flush=True)
-    reward = find_reward(config.reward.name)
+    reward, log_dir = find_reward(config.reward.name), Path(config.run.dir) / "logs"
     with (
         RewardPool(
             reward,
@@ -158,9 +153,10 @@ def _ask(
             workers=config.rollout.reward_workers,
             concurrency=config.rollout.reward_concurrency,
         ) as rewards,
-        eval_engines(config, model, log_dir=Path(config.run.dir) / "logs", media_folder=media_folder) as engines,
+        RunEnv(config, log_dir=log_dir) as env,
+        eval_engines(config, model, log_dir=log_dir, media_folder=media_folder) as engines,
     ):
-        asked = _ask_engines(config, engines, prompts, sets, rewards, total=total, media=media)
+        asked = _ask_engines(config, engines, prompts, sets, rewards, env, total=total, media=media)
         return runner.run(asked)
 
 
@@ -170,6 +166,7 @@ async def _ask_engines(
     prompts: PromptMaker,
     sets: Sequence[PreparedSet],
     rewards: RewardPool,
+    env: RunEnv,
     *,
     total: int,
     media: EvalMedia | None,
@@ -188,13 +185,14 @@ async def _ask_engines(
     work = None if media is None else media.work
     pool = EnginePool(len(engines), client_for, timeout_s=config.engine.request_timeout_s, item_work=work)
     try:
-        return await ask(
+        return await answer_sets(
+            config,
             sets,
             version=0,
             pool=pool,
             prompts=prompts,
             rewards=rewards,
-            sampling=evaluation_sampling(config, prompts.tokenizer),
+            env=env.spec(episodes_per_group=config.eval.samples),
             on_progress=print_progress,
             media_folder="" if media is None else str(media.folder),
         )

@@ -284,6 +284,9 @@ class RolloutConfig:
     surplus: Surplus = MISSING
     partial: Partial = MISSING
     max_aborts: int = MISSING
+    max_failed_groups: int | None = None
+    quorum: float = MISSING
+    quorum_grace_s: float = MISSING
     mask_off_policy: bool = MISSING
     mask_truncated: bool = MISSING
     advantages: AdvantagesPlace = MISSING
@@ -391,5 +394,5 @@ class RelaxConfig:
     @property
     def repeatable(self) -> bool:
         """Is True if the same seed repeats the run, on a CPU to the bit, because no batch depends on timing."""
-        timed = self.rollout.over_sampling > 1.0 or self.engine.deterministic is False
+        timed = self.rollout.over_sampling > 1.0 or self.rollout.quorum < 1.0 or self.engine.deterministic is False
         return self.in_order and not timed

@@ -21,6 +21,7 @@ from relax_core.data.tasks.tone_files import TONE_VARIANTS, TONES
 Split = Literal["train", "eval"]
 
 REVERSE_DIGITS, ARITHMETIC = "reverse_digits", "arithmetic"  # the tasks, as data.task names them
+NUMBER_GUESS, CALCULATOR = "number_guess", "calculator"  # environments with data=seeds, for which a warm start exists
 SEEDS = "seeds"  # rows for environments that need no data: each has a number of its own, in the order of the rows
 REVERSED_DIGITS = 5
 _EVAL_SEED = 0  # every run seed has the same evaluation rows, so that two runs can be compared

@@ -8,11 +8,12 @@ from __future__ import annotations
 from typing import Any
 
 STUDENT, TEACHER, EXPERTS = "tiny_qwen3", "tiny_qwen3_teacher", "tiny_qwen3_moe"
+TOOLS = "tiny_qwen3_tools"
 VISION, VISION_EXPERTS = "tiny_qwen3_vl", "tiny_qwen3_vl_moe"
 HYBRID, HYBRID_EXPERTS = "tiny_qwen3_5", "tiny_qwen3_5_moe"
 VISION_NAMES = (VISION, VISION_EXPERTS, HYBRID, HYBRID_EXPERTS)
 OMNI = "tiny_qwen3_omni"
-MODEL_NAMES = (STUDENT, TEACHER, EXPERTS, *VISION_NAMES, OMNI)
+MODEL_NAMES = (STUDENT, TEACHER, EXPERTS, TOOLS, *VISION_NAMES, OMNI)
 MAX_POSITIONS = 4096  # prompt and response tokens of one sample at most
 
 VISION_START, VISION_END, IMAGE_PAD, VIDEO_PAD = VISION_TOKENS = (
@@ -25,14 +26,35 @@ AUDIO_START, AUDIO_END, AUDIO_PAD = AUDIO_TOKENS = ("<|audio_start|>", "<|audio_
 SPECIAL_TOKENS = ("<pad>", "<unk>", "<|im_start|>", "<|im_end|>")
 ROLES = ("user", "assistant", "system")
 _CHARACTERS = " \n0123456789abcdefghijklmnopqrstuvwxyz+-*/=?.,:'$"
+# What a call of a tool in the form of Hermes needs, and words that keep the episodes of the calculator short. None of
+# them is a special token, as in Qwen3.
+_TOOL_CHARACTERS = '{}[]()"_<>|'
+TOOL_TOKENS = (
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_response>",
+    "</tool_response>",
+    '{"name": "',
+    '", "arguments": ',
+    '": ',
+    ', "',
+    '{"',
+    "}}",
+    *("multiply", "Returns", " the", " product", " of", " two", " whole", " numbers", " times ", "it is "),
+)
 _VISION_CHARACTERS = "<>|_"  # so that a user's text may contain the name of a special token
 
 _PATCHES = {"patch_size": 8, "temporal_patch_size": 2, "merge_size": 2}
 _PIXELS = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5], "processor_class": "Qwen3VLProcessor"}
 
 
-def token_ids(*, vision: bool, audio: bool = False) -> dict[str, int]:
+def token_ids(*, vision: bool = False, audio: bool = False, tools: bool = False) -> dict[str, int]:
     """Returns the id of every token by its text; ``audio`` is for a model that also hears."""
+    if tools:
+        return {
+            token: index
+            for index, token in enumerate((*SPECIAL_TOKENS, *ROLES, *_CHARACTERS, *_TOOL_CHARACTERS, *TOOL_TOKENS))
+        }
     more = (*_VISION_CHARACTERS, *VISION_TOKENS, *(AUDIO_TOKENS if audio else ())) if vision else ()
     return {token: index for index, token in enumerate((*SPECIAL_TOKENS, *ROLES, *_CHARACTERS, *more))}
 
@@ -49,7 +71,7 @@ def tiny_config(name: str = STUDENT) -> dict[str, Any]:
         return _vision_model(experts=name == VISION_EXPERTS)
     dense = {
         "model_type": "qwen3",
-        "vocab_size": len(token_ids(vision=False)),
+        "vocab_size": len(token_ids(tools=name == TOOLS)),
         "hidden_size": 64,
         "intermediate_size": 192,
         "num_hidden_layers": 2,

@@ -44,7 +44,8 @@ class RolloutLoopSettings:
     """Holds the settings of a rollout loop.
 
     ``batch_prompts`` is the largest number of prompts in one engine request. ``worker`` is the rank of the rollout
-    worker, and ``alone`` is True if no other worker asks for admissions. With ``in_order``, groups go to the bus in the
+    worker, and ``alone`` is True if no other worker asks for admissions. The run ends after ``max_failed_groups``
+    groups in a row without one reward. With ``in_order``, groups go to the bus in the
     order in which their responses arrived, which is equal in every run. ``media_folder`` holds the files of encoded
     images and videos; it is empty for a run on text.
     """
@@ -54,6 +55,7 @@ class RolloutLoopSettings:
     sampling: SamplingParams
     admit_timeout_s: float
     call_timeout_s: float
+    max_failed_groups: int
     worker: int = 0
     alone: bool = True
     mask_off_policy: bool = False

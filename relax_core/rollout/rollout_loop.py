@@ -17,12 +17,13 @@ from relax_core.contracts.bus import Admission, CompleteGroup
 from relax_core.contracts.data import BadRow, PromptSource
 from relax_core.contracts.engine import Generated
 from relax_core.contracts.media import BAD_MEDIA
+from relax_core.contracts.reward import RewardOutput
 from relax_core.contracts.tree import TRUNCATED, group_uid, sample_uid
 from relax_core.engines.pool.engine_pool import EnginePool
 from relax_core.engines.protocol.frames import StreamEnd
 from relax_core.rollout.bad_rows import BadRows
-from relax_core.rollout.episodes.episode_records import PlayedFigures, played_values, score_episodes
-from relax_core.rollout.episodes.episodes import EpisodePlayer, GroupStart
+from relax_core.rollout.episodes.episode_records import PlayedFigures, episode_rewards, played_episodes, played_values
+from relax_core.rollout.episodes.episodes import EpisodePlayer
 from relax_core.rollout.episodes.group_assembly import (
     DroppedGroup,
     GroupFilter,
@@ -30,8 +31,10 @@ from relax_core.rollout.episodes.group_assembly import (
     complete_episodes,
     complete_group,
 )
+from relax_core.rollout.episodes.played_group import GroupStart
 from relax_core.rollout.prompt_admissions import AdmissionBus, AdmittedPrompt, PromptAdmissions, RolloutLoopSettings
 from relax_core.rollout.prompt_tokens import PromptMaker, check_prompt_tokens
+from relax_core.rollout.rewards.reward_failures import FailedGroups
 from relax_core.rollout.rewards.reward_inputs import reward_input
 from relax_core.rollout.rewards.reward_pool import RewardPool
 from relax_core.rollout.teacher_choice import TeacherOf
@@ -100,6 +103,7 @@ class RolloutLoop:
         self._newest_played: dict[int, asyncio.Task[PlayedFigures | None]] = {}  # by weight version
         self._sampled_tokens: Counter[str] = Counter()  # of episodes of several turns, by what became of them
         self._truncated_in_a_row = 0
+        self._failed_groups = FailedGroups(settings.max_failed_groups)
         self._staged: list[CompleteGroup] = []
         self._flushing = False
         self._newest_group: asyncio.Task[float] | None = None  # the group whose responses arrived last
@@ -267,13 +271,14 @@ class RolloutLoop:
         self._admissions.played(prompt.number, bad)
         began = time.perf_counter()
         folder = self._settings.media_folder
-        episodes = await score_episodes(records, self._rewards, row=prompt.row, where=prompt.where, media_folder=folder)
+        rewards = await episode_rewards(records, self._rewards, row=prompt.row, where=prompt.where, media_folder=folder)
         reward_s = time.perf_counter() - began
+        self._failed_groups.record(_failures(rewards), where=prompt.where)
         if self._settings.in_order and before is not None:
             await asyncio.wait([before])
         done = complete_episodes(
             index=prompt.index,
-            episodes=episodes,
+            episodes=played_episodes(records, rewards),
             refuse=self._refuse,
             teacher=prompt.teacher,
             mask_off_policy=self._settings.mask_off_policy,
@@ -313,6 +318,7 @@ class RolloutLoop:
         began = time.perf_counter()
         rewards = await self._rewards.score(inputs)
         reward_s = time.perf_counter() - began
+        self._failed_groups.record(_failures(rewards), where=prompt.where)
         if self._settings.in_order and before is not None:
             await before
         done = complete_group(
@@ -361,6 +367,11 @@ class RolloutLoop:
             for row in rows:  # from here on the bus keeps their images and videos
                 self._prompts.release(row.group_uid)
         self._flushing = False
+
+
+def _failures(rewards: Sequence[RewardOutput]) -> list[str | None]:
+    """Returns why each answer has no reward, None for one that has."""
+    return [output.reason if output.reward is None else None for output in rewards]
 
 
 def _start(tasks: asyncio.TaskGroup, work: Coroutine[Any, Any, None], *parts: Coroutine[Any, Any, Any]) -> None:

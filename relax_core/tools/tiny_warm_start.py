@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from relax_core.config.media_schema import FOUR_MODALITIES, TONE_OF_PICTURE
-from relax_core.data.generated import ARITHMETIC, REVERSE_DIGITS, SEE, Example, example
+from relax_core.data.generated import ARITHMETIC, CALCULATOR, NUMBER_GUESS, REVERSE_DIGITS, SEE, Example, example
 from relax_core.families.tiny_configs import (
     EXPERTS,
     HYBRID,
@@ -16,11 +16,13 @@ from relax_core.families.tiny_configs import (
     OMNI,
     STUDENT,
     TEACHER,
+    TOOLS,
     VISION,
     VISION_EXPERTS,
     tiny_config,
 )
-from relax_core.tools.tiny_tokenizer import build_tokenizer
+from relax_core.tools.tiny_games import PLAYERS, played_games
+from relax_core.tools.tiny_tokenizer import build_tokenizer, tiny_prompt_tokenizer
 
 if TYPE_CHECKING:
     import torch
@@ -89,6 +91,8 @@ WARM_STARTS = {
     (TEACHER, ARITHMETIC): WarmStart(steps=500, seed=0, lr=3e-3),
     (EXPERTS, REVERSE_DIGITS): WarmStart(steps=58, seed=8),
     (EXPERTS, ARITHMETIC): WarmStart(steps=240, seed=0, lr=3e-3),
+    (STUDENT, NUMBER_GUESS): WarmStart(steps=150, seed=0),
+    (TOOLS, CALCULATOR): WarmStart(steps=400, seed=0, lr=3e-3),
     (VISION, SEE): SeeWarmStart(steps=180, right_steps=80, guessed=0.6, seed=0, batch_size=36),
     (VISION_EXPERTS, SEE): SeeWarmStart(steps=200, right_steps=80, guessed=0.55, seed=0, batch_size=36),
     (HYBRID, SEE): SeeWarmStart(steps=180, right_steps=80, guessed=0.6, seed=0, batch_size=36),
@@ -115,7 +119,7 @@ def write_text_model(folder: Path, *, name: str, task: str) -> None:
 
     recipe = WARM_STARTS[name, task]
     torch.manual_seed(recipe.seed)
-    tokenizer = build_tokenizer()
+    tokenizer = build_tokenizer(tools=name == TOOLS)
     model = _build_model(tokenizer, name)
     train_warm_start(model, tokenizer, recipe, task=task)
     tokenizer.save_pretrained(folder)
@@ -136,16 +140,16 @@ def _build_model(tokenizer: PreTrainedTokenizerFast, name: str) -> TinyModel:
 
 
 def train_warm_start(model: TinyModel, tokenizer: PreTrainedTokenizerFast, recipe: WarmStart, *, task: str) -> None:
-    """Trains a text model on the answers of a generated task."""
+    """Trains a text model on the answers of a generated task, or of the games of an environment."""
     import torch
 
     def loss_of_step(step: int) -> Tensor:
-        first = step * recipe.batch_size
-        examples = [
-            example(task, split="train", seed=recipe.seed, index=index)
-            for index in range(first, first + recipe.batch_size)
-        ]
-        ids, targets = _batch(tokenizer, examples)
+        numbers = range(step * recipe.batch_size, (step + 1) * recipe.batch_size)
+        if task in PLAYERS:
+            ids, targets = _game_batch(tokenizer, recipe, task=task, numbers=numbers)
+        else:
+            examples = [example(task, split="train", seed=recipe.seed, index=index) for index in numbers]
+            ids, targets = _batch(tokenizer, examples)
         hidden = model.model(input_ids=ids).last_hidden_state
         rows = targets >= 0
         return torch.nn.functional.cross_entropy(model.lm_head(hidden[rows]), targets[rows])
@@ -173,6 +177,24 @@ def _batch(tokenizer: PreTrainedTokenizerFast, examples: list[Example]) -> tuple
     )
     answers = [[*tokenizer.encode(one.answer), tokenizer.eos_token_id] for one in examples]
     return padded(prompts, answers, pad=tokenizer.pad_token_id)
+
+
+def _game_batch(
+    tokenizer: PreTrainedTokenizerFast, recipe: WarmStart, *, task: str, numbers: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """Returns ids and targets of some games as `padded` does; the player's answers are trained."""
+    import torch
+
+    prompts = tiny_prompt_tokenizer(tools="<tool_call>" in tokenizer.get_vocab())
+    games = played_games(task, tokenizer=prompts, seeds=numbers, seed=recipe.seed)
+    width = max(len(ids) for ids, _ in games)
+    ids = torch.full((len(games), width), tokenizer.pad_token_id)
+    targets = torch.full((len(games), width), -1)
+    for row, (tokens, trained) in enumerate(games):
+        ids[row, : len(tokens)] = torch.tensor(tokens)
+        of = torch.where(torch.tensor(trained), torch.tensor(tokens), torch.tensor(-1))
+        targets[row, : len(tokens) - 1] = of[1:]
+    return ids, targets
 
 
 def padded(prompts: list[list[int]], answers: list[list[int]], *, pad: int) -> tuple[Tensor, Tensor]:

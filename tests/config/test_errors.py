@@ -51,7 +51,7 @@ def problems(*overrides: str) -> list[str]:
         ("mode=asinc", "Nearest: async."),
         (
             "experiment=none",
-            "experiment=none does not exist. What exists for experiment: four_modalities, math_file,",
+            "experiment=none does not exist. What exists for experiment: calculator, four_modalities,",
         ),
         ("run.stesp=3", "run.stesp is not a key. Nearest: run.steps"),
         ("lr=3", "lr is not a key. Nearest: optimizer.lr."),
@@ -148,7 +148,7 @@ def test_what_cannot_be_composed(override: str, text: str) -> None:
         (["model.builtin=huge"], "model.builtin=huge"),
         (
             ["model.task=chess"],
-            "model.task=chess: tiny_qwen3 has no warm start for it. What exists: reverse_digits, arithmetic.",
+            "model.task=chess: tiny_qwen3 has no warm start for it. What exists: reverse_digits, arithmetic, number_guess.",
         ),
         (["data=file", "reward=math", "model.task=arithmetic"], "data.path is not set"),
         (
@@ -189,13 +189,19 @@ def test_what_cannot_be_composed(override: str, text: str) -> None:
             ["rollout.temperature=0"],
             "rollout.temperature=0.0: must be at least 1e-06 and at most 1000000 (greedy samples",
         ),
-        (["env=number_guess"], "eval.every=50 with env.name=number_guess: an env with turns is not evaluated yet."),
         (["env=number_guess", "env.max_turns=0"], "env.max_turns=0: an episode has at least one turn."),
         (["env=number_guess", "env.step_timeout_s=0"], "env.step_timeout_s=0.0: must be more than 0 seconds."),
         (["rollout.top_k=0"], "rollout.top_k=0 keeps no token."),
         (["rollout.top_k=1"], "rollout.top_k=1 leaves one token each time: its log-prob is 0 whatever the weights"),
         (["rollout.min_p=1.0"], "rollout.min_p=1.0: must be at least 0 and less than 1 (0 keeps all tokens)."),
         (["rollout.over_sampling=0.9"], "rollout.over_sampling=0.9: must be at least 1 and at most 16 (1 lets in what"),
+        (["rollout.quorum=0"], "rollout.quorum=0.0: must be more than 0 and at most 1."),
+        (["rollout.quorum=0.5"], "rollout.quorum=0.5 with env=single_turn, whose episodes have one turn."),
+        (
+            ["env=number_guess", "reward=env", "rollout.quorum=0.05"],
+            "rollout.quorum=0.05 leaves a single episode of algo.group_size=16, which has nothing to be compared with.",
+        ),
+        (["rollout.max_failed_groups=0"], "rollout.max_failed_groups=0: must be at least 1. null takes 4 * rollout"),
         (["rollout.max_aborts=0"], "rollout.max_aborts=0: must be at least 1."),
         (
             ["rollout.over_sampling=1.5", "rollout.surplus=keep", "mode.max_staleness=0"],

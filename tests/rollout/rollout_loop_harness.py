@@ -212,6 +212,7 @@ def build_loop(
         sampling=sampling,
         admit_timeout_s=60.0,
         call_timeout_s=60.0,
+        max_failed_groups=settings.pop("max_failed_groups", 4 * STEP_GROUPS),
         worker=worker,
         alone=workers == 1,
         **settings,

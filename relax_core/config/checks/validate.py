@@ -127,9 +127,16 @@ def _check_sinks(config: RelaxConfig) -> Iterator[str]:
 
 def _check_turns(config: RelaxConfig) -> Iterator[str]:
     """Checks the keys of an environment with several turns."""
-    env, plugin_config = find_env(config.env.name), config.env
+    env, plugin_config, quorum = find_env(config.env.name), config.env, config.rollout.quorum
     if not env.has_turns:
+        if 0 < quorum < 1:
+            yield f"rollout.quorum={quorum:g} with env={env.name}, whose episodes have one turn. Use 1.0."
         return
+    if (size := config.algo.group_size) > 1 and 0 < quorum * size <= 1:
+        yield (
+            f"rollout.quorum={quorum:g} leaves a single episode of algo.group_size={size}, which has nothing to be "
+            f"compared with. Use at least {2 / size:.2g}."
+        )
     if plugin_config.max_turns < 1:
         yield f"env.max_turns={plugin_config.max_turns}: an episode has at least one turn."
     for key in ("max_turn_tokens", "max_observation_tokens"):
@@ -146,11 +153,6 @@ def _check_turns(config: RelaxConfig) -> Iterator[str]:
     for key, choices in (("tools_as", ("template", "text")), ("on_turn_cut", ("end", "continue"))):
         if (value := getattr(plugin_config, key)) not in choices:
             yield f"env.{key}={value}: use {' or '.join(choices)}."
-    if config.eval.every:
-        yield NotYet(
-            f"eval.every={config.eval.every} with env.name={env.name}: an env with turns is not evaluated yet. "
-            "Use eval.every=0."
-        )
 
 
 def _check_env_workers(config: RelaxConfig) -> Iterator[str]:
@@ -161,13 +163,16 @@ def _check_env_workers(config: RelaxConfig) -> Iterator[str]:
             yield f"env.{key}={getattr(env, key)}: at least {what}."
     if not env.worker_memory_gib > 0:
         yield f"env.worker_memory_gib={env.worker_memory_gib}: must be more than 0 GiB."
-    places, group_size = env.workers * env.episodes_per_worker, config.algo.group_size
-    if env.workers >= 1 and env.episodes_per_worker >= 1 and places < group_size:
-        yield (
-            f"env.workers={env.workers} with env.episodes_per_worker={env.episodes_per_worker}: they have room for "
-            f"{places} episodes, and a group has algo.group_size={group_size}, which are open together. "
-            f"Use env.workers={-(-group_size // env.episodes_per_worker)}."
-        )
+    if env.workers < 1 or env.episodes_per_worker < 1:
+        return
+    places = env.workers * env.episodes_per_worker
+    for key, size in (("algo.group_size", config.algo.group_size), ("eval.samples", config.eval.samples)):
+        if places < size:
+            yield (
+                f"env.workers={env.workers} with env.episodes_per_worker={env.episodes_per_worker}: they have room for "
+                f"{places} episodes, and {key}={size} are open together. "
+                f"Use env.workers={-(-size // env.episodes_per_worker)}."
+            )
 
 
 def _check_critic(config: RelaxConfig) -> Iterator[str]:

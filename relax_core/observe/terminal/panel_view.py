@@ -92,6 +92,7 @@ def line(view: PanelView) -> str:
         ("cut", numbers.of_newest_step("truncated") or None, ".0%"),
         ("equal groups", numbers.of_newest_step("groups_without_signal") or None, ".0%"),
         ("without reward", numbers.of_newest_step("reward_failed", source=ROLLOUT) or None, ".0%"),
+        ("turns", numbers.latest("turns", source=ROLLOUT), ".1f"),
     ):
         if value is not None:
             parts.append(f"{label} {format(value, spec)}")

@@ -21,6 +21,7 @@ from relax_core.families.tiny_configs import (
     MAX_POSITIONS,
     MODEL_NAMES,
     OMNI,
+    TOOLS,
     VISION_NAMES,
     processor_files,
     tiny_config,
@@ -29,6 +30,7 @@ from relax_core.families.tiny_omni import tiny_omni_files
 from relax_core.families.vision.tower_settings import IMAGE_FILE, VIDEO_FILE, tower_of
 from relax_core.plan.model.model_source import shape_dimensions
 from relax_core.registry import find_env, find_family
+from relax_core.rollout.episodes.tool_use import ToolUse
 from relax_core.rollout.media_encoding import media_limits, media_root
 from relax_core.rollout.prompt_tokens import PromptMaker
 from relax_core.tools.tiny_tokenizer import tiny_prompt_tokenizer
@@ -46,12 +48,15 @@ def prompt_maker(config: RelaxConfig, *, headers: ItemHeaders | None = None) -> 
     """Returns a function from a data row to its prompt, or None if there is no usable model yet.
 
     The result is also None for an environment with turns, whose episodes make their own prompts. ``headers`` keeps what
-    it reads of media. Raises ValueError with the key for a tokenizer or a chat template that cannot be
-    used.
+    it reads of media. Raises ValueError with the key for a tokenizer or a chat template that cannot be used, such as
+    one that leaves out the tools of the environment.
     """
     tokenizer = _tokenizer(config)
     env = find_env(config.env.name)
-    if tokenizer is None or env.has_turns:
+    if tokenizer is None:
+        return None
+    if env.has_turns:
+        ToolUse.of_env(env, config.env, tokenizer)
         return None
     return PromptMaker(
         env=env,
@@ -186,7 +191,8 @@ def _tokenizer(config: RelaxConfig) -> PromptTokenizer | None:
             return None
         hears = model.builtin == OMNI
         sees = hears or model.builtin in VISION_NAMES
-        return tiny_prompt_tokenizer(template_arguments=arguments, vision=sees, audio=hears)
+        calls = model.builtin == TOOLS
+        return tiny_prompt_tokenizer(template_arguments=arguments, vision=sees, audio=hears, tools=calls)
     folder = Path(model.path)
     if model.builtin is not None or any(folder_problems(config, folder, key="model.path")):
         return None

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ray.exceptions import RayActorError
 
 from relax_core.bus.ray.ray_bus import RayBus
-from relax_core.config.choices import Partial
+from relax_core.config.choices import OnStale, Partial
 from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.algorithm import AlgorithmSpec
 from relax_core.contracts.bus import Admission, BusClosed
@@ -28,7 +28,7 @@ from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.engines.pool.engine_pool import EnginePool
 from relax_core.observe.service.metrics_actor import MetricsClient, MetricsUnavailable
 from relax_core.observe.service.records import bad_rows_kind
-from relax_core.registry import find_algorithm, find_env, find_reward
+from relax_core.registry import find_algorithm, find_reward
 from relax_core.roles.engine.engine_directory import EngineDirectory
 from relax_core.roles.engine.engine_media import engine_media
 from relax_core.roles.process.discovery import discover_bus, discover_metrics, discover_worker
@@ -37,10 +37,12 @@ from relax_core.roles.process.role_context import RunContext, worker_name
 from relax_core.roles.process.worker import Worker
 from relax_core.roles.rollout.traced_rollout import TracedEnginePool, TracedRewardPool
 from relax_core.rollout.bad_rows import BadRows
-from relax_core.rollout.env_workers.env_workers import EnvWorkers
+from relax_core.rollout.env_workers.run_env import RunEnv
 from relax_core.rollout.episodes.episodes import EpisodePlayer
 from relax_core.rollout.episodes.group_assembly import GroupFilter, MakeExtras
-from relax_core.rollout.evaluation.evaluator import Evaluator, eval_versions, prepare_with_media
+from relax_core.rollout.episodes.played_group import EarlyEnds
+from relax_core.rollout.evaluation.evaluator import Evaluator, eval_versions
+from relax_core.rollout.evaluation.played_sets import answer_sets, prepared_sets
 from relax_core.rollout.group_advantages import advantage_extras, computes_advantages_per_group
 from relax_core.rollout.held_items import HeldItems
 from relax_core.rollout.item_cache import ItemCache
@@ -49,7 +51,7 @@ from relax_core.rollout.prompt_admissions import RolloutLoopSettings
 from relax_core.rollout.prompt_tokens import PromptMaker
 from relax_core.rollout.rewards.reward_pool import RewardPool
 from relax_core.rollout.rollout_loop import Record, RolloutLoop
-from relax_core.rollout.sampling_params import evaluation_sampling, training_sampling
+from relax_core.rollout.sampling_params import training_sampling
 from relax_core.rollout.teacher_choice import teacher_chooser
 from relax_core.rollout.thumbnails import THUMBNAILS, Thumbnails
 from relax_core.rollout.weight_update_handler import WeightUpdateHandler
@@ -60,7 +62,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 CLOSED_S = 0.2
 REWARD_LOG = "reward.log"  # the output of an isolated reward's worker processes
-ENV_LOG = "env.log"  # the output of an isolated env's worker processes
 OWNER_FIRST_S = 10.0  # the owner of an engine that does not start reports it first, because it knows the cause
 
 
@@ -87,7 +88,8 @@ class RolloutWorker(Worker):
         pool = self._pool()
         rewards = self._rewards()
         source = make_source(config.data, seed=config.seed, eval_rows=held_out_count(config))
-        env = find_env(config.env.name)
+        run_env = RunEnv(config, log_dir=context.log_dir)
+        env = run_env.env
         reclaimed = await self._reclaim(bus)
         encoders = await asyncio.to_thread(self._encoders, bus)
         prompts = self._prompts(env, encoders, bus)
@@ -97,11 +99,10 @@ class RolloutWorker(Worker):
         evaluator = None
         if self._rank == 0:
             evaluator = await self._evaluator(
-                source, bus=bus, metrics=metrics, pool=pool, prompts=prompts, rewards=rewards
+                source, bus=bus, metrics=metrics, pool=pool, prompts=prompts, rewards=rewards, run_env=run_env
             )
         settings = self._settings(prompts.tokenizer)
-        env_workers = EnvWorkers(env, config.env, log_file=context.log_dir / ENV_LOG) if env.isolated else None
-        player = self._player(env, env_workers, prompts=prompts, pool=pool, sampling=settings.sampling)
+        player = self._player(run_env, prompts, pool, settings.sampling) if env.has_turns else None
         loop = RolloutLoop(
             bus=bus,
             pool=pool,
@@ -135,27 +136,27 @@ class RolloutWorker(Worker):
             raise first_cause(failures) from failures
         finally:
             rewards.close()
-            if env_workers is not None:
-                env_workers.close()
+            run_env.close()
             if encoders is not None:
                 encoders.close()
 
     def _player(
-        self,
-        env: EnvSpec,
-        env_workers: EnvWorkers | None,
-        *,
-        prompts: PromptMaker,
-        pool: TracedEnginePool,
-        sampling: SamplingParams,
-    ) -> EpisodePlayer | None:
-        """Returns what plays episodes of several turns, or None for an env of one turn."""
+        self, run_env: RunEnv, prompts: PromptMaker, pool: EnginePool, sampling: SamplingParams
+    ) -> EpisodePlayer:
         config = self.context.config
-        if not env.has_turns:
-            return None
-        played = env if env_workers is None else env_workers.spec(episodes_per_group=sampling.n)
+        drops = config.mode.on_stale is OnStale.drop
         return EpisodePlayer(
-            env=played, env_config=config.env, prompts=prompts, pool=pool, sampling=sampling, seed=config.seed
+            env=run_env.spec(episodes_per_group=sampling.n),
+            env_config=config.env,
+            prompts=prompts,
+            pool=pool,
+            sampling=sampling,
+            seed=config.seed,
+            ends=EarlyEnds(
+                quorum=config.rollout.quorum,
+                grace_s=config.rollout.quorum_grace_s,
+                most_lag=config.mode.max_staleness if drops else None,
+            ),
         )
 
     def _encoders(self, bus: RayBus) -> EncodePool | None:
@@ -302,6 +303,7 @@ class RolloutWorker(Worker):
             sampling=training_sampling(config, tokenizer),
             admit_timeout_s=config.run.stall_timeout_s,
             call_timeout_s=config.bus.call_timeout_s,
+            max_failed_groups=rollout.max_failed_groups or 4 * rollout.prompts_per_step,
             worker=self._rank,
             alone=rollout.workers == 1,
             mask_off_policy=rollout.mask_off_policy,
@@ -332,6 +334,7 @@ class RolloutWorker(Worker):
         pool: EnginePool,
         prompts: PromptMaker,
         rewards: RewardPool,
+        run_env: RunEnv,
     ) -> Evaluator:
         context, config = self.context, self.context.config
         now = bus.progress(timeout_s=config.bus.call_timeout_s).version
@@ -351,18 +354,21 @@ class RolloutWorker(Worker):
 
         versions = [version for version in planned if version >= now]
         sets = eval_sets(config, source) if versions else []
-        most = config.data.max_bad_rows
-        prepared = [await prepare_with_media(one, prompts, most_bad=most) for one in sets]
+        prepared = await prepared_sets(config, sets, prompts)
         return Evaluator(
             versions=versions,
-            sets=prepared,
-            pool=pool,
-            prompts=prompts,
-            rewards=rewards,
-            sampling=evaluation_sampling(config, prompts.tokenizer),
+            ask=lambda version: answer_sets(
+                config,
+                prepared,
+                version=version,
+                pool=pool,
+                prompts=prompts,
+                rewards=rewards,
+                env=run_env.spec(episodes_per_group=config.eval.samples),
+                media_folder=str(context.media_folder or ""),
+            ),
             wait_version=wait_version,
             in_order=config.in_order,
-            media_folder=str(context.media_folder or ""),
             record=metrics.record,
             record_texts=lambda version, rows: metrics.record_texts("eval", version, rows),
             ends_run=None if config.run.keep_best is None else self._report_evaluation,

@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any
+
+import numpy as np
 
 from relax_core.contracts.data import DataRow
 from relax_core.contracts.env import Ended, Message
@@ -13,6 +17,12 @@ from relax_core.contracts.reward import RewardInput, RewardOutput
 from relax_core.rollout.episodes.tree_builder import PlayedEpisode, PlayedTurn
 from relax_core.rollout.rewards.reward_inputs import without_bytes
 from relax_core.rollout.rewards.reward_pool import RewardPool
+
+# Figures of an episode whose means are metrics.
+EPISODE_TOTALS = ("restarts", "cut_observations", "engine_s", "env_s", "tool_calls", "failed_calls")
+
+# Ends without a reward that are no failure of the env or the reward; they are the ledger's reasons, too.
+NO_FAILURES: frozenset[Ended | None] = frozenset({"straggler", "stale", "cancelled"})
 
 
 @dataclass(eq=False, kw_only=True)
@@ -23,7 +33,9 @@ class EpisodeRecord:
     its env raised or was too slow, or showed an image or video that cannot be used. ``error`` is what was raised.
     ``request`` is the name of the request under way, empty while there is none. ``restarts`` is the number of new
     starts, and ``not_chosen`` the number of tokens that were sampled before them. ``cut_observations`` counts
-    observations that were longer than their limit. ``info`` has the numbers that the env gave, by name.
+    observations that were longer than their limit. ``env_s`` is the time in seconds in the env's calls. ``tool_calls``
+    counts the calls of tools, and ``failed_calls`` the responses with one that could not be read or has no such tool;
+    both and ``env_s`` go on over new starts. ``info`` has the numbers that the env gave, by name.
     """
 
     uid: str
@@ -38,6 +50,9 @@ class EpisodeRecord:
     restarts: int = 0
     not_chosen: int = 0
     cut_observations: int = 0
+    env_s: float = 0.0
+    tool_calls: int = 0
+    failed_calls: int = 0
     info: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
 
     @property
@@ -56,6 +71,11 @@ class EpisodeRecord:
         self.messages, self.turns, self.texts, self.media = [], [], [], []
         self.ended, self.failed, self.error, self.request = None, "", None, ""
 
+    @property
+    def engine_s(self) -> float:
+        """Returns the seconds from the requests of the newest start to their responses, waits included."""
+        return sum(turn.ended_s - turn.began_s for turn in self.turns)
+
     def take_info(self, info: Mapping[str, object]) -> None:
         """Keeps the numbers of a step's info."""
         for name, value in info.items():
@@ -66,6 +86,11 @@ class EpisodeRecord:
     def bad_media(self) -> MediaError | None:
         """Returns why an image or video of the env cannot be used, or None."""
         return self.error if isinstance(self.error, MediaError) else None
+
+    def transcript(self) -> str:
+        """Returns the conversation from the first response on as text, for tables; media are only named."""
+        first = next((place for place, one in enumerate(self.messages) if one["role"] == "assistant"), 0)
+        return "\n".join(f"{one['role']}: {_shown_content(one['content'])}" for one in self.messages[first:])
 
     def reward_input(self, row: DataRow, where: str, *, media_folder: str = "") -> RewardInput:
         """Returns the input of the reward for this episode."""
@@ -86,20 +111,34 @@ class EpisodeRecord:
         )
 
 
+def _why_dropped(record: EpisodeRecord) -> str:
+    """Returns the ledger's reason for an episode without a reward; empty if the env or the reward failed."""
+    if record.bad_media is not None:
+        return record.bad_media.reason
+    return record.ended if record.ended in NO_FAILURES else ""
+
+
+def _shown_content(content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    return "".join(part["text"] if part["type"] == "text" else f"[{part['type']}]" for part in content)
+
+
 @dataclass(frozen=True, kw_only=True)
 class PlayedFigures:
     """Holds the figures of one group; ``tokens`` are sampled ones, ``reward_s`` is the time of its rewards.
 
+    ``turns`` has the number of responses of each episode, ``straggler_turns`` those of stragglers; ``totals`` sums up
+    figures of the episodes by their names.
     ``ends`` counts the episodes by the reason of their end. ``info`` has the numbers that the env gave, by name.
     """
 
-    episodes: int
-    turns: int
+    turns: Sequence[int]
+    straggler_turns: Sequence[int]
     tokens: int
     newest_version: int
     reward_s: float
-    restarts: int
-    cut_observations: int
+    totals: Mapping[str, float]
     ends: Mapping[str, int]
     info: Mapping[str, Sequence[float]]
 
@@ -112,13 +151,12 @@ class PlayedFigures:
             for name, values in record.info.items():
                 info[name] += values
         return PlayedFigures(
-            episodes=len(records),
-            turns=len(responses),
+            turns=[len(record.turns) for record in records],
+            straggler_turns=[len(record.turns) for record in records if record.ended == "straggler"],
             tokens=sum(len(one.output_ids) for one in responses),
             newest_version=max((int(one.versions[-1]) for one in responses), default=0),
             reward_s=reward_s,
-            restarts=sum(record.restarts for record in records),
-            cut_observations=sum(record.cut_observations for record in records),
+            totals={name: sum(float(getattr(record, name)) for record in records) for name in EPISODE_TOTALS},
             ends=Counter(record.ended or "" for record in records),
             info=info,
         )
@@ -126,7 +164,8 @@ class PlayedFigures:
 
 def played_values(played: Sequence[PlayedFigures]) -> dict[str, float]:
     """Returns the figures of groups as metrics: means for each episode, shares of ends, means of the env's numbers."""
-    episodes = sum(one.episodes for one in played)
+    turns = [count for one in played for count in one.turns]
+    slow = [count for one in played for count in one.straggler_turns]
     ends: Counter[str] = Counter()
     info: dict[str, list[float]] = defaultdict(list)
     for one in played:
@@ -134,20 +173,21 @@ def played_values(played: Sequence[PlayedFigures]) -> dict[str, float]:
         for name, values in one.info.items():
             info[name] += values
     return {
-        "samples": episodes,
-        "turns": sum(one.turns for one in played) / episodes,
+        "samples": len(turns),
+        "turns": fmean(turns),
+        **{f"turns/p{share}": float(np.percentile(turns, share)) for share in (50, 90, 99)},
         "tokens": sum(one.tokens for one in played),
-        "restarts": sum(one.restarts for one in played) / episodes,
-        "cut_observations": sum(one.cut_observations for one in played) / episodes,
-        **{f"ended/{reason}": count / episodes for reason, count in sorted(ends.items())},
+        **{name: sum(one.totals[name] for one in played) / len(turns) for name in EPISODE_TOTALS},
+        **({"straggler_turns": fmean(slow)} if slow else {}),
+        **{f"ended/{reason}": count / len(turns) for reason, count in sorted(ends.items())},
         **{f"env/{name}": sum(values) / len(values) for name, values in sorted(info.items())},
     }
 
 
-async def score_episodes(
+async def episode_rewards(
     records: Sequence[EpisodeRecord], rewards: RewardPool, *, row: DataRow, where: str, media_folder: str = ""
-) -> list[PlayedEpisode]:
-    """Returns the episodes with their rewards, in order; an episode whose env failed has no reward.
+) -> list[RewardOutput]:
+    """Returns the rewards of a group's episodes in order; an episode whose env failed has no reward.
 
     Raises what `RewardPool.score` raises, and `RewardsFailed` if too many envs fail, among which bad media do
     not count.
@@ -159,8 +199,13 @@ async def score_episodes(
     for record in records:
         if record.failed:
             output = scored[record.uid] = RewardOutput(reward=None, reason=record.failed)
-            if record.bad_media is None:
+            if record.bad_media is None and record.ended not in NO_FAILURES:
                 rewards.failures.record(inputs[record.uid], output, record.error)
+    return [scored[record.uid] for record in records]
+
+
+def played_episodes(records: Sequence[EpisodeRecord], outputs: Sequence[RewardOutput]) -> list[PlayedEpisode]:
+    """Returns the ended episodes of a group with their rewards, in order."""
     return [
         PlayedEpisode(
             uid=record.uid,
@@ -168,9 +213,8 @@ async def score_episodes(
             reward=output.reward,
             parts={"exact": float(output.exact), **(output.parts or {})},
             ended=record.ended or "",
-            dropped="" if record.bad_media is None else record.bad_media.reason,
+            dropped=_why_dropped(record),
             not_chosen=record.not_chosen,
         )
-        for record in records
-        for output in [scored[record.uid]]
+        for record, output in zip(records, outputs, strict=True)
     ]

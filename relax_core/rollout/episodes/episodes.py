@@ -6,13 +6,14 @@ An episode is reset → prompt → response → step → prompt …, until the e
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 from relax_core.contracts.checks.plugin_results import WrongResult
-from relax_core.contracts.data import DataRow
 from relax_core.contracts.engine import PromptRequest, SamplingParams
 from relax_core.contracts.env import (
     Action,
@@ -22,89 +23,43 @@ from relax_core.contracts.env import (
     EpisodeLimits,
     EpisodeStart,
     InteractionConfig,
-    Message,
     StepResult,
     media_sources,
 )
-from relax_core.contracts.media import MediaError, MediaItem
-from relax_core.contracts.tree import group_uid, sample_uid
+from relax_core.contracts.media import MediaError
+from relax_core.contracts.tree import sample_uid
 from relax_core.data.turn_tokens import TurnTokens
 from relax_core.engines.pool.engine_pool import EnginePool
 from relax_core.registry import plugin_words
 from relax_core.rollout.episodes.env_calls import EnvCalls, EnvTooSlow
 from relax_core.rollout.episodes.episode_records import EpisodeRecord
 from relax_core.rollout.episodes.observations import shortened_observation
+from relax_core.rollout.episodes.played_group import (
+    EarlyEnds,
+    GroupStart,
+    NextTurn,
+    OpenEnv,
+    PlayedGroup,
+    end_stragglers,
+)
 from relax_core.rollout.episodes.shared_requests import SharedRequests
 from relax_core.rollout.episodes.tool_use import ToolUse
 from relax_core.rollout.episodes.tree_builder import PlayedTurn
-from relax_core.rollout.prompt_tokens import Prompt, PromptMaker, check_prompt_tokens
+from relax_core.rollout.prompt_tokens import PromptMaker, check_prompt_tokens
 from relax_core.rollout.rewards.reward_inputs import response_text
-from relax_core.rollout.sample_seeds import sampling_seed
 
+log = logging.getLogger(__name__)
 SHOWN = 200  # the characters of an opening that an error shows
 # What should not happen and may not happen again: the episode starts anew from reset. No step is repeated.
 STARTS_AGAIN: frozenset[Ended | None] = frozenset({"env_failed", "step_timeout"})
-
-
-@dataclass(frozen=True, kw_only=True)
-class GroupStart:
-    """Is a group whose episodes are about to start.
-
-    ``rid`` is the prefix of its requests' names. ``where`` is the data row's file and line. `PromptRequest` explains
-    ``min_version``. ``on_request`` and ``on_response`` are called with a request's name when the request is sent and
-    when its response has arrived.
-    """
-
-    index: int
-    attempt: int
-    row: DataRow
-    where: str
-    rid: str
-    min_version: int
-    on_request: Callable[[str], None] = lambda rid: None
-    on_response: Callable[[str], None] = lambda rid: None
-
-
-@dataclass(frozen=True, kw_only=True)
-class OpenEnv:
-    """Is the env of an episode that has started, with the object that calls it."""
-
-    env: BaseInteractionEnv
-    calls: EnvCalls
-
-    async def close(self) -> None:
-        """Closes the env."""
-        await self.calls.close(self.env.close)
-
-
-@dataclass(eq=False, kw_only=True)
-class _Group:
-    """Holds what the episodes of a group share; ``envs`` has the open env of each."""
-
-    start: GroupStart
-    records: list[EpisodeRecord]
-    envs: list[OpenEnv | None]
-    tools: ToolUse
-    tasks: asyncio.TaskGroup
-    opening: list[Message] = field(default_factory=list)
-    prompt: Prompt | None = None
-    between: TurnTokens | None = None
-
-
-@dataclass(eq=False, kw_only=True)
-class _NextTurn:
-    """Holds what follows a response: ``messages`` and their ``items``, in place of the history if ``edits``."""
-
-    messages: list[Message] = field(default_factory=list)
-    items: list[MediaItem] = field(default_factory=list)
-    edits: bool = False
 
 
 class EpisodePlayer:
     """Plays the groups of an env of several turns.
 
     ``sampling.n`` is the number of episodes per group, and ``sampling.max_new_tokens`` the limit of sampled tokens of
-    an episode. ``seed`` is the run's seed. Raises ValueError if the chat template does not show the tools of the env.
+    an episode. ``seed`` is the run's seed. ``ends`` says which episodes end early, none by default. Raises
+    ValueError if the chat template does not show the tools of the env.
     """
 
     def __init__(
@@ -116,6 +71,7 @@ class EpisodePlayer:
         pool: EnginePool,
         sampling: SamplingParams,
         seed: int,
+        ends: EarlyEnds | None = None,
     ) -> None:
         assert env.open is not None
         self._env = env
@@ -123,9 +79,12 @@ class EpisodePlayer:
         self._config = cast(InteractionConfig, env_config)
         self._prompts = prompts
         self._requests = SharedRequests(pool, sampling)
-        self._group_size = sampling.n
+        self.group_size = sampling.n
         self._stop = sampling.stop
         self._seed = seed
+        self._ends = ends or EarlyEnds()
+        self._newest_version = 0  # of all responses
+        self._told_stale = False
         self._limits = EpisodeLimits(
             turns=self._config.max_turns,
             sampled_tokens=sampling.max_new_tokens,
@@ -139,10 +98,9 @@ class EpisodePlayer:
         Raises `BadRow` or ValueError if the opening leaves no room for a response, as `PromptMaker` does; ValueError if
         the episodes of the group open differently; `WrongResult` if the env returns what its contract does not allow.
         """
-        uid = group_uid(start.index)
-        records = [EpisodeRecord(uid=sample_uid(uid, sample)) for sample in range(self._group_size)]
+        records = [EpisodeRecord(uid=sample_uid(start.uid, sample)) for sample in range(self.group_size)]
         tools = self._tools.of_row(self._env, start.row, self._config)
-        group = _Group(start=start, records=records, envs=[None] * len(records), tools=tools, tasks=tasks)
+        group = PlayedGroup(start=start, records=records, envs=[None] * len(records), tools=tools, tasks=tasks)
         try:
             async with asyncio.TaskGroup() as opening:
                 for sample in range(len(records)):
@@ -152,19 +110,36 @@ class EpisodePlayer:
                 for record in begun[1:]:
                     self._check_opening(group, record)
                 shown = tools.opening(group.opening)
-                group.prompt = await self._prompts.opening(shown, where=start.where, owner=uid, tools=tools.schemas)
+                group.prompt = await self._prompts.opening(
+                    shown, where=start.where, owner=start.uid, tools=tools.schemas
+                )
                 group.between = TurnTokens(self._prompts.tokenizer, shown, tools=tools.schemas)
-                async with asyncio.TaskGroup() as playing:
-                    for sample, record in enumerate(records):
-                        if record.ended is None:
-                            playing.create_task(self._play(group, sample))
+                await self._play_all(group)
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from failures  # the first failure cancelled the other tasks
         finally:
             await asyncio.gather(*(one.close() for one in group.envs if one is not None))
         return records
 
-    async def _open_episode(self, group: _Group, sample: int) -> None:
+    async def _play_all(self, group: PlayedGroup) -> None:
+        """Plays the episodes that have begun; with a quorum, the last ones may end as stragglers."""
+        async with asyncio.TaskGroup() as playing:
+            tasks = {
+                playing.create_task(self._play(group, sample)): record
+                for sample, record in enumerate(group.records)
+                if record.ended is None
+            }
+            if self._ends.quorum < 1.0 and not group.start.evaluation:
+                give_up = partial(self._give_up, group.start)
+                playing.create_task(end_stragglers(tasks, self._ends, give_up=give_up, group_size=self.group_size))
+
+    async def _give_up(self, start: GroupStart, record: EpisodeRecord) -> None:
+        """Ends the request under way, because the engine need not finish a response that nobody reads."""
+        if record.request:
+            await self._requests.cancel(record.request)
+            start.on_response(record.request)
+
+    async def _open_episode(self, group: PlayedGroup, sample: int) -> None:
         """Opens the env of episode ``sample`` and stores its first messages, in a new start if that fails."""
         await self._reset(group, sample)
         while self._starts_again(group.records[sample]):
@@ -177,12 +152,12 @@ class EpisodePlayer:
         record.start_again()
         return True
 
-    async def _reset(self, group: _Group, sample: int) -> None:
+    async def _reset(self, group: PlayedGroup, sample: int) -> None:
         start, record = group.start, group.records[sample]
         begins = EpisodeStart(
             row=start.row,
-            group_seed=sampling_seed(self._seed, index=start.index, purpose="env"),
-            episode_seed=sampling_seed(self._seed, index=start.index, purpose=f"env/{sample}"),
+            group_seed=start.seed(self._seed, "env"),
+            episode_seed=start.seed(self._seed, f"env/{sample}"),
             attempt=start.attempt + record.restarts,
             limits=self._limits,
         )
@@ -199,7 +174,7 @@ class EpisodePlayer:
 
         await self._guarded(reset(), record, where=start.where, what="reset")
 
-    async def _play(self, group: _Group, sample: int) -> None:
+    async def _play(self, group: PlayedGroup, sample: int) -> None:
         """Plays one episode until it has ended, with new starts if its env fails."""
         record = group.records[sample]
         while True:
@@ -210,9 +185,7 @@ class EpisodePlayer:
             except TimeoutError:
                 if not limit.expired():
                     raise
-                if record.request:  # the engine need not finish a response that nobody reads
-                    await self._requests.cancel(record.request)
-                    group.start.on_response(record.request)
+                await self._give_up(group.start, record)
                 seconds = f"{self._config.episode_timeout_s:g}"
                 words = f"env {self._env.name}: the episode has not ended within env.episode_timeout_s={seconds} s"
                 record.fail("episode_timeout", words)
@@ -222,7 +195,7 @@ class EpisodePlayer:
             if record.ended is None:
                 self._check_opening(group, record)
 
-    async def _play_once(self, group: _Group, sample: int, limit: asyncio.Timeout) -> None:
+    async def _play_once(self, group: PlayedGroup, sample: int, limit: asyncio.Timeout) -> None:
         """Plays one episode turn by turn until it has ended; ``limit`` is set when its first response is there."""
         start, record, env = group.start, group.records[sample], group.envs[sample]
         if record.ended is not None:  # the env failed again before the first turn
@@ -231,6 +204,8 @@ class EpisodePlayer:
         prompt_ids, between = group.prompt.token_ids, group.between
         record.media = list(group.prompt.media)
         while record.ended is None:
+            if self._is_stale(start, record):
+                return
             most, cut = self._room(record, prompt_ids)
             if most < 1:
                 record.ended = cut
@@ -244,8 +219,10 @@ class EpisodePlayer:
                 record.ended = cut
                 return
             action = group.tools.read(record.texts[-1], stopped=stopped)
-            following, what = _NextTurn(), f"turn {len(record.turns)}"
-            step = self._step(env, record, action, following, owner=group_uid(start.index), tools=group.tools)
+            record.tool_calls += len(action.tool_calls)
+            record.failed_calls += bool(action.parse_error)
+            following, what = NextTurn(), f"turn {len(record.turns)}"
+            step = self._step(env, record, action, following, owner=start.uid, tools=group.tools)
             await self._guarded(step, record, where=start.where, what=what)
             if record.ended is not None:
                 return
@@ -260,6 +237,27 @@ class EpisodePlayer:
                 prompt_ids, new = between.next_prompt(prompt_ids, sampled, following.messages, following.items)
                 record.media += new
 
+    def _is_stale(self, start: GroupStart, record: EpisodeRecord) -> bool:
+        """Ends an episode that no train step can take any more, and says once what to change."""
+        most = self._ends.most_lag
+        if most is None or start.evaluation or not record.turns:
+            return False
+        oldest = min(int(turn.response.versions.min()) for turn in record.turns)
+        if self._newest_version - oldest <= most:
+            return False
+        words = f"its first tokens have version {oldest}, and the weights have version {self._newest_version}"
+        record.fail("stale", words)
+        if not self._told_stale:
+            self._told_stale = True
+            log.warning(
+                "episode %s ends after %d turns, because it is too old to be trained: %s. This is not said again. "
+                "Raise mode.max_staleness, use mode.on_stale=mask, or make episodes shorter.",
+                record.uid,
+                len(record.turns),
+                words,
+            )
+        return True
+
     def _room(self, record: EpisodeRecord, prompt_ids: Sequence[int]) -> tuple[int, Ended]:
         """Returns how many tokens the next response may have, and the episode's end if it is cut there."""
         limits: list[tuple[int, Ended]] = [
@@ -270,7 +268,7 @@ class EpisodePlayer:
             limits.append((self._config.max_turn_tokens, "turn_cut"))
         return min(limits, key=lambda one: one[0])
 
-    async def _ask(self, group: _Group, sample: int, prompt_ids: list[int], most: int) -> None:
+    async def _ask(self, group: PlayedGroup, sample: int, prompt_ids: list[int], most: int) -> None:
         """Adds the response to a prompt to the episode's turns."""
         start, record = group.start, group.records[sample]
         number = len(record.turns)
@@ -278,7 +276,7 @@ class EpisodePlayer:
         request = PromptRequest(
             rid=f"{start.rid}.{sample}.{number}{again}",
             input_ids=prompt_ids,
-            sampling_seed=sampling_seed(self._seed, index=start.index, purpose=f"train/{sample}/{number}"),
+            sampling_seed=start.seed(self._seed, f"train/{sample}/{number}"),
             min_version=start.min_version,
             media=list(record.media),
             max_new_tokens=most,
@@ -290,6 +288,7 @@ class EpisodePlayer:
         record.request = ""
         start.on_response(request.rid)
         check_prompt_tokens(request, [response])
+        self._newest_version = max(self._newest_version, int(response.versions[-1]))
         played = PlayedTurn(
             prompt_ids=prompt_ids, response=response, media=request.media, began_s=began_s, ended_s=time.time()
         )
@@ -302,7 +301,7 @@ class EpisodePlayer:
         opened: OpenEnv,
         record: EpisodeRecord,
         action: Action,
-        following: _NextTurn,
+        following: NextTurn,
         *,
         owner: str,
         tools: ToolUse,
@@ -336,7 +335,7 @@ class EpisodePlayer:
 
         A wrong result ends the run.
         """
-        name = self._env.name
+        name, began = self._env.name, time.perf_counter()
         try:
             await call
         except WrongResult as error:
@@ -349,8 +348,10 @@ class EpisodePlayer:
             record.fail("bad_media", str(told), told)
         except Exception as error:  # plug-in code: the episode ends without a reward, up to reward.max_failed
             record.fail("env_failed", f"env {name}: {what}: {plugin_words(error)}", error)
+        finally:
+            record.env_s += time.perf_counter() - began
 
-    def _check_opening(self, group: _Group, record: EpisodeRecord) -> None:
+    def _check_opening(self, group: PlayedGroup, record: EpisodeRecord) -> None:
         """Raises ValueError if an episode opens differently than its group.
 
         Episodes with different prompts have no common baseline.

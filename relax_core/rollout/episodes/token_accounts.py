@@ -9,9 +9,9 @@ import numpy as np
 from relax_core.contracts.tree import TokenTree
 from relax_core.rollout.episodes.tree_builder import PlayedEpisode
 
-# not_chosen: the episode started again without them; no_reward: their
-# episode has none; dropped: their group is not trained; masked: the loss mask leaves them out; stale: their weights are
-# older than the window.
+# not_chosen: the episode started again without them; no_reward: their episode has none; dropped: their group is not
+# trained; masked: the loss mask leaves them out; stale: their weights are older than the window, or their episode ended
+# because of that.
 REASONS = ("not_chosen", "no_reward", "dropped", "masked", "stale")
 
 
@@ -28,7 +28,7 @@ def token_accounts(
         counts["not_chosen"] += episode.not_chosen
         sampled = sum(len(turn.response.output_ids) for turn in episode.turns)
         if episode.reward is None:
-            counts["no_reward"] += sampled
+            counts["stale" if episode.ended == "stale" else "no_reward"] += sampled
         elif tree is None:
             counts["dropped"] += sampled
     if tree is not None:
@@ -37,7 +37,7 @@ def token_accounts(
         stale = tree.versions[rows] < oldest_version
         mask = tree.loss_mask[rows]
         counts["trained"] = int((mask & ~stale).sum())
-        counts["stale"] = int((mask & stale).sum())
+        counts["stale"] += int((mask & stale).sum())
         counts["masked"] = int((~mask).sum())
     counts["sampled"] = sum(counts.values())
     whole = sum(len(turn.response.output_ids) for one in episodes for turn in one.turns)

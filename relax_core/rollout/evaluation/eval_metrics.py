@@ -21,7 +21,8 @@ class Answer:
     """Is one answer to a prompt.
 
     ``vote`` is the answer as the reward understood it, for majority votes, or None. ``reward`` is None if none could be
-    computed. ``cut`` is True if the answer reached the token limit. ``tokens`` is its length.
+    computed. ``cut`` is True if the answer reached the token limit. ``tokens`` is its length. An episode of several
+    turns is one answer, whose tokens are the sampled ones; ``ended`` says why it ended, and is empty for one turn.
     """
 
     text: str
@@ -30,6 +31,8 @@ class Answer:
     vote: str | None
     cut: bool
     tokens: int
+    turns: int = 1
+    ended: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

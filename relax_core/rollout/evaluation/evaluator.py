@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 
 from relax_core.contracts.data import BadRow, DataRow, EvalSet
 from relax_core.contracts.engine import Generated, PromptRequest, SamplingParams
@@ -97,9 +99,17 @@ class SetAnswers:
         reward = mean_reward(self.answers)
         values["reward"] = 0.0 if reward is None else reward.value
         values |= {"rows": len(self.answers), "bad_rows": len(self.of.bad), "unscored": self.unscored}
+        values |= self._episode_values()
         for part, its in self.by_part().items():
             values |= {f"{part}/{name}": value for name, value in its.values().items()}
         return values
+
+    def _episode_values(self) -> dict[str, float]:
+        """Returns the mean number of turns and the share of each end of episodes; empty for answers of one turn."""
+        played = [answer for of_prompt in self.answers for answer in of_prompt if answer.ended]
+        ends = Counter(answer.ended for answer in played)
+        shares = {f"ended/{ended}": count / len(played) for ended, count in sorted(ends.items())}
+        return {"turns": fmean(answer.turns for answer in played), **shares} if played else {}
 
     def by_part(self) -> dict[str, SetAnswers]:
         """Returns the answers of each part whose figures are told apart; a part without rows is left out."""
@@ -127,7 +137,7 @@ def prepare(one: EvalSet, prompts: PromptMaker, *, most_bad: float) -> PreparedS
     rows, bad = [], list(one.bad)
     for number, row in enumerate(one.rows):
         try:
-            rows.append(EvalRow(row=row, input_ids=prompts.tokens(row, where=_where(one, number))))
+            rows.append(EvalRow(row=row, input_ids=prompts.tokens(row, where=eval_where(one.name, number))))
         except BadRow as error:
             bad.append(error)
     return _prepared(one, rows, bad, most_bad=most_bad)
@@ -142,7 +152,7 @@ async def prepare_with_media(one: EvalSet, prompts: PromptMaker, *, most_bad: fl
     async def prepared(number: int, row: DataRow) -> EvalRow | BadRow:
         owner = f"prepare {one.name} {number}"
         try:
-            prompt = await prompts.prompt(row, where=_where(one, number), owner=owner)
+            prompt = await prompts.prompt(row, where=eval_where(one.name, number), owner=owner)
         except BadRow as error:
             return error
         finally:
@@ -155,8 +165,9 @@ async def prepare_with_media(one: EvalSet, prompts: PromptMaker, *, most_bad: fl
     return _prepared(one, rows, bad, most_bad=most_bad)
 
 
-def _where(one: EvalSet, number: int) -> str:
-    return f"eval row {number}" + (f" of {one.name}" if one.name else "")
+def eval_where(name: str, number: int) -> str:
+    """Returns the words for row ``number`` of the set ``name``."""
+    return f"eval row {number}" + (f" of {name}" if name else "")
 
 
 def _prepared(one: EvalSet, rows: list[EvalRow], bad: list[BadRow], *, most_bad: float) -> PreparedSet:
@@ -249,35 +260,27 @@ def _answer(response: Generated, given: RewardInput, output: RewardOutput) -> An
 class Evaluator:
     """Runs the evaluations one after the other, each as soon as its version is one step away.
 
-    ``wait_version(version)`` returns when the run has reached that version. With ``in_order``, `gate` lets training
-    prompts of a version pass only after its evaluation, so that the engine's batches are equal in every run.
-    ``ends_run`` receives each evaluation's figures and returns True to end the run; then nothing passes the gate.
+    ``ask(version)`` returns the answers to every set with weights of that version or newer, such as `ask` or
+    `play_sets` gives. ``wait_version(version)`` returns when the run has reached that version. With ``in_order``,
+    `gate` lets training prompts of a version pass only after its evaluation, so that the engine's batches are equal in
+    every run. ``ends_run`` receives each evaluation's figures and returns True to end the run; then nothing passes the
+    gate.
     """
 
     def __init__(
         self,
         *,
         versions: Sequence[int],
-        sets: Sequence[PreparedSet],
-        pool: EnginePool,
-        prompts: PromptMaker,
-        rewards: RewardPool,
-        sampling: SamplingParams,
+        ask: Callable[[int], Awaitable[Sequence[SetAnswers]]],
         wait_version: Callable[[int], Awaitable[None]],
         in_order: bool,
-        media_folder: str = "",
         record: Record,
         record_texts: RecordTexts,
         ends_run: EndsRun | None = None,
     ) -> None:
-        self._sets = sets
-        self._pool = pool
-        self._prompts = prompts
-        self._rewards = rewards
-        self._sampling = sampling
+        self._ask = ask
         self._wait_version = wait_version
         self._in_order = in_order
-        self._media_folder = media_folder
         self._record = record
         self._record_texts = record_texts
         self._ends_run = ends_run
@@ -299,15 +302,7 @@ class Evaluator:
                     await done.wait()
 
     async def _evaluate(self, version: int) -> bool:
-        found = await ask(
-            self._sets,
-            version=version,
-            pool=self._pool,
-            prompts=self._prompts,
-            rewards=self._rewards,
-            sampling=self._sampling,
-            media_folder=self._media_folder,
-        )
+        found = await self._ask(version)
         values = evaluation_values(found)
         self._record("eval", version, values)
         self._record_texts(version, [text for one in found for text in _texts(one)])

@@ -1,10 +1,10 @@
-"""Tracks the share of recent answers without a reward and ends the run if it is too high."""
+"""Counts answers and groups without a reward and ends the run if there are too many."""
 
 from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput
 
@@ -57,3 +57,33 @@ class RewardFailures:
             f"rows have no reward, more than reward.max_failed={self._config.max_failed:g}. The first: "
             f"{self._first}. Correct the reward or the data, or raise reward.max_failed."
         ) from error
+
+
+class FailedGroups:
+    """Counts groups in a row of which no answer has a reward.
+
+    Each is replaced at once, so a tool or an env that fails for every group would keep the run sampling without a step.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._in_a_row = 0
+        self._first = ""
+
+    def record(self, failures: Sequence[str | None], *, where: str) -> None:
+        """Records why each answer of a group has no reward, None for one that has; ``where`` is its data row.
+
+        Raises `RewardsFailed` with the first cause if it is the last of ``most`` groups in a row without a reward.
+        """
+        if None in failures:
+            self._in_a_row = 0
+            return
+        if not self._in_a_row:
+            reasons = [reason for reason in failures if reason] or ["the reward returned None without a reason"]
+            self._first = f"{reasons[0]} ({where})"
+        self._in_a_row += 1
+        if self._in_a_row >= self._most:
+            raise RewardsFailed(
+                f"rollout.max_failed_groups={self._most}: no answer of {self._in_a_row} groups in a row has a reward, "
+                f"so there is nothing to train on. The first: {self._first}. Correct the env, its tools or the reward."
+            )

@@ -30,7 +30,8 @@ def random_episode(draw: np.random.Generator, place: int) -> PlayedEpisode:
         if draw.random() < 0.3:  # the env keeps a summary, or a part of what was said
             prompt = [1, 2, 4] if draw.random() < 0.5 else [*prompt[: draw.integers(1, len(prompt))], 6]
     failed = draw.random() < 0.2
-    ended = "env_failed" if failed else str(draw.choice(["env_done", "turn_cut", "token_budget", "context_full"]))
+    lost = str(draw.choice(["env_failed", "step_timeout", "episode_timeout", "straggler", "stale", "cancelled"]))
+    ended = lost if failed else str(draw.choice(["env_done", "turn_cut", "token_budget", "context_full"]))
     return PlayedEpisode(
         uid=f"g00000012.{place}",
         turns=[] if failed and draw.random() < 0.3 else turns,
@@ -59,7 +60,9 @@ def test_the_accounts_of_a_thousand_episodes_add_up(masks: dict[str, Any]) -> No
             rewarded = [turn.response for one in episodes if one.reward is not None for turn in one.turns]
             versions = np.concatenate([one.versions for one in rewarded])
             assert counts["trained"] == int((versions >= OLDEST).sum())
-            assert counts["stale"] == int((versions < OLDEST).sum()) and counts["masked"] == 0
+            ended_stale = [turn.response for one in episodes if one.ended == "stale" for turn in one.turns]
+            old = int((versions < OLDEST).sum()) + sum(len(one.output_ids) for one in ended_stale)
+            assert counts["stale"] == old and counts["masked"] == 0
         seen.update(counts)
     wanted = {"trained", "not_chosen", "no_reward", "dropped", "stale"} | ({"masked"} if masks else set())
     assert all(seen[name] for name in wanted), seen

@@ -1,0 +1,141 @@
+"""Shows what the tiny models learn in environments of several turns, on several seeds and with controls.
+
+    python -m benchmarks.episodes --learn [--seeds 3] [--only NAME …] [--results FILE] [key=value …]
+
+Each row of the table is one whole run. "greedy" is the share of held-out games that greedy answers win, at the start
+and at the end; "sampled" is that of the training episodes, over the first and the last ten steps. In a control the
+turns are of no use: the environment answers at random, there is one turn, or there is no tool. The exit code is 1 if a
+run misses its bounds. One run follows the other. With ``--results``, each finished run is added to the file, and a run
+that the file has is not repeated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from benchmarks.demo_seeds import run_demo
+from relax_core.observe.service.sinks import read_metrics
+
+HERE = Path(__file__).parent
+STEPS_OF_A_MEAN = 50
+LARGEST_FALL = 0.05  # of the last 50 steps from the best 50
+Figures = dict[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Is one kind of run.
+
+    ``start`` is the most that greedy answers may win at the start, and ``goal`` the least at the end. ``bound`` is the
+    most that a control may win at the end, greedy and sampled. ``sampled`` is the least share of the last ten steps.
+    """
+
+    words: tuple[str, ...]
+    start: float = 1.0
+    goal: float = 0.0
+    sampled: float = 0.0
+    bound: float = 1.0
+    no_fall: bool = False
+    all_seeds: bool = True
+
+
+_GUESS, _PRODUCT = "experiment=number_guess", "experiment=calculator"
+CASES = {
+    "number_guess": Case(words=(_GUESS,), start=0.6, goal=0.9, no_fall=True),
+    "number_guess, random answers": Case(
+        words=(_GUESS, f"env.name={HERE / 'random_hints.py'}"), bound=0.48, all_seeds=False
+    ),
+    "number_guess, one turn": Case(words=(_GUESS, "env.max_turns=1"), bound=0.2, all_seeds=False),
+    "calculator": Case(words=(_PRODUCT,), start=0.4, goal=0.95, sampled=0.9),
+    "calculator, no tool": Case(words=(_PRODUCT, "env.tool=false"), bound=0.02, all_seeds=False),
+    "calculator, random tool": Case(
+        words=(_PRODUCT, f"env.name={HERE / 'random_calculator.py'}"), bound=0.02, all_seeds=False
+    ),
+}
+
+
+def command_line(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """Returns the arguments of the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--learn", action="store_true", required=True, help="train; the only part there is")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--only", nargs="*", default=list(CASES), choices=list(CASES), help="which kinds of runs")
+    parser.add_argument("--results", type=Path, default=None, help="file of finished runs, one JSON record a line")
+    parser.add_argument("overrides", nargs="*", help="key=value for every run")
+    return parser.parse_args(words)
+
+
+def main() -> int:
+    arguments = command_line()
+    finished, wrong = _finished(arguments.results), []
+    print(f"{'run':30}{'seed':>5}{'greedy':>16}{'sampled':>16}{'last 50':>9}{'best 50':>9}{'wall s':>8}", flush=True)
+    with tempfile.TemporaryDirectory(prefix="episodes-") as scratch:
+        for name in arguments.only:
+            for seed in range(arguments.seeds if CASES[name].all_seeds else 1):
+                words = (*CASES[name].words, *arguments.overrides, f"seed={seed}")
+                figures = finished.get(words)
+                if figures is None:
+                    folder = Path(scratch) / f"{name.replace(', ', '-').replace(' ', '-')}-{seed}"
+                    figures = figures_of(folder, run_demo(folder, words))
+                    if arguments.results is not None:
+                        with arguments.results.open("a", encoding="utf-8") as file:
+                            file.write(json.dumps({"words": words, "figures": figures}) + "\n")
+                print(_line(name, seed, figures), flush=True)
+                if not as_expected(CASES[name], figures):
+                    wrong.append(f"{name}, seed {seed}")
+    print(f"unexpected: {'; '.join(wrong)}" if wrong else "every run learns its task, and no control does")
+    return 1 if wrong else 0
+
+
+def _finished(results: Path | None) -> dict[tuple[str, ...], Figures]:
+    if results is None or not results.is_file():
+        return {}
+    records = [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()]
+    return {tuple(record["words"]): record["figures"] for record in records}
+
+
+def figures_of(folder: Path, summary: Mapping[str, Any]) -> Figures:
+    """Returns the figures of a finished run."""
+    won = [record.values["exact"] for record in read_metrics(folder) if record.source == "actor"]
+    width = min(STEPS_OF_A_MEAN, len(won))
+    means = [fmean(won[first : first + width]) for first in range(len(won) - width + 1)]
+    return {
+        "greedy_first": summary["eval"][0]["exact"],
+        "greedy_last": summary["eval"][-1]["exact"],
+        "sampled_first": summary["exact"]["first"],
+        "sampled_last": summary["exact"]["last"],
+        "last_50": means[-1],
+        "best_50": max(means),
+        "wall_s": summary["wall_s"],
+    }
+
+
+def as_expected(case: Case, figures: Figures) -> bool:
+    """Returns whether a run is within its bounds."""
+    greedy, sampled = figures["greedy_last"], figures["sampled_last"]
+    return (
+        figures["greedy_first"] <= case.start
+        and greedy >= case.goal
+        and sampled >= case.sampled
+        and max(greedy, sampled) <= case.bound
+        and (not case.no_fall or figures["best_50"] - figures["last_50"] <= LARGEST_FALL)
+    )
+
+
+def _line(name: str, seed: int, figures: Figures) -> str:
+    greedy = f"{figures['greedy_first']:.3f} → {figures['greedy_last']:.3f}".rjust(16)
+    sampled = f"{figures['sampled_first']:.3f} → {figures['sampled_last']:.3f}".rjust(16)
+    means = f"{figures['last_50']:9.3f}{figures['best_50']:9.3f}"
+    return f"{name:30}{seed:5}{greedy}{sampled}{means}{figures['wall_s']:8.0f}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

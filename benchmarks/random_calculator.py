@@ -1,0 +1,42 @@
+"""A control for the calculator: the tool returns a random number, so calling it is of no use."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+from envs.calculator import Calculator, CalculatorConfig, check, tools
+from relax_core.contracts.env import Action, EnvSpec, EpisodeStart, StepResult
+
+
+@dataclasses.dataclass(frozen=True)
+class RandomCalculatorConfig(CalculatorConfig):
+    """Holds the settings of the task."""
+
+    name: str = "random_calculator"
+
+
+class RandomCalculator(Calculator):
+    """Asks for a product and answers calls with a number of as many digits that is drawn for each."""
+
+    def __init__(self, start: EpisodeStart, config: RandomCalculatorConfig) -> None:
+        super().__init__(start, config)
+        self._draw = random.Random(start.episode_seed)
+
+    async def step(self, action: Action) -> StepResult:
+        """Returns the result of the task with other results of calls."""
+        result = await super().step(action)
+        if result.done or isinstance(result.observation, str):
+            return result
+        shown = [{**one, "content": str(self._draw.randrange(10_000, 1_000_000))} for one in result.observation]
+        return dataclasses.replace(result, observation=shown)
+
+
+SPEC = EnvSpec(
+    name="random_calculator",
+    summary="calculator with a tool that answers at random",
+    config=RandomCalculatorConfig,
+    open=RandomCalculator,
+    tools=tools,
+    check=check,
+)

@@ -1,0 +1,33 @@
+"""Sums up the episodes of a run with an environment of several turns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Values = Mapping[str, float]
+ENDED = "ended/"
+_MEANS = ("turns", "restarts", "cut_observations", "engine_s", "env_s", "tool_calls", "failed_calls")
+_QUANTILES = ("turns/p50", "turns/p90", "turns/p99")
+
+
+def episode_results(prompt_batches: Sequence[Values]) -> dict[str, Any]:
+    """Returns the figures of all episodes; none for a run of one turn.
+
+    Means and shares are over all episodes. A quantile is the mean of those of the prompt batches, weighted by their
+    episodes.
+    """
+    played = [values for values in prompt_batches if "turns" in values]
+    episodes = sum(values["samples"] for values in played)
+    if not episodes:
+        return {}
+
+    def mean(name: str) -> float:
+        return sum(values.get(name, 0.0) * values["samples"] for values in played) / episodes
+
+    reasons = sorted({name for values in played for name in values if name.startswith(ENDED)})
+    return {
+        **{name: mean(name) for name in _MEANS},
+        **{name.replace("/", "_"): mean(name) for name in _QUANTILES},
+        "ended": {name.removeprefix(ENDED): mean(name) for name in reasons},
+    }

@@ -1,0 +1,167 @@
+"""Evaluates the environment of a run: with several turns, each data row of a set is played as a group of episodes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from relax_core.config.schema import RelaxConfig
+from relax_core.contracts.data import BadRow, EvalSet
+from relax_core.contracts.env import CUT_ENDS, EnvSpec
+from relax_core.contracts.reward import RewardOutput
+from relax_core.data.eval_sets import check_bad_rows
+from relax_core.engines.pool.engine_pool import EnginePool
+from relax_core.registry import find_env
+from relax_core.rollout.episodes.episode_records import EpisodeRecord, episode_rewards
+from relax_core.rollout.episodes.episodes import EpisodePlayer
+from relax_core.rollout.episodes.played_group import GroupStart
+from relax_core.rollout.evaluation.eval_metrics import Answer
+from relax_core.rollout.evaluation.evaluator import (
+    EvalRow,
+    PreparedSet,
+    SetAnswers,
+    ask,
+    eval_where,
+    prepare_with_media,
+)
+from relax_core.rollout.prompt_tokens import PromptMaker
+from relax_core.rollout.rewards.reward_pool import RewardPool
+from relax_core.rollout.sampling_params import evaluation_sampling
+
+EPISODES_AT_ONCE = 256  # episodes whose environments are open together
+
+
+async def prepared_sets(config: RelaxConfig, sets: Sequence[EvalSet], prompts: PromptMaker) -> list[PreparedSet]:
+    """Returns the sets with their prompts, or without if the episodes of the environment open with their own.
+
+    Raises ValueError if more than the share data.max_bad_rows of a set is unusable.
+    """
+    if find_env(config.env.name).has_turns:
+        return [
+            PreparedSet(
+                name=one.name,
+                rows=[EvalRow(row=row, input_ids=[]) for row in one.rows],
+                bad=list(one.bad),
+                parts=one.parts,
+            )
+            for one in sets
+        ]
+    return [await prepare_with_media(one, prompts, most_bad=config.data.max_bad_rows) for one in sets]
+
+
+async def answer_sets(
+    config: RelaxConfig,
+    sets: Sequence[PreparedSet],
+    *,
+    version: int,
+    pool: EnginePool,
+    prompts: PromptMaker,
+    rewards: RewardPool,
+    env: EnvSpec,
+    on_progress: Callable[[int], None] = lambda count: None,
+    media_folder: str = "",
+) -> list[SetAnswers]:
+    """Returns the answers to all sets with weights ``version`` or newer, by `ask` or, with several turns, `play_sets`.
+
+    ``env`` opens episodes in groups of eval.samples. ``on_progress`` is called with the number of data rows that were answered so far.
+    """
+    sampling = evaluation_sampling(config, prompts.tokenizer)
+    if env.has_turns:
+        return await play_sets(
+            sets,
+            version=version,
+            player=EpisodePlayer(env=env, env_config=config.env, prompts=prompts, pool=pool, sampling=sampling, seed=0),
+            prompts=prompts,
+            rewards=rewards,
+            most_bad=config.data.max_bad_rows,
+            on_progress=on_progress,
+            media_folder=media_folder,
+        )
+    return await ask(
+        sets,
+        version=version,
+        pool=pool,
+        prompts=prompts,
+        rewards=rewards,
+        sampling=sampling,
+        on_progress=on_progress,
+        media_folder=media_folder,
+    )
+
+
+async def play_sets(
+    sets: Sequence[PreparedSet],
+    *,
+    version: int,
+    player: EpisodePlayer,
+    prompts: PromptMaker,
+    rewards: RewardPool,
+    most_bad: float,
+    on_progress: Callable[[int], None] = lambda count: None,
+    media_folder: str = "",
+) -> list[SetAnswers]:
+    """Plays all rows of all sets with weights ``version`` or newer, and scores the episodes.
+
+    ``player`` has the sampling parameters of the evaluation. ``on_progress`` is called with the number of rows that
+    were played so far. Raises ValueError if more than the share ``most_bad`` of a set's rows cannot be used.
+    """
+    limit, done = asyncio.Semaphore(max(1, EPISODES_AT_ONCE // player.group_size)), 0
+
+    async def played(one: PreparedSet, number: int) -> list[Answer] | BadRow:
+        nonlocal done
+        where = eval_where(one.name, number)
+        start = GroupStart(
+            index=number,
+            attempt=0,
+            row=one.rows[number].row,
+            where=where,
+            rid=f"eval-{version}-{one.name}-{number}",
+            min_version=version,
+            evaluation=f"eval/{one.name}" if one.name else "eval",
+        )
+        async with limit:
+            try:
+                records = await player.play(start, tasks)
+                outputs = await episode_rewards(records, rewards, row=start.row, where=where, media_folder=media_folder)
+            except BadRow as error:
+                return error
+            finally:
+                prompts.release(start.uid)
+        done += 1
+        on_progress(done)
+        return [_answer(*pair) for pair in zip(records, outputs, strict=True)]
+
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            playing = [[tasks.create_task(played(one, number)) for number in range(len(one.rows))] for one in sets]
+    except BaseExceptionGroup as failures:
+        raise failures.exceptions[0] from failures  # the first failure cancelled the other tasks
+    return [
+        _set_answers(one, [task.result() for task in its], most_bad=most_bad)
+        for one, its in zip(sets, playing, strict=True)
+    ]
+
+
+def _set_answers(one: PreparedSet, found: Sequence[list[Answer] | BadRow], *, most_bad: float) -> SetAnswers:
+    bad = [*one.bad, *(each for each in found if isinstance(each, BadRow))]
+    pairs = [(row, each) for row, each in zip(one.rows, found, strict=True) if not isinstance(each, BadRow)]
+    check_bad_rows(one.name, len(pairs), bad, most=most_bad)
+    of = PreparedSet(name=one.name, rows=[row for row, _ in pairs], bad=bad, parts=one.parts)
+    return SetAnswers(of=of, answers=[answers for _, answers in pairs])
+
+
+def _answer(record: EpisodeRecord, output: RewardOutput) -> Answer:
+    """Returns an episode as one answer; its text is the conversation behind the opening."""
+    vote = output.answer
+    if vote is None and record.texts and record.ended not in CUT_ENDS:
+        vote = record.texts[-1].strip()
+    return Answer(
+        text=record.transcript(),
+        exact=output.exact,
+        reward=output.reward,
+        vote=vote or None,
+        cut=record.ended in CUT_ENDS,
+        tokens=record.sampled_tokens,
+        turns=len(record.turns),
+        ended=record.ended or "",
+    )

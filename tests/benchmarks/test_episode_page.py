@@ -1,0 +1,54 @@
+"""docs/episodes.md: every command of the page is one that Relax takes."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from benchmarks.episodes import CASES, Figures, as_expected, command_line
+from relax_core.config.compose import load_config
+from relax_core.preflight import CHECKS
+from relax_core.registry import find_env
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "episodes.md"
+COMMANDS = re.findall(r"^ {4}(\S.*)$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+RUNS = [command for command in COMMANDS if command.startswith("python -m relax_core ")]
+
+
+@pytest.mark.parametrize("command", RUNS)
+def test_a_run_of_the_page_passes_all_checks(command: str) -> None:
+    config = load_config(shlex.split(command)[3:], checks=CHECKS)
+    assert find_env(config.env.name).has_turns and config.reward.name == "env"
+
+
+def test_the_other_commands_are_known() -> None:
+    others = [shlex.split(command) for command in COMMANDS if command not in RUNS]
+    assert [words[:3] for words in others] == [["relax", "eval", "RUN"], ["python", "-m", "benchmarks.episodes"]]
+    assert command_line(others[1][3:]).only == list(CASES)
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_each_kind_of_run_passes_all_checks(name: str) -> None:
+    assert load_config(CASES[name].words, checks=CHECKS).rollout.prompts_per_step > 0
+
+
+def test_bounds() -> None:
+    won: Figures = {
+        "greedy_first": 0.4,
+        "greedy_last": 1.0,
+        "sampled_first": 0.4,
+        "sampled_last": 0.95,
+        "last_50": 0.9,
+        "best_50": 0.93,
+        "wall_s": 100.0,
+    }
+    game, control = CASES["number_guess"], CASES["number_guess, random answers"]
+    assert as_expected(game, won) and as_expected(CASES["calculator"], won)
+    assert not as_expected(game, won | {"best_50": 0.96}), "it falls from the best"
+    assert not as_expected(game, won | {"greedy_last": 6 / 7})
+    assert not as_expected(game, won | {"greedy_first": 0.7}), "the warm start knew it"
+    assert not as_expected(control, won)
+    assert as_expected(control, won | {"greedy_last": 3 / 7, "sampled_last": 0.4})

@@ -1,0 +1,188 @@
+"""Episodes that a group goes on without: stragglers behind a quorum, and those too old to be trained."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from relax_core.contracts.engine import SamplingParams
+from relax_core.contracts.env import Action, BaseInteractionEnv, EpisodeStart, InteractionConfig, StepResult
+from relax_core.contracts.reward import RewardOutput
+from relax_core.data.tokenizer import PromptTokenizer
+from relax_core.engines.engine_process import EngineLaunch
+from relax_core.engines.pool.engine_pool import EnginePool
+from relax_core.registry import find_reward
+from relax_core.rollout.episodes.episode_records import (
+    EpisodeRecord,
+    PlayedFigures,
+    episode_rewards,
+    played_episodes,
+    played_values,
+)
+from relax_core.rollout.episodes.episodes import EpisodePlayer
+from relax_core.rollout.episodes.group_assembly import complete_episodes
+from relax_core.rollout.episodes.played_group import EarlyEnds, GroupStart
+from relax_core.rollout.prompt_tokens import PromptMaker
+from relax_core.rollout.rewards.reward_pool import RewardPool
+from relax_core.tools.make_tiny import tiny_model_folder
+from tests.contracts.engine.harness import Engine
+from tests.rollout.episodes.test_episodes import CONTEXT, Echo, env_of
+from tests.trees import tree_of
+
+EPISODES = 4
+ROW = {"prompt": "rev 100", "answer": "001"}
+
+
+@pytest.fixture(scope="module")
+def folder() -> Path:
+    return tiny_model_folder("tiny_qwen3", task="reverse_digits")
+
+
+@pytest.fixture
+def engine(start_engine: Callable[..., Engine], launch: EngineLaunch, folder: Path) -> Engine:
+    return start_engine(model_folder=folder, engine=dataclasses.replace(launch.engine, context_length=CONTEXT))
+
+
+def play_group(
+    engine: Engine,
+    folder: Path,
+    kind: Callable[[EpisodeStart, Any], BaseInteractionEnv],
+    ends: EarlyEnds,
+    *,
+    evaluation: str = "",
+) -> tuple[list[EpisodeRecord], list[RewardOutput]]:
+    """Plays one group of `EPISODES` episodes and scores it."""
+    tokenizer, env = PromptTokenizer(folder), env_of(kind)
+    client = engine.new_client()
+    sampling = SamplingParams(n=EPISODES, max_new_tokens=64, stop_token_ids=tokenizer.stop_token_ids)
+    config = InteractionConfig(name="mine", max_turn_tokens=8, on_turn_cut="continue")
+    prompts = PromptMaker(env=env, env_config=config, tokenizer=tokenizer, max_prompt_tokens=CONTEXT - 64)
+
+    async def client_for(number: int, on_policy: bool) -> Any:
+        return client
+
+    async def scene(rewards: RewardPool) -> tuple[list[EpisodeRecord], list[RewardOutput]]:
+        player = EpisodePlayer(
+            env=env,
+            env_config=config,
+            prompts=prompts,
+            pool=EnginePool(1, client_for, timeout_s=60.0),
+            sampling=sampling,
+            seed=0,
+            ends=ends,
+        )
+        start = GroupStart(index=3, attempt=0, row=ROW, where="row 3", rid="g3", min_version=0, evaluation=evaluation)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                records = await player.play(start, tasks)
+            return records, await episode_rewards(records, rewards, row=ROW, where="row 3")
+        finally:
+            await client.aclose()
+
+    reward = find_reward("env")
+    with RewardPool(reward, reward.config(name="env", timeout_s=5.0), workers=1) as rewards:
+        played = asyncio.run(asyncio.wait_for(scene(rewards), 120.0))
+        assert rewards.failures.share == 0.0, "an early end is no failure of the reward"
+    return played
+
+
+class SlowFirst(Echo):
+    """The first env of a group never answers its second turn."""
+
+    opened: list[SlowFirst]
+
+    def __init__(self, start: EpisodeStart, config: Any) -> None:
+        super().__init__(start, config)
+        self.slow = not self.opened
+        self.opened.append(self)
+
+    async def step(self, action: Action) -> StepResult:  # type: ignore[override]
+        if self.slow and self.played == 1:
+            await asyncio.Event().wait()
+        return super().step(action)
+
+
+@pytest.mark.parametrize("grace_s", [0.0, 0.2])
+def test_a_quorum_completes_a_group(engine: Engine, folder: Path, grace_s: float) -> None:
+    class Slow(SlowFirst):
+        opened: list[SlowFirst] = []
+
+    records, outputs = play_group(engine, folder, Slow, EarlyEnds(quorum=0.75, grace_s=grace_s))
+    late = [record for record in records if record.ended == "straggler"]
+    assert len(late) == 1 and len(late[0].turns) == 2
+    assert [record.ended for record in records if record not in late] == ["env_done"] * 3
+    assert all(env.closed for env in Slow.opened), "the env of the straggler is closed, too"
+    values = played_values([PlayedFigures.of(records, reward_s=0.0)])
+    assert (values["ended/straggler"], values["straggler_turns"]) == (0.25, 2.0)
+
+    accounts: dict[str, int] = {}
+    done = complete_episodes(index=3, episodes=played_episodes(records, outputs), refuse=None, account=accounts.update)
+    tree = tree_of(done)  # type: ignore[arg-type]
+    assert [one.uid for one in tree.episodes] == [record.uid for record in records if record not in late]
+    assert done.dropped == {late[0].uid: "straggler"}  # type: ignore[union-attr]
+    assert accounts["no_reward"] == late[0].sampled_tokens > 0
+
+
+class NewWeights(Echo):
+    """The engine serves version 3 from the second turn on."""
+
+    turns = 3
+    engine: Engine
+    renaming = threading.Lock()
+
+    def step(self, action: Action) -> StepResult:
+        with self.renaming:  # the episodes' steps run in threads
+            if self.engine.version < 3:
+                self.engine.post("/update_weight_version", {"new_version": 3})
+        return super().step(action)
+
+
+@pytest.mark.parametrize(
+    ("ends", "evaluation", "wanted", "turns"),
+    [
+        (EarlyEnds(most_lag=2), "", "stale", 2),
+        (EarlyEnds(most_lag=3), "", "env_done", 3),
+        (EarlyEnds(), "", "env_done", 3),
+        (EarlyEnds(most_lag=2), "eval", "env_done", 3),
+    ],
+)
+def test_an_episode_too_old_to_be_trained_ends_at_its_next_turn(
+    engine: Engine,
+    folder: Path,
+    caplog: pytest.LogCaptureFixture,
+    ends: EarlyEnds,
+    evaluation: str,
+    wanted: str,
+    turns: int,
+) -> None:
+    class Renamed(NewWeights):
+        pass
+
+    Renamed.engine = engine
+    with caplog.at_level(logging.WARNING):
+        records, outputs = play_group(engine, folder, Renamed, ends, evaluation=evaluation)
+    assert [record.ended for record in records] == [wanted] * EPISODES
+    played = [len(record.turns) for record in records]
+    assert max(played) == turns
+    if wanted == "env_done":  # a stale episode may learn of the new weights from another one's second response
+        assert played == [turns] * EPISODES
+    told = [one for one in caplog.messages if "too old to be trained" in one]
+    assert len(told) == (wanted == "stale"), "the log says once what to change"
+    if wanted == "stale":
+        accounts: dict[str, int] = {}
+        done = complete_episodes(
+            index=3, episodes=played_episodes(records, outputs), refuse=None, account=accounts.update
+        )
+        assert done.reason == "stale"  # type: ignore[union-attr]
+        assert accounts["stale"] == accounts["sampled"] > 0
+
+
+def test_how_many_episodes_a_quorum_needs() -> None:
+    assert [EarlyEnds(quorum=share).needed(16) for share in (1.0, 0.75, 0.7, 0.1)] == [16, 12, 12, 2]
