@@ -248,8 +248,8 @@ def _peaks(mark: bytes, ours: dict[int, bool]) -> dict[int, tuple[str, float]]:
 def _item_bytes(pid: int) -> int:
     """Returns the bytes of the encoded items of the run of process ``pid``."""
     found = 0
-    for file in Path("/dev/shm").glob(f"relax-{pid}-*/*/media/*"):
-        with suppress(OSError):  # it was removed meanwhile
+    with suppress(OSError):  # a file or the run's folder was removed meanwhile
+        for file in Path("/dev/shm").glob(f"relax-{pid}-*/*/media/*"):
             found += file.stat().st_size
     return found
 
