@@ -1,4 +1,4 @@
-"""What a run survives: ``python -m benchmarks.chaos --kills 50 [--media] [--seed 0] [--kinds engine bus …]``.
+"""What a run survives: ``python -m benchmarks.chaos --kills 50 [--media see] [--seed 0] [--kinds engine bus …]``.
 
 Real runs of the demo with every role on. At random moments under the seed, each after training has gone on since the
 last, one process gets SIGKILL. For the kind ``frozen`` a random one gets SIGSTOP, for ``engine_and_owner`` an engine
@@ -6,10 +6,11 @@ gets SIGSTOP and its owner SIGSTOP or SIGKILL: the run must kill a stopped one f
 from the harm until a train step is done that was never done before (steps that are done again after going back to a
 checkpoint do not count), and until the third such step: at staleness 1 the rows of two may have been made already, so
 this one shows that everybody works again. The ledger's file is read back, event by event: nothing may be lost or
-trained twice. With --media the run learns data=see, its cache keeps no item that no prompt uses, so that the encode
-workers work all the time, and one of these is a victim too. A run that ends leaves no process, no folder in /tmp and
-nothing in /dev/shm, or this program fails. Prints the overrides, one line a harm with the load of the machine, and a
-table by kind. Exit code 1 where anything went wrong.
+trained twice. With --media prompts have images and videos ("see"; "states": the engine keeps layer states) or sounds
+too ("four_modalities"); the cache keeps no item that no prompt uses, so that the encode workers work all the time, and
+one of these is a victim too. A run that ends leaves no process, no folder in /tmp and nothing in /dev/shm, or this
+program fails. Prints the overrides, one line a harm with the load of the machine, and a table by kind. Exit code 1
+where anything went wrong.
 """
 
 from __future__ import annotations
@@ -50,15 +51,16 @@ OVERRIDES = (
     "run.serve=true",
     "eval.every=0",
 )
-MEDIA_OVERRIDES = (
+_MEDIA = (
     *OVERRIDES,
-    "model=tiny_qwen3_vl",
-    "data=see",
-    "algo.group_size=4",
-    "rollout.prompts_per_step=8",
-    "modality.cache_mb=0",
-    f"modality.worker_timeout_s={HEARTBEAT_S}",
+    *("algo.group_size=4", "rollout.prompts_per_step=8"),
+    *("modality.cache_mb=0", f"modality.worker_timeout_s={HEARTBEAT_S}"),
 )
+MEDIA_OVERRIDES = {
+    "see": (*_MEDIA, "model=tiny_qwen3_vl", "data=see"),
+    "states": (*_MEDIA, "model=tiny_qwen3_5", "data=see"),
+    "four_modalities": (*_MEDIA, "model=tiny_qwen3_omni", "data=four_modalities", "algo.routing_replay=true"),
+}
 WITHOUT_END = "run.steps=1000000"
 CONTROLLER, FROZEN, PAIR, ENCODE_WORKER = "controller", "frozen", "engine_and_owner", "encode_worker"
 TITLES = {  # kind → what its process is called
@@ -255,17 +257,20 @@ def _is_killed(pid: int, *, stopped_at: float) -> bool:
     return True
 
 
-def harm_run(folder: Path, kinds: Sequence[str], *, seed: int, media: bool = False) -> Iterator[Harm]:
-    """One run that is harmed once for each of ``kinds``, in that order, and then goes to its end in peace."""
+def harm_run(folder: Path, kinds: Sequence[str], *, seed: int, media: str | None = None) -> Iterator[Harm]:
+    """One run that is harmed once for each of ``kinds``, in that order, and then goes to its end in peace.
+
+    ``media`` is a key of `MEDIA_OVERRIDES`, None for text.
+    """
     chance = random.Random(seed)
     training = Training(folder)
-    overrides = MEDIA_OVERRIDES if media else OVERRIDES
+    overrides = MEDIA_OVERRIDES[media] if media else OVERRIDES
     lost = twice = 0
     with LiveRun(folder, *overrides, WITHOUT_END) as live:
         for kind in kinds:
             stood = _let_train(live, training, chance)
             harm = (
-                do_harm(live, training, kind, chance, media=media)
+                do_harm(live, training, kind, chance, media=media is not None)
                 if stood == "survived"
                 else _none(kind, training, stood)
             )
@@ -360,11 +365,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--media", action="store_true", help="runs with images and videos")
+    parser.add_argument("--media", choices=MEDIA_OVERRIDES, help="runs whose prompts have media; default: text")
     parser.add_argument("--kinds", nargs="+", choices=MEDIA_KINDS, help="default: every kind that the run has")
     arguments = parser.parse_args()
     media = arguments.media
-    overrides = " ".join(MEDIA_OVERRIDES if media else OVERRIDES)
+    overrides = " ".join(MEDIA_OVERRIDES[media] if media else OVERRIDES)
     print(f"overrides: {overrides}; {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
     kinds = arguments.kinds or (MEDIA_KINDS if media else KINDS)
     planned = schedule(kinds, kills=arguments.kills, seed=arguments.seed)

@@ -1,8 +1,9 @@
-"""Measures encode workers: ``python -m benchmarks.media``; with ``--sounds``, only those of sounds.
+"""Measures encode workers: ``python -m benchmarks.media``; ``--parts`` chooses among sounds, pictures and stored.
 
 It prints how much faster than real time one worker decodes 30 s of sound and computes its features; then the time of
-one item, two workers over one, the stall of the event loop meanwhile, and a worker's memory; then how often the items
-of a run are encoded, and the bytes that the bus stores for a group. Each bound stands beside its figure.
+one image or video, two workers over one, the stall of the event loop meanwhile, and a worker's memory; then how often
+the items of a run on images, videos and sounds are encoded, and the bytes that the bus stores for a group with one of
+them. Each bound stands beside its figure.
 """
 
 from __future__ import annotations
@@ -38,11 +39,10 @@ REACH_WORKERS, REACH_STALL_MS, REACH_ENCODES, REACH_BYTES = 1.6, 5.0, 1.0, 1.05
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measures encode workers.")
-    parser.add_argument("--sounds", action="store_true", help="measure sounds alone")
-    arguments = parser.parse_args()
-    measure_sounds()
-    if not arguments.sounds:
-        measure_pictures()
+    parts = {"sounds": measure_sounds, "pictures": measure_pictures, "stored": measure_stored}
+    parser.add_argument("--parts", nargs="+", choices=parts, default=list(parts), help="default: all")
+    for part in parser.parse_args().parts:
+        parts[part]()
 
 
 def measure_sounds() -> None:
@@ -106,8 +106,6 @@ def measure_pictures() -> None:
                         seconds.setdefault((name, workers), []).append(took / ITEMS)
             peaks = [_status(worker.pid, "VmHWM") for worker in two.workers]
             now = [_status(worker.pid, "VmRSS") for worker in two.workers]
-            encodes, items = asyncio.run(_run_of(two, list(sources.values())))
-        stored = {item.kind: _stored_shares(Path(folder), item) for item in items}
     for name in sources:
         single, double = (statistics.median(seconds[name, workers]) for workers in (1, 2))
         print(f"{name}: {single * 1e3:.0f} ms an item, {statistics.median(cpu[name]) * 1e3:.0f} ms of them computing")
@@ -117,15 +115,34 @@ def measure_pictures() -> None:
         f"event loop, {len(stalls)} ticks: p99 {late:.1f} ms late (reach {REACH_STALL_MS}), "
         f"most {max(stalls) * 1e3:.1f} ms"
     )
+    print(f"memory of a worker: {max(now):.0f} MB, at most {max(peaks):.0f} MB")
+
+
+def measure_stored() -> None:
+    """Prints how often the items of a run are encoded, and the bytes that the bus stores for a group."""
+    sources = [_image("JPEG"), _image("PNG"), _video(), _sound("FLAC", SOUNDS["FLAC"])]
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        write_prompt_tokenizer(Path(folder), vision=True)
+        settings = EncodeSettings(
+            model_folder=folder,
+            tower=TRIAL_SETTINGS,
+            limits=MediaLimits(audio_seconds_max=SOUND_SECONDS + 1),
+            root=folder,
+            folder=folder,
+            audio=TRIAL_AUDIO,
+        )
+        with EncodePool(settings, workers=2) as pool:
+            encodes, items = asyncio.run(_run_of(pool, sources))
+        stored = [_stored_bytes(Path(folder), item) for item in items]
     print(
         f"encodes an item, groups of {GROUP_SIZE}, re-asks and evaluations: {encodes:.2f} (reach {REACH_ENCODES:.2f})"
     )
-    for kind, (of_frames, of_patches) in stored.items():
-        print(
-            f"media bytes of a group with one {kind} on the bus: {of_frames:.3f} of its uint8 frames "
-            f"(reach {REACH_BYTES}), 1/{1 / of_patches:.1f} of the float32 patches of {GROUP_SIZE} samples"
-        )
-    print(f"memory of a worker: {max(now):.0f} MB, at most {max(peaks):.0f} MB")
+    for item, nbytes in zip(items, stored, strict=True):
+        raw = sum(one.nbytes for one in item.tensors)
+        told = f"media bytes of a group with one {item.kind} on the bus: {nbytes / raw:.3f} of its frames and features"
+        pixels = item.patches * TRIAL_SETTINGS.temporal_patch_size * TRIAL_SETTINGS.patch_size**2 * 3
+        patches = f", 1/{GROUP_SIZE * 4 * pixels / nbytes:.1f} of the float32 patches of {GROUP_SIZE} samples"
+        print(f"{told} (reach {REACH_BYTES}){patches if pixels else ''}")
 
 
 async def _encode_all(pool: EncodePool, sources: Sequence[MediaSource], stalls: list[float]) -> float:
@@ -155,16 +172,9 @@ async def _run_of(pool: EncodePool, sources: Sequence[MediaSource]) -> tuple[flo
     return cache.encoded / len(sources), held
 
 
-def _stored_shares(folder: Path, item: MediaItem) -> tuple[float, float]:
-    """Returns the bytes that the bus stores for a group with one item, over its frames and over its samples' patches.
-
-    They are the item's file and the record that each group has. A patch has as many float32 numbers as its frames have
-    pixels; an image's one frame stands twice in it.
-    """
-    frames = next(one.nbytes for one in item.tensors if one.name == "frames")
-    nbytes = (folder / item.digest).stat().st_size + len(msgspec.msgpack.encode([Media(item, 0, item.rows)]))
-    pixels = item.patches * TRIAL_SETTINGS.temporal_patch_size * TRIAL_SETTINGS.patch_size**2 * 3
-    return nbytes / frames, nbytes / (GROUP_SIZE * 4 * pixels)
+def _stored_bytes(folder: Path, item: MediaItem) -> int:
+    """Returns the bytes that the bus stores for a group with one item: the item's file and the group's record of it."""
+    return (folder / item.digest).stat().st_size + len(msgspec.msgpack.encode([Media(item, 0, item.rows)]))
 
 
 def _sound(form: str, subtype: str) -> MediaSource:

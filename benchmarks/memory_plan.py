@@ -1,13 +1,13 @@
 """Predicted against measured peak memory of every process of three runs on CPU cores.
 
-    python -m benchmarks.memory_plan [--media] [--json FILE]
+    python -m benchmarks.memory_plan [--media] [--only NAME …] [--json FILE]
 
 The prediction is the plan's (docs/plan.md). Measured is the peak resident memory that Linux keeps of each process
 (VmHWM), read until its end. Three runs: the demo; a model of 29M parameters; long responses, where activations, the
-attention mask and the KV cache rule. With --media the three runs are on images and videos: tiny_qwen3_vl;
-tiny_qwen3_vl_moe with recomputation and a frozen tower; a model of 11M parameters with images of 480 x 480 pixels.
-These also tell the peak of the encoded items in /dev/shm. A few minutes in all; the figures hardly depend on how busy
-the machine is.
+attention mask and the KV cache rule. With --media the runs are on images and videos: tiny_qwen3_vl; tiny_qwen3_vl_moe
+with recomputation and a frozen tower; a model of 11M parameters with images of 480 x 480 pixels; tiny_qwen3_5, whose
+layers keep states; and on sounds too: tiny_qwen3_omni. These also tell the peak of the encoded items in /dev/shm. A
+few minutes in all; the figures hardly depend on how busy the machine is.
 """
 
 from __future__ import annotations
@@ -112,18 +112,26 @@ MEDIA_RUNS: dict[str, tuple[str, ...]] = {
         "reward=exact_match",
         "rollout.max_new_tokens=16",
     ),
+    "tiny_qwen3_5": ("model=tiny_qwen3_5", "data=see"),
+    "tiny_qwen3_omni": ("model=tiny_qwen3_omni", "data=four_modalities"),
 }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--media", action="store_true", help="the three runs on images and videos")
+    parser.add_argument("--media", action="store_true", help="the runs on images, videos and sounds")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="these runs alone")
     parser.add_argument("--json", type=Path, help="write the figures here, with those of every kind of process")
     arguments = parser.parse_args()
+    known = MEDIA_RUNS if arguments.media else RUNS
+    if unknown := set(arguments.only or ()) - set(known):
+        parser.error(f"--only: no such run: {', '.join(sorted(unknown))}; there are {', '.join(known)}")
     figures, every = {}, {}
     with tempfile.TemporaryDirectory() as scratch:
         runs = _media_runs(Path(scratch)) if arguments.media else _text_runs(Path(scratch))
         for name, overrides in runs:
+            if arguments.only and name not in arguments.only:
+                continue
             words = [*QUIET, *overrides, f"run.dir={scratch}/{name.split()[0]}"]
             plan, truth = predicted(words), measured(words)
             figures[name] = compare(plan, truth, named=OF_MEDIA if arguments.media else OF_TEXT)
@@ -240,8 +248,8 @@ def _peaks(mark: bytes, ours: dict[int, bool]) -> dict[int, tuple[str, float]]:
 def _item_bytes(pid: int) -> int:
     """Returns the bytes of the encoded items of the run of process ``pid``."""
     found = 0
-    for file in Path("/dev/shm").glob(f"relax-{pid}-*/*/media/*"):
-        with suppress(OSError):  # it was removed meanwhile
+    with suppress(OSError):  # a file or the run's folder was removed meanwhile
+        for file in Path("/dev/shm").glob(f"relax-{pid}-*/*/media/*"):
             found += file.stat().st_size
     return found
 

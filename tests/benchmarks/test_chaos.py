@@ -36,7 +36,7 @@ def test_a_kind_that_never_recovered_has_no_times() -> None:
     assert table([harm("bus", None, end="ended")]).splitlines()[2] == "| bus | 1 | 0 | 0 | 1 | 0 | 0 | 0 |  |  |  |  |"
 
 
-@pytest.mark.parametrize("overrides", [OVERRIDES, MEDIA_OVERRIDES])
+@pytest.mark.parametrize("overrides", [OVERRIDES, *MEDIA_OVERRIDES.values()])
 @pytest.mark.parametrize("steps", [WITHOUT_END, "run.steps=100"])
 def test_the_overrides_are_valid(overrides: tuple[str, ...], steps: str) -> None:
     config = load_config([*overrides, steps])

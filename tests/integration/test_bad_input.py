@@ -86,6 +86,10 @@ MISTAKES = [
     (["engine.context_length=100000"], ("engine.context_length=100000", "4096 positions")),
     (["resume=/nowhere/step_00000010"], ("resume=/nowhere/step_00000010: no such folder",)),
     (["reward.name=/nowhere/mine.py"], ("/nowhere/mine.py: no such file",)),
+    (
+        ["model=tiny_qwen3_omni", "data=four_modalities", "data.task=tone_of_picture"],
+        ("data.task=tone_of_picture with model.task=four_modalities", "Use model.task=tone_of_picture"),
+    ),
 ]
 
 
@@ -94,6 +98,14 @@ def test_a_mistake_is_refused_before_anything_starts(
     tmp_path: Path, overrides: list[str], words: tuple[str, ...]
 ) -> None:
     refused(tmp_path / "run", *overrides, words=words)
+
+
+def test_the_line_of_the_readme_names_what_the_machine_lacks_and_nothing_else(tmp_path: Path) -> None:
+    run = run_to_end(tmp_path / "run", "algo=grpo", "model=qwen3_omni", "mode=async")
+    assert run.code == 2 and not run.folder.exists(), run.output
+    told = run.output.splitlines()
+    assert told[0] == "relax: 3 problems in the configuration"
+    assert [line.split()[1].partition("=")[0] for line in told[1:]] == ["data.path", "model.path", "placement.nodes"]
 
 
 @pytest.mark.parametrize(("overrides", "words"), MISTAKES)

@@ -93,7 +93,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
         *("data.shuffle=false", "data.max_bad_rows=0.2", "data.eval_size=0", "eval.every=0", "reward=exact_match"),
         *("mode.max_staleness=0", f"algo.group_size={GROUP_SIZE}", f"rollout.prompts_per_step={PROMPTS}"),
         *(f"run.steps={STEPS}", "run.save_every=0", "run.export_hf=false", "rollout.max_new_tokens=8"),
-        *("engine.start_timeout_s=600", "run.start_timeout_s=600", "engine.context_length=256"),
+        *("engine.start_timeout_s=600", "run.start_timeout_s=600"),
     )
 
 

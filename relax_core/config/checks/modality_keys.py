@@ -8,7 +8,7 @@ from pathlib import Path
 
 from relax_core.config.checks.model_folder import family_of_run
 from relax_core.config.choices import TEXT, LauncherKind
-from relax_core.config.media_schema import MEDIA_TASKS
+from relax_core.config.media_schema import FOUR_MODALITIES, MEDIA_TASKS, TONE_OF_PICTURE
 from relax_core.config.modality_shares import kinds_of, mix_problem
 from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.media import MediaKind
@@ -46,6 +46,8 @@ def modality_problems(config: RelaxConfig) -> Iterator[str]:
         builtin = "tiny_qwen3_omni" if "audio" in MEDIA_TASKS[task].kinds else "tiny_qwen3_vl"
         told = f"data.task={task} has {_listed(MEDIA_TASKS[task].kinds)}: {why}."
         yield f"{told} Choose model={builtin} with modality=auto."
+    else:
+        yield from _warm_start_problems(config)
     yield from _mix_problems(config, kinds, why)
     yield from _engine_problems(config, kinds)
     if config.modality.audio_in_video and config.modality.name != TEXT and not {"video", "audio"} <= set(kinds):
@@ -59,6 +61,26 @@ def modality_problems(config: RelaxConfig) -> Iterator[str]:
         yield (
             f"model={config.model.name} with modality={config.modality.name}: {' and '.join(missing)} not installed. "
             f"Run {INSTALL}, or train it on text with modality={TEXT}."
+        )
+
+
+def _warm_start_problems(config: RelaxConfig) -> Iterator[str]:
+    """Returns that a builtin model's warm start lacks the answers of the data's task, as far as one of them is known.
+
+    Only the warm start for the question whether a tone goes with a picture has the answers to it, and it has no others.
+    """
+    made, task = config.model.task, config.data.task
+    if config.model.builtin is None or made is None or task is None:
+        return
+    if task.startswith(TONE_OF_PICTURE) and made != TONE_OF_PICTURE:
+        yield (
+            f"data.task={task} with model.task={made}: a model with that warm start never answers yes or no. "
+            f"Use model.task={TONE_OF_PICTURE}."
+        )
+    if made == TONE_OF_PICTURE and not task.startswith(TONE_OF_PICTURE):
+        yield (
+            f"model.task={made} with data.task={task}: a model with that warm start answers only yes or no. "
+            f"Use data.task={TONE_OF_PICTURE}, or another model.task, e.g. model.task={FOUR_MODALITIES}."
         )
 
 

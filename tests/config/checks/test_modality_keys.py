@@ -95,6 +95,23 @@ def test_sounds_are_refused_for_a_model_that_only_sees(sees: RelaxConfig) -> Non
     assert told.endswith("Choose model=tiny_qwen3_omni with modality=auto.")
 
 
+@pytest.mark.parametrize("control", ["", "_image_exchanged", "_audio_exchanged"])
+def test_the_question_of_two_kinds_needs_a_warm_start_for_it(control: str) -> None:
+    hears = typed_config(compose(["model=tiny_qwen3_omni", "data=four_modalities"]))
+    asked = _with(hears, "data", task=f"tone_of_picture{control}")
+    (told,) = problems_of(asked, ())
+    assert told == (
+        f"data.task=tone_of_picture{control} with model.task=four_modalities: a model with that warm start never "
+        "answers yes or no. Use model.task=tone_of_picture."
+    )
+    assert list(problems_of(_with(asked, "model", task="tone_of_picture"), ())) == []
+    (told,) = problems_of(_with(hears, "model", task="tone_of_picture"), ())
+    assert told == (
+        "model.task=tone_of_picture with data.task=four_modalities: a model with that warm start answers only yes or "
+        "no. Use data.task=tone_of_picture, or another model.task, e.g. model.task=four_modalities."
+    )
+
+
 def test_a_missing_library_is_named_with_its_command(sees: RelaxConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(modality_keys, "LIBRARIES", {"no_such_library": "PyAV"})
     (told,) = modality_problems(sees)

@@ -80,6 +80,12 @@ class RequestMedia:
 
 def _check_item(item: MediaItem, towers: Towers, where: str) -> None:
     """Raises HttpError 400 for an item that was encoded for another model, because the towers could not take it."""
+    if len(item.grid) != 3:
+        raise HttpError(
+            400,
+            f"{where}: a grid of {item.grid}, where time, height and width are meant; the item was encoded for another "
+            "model",
+        )
     ids = item.ids
     rows, heard = int(towers.feature_rows(ids).sum()), int(towers.heard(ids).sum())
     tensors = {one.name: one for one in item.tensors}

@@ -57,6 +57,8 @@ def test_items_are_found_where_they_are(seen: Seen, config: ModelConfig) -> None
         {"grid": [1, 4, 8]},
         {"grid": [2, 4, 4]},
         {"grid": [1, 2, 8]},
+        {"grid": [4, 4]},
+        {"grid": []},
         {"advance": 40.0},
         {"advance": 0.0},
         {"advance": float("nan")},
@@ -64,7 +66,19 @@ def test_items_are_found_where_they_are(seen: Seen, config: ModelConfig) -> None
         {"offsets": np.full((3, 4), -1, dtype="<i4").tobytes()},
         {"offsets": np.full((3, 4), np.nan, dtype="<f4").tobytes(), "fractional": True},
     ],
-    ids=["wide", "long", "narrow", "far", "still", "nan advance", "no offsets", "negative offsets", "nan offsets"],
+    ids=[
+        "wide",
+        "long",
+        "narrow",
+        "flat",
+        "empty",
+        "far",
+        "still",
+        "nan advance",
+        "no offsets",
+        "negative offsets",
+        "nan offsets",
+    ],
 )
 def test_items_of_another_model_are_refused(seen: Seen, config: ModelConfig, change: dict[str, Any]) -> None:
     """The file is whole, but the tower could not take it: the rows, the grid or the frames do not fit each other."""
