@@ -13,7 +13,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 from relax_core.contracts.stop_signals import ignore_stop_signals
 from relax_core.data.killable.worker_frames import HEADER_BYTES, payload_bytes, to_frame
@@ -40,7 +40,7 @@ class WorkerPipe:
         """Returns the next ``count`` bytes; ends the process if there are fewer."""
         received = self._requests.read(count)
         if len(received) < count:
-            sys.exit(0)
+            _end_with_group()
         return received
 
     def write(self, message: Any) -> None:
@@ -64,6 +64,11 @@ def _exit_with_owner() -> None:
     poll = select.poll()
     poll.register(sys.stdin.fileno(), 0)  # an empty event mask reports only the hang-up
     poll.poll()
+    _end_with_group()
+
+
+def _end_with_group() -> NoReturn:
+    """Ends the process and the children in its group; the main thread and the waiting one may both come here."""
     if os.getpgrp() == os.getpid():  # a `KillableProcess` leads a group, in which its own children are
         os.killpg(0, signal.SIGKILL)
     os._exit(0)
