@@ -154,6 +154,7 @@ async def roll_out(url: str, folder: Path, settings: BusSettings, *, max_new_tok
                 ),
                 admit_timeout_s=TIMEOUT_S,
                 call_timeout_s=TIMEOUT_S,
+                max_failed_groups=GROUPS,
             ),
             record=lambda source, step, values: None,
             gate=no_gate,

@@ -162,6 +162,7 @@ async def roll_out(url: str, folder: Path, rewards: RewardPool, *, steps: int, g
             sampling=SamplingParams(n=group_size, max_new_tokens=8, stop_token_ids=tokenizer.stop_token_ids),
             admit_timeout_s=TIMEOUT_S,
             call_timeout_s=TIMEOUT_S,
+            max_failed_groups=GROUPS,
         ),
         record=lambda source, step, values: None,
         gate=no_gate,

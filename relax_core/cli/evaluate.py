@@ -26,8 +26,8 @@ from relax_core.engines.pool.engine_pool import EnginePool
 from relax_core.engines.protocol.engine_client import EngineClient
 from relax_core.observe.results.summary import library_versions
 from relax_core.registry import find_env, find_reward
-from relax_core.rollout.evaluation.evaluator import PreparedSet, SetAnswers
 from relax_core.rollout.env_workers.run_env import RunEnv
+from relax_core.rollout.evaluation.evaluator import PreparedSet, SetAnswers
 from relax_core.rollout.evaluation.played_sets import answer_sets, prepared_sets
 from relax_core.rollout.prompt_tokens import PromptMaker
 from relax_core.rollout.rewards.reward_pool import RewardPool

@@ -83,7 +83,11 @@ def problems(*overrides: str) -> list[str]:
         ("run.steps=???", "run.steps has no value: add run.steps=..."),
         ("~run.steps", "run.steps cannot be removed, only set."),
         ("algo=plugin", "algo.name has no value"),
-        ("env.name=nowhere", "env.name=nowhere is not known. What exists: calculator, gymnasium, number_guess, python, reasoning_gym, single_turn, textarena."),
+        (
+            "env.name=nowhere",
+            "env.name=nowhere is not known. What exists: calculator, gymnasium, number_guess, python, reasoning_gym, "
+            "single_turn, textarena.",
+        ),
         ("reward.name=maths", "Nearest: math."),
         ("algo.name=/nowhere/x.py", "algo.name=/nowhere/x.py: no such file."),
     ],
@@ -148,7 +152,8 @@ def test_what_cannot_be_composed(override: str, text: str) -> None:
         (["model.builtin=huge"], "model.builtin=huge"),
         (
             ["model.task=chess"],
-            "model.task=chess: tiny_qwen3 has no warm start for it. What exists: reverse_digits, arithmetic, number_guess.",
+            "model.task=chess: tiny_qwen3 has no warm start for it. What exists: reverse_digits, arithmetic, "
+            "number_guess.",
         ),
         (["data=file", "reward=math", "model.task=arithmetic"], "data.path is not set"),
         (

@@ -115,7 +115,7 @@ def _why_dropped(record: EpisodeRecord) -> str:
     """Returns the ledger's reason for an episode without a reward; empty if the env or the reward failed."""
     if record.bad_media is not None:
         return record.bad_media.reason
-    return record.ended if record.ended in NO_FAILURES else ""
+    return record.ended if record.ended is not None and record.ended in NO_FAILURES else ""
 
 
 def _shown_content(content: Any) -> str:

@@ -63,7 +63,8 @@ async def answer_sets(
 ) -> list[SetAnswers]:
     """Returns the answers to all sets with weights ``version`` or newer, by `ask` or, with several turns, `play_sets`.
 
-    ``env`` opens episodes in groups of eval.samples. ``on_progress`` is called with the number of data rows that were answered so far.
+    ``env`` opens episodes in groups of eval.samples. ``on_progress`` is called with the number of data rows that were
+    answered so far.
     """
     sampling = evaluation_sampling(config, prompts.tokenizer)
     if env.has_turns:
