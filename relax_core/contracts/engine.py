@@ -77,10 +77,6 @@ class PromptRequest(msgspec.Struct, frozen=True, kw_only=True):
     media: list[Media] = []
     max_new_tokens: int | None = None
 
-    def limit(self, params: SamplingParams) -> int:
-        """Returns the limit of sampled tokens of each response, those that were generated before included."""
-        return params.max_new_tokens if self.max_new_tokens is None else self.max_new_tokens
-
 
 class Generated(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Is one finished response, to prompt number ``prompt`` of the call; ``sample`` is 0..n-1 within the prompt.

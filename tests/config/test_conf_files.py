@@ -62,7 +62,7 @@ def test_every_option_runs(
         "env=reasoning_gym": ["reward=env"],
         "env=textarena": ["reward=env"],
         "env=python": ["env.sandbox=none"],  # this machine may refuse the sandbox
-        "data=seeds": ["model.task=reverse_digits"],
+        "data=seeds": ["env=number_guess", "reward=env", "model.task=number_guess"],
         "reward=plugin": ["reward.name=math"],
         "env=plugin": ["env.name=single_turn"],
         "engine=sglang": ["engine.urls=[http://127.0.0.1:30000]"],  # nothing of SGLang need be installed here

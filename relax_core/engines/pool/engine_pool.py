@@ -19,7 +19,7 @@ from relax_core.engines.pool.engine_watch import LOAD_POLL_S, ClientFor, EngineW
 from relax_core.engines.pool.fan_out import FanOut, fan_out
 from relax_core.engines.pool.open_prompts import OpenPrompt, prompt_cost
 from relax_core.engines.pool.prompt_routing import Router
-from relax_core.engines.protocol.engine_client import EngineClient
+from relax_core.engines.protocol.engine_client import EngineClient, response_limit
 from relax_core.engines.protocol.frames import StreamEnd
 
 OnEnd = Callable[[StreamEnd], None]
@@ -134,7 +134,7 @@ class EnginePool:
                 tie=tie,
                 request=request,
                 n=params.n,
-                cost=request.limit(params) + prompt_cost(request, self._item_work) / params.n,
+                cost=response_limit(request, params) + prompt_cost(request, self._item_work) / params.n,
             )
             for index, (request, tie) in enumerate(zip(prompts, places, strict=True))
         ]

@@ -33,6 +33,11 @@ CONNECT_S = 5.0  # an engine is on this host or in this rack, so a connection th
 _encoder = msgspec.json.Encoder()
 
 
+def response_limit(prompt: PromptRequest, params: SamplingParams) -> int:
+    """Returns the limit of sampled tokens of each response, those that were generated before included."""
+    return params.max_new_tokens if prompt.max_new_tokens is None else prompt.max_new_tokens
+
+
 class EngineClient(WeightCalls):
     """Calls one engine.
 
@@ -360,7 +365,7 @@ def generate_body(prompts: Sequence[PromptRequest], params: SamplingParams) -> d
         body["generated"] = [prompt.generated for prompt in prompts]
     if any(prompt.generated or prompt.max_new_tokens is not None for prompt in prompts):
         body["sampling_params"] = [
-            sampling | {"max_new_tokens": prompt.limit(params) - prompt.generated} for prompt in prompts
+            sampling | {"max_new_tokens": response_limit(prompt, params) - prompt.generated} for prompt in prompts
         ]
     return body | media_fields([prompt.media for prompt in prompts])
 

@@ -16,7 +16,7 @@ from relax_core.data.sources import make_source
 from relax_core.families.hf_config import language_values, read_hf_config
 from relax_core.plan.data.data_check import keep_look, look_at_data
 from relax_core.plan.data.prompt_maker import positions, prompt_maker
-from relax_core.registry import find_engine, find_env
+from relax_core.registry import PluginError, find_engine, find_env
 from relax_core.rollout.evaluation.evaluator import prepare
 from relax_core.rollout.prompt_tokens import PromptMaker
 
@@ -110,7 +110,11 @@ def _with_context(config: RelaxConfig, prompt_tokens: int) -> RelaxConfig:
 def _with_prefix_cache(config: RelaxConfig) -> RelaxConfig:
     """Returns the configuration with the derived prefix cache; prompts of one turn share too little to keep any."""
     engine = config.engine
-    if engine.prefix_cache_tokens is not None or "prefix_cache_tokens" not in find_engine(engine.name).keys:
+    try:
+        keys = find_engine(engine.name).keys
+    except PluginError:  # the check of the engine's name reports it
+        return config
+    if engine.prefix_cache_tokens is not None or "prefix_cache_tokens" not in keys:
         return config
     tokens = 0
     if find_env(config.env.name).has_turns:

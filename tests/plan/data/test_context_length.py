@@ -14,7 +14,7 @@ from relax_core.config.compose import load_config, settled, typed_config
 from relax_core.config.errors import ConfigError
 from relax_core.config.media_schema import MEDIA_TASKS
 from relax_core.config.schema import RelaxConfig
-from relax_core.data.generated import LONGEST_PROMPT, example, task_names
+from relax_core.data.generated import LONGEST_PROMPT, SEEDS, example, task_names
 from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.plan.build_plan import make_plan
 from relax_core.plan.data.context_length import settle_context
@@ -233,7 +233,7 @@ def test_files_of_other_kinds_have_lengths_too(model: Path, tmp_path: Path) -> N
     assert (config.engine.context_length, problems) == (576, [])
 
 
-@pytest.mark.parametrize("task", [task for task in task_names() if task not in MEDIA_TASKS])
+@pytest.mark.parametrize("task", [task for task in task_names() if task not in (*MEDIA_TASKS, SEEDS)])
 def test_the_context_holds_every_prompt_of_a_generated_task(task: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("relax_core.plan.data.data_check.GENERATED_ROWS", 1)  # which is seldom the longest
     reward = "math" if task == "arithmetic" else "reverse_digits"

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from relax_core.contracts.engine import PromptRequest, SamplingParams
+from relax_core.engines.protocol.engine_client import response_limit
 from relax_core.engines.sglang.media.placed_items import placed_name
 
 BAN = -1e30  # a logit whose probability is exactly 0 at every temperature, in float32 and bfloat16
@@ -92,7 +93,7 @@ def sglang_body(
 def _sampling(
     prompt: PromptRequest, sample: int, params: SamplingParams, bans: dict[str, float], *, seeds: bool
 ) -> dict[str, Any]:
-    new_tokens = prompt.limit(params) - prompt.generated
+    new_tokens = response_limit(prompt, params) - prompt.generated
     fields: dict[str, Any] = {
         "max_new_tokens": new_tokens,
         "temperature": params.temperature,

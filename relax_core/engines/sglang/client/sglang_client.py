@@ -22,7 +22,7 @@ from relax_core.contracts.engine import (
     SamplingParams,
 )
 from relax_core.engines.pool.open_prompts import cut
-from relax_core.engines.protocol.engine_client import EngineClient
+from relax_core.engines.protocol.engine_client import EngineClient, response_limit
 from relax_core.engines.protocol.frames import StreamEnd
 from relax_core.engines.protocol.score_calls import TokenScores, TokensToScore
 from relax_core.engines.protocol.server_sent_events import UNKNOWN_VERSION, EventReader, version_number
@@ -208,7 +208,7 @@ class SglangClient(SglangWeightCalls, EngineClient):
                 features = self._images is not None and bool(chosen[one.prompt].media)
                 mixed = prefilled_by_older(first, call.version, cached=cached or features)
             asked = chosen[one.prompt]
-            reason = finish_reason(one, params, generated=asked.generated, limit=asked.limit(params))
+            reason = finish_reason(one, params, generated=asked.generated, limit=response_limit(asked, params))
             whole = msgspec.structs.replace(one, prompt=indices[one.prompt], finish_reason=reason)
             yield self._stopped(whole, chosen[one.prompt], params), mixed
 
