@@ -69,25 +69,30 @@ def test_the_trainer_computes_what_transformers_does(seed_oss: tuple[Path, Any])
     assert max(gaps.values()) <= REACH, gaps
 
 
-def test_the_embedded_engine_computes_what_transformers_does(seed_oss: tuple[Path, Any], tmp_path: Path) -> None:
-    folder, model = seed_oss
-    token_file = tmp_path / "token"
+def embedded_gaps(folder: Path, model: Any, *, family: Path, scratch: Path) -> tuple[float, float]:
+    """Returns `engine_gaps` of an embedded engine in a process of its own, which reads the family from a file."""
+    token_file = scratch / "token"
     token_file.write_text("token")
     launch = EngineLaunch(
         model_folder=folder,
-        family=str(FILE),
+        family=str(family),
         engine=ENGINE,
         dtype="float32",
         token_file=token_file,
-        log_file=tmp_path / "log",
+        log_file=scratch / "log",
         load_weights=True,
     )
     process = EngineProcess.start(launch)
     try:
         client = build_client(ENGINE, process.url, model_folder=folder, token_file=token_file)
-        assert max(engine_gaps(client, model)) <= REACH
+        return engine_gaps(client, model)
     finally:
         process.stop(timeout_s=5.0)
+
+
+def test_the_embedded_engine_computes_what_transformers_does(seed_oss: tuple[Path, Any], tmp_path: Path) -> None:
+    folder, model = seed_oss
+    assert max(embedded_gaps(folder, model, family=FILE, scratch=tmp_path)) <= REACH
 
 
 def test_exports_are_the_folder_to_the_byte(

@@ -8,13 +8,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks.families import REACH, engine_gaps, trainer_gaps
+from benchmarks.families import REACH, trainer_gaps
 from benchmarks.family_models import make_family_model
-from relax_core.engines.build_client import build_client
-from relax_core.engines.engine_process import EngineLaunch, EngineProcess
 from relax_core.families.folder import folder_architecture
 from relax_core.tools.tiny_tokenizer import write_prompt_tokenizer
-from tests.families.test_plugin_family import ENGINE
+from tests.families.test_plugin_family import embedded_gaps
 
 FILE = Path(__file__).resolve().parents[2] / "examples" / "plugins" / "qwen3_5_text.py"
 SETTINGS: dict[str, Any] = {
@@ -48,23 +46,7 @@ def test_the_trainer_computes_what_transformers_does(hybrid: tuple[Path, Any]) -
 
 def test_the_embedded_engine_computes_what_transformers_does(hybrid: tuple[Path, Any], tmp_path: Path) -> None:
     folder, model = hybrid
-    token_file = tmp_path / "token"
-    token_file.write_text("token")
-    launch = EngineLaunch(
-        model_folder=folder,
-        family=str(FILE),
-        engine=ENGINE,
-        dtype="float32",
-        token_file=token_file,
-        log_file=tmp_path / "log",
-        load_weights=True,
-    )
-    process = EngineProcess.start(launch)
-    try:
-        client = build_client(ENGINE, process.url, model_folder=folder, token_file=token_file)
-        assert max(engine_gaps(client, model)) <= REACH
-    finally:
-        process.stop(timeout_s=5.0)
+    assert max(embedded_gaps(folder, model, family=FILE, scratch=tmp_path)) <= REACH
 
 
 def test_heads_that_do_not_fit_are_refused(hybrid: tuple[Path, Any], tmp_path: Path) -> None:

@@ -36,9 +36,7 @@ HEARD = AudioSettings(
     sampling_rate=16000, mel_bins=128, fft_size=400, hop_length=160, chunk_frames=100, audio_token_id=AUDIO,
     audio_start_token_id=AUDIO_START, audio_end_token_id=AUDIO_END,
 )  # fmt: skip
-ROUNDING = (
-    1e-4  # transformers adds positions in float32, where neighbours of 512 are 6e-5 apart; a row is 1/13 at least
-)
+ROUNDING = 1e-4  # transformers adds positions in float32, where neighbours of 512 are 6e-5 apart
 
 sizes = st.tuples(st.integers(1, 4), st.integers(1, 5)).map(lambda size: (2 * size[0], 2 * size[1]))
 frames = st.integers(10, 700)
