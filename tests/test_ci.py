@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-STAGES = ["lint", "slurm", "test-slurm", "sglang", "test-chaos", "test"]
+STAGES = ["lint", "slurm", "test-slurm", "sandbox", "sglang", "test-chaos", "test"]
 STUB = """#!/usr/bin/env bash
 echo "stage {name} $*"
 [ "{name}" != "$FAILS" ]
@@ -44,7 +44,7 @@ def test_all_stages_run_and_tell_their_seconds_before_the_last_one(tmp_path: Pat
     assert lines[-1] == "stage test ARGS=--durations=30"
 
 
-@pytest.mark.parametrize("stage", [name for name in STAGES if name != "slurm"])
+@pytest.mark.parametrize("stage", [name for name in STAGES if name not in ("slurm", "sandbox")])
 def test_a_stage_that_fails_ends_the_script(tmp_path: Path, stage: str) -> None:
     done = ci(tmp_path, fails=stage)
     assert done.returncode != 0
@@ -55,3 +55,8 @@ def test_a_machine_without_slurm_skips_it_and_says_so(tmp_path: Path) -> None:
     done = ci(tmp_path, fails="slurm")
     assert done.returncode == 0
     assert "make test-slurm is skipped" in done.stdout and "stage test-slurm" not in done.stdout
+
+
+def test_a_machine_without_bubblewrap_says_so(tmp_path: Path) -> None:
+    done = ci(tmp_path, fails="sandbox")
+    assert done.returncode == 0 and "the tests of the sandbox are skipped" in done.stdout
