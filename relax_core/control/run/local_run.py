@@ -6,12 +6,12 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, TypeVar
 
 from relax_core.config.schema import RelaxConfig
 from relax_core.control.health.ray_watch import RayWatch
@@ -37,6 +37,7 @@ from relax_core.tools.make_tiny import tiny_model_folder
 
 FAILED = 1
 FAILURE_LOG = "failure.log"
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,15 +139,29 @@ def _in_session(
                 run_namespace=paths.namespace,
                 namespace=paths.namespace,
                 run_dir=run_dir,
-                model_folder=model.result(timeout=config.run.start_timeout_s),
+                model_folder=made_in_time(model, config, what=f"the model {config.model.builtin}"),
                 weights_folder=paths.weights_folder,
                 token_file=session.token_file,
                 resume_from=resume.folder if resume else None,
                 start_step=resume.step if resume else 0,
                 data_digest=data_digest(config.data),
-                teacher_folders=teachers.result(timeout=config.run.start_timeout_s),
+                teacher_folders=made_in_time(teachers, config, what="a builtin teacher"),
             )
             return _run_services(context, resume, attempt, supervisor, session, panel, ray_lost=ray_lost)
+
+
+def made_in_time(folder: Future[Made], config: RelaxConfig, *, what: str) -> Made:
+    """Returns what a thread makes; raises TimeoutError with the cause if it is not made in the time of a start."""
+    limit_s = config.run.start_timeout_s
+    try:
+        return folder.result(timeout=limit_s)
+    except TimeoutError as error:
+        if folder.done():  # making it raised this error
+            raise
+        raise TimeoutError(
+            f"run.start_timeout_s={limit_s:g}: {what} is still being made. It is kept when it is made: start the run "
+            "again, or raise run.start_timeout_s."
+        ) from error
 
 
 def _run_services(
