@@ -134,6 +134,7 @@ def _in_session(
             session,
             RayWatch(session.daemons, frozen_after_s=config.run.heartbeat_timeout_s, lost=ray_lost),
         ):
+            known_teachers = made_in_time(teachers, config, what="a builtin teacher")
             context = RunContext(
                 config=config,
                 run_namespace=paths.namespace,
@@ -145,7 +146,7 @@ def _in_session(
                 resume_from=resume.folder if resume else None,
                 start_step=resume.step if resume else 0,
                 data_digest=data_digest(config.data),
-                teacher_folders=made_in_time(teachers, config, what="a builtin teacher"),
+                teacher_folders=known_teachers,
             )
             return _run_services(context, resume, attempt, supervisor, session, panel, ray_lost=ray_lost)
 
