@@ -25,6 +25,7 @@ PRESETS = {
     "qwen3_4b_async_8gpu": 8,
     "qwen3_30b_a3b_async_16gpu": 16,
     "qwen3_vl_30b_a3b_async_16gpu": 16,
+    "qwen3_5_9b_async_8gpu": 8,
     "qwen3_5_35b_a3b_async_16gpu": 16,
     "qwen3_omni_30b_a3b_async_16gpu": 16,
     "qwen3_omni_30b_a3b_colocate_16gpu": 16,
