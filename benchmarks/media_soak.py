@@ -1,9 +1,11 @@
-"""What a long run with images and videos accumulates: ``python -m benchmarks.media_soak [--steps 2000] [--json FILE]``.
+"""What a long run with media accumulates: ``python -m benchmarks.media_soak [--four] [--steps 2000] [--json FILE]``.
 
 One real run of tiny_qwen3_vl at staleness 1 with four prompts a step: a third are images that come only once, a third
-are other images, and a third are videos. The cache of encoded items keeps 1 MB, so items are encoded, stored and
-removed all the time. Read every five seconds, from outside: resident memory and open files of each process of the run,
-the bytes of its folders in /dev/shm, and what of Ray's object store was ever touched (the shared memory of its raylet).
+are other images, and a third are videos. With --four it is tiny_qwen3_omni, and a step has an image that comes only
+once, a video, a sound that comes only once, and text. The cache of encoded items keeps 1 MB, so items are encoded,
+stored and removed all the time. Read every five seconds, from outside: resident memory and open files of each process
+of the run, the bytes of its folders in /dev/shm, and what of Ray's object store was ever touched (the shared memory of
+its raylet).
 The table compares the median of the samples in the tenth of the run after step ``--after`` (200) with that of its last
 tenth. Exit code 1 if the run fails or a figure grew by more than 5% and by more than its grain.
 """
@@ -18,6 +20,7 @@ import os
 import sys
 import tempfile
 import time
+import wave
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
@@ -37,9 +40,7 @@ PROMPTS, GROUP_SIZE = 4, 4
 MEMORY_GRAIN = 4 << 20  # bytes; what allocators keep moves by some MiB
 FILES_GRAIN = 4  # connections come and go
 OVERRIDES = (
-    "model=tiny_qwen3_vl",
     "data=file",
-    "data.media_keys.image=images",
     f"data.media_root={files_folder() / 'train'}",
     "data.eval_size=16",
     "eval.rows=16",
@@ -56,23 +57,51 @@ OVERRIDES = (
 Figures = dict[str, float]  # "memory of actor" and the like → bytes or files
 
 
-def write_rows(file: Path, *, rows: int) -> None:
-    """Writes the rows of the run."""
+def new_image(random: np.random.Generator) -> str:
+    """Returns a picture of random pixels as a data URL of a PNG."""
     from PIL import Image
 
+    content = io.BytesIO()
+    Image.fromarray(random.integers(0, 256, (48, 48, 3), dtype=np.uint8)).save(content, "PNG")
+    return "data:image/png;base64," + base64.b64encode(content.getvalue()).decode()
+
+
+def new_sound(random: np.random.Generator) -> str:
+    """Returns half a second of noise of 16,000 samples a second as a data URL of a WAV."""
+    content = io.BytesIO()
+    with wave.open(content, "wb") as out:
+        out.setnchannels(1)
+        out.setsampwidth(2)
+        out.setframerate(16_000)
+        out.writeframes(random.integers(-8000, 8000, 8000, dtype=np.int16).tobytes())
+    return "data:audio/wav;base64," + base64.b64encode(content.getvalue()).decode()
+
+
+def asked(kind: str, item: str, question: str) -> list[dict[str, object]]:
+    """Returns a prompt of one item and a question, as messages."""
+    return [{"role": "user", "content": [{"type": kind, kind: item}, {"type": "text", "text": question}]}]
+
+
+def write_rows(file: Path, *, rows: int, four: bool) -> None:
+    """Writes the rows of the run."""
     random = np.random.default_rng(0)
+    kinds = ("new image", "video", "new sound", "text") if four else ("new image", "video", "image")
     with file.open("w", encoding="utf-8") as out:
         for number in range(rows):
-            colour, way = ("red", "green", "blue", "yellow")[number % 4], ("left", "right", "up", "down")[number % 4]
-            row = {"prompt": "<image>which colour?", "answer": colour, "images": f"{colour}-{number % 24:02d}.png"}
-            if number % 3 == 0:
-                content = io.BytesIO()
-                Image.fromarray(random.integers(0, 256, (48, 48, 3), dtype=np.uint8)).save(content, "PNG")
-                row["images"] = "data:image/png;base64," + base64.b64encode(content.getvalue()).decode()
-            elif number % 3 == 1:
-                parts = [{"type": "video", "video": f"{way}-01.mp4"}, {"type": "text", "text": "which way?"}]
-                row = {"prompt": [{"role": "user", "content": parts}], "answer": way}  # type: ignore[dict-item]
-            out.write(json.dumps(row) + "\n")
+            which = number // len(kinds) % 4
+            answer = colour = ("red", "green", "blue", "yellow")[which]
+            prompt: object = f"say {colour}"
+            match kinds[number % len(kinds)]:
+                case "new image":
+                    prompt = asked("image", new_image(random), "which colour?")
+                case "image":
+                    prompt = asked("image", f"{colour}-{number % 24:02d}.png", "which colour?")
+                case "video":
+                    answer = ("left", "right", "up", "down")[which]
+                    prompt = asked("video", f"{answer}-01.mp4", "which way?")
+                case "new sound":
+                    prompt = asked("audio", new_sound(random), "which tone?")
+            out.write(json.dumps({"prompt": prompt, "answer": answer}) + "\n")
 
 
 def read_figures(live: LiveRun) -> Figures:
@@ -142,15 +171,17 @@ def table(found: dict[str, tuple[float, float]]) -> str:
 def main() -> int:
     """Runs the soak and prints its table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--four", action="store_true", help="images, videos, sounds and text")
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--after", type=int, default=200)
     parser.add_argument("--json", type=Path, help="the samples")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="relax-soak-") as name:
         folder = Path(name)
-        write_rows(folder / "rows.jsonl", rows=PROMPTS * arguments.steps + 64)
+        write_rows(folder / "rows.jsonl", rows=PROMPTS * arguments.steps + 64, four=arguments.four)
+        model = f"model={'tiny_qwen3_omni' if arguments.four else 'tiny_qwen3_vl'}"
         data = (f"data.path={folder / 'rows.jsonl'}", f"run.steps={arguments.steps}")
-        with LiveRun(folder / "run", *OVERRIDES, *data) as live:
+        with LiveRun(folder / "run", model, *OVERRIDES, *data) as live:
             samples = watch(live, Training(folder / "run"), arguments.json)
             finished = live.finish()
     books = finished.summary.get("ledger", {})
