@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from itertools import islice
 
 from relax_core.observe.service.records import ACTOR, EVAL, ROLLOUT, MetricRecord, is_resume
 
 KEPT_STEPS = 2_000
 RATE_STEPS = 20  # speed is the mean over this number of newest steps
+CURVES = ("reward", "exact", "entropy")  # what is kept of older steps; all values of a step take some 10 KB
 
 
 class RunningNumbers:
-    """Holds the newest values and the curves.
+    """Holds all values of the newest steps, and the curves.
 
     A record that is merged twice counts once.
     """
@@ -30,6 +32,8 @@ class RunningNumbers:
             elif record.source in self._values:
                 values = self._values[record.source]
                 values[record.step] = record.values
+                for older in list(islice(reversed(values), RATE_STEPS, RATE_STEPS + 1)):
+                    values[older] = {name: values[older][name] for name in CURVES if name in values[older]}
                 if len(values) > KEPT_STEPS:
                     del values[next(iter(values))]
 
@@ -50,7 +54,7 @@ class RunningNumbers:
         return next(reversed(self._values[source]), None)
 
     def curve(self, name: str, *, source: str = ACTOR) -> list[float]:
-        """Returns the value of each step that has one, in order."""
+        """Returns the value of each step that has one, in order; ``name`` is one of `CURVES`."""
         return [values[name] for values in self._values[source].values() if name in values]
 
     def per_second(self, name: str) -> float | None:

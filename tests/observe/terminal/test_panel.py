@@ -24,7 +24,7 @@ from relax_core.contracts.bus import BusProgress
 from relax_core.observe.service.records import RESUMED, RUN, MetricRecord
 from relax_core.observe.terminal import panel as panel_module
 from relax_core.observe.terminal.panel import Panel, PanelState
-from relax_core.observe.terminal.panel_numbers import RunningNumbers
+from relax_core.observe.terminal.panel_numbers import RATE_STEPS, RunningNumbers
 from relax_core.observe.terminal.panel_view import PanelView, line, picture
 from relax_core.observe.terminal.role_states import RoleState
 
@@ -309,6 +309,14 @@ def test_records_told_twice_count_once_and_a_resume_undoes(make_record: MakeReco
     assert numbers.curve("reward") == [0.0, 1.0, 2.0, 9.0]
     numbers.merge([make_record("actor", 4, reward=float("nan"))])
     assert numbers.latest("reward") == 9.0
+
+
+def test_of_older_steps_only_the_curves_are_kept(make_record: MakeRecord) -> None:
+    numbers = RunningNumbers()
+    steps = 5 * RATE_STEPS
+    numbers.merge([make_record("actor", step, reward=float(step), loss=1.0) for step in range(steps)])
+    assert numbers.curve("reward") == [float(step) for step in range(steps)]
+    assert len(numbers.curve("loss")) == RATE_STEPS
 
 
 def test_a_recovery_is_told_in_a_line_and_the_count_goes_on_from_its_checkpoint() -> None:
