@@ -1,4 +1,4 @@
-"""What a run survives: ``python -m benchmarks.chaos --kills 50 [--media see] [--seed 0] [--kinds engine bus …]``.
+"""What a run survives: ``python -m benchmarks.chaos --kills 50 [--run see] [--seed 0] [--kinds engine bus …]``.
 
 Real runs of the demo with every role on. At random moments under the seed, each after training has gone on since the
 last, one process gets SIGKILL. For the kind ``frozen`` a random one gets SIGSTOP, for ``engine_and_owner`` an engine
@@ -6,11 +6,11 @@ gets SIGSTOP and its owner SIGSTOP or SIGKILL: the run must kill a stopped one f
 from the harm until a train step is done that was never done before (steps that are done again after going back to a
 checkpoint do not count), and until the third such step: at staleness 1 the rows of two may have been made already, so
 this one shows that everybody works again. The ledger's file is read back, event by event: nothing may be lost or
-trained twice. With --media prompts have images and videos ("see"; "states": the engine keeps layer states) or sounds
+trained twice. With --run prompts have images and videos ("see"; "states": the engine keeps layer states) or sounds
 too ("four_modalities"); the cache keeps no item that no prompt uses, so that the encode workers work all the time, and
-one of these is a victim too. A run that ends leaves no process, no folder in /tmp and nothing in /dev/shm, or this
-program fails. Prints the overrides, one line a harm with the load of the machine, and a table by kind. Exit code 1
-where anything went wrong.
+one of these is a victim too. "episodes" are games of three turns in env workers, of which one is a victim. A run that
+ends leaves no process, no folder in /tmp and nothing in /dev/shm, or this program fails. Prints the overrides, one line
+a harm with the load of the machine, and a table by kind. Exit code 1 where anything went wrong.
 """
 
 from __future__ import annotations
@@ -56,13 +56,21 @@ _MEDIA = (
     *("algo.group_size=4", "rollout.prompts_per_step=8"),
     *("modality.cache_mb=0", f"modality.worker_timeout_s={HEARTBEAT_S}"),
 )
-MEDIA_OVERRIDES = {
+TEXT = "text"
+RUNS = {  # what a run is about → its overrides
+    TEXT: OVERRIDES,
     "see": (*_MEDIA, "model=tiny_qwen3_vl", "data=see"),
     "states": (*_MEDIA, "model=tiny_qwen3_5", "data=see"),
     "four_modalities": (*_MEDIA, "model=tiny_qwen3_omni", "data=four_modalities", "algo.routing_replay=true"),
+    "episodes": (
+        *("experiment=number_guess", f"env.name={Path(__file__).with_name('isolated_guess.py')}"),
+        *("env.workers=2", "env.episodes_per_worker=64", f"env.step_timeout_s={HEARTBEAT_S}", "algo.group_size=4"),
+        *OVERRIDES,
+    ),
 }
 WITHOUT_END = "run.steps=1000000"
-CONTROLLER, FROZEN, PAIR, ENCODE_WORKER = "controller", "frozen", "engine_and_owner", "encode_worker"
+CONTROLLER, FROZEN, PAIR = "controller", "frozen", "engine_and_owner"
+ENCODE_WORKER, ENV_WORKER = "encode_worker", "env_worker"
 TITLES = {  # kind → what its process is called
     "engine": "relax_core.engines.embedded",
     "engine_owner": "ray::EngineOwner",
@@ -79,10 +87,10 @@ TITLES = {  # kind → what its process is called
     "serve_controller": "ray::ServeController",
     CONTROLLER: "-m relax_core ",
     ENCODE_WORKER: "relax_core.data.media.encode_worker_main",
+    ENV_WORKER: "relax_core.rollout.env_workers.env_worker_main",
 }
+WORKER_KINDS = {"episodes": ENV_WORKER, "see": ENCODE_WORKER, "states": ENCODE_WORKER, "four_modalities": ENCODE_WORKER}
 RAY = ("gcs", "raylet")  # with one of them its controller ends, and another makes a new Ray
-KINDS = (*(one for one in TITLES if one != ENCODE_WORKER), FROZEN, PAIR)
-MEDIA_KINDS = (*TITLES, FROZEN, PAIR)
 QUIET_END = "quiet end"  # what goes wrong only when nobody is harmed any more
 ENDS = ("survived", "hung", "ended", "unnoticed")
 KILLS_A_RUN = 10
@@ -95,6 +103,12 @@ IN_THE_PIPE = 2  # steps whose rows may exist at the moment of the harm: max_sta
 PERSISTED_S = 0.5  # until what was done at that moment is in the ledger's file
 BREATH_S = (0.1, 1.5)  # and a random time more
 LAST_STEPS = 5  # of a run's quiet end, in which every open sample finds its own
+
+
+def kinds_of(run: str) -> tuple[str, ...]:
+    """Returns the kinds of harm of a run of `RUNS`: each kind of process that it has, and what more is done."""
+    absent = {ENCODE_WORKER, ENV_WORKER} - {WORKER_KINDS.get(run)}
+    return (*(one for one in TITLES if one not in absent), FROZEN, PAIR)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,10 +202,10 @@ def _born(pid: int) -> float:
     return 0.0
 
 
-def do_harm(live: LiveRun, training: Training, kind: str, chance: random.Random, *, media: bool) -> Harm:
+def do_harm(live: LiveRun, training: Training, kind: str, chance: random.Random, *, run: str) -> Harm:
     """Harms a process, or two, and waits until training has gone on, the run has ended, or ``HUNG_S`` is over."""
-    spared = {CONTROLLER} if media else {CONTROLLER, ENCODE_WORKER}
-    victim = chance.choice([one for one in TITLES if one not in spared]) if kind == FROZEN else kind
+    freezable = [one for one in kinds_of(run) if one in TITLES and one != CONTROLLER]
+    victim = chance.choice(freezable) if kind == FROZEN else kind
     blows = _blows(kind, victim, chance)
     pids = {one: find_process(live, one) for one, _ in blows}
     controller = find_process(live, CONTROLLER)
@@ -257,22 +271,20 @@ def _is_killed(pid: int, *, stopped_at: float) -> bool:
     return True
 
 
-def harm_run(folder: Path, kinds: Sequence[str], *, seed: int, media: str | None = None) -> Iterator[Harm]:
+def harm_run(folder: Path, kinds: Sequence[str], *, seed: int, run: str = TEXT) -> Iterator[Harm]:
     """One run that is harmed once for each of ``kinds``, in that order, and then goes to its end in peace.
 
-    ``media`` is a key of `MEDIA_OVERRIDES`, None for text.
+    ``run`` is a key of `RUNS`.
     """
     chance = random.Random(seed)
     training = Training(folder)
-    overrides = MEDIA_OVERRIDES[media] if media else OVERRIDES
+    overrides = RUNS[run]
     lost = twice = 0
     with LiveRun(folder, *overrides, WITHOUT_END) as live:
         for kind in kinds:
             stood = _let_train(live, training, chance)
             harm = (
-                do_harm(live, training, kind, chance, media=media is not None)
-                if stood == "survived"
-                else _none(kind, training, stood)
+                do_harm(live, training, kind, chance, run=run) if stood == "survived" else _none(kind, training, stood)
             )
             now_lost, now_twice = read_books(folder, run_over=False)
             yield replace(harm, lost=max(0, now_lost - lost), trained_twice=max(0, now_twice - twice))
@@ -365,22 +377,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--media", choices=MEDIA_OVERRIDES, help="runs whose prompts have media; default: text")
-    parser.add_argument("--kinds", nargs="+", choices=MEDIA_KINDS, help="default: every kind that the run has")
+    parser.add_argument("--run", choices=RUNS, default=TEXT, help="what the runs are about; default: text")
+    parser.add_argument("--kinds", nargs="+", choices=(*TITLES, FROZEN, PAIR), help="default: all that the run has")
     arguments = parser.parse_args()
-    media = arguments.media
-    overrides = " ".join(MEDIA_OVERRIDES[media] if media else OVERRIDES)
-    print(f"overrides: {overrides}; {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
-    kinds = arguments.kinds or (MEDIA_KINDS if media else KINDS)
-    planned = schedule(kinds, kills=arguments.kills, seed=arguments.seed)
+    print(f"overrides: {' '.join(RUNS[arguments.run])}; {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
+    planned = schedule(arguments.kinds or kinds_of(arguments.run), kills=arguments.kills, seed=arguments.seed)
     harms: list[Harm] = []
     with tempfile.TemporaryDirectory(prefix="relax-chaos-") as folder:
         for number in itertools.count():
             if not planned:
                 break
             one, seed = Path(folder) / f"run{number}", arguments.seed + number
-            run = harm_run(one, planned[:KILLS_A_RUN], seed=seed, media=media)
-            for harm in run:
+            for harm in harm_run(one, planned[:KILLS_A_RUN], seed=seed, run=arguments.run):
                 harms.append(harm)
                 planned = planned[harm.kind != QUIET_END :]
                 print(f"{len(harms):>3}. {_words(harm)} (load {os.getloadavg()[0]:.0f})", flush=True)

@@ -1,4 +1,7 @@
-"""Every kind of process of one run dies, one after the other; one only freezes. `benchmarks.chaos` does it 50 times."""
+"""Every kind of process of one run dies, one after the other; one only freezes. `benchmarks.chaos` does it 50 times.
+
+A run whose episodes play in env workers outlives the processes that hold an episode.
+"""
 
 from __future__ import annotations
 
@@ -30,3 +33,10 @@ def test_a_run_outlives_its_processes(tmp_path: Path) -> None:
     for harm in harms:
         assert harm.end == "survived", harm
         assert harm.lost == harm.trained_twice == 0, harm
+
+
+def test_a_run_of_episodes_outlives_its_processes(tmp_path: Path) -> None:
+    kinds = ("env_worker", "engine", "rollout", "actor_rank_0")
+    harms = list(harm_run(tmp_path / "run", kinds, seed=2, run="episodes"))
+    assert [(harm.kind, harm.end) for harm in harms] == [(kind, "survived") for kind in kinds], harms
+    assert not any(harm.lost or harm.trained_twice for harm in harms), harms
