@@ -52,7 +52,7 @@ def requirements(config: DistillConfig) -> Requirements:
         top_k=config.top_k if config.form in TOP_K else 0,
         served_by=cast(Literal["forward", "engine"], config.served_by),
     )
-    return dataclasses.replace(P.requirements(config), teacher=teacher)
+    return dataclasses.replace(P.credit_requirements(config), teacher=teacher)
 
 
 def check(config: DistillConfig) -> None:
@@ -60,6 +60,11 @@ def check(config: DistillConfig) -> None:
     problems = P.common_problems(config) + P.deviation_problems(config, F.DEVIATIONS)
     if config.form == "advantage":
         problems = P.group_problems(config)
+    elif config.credit != "episode":
+        problems.append(
+            f"algo.credit={config.credit} with algo.form={config.form}: this form has no advantages of a group. Use "
+            "algo.credit=episode, or algo.form=advantage."
+        )
     problems += P.token_clip_problems(config, usual="0.2 and 0.2 are usual.")
     for key, value, allowed in (("form", config.form, FORMS), ("served_by", config.served_by, SERVED_BY)):
         if value not in allowed:

@@ -8,11 +8,13 @@ aggregation, metrics).
 from __future__ import annotations
 
 from algorithms.policy_gradient.advantages import (
+    credited_advantages,
     group_advantages,
     normalize_group,
     normalize_weights,
     penalized_rewards,
     sample_advantages,
+    step_advantages,
     token_penalties,
 )
 from algorithms.policy_gradient.checks import (
@@ -21,6 +23,7 @@ from algorithms.policy_gradient.checks import (
     choice_problems,
     clip_problems,
     common_problems,
+    credit_problems,
     deviation_problems,
     group_problems,
     refuse,
@@ -28,10 +31,12 @@ from algorithms.policy_gradient.checks import (
 )
 from algorithms.policy_gradient.config import (
     ClipConfig,
+    CreditConfig,
     DeviationConfig,
     GroupConfig,
     PolicyGradientConfig,
     TokenClipConfig,
+    credit_requirements,
     denominator,
     group_requirements,
     requirements,
@@ -40,6 +45,7 @@ from algorithms.policy_gradient.outputs import clipped_loss, metric_sums, old_lo
 
 __all__ = [
     "ClipConfig",
+    "CreditConfig",
     "DeviationConfig",
     "GroupConfig",
     "PolicyGradientConfig",
@@ -50,6 +56,9 @@ __all__ = [
     "clip_problems",
     "clipped_loss",
     "common_problems",
+    "credit_problems",
+    "credit_requirements",
+    "credited_advantages",
     "denominator",
     "deviation_problems",
     "group_advantages",
@@ -64,6 +73,7 @@ __all__ = [
     "refuse",
     "requirements",
     "sample_advantages",
+    "step_advantages",
     "token_clip_problems",
     "token_penalties",
 ]
