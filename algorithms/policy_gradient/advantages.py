@@ -98,7 +98,7 @@ def step_advantages(
     rewards = turns.rewards.clone()
     if penalties is not None:
         rewards -= F.sum_of_samples(
-            per_token=penalties.double(),
+            per_token=penalties,
             loss_mask=inputs.loss_mask,
             sample_ids=turns.of_tokens,
             num_samples=rewards.numel(),

@@ -17,12 +17,7 @@ from tests.conformance.reference import Config, Sample, clamp, kl, log_ratio, we
 
 def advantages(algorithm: str, config: Config, groups: Sequence[Mapping[str, Any]]) -> list[list[list[float]]]:
     """Returns the advantages of every token of every sample of every group of a train step."""
-    step = [
-        _with_gigpo(algorithm, config, group)
-        if config.get("credit") == "gigpo"
-        else group_advantages(algorithm, config, group)
-        for group in groups
-    ]
+    step = [group_advantages(algorithm, config, group) for group in groups]
     if algorithm in ("reinforce_pp", "ppo"):
         step = _whitened(config, step, groups)
     if config.get("normalize_std") == "batch":
@@ -101,7 +96,7 @@ def _with_gigpo(algorithm: str, config: Config, group: Mapping[str, Any]) -> lis
     Each turn is told apart by its sample and its number. Its return is R_t = Σ_k γ^(k-t) r_k over the turns from it on.
     The turns of one state are then treated as if they were the samples of a group with their returns as rewards.
     """
-    of_episodes = group_advantages(algorithm, config, group)
+    of_episodes = _of_episodes(algorithm, config, group)
     own_returns: dict[tuple[int, int], float] = {}
     for i, turns in enumerate(group["turns"]):
         rewards, first = [], 0
@@ -129,6 +124,12 @@ def _with_gigpo(algorithm: str, config: Config, group: Mapping[str, Any]) -> lis
 
 
 def group_advantages(algorithm: str, config: Config, group: Mapping[str, Any]) -> list[list[float]]:
+    """Returns the advantages of every token of every sample of a group, before what needs the whole step."""
+    form = _with_gigpo if config.get("credit") == "gigpo" else _of_episodes
+    return form(algorithm, config, group)
+
+
+def _of_episodes(algorithm: str, config: Config, group: Mapping[str, Any]) -> list[list[float]]:
     rewards, samples = group["rewards"], group["samples"]
     if algorithm == "ppo":
         return [
