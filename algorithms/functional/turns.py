@@ -64,12 +64,13 @@ def anchor_advantages(
 
     The turns of a group that begin in one state, of whichever episode, are an anchor group. ``relative`` returns the
     advantages ``[turns]`` of an anchor group's ``returns``, as it does for the rewards of a group's episodes. A turn
-    whose state nothing else in the group has gets 0.
+    whose state no other turn has, or whose state is not known, gets 0.
     """
     result = returns.new_zeros(returns.shape).float()
-    anchors: dict[str | None, list[int]] = {}
+    anchors: dict[str, list[int]] = {}
     for turn, key in enumerate(state_keys):
-        anchors.setdefault(key, []).append(turn)
+        if key is not None:
+            anchors.setdefault(key, []).append(turn)
     for turns in anchors.values():
         if len(turns) > 1:
             result[turns] = relative(returns[turns])

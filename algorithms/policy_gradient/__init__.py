@@ -8,13 +8,9 @@ aggregation, metrics).
 from __future__ import annotations
 
 from algorithms.policy_gradient.advantages import (
-    credited_advantages,
-    group_advantages,
     normalize_group,
     normalize_weights,
     penalized_rewards,
-    sample_advantages,
-    step_advantages,
     token_penalties,
 )
 from algorithms.policy_gradient.checks import (
@@ -40,6 +36,12 @@ from algorithms.policy_gradient.config import (
     denominator,
     group_requirements,
     requirements,
+)
+from algorithms.policy_gradient.credit import (
+    credited_advantages,
+    group_advantages,
+    sample_advantages,
+    step_advantages,
 )
 from algorithms.policy_gradient.outputs import clipped_loss, metric_sums, old_logprobs, outputs
 

@@ -63,7 +63,8 @@ class GroupTurns:
 
     ``rewards`` are those that the env gave for the turns, 0 where it gave none; the last turn of each sample also has
     what the sample's reward differs from their sum, so that a sample's turns add up to its reward. ``state_keys`` names
-    the state in which each turn began; an entry is None if the env gave none.
+    the state in which each turn began; an entry is None if the env gave none, as for a response that was cut at a limit
+    of tokens, which the env does not see.
     """
 
     of_tokens: Tensor  # [tokens] int64, the turn of each token, ascending

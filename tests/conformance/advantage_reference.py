@@ -111,7 +111,7 @@ def _with_gigpo(algorithm: str, config: Config, group: Mapping[str, Any]) -> lis
             later = enumerate(rewards[k:])
             own_returns[i, k] = math.fsum(config["gigpo_gamma"] ** distance * reward for distance, reward in later)
     result = [list(row) for row in of_episodes]
-    for state in {turn["state"] for turns in group["turns"] for turn in turns}:
+    for state in {turn["state"] for turns in group["turns"] for turn in turns} - {None}:
         anchors = [key for key in own_returns if group["turns"][key[0]][key[1]]["state"] == state]
         if len(anchors) < 2:
             continue

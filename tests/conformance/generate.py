@@ -270,6 +270,8 @@ def make_turns(source: random.Random, group: dict[str, Any]) -> dict[str, Any]:
             left -= count
         turns.append(own)
     turns[0][0]["state"] = "seen once"
+    for own in turns[1:]:
+        own[-1]["state"] = source.choice([own[-1]["state"], None])  # the env sees no response that was cut
     return group | {"turns": turns, "rewards": [sum(turn["reward"] for turn in own) for own in turns]}
 
 
