@@ -8,9 +8,11 @@ aggregation, metrics).
 from __future__ import annotations
 
 from algorithms.policy_gradient.advantages import (
-    normalize_group,
-    normalize_weights,
+    credited_advantages,
+    group_advantages,
     penalized_rewards,
+    sample_advantages,
+    step_advantages,
     token_penalties,
 )
 from algorithms.policy_gradient.checks import (
@@ -37,13 +39,8 @@ from algorithms.policy_gradient.config import (
     group_requirements,
     requirements,
 )
-from algorithms.policy_gradient.credit import (
-    credited_advantages,
-    group_advantages,
-    sample_advantages,
-    step_advantages,
-)
 from algorithms.policy_gradient.outputs import clipped_loss, metric_sums, old_logprobs, outputs
+from algorithms.policy_gradient.step_normalization import normalize_group, normalize_weights
 
 __all__ = [
     "ClipConfig",
