@@ -45,19 +45,22 @@ def check(config: DapoConfig) -> None:
     P.refuse(problems)
 
 
+def punishments(inputs: AdvantageInputs, config: DapoConfig) -> Tensor | None:
+    """Returns the punishments for length, ``[samples]`` in [-1, 0], or None if there are none."""
+    if not config.overlong_length:
+        return None
+    return F.overlong_penalty(lengths=inputs.lengths, max_length=config.overlong_length, buffer=config.overlong_buffer)
+
+
 def punished_rewards(inputs: AdvantageInputs, config: DapoConfig) -> Tensor:
     """Returns the ``[samples]`` rewards, less the KL if it is part of the reward, with the punishment for length."""
-    rewards = P.penalized_rewards(inputs, config)
-    if not config.overlong_length:
-        return rewards
-    return rewards + F.overlong_penalty(
-        lengths=inputs.lengths, max_length=config.overlong_length, buffer=config.overlong_buffer
-    )
+    rewards, punished = P.penalized_rewards(inputs, config), punishments(inputs, config)
+    return rewards if punished is None else rewards + punished
 
 
 def advantages(inputs: AdvantageInputs, config: DapoConfig) -> Tensor:
     """Returns GRPO's advantages of the punished rewards, ``[tokens]`` float32."""
-    return P.sample_advantages(punished_rewards(inputs, config), config)[inputs.sample_ids]
+    return P.group_advantages(inputs, config, punishments=punishments(inputs, config))
 
 
 def normalize(advantages: Sequence[Tensor], inputs: Sequence[AdvantageInputs], config: DapoConfig) -> list[Tensor]:

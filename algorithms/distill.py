@@ -52,7 +52,7 @@ def requirements(config: DistillConfig) -> Requirements:
         top_k=config.top_k if config.form in TOP_K else 0,
         served_by=cast(Literal["forward", "engine"], config.served_by),
     )
-    return dataclasses.replace(P.requirements(config), teacher=teacher)
+    return dataclasses.replace(P.credit_requirements(config), teacher=teacher)
 
 
 def check(config: DistillConfig) -> None:
@@ -60,10 +60,11 @@ def check(config: DistillConfig) -> None:
     problems = P.common_problems(config) + P.deviation_problems(config, F.DEVIATIONS)
     if config.form == "advantage":
         problems = P.group_problems(config)
+    elif config.credit != "episode":
+        problems.append(f"algo.credit={config.credit} with algo.form={config.form}: use episode, or form=advantage.")
     problems += P.token_clip_problems(config, usual="0.2 and 0.2 are usual.")
-    for key, value, allowed in (("form", config.form, FORMS), ("served_by", config.served_by, SERVED_BY)):
-        if value not in allowed:
-            problems.append(f"algo.{key}={value}: there is no such choice. Use one of: {', '.join(allowed)}.")
+    problems += P.choice_problems("algo.form", config.form, FORMS)
+    problems += P.choice_problems("algo.served_by", config.served_by, SERVED_BY)
     problems += P.above_zero(config, teacher_coef=1.0, top_k=16)
     if config.normalize_std == "batch":
         problems.append("algo.normalize_std=batch: it would divide the teacher's part too. Use group or none.")

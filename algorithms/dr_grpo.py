@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class DrGrpoConfig(P.TokenClipConfig):
+class DrGrpoConfig(P.CreditConfig, P.TokenClipConfig):
     """Holds the settings of Dr. GRPO; conf/algo documents the values."""
 
     name: str = "dr_grpo"
@@ -26,22 +26,24 @@ class DrGrpoConfig(P.TokenClipConfig):
 
 def check(config: DrGrpoConfig) -> None:
     """Raises ValueError that lists every setting that makes no sense, with its fix."""
-    P.refuse(P.baseline_problems(config) + P.token_clip_problems(config, usual="Dr. GRPO uses 0.2 and 0.2."))
+    problems = P.baseline_problems(config) + P.credit_problems(config)
+    P.refuse(problems + P.token_clip_problems(config, usual="Dr. GRPO uses 0.2 and 0.2."))
+
+
+def _centred(rewards: Tensor) -> Tensor:
+    return F.group_relative_advantages(rewards=rewards, normalize_std=False, std_epsilon=0.0)
 
 
 def advantages(inputs: AdvantageInputs, config: DrGrpoConfig) -> Tensor:
-    """Returns the sample's reward less its group's mean, ``[tokens]`` float32."""
-    of_samples = F.group_relative_advantages(
-        rewards=P.penalized_rewards(inputs, config), normalize_std=False, std_epsilon=0.0
-    )
-    return of_samples[inputs.sample_ids]
+    """Returns rewards less the mean of what they are compared with, ``[tokens]`` float32."""
+    return P.credited_advantages(inputs, config, _centred)
 
 
 SPEC = AlgorithmSpec(
     name="dr_grpo",
     summary="GRPO without std and without length bias",
     config=DrGrpoConfig,
-    requirements=P.requirements,
+    requirements=P.credit_requirements,
     check=check,
     advantages=advantages,
     loss=P.clipped_loss,

@@ -1,9 +1,10 @@
 """PPO (arXiv 1707.06347) has a critic, GAE advantages (arXiv 1506.02438) whitened over the step, and a clipped loss.
 
-The critic has a clipped value loss. It is a separate model, so this loss needs no coefficient. The presets use two
-epochs; the paper uses 10 with a discount of 0.99 on continuous control and 3 on Atari (tables 3 and 5), and its value
-loss has no clip. ``gae_alpha`` above 0 selects VAPO's decoupled, length-adaptive GAE (arXiv 2504.05118): λ of the
-advantages then depends on the response's length, and λ of the critic's returns is ``gae_lambda``.
+A turn's reward stands at its last trained token. The critic has a clipped value loss; it is a separate model, so this
+loss needs no coefficient. The presets use two epochs; the paper uses 10 with a discount of 0.99 on continuous
+control and 3 on Atari (tables 3 and 5), and its value loss has no clip. ``gae_alpha`` above 0 selects VAPO's decoupled,
+length-adaptive GAE (arXiv 2504.05118): λ of the advantages then depends on the response's length, and λ of the
+critic's returns is ``gae_lambda``.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ class PpoConfig(P.TokenClipConfig):
 
 
 def requirements(config: PpoConfig) -> Requirements:
-    """Returns what `policy_gradient.requirements` returns for whole steps, and a critic."""
-    return dataclasses.replace(P.requirements(config, whole_step=True), critic=True)
+    """Returns what `policy_gradient.requirements` returns for whole steps with their turns, and a critic."""
+    return dataclasses.replace(P.requirements(config, whole_step=True, turns=True), critic=True)
 
 
 def check(config: PpoConfig) -> None:
@@ -74,10 +75,13 @@ def returns(inputs: AdvantageInputs, advantages: Tensor, config: PpoConfig) -> T
 
 
 def _generalized(inputs: AdvantageInputs, config: PpoConfig, gae_lambda: float | Tensor) -> Tensor:
-    assert inputs.values is not None, "requirements() asked for a critic"
+    turns = inputs.turns
+    assert inputs.values is not None and turns is not None, "requirements() asked for a critic and the turns"
     return F.generalized_advantages(
-        token_rewards=F.rewards_of_tokens(
-            rewards=inputs.rewards,
+        token_rewards=F.turn_rewards_of_tokens(
+            turn_rewards=turns.rewards,
+            turn_samples=turns.samples,
+            turn_ids=turns.of_tokens,
             penalties=P.token_penalties(inputs, config),
             loss_mask=inputs.loss_mask,
             sample_ids=inputs.sample_ids,

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class ReinforcePpConfig(P.TokenClipConfig):
+class ReinforcePpConfig(P.CreditConfig, P.TokenClipConfig):
     """Holds the settings of REINFORCE++; conf/algo documents the values."""
 
     name: str = "reinforce_pp"
@@ -32,14 +32,20 @@ class ReinforcePpConfig(P.TokenClipConfig):
 
 
 def requirements(config: ReinforcePpConfig) -> Requirements:
-    """Returns what `policy_gradient.requirements` returns for whole steps."""
-    return P.requirements(config, whole_step=True)
+    """Returns what `policy_gradient.credit_requirements` returns for whole steps."""
+    return P.credit_requirements(config, whole_step=True)
 
 
 def check(config: ReinforcePpConfig) -> None:
     """Raises ValueError that lists every setting that makes no sense, with its fix."""
     problems = P.baseline_problems(config) if config.group_baseline else P.common_problems(config)
     problems += P.token_clip_problems(config, usual="REINFORCE++ uses 0.2 and 0.2.")
+    problems += P.credit_problems(config)
+    if config.credit == "gigpo" and not config.group_baseline:
+        problems.append(
+            "algo.credit=gigpo with algo.group_baseline=false: the turns of a group are compared with each other, so "
+            "its episodes are, too. Use algo.group_baseline=true, or algo.credit=episode."
+        )
     if not 0 < config.gamma <= 1:
         problems.append(f"algo.gamma={config.gamma}: must lie in (0, 1]. 1 is usual.")
     P.refuse(problems + P.above_zero(config, std_epsilon=1e-8))
@@ -49,11 +55,23 @@ def advantages(inputs: AdvantageInputs, config: ReinforcePpConfig) -> Tensor:
     """Returns the advantages before `normalize`, ``[tokens]`` float32: Σ_k γ^(k - t) r_k of each trained token t.
 
     The sum is over the sample's trained tokens k from t on. r_k is minus the token's KL penalty, plus the sample's
-    reward at the last trained token.
+    reward at the last trained token. With ``credit`` "gigpo" the tokens of a turn also have its weighted step-level
+    advantage, which no KL enters and ``gamma`` does not discount.
     """
-    rewards = inputs.rewards
-    if config.group_baseline:
-        rewards = F.group_relative_advantages(rewards=rewards, normalize_std=False, std_epsilon=0.0)
+    of_episodes = _of_episodes(inputs, config)
+    if config.credit != "gigpo":
+        return of_episodes
+    assert inputs.turns is not None, "requirements() asked for the turns"
+    of_turns = P.step_advantages(inputs, config, _centred)
+    return of_episodes + config.gigpo_weight * of_turns[inputs.turns.of_tokens]
+
+
+def _centred(rewards: Tensor) -> Tensor:
+    return F.group_relative_advantages(rewards=rewards, normalize_std=False, std_epsilon=0.0)
+
+
+def _of_episodes(inputs: AdvantageInputs, config: ReinforcePpConfig) -> Tensor:
+    rewards = _centred(inputs.rewards) if config.group_baseline else inputs.rewards
     penalties = P.token_penalties(inputs, config)
     if config.gamma < 1:
         return F.discounted_rewards(

@@ -31,7 +31,8 @@ class RlooConfig(P.DeviationConfig, P.TokenClipConfig):
 
 def check(config: RlooConfig) -> None:
     """Raises ValueError that lists every setting that makes no sense, with its fix."""
-    problems = P.baseline_problems(config) + P.token_clip_problems(config, usual="0.2 and 0.2 are usual.")
+    problems = P.baseline_problems(config) + P.credit_problems(config)
+    problems += P.token_clip_problems(config, usual="0.2 and 0.2 are usual.")
     if config.normalize_std == "others" and config.group_size < 3:
         problems.append(
             f"algo.normalize_std=others with algo.group_size={config.group_size}: one other sample has no standard "
@@ -42,12 +43,12 @@ def check(config: RlooConfig) -> None:
 
 def advantages(inputs: AdvantageInputs, config: RlooConfig) -> Tensor:
     """Returns the reward less the mean of the group's other rewards, scaled as ``normalize_std`` says, ``[tokens]``."""
-    of_samples = F.leave_one_out_advantages(
-        rewards=P.penalized_rewards(inputs, config),
-        deviation="none" if config.normalize_std == "batch" else config.normalize_std,
-        std_epsilon=config.std_epsilon,
-    )
-    return of_samples[inputs.sample_ids]
+
+    def relative(rewards: Tensor) -> Tensor:
+        deviation = "none" if config.normalize_std == "batch" else config.normalize_std
+        return F.leave_one_out_advantages(rewards=rewards, deviation=deviation, std_epsilon=config.std_epsilon)
+
+    return P.credited_advantages(inputs, config, relative)
 
 
 SPEC = AlgorithmSpec(

@@ -111,4 +111,5 @@ SPEC = EnvSpec(
     open=GymnasiumEnv,
     check=check,
     isolated=True,
+    state_keys=True,
 )

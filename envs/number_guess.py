@@ -20,7 +20,7 @@ class NumberGuessConfig(InteractionConfig):
 
 
 class NumberGuess(BaseInteractionEnv):
-    """Is one game. The first number in a response is the guess.
+    """Is one game. The first number in a response is the guess. Its state is what numbers are still possible.
 
     With data=seeds the rows go through the numbers in turn, so that each comes equally often; the rows of other data
     say nothing about the game, whose number is then drawn from the group's seed.
@@ -32,6 +32,7 @@ class NumberGuess(BaseInteractionEnv):
         drawn = random.Random(start.group_seed).randrange(config.highest) if seed is None else seed % config.highest
         self._number = 1 + drawn
         self._turns_left = config.max_turns
+        self._lowest, self._highest = 1, config.highest
 
     async def reset(self) -> str:
         """Returns the opening observation."""
@@ -40,12 +41,18 @@ class NumberGuess(BaseInteractionEnv):
     async def step(self, action: Action) -> StepResult:
         """Returns reward 1 and the end for a right guess, else reward 0 and the answer to the guess."""
         self._turns_left -= 1
+        state = f"{self._lowest}-{self._highest}"
         found = re.search(r"\d+", action.text)
         guess = None if found is None else int(found.group())
         if guess == self._number:
-            return StepResult(reward=1.0, done=True)
-        answer = "no number" if guess is None else "higher" if guess < self._number else "lower"
-        return StepResult(observation=answer, reward=0.0, done=not self._turns_left)
+            return StepResult(reward=1.0, done=True, state_key=state)
+        if guess is None:
+            answer = "no number"
+        elif guess < self._number:
+            answer, self._lowest = "higher", max(self._lowest, guess + 1)
+        else:
+            answer, self._highest = "lower", min(self._highest, guess - 1)
+        return StepResult(observation=answer, reward=0.0, done=not self._turns_left, state_key=state)
 
     async def close(self) -> None:
         """Does nothing, because the game holds no resources."""
@@ -56,4 +63,5 @@ SPEC = EnvSpec(
     summary="guess a number in a few turns; the env answers higher or lower",
     config=NumberGuessConfig,
     open=NumberGuess,
+    state_keys=True,
 )

@@ -64,6 +64,7 @@ from algorithms.functional.ratios import (
 )
 from algorithms.functional.rejection import REJECTION_RULES, kept_by_rejection
 from algorithms.functional.trust_region import CISPO_TRUST_REGIONS, TRUST_REGIONS, moved_too_far
+from algorithms.functional.turns import anchor_advantages, turn_returns, turn_rewards_of_tokens
 from algorithms.functional.value_loss import ValueLoss, clipped_value_loss
 
 __all__ = [
@@ -84,6 +85,7 @@ __all__ = [
     "ValueLoss",
     "aggregate_denominator",
     "aggregate_sum",
+    "anchor_advantages",
     "cispo_policy_loss",
     "clipped_policy_loss",
     "clipped_value_loss",
@@ -113,6 +115,8 @@ __all__ = [
     "sums_to_the_end",
     "teacher_log_ratio",
     "top_k_divergence",
+    "turn_returns",
+    "turn_rewards_of_tokens",
     "weights_to_average",
     "with_tail",
 ]

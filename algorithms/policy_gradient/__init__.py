@@ -8,11 +8,11 @@ aggregation, metrics).
 from __future__ import annotations
 
 from algorithms.policy_gradient.advantages import (
+    credited_advantages,
     group_advantages,
-    normalize_group,
-    normalize_weights,
     penalized_rewards,
     sample_advantages,
+    step_advantages,
     token_penalties,
 )
 from algorithms.policy_gradient.checks import (
@@ -21,6 +21,7 @@ from algorithms.policy_gradient.checks import (
     choice_problems,
     clip_problems,
     common_problems,
+    credit_problems,
     deviation_problems,
     group_problems,
     refuse,
@@ -28,18 +29,22 @@ from algorithms.policy_gradient.checks import (
 )
 from algorithms.policy_gradient.config import (
     ClipConfig,
+    CreditConfig,
     DeviationConfig,
     GroupConfig,
     PolicyGradientConfig,
     TokenClipConfig,
+    credit_requirements,
     denominator,
     group_requirements,
     requirements,
 )
 from algorithms.policy_gradient.outputs import clipped_loss, metric_sums, old_logprobs, outputs
+from algorithms.policy_gradient.step_normalization import normalize_group, normalize_weights
 
 __all__ = [
     "ClipConfig",
+    "CreditConfig",
     "DeviationConfig",
     "GroupConfig",
     "PolicyGradientConfig",
@@ -50,6 +55,9 @@ __all__ = [
     "clip_problems",
     "clipped_loss",
     "common_problems",
+    "credit_problems",
+    "credit_requirements",
+    "credited_advantages",
     "denominator",
     "deviation_problems",
     "group_advantages",
@@ -64,6 +72,7 @@ __all__ = [
     "refuse",
     "requirements",
     "sample_advantages",
+    "step_advantages",
     "token_clip_problems",
     "token_penalties",
 ]

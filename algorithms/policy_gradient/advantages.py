@@ -1,12 +1,17 @@
-"""Advantages from a group's rewards, with the KL penalty in the rewards, and their normalisation over a train step."""
+"""Advantages relative to the group: of whole episodes, and of their turns if ``algo.credit`` is "gigpo".
+
+A KL penalty in the rewards comes off before. GiGPO (arXiv 2505.10978) adds to an episode's advantage that of each of
+its turns among the turns of the group that began in the same state, from the discounted rewards that followed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from algorithms import functional as F
-from algorithms.policy_gradient.config import DeviationConfig, GroupConfig, PolicyGradientConfig
+from algorithms.policy_gradient.config import CreditConfig, GroupConfig, PolicyGradientConfig
 from relax_core.contracts.algorithm import AdvantageInputs
 
 if TYPE_CHECKING:
@@ -54,62 +59,63 @@ def sample_advantages(rewards: Tensor, config: GroupConfig) -> Tensor:
     return F.group_relative_advantages(rewards=rewards, normalize_std=normalize_std, std_epsilon=std_epsilon)
 
 
-def group_advantages(inputs: AdvantageInputs, config: GroupConfig) -> Tensor:
-    """Returns the group-relative advantages, ``[tokens]`` float32; every token has the advantage of its sample."""
-    return sample_advantages(penalized_rewards(inputs, config), config)[inputs.sample_ids]
-
-
-def normalize_weights(
-    advantages: Sequence[Tensor], inputs: Sequence[AdvantageInputs], config: PolicyGradientConfig
-) -> list[Tensor]:
-    """Divides advantages by the step's mean correction weight if ``correction`` is "tis_normalized".
-
-    ``advantages`` and ``inputs`` hold one entry per group of the train step. Otherwise the advantages stay as they are.
-    """
-    if config.correction != "tis_normalized":
-        return list(advantages)
-    weights = []
-    for one in inputs:
-        assert one.old_logprobs is not None and one.rollout_logprobs is not None, "requirements() asked for both"
-        of_tokens, _ = F.correction_weights(
-            old_logprobs=one.old_logprobs,
-            rollout_logprobs=one.rollout_logprobs,
-            loss_mask=one.loss_mask,
-            sample_ids=one.sample_ids,
-            num_samples=one.rewards.numel(),
-            method=config.correction,
-            level=config.correction_level,
-            low=config.correction_low,
-            high=config.correction_high,
-        )
-        weights.append(
-            F.weights_to_average(
-                weights=of_tokens,
-                loss_mask=one.loss_mask,
-                sample_ids=one.sample_ids,
-                num_samples=one.rewards.numel(),
-                level=config.correction_level,
-            )
-        )
-    return F.divide_by_mean_weight(advantages=advantages, weights=weights)
-
-
-def normalize_group(
-    advantages: Sequence[Tensor],
-    inputs: Sequence[AdvantageInputs],
-    config: DeviationConfig,
+def credited_advantages(
+    inputs: AdvantageInputs,
+    config: CreditConfig,
+    relative: Callable[[Tensor], Tensor],
     *,
-    rewards: Sequence[Tensor] | None = None,
-) -> list[Tensor]:
-    """Divides advantages by the std of the step's rewards if ``normalize_std`` is "batch"; then `normalize_weights`.
+    punishments: Tensor | None = None,
+) -> Tensor:
+    """Returns the advantages of a group, ``[tokens]`` float32, for ``algo.credit``.
 
-    ``advantages`` and ``inputs`` hold one entry per group of the train step. ``rewards`` holds one ``[samples]`` tensor
-    per group; the default is `penalized_rewards`.
+    ``relative`` is the algorithm's own form of an advantage: it takes the rewards of what is compared, at least two,
+    and returns as many advantages. With "episode", every token has the advantage of its sample's reward, which is that
+    of `penalized_rewards` and ``punishments`` ``[samples]``. With "gigpo", the tokens of a turn also have
+    ``gigpo_weight`` times the turn's `step_advantages`.
     """
-    if config.normalize_std == "batch":
-        advantages = F.divide_by_step_deviation(
-            advantages=advantages,
-            rewards=[penalized_rewards(one, config) for one in inputs] if rewards is None else rewards,
-            std_epsilon=config.std_epsilon,
+    rewards = penalized_rewards(inputs, config)
+    advantages = relative(rewards if punishments is None else rewards + punishments)[inputs.sample_ids]
+    if config.credit != "gigpo":
+        return advantages
+    assert inputs.turns is not None, "requirements() asked for the turns"
+    penalties = token_penalties(inputs, config)
+    of_turns = step_advantages(inputs, config, relative, penalties=penalties, punishments=punishments)
+    return advantages + config.gigpo_weight * of_turns[inputs.turns.of_tokens]
+
+
+def step_advantages(
+    inputs: AdvantageInputs,
+    config: CreditConfig,
+    relative: Callable[[Tensor], Tensor],
+    *,
+    penalties: Tensor | None = None,
+    punishments: Tensor | None = None,
+) -> Tensor:
+    """Returns the advantages of a group's turns against turns that began in the same state, ``[turns]`` float32.
+
+    What is compared is what each turn led to: the sum of the rewards from it to the episode's end, those of later turns
+    discounted by ``gigpo_gamma``. A turn's reward is reduced by the ``penalties`` ``[tokens]`` of its own tokens, and
+    that of an episode's last turn also has the episode's ``punishments`` ``[samples]``.
+    """
+    turns = inputs.turns
+    assert turns is not None, "requirements() asked for the turns"
+    rewards = turns.rewards.clone()
+    if penalties is not None:
+        rewards -= F.sum_of_samples(
+            per_token=penalties,
+            loss_mask=inputs.loss_mask,
+            sample_ids=turns.of_tokens,
+            num_samples=rewards.numel(),
         )
-    return normalize_weights(advantages, inputs, config)
+    if punishments is not None:
+        last = turns.samples != turns.samples.roll(-1)
+        last[-1:] = True
+        rewards[last] += punishments[turns.samples[last]].double()
+    returns = F.turn_returns(turn_rewards=rewards, turn_samples=turns.samples, gamma=config.gigpo_gamma)
+    return F.anchor_advantages(returns=returns, state_keys=turns.state_keys, relative=relative)
+
+
+def group_advantages(inputs: AdvantageInputs, config: GroupConfig, *, punishments: Tensor | None = None) -> Tensor:
+    """Returns `credited_advantages` of the form of `sample_advantages`, ``[tokens]`` float32."""
+    relative = partial(sample_advantages, config=config)
+    return credited_advantages(inputs, config, relative, punishments=punishments)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from algorithms import functional as F
 from algorithms.policy_gradient.config import (
     ClipConfig,
+    CreditConfig,
     DeviationConfig,
     GroupConfig,
     PolicyGradientConfig,
@@ -14,6 +15,7 @@ from algorithms.policy_gradient.correction_checks import choice_problems, correc
 
 KL_PLACEMENTS = (*F.KL_LOSSES, "reward")
 OLD_LOGPROBS = ("rollout", "actor_fwd", "current")
+CREDITS = ("episode", "gigpo")
 
 
 def refuse(problems: list[str]) -> None:
@@ -24,7 +26,12 @@ def refuse(problems: list[str]) -> None:
 
 def group_problems(config: GroupConfig) -> list[str]:
     """Returns the problems of `baseline_problems` and those of ``normalize_std``, ``std_epsilon`` and ``pass_k``."""
-    problems = baseline_problems(config) + deviation_problems(config, F.DEVIATIONS)
+    problems = baseline_problems(config) + deviation_problems(config, F.DEVIATIONS) + credit_problems(config)
+    if config.pass_k > 1 and config.credit == "gigpo":
+        problems.append(
+            f"algo.credit=gigpo with algo.pass_k={config.pass_k}: pass@k compares whole episodes. Use algo.pass_k=1, "
+            "or algo.credit=episode."
+        )
     if not 1 <= config.pass_k < max(2, config.group_size):
         problems.append(
             f"algo.pass_k={config.pass_k} with algo.group_size={config.group_size}: need 1 <= pass_k < group_size, "
@@ -43,6 +50,14 @@ def baseline_problems(config: PolicyGradientConfig) -> list[str]:
     problems = common_problems(config)
     if config.group_size < 2:
         problems.append(f"algo.group_size={config.group_size}: a group of one has no baseline. Use 2 or more.")
+    return problems
+
+
+def credit_problems(config: CreditConfig) -> list[str]:
+    """Returns the problems of ``credit``, ``gigpo_weight`` and ``gigpo_gamma``."""
+    problems = choice_problems("algo.credit", config.credit, CREDITS) + above_zero(config, gigpo_weight=1.0)
+    if not 0 < config.gigpo_gamma <= 1:
+        problems.append(f"algo.gigpo_gamma={config.gigpo_gamma}: must lie in (0, 1]. GiGPO uses 0.95.")
     return problems
 
 

@@ -31,7 +31,16 @@ class PolicyGradientConfig(AlgorithmConfig):
 
 
 @dataclass(frozen=True)
-class DeviationConfig(PolicyGradientConfig):
+class CreditConfig(PolicyGradientConfig):
+    """Holds the settings of algorithms that compare a group's episodes, and with ``credit`` "gigpo" its turns, too."""
+
+    credit: str = "episode"
+    gigpo_weight: float = 1.0
+    gigpo_gamma: float = 0.95
+
+
+@dataclass(frozen=True)
+class DeviationConfig(CreditConfig):
     """Holds the settings of algorithms that may divide advantages by a standard deviation of rewards."""
 
     normalize_std: str = "group"
@@ -61,8 +70,10 @@ class TokenClipConfig(ClipConfig):
     trust_region: str = "ratio"
 
 
-def requirements(config: PolicyGradientConfig, *, whole_step: bool = False) -> Requirements:
-    """Returns what an algorithm with these settings needs computed.
+def requirements(
+    config: PolicyGradientConfig, *, whole_step: bool = False, turns: bool = False, state_keys: bool = False
+) -> Requirements:
+    """Returns what an algorithm with these settings needs computed, beside ``turns`` and ``state_keys``.
 
     It needs a reference if the KL has a coefficient, the entropy if the bonus has one, and the groups of a whole step
     if ``whole_step`` is True or if weights are divided by their mean over the step.
@@ -74,12 +85,20 @@ def requirements(config: PolicyGradientConfig, *, whole_step: bool = False) -> R
         entropy=config.entropy_coef > 0,
         whole_step=whole_step or normalizes_weights,
         rollout_logprobs=normalizes_weights,
+        turns=turns,
+        state_keys=state_keys,
     )
 
 
+def credit_requirements(config: CreditConfig, *, whole_step: bool = False) -> Requirements:
+    """Returns `requirements`; ``credit`` "gigpo" needs the turns and the states in which they began."""
+    by_state = config.credit == "gigpo"
+    return requirements(config, whole_step=whole_step, turns=by_state, state_keys=by_state)
+
+
 def group_requirements(config: DeviationConfig) -> Requirements:
-    """Returns `requirements`; a whole step's groups are needed if its rewards have one common standard deviation."""
-    return requirements(config, whole_step=config.normalize_std == "batch")
+    """Returns `credit_requirements`; one standard deviation for a step's rewards needs the step's groups."""
+    return credit_requirements(config, whole_step=config.normalize_std == "batch")
 
 
 def denominator(totals: StepTotals, config: PolicyGradientConfig) -> float:

@@ -41,7 +41,9 @@ class Requirements:
 
     ``entropy``: the loss needs the entropy of the distribution that each token was sampled from. ``whole_step``: for an
     algorithm with ``normalize``, whether that function must see all groups of a train step with these settings.
-    ``rollout_logprobs``: the advantages need the engine's log-probs beside the old log-probs.
+    ``rollout_logprobs``: the advantages need the engine's log-probs beside the old log-probs. ``turns``: the advantages
+    need the turns of the group's episodes. ``state_keys``: they also compare turns that begin in equal states, so that
+    a run needs an env whose SPEC has ``state_keys``.
     """
 
     old_logprobs: OldLogprobs
@@ -51,12 +53,31 @@ class Requirements:
     entropy: bool = False
     whole_step: bool = True
     rollout_logprobs: bool = False
+    turns: bool = False
+    state_keys: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupTurns:
+    """Holds the turns of a group's samples, sample by sample and in the order in which they were played.
+
+    ``rewards`` are those that the env gave for the turns, 0 where it gave none; the last turn of each sample also has
+    what the sample's reward differs from their sum, so that a sample's turns add up to its reward. ``state_keys`` names
+    the state in which each turn began; an entry is None if the env gave none, as for a response that was cut at a limit
+    of tokens, which the env does not see.
+    """
+
+    of_tokens: Tensor  # [tokens] int64, the turn of each token, ascending
+    samples: Tensor  # [turns] int64, the sample of each turn
+    rewards: Tensor  # [turns] float64, so that sums of equal rewards are equal
+    state_keys: Sequence[str | None]  # [turns]
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdvantageInputs:
     """Holds the inputs of one whole group. Log-prob tensors are None unless `Requirements` asked for them.
 
+    A sample is an episode with all its turns and segments; its tokens stand in the order in which they were sampled.
     ``old_logprobs`` are those of `LossInputs`; if a reference is required, they may be the engine's own. A sample whose
     tokens are all masked has a reward too, because it counts in the group's baseline.
     """
@@ -70,6 +91,7 @@ class AdvantageInputs:
     reference_logprobs: Tensor | None = None
     teacher_logprobs: Tensor | None = None  # [tokens], of the sampled tokens
     values: Tensor | None = None  # [tokens], the critic's value before each token
+    turns: GroupTurns | None = None  # if `Requirements` asked for ``turns`` or ``state_keys``
 
 
 @dataclass(frozen=True, kw_only=True)

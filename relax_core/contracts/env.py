@@ -175,10 +175,10 @@ class StepResult:
 
     ``observation`` is the input of `BaseInteractionEnv.format_observation`; it is not read if ``done``. ``reward`` is
     this turn's, None if the turn has none of its own. ``done``: the episode has ended. ``info`` holds further values
-    that JSON can hold; its numbers become metrics. ``state_key`` names the state in which the response was given, for
-    algorithms that compare equal states of a group. ``context_edit`` is the conversation from which the episode goes
-    on, in place of everything so far and of ``observation``; its messages must not be empty. What was sampled before is
-    trained in the old conversation.
+    that JSON can hold; its numbers become metrics. ``state_key`` names the state in which the response was given, that
+    is the state before this step, for algorithms that compare equal states of a group (`EnvSpec.state_keys`).
+    ``context_edit`` is the conversation from which the episode goes on, in place of everything so far and of
+    ``observation``; its messages must not be empty. What was sampled before is trained in the old conversation.
     """
 
     observation: Any = None
@@ -241,8 +241,10 @@ class EnvSpec:
     global random states belong to the episode: they come from ``start.group_seed`` until ``reset`` has returned, and
     from ``start.episode_seed`` after it, whatever else runs in the worker.
 
-    Raises ValueError if both functions or none is given, for ``open`` with another class of settings, and for tools or
-    ``isolated`` without ``open``.
+    ``state_keys`` says that each result of ``step`` has a ``state_key``; algo.credit=gigpo needs it.
+
+    Raises ValueError if both functions or none is given, for ``open`` with another class of settings, and for tools,
+    ``isolated`` or ``state_keys`` without ``open``.
     """
 
     name: str
@@ -253,6 +255,7 @@ class EnvSpec:
     tools: Callable[[Mapping[str, Any], Any], Sequence[ToolSchema | Callable[..., Any]]] | None = None
     check: Callable[[Any], None] = lambda config: None
     isolated: bool = False
+    state_keys: bool = False
 
     def __post_init__(self) -> None:
         if (self.messages is None) == (self.open is None):
@@ -264,6 +267,10 @@ class EnvSpec:
             )
         if self.tools is not None and self.open is None:
             raise ValueError(f"env {self.name}: its SPEC has tools, but an env of one turn calls none. Give it open.")
+        if self.state_keys and self.open is None:
+            raise ValueError(
+                f"env {self.name}: its SPEC has state_keys, but an env of one turn gives none. Give it open."
+            )
         if self.isolated and (self.open is None or not issubclass(self.config, IsolatedConfig)):
             raise ValueError(
                 f"env {self.name}: an isolated env needs open, and settings that are a dataclass under IsolatedConfig."

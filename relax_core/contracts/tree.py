@@ -8,6 +8,7 @@ row too.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -32,7 +33,8 @@ class Turn(msgspec.Struct, frozen=True):
 
     ``versions`` lists (weight version, tokens) in order, for the ledger; the tree's ``versions`` has the version of
     each row. ``finish`` is the engine's finish reason. ``reward`` is this turn's own, if the environment gives one.
-    Times are in Unix seconds, 0 if they are not known.
+    Times are in Unix seconds, 0 if they are not known. ``state_key`` names the state in which the response was given;
+    turns of a group with equal keys begin in equal states.
     """
 
     start: int
@@ -43,6 +45,7 @@ class Turn(msgspec.Struct, frozen=True):
     reward: float | None = None
     began_s: float = 0.0
     ended_s: float = 0.0
+    state_key: str | None = None
 
 
 class Episode(msgspec.Struct, frozen=True):
@@ -251,6 +254,8 @@ def check_tree(tree: TokenTree) -> None:
     for one in tree.episodes:
         if any(turn.start >= turn.end for turn in one.turns):
             raise wrong(f"episode {one.uid} has a turn without a token: such an answer is dropped, not put")
+        if not all(turn.reward is None or math.isfinite(turn.reward) for turn in one.turns):
+            raise wrong(f"episode {one.uid} has a turn whose reward is not finite: a turn without one has None")
         rows = [*one.leaves, *(row for turn in one.turns for row in (turn.start, turn.end - 1))]
         if not one.leaves or min(rows) < 0 or max(rows) >= tree.rows:
             raise wrong(f"episode {one.uid} names row {rows}, but its group has {tree.rows} rows")

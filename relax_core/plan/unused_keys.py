@@ -19,6 +19,8 @@ def unused_keys(config: RelaxConfig) -> Iterator[str]:
         yield "algo.kl_estimator, algo.kl_placement: algo.kl_coef=0 asks for no reference model"
     if getattr(algo, "aggregation", None) in ("token_mean", "seq_mean_token_mean"):
         yield f"algo.norm_length: algo.aggregation={algo.aggregation} does not divide by it"
+    if getattr(algo, "credit", None) == "episode":
+        yield "algo.gigpo_weight, algo.gigpo_gamma: algo.credit=episode compares no turns"
     if find_reward(config.reward.name).isolated:
         yield f"rollout.reward_concurrency: reward={config.reward.name} runs in rollout.reward_workers processes"
     else:

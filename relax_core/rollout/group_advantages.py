@@ -6,6 +6,7 @@ of other roles or a whole train step's groups. Therefore both give the same bits
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ import numpy as np
 from relax_core.config.choices import AdvantagesPlace
 from relax_core.config.schema import RelaxConfig
 from relax_core.contracts import columns as c
-from relax_core.contracts.algorithm import AdvantageInputs, AlgorithmSpec, Requirements
+from relax_core.contracts.algorithm import AdvantageInputs, AlgorithmSpec, GroupTurns, Requirements
 from relax_core.contracts.tree import TokenTree
 from relax_core.registry import find_algorithm
 
@@ -69,23 +70,32 @@ def advantage_extras(trees: Sequence[TokenTree], spec: AlgorithmSpec, config: ob
     if spec.normalize is not None and requirements.whole_step:
         values = spec.normalize(values, inputs, config)
     return [
-        {c.ADVANTAGES: advantages.float().numpy(), **returns} for advantages, returns in zip(values, made, strict=True)
+        {
+            name: _by_row(tree, own.float().numpy(), requirements)
+            for name, own in {c.ADVANTAGES: advantages, **returns}.items()
+        }
+        for tree, advantages, returns in zip(trees, values, made, strict=True)
     ]
 
 
 def advantage_inputs(tree: TokenTree, requirements: Requirements) -> AdvantageInputs:
     """Returns a group as an algorithm sees it, from the columns of `input_columns` alone.
 
-    The engine's log-probs are the old ones if no role recomputes them.
+    The engine's log-probs are the old ones if no role recomputes them. With turns the tokens of an episode stand turn
+    by turn, which is not the order of rows if an episode went back to an older part of its history.
     """
     import torch
 
     wanted = input_columns(requirements)
     episodes, rows = tree.tokens
+    order: np.ndarray | slice = slice(None)
+    if has_turns := _sees_turns(requirements):
+        order = token_order(tree)
+        episodes, rows = episodes[order], rows[order]
 
     def tensor(column: str) -> Tensor | None:
         values = tree.of_tokens(column) if column in wanted else None
-        return None if values is None else torch.from_numpy(values)
+        return None if values is None else torch.from_numpy(values[order])
 
     rollout = torch.from_numpy(tree.logprobs[rows]) if c.LOGPROBS in wanted else None
     return AdvantageInputs(
@@ -98,12 +108,58 @@ def advantage_inputs(tree: TokenTree, requirements: Requirements) -> AdvantageIn
         reference_logprobs=tensor(c.REFERENCE_LOGPROBS),
         teacher_logprobs=tensor(c.TEACHER_LOGPROBS),
         values=tensor(c.VALUES),
+        turns=_turns(tree, order) if has_turns else None,
     )
 
 
-def _returns(group: AdvantageInputs, advantages: Tensor, spec: AlgorithmSpec, config: object) -> dict[str, np.ndarray]:
+def _sees_turns(requirements: Requirements) -> bool:
+    return requirements.turns or requirements.state_keys
+
+
+def _turns_of_tokens(tree: TokenTree) -> np.ndarray:
+    """Returns the turn of each token, int64 ``[tokens]``; turns are numbered episode by episode, in their order."""
+    owners = np.repeat(np.arange(len(tree.episodes)), [len(one.turns) for one in tree.episodes])
+    starts = np.array([turn.start for one in tree.episodes for turn in one.turns], dtype=np.int64)
+    keys = owners * tree.rows + starts  # ascending by episode and row
+    by_row = np.argsort(keys)
+    episodes, rows = tree.tokens
+    return by_row[np.searchsorted(keys[by_row], episodes * tree.rows + rows, side="right") - 1]
+
+
+def token_order(tree: TokenTree) -> np.ndarray:
+    """Returns the numbers of a tree's tokens in the order of episodes and their turns, int64 ``[tokens]``."""
+    return np.argsort(_turns_of_tokens(tree), kind="stable")
+
+
+def _by_row(tree: TokenTree, values: np.ndarray, requirements: Requirements) -> np.ndarray:
+    """Returns values of tokens that stand as `advantage_inputs` puts them in the order of the tree's tokens."""
+    if not _sees_turns(requirements):
+        return values
+    result = np.empty_like(values)
+    result[token_order(tree)] = values
+    return result
+
+
+def _turns(tree: TokenTree, order: np.ndarray | slice) -> GroupTurns:
+    import torch
+
+    rewards: list[float] = []
+    for one in tree.episodes:
+        own = [turn.reward or 0.0 for turn in one.turns]
+        assert one.reward is not None, "an episode without a reward is in no tree"
+        own[-1] += one.reward - math.fsum(own)
+        rewards += own
+    return GroupTurns(
+        of_tokens=torch.from_numpy(_turns_of_tokens(tree)[order]),
+        samples=torch.from_numpy(np.repeat(np.arange(len(tree.episodes)), [len(one.turns) for one in tree.episodes])),
+        rewards=torch.tensor(rewards, dtype=torch.float64),
+        state_keys=[turn.state_key for one in tree.episodes for turn in one.turns],
+    )
+
+
+def _returns(group: AdvantageInputs, advantages: Tensor, spec: AlgorithmSpec, config: object) -> dict[str, Tensor]:
     """Returns the targets of the critic; empty without a critic."""
     if group.values is None:
         return {}
     returns = advantages + group.values if spec.returns is None else spec.returns(group, advantages, config)
-    return {c.RETURNS: returns.float().numpy()}
+    return {c.RETURNS: returns}

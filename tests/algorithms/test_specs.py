@@ -12,7 +12,7 @@ import torch
 
 from algorithms import cispo, dapo, distill, gspo, sapo
 from algorithms.policy_gradient import PolicyGradientConfig
-from relax_core.contracts.algorithm import AdvantageInputs, AlgorithmConfig, LossInputs, ValueInputs
+from relax_core.contracts.algorithm import AdvantageInputs, AlgorithmConfig, GroupTurns, LossInputs, ValueInputs
 from relax_core.registry import find_algorithm, names
 
 BUILT_IN = [name for name in names("algo") if issubclass(find_algorithm(name).config, PolicyGradientConfig)]
@@ -135,6 +135,8 @@ def test_every_setting_is_read(algorithm: str) -> None:
     forms = [{"form": form} for form in distill.FORMS] if algorithm == "distill" else [{}]
     forms += [{"pass_k": 2}] if "pass_k" in fields else []
     forms += [{"gamma": 0.9}] if algorithm == "reinforce_pp" else []
+    form = {"form": "advantage"} if "form" in fields else {}
+    forms += [{"credit": "gigpo", **form}] if "credit" in fields else []
     for placement, form in itertools.product(("loss", "reward"), forms):
         config: Any = Reads(config_of(algorithm, **base, **form, kl_placement=placement), read)
         spec.requirements(config)
@@ -163,6 +165,12 @@ def test_every_setting_is_read(algorithm: str) -> None:
             rollout_logprobs=tokens,
             values=tokens,
             teacher_logprobs=tokens,
+            turns=GroupTurns(
+                of_tokens=ids,
+                samples=torch.tensor([0, 1]),
+                rewards=torch.tensor([0.0, 1.0], dtype=torch.float64),
+                state_keys=["s", "s"],
+            ),
         )
         values = spec.advantages(advantage_inputs, config)
         if spec.normalize is not None:

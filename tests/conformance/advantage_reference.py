@@ -1,6 +1,7 @@
 """Advantages in plain Python floats (float64), written from the papers and not from our code. No torch.
 
-Samples and settings are those of `reference`; a group has ``rewards``, one a sample, and ``samples``.
+Samples and settings are those of `reference`; a group has ``rewards``, one a sample, and ``samples``. With turns it
+also has ``turns``, a list a sample, each with its number of ``tokens``, its ``reward`` and its ``state``.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from tests.conformance.reference import Config, Sample, clamp, kl, log_ratio, we
 
 def advantages(algorithm: str, config: Config, groups: Sequence[Mapping[str, Any]]) -> list[list[list[float]]]:
     """Returns the advantages of every token of every sample of every group of a train step."""
-    step = [group_advantages(algorithm, config, group["rewards"], group["samples"]) for group in groups]
+    step = [group_advantages(algorithm, config, group) for group in groups]
     if algorithm in ("reinforce_pp", "ppo"):
         step = _whitened(config, step, groups)
     if config.get("normalize_std") == "batch":
@@ -62,35 +63,97 @@ def returns(config: Config, group: Mapping[str, Any]) -> list[list[float]]:
         [
             a + v
             for a, v in zip(
-                _generalized_advantages(config, reward, sample, of_returns=True), sample["values"], strict=True
+                _generalized_advantages(config, earned, sample, of_returns=True), sample["values"], strict=True
             )
         ]
-        for reward, sample in zip(group["rewards"], group["samples"], strict=True)
+        for earned, sample in zip(_earned(group), group["samples"], strict=True)
     ]
 
 
-def group_advantages(
-    algorithm: str, config: Config, rewards: Sequence[float], samples: Sequence[Sample]
-) -> list[list[float]]:
+def _earned(group: Mapping[str, Any]) -> list[dict[int, float]]:
+    """Returns for each sample what it earned, by the token that the reward stands at.
+
+    The reward of a turn stands at the turn's last trained token, and that of a turn without one at the last trained
+    token before it. Without turns the sample's reward stands at its last trained token.
+    """
+    found = []
+    for place, sample in enumerate(group["samples"]):
+        own: dict[int, float] = {}
+        whole = [{"tokens": len(sample["mask"]), "reward": group["rewards"][place]}]
+        behind = 0
+        for turn in group["turns"][place] if "turns" in group else whole:
+            behind += turn["tokens"]
+            trained = [t for t in range(behind) if sample["mask"][t]]
+            if trained:
+                own[trained[-1]] = own.get(trained[-1], 0.0) + turn["reward"]
+        found.append(own)
+    return found
+
+
+def _with_gigpo(algorithm: str, config: Config, group: Mapping[str, Any]) -> list[list[float]]:
+    """Returns GiGPO's advantages: those of the episodes, and the weight times those of steps in equal states.
+
+    Each turn is told apart by its sample and its number. Its return is R_t = Σ_k γ^(k-t) r_k over the turns from it on.
+    The turns of one state are then treated as if they were the samples of a group with their returns as rewards.
+    """
+    of_episodes = _of_episodes(algorithm, config, group)
+    own_returns: dict[tuple[int, int], float] = {}
+    for i, turns in enumerate(group["turns"]):
+        rewards, first = [], 0
+        for turn in turns:
+            tokens = range(first, first + turn["tokens"])
+            kl_of_turn = math.fsum(charges(config, group["samples"][i])[t] for t in tokens)
+            rewards.append(turn["reward"] - (0.0 if algorithm == "reinforce_pp" else kl_of_turn))
+            first += turn["tokens"]
+        if algorithm == "dapo":
+            rewards[-1] += _punishment(config, group["samples"][i])
+        for k in range(len(turns)):
+            later = enumerate(rewards[k:])
+            own_returns[i, k] = math.fsum(config["gigpo_gamma"] ** distance * reward for distance, reward in later)
+    result = [list(row) for row in of_episodes]
+    for state in {turn["state"] for turns in group["turns"] for turn in turns} - {None}:
+        anchors = [key for key in own_returns if group["turns"][key[0]][key[1]]["state"] == state]
+        if len(anchors) < 2:
+            continue
+        compared = _compared(algorithm, config, [own_returns[key] for key in anchors])
+        for (i, k), value in zip(anchors, compared, strict=True):
+            first = sum(turn["tokens"] for turn in group["turns"][i][:k])
+            for t in range(first, first + group["turns"][i][k]["tokens"]):
+                result[i][t] += config["gigpo_weight"] * value
+    return result
+
+
+def group_advantages(algorithm: str, config: Config, group: Mapping[str, Any]) -> list[list[float]]:
+    """Returns the advantages of every token of every sample of a group, before what needs the whole step."""
+    form = _with_gigpo if config.get("credit") == "gigpo" else _of_episodes
+    return form(algorithm, config, group)
+
+
+def _of_episodes(algorithm: str, config: Config, group: Mapping[str, Any]) -> list[list[float]]:
+    rewards, samples = group["rewards"], group["samples"]
     if algorithm == "ppo":
         return [
-            _generalized_advantages(config, reward, one, of_returns=False)
-            for reward, one in zip(rewards, samples, strict=True)
+            _generalized_advantages(config, earned, one, of_returns=False)
+            for earned, one in zip(_earned(group), samples, strict=True)
         ]
     if algorithm == "reinforce_pp":
         mean = math.fsum(rewards) / len(rewards) if config["group_baseline"] else 0.0
         return [_discounted(config, reward - mean, sample) for reward, sample in zip(rewards, samples, strict=True)]
-    rewards = _shaped_rewards(algorithm, config, {"rewards": rewards, "samples": samples})
-    if algorithm == "rloo":
-        values = _against_the_others(config, rewards)
-    elif config.get("pass_k", 1) > 1:
-        values = _pass_at_k(config, rewards)
-    else:
-        mean = math.fsum(rewards) / len(rewards)
-        values = [reward - mean for reward in rewards]
-        if algorithm != "dr_grpo" and config["normalize_std"] == "group":
-            values = [value / (statistics.stdev(rewards) + config["std_epsilon"]) for value in values]
+    values = _compared(algorithm, config, _shaped_rewards(algorithm, config, group))
     return [[value] * len(sample["mask"]) for value, sample in zip(values, samples, strict=True)]
+
+
+def _compared(algorithm: str, config: Config, rewards: Sequence[float]) -> list[float]:
+    """Returns the advantages of things that are compared with each other, in the algorithm's own form."""
+    if algorithm == "rloo":
+        return _against_the_others(config, rewards)
+    if config.get("pass_k", 1) > 1:
+        return _pass_at_k(config, rewards)
+    mean = math.fsum(rewards) / len(rewards)
+    values = [reward - mean for reward in rewards]
+    if algorithm not in ("dr_grpo", "reinforce_pp") and config["normalize_std"] == "group":
+        values = [value / (statistics.stdev(rewards) + config["std_epsilon"]) for value in values]
+    return values
 
 
 def _shaped_rewards(algorithm: str, config: Config, group: Mapping[str, Any]) -> list[float]:
@@ -99,13 +162,16 @@ def _shaped_rewards(algorithm: str, config: Config, group: Mapping[str, Any]) ->
         reward - math.fsum(charges(config, sample))
         for reward, sample in zip(group["rewards"], group["samples"], strict=True)
     ]
-    if algorithm == "dapo" and config["overlong_length"]:
-        longest, buffer = config["overlong_length"], config["overlong_buffer"]
+    if algorithm == "dapo":
         rewards = [
-            reward + clamp((longest - buffer - len(sample["mask"])) / buffer, -1.0, 0.0)
-            for reward, sample in zip(rewards, group["samples"], strict=True)
+            reward + _punishment(config, sample) for reward, sample in zip(rewards, group["samples"], strict=True)
         ]
     return rewards
+
+
+def _punishment(config: Config, sample: Sample) -> float:
+    longest, buffer = config["overlong_length"], config["overlong_buffer"]
+    return clamp((longest - buffer - len(sample["mask"])) / buffer, -1.0, 0.0) if longest else 0.0
 
 
 def _discounted(config: Config, reward: float, sample: Sample) -> list[float]:
@@ -161,11 +227,13 @@ def charges(config: Config, sample: Sample) -> list[float]:
     ]
 
 
-def _generalized_advantages(config: Config, reward: float, sample: Sample, *, of_returns: bool) -> list[float]:
+def _generalized_advantages(
+    config: Config, earned: Mapping[int, float], sample: Sample, *, of_returns: bool
+) -> list[float]:
     """Returns GAE as a sum and not as a recursion: A_t = Σ_l (γλ)^l δ_{t+l} over the sample's trained tokens."""
     trained = [t for t, one in enumerate(sample["mask"]) if one]
     charged = charges(config, sample)
-    rewards = [-charged[t] + (reward if t == trained[-1] else 0.0) for t in trained]
+    rewards = [-charged[t] + earned.get(t, 0.0) for t in trained]
     values = [sample["values"][t] for t in trained] + [0.0]
     deltas = [rewards[i] + config["gamma"] * values[i + 1] - values[i] for i in range(len(trained))]
     lam = config["gae_lambda"]

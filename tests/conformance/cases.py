@@ -10,7 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from relax_core.contracts.algorithm import AdvantageInputs, AlgorithmConfig, LossInputs, StepTotals, ValueInputs
+from relax_core.contracts.algorithm import (
+    AdvantageInputs,
+    AlgorithmConfig,
+    GroupTurns,
+    LossInputs,
+    StepTotals,
+    ValueInputs,
+)
 from relax_core.registry import find_algorithm
 
 VECTORS = Path(__file__).parent / "vectors"
@@ -72,6 +79,24 @@ def advantage_inputs(group: Mapping[str, Any], *, config: Any) -> AdvantageInput
         rollout_logprobs=flat(samples, "rollout_logprobs", torch.float32),
         reference_logprobs=flat(samples, "reference_logprobs", torch.float32),
         values=flat(samples, "values", torch.float32) if "values" in samples[0] else None,
+        turns=group_turns(group),
+    )
+
+
+def group_turns(group: Mapping[str, Any]) -> GroupTurns:
+    """Returns the turns of a group; without any, each sample is one turn."""
+    samples, rewards = group["samples"], group["rewards"]
+    one_each = [
+        [{"tokens": len(sample["mask"]), "reward": reward, "state": None}]
+        for sample, reward in zip(samples, rewards, strict=True)
+    ]
+    of_samples = [(place, turn) for place, turns in enumerate(group.get("turns", one_each)) for turn in turns]
+    lengths = torch.tensor([turn["tokens"] for _, turn in of_samples])
+    return GroupTurns(
+        of_tokens=torch.arange(len(lengths)).repeat_interleave(lengths),
+        samples=torch.tensor([place for place, _ in of_samples]),
+        rewards=torch.tensor([turn["reward"] for _, turn in of_samples], dtype=torch.float64),
+        state_keys=[turn["state"] for _, turn in of_samples],
     )
 
 

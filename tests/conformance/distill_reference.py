@@ -18,7 +18,7 @@ from typing import Any
 from algorithms.distill import SPEC, DistillConfig
 from tests.conformance import advantage_reference, reference
 from tests.conformance.cases import VECTORS
-from tests.conformance.generate import rounded
+from tests.conformance.generate import make_turns, rounded
 
 FILE = VECTORS / "distill.json"
 VOCABULARY = 9
@@ -43,6 +43,7 @@ ADVANTAGE_CASES: list[dict[str, Any]] = [
     {"form": "advantage", "kl_coef": 0.1, "kl_placement": "reward", "kl_estimator": "k1"},
     {"form": "topk_forward"},
     {"form": "pure", "kl_coef": 0.1, "kl_placement": "reward", "kl_estimator": "k2"},
+    {"form": "advantage", "credit": "gigpo", "gigpo_weight": 0.5, "gigpo_gamma": 0.8},
 ]
 
 
@@ -125,13 +126,14 @@ def gradients(config: Config, samples: Sequence[Sample], *, step: float = 1e-5) 
     }
 
 
-def advantages(config: Config, rewards: Sequence[float], samples: Sequence[Sample]) -> list[list[float]]:
+def advantages(config: Config, group: Mapping[str, Any]) -> list[list[float]]:
     """Returns MiniLLM's reward of one step, -λ (log π_S - log π_T), if the form has one, plus the group's advantage."""
+    samples: Sequence[Sample] = group["samples"]
     if config["form"].startswith("topk_"):
         return [[0.0] * len(sample["mask"]) for sample in samples]
     base = [[-charge for charge in advantage_reference.charges(config, sample)] for sample in samples]
     if config["form"] == "advantage":
-        base = advantage_reference.group_advantages("grpo", config, rewards, samples)
+        base = advantage_reference.group_advantages("grpo", config, group)
     return [
         [
             a
@@ -186,9 +188,10 @@ def vectors() -> dict[str, Any]:
     for seed, changes in enumerate(ADVANTAGE_CASES):
         config, source = defaults | changes, random.Random(f"distill advantages {seed}")
         samples = make_samples(source, top_k=2)
-        rewards = [source.randrange(0, 9) / 8 for _ in LENGTHS]
-        expected = rounded(advantages(config, rewards, samples))
-        made["advantages"].append({"config": config, "rewards": rewards, "samples": samples, "expected": expected})
+        group = {"rewards": [source.randrange(0, 9) / 8 for _ in LENGTHS], "samples": samples}
+        if config["credit"] == "gigpo":
+            group = make_turns(source, group)
+        made["advantages"].append({"config": config, **group, "expected": rounded(advantages(config, group))})
     return made
 
 

@@ -46,6 +46,7 @@ FOR_ALL: list[dict[str, Any]] = [
     {**ACTOR_FWD, "rejection": {"seq_mean_k3": [0, 0.03]}},
     {"rejection": {"token_ratio": [0.7, 1.4]}},
 ]
+TURNS = "episodes of several turns"  # of a case, not a setting
 WIDE = "spread of the log-probs"  # of a case, not a setting: log-ratios so large that a clamp acts
 KL_CASES: list[dict[str, Any]] = [
     {"kl_coef": 0.1, "kl_placement": "loss", "kl_estimator": "abs"},
@@ -141,6 +142,30 @@ LATER_ADVANTAGES: dict[str, list[dict[str, Any]]] = {
     ],
     "ppo": [{"gae_alpha": 0.4, "gae_lambda": 1.0}, {"gae_alpha": 0.6, "gae_lambda": 0.5, "gamma": 0.9}, NORMALIZED],
 }
+GIGPO = {"credit": "gigpo", TURNS: True}
+HALF = {"gigpo_weight": 0.5, "gigpo_gamma": 0.8}
+BY_TURN: dict[str, list[dict[str, Any]]] = {  # behind all others, too
+    "grpo": [
+        GIGPO,
+        {**GIGPO, **HALF, "normalize_std": "none"},
+        {**GIGPO, **BATCH_STD},
+        {**GIGPO, **HALF, **KL_IN_REWARD},
+        {**GIGPO, "gigpo_gamma": 1.0, **NORMALIZED},
+    ],
+    "dapo": [{**GIGPO, **HALF, "overlong_length": 4, "overlong_buffer": 3}],
+    "gspo": [GIGPO],
+    "sapo": [GIGPO],
+    "cispo": [{**GIGPO, **HALF}],
+    "dr_grpo": [GIGPO, {**GIGPO, **HALF}],
+    "rloo": [GIGPO, {**GIGPO, **HALF, "normalize_std": "group"}, {**GIGPO, "normalize_std": "others"}],
+    "reinforce_pp": [GIGPO, {**GIGPO, **HALF, "gamma": 0.9}, {**GIGPO, **HALF, **KL_IN_REWARD}],
+    "ppo": [
+        {TURNS: True},
+        {TURNS: True, "gamma": 0.9, "gae_lambda": 0.5},
+        {TURNS: True, "gae_lambda": 1.0, **KL_IN_REWARD},
+        {TURNS: True, "gae_alpha": 0.4, "gae_lambda": 1.0},
+    ],
+}
 LENGTHS_OF_RUN = {"dr_grpo": {"norm_length": 8.0}, "rloo": {"norm_length": 1.0}}  # conf/algo takes them from the run
 VALUE: list[dict[str, Any]] = [
     {},
@@ -234,8 +259,24 @@ def numbers(source: random.Random, count: int, low: float, high: float) -> list[
     return [round(source.uniform(low, high), 7) for _ in range(count)]
 
 
+def make_turns(source: random.Random, group: dict[str, Any]) -> dict[str, Any]:
+    """Returns the group with one to three turns a sample, in few states, whose rewards add up to the sample's."""
+    turns = []
+    for sample in group["samples"]:
+        left, own = len(sample["mask"]), []
+        while left:
+            count = left if len(own) == 2 else source.randint(1, left)
+            own.append({"tokens": count, "reward": source.randrange(0, 5) / 8, "state": source.choice("ab")})
+            left -= count
+        turns.append(own)
+    turns[0][0]["state"] = "seen once"
+    for own in turns[1:]:
+        own[-1]["state"] = source.choice([own[-1]["state"], None])  # the env sees no response that was cut
+    return group | {"turns": turns, "rewards": [sum(turn["reward"] for turn in own) for own in turns]}
+
+
 def advantage_case(algorithm: str, config: dict[str, Any], *, seed: int) -> dict[str, Any]:
-    source = random.Random(seed)
+    source, has_turns = random.Random(seed), config.pop(TURNS, False)
     groups = [
         {
             "rewards": [source.randrange(0, 9) / 8 for _ in lengths],
@@ -243,6 +284,8 @@ def advantage_case(algorithm: str, config: dict[str, Any], *, seed: int) -> dict
         }
         for lengths in GROUPS
     ]
+    if has_turns:
+        groups = [make_turns(source, group) for group in groups]
     if algorithm != "ppo":
         return {
             "config": config,
@@ -266,11 +309,11 @@ def vectors(algorithm: str) -> dict[str, Any]:
     own = OWN.get(algorithm, []) + (CLIPPED if "dual_clip" in defaults and algorithm != "gspo" else [])
     defaults |= ONE_UPDATE | LENGTHS_OF_RUN.get(algorithm, {})
     for_loss = [defaults | changes for changes in COMMON + own + ENTROPY + FOR_ALL + LATER.get(algorithm, [])]
-    own_advantages = ADVANTAGES.get(algorithm, []) + LATER_ADVANTAGES.get(algorithm, [])
+    own_advantages = ADVANTAGES.get(algorithm, []) + LATER_ADVANTAGES.get(algorithm, []) + BY_TURN[algorithm]
     for_advantages = [defaults | changes for changes in [{}, KL_IN_REWARD, *own_advantages]]
     for_value = [defaults | changes for changes in VALUE] if spec.value_loss is not None else []
     for config in for_loss + for_advantages + for_value:
-        spec.check(spec.config(**{key: value for key, value in config.items() if key != WIDE}))
+        spec.check(spec.config(**{key: value for key, value in config.items() if key not in (WIDE, TURNS)}))
     made = {
         "algorithm": algorithm,
         "loss": [loss_case(algorithm, config, seed=seed) for seed, config in enumerate(for_loss)],

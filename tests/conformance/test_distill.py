@@ -79,6 +79,7 @@ def test_advantages(case: dict[str, Any]) -> None:
         old_logprobs=cases.flat(samples, "rollout_logprobs", torch.float32),
         reference_logprobs=cases.flat(samples, "reference_logprobs", torch.float32),
         teacher_logprobs=cases.flat(samples, "teacher_logprobs", torch.float32),
+        turns=cases.group_turns(case),
     )
     got = SPEC.advantages(inputs, DistillConfig(**case["config"]))
     assert got.dtype == torch.float32

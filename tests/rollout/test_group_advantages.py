@@ -24,12 +24,14 @@ from relax_core.contracts.columns import decode_tree, encode_tree
 from relax_core.contracts.tree import TokenTree
 from relax_core.control.run.role_counts import roles_of
 from relax_core.registry import find_algorithm
+from relax_core.rollout.episodes.tree_builder import PlayedEpisode, PlayedTurn, build_tree
 from relax_core.rollout.group_advantages import (
     advantage_extras,
     advantage_inputs,
     computes_advantages_per_group,
     input_columns,
 )
+from tests.responses import response
 from tests.trees import answers_tree, random_tree
 
 
@@ -129,6 +131,57 @@ def test_a_critics_returns_are_advantages_before_whitening_plus_values() -> None
     assert flat(a) == pytest.approx(((raw - raw.mean()) / raw.std()).tolist())
     (plain,) = advantage_extras([row([1.0, 0.0], [1, 2])], GRPO, GrpoConfig())
     assert set(plain) == {c.ADVANTAGES}
+
+
+def played(uid: str, *turns: tuple[list[int], list[int], float | None], reward: float) -> PlayedEpisode:
+    """An episode of turns (prompt, response, reward), each of which begins in the state that its prompt spells."""
+    made = [
+        PlayedTurn(prompt_ids=prompt, response=response(ids, versions=0), reward=own, state_key=str(prompt) * 20)
+        for prompt, ids, own in turns
+    ]
+    return PlayedEpisode(uid=uid, turns=made, reward=reward, parts={}, ended="env_done")
+
+
+def test_the_turns_of_a_group_come_from_the_bus_in_the_order_in_which_they_were_played() -> None:
+    """The first episode goes back to its first history in its third turn, whose rows stand before the second turn's."""
+    back = played(
+        "g.0", ([1, 2, 3], [4, 4], 0.5), ([1, 2, 9, 9], [5], None), ([1, 2, 3, 7], [6, 6, 6], 0.25), reward=2.0
+    )
+    other = played("g.1", ([1, 2, 3], [8], 1.0), reward=1.0)
+    tree = build_tree("g", [back, other])
+    assert tree.token_ids[tree.tokens[1]].tolist() == [4, 4, 6, 6, 6, 5, 8]
+    requirements = Requirements(old_logprobs="rollout", critic=True, turns=True)
+    tree = tree.with_extras(values=np.arange(tree.rows, dtype=np.float32))
+    inputs = advantage_inputs(leased(encode_tree(tree), input_columns(requirements)), requirements)
+    turns = inputs.turns
+    assert turns is not None and inputs.values is not None
+    assert turns.of_tokens.tolist() == [0, 0, 1, 2, 2, 2, 3]
+    assert turns.samples.tolist() == [0, 0, 0, 1] == inputs.sample_ids[[0, 2, 3, 6]].tolist()
+    assert turns.rewards.tolist() == [0.5, 0.0, 1.5, 1.0], "the last turn has what is missing from the episode's reward"
+    assert turns.state_keys[0] == turns.state_keys[3] != turns.state_keys[1]
+    assert all(key is not None and len(key) == 32 for key in turns.state_keys), "long keys travel as digests"
+    rows = tree.tokens[1][[0, 1, 5, 2, 3, 4, 6]]
+    assert inputs.values.tolist() == rows.tolist(), "the columns have the order of the turns, too"
+    zeros = tree.with_extras(values=np.zeros(tree.rows, dtype=np.float32))
+    spec = dataclasses.replace(PPO, normalize=None)
+    (made,) = advantage_extras([zeros], spec, PpoConfig(gae_lambda=1.0))
+    assert flat(made) == flat(made, c.RETURNS) == [2.0, 2.0, 1.5, 1.5, 1.5, 1.5, 1.0], "they stand at the tree's rows"
+    assert advantage_inputs(tree, Requirements(old_logprobs="rollout")).turns is None
+
+
+def test_every_token_of_a_tree_is_in_a_turn_of_its_episode() -> None:
+    requirements = Requirements(old_logprobs="rollout", turns=True)
+    for seed in range(20):
+        tree = random_tree(np.random.default_rng(seed), roots=2)
+        inputs = advantage_inputs(tree, requirements)
+        assert inputs.turns is not None
+        of_tokens = inputs.turns.of_tokens.tolist()
+        assert of_tokens == sorted(of_tokens)
+        assert inputs.turns.samples[of_tokens].tolist() == inputs.sample_ids.tolist()
+        sums = np.bincount(inputs.turns.samples, weights=inputs.turns.rewards)
+        assert sums.tolist() == pytest.approx([one.reward for one in tree.episodes])
+        lengths = [turn.end - turn.start for one in tree.episodes for turn in one.turns]
+        assert np.bincount(of_tokens).tolist() == lengths
 
 
 def test_a_step_is_normalised_only_where_the_algorithm_sees_one() -> None:

@@ -128,6 +128,11 @@ def _check_sinks(config: RelaxConfig) -> Iterator[str]:
 def _check_turns(config: RelaxConfig) -> Iterator[str]:
     """Checks the keys of an environment with several turns."""
     env, plugin_config, quorum = find_env(config.env.name), config.env, config.rollout.quorum
+    if not env.state_keys and find_algorithm(config.algo.name).requirements(config.algo).state_keys:
+        yield (
+            f"algo.credit=gigpo with env={env.name}, which gives no state_key, so that no turns of equal states can be "
+            "compared. Use algo.credit=episode, or an env whose SPEC has state_keys=True and whose steps give one."
+        )
     if not env.has_turns:
         if 0 < quorum < 1:
             yield f"rollout.quorum={quorum:g} with env={env.name}, whose episodes have one turn. Use 1.0."

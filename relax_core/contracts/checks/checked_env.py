@@ -42,7 +42,7 @@ def checked_env(spec: EnvSpec) -> EnvSpec:
         came: Any = given_open(start, config)
         if not isinstance(came, BaseInteractionEnv):
             raise source.wrong(not_awaited(came), "an object of a class under BaseInteractionEnv")
-        return _CheckedInteraction(came, spec.name)
+        return _CheckedInteraction(came, spec)
 
     return replace(spec, open=checked_open, tools=None if spec.tools is None else _checked_tools(spec))
 
@@ -67,13 +67,13 @@ def _checked_tools(spec: EnvSpec) -> Callable[[Mapping[str, Any], Any], list[Too
 class _CheckedInteraction(BaseInteractionEnv):
     """An episode's env whose results are checked. Its methods are async if the env's own are."""
 
-    def __init__(self, env: BaseInteractionEnv, name: str) -> None:
+    def __init__(self, env: BaseInteractionEnv, spec: EnvSpec) -> None:
         def source(method: Callable[..., Any]) -> PluginFunction:
-            return PluginFunction("env", name, method)
+            return PluginFunction("env", spec.name, method)
 
         of_reset, of_step, of_messages = source(env.reset), source(env.step), source(env.format_observation)
         self.reset = _then(env.reset, lambda came: _value(came, of_reset))  # type: ignore[method-assign]
-        self.step = _then(env.step, lambda came: _checked_step(came, of_step))  # type: ignore[method-assign]
+        self.step = _then(env.step, lambda came: _checked_step(came, of_step, keyed=spec.state_keys))  # type: ignore[method-assign]
         self.format_observation = _then(  # type: ignore[method-assign]
             env.format_observation, lambda came: _conversation(came, of_messages)
         )
@@ -101,7 +101,7 @@ def _value(came: Any, source: PluginFunction) -> Any:
     return came
 
 
-def _checked_step(came: Any, source: PluginFunction) -> StepResult:
+def _checked_step(came: Any, source: PluginFunction, *, keyed: bool) -> StepResult:
     if not isinstance(came, StepResult):
         raise source.wrong(not_awaited(came), A_STEP)
     reward = None if came.reward is None else as_number(came.reward)
@@ -116,6 +116,10 @@ def _checked_step(came: Any, source: PluginFunction) -> StepResult:
         msgspec.json.encode(came.info)
     except (TypeError, ValueError) as error:
         raise source.wrong(came.info, f"names with values that JSON can hold; {error}", what="info") from error
+    if came.state_key is None and keyed:
+        raise source.wrong(
+            None, "text, because its SPEC has state_keys=True; drop that if it has none", what="state_key"
+        )
     if came.state_key is not None and not isinstance(came.state_key, str):
         raise source.wrong(came.state_key, "text, or None", what="state_key")
     edit = None if came.context_edit is None else _conversation(came.context_edit, source)

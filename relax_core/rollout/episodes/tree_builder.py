@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 
 import msgspec
 import numpy as np
@@ -19,6 +20,8 @@ from relax_core.contracts.engine import Generated
 from relax_core.contracts.media import Media
 from relax_core.contracts.tree import NOT_SAMPLED, Episode, TokenTree, Turn
 from relax_core.contracts.trees.kept_tokens import KeptTokens
+
+LONGEST_KEY = 64  # characters of a state's key; of longer ones the tree has a digest
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -251,11 +254,17 @@ def _episode(played: PlayedEpisode, ends: Sequence[Chain]) -> Episode:
             turn.reward,
             turn.began_s,
             turn.ended_s,
+            None if turn.state_key is None else _short_key(turn.state_key),
         )
         for turn, chain in zip(played.turns, ends, strict=True)
     ]
     leaves = [chain.end - 1 for chain in ends if id(chain) not in inner]
     return Episode(played.uid, leaves, played.reward, played.parts, turns, played.ended)
+
+
+def _short_key(key: str) -> str:
+    """Returns a state's key, or its digest if it is long: every reader of the bus and the ledger gets the keys."""
+    return key if len(key) <= LONGEST_KEY else blake2b(key.encode(), digest_size=16).hexdigest()
 
 
 def moved_media(one: Media, rows: int) -> Media:

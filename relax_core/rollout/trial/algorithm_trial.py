@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from relax_core.contracts.algorithm import (
     AdvantageInputs,
     AlgorithmSpec,
+    GroupTurns,
     LossInputs,
     Requirements,
     StepTotals,
@@ -91,6 +92,20 @@ def _made_up_group(requirements: Requirements, samples: int, random: Generator) 
         reference_logprobs=_logprobs(tokens, random) if requirements.reference else None,
         teacher_logprobs=_logprobs(tokens, random) if requirements.teacher is not None else None,
         values=torch.zeros(tokens) if requirements.critic else None,
+        turns=_made_up_turns(samples) if requirements.turns or requirements.state_keys else None,
+    )
+
+
+def _made_up_turns(samples: int) -> GroupTurns:
+    """Returns two turns for each sample, of one and of two tokens; all first turns begin in the same state."""
+    import torch
+
+    turns = torch.arange(2 * samples)
+    return GroupTurns(
+        of_tokens=turns.repeat_interleave(torch.tensor([1, TOKENS - 1]).repeat(samples)),
+        samples=turns // 2,
+        rewards=(turns % 2 * (turns // 2 % 2)).double(),
+        state_keys=[f"{turn // 2} later" if turn % 2 else "first" for turn in turns.tolist()],
     )
 
 

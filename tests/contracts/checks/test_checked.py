@@ -198,8 +198,8 @@ START = EpisodeStart(row={}, group_seed=0, episode_seed=1)
 ACTION = Action(text="r", stopped=True)
 
 
-def opened(came: Any, kind: Callable[[Any], Any] = TurnsEnv) -> BaseInteractionEnv:
-    spec = EnvSpec(name="mine", summary="s", config=InteractionConfig, open=lambda start, config: kind(came))
+def opened(came: Any, kind: Callable[[Any], Any] = TurnsEnv, **given: Any) -> BaseInteractionEnv:
+    spec = EnvSpec(name="mine", summary="s", config=InteractionConfig, open=lambda start, config: kind(came), **given)
     checked = checked_env(spec).open
     assert checked is not None
     return checked(START, None)
@@ -224,6 +224,14 @@ def test_a_step_is_checked_in_a_plain_and_in_an_async_method(kind: type[TurnsEnv
 
     with pytest.raises(WrongResult, match=rf"env mine \(.*test_checked.py\): {told}"):
         asyncio.run(step())
+
+
+def test_an_env_that_says_that_it_gives_state_keys_gives_them() -> None:
+    with pytest.raises(WrongResult, match=r"step returned state_key=None of .*Wanted: text, because its SPEC"):
+        opened(StepResult(), state_keys=True).step(ACTION)
+    with pytest.raises(WrongResult, match=r"step returned state_key=3 of type int\. Wanted: text, or None"):
+        opened(StepResult(state_key=3)).step(ACTION)  # type: ignore[arg-type]
+    assert opened(StepResult(state_key="s"), state_keys=True).step(ACTION) == StepResult(state_key="s")
 
 
 def test_numbers_of_a_step_are_python_s_own() -> None:
@@ -254,6 +262,7 @@ def test_open_returns_an_env() -> None:
         ({}, "neither messages nor open"),
         ({"messages": lambda row, config: [], "open": lambda start, config: None}, "both messages and open"),
         ({"open": lambda start, config: None}, "under InteractionConfig"),
+        ({"messages": lambda row, config: [], "state_keys": True}, "an env of one turn gives none"),
     ],
 )
 def test_an_env_is_one_of_two_functions(given: dict[str, Any], told: str) -> None:

@@ -179,6 +179,9 @@ def test_numbers_of_the_env_are_metrics(engine: Engine, folder: Path) -> None:
     assert record[2]["env/asked"] == 2.0 and "env/word" not in record[2]
     ends = {name: share for name, share in record[2].items() if name.startswith("ended/")}
     assert sum(ends.values()) == pytest.approx(1.0) and "ended/env_done" in ends
+    turns = [turn for row in bus.rows.values() for one in tree_of(row).episodes for turn in one.turns]
+    assert {turn.state_key for turn in turns} == {"s", None}
+    assert all(turn.state_key == "s" or turn.finish == "length" for turn in turns), "the env sees no cut response"
 
 
 def test_a_new_start_that_opens_differently_ends_the_run(engine: Engine, folder: Path) -> None:

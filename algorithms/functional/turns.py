@@ -1,0 +1,77 @@
+"""Rewards, returns and advantages of turns, for credit within an episode; results are in float32.
+
+``[turns]`` is the shape of one entry per turn of a group, sample by sample and in the order in which they were played
+(`relax_core.contracts.algorithm.GroupTurns`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def turn_rewards_of_tokens(
+    *,
+    turn_rewards: Tensor,
+    turn_samples: Tensor,
+    turn_ids: Tensor,
+    penalties: Tensor | None,
+    loss_mask: Tensor,
+    sample_ids: Tensor,
+) -> Tensor:
+    """Returns each turn's reward at its last trained token and 0 elsewhere, less ``penalties``, ``[tokens]`` float32.
+
+    ``turn_rewards`` ``[turns]`` are float64, ``turn_samples`` ``[turns]`` int64 has each turn's sample, and
+    ``turn_ids`` ``[tokens]`` int64 each token's turn, ascending. The reward of a turn without a trained token stands at
+    the last trained token before it in its sample, as a reward that came later; no trained token led to a reward
+    that came before all of them, so that one stands nowhere.
+    """
+    import torch  # imported here, because settings are checked in processes that have no torch
+
+    result = turn_rewards.new_zeros(sample_ids.shape)
+    trained = loss_mask.nonzero()[:, 0]
+    if trained.numel():
+        turns = torch.arange(turn_rewards.numel())
+        last = torch.searchsorted(turn_ids[trained].contiguous(), turns, right=True) - 1
+        places = trained[last.clamp(min=0)]
+        led_here = (last >= 0) & (sample_ids[places] == turn_samples)
+        result.index_add_(0, places[led_here], turn_rewards[led_here])
+    result = result.float()
+    return result if penalties is None else result - penalties.masked_fill(~loss_mask, 0.0)
+
+
+def turn_returns(*, turn_rewards: Tensor, turn_samples: Tensor, gamma: float) -> Tensor:
+    """Returns Σ_k γ^(k - t) r_k over the turns k of a sample from turn t on, ``[turns]`` float32.
+
+    ``turn_rewards`` is ``[turns]`` float64, ``turn_samples`` ``[turns]`` int64 and ``gamma`` is γ, the discount from
+    one turn to the one before it.
+    """
+    returns, later, sample = turn_rewards.clone(), 0.0, -1
+    for turn in reversed(range(turn_rewards.numel())):
+        own = int(turn_samples[turn])
+        later = float(turn_rewards[turn]) + (gamma * later if own == sample else 0.0)
+        returns[turn], sample = later, own
+    return returns.float()
+
+
+def anchor_advantages(
+    *, returns: Tensor, state_keys: Sequence[str | None], relative: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Returns the step-level advantages of GiGPO (arXiv 2505.10978, eq. 7), ``[turns]`` float32.
+
+    The turns of a group that begin in one state, of whichever episode, are an anchor group. ``relative`` returns the
+    advantages ``[turns]`` of an anchor group's ``returns``, as it does for the rewards of a group's episodes. A turn
+    whose state no other turn has, or whose state is not known, gets 0.
+    """
+    result = returns.new_zeros(returns.shape).float()
+    anchors: dict[str, list[int]] = {}
+    for turn, key in enumerate(state_keys):
+        if key is not None:
+            anchors.setdefault(key, []).append(turn)
+    for turns in anchors.values():
+        if len(turns) > 1:
+            result[turns] = relative(returns[turns])
+    return result
