@@ -64,11 +64,16 @@ class GroupStart:
     @property
     def uid(self) -> str:
         """Returns the uid of the group, which holds its media."""
-        return f"{self.evaluation}/{self.index}" if self.evaluation else group_uid(self.index)
+        return group_name(self.evaluation, self.index)
 
     def seed(self, of_run: int, purpose: str) -> int:
         """Returns the seed of the group for a purpose, such as "env"."""
         return sampling_seed(of_run, index=self.index, purpose=f"{self.evaluation}/{purpose}".removeprefix("/"))
+
+
+def group_name(evaluation: str, index: int) -> str:
+    """Returns the uid of the group of row ``index`` of an evaluation set, or of a training group if that is empty."""
+    return f"{evaluation}/{index}" if evaluation else group_uid(index)
 
 
 @dataclass(frozen=True, kw_only=True)
