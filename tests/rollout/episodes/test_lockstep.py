@@ -15,8 +15,6 @@ from relax_core.contracts.engine import Generated, PromptRequest
 from relax_core.contracts.env import Action, EpisodeStart, InteractionConfig, StepResult
 from relax_core.engines.engine_process import EngineLaunch
 from relax_core.engines.protocol.engine_client import EngineClient
-from relax_core.registry import find_env
-from relax_core.rollout.episodes.shared_requests import LockstepOrder
 from tests.contracts.engine.harness import TOKEN, Engine
 from tests.rollout.episodes.test_episodes import CONTEXT, Echo, env_of, play
 from tests.rollout.rollout_loop_harness import GROUP_SIZE, STEP_GROUPS, CoreBus, renamed
