@@ -121,21 +121,13 @@ async def play_sets(
 
     async def played(one: PreparedSet, number: int, lockstep: Lockstep | None) -> list[Answer] | BadRow:
         nonlocal done
-        where = eval_where(one.name, number)
-        start = GroupStart(
-            index=number,
-            attempt=0,
-            row=one.rows[number].row,
-            where=where,
-            rid=f"eval-{version}-{one.name}-{number}",
-            min_version=version,
-            evaluation=_evaluation(one),
-            lockstep=lockstep,
-        )
+        start = _group_start(one, number, version=version, lockstep=lockstep)
         async with limit:
             try:
                 records = await player.play(start, tasks)
-                outputs = await episode_rewards(records, rewards, row=start.row, where=where, media_folder=media_folder)
+                outputs = await episode_rewards(
+                    records, rewards, row=start.row, where=start.where, media_folder=media_folder
+                )
             except BadRow as error:
                 return error
             finally:
@@ -147,8 +139,8 @@ async def play_sets(
     playing: list[asyncio.Task[list[Answer] | BadRow]] = []
     try:
         async with asyncio.TaskGroup() as tasks:
-            for first in range(0, len(asked), together if in_lockstep else len(asked)):
-                part, lockstep = asked[first : first + together] if in_lockstep else asked, None
+            step, lockstep = together if in_lockstep else max(1, len(asked)), None
+            for part in (asked[first : first + step] for first in range(0, len(asked), step)):
                 if in_lockstep:
                     lockstep = player.lockstep([group_name(_evaluation(one), number) for one, number in part])
                     tasks.create_task(lockstep.run())
@@ -160,6 +152,19 @@ async def play_sets(
         raise failures.exceptions[0] from failures  # the first failure cancelled the other tasks
     found = iter([task.result() for task in playing])
     return [_set_answers(one, [next(found) for _ in one.rows], most_bad=most_bad) for one in sets]
+
+
+def _group_start(one: PreparedSet, number: int, *, version: int, lockstep: Lockstep | None) -> GroupStart:
+    return GroupStart(
+        index=number,
+        attempt=0,
+        row=one.rows[number].row,
+        where=eval_where(one.name, number),
+        rid=f"eval-{version}-{one.name}-{number}",
+        min_version=version,
+        evaluation=_evaluation(one),
+        lockstep=lockstep,
+    )
 
 
 def _evaluation(one: PreparedSet) -> str:

@@ -37,7 +37,7 @@ def episodes_of(run: FinishedRun) -> dict[str, tuple[object, ...]]:
     """Returns how each episode went: rows, versions, ends and rewards of its turns, without their times."""
     with LedgerFile(run.folder / "ledger.sqlite") as ledger:
         histories = [one for step in range(STEPS) for one in ledger.samples({"step": step})]
-    found = {}
+    found: dict[str, tuple[object, ...]] = {}
     for one in histories:
         (made,) = [event.made for event in one.events if event.made is not None and not event.undone]
         turns = [(turn.start, turn.end, turn.versions, turn.finish, turn.reward) for turn in made.turns]
