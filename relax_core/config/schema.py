@@ -25,6 +25,7 @@ from relax_core.config.choices import (
     WeightTransportName,
 )
 from relax_core.config.media_schema import MediaKeys, ModalityConfig
+from relax_core.contracts.env import InteractionConfig
 
 
 @dataclass
@@ -244,8 +245,6 @@ LAUNCHERS: dict[str, type[LauncherConfig]] = {
     "slurm": SlurmLauncherConfig,
     "ray_job": RayJobLauncherConfig,
 }
-
-
 DEFAULT_WARMUP_STEPS = 10
 
 
@@ -287,6 +286,7 @@ class RolloutConfig:
     max_failed_groups: int | None = None
     quorum: float = MISSING
     quorum_grace_s: float = MISSING
+    lockstep: bool = MISSING
     mask_off_policy: bool = MISSING
     mask_truncated: bool = MISSING
     advantages: AdvantagesPlace = MISSING
@@ -394,5 +394,7 @@ class RelaxConfig:
     @property
     def repeatable(self) -> bool:
         """Is True if the same seed repeats the run, on a CPU to the bit, because no batch depends on timing."""
-        timed = self.rollout.over_sampling > 1.0 or self.rollout.quorum < 1.0 or self.engine.deterministic is False
-        return self.in_order and not timed
+        rollout = self.rollout
+        timed = rollout.over_sampling > 1.0 or rollout.quorum < 1.0 or self.engine.deterministic is False
+        turns = isinstance(self.env, InteractionConfig) and not rollout.lockstep
+        return self.in_order and not timed and not turns

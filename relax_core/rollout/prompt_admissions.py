@@ -13,7 +13,7 @@ from relax_core.config.modality_shares import modality_of_row
 from relax_core.contracts.bus import Admission, BusTimeout
 from relax_core.contracts.data import BadRow, DataRow, PromptSource
 from relax_core.contracts.engine import PromptRequest, SamplingParams
-from relax_core.contracts.media import MediaError
+from relax_core.contracts.media import BAD_MEDIA, MediaError
 from relax_core.contracts.tree import group_uid
 from relax_core.rollout.bad_rows import BadRows
 from relax_core.rollout.modality_figures import ModalityFigures
@@ -45,9 +45,9 @@ class RolloutLoopSettings:
 
     ``batch_prompts`` is the largest number of prompts in one engine request. ``worker`` is the rank of the rollout
     worker, and ``alone`` is True if no other worker asks for admissions. The run ends after ``max_failed_groups``
-    groups in a row without one reward. With ``in_order``, groups go to the bus in the
-    order in which their responses arrived, which is equal in every run. ``media_folder`` holds the files of encoded
-    images and videos; it is empty for a run on text.
+    groups in a row without one reward. With ``in_order``, groups go to the bus in the order in which their responses
+    arrived, which is equal in every run. With ``lockstep``, the turns of a prompt batch go out together.
+    ``media_folder`` holds the files of encoded images and videos; it is empty for a run on text.
     """
 
     seed: int
@@ -61,6 +61,7 @@ class RolloutLoopSettings:
     mask_off_policy: bool = False
     mask_truncated: bool = False
     in_order: bool = False
+    lockstep: bool = False
     media_folder: str = ""
 
 
@@ -144,6 +145,18 @@ class PromptAdmissions:
             self._bad_rows.use()
         else:
             self._bad_rows.leave_out(number, bad)
+
+    def media_figures(self) -> dict[str, float]:
+        """Returns how many items were encoded and how many prompts had bad ones since the run began, by reason.
+
+        The times by modality are those since the last call.
+        """
+        if self._prompts.items is None:
+            return {}
+        reasons = self._bad_rows.media_reasons
+        by_reason = {f"{BAD_MEDIA}/{word}": float(count) for word, count in reasons.items()}
+        counts = {"encoded": self._prompts.items.encoded, BAD_MEDIA: reasons.total(), **by_reason}
+        return counts | self.figures.take()
 
     def _record(self, admissions: Sequence[Admission]) -> None:
         if self._weight_update_handler is not None:

@@ -16,13 +16,18 @@ from typing import Any, Protocol
 from relax_core.contracts.bus import Admission, CompleteGroup
 from relax_core.contracts.data import BadRow, PromptSource
 from relax_core.contracts.engine import Generated
-from relax_core.contracts.media import BAD_MEDIA
 from relax_core.contracts.reward import RewardOutput
 from relax_core.contracts.tree import TRUNCATED, group_uid, sample_uid
 from relax_core.engines.pool.engine_pool import EnginePool
 from relax_core.engines.protocol.frames import StreamEnd
 from relax_core.rollout.bad_rows import BadRows
-from relax_core.rollout.episodes.episode_records import PlayedFigures, episode_rewards, played_episodes, played_values
+from relax_core.rollout.episodes.episode_records import (
+    EpisodeRecord,
+    PlayedFigures,
+    episode_rewards,
+    played_episodes,
+    played_values,
+)
 from relax_core.rollout.episodes.episodes import EpisodePlayer
 from relax_core.rollout.episodes.group_assembly import (
     DroppedGroup,
@@ -32,16 +37,17 @@ from relax_core.rollout.episodes.group_assembly import (
     complete_group,
 )
 from relax_core.rollout.episodes.played_group import GroupStart
+from relax_core.rollout.episodes.shared_requests import BatchOrder, Lockstep, LockstepOrder
+from relax_core.rollout.episodes.token_accounts import token_accounts
 from relax_core.rollout.prompt_admissions import AdmissionBus, AdmittedPrompt, PromptAdmissions, RolloutLoopSettings
 from relax_core.rollout.prompt_tokens import PromptMaker, check_prompt_tokens
-from relax_core.rollout.rewards.reward_failures import FailedGroups
+from relax_core.rollout.rewards.reward_failures import FailedGroups, TruncatedGroups
 from relax_core.rollout.rewards.reward_inputs import reward_input
 from relax_core.rollout.rewards.reward_pool import RewardPool
 from relax_core.rollout.teacher_choice import TeacherOf
 from relax_core.rollout.weight_update_handler import WeightUpdateHandler
 
 Record = Callable[[str, int, Mapping[str, float]], None]
-MAX_TRUNCATED_IN_A_ROW = 64  # groups in a row whose responses were all cut, with rollout.mask_truncated
 
 
 class RolloutBus(AdmissionBus, Protocol):
@@ -89,7 +95,6 @@ class RolloutLoop:
         self._weight_update_handler = weight_update_handler
         self._advantages = advantages
         self._player = player
-        self._bad_rows = bad_rows
         self._admissions = PromptAdmissions(
             bus=bus,
             source=source,
@@ -101,8 +106,10 @@ class RolloutLoop:
             opens_itself=player is not None,
         )
         self._newest_played: dict[int, asyncio.Task[PlayedFigures | None]] = {}  # by weight version
+        self._cancelled: list[PlayedFigures] = []  # of groups that were given up since the last record
+        self._order = LockstepOrder() if settings.lockstep else BatchOrder()
         self._sampled_tokens: Counter[str] = Counter()  # of episodes of several turns, by what became of them
-        self._truncated_in_a_row = 0
+        self._truncated_groups = TruncatedGroups(settings.sampling.max_new_tokens)
         self._failed_groups = FailedGroups(settings.max_failed_groups)
         self._staged: list[CompleteGroup] = []
         self._flushing = False
@@ -142,7 +149,8 @@ class RolloutLoop:
             by_version[prompt.request.min_version].append(prompt)
         for version in sorted(by_version):
             prompt_batch = self._prompt_batch if self._player is None else self._played_prompt_batch
-            _start(tasks, prompt_batch(version, by_version[version], tasks))
+            for prompts in self._order.batches(version, by_version[version]):
+                _start(tasks, prompt_batch(version, prompts, tasks))
 
     async def _prompt_batch(self, version: int, prompts: Sequence[AdmittedPrompt], tasks: asyncio.TaskGroup) -> None:
         """Sends one engine request for prompts of one weight version; each group leaves when it is complete."""
@@ -191,20 +199,32 @@ class RolloutLoop:
         if self._prompts.items is not None and engine:
             values["tower_passes"] = max(end.tower_passes for end in engine)
             values["feature_mb"] = max(end.media_feature_bytes for end in engine) / 1e6
-        self._record("rollout", newest, values | self._media_figures())
+        self._record("rollout", newest, values | self._admissions.media_figures())
 
     async def _played_prompt_batch(
         self, version: int, prompts: Sequence[AdmittedPrompt], tasks: asyncio.TaskGroup
     ) -> None:
-        """Plays the groups of an env of several turns, each at its own pace; a group leaves when its episodes ended."""
-        await self._gate(version)
+        """Plays the groups of an env of several turns; a group leaves when its episodes have ended."""
+        assert self._player is not None
+        async with self._order.turn(version):
+            await self._gate(version)
+            lockstep = None
+            if self._settings.lockstep:
+                lockstep = self._player.lockstep([group_uid(prompt.index) for prompt in prompts])
+                tasks.create_task(lockstep.run())
+            await self._play_batch(version, prompts, tasks, lockstep)
+
+    async def _play_batch(
+        self, version: int, prompts: Sequence[AdmittedPrompt], tasks: asyncio.TaskGroup, lockstep: Lockstep | None
+    ) -> None:
+        """Plays groups, each at its own pace or with ``lockstep``, and records their figures."""
         start = time.perf_counter()
         groups = []
         # Groups that were handed on are forgotten, because a run has many weight versions.
         self._newest_played = {of: group for of, group in self._newest_played.items() if not group.done()}
         for prompt in prompts:
             before = self._newest_played.get(version)
-            group = tasks.create_task(self._play_and_stage(prompt, tasks, before))
+            group = tasks.create_task(self._play_and_stage(prompt, tasks, before, lockstep=lockstep))
             if self._weight_update_handler is not None and not self._weight_update_handler.begin_episodes(
                 prompt.index, group.cancel
             ):
@@ -218,6 +238,8 @@ class RolloutLoop:
         played = [one for group in groups if not group.cancelled() and (one := group.result()) is not None]
         if not played:
             return
+        played += self._cancelled
+        self._cancelled = []
         values = {
             "generate_ms": 1e3 * (time.perf_counter() - start),
             "reward_ms": 1e3 * sum(one.reward_s for one in played),
@@ -227,22 +249,21 @@ class RolloutLoop:
         }
         if self._weight_update_handler is not None:
             values["aborts"] = self._weight_update_handler.aborts
-        self._record("rollout", max(one.newest_version for one in played), values | self._media_figures())
+        self._record("rollout", max(one.newest_version for one in played), values | self._admissions.media_figures())
 
-    def _media_figures(self) -> dict[str, float]:
-        """Returns how many items were encoded and how many prompts had bad ones since the loop began, by reason.
-
-        The times by modality are those since the last record.
-        """
-        if self._prompts.items is None:
-            return {}
-        reasons = self._bad_rows.media_reasons
-        by_reason = {f"{BAD_MEDIA}/{word}": float(count) for word, count in reasons.items()}
-        counts = {"encoded": self._prompts.items.encoded, BAD_MEDIA: reasons.total(), **by_reason}
-        return counts | self._admissions.figures.take()
+    def _count_cancelled(self, records: Sequence[EpisodeRecord]) -> None:
+        """Counts the episodes of a group that is given up, and their tokens, none of which has a reward."""
+        episodes = played_episodes(records, [RewardOutput(reward=None)] * len(records))
+        self._sampled_tokens.update(token_accounts(episodes, None))
+        self._cancelled.append(PlayedFigures.of(records, reward_s=0.0))
 
     async def _play_and_stage(
-        self, prompt: AdmittedPrompt, tasks: asyncio.TaskGroup, before: asyncio.Task[PlayedFigures | None] | None
+        self,
+        prompt: AdmittedPrompt,
+        tasks: asyncio.TaskGroup,
+        before: asyncio.Task[PlayedFigures | None] | None,
+        *,
+        lockstep: Lockstep | None,
     ) -> PlayedFigures | None:
         """Plays and scores a group and hands it to the bus; returns None if its opening cannot be used."""
         assert self._player is not None
@@ -256,6 +277,8 @@ class RolloutLoop:
             min_version=prompt.request.min_version,
             on_request=(lambda rid: None) if handler is None else partial(handler.turn_begins, prompt.index),
             on_response=(lambda rid: None) if handler is None else partial(handler.turn_ends, prompt.index),
+            on_cancelled=self._count_cancelled,
+            lockstep=lockstep,
         )
         try:
             records = await self._player.play(start, tasks)
@@ -337,7 +360,7 @@ class RolloutLoop:
         return reward_s
 
     async def _hand_on(self, done: CompleteGroup | DroppedGroup, tasks: asyncio.TaskGroup) -> None:
-        self._count_truncated(done)
+        self._truncated_groups.record(isinstance(done, DroppedGroup) and done.reason == TRUNCATED)
         if isinstance(done, DroppedGroup):
             await self._bus.drop_async(done.group_uid, reason=done.reason, timeout_s=self._settings.call_timeout_s)
             self._prompts.release(done.group_uid)
@@ -346,17 +369,6 @@ class RolloutLoop:
         if not self._flushing:
             self._flushing = True
             tasks.create_task(self._flush())
-
-    def _count_truncated(self, done: CompleteGroup | DroppedGroup) -> None:
-        """Raises ValueError if no response ends before its limit any more, because the run would sample for ever."""
-        truncated = isinstance(done, DroppedGroup) and done.reason == TRUNCATED
-        self._truncated_in_a_row = self._truncated_in_a_row + 1 if truncated else 0
-        if self._truncated_in_a_row >= MAX_TRUNCATED_IN_A_ROW:
-            raise ValueError(
-                f"rollout.mask_truncated=true: every response of {MAX_TRUNCATED_IN_A_ROW} groups in a row was cut at "
-                f"rollout.max_new_tokens={self._settings.sampling.max_new_tokens}, so there is nothing to train on. "
-                "Raise rollout.max_new_tokens, or use rollout.mask_truncated=false."
-            )
 
     async def _flush(self) -> None:
         """Puts all staged groups; groups staged meanwhile go with the next put, so a prompt batch costs one or two."""

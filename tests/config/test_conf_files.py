@@ -125,6 +125,9 @@ def test_which_runs_the_same_seed_gives_again() -> None:
         assert load_config(overrides).repeatable
         assert not load_config([*overrides, "rollout.over_sampling=1.5"]).repeatable
     assert not load_config(["mode.max_staleness=0", "rollout.workers=2"]).repeatable
+    turns = ["env=number_guess", "reward=env", "mode.max_staleness=0"]
+    assert not load_config(turns).repeatable
+    assert load_config([*turns, "rollout.lockstep=true"]).repeatable
 
 
 def test_every_value_is_explained_beside_it() -> None:

@@ -22,6 +22,9 @@ def problems(*overrides: str) -> list[str]:
     return caught.value.problems
 
 
+LOCKSTEP = ["env=number_guess", "reward=env", "mode.max_staleness=0", "rollout.lockstep=true"]
+
+
 @pytest.mark.parametrize(
     ("override", "text"),
     [
@@ -208,6 +211,32 @@ def test_what_cannot_be_composed(override: str, text: str) -> None:
         (
             ["env=number_guess", "reward=env", "rollout.quorum=0.05"],
             "rollout.quorum=0.05 leaves a single episode of algo.group_size=16, which has nothing to be compared with.",
+        ),
+        (
+            ["rollout.lockstep=true", "mode.max_staleness=0"],
+            "rollout.lockstep=true with env=single_turn, whose episodes have one turn. Use false.",
+        ),
+        (
+            ["env=number_guess", "reward=env", "rollout.lockstep=true", "mode.max_staleness=2"],
+            "rollout.lockstep=true with mode.max_staleness=2: the weights that make a turn depend on timing. "
+            "Use mode.max_staleness=0, or no lockstep.",
+        ),
+        (
+            [*LOCKSTEP, "rollout.over_sampling=1.5"],
+            "rollout.lockstep=true with rollout.over_sampling=1.5: the groups that are trained depend on timing.",
+        ),
+        (
+            [*LOCKSTEP, "rollout.workers=2"],
+            "rollout.lockstep=true with rollout.workers=2: the groups that a worker plays depend on timing.",
+        ),
+        (
+            [*LOCKSTEP, "rollout.quorum=0.75"],
+            "rollout.lockstep=true with rollout.quorum=0.75: the episodes that are trained depend on timing.",
+        ),
+        (
+            ["env=textarena", "env.game=Mastermind-v0", *LOCKSTEP[1:]],
+            "env.workers=1 with env.episodes_per_worker=32: they have room for 32 episodes, and with "
+            "rollout.lockstep=true up to 384 are open together. Use env.workers=12.",
         ),
         (["rollout.max_failed_groups=0"], "rollout.max_failed_groups=0: must be at least 1. null takes 4 * rollout"),
         (["rollout.max_aborts=0"], "rollout.max_aborts=0: must be at least 1."),

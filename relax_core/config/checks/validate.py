@@ -16,6 +16,7 @@ from relax_core.config.checks.launcher_keys import launcher_problems
 from relax_core.config.checks.modality_keys import modality_problems
 from relax_core.config.checks.model_folder import model_problems
 from relax_core.config.checks.ranges import range_problems
+from relax_core.config.checks.turn_keys import env_worker_problems, lockstep_problems
 from relax_core.config.checks.weight_transport import transport_problems
 from relax_core.config.choices import LauncherKind, ModeName, OnStale, Surplus
 from relax_core.config.command_line.error_messages import is_planned, missing_name
@@ -133,6 +134,8 @@ def _check_turns(config: RelaxConfig) -> Iterator[str]:
             f"algo.credit=gigpo with env={env.name}, which gives no state_key, so that no turns of equal states can be "
             "compared. Use algo.credit=episode, or an env whose SPEC has state_keys=True and whose steps give one."
         )
+    if config.rollout.lockstep:
+        yield from lockstep_problems(config, env)
     if not env.has_turns:
         if 0 < quorum < 1:
             yield f"rollout.quorum={quorum:g} with env={env.name}, whose episodes have one turn. Use 1.0."
@@ -154,30 +157,10 @@ def _check_turns(config: RelaxConfig) -> Iterator[str]:
     if plugin_config.max_retries < 0:
         yield f"env.max_retries={plugin_config.max_retries}: must be at least 0 new starts."
     if env.isolated:
-        yield from _check_env_workers(config)
+        yield from env_worker_problems(config)
     for key, choices in (("tools_as", ("template", "text")), ("on_turn_cut", ("end", "continue"))):
         if (value := getattr(plugin_config, key)) not in choices:
             yield f"env.{key}={value}: use {' or '.join(choices)}."
-
-
-def _check_env_workers(config: RelaxConfig) -> Iterator[str]:
-    """Checks the keys of an environment whose episodes run in worker processes."""
-    env = config.env
-    for key, what in (("workers", "one worker process"), ("episodes_per_worker", "one episode a worker process")):
-        if getattr(env, key) < 1:
-            yield f"env.{key}={getattr(env, key)}: at least {what}."
-    if not env.worker_memory_gib > 0:
-        yield f"env.worker_memory_gib={env.worker_memory_gib}: must be more than 0 GiB."
-    if env.workers < 1 or env.episodes_per_worker < 1:
-        return
-    places = env.workers * env.episodes_per_worker
-    for key, size in (("algo.group_size", config.algo.group_size), ("eval.samples", config.eval.samples)):
-        if places < size:
-            yield (
-                f"env.workers={env.workers} with env.episodes_per_worker={env.episodes_per_worker}: they have room for "
-                f"{places} episodes, and {key}={size} are open together. "
-                f"Use env.workers={-(-size // env.episodes_per_worker)}."
-            )
 
 
 def _check_critic(config: RelaxConfig) -> Iterator[str]:

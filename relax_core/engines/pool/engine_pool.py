@@ -306,6 +306,14 @@ class EnginePool:
         if aborting.done():
             aborting.result()
 
+    async def forget_prefixes(self) -> None:
+        """Lets every engine drop the keys and values that it keeps of finished prompts; none may be under way."""
+        calls = {}
+        for engine in self._watch.usable():
+            calls[engine_name(engine)] = (await self._client_for(engine, False)).flush_cache
+        if words := (await asyncio.to_thread(fan_out, calls)).words():
+            log.warning("kept prefixes: %s", words)
+
     # -- watching the engines -----------------------------------------------------------------------------------------
     async def _watch_engines(self) -> None:
         """Watches several engines: whether they answer, their loads and weights; moves prompts off a straggler."""

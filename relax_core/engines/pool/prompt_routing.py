@@ -3,7 +3,8 @@
 A group goes to one engine, which prefills its prompt once. An episode's next turn goes to the engine that answered its
 turns before and keeps their keys and values, unless that engine is busier by more than this turn. The choice never
 changes the tokens, because seeds belong to samples. It may change the rounding of log-probs, which depends on the
-samples in the same batch. `Router` with ``by_load`` false therefore uses nothing that depends on time.
+samples in the same batch. `Router` with ``by_load`` false therefore uses nothing that depends on time. Nor does it use
+what engines saw under older weights, which they have dropped and which a resumed run does not know.
 """
 
 from __future__ import annotations
@@ -51,9 +52,7 @@ class Router:
     def _choose_one(self, prompt: OpenPrompt, loads: dict[int, float]) -> int:
         lightest, input_ids = min(loads.values()), prompt.request.input_ids
         candidates = list(loads)
-        blocks = (
-            prefix_blocks(input_ids, prompt.request.media, block=PREFIX_BLOCK) if len(input_ids) >= LONG_PREFIX else []
-        )
+        blocks = self._named(prompt, input_ids) if len(input_ids) >= LONG_PREFIX else []
         if blocks:
             near = [engine for engine in loads if loads[engine] <= lightest + prompt.missing_cost]
             known = {engine: self._known(engine, blocks) for engine in near}
@@ -81,7 +80,12 @@ class Router:
         """Remembers that the engine has finished a prompt's one response, from which an episode's next turn goes on."""
         if self.count > 1 and prompt.n == 1:
             token_ids = prompt.request.input_ids + prompt.done[0].output_ids.tolist()
-            self._remember(engine, prefix_blocks(token_ids, prompt.request.media, block=PREFIX_BLOCK))
+            self._remember(engine, self._named(prompt, token_ids))
+
+    def _named(self, prompt: OpenPrompt, token_ids: Sequence[int]) -> list[int]:
+        """Returns the names of a sequence's blocks; without ``by_load`` they hold for one weight version."""
+        blocks = prefix_blocks(token_ids, prompt.request.media, block=PREFIX_BLOCK)
+        return blocks if self._by_load else [hash((prompt.request.min_version, block)) for block in blocks]
 
     # -- the engines' load --------------------------------------------------------------------------------------------
     def asked(self, engine: int, tokens: float) -> None:

@@ -267,6 +267,10 @@ class EngineClient(WeightCalls):
         """Ends the prompt with this rid, or all prompts; the tokens so far come back with finish reason abort."""
         return self._call("POST", "/abort_request", {"abort_all": True} if rid is None else {"rid": rid})
 
+    def flush_cache(self) -> None:
+        """Drops what the engine keeps of finished prompts; it refuses while samples run."""
+        self._call("POST", "/flush_cache", {})
+
     def release_memory(self) -> dict[str, Any]:
         """Frees the KV cache; the weights stay."""
         return self._call("POST", "/release_memory_occupation", {})

@@ -309,6 +309,7 @@ class RolloutWorker(Worker):
             mask_off_policy=rollout.mask_off_policy,
             mask_truncated=rollout.mask_truncated,
             in_order=config.in_order,
+            lockstep=rollout.lockstep,
             media_folder=str(self.context.media_folder or ""),
         )
 

@@ -10,6 +10,8 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any, TypeVar
 
+from relax_core.contracts.env import BaseInteractionEnv
+
 log = logging.getLogger(__name__)
 AsyncCall = TypeVar("AsyncCall", bound=Callable[..., Awaitable[Any]])
 
@@ -34,9 +36,13 @@ class EnvCalls:
     def __init__(self, *, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._thread: threading.Thread | None = None  # the thread of the newest call of a plain function
+        self._closing: asyncio.Task[None] | None = None  # closes an env that opened too late
 
     async def __call__(self, function: Callable[..., Any], *given: Any) -> Any:
-        """Returns what ``function`` returns; raises `EnvTooSlow` past the deadline, and what ``function`` raises."""
+        """Returns what ``function`` returns; raises `EnvTooSlow` past the deadline, and what ``function`` raises.
+
+        An env that a plain function returns after the deadline, or after the call was cancelled, is closed.
+        """
         if getattr(function, "keeps_deadline", False):
             return await function(*given)
         try:
@@ -79,6 +85,8 @@ class EnvCalls:
 
         def settle(result: Any, error: Exception | None) -> None:
             if future.done():  # the caller has stopped waiting
+                if isinstance(result, BaseInteractionEnv):  # nobody has it, so nobody else closes it
+                    self._closing = loop.create_task(self.close(result.close))
                 return
             if error is None:
                 future.set_result(result)

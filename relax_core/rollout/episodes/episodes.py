@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -42,7 +42,7 @@ from relax_core.rollout.episodes.played_group import (
     PlayedGroup,
     end_stragglers,
 )
-from relax_core.rollout.episodes.shared_requests import SharedRequests
+from relax_core.rollout.episodes.shared_requests import Lockstep, SharedRequests
 from relax_core.rollout.episodes.tool_use import ToolUse
 from relax_core.rollout.episodes.tree_builder import PlayedTurn
 from relax_core.rollout.prompt_tokens import PromptMaker, check_prompt_tokens
@@ -98,7 +98,7 @@ class EpisodePlayer:
         Raises `BadRow` or ValueError if the opening leaves no room for a response, as `PromptMaker` does; ValueError if
         the episodes of the group open differently; `WrongResult` if the env returns what its contract does not allow.
         """
-        records = [EpisodeRecord(uid=sample_uid(start.uid, sample)) for sample in range(self.group_size)]
+        records = [EpisodeRecord(uid=uid) for uid in self._uids(start.uid)]
         tools = self._tools.of_row(self._env, start.row, self._config)
         group = PlayedGroup(start=start, records=records, envs=[None] * len(records), tools=tools, tasks=tasks)
         try:
@@ -114,12 +114,29 @@ class EpisodePlayer:
                     shown, where=start.where, owner=start.uid, tools=tools.schemas
                 )
                 group.between = TurnTokens(self._prompts.tokenizer, shown, tools=tools.schemas)
+                if start.lockstep is not None:
+                    start.lockstep.leave(record.uid for record in records if record.ended is not None)
                 await self._play_all(group)
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from failures  # the first failure cancelled the other tasks
+        except asyncio.CancelledError:
+            for record in records:
+                if record.ended is None:
+                    record.fail("cancelled", "the group was given up")
+            start.on_cancelled(records)
+            raise
         finally:
+            if start.lockstep is not None:
+                start.lockstep.leave(record.uid for record in records)
             await asyncio.gather(*(one.close() for one in group.envs if one is not None))
         return records
+
+    def lockstep(self, groups: Iterable[str]) -> Lockstep:
+        """Returns what sends the turns of these groups together."""
+        return Lockstep(self._requests, [uid for group in groups for uid in self._uids(group)])
+
+    def _uids(self, group: str) -> list[str]:
+        return [sample_uid(group, sample) for sample in range(self.group_size)]
 
     async def _play_all(self, group: PlayedGroup) -> None:
         """Plays the episodes that have begun; with a quorum, the last ones may end as stragglers."""
@@ -190,10 +207,12 @@ class EpisodePlayer:
                 words = f"env {self._env.name}: the episode has not ended within env.episode_timeout_s={seconds} s"
                 record.fail("episode_timeout", words)
             if not self._starts_again(record):
-                return
+                break
             await self._reset(group, sample)
             if record.ended is None:
                 self._check_opening(group, record)
+        if group.start.lockstep is not None:
+            group.start.lockstep.leave([record.uid])
 
     async def _play_once(self, group: PlayedGroup, sample: int, limit: asyncio.Timeout) -> None:
         """Plays one episode turn by turn until it has ended; ``limit`` is set when its first response is there."""
@@ -284,7 +303,10 @@ class EpisodePlayer:
         began_s = time.time()
         start.on_request(request.rid)
         record.request = request.rid
-        response = await self._requests.generate(request, tie=start.index, tasks=group.tasks)
+        if start.lockstep is None:
+            response = await self._requests.generate(request, tie=start.index, tasks=group.tasks)
+        else:
+            response = await start.lockstep.generate(request, tie=start.index, episode=record.uid)
         record.request = ""
         start.on_response(request.rid)
         check_prompt_tokens(request, [response])

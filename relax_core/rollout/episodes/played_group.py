@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from relax_core.contracts.data import DataRow
@@ -14,6 +14,7 @@ from relax_core.contracts.tree import group_uid
 from relax_core.data.turn_tokens import TurnTokens
 from relax_core.rollout.episodes.env_calls import EnvCalls
 from relax_core.rollout.episodes.episode_records import EpisodeRecord
+from relax_core.rollout.episodes.shared_requests import Lockstep
 from relax_core.rollout.episodes.tool_use import ToolUse
 from relax_core.rollout.prompt_tokens import Prompt
 from relax_core.rollout.sample_seeds import sampling_seed
@@ -44,7 +45,8 @@ class GroupStart:
     ``evaluation`` is empty for training; it names the evaluation set whose row ``index`` this is, so that its seeds and
     uids are its own. ``rid`` is the prefix of its requests' names. ``where`` is the data row's file and line.
     `PromptRequest` explains ``min_version``. ``on_request`` and ``on_response`` are called with a request's name when
-    the request is sent and when its response has arrived.
+    the request is sent and when its response has arrived. ``on_cancelled`` is called with the episodes of a group that
+    is given up. ``lockstep`` sends the turns of the group's prompt batch together; None sends each when it is ready.
     """
 
     index: int
@@ -56,15 +58,22 @@ class GroupStart:
     evaluation: str = ""
     on_request: Callable[[str], None] = lambda rid: None
     on_response: Callable[[str], None] = lambda rid: None
+    on_cancelled: Callable[[Sequence[EpisodeRecord]], None] = lambda records: None
+    lockstep: Lockstep | None = None
 
     @property
     def uid(self) -> str:
         """Returns the uid of the group, which holds its media."""
-        return f"{self.evaluation}/{self.index}" if self.evaluation else group_uid(self.index)
+        return group_name(self.evaluation, self.index)
 
     def seed(self, of_run: int, purpose: str) -> int:
         """Returns the seed of the group for a purpose, such as "env"."""
         return sampling_seed(of_run, index=self.index, purpose=f"{self.evaluation}/{purpose}".removeprefix("/"))
+
+
+def group_name(evaluation: str, index: int) -> str:
+    """Returns the uid of the group of row ``index`` of an evaluation set, or of a training group if that is empty."""
+    return f"{evaluation}/{index}" if evaluation else group_uid(index)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,13 +1,23 @@
-"""Sends turns of several episodes that are ready together to the engines in one request."""
+"""Sends turns of several episodes to the engines in one request: those that are ready together, or those of one number.
+
+`SharedRequests` waits for nobody. `Lockstep` waits until every episode of a prompt batch is ready, so that the requests
+of a run do not depend on timing.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
+from typing import TypeVar
 
 import msgspec
 
 from relax_core.contracts.engine import Generated, PromptRequest, SamplingParams
 from relax_core.engines.pool.engine_pool import EnginePool
+
+Prompt = TypeVar("Prompt")
+Asked = tuple[PromptRequest, int, asyncio.Future[Generated]]  # a request, its place among equally loaded engines
 
 
 class SharedRequests:
@@ -19,7 +29,7 @@ class SharedRequests:
     def __init__(self, pool: EnginePool, sampling: SamplingParams) -> None:
         self._pool = pool
         self._sampling = msgspec.structs.replace(sampling, n=1)
-        self._ready: dict[int, list[tuple[PromptRequest, int, asyncio.Future[Generated]]]] = {}  # by weight version
+        self._ready: dict[int, list[Asked]] = {}  # by weight version
 
     async def generate(self, request: PromptRequest, *, tie: int, tasks: asyncio.TaskGroup) -> Generated:
         """Returns the response to ``request``, whose ``rid`` must be unique.
@@ -40,15 +50,93 @@ class SharedRequests:
 
     async def _send(self, version: int) -> None:
         await asyncio.sleep(0)  # all episodes that are ready in this iteration add their requests first
-        ready = [one for one in self._ready.pop(version) if not one[2].done()]  # the others were given up meanwhile
-        if not ready:
+        await self.answer(self._ready.pop(version))
+
+    async def answer(self, asked: Sequence[Asked]) -> None:
+        """Sends prompts as one request, in their order, and sets their responses."""
+        open_ones = [one for one in asked if not one[2].done()]  # the others were given up meanwhile
+        if not open_ones:
             return
-        requests = [request for request, _, _ in ready]
-        async for number, (response,) in self._pool.generate(
-            requests, self._sampling, places=[tie for _, tie, _ in ready]
-        ):
-            future = ready[number][2]
+        requests = [request for request, _, _ in open_ones]
+        places = [tie for _, tie, _ in open_ones]
+        async for number, (response,) in self._pool.generate(requests, self._sampling, places=places):
+            future = open_ones[number][2]
             if not future.done():  # a done future belongs to an episode that was given up
                 future.set_result(response)
-        for _, _, future in ready:
+        for _, _, future in open_ones:
             future.cancel()  # a future without response belongs to a request that the pool gave up
+
+
+class Lockstep:
+    """Sends the turns of a prompt batch together: each turn goes out when all its episodes are ready or have ended.
+
+    ``episodes`` are the uids of all episodes of the batch; a request holds their prompts in this order. `run` must run
+    beside the episodes.
+    """
+
+    def __init__(self, requests: SharedRequests, episodes: Iterable[str]) -> None:
+        self._requests = requests
+        self._places = {uid: place for place, uid in enumerate(episodes)}
+        self._playing = set(self._places)
+        self._ready: dict[str, Asked] = {}
+        self._changed = asyncio.Event()
+
+    async def generate(self, request: PromptRequest, *, tie: int, episode: str) -> Generated:
+        """Returns the response to a turn of ``episode``; `SharedRequests.generate` explains the rest."""
+        future: asyncio.Future[Generated] = asyncio.get_running_loop().create_future()
+        self._ready[episode] = (request, tie, future)
+        self._changed.set()
+        try:
+            return await future
+        finally:
+            self._ready.pop(episode, None)  # it is still there if the episode is given up before its turn goes out
+
+    def leave(self, episodes: Iterable[str]) -> None:
+        """Says that episodes have ended; the others wait for them no longer."""
+        self._playing.difference_update(episodes)
+        self._changed.set()
+
+    async def run(self) -> None:
+        """Sends turn after turn until all episodes have ended."""
+        while self._playing:
+            if self._ready.keys() >= self._playing:
+                asked = [self._ready.pop(uid) for uid in sorted(self._ready, key=self._places.__getitem__)]
+                await self._requests.answer(asked)
+            else:
+                self._changed.clear()
+                await self._changed.wait()
+
+
+class BatchOrder:
+    """Lets the prompt batches of a run be played beside each other."""
+
+    def batches(self, version: int, prompts: Sequence[Prompt]) -> list[Sequence[Prompt]]:
+        """Divides prompts of a weight version that were admitted together among prompt batches."""
+        return [prompts]
+
+    def turn(self, version: int) -> AbstractAsyncContextManager[None]:
+        """Returns the context in which a prompt batch of a weight version is played."""
+        return nullcontext()
+
+
+class LockstepOrder(BatchOrder):
+    """Lets the prompt batches of a weight version be played one after the other, in the order of their admission.
+
+    How many prompts are admitted together to replace others of their version depends on timing, so each of them is a
+    batch of its own.
+    """
+
+    def __init__(self) -> None:
+        self._turns: dict[int, asyncio.Lock] = {}  # by weight version
+
+    def batches(self, version: int, prompts: Sequence[Prompt]) -> list[Sequence[Prompt]]:
+        """Divides prompts of a weight version that were admitted together among prompt batches."""
+        if version in self._turns:
+            return [[one] for one in prompts]
+        self._turns = {of: turn for of, turn in self._turns.items() if of >= version - 1}
+        self._turns[version] = asyncio.Lock()
+        return [prompts]
+
+    def turn(self, version: int) -> AbstractAsyncContextManager[None]:
+        """Returns the context in which a prompt batch of a weight version is played; it waits for those before it."""
+        return self._turns[version]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
+from relax_core.config.checks.turn_keys import EVALUATED_TOGETHER
 from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.data import BadRow, EvalSet
 from relax_core.contracts.env import CUT_ENDS, EnvSpec
@@ -14,7 +15,8 @@ from relax_core.engines.pool.engine_pool import EnginePool
 from relax_core.registry import find_env
 from relax_core.rollout.episodes.episode_records import EpisodeRecord, episode_rewards
 from relax_core.rollout.episodes.episodes import EpisodePlayer
-from relax_core.rollout.episodes.played_group import GroupStart
+from relax_core.rollout.episodes.played_group import GroupStart, group_name
+from relax_core.rollout.episodes.shared_requests import Lockstep
 from relax_core.rollout.evaluation.eval_metrics import Answer
 from relax_core.rollout.evaluation.evaluator import (
     EvalRow,
@@ -28,7 +30,7 @@ from relax_core.rollout.prompt_tokens import PromptMaker
 from relax_core.rollout.rewards.reward_pool import RewardPool
 from relax_core.rollout.sampling_params import evaluation_sampling
 
-EPISODES_AT_ONCE = 256  # episodes whose environments are open together
+EPISODES_AT_ONCE = EVALUATED_TOGETHER  # episodes whose environments are open together
 
 
 async def prepared_sets(config: RelaxConfig, sets: Sequence[EvalSet], prompts: PromptMaker) -> list[PreparedSet]:
@@ -68,7 +70,7 @@ async def answer_sets(
     """
     sampling = evaluation_sampling(config, prompts.tokenizer)
     if env.has_turns:
-        return await play_sets(
+        found = await play_sets(
             sets,
             version=version,
             player=EpisodePlayer(env=env, env_config=config.env, prompts=prompts, pool=pool, sampling=sampling, seed=0),
@@ -77,17 +79,22 @@ async def answer_sets(
             most_bad=config.data.max_bad_rows,
             on_progress=on_progress,
             media_folder=media_folder,
+            in_lockstep=config.rollout.lockstep,
         )
-    return await ask(
-        sets,
-        version=version,
-        pool=pool,
-        prompts=prompts,
-        rewards=rewards,
-        sampling=sampling,
-        on_progress=on_progress,
-        media_folder=media_folder,
-    )
+    else:
+        found = await ask(
+            sets,
+            version=version,
+            pool=pool,
+            prompts=prompts,
+            rewards=rewards,
+            sampling=sampling,
+            on_progress=on_progress,
+            media_folder=media_folder,
+        )
+    if config.repeatable and version < config.run.steps:  # a resumed run evaluates where it begins, others do not
+        await pool.forget_prefixes()
+    return found
 
 
 async def play_sets(
@@ -100,30 +107,27 @@ async def play_sets(
     most_bad: float,
     on_progress: Callable[[int], None] = lambda count: None,
     media_folder: str = "",
+    in_lockstep: bool = False,
 ) -> list[SetAnswers]:
     """Plays all rows of all sets with weights ``version`` or newer, and scores the episodes.
 
     ``player`` has the sampling parameters of the evaluation. ``on_progress`` is called with the number of rows that
-    were played so far. Raises ValueError if more than the share ``most_bad`` of a set's rows cannot be used.
+    were played so far. With ``in_lockstep``, the turns of up to `EPISODES_AT_ONCE` episodes go out together. Raises
+    ValueError if more than the share ``most_bad`` of a set's rows cannot be used.
     """
-    limit, done = asyncio.Semaphore(max(1, EPISODES_AT_ONCE // player.group_size)), 0
+    together, done = max(1, EPISODES_AT_ONCE // player.group_size), 0
+    limit = asyncio.Semaphore(together)
+    asked = [(one, number) for one in sets for number in range(len(one.rows))]
 
-    async def played(one: PreparedSet, number: int) -> list[Answer] | BadRow:
+    async def played(one: PreparedSet, number: int, lockstep: Lockstep | None) -> list[Answer] | BadRow:
         nonlocal done
-        where = eval_where(one.name, number)
-        start = GroupStart(
-            index=number,
-            attempt=0,
-            row=one.rows[number].row,
-            where=where,
-            rid=f"eval-{version}-{one.name}-{number}",
-            min_version=version,
-            evaluation=f"eval/{one.name}" if one.name else "eval",
-        )
+        start = _group_start(one, number, version=version, lockstep=lockstep)
         async with limit:
             try:
                 records = await player.play(start, tasks)
-                outputs = await episode_rewards(records, rewards, row=start.row, where=where, media_folder=media_folder)
+                outputs = await episode_rewards(
+                    records, rewards, row=start.row, where=start.where, media_folder=media_folder
+                )
             except BadRow as error:
                 return error
             finally:
@@ -132,15 +136,39 @@ async def play_sets(
         on_progress(done)
         return [_answer(*pair) for pair in zip(records, outputs, strict=True)]
 
+    playing: list[asyncio.Task[list[Answer] | BadRow]] = []
     try:
         async with asyncio.TaskGroup() as tasks:
-            playing = [[tasks.create_task(played(one, number)) for number in range(len(one.rows))] for one in sets]
+            step, lockstep = together if in_lockstep else max(1, len(asked)), None
+            for part in (asked[first : first + step] for first in range(0, len(asked), step)):
+                if in_lockstep:
+                    lockstep = player.lockstep([group_name(_evaluation(one), number) for one, number in part])
+                    tasks.create_task(lockstep.run())
+                batch = [tasks.create_task(played(one, number, lockstep)) for one, number in part]
+                playing += batch
+                if in_lockstep:
+                    await asyncio.wait(batch)
     except BaseExceptionGroup as failures:
         raise failures.exceptions[0] from failures  # the first failure cancelled the other tasks
-    return [
-        _set_answers(one, [task.result() for task in its], most_bad=most_bad)
-        for one, its in zip(sets, playing, strict=True)
-    ]
+    found = iter([task.result() for task in playing])
+    return [_set_answers(one, [next(found) for _ in one.rows], most_bad=most_bad) for one in sets]
+
+
+def _group_start(one: PreparedSet, number: int, *, version: int, lockstep: Lockstep | None) -> GroupStart:
+    return GroupStart(
+        index=number,
+        attempt=0,
+        row=one.rows[number].row,
+        where=eval_where(one.name, number),
+        rid=f"eval-{version}-{one.name}-{number}",
+        min_version=version,
+        evaluation=_evaluation(one),
+        lockstep=lockstep,
+    )
+
+
+def _evaluation(one: PreparedSet) -> str:
+    return f"eval/{one.name}" if one.name else "eval"
 
 
 def _set_answers(one: PreparedSet, found: Sequence[list[Answer] | BadRow], *, most_bad: float) -> SetAnswers:

@@ -1,10 +1,13 @@
-"""Tests over HTTP what engines tell of prefixes that they keep, across a weight update too."""
+"""Tests over HTTP what engines tell and serve of prefixes that they keep, across a weight update too."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+
+import pytest
+import torch
 
 from relax_core.contracts.engine import SamplingParams
 from relax_core.engines.engine_process import EngineLaunch
@@ -17,6 +20,7 @@ from tests.contracts.engine.harness import (
     random_prompt,
     sglang_only,
 )
+from tests.contracts.engine.test_tokens_and_logprobs import TOLERANCE, transformers_logprobs
 
 ANSWER = SamplingParams(max_new_tokens=9, banned_token_ids=[3])
 
@@ -58,3 +62,49 @@ def test_sglang_tells_what_its_cache_gave(engine: Engine) -> None:
     turn = next_turn(engine, random_prompt(70, seed=2))
     (one,) = engine.generate(prompts_of(turn), ANSWER)
     assert 70 <= one.cached_tokens < len(turn)
+
+
+def assert_turns_of_their_weights(engine: Engine, folder: Path, *, reuse: bool) -> None:
+    """Plays two episodes over a weight change, and compares each turn with transformers.
+
+    Every turn's context and tokens are made by one version. An engine that kept keys and values of the first one would
+    be far off in the turns of the second one, as the first one's model is.
+    """
+    before, after = make_model(None, seed=0), make_model(None, seed=5)
+    prompts, cached, far = [random_prompt(70, seed=3), random_prompt(90, seed=4)], 0, 0.0
+    for turn in range(4):
+        if turn == 2:
+            engine.client.update_weights(publish(after, folder / "newer", version=engine.version + 1))
+        version, model = engine.version, before if turn < 2 else after
+        answers = sorted(engine.generate(prompts_of(*prompts, seed=turn), ANSWER), key=lambda one: one.prompt)
+        for index, one in enumerate(answers):
+            assert one.versions.tolist() == [version] * len(one.output_ids)
+            logprobs = torch.tensor(one.logprobs)
+            gap = (transformers_logprobs(model, prompts[index], one, ANSWER) - logprobs).abs().max()
+            assert float(gap) <= TOLERANCE, f"turn {turn}"
+            if turn == 2:
+                assert one.cached_tokens == 0
+                far = float((transformers_logprobs(before, prompts[index], one, ANSWER) - logprobs).abs().max())
+            cached += one.cached_tokens
+            prompts[index] = [*prompts[index], *one.output_ids.tolist(), *random_prompt(6, seed=turn)]
+    assert far > 100 * TOLERANCE, "the two versions are alike: the test says nothing"
+    assert (cached > 0) == reuse
+
+
+@pytest.mark.parametrize("tokens", [4096, 0])
+def test_turns_have_the_log_probs_of_the_weights_that_made_them(
+    start_engine: Callable[..., Engine], launch: EngineLaunch, tmp_path: Path, tokens: int
+) -> None:
+    engine = start_engine(engine=replace(launch.engine, prefix_cache_tokens=tokens))
+    assert_turns_of_their_weights(engine, tmp_path, reuse=tokens > 0)
+
+
+@sglang_only
+def test_sglangs_turns_have_the_log_probs_of_the_weights_that_made_them(engine: Engine, tmp_path: Path) -> None:
+    engine.flush()
+    try:
+        assert_turns_of_their_weights(engine, tmp_path, reuse=True)
+    finally:
+        version = max(engine.version, 1000) + 1
+        engine.client.update_weights(publish(make_model(None, seed=0), tmp_path / "back.bin", version=version))
+        engine.flush()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+import msgspec
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -54,6 +55,24 @@ def test_without_load_only_the_prompt_batch_itself_counts() -> None:
     router.asked(0, 1e9)
     router.others(0, 1e9)
     assert router.choose([prompt(0), prompt(1)], usable=[0, 1]) == [0, 1]
+
+
+def test_without_load_what_engines_saw_under_older_weights_does_not_count() -> None:
+    """A resumed run does not know it, and the engines have dropped it."""
+
+    def batch(version: int) -> list[OpenPrompt]:
+        made = [prompt(i, tokens=2 * LONG_PREFIX, first=2 * LONG_PREFIX - 1) for i in range(6)]
+        for one in made:
+            one.request = msgspec.structs.replace(one.request, min_version=version)
+        return made
+
+    resumed, straight = Router(2, by_load=False), Router(2, by_load=False)
+    straight.choose(batch(0), usable=[1])
+    straight.choose(batch(1), usable=[0, 1])
+    assert straight.choose(batch(2), usable=[0, 1]) == resumed.choose(batch(2), usable=[0, 1])
+    loaded = Router(2, by_load=True)
+    loaded.choose(batch(0), usable=[1])
+    assert loaded.choose(batch(2), usable=[0, 1]) != resumed.choose(batch(3), usable=[0, 1])
 
 
 def test_a_long_common_prefix_stays_where_it_is_known() -> None:

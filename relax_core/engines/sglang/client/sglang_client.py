@@ -328,6 +328,10 @@ class SglangClient(SglangWeightCalls, EngineClient):
             if NOT_OPEN not in str(error):
                 raise
         self.resume()
+        self.flush_cache()
+
+    def flush_cache(self) -> None:
+        """Drops what the engine keeps of finished prompts; it refuses while samples run."""
         wait_s = self._control_timeout_s / 2  # SGLang waits so long for its requests' end, and flushes only when idle
         status, data = self._answer("POST", f"/flush_cache?timeout={wait_s:g}", None, timeout_s=self._control_timeout_s)
         if status != 200:  # SGLang's answer is not JSON

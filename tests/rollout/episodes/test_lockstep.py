@@ -1,0 +1,81 @@
+"""Turns of a prompt batch that go out together, with a real engine and environments of different pace."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import random
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from relax_core.contracts.engine import Generated, PromptRequest
+from relax_core.contracts.env import Action, EpisodeStart, InteractionConfig, StepResult
+from relax_core.engines.engine_process import EngineLaunch
+from relax_core.engines.protocol.engine_client import EngineClient
+from tests.contracts.engine.harness import TOKEN, Engine
+from tests.rollout.episodes.test_episodes import CONTEXT, Echo, env_of, play
+from tests.rollout.rollout_loop_harness import GROUP_SIZE, STEP_GROUPS, CoreBus, renamed
+
+
+@pytest.fixture
+def engine(start_engine: Callable[..., Engine], launch: EngineLaunch, tiny_folder: Path) -> Engine:
+    return start_engine(model_folder=tiny_folder, engine=dataclasses.replace(launch.engine, context_length=CONTEXT))
+
+
+class TracedClient(EngineClient):
+    """Records the names of the prompts of each request."""
+
+    asked: list[list[str]]
+
+    async def generate(self, prompts: Sequence[PromptRequest], *given: Any, **more: Any) -> AsyncIterator[Generated]:
+        self.asked.append([one.rid for one in prompts])
+        async for one in super().generate(prompts, *given, **more):
+            yield one
+
+
+def rows_of(bus: CoreBus) -> dict[str, dict[str, bytes]]:
+    """Returns the columns of each group: token ids, log-probs, versions; without the times of its turns."""
+    return {
+        uid: {name: bytes(data) for name, data in row.columns.items() if name != "episodes"}
+        for uid, row in bus.rows.items()
+    }
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_requests_and_bits_do_not_depend_on_the_pace_of_the_environments(
+    engine: Engine, tiny_folder: Path, fails: bool
+) -> None:
+    """An episode may end early, and a group whose env fails is replaced by others; each plays behind the batch."""
+    played = []
+    for pace in range(3):
+        delays = random.Random(pace)
+
+        class Paced(Echo):
+            def __init__(self, start: EpisodeStart, config: Any) -> None:
+                super().__init__(start, config)
+                self.turns = 1 + start.episode_seed % 4
+
+            async def step(self, action: Action) -> StepResult:  # type: ignore[override]
+                await asyncio.sleep(delays.choice((0.0, 0.001, 0.02)))  # noqa: B023  # of this round
+                if fails and self.start.row["prompt"] in ("rev 101", "rev 102") and self.played == 1:
+                    raise OSError("gone")
+                return super().step(action)
+
+        bus = CoreBus(steps=2, on_step=renamed(engine))
+        client = TracedClient(engine.process.url, TOKEN, request_timeout_s=60.0, control_timeout_s=30.0)
+        client.asked = []
+        config = InteractionConfig(name="mine", max_retries=0)
+        play(engine, tiny_folder, bus, env_of(Paced), env_config=config, client=client, lockstep=True, in_order=True)
+        played.append((client.asked, rows_of(bus)))
+        engine.post("/update_weight_version", {"new_version": 0})
+    first = played[0][0]
+    assert len(first[0]) == STEP_GROUPS * GROUP_SIZE, "all begin together"
+    assert sum(map(len, first)) > len(first) > 2, "an episode had a second turn"
+    for asked, rows in played[1:]:
+        assert sorted(asked) == sorted(first)
+        assert rows == played[0][1]
+    turns = [[rid for rid in asked if rid.startswith("g0000000")] for asked in first]
+    assert all(sorted(one) == one for one in turns), "in the order of the episodes"
