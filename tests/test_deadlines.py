@@ -62,6 +62,10 @@ REASONS = {
         "end_stragglers",
     ): "episodes of the group: each request and each call of an env has a deadline",
     (
+        "relax_core/rollout/episodes/shared_requests.py",
+        "Lockstep.run",
+    ): "episodes of the prompt batch: each request and each call of an env has a deadline",
+    (
         "relax_core/engines/pool/engine_pool.py",
         "EnginePool.generate",
     ): "each share ends with None or its error within timeout_s",
@@ -98,7 +102,7 @@ REASONS = {
     ): "its groups wait for rewards and the bus, which have deadlines",
     (
         "relax_core/rollout/rollout_loop.py",
-        "RolloutLoop._played_prompt_batch",
+        "RolloutLoop._play_batch",
     ): "its groups wait for engines, envs, rewards and the bus, which have deadlines",
     (
         "relax_core/rollout/rollout_loop.py",
