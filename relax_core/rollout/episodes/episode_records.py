@@ -19,7 +19,7 @@ from relax_core.rollout.rewards.reward_inputs import without_bytes
 from relax_core.rollout.rewards.reward_pool import RewardPool
 
 # Figures of an episode whose means are metrics.
-EPISODE_TOTALS = ("restarts", "cut_observations", "engine_s", "env_s", "tool_calls", "failed_calls")
+EPISODE_TOTALS = ("restarts", "cut_observations", "engine_s", "queue_s", "env_s", "tool_calls", "failed_calls")
 
 # Ends without a reward that are no failure of the env or the reward; they are the ledger's reasons, too.
 NO_FAILURES: frozenset[Ended | None] = frozenset({"straggler", "stale", "cancelled"})
@@ -76,6 +76,11 @@ class EpisodeRecord:
         """Returns the seconds from the requests of the newest start to their responses, waits included."""
         return sum(turn.ended_s - turn.began_s for turn in self.turns)
 
+    @property
+    def queue_s(self) -> float:
+        """Returns the part of `engine_s` in which prompts waited in the engine, 0 if it does not say."""
+        return sum(turn.response.queue_ms for turn in self.turns) / 1e3
+
     def take_info(self, info: Mapping[str, object]) -> None:
         """Keeps the numbers of a step's info."""
         for name, value in info.items():
@@ -129,13 +134,16 @@ class PlayedFigures:
     """Holds the figures of one group; ``tokens`` are sampled ones, ``reward_s`` is the time of its rewards.
 
     ``turns`` has the number of responses of each episode, ``straggler_turns`` those of stragglers; ``totals`` sums up
-    figures of the episodes by their names.
+    figures of the episodes by their names. ``prompt_tokens`` are those of all requests, and ``cached_tokens`` those of
+    them whose keys and values the engine had kept.
     ``ends`` counts the episodes by the reason of their end. ``info`` has the numbers that the env gave, by name.
     """
 
     turns: Sequence[int]
     straggler_turns: Sequence[int]
     tokens: int
+    prompt_tokens: int
+    cached_tokens: int
     newest_version: int
     reward_s: float
     totals: Mapping[str, float]
@@ -154,6 +162,8 @@ class PlayedFigures:
             turns=[len(record.turns) for record in records],
             straggler_turns=[len(record.turns) for record in records if record.ended == "straggler"],
             tokens=sum(len(one.output_ids) for one in responses),
+            prompt_tokens=sum(len(turn.prompt_ids) for record in records for turn in record.turns),
+            cached_tokens=sum(one.cached_tokens for one in responses),
             newest_version=max((int(one.versions[-1]) for one in responses), default=0),
             reward_s=reward_s,
             totals={name: sum(float(getattr(record, name)) for record in records) for name in EPISODE_TOTALS},
@@ -166,6 +176,7 @@ def played_values(played: Sequence[PlayedFigures]) -> dict[str, float]:
     """Returns the figures of groups as metrics: means for each episode, shares of ends, means of the env's numbers."""
     turns = [count for one in played for count in one.turns]
     slow = [count for one in played for count in one.straggler_turns]
+    prompt_tokens = sum(one.prompt_tokens for one in played)
     ends: Counter[str] = Counter()
     info: dict[str, list[float]] = defaultdict(list)
     for one in played:
@@ -177,6 +188,8 @@ def played_values(played: Sequence[PlayedFigures]) -> dict[str, float]:
         "turns": fmean(turns),
         **{f"turns/p{share}": float(np.percentile(turns, share)) for share in (50, 90, 99)},
         "tokens": sum(one.tokens for one in played),
+        "prompt_tokens": prompt_tokens,
+        "cached_share": sum(one.cached_tokens for one in played) / max(1, prompt_tokens),
         **{name: sum(one.totals[name] for one in played) / len(turns) for name in EPISODE_TOTALS},
         **({"straggler_turns": fmean(slow)} if slow else {}),
         **{f"ended/{reason}": count / len(turns) for reason, count in sorted(ends.items())},
