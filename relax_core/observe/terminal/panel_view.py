@@ -255,7 +255,7 @@ def _episodes(numbers: RunningNumbers) -> list[tuple[str, str]]:
         f"{newest['cached_share']:.0%} of prompts cached",
         *([f"{newest['restarts']:.2g} new starts"] if newest["restarts"] else []),
     ]
-    spent = [f"{name} {newest[f'{name}_s']:.2g} s" for name in ("engine", "queue", "env")]
+    spent = [", ".join(f"{name} {newest[f'{name}_s']:.2g}" for name in ("engine", "queue", "env")) + " s"]
     if newest["tool_calls"] or newest["failed_calls"]:
         spent.append(f"{newest['tool_calls']:.1f} calls, {newest['failed_calls']:.1f} failed")
     shares = {name.removeprefix(ENDED): share for name, share in newest.items() if name.startswith(ENDED)}

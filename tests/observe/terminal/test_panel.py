@@ -281,7 +281,7 @@ def test_episodes_of_several_turns_have_lines_of_their_own_and_the_picture_still
     text = console.file.getvalue()
     assert len(text.splitlines()) <= 24
     assert "episodes      2.2 turns, p99 3 · 80% of prompts cached" in text, text
-    assert "of each       engine 0.12 s · queue 0.02 s · env 0.001 s · 1.5 calls, 0.2 failed" in text, text
+    assert "of each       engine 0.12, queue 0.02, env 0.001 s · 1.5 calls, 0.2 failed" in text, text
     assert "ended         75% env_done · 25% max_turns" in text, text
     assert "turns 2.2  cached 80%" in line(view(numbers, progress, ROLES))
 
