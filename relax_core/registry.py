@@ -143,6 +143,7 @@ _HOMES: dict[Kind, _Home] = {
         section="data.config",
         title="Data sources",
         entry_points="relax.data_sources",
+        table={"reasoning_gym": "relax_core.data.reasoning_tasks:SPEC"},
         spec=DataSourceSpec,
         config=DataSourceConfig,
         checked=checked_data_source,
