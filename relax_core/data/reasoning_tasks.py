@@ -11,13 +11,9 @@ from typing import Any
 
 from relax_core.contracts.data import BaseDataSource, DataSourceConfig, DataSourceSpec
 
-_HELD_OUT_SLOTS = (
-    4  # a question whose checksum falls into one of them is held out, so no training row is a held-out one
-)
+_HELD_OUT_SLOTS = 4  # a question whose checksum falls into one of them is held out, so training never asks it
 _TRIES = 64  # questions that are drawn for a row until its checksum fits; a task with few questions may have none
-_MOST_ROWS = (
-    1 << 24
-)  # question i of seed s is that of s + i, so the seeds of two streams of questions lie this far apart
+_MOST_ROWS = 1 << 24  # question i of seed s is that of seed s + i, so seeds of other questions lie this far apart
 
 
 @dataclass(frozen=True)
@@ -37,7 +33,7 @@ class ReasoningTasksConfig(DataSourceConfig):
 
 
 class ReasoningTasks(BaseDataSource):
-    """Draws a question when its row is read. The key "reasoning_gym" of a row is what the reward draws it from again."""
+    """Draws a question when its row is read; the reward draws it again from the row's key "reasoning_gym"."""
 
     def __init__(self, config: ReasoningTasksConfig) -> None:
         self._config = config

@@ -80,21 +80,15 @@ def test_answers_are_scored_by_the_package(package: None) -> None:
         assert (scored(text).reward, scored(text).exact, scored(text).answer) == (1.0, True, str(right))
     assert 0.0 <= scored("many").reward < 1.0 and not scored("many").exact
     assert 0.0 <= scored(f"<answer>{right}</answer> <answer>{right + 1}</answer>").reward < 1.0
+    row = {"prompt": "?", "answer": "1"}
     with pytest.raises(ValueError, match="use reward=reasoning_gym with data=reasoning_gym"):
-        other = RewardInput(response="1", stopped=True, answer="1", row={"prompt": "?", "answer": "1"})
-        assert spec.score is not None
-        spec.score(other, spec.config(name="reasoning_gym"))
+        scored("1")
 
 
 def test_tasks_of_several_kinds_open(package: None) -> None:
     """One that limits the number of its questions, one with words, and one without an answer of its own."""
     for task in ("word_ladder", "spell_backward", "graph_color"):
-        words = [
-            "data=reasoning_gym",
-            f"data.task={task}",
-            "reward=reasoning_gym",
-            "data.config.rows=50",
-            "data.config.held_out=4",
-        ]
-        row = make_source(load_config(words).data, seed=0, eval_rows=0).numbered(3)
+        sizes = ("data.config.rows=50", "data.config.held_out=4")
+        data = load_config(["data=reasoning_gym", f"data.task={task}", "reward=reasoning_gym", *sizes]).data
+        row = make_source(data, seed=0, eval_rows=0).numbered(3)
         assert row["prompt"] and isinstance(row["answer"], str)
