@@ -14,6 +14,7 @@ from relax_core.contracts.data import DataRow
 from relax_core.contracts.env import Ended, Message
 from relax_core.contracts.media import Media, MediaError
 from relax_core.contracts.reward import RewardInput, RewardOutput
+from relax_core.contracts.sink import SAMPLED_MARKS
 from relax_core.rollout.episodes.tree_builder import PlayedEpisode, PlayedTurn
 from relax_core.rollout.rewards.reward_inputs import without_bytes
 from relax_core.rollout.rewards.reward_pool import RewardPool
@@ -93,9 +94,20 @@ class EpisodeRecord:
         return self.error if isinstance(self.error, MediaError) else None
 
     def transcript(self) -> str:
-        """Returns the conversation from the first response on as text, for tables; media are only named."""
-        first = next((place for place, one in enumerate(self.messages) if one["role"] == "assistant"), 0)
-        return "\n".join(f"{one['role']}: {_shown_content(one['content'])}" for one in self.messages[first:])
+        """Returns the whole conversation as text, for tables, with marks around responses and the turns' rewards.
+
+        Media are only named. A history that the env rewrote is there as it is now.
+        """
+        before, behind = SAMPLED_MARKS
+        rewards = [turn.reward for turn in self.turns]
+        lines = []
+        for one in reversed(self.messages):
+            text = _shown_content(one["content"])
+            if one["role"] == "assistant" and rewards:
+                reward = rewards.pop()
+                text = f"{before}{text}{behind}" + ("" if reward is None else f" [reward {reward:g}]")
+            lines.append(f"{one['role']}: {text}")
+        return "\n".join([*reversed(lines), f"[{self.ended}]"])
 
     def reward_input(self, row: DataRow, where: str, *, media_folder: str = "") -> RewardInput:
         """Returns the input of the reward for this episode."""
