@@ -144,9 +144,9 @@ def episode_words(config: RelaxConfig, work: Workload) -> list[str]:
         count, size = config.rollout.workers * isolated.workers, isolated.worker_memory_gib
         words.append(
             f"{count} process{'es' if count > 1 else ''} for the environment ({config.rollout.workers} x env.workers="
-            f"{isolated.workers}) beside those below, with room for {isolated.episodes_per_worker} episodes each; one "
+            f"{isolated.workers}) with room for {isolated.episodes_per_worker} episodes each; one "
             f"uses a core while it computes, and at most {size:g} GiB, {count * size:g} GiB together "
-            "(env.worker_memory_gib)."
+            "(env.worker_memory_gib), which the sum below has in full."
         )
     return words
 
