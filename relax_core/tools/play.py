@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None, *, ask: Callable[[str], str] = 
     parser.add_argument("--row", help="a data row as JSON")
     parser.add_argument("--seed", type=int, default=0, help="the seed of the group and of the episode")
     parser.add_argument("--episodes", type=int, default=1, help="how many held-out rows a checkpoint plays")
-    given = parser.parse_args(arguments)
+    given = parser.parse_intermixed_args(arguments)
     named = [word.removeprefix(CHECKPOINT) for word in given.settings if word.startswith(CHECKPOINT)]
     if named:
         if len(named) > 1 or given.row is not None:

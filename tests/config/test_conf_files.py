@@ -59,6 +59,7 @@ def test_every_option_runs(
         "env=number_guess": ["reward=env"],
         "env=calculator": ["reward=env", "model=tiny_qwen3_tools"],
         "env=gymnasium": ["reward=env"],
+        "env=picture_tools": ["reward=env", "model=tiny_qwen3_vl", "data=see", "env.tools_as=text"],
         "data=reasoning_gym": ["reward=reasoning_gym"],
         "reward=reasoning_gym": ["data=reasoning_gym"],
         "env=textarena": ["reward=env"],

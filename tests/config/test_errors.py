@@ -85,7 +85,7 @@ def problems(*overrides: str) -> list[str]:
         ("algo=plugin", "algo.name has no value"),
         (
             "env.name=nowhere",
-            "env.name=nowhere is not known. What exists: calculator, gymnasium, number_guess, python, "
+            "env.name=nowhere is not known. What exists: calculator, gymnasium, number_guess, picture_tools, python, "
             "single_turn, textarena.",
         ),
         ("reward.name=maths", "Nearest: math."),

@@ -35,6 +35,6 @@ def episode_results(prompt_batches: Sequence[Values]) -> dict[str, Any]:
         **{name: mean(name) for name in _MEANS},
         **{name.replace("/", "_"): mean(name) for name in _QUANTILES},
         "cached_share": cached / max(1.0, prompts),
-        "given_up": sum(mean(name) for name in reasons if name.removeprefix(ENDED) not in REWARDED_ENDS),
+        "given_up": sum((mean(name) for name in reasons if name.removeprefix(ENDED) not in REWARDED_ENDS), 0.0),
         "ended": {name.removeprefix(ENDED): mean(name) for name in reasons},
     }
