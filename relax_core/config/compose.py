@@ -22,15 +22,14 @@ from relax_core.config.command_line.override_words import PATHS, CommandLine, hy
 from relax_core.config.errors import ConfigError
 from relax_core.config.options import conf_folder, plugin_options, shipped
 from relax_core.config.plugin_lists import with_absolute_paths
-from relax_core.config.plugin_types import typed_plugin
+from relax_core.config.plugin_types import give_task_to_source, typed_plugin
 from relax_core.config.schema import LAUNCHERS, FolderByTime, RelaxConfig
 from relax_core.config.schema_keys import section_types, unknown_key
 from relax_core.config.sweep_runs import SweepFailed, SweepRuns
-from relax_core.registry import GROUP_KINDS, KINDS, is_builtin, is_file_plugin, short_name
+from relax_core.registry import GROUP_KINDS, KINDS, is_file_plugin, short_name
 
 _VERSION_BASE = "1.3"
 SHOWN_PATH = 120  # characters
-WARM_START_OF_SOURCES = "arithmetic"  # model.task of builtin models for questions that come from a data source
 Settle = Callable[[RelaxConfig], tuple[RelaxConfig, list[str]]]  # fills in derived values and returns problems
 
 
@@ -147,28 +146,12 @@ def typed_config(cfg: DictConfig) -> RelaxConfig:
     if problems:
         raise ConfigError(problems)
     config = _absolute(dataclasses.replace(cast(RelaxConfig, OmegaConf.to_object(cfg)), **plugin_config))
-    _give_task_to_source(config)
+    give_task_to_source(config)
     if by_time:
         config.run.dir = FolderByTime(config.run.dir)
     set_banned_tokens(config)
     config.model.freeze = sorted(set(config.model.freeze))  # A resumed run compares it, and its order means nothing.
     return config
-
-
-def _give_task_to_source(config: RelaxConfig) -> None:
-    """Makes data.task a setting of Relax's own data sources that have tasks; elsewhere it names a generated task.
-
-    A builtin model whose warm start would be that task gets another one. Raises `ConfigError` for two tasks.
-    """
-    data = config.data
-    if data.task is None or not is_builtin("data", data.name):
-        return
-    if data.config.get("task", data.task) != data.task:
-        raise ConfigError([f"data.task={data.task} with data.config.task={data.config['task']}: name one task."])
-    data.config = {**data.config, "task": data.task}
-    if config.model.task == data.task:
-        config.model.task = WARM_START_OF_SOURCES
-    data.task = None
 
 
 def run(
