@@ -52,9 +52,9 @@ def response(
 def content(one: Generated) -> dict[str, object]:
     """The fields of a response as what ``==`` compares to the bit: an array is its type, its shape and its bytes.
 
-    The time of the prefill is left out, because no two are the same.
+    The times of queue and prefill are left out, because no two are the same.
     """
-    fields = msgspec.structs.asdict(msgspec.structs.replace(one, prefill_ms=0.0))
+    fields = msgspec.structs.asdict(msgspec.structs.replace(one, prefill_ms=0.0, queue_ms=0.0))
     return {
         name: (value.dtype.str, value.shape, value.tobytes()) if isinstance(value, np.ndarray) else value
         for name, value in fields.items()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from relax_core.config.options import COMMANDS, first_comment, yaml_options
+from relax_core.contracts.env import EnvSpec
 from relax_core.plan.model.model_source import shape_dimensions, shape_names
 from relax_core.registry import (
     ALL_KINDS,
@@ -60,7 +62,8 @@ def _how(kind: Kind) -> str:
 
 def _plugin_line(kind: Kind, name: str, broken: list[str]) -> str:
     try:
-        summary = find(kind, name).summary
+        spec = find(kind, name)
+        summary = spec.summary + (_tools_words(spec) if isinstance(spec, EnvSpec) else "")
     except PluginError as error:
         broken.append(str(error))
         summary = "broken, see below"
@@ -68,11 +71,24 @@ def _plugin_line(kind: Kind, name: str, broken: list[str]) -> str:
     return _line(name, summary + (f" (from {package})" if package else ""))
 
 
+def _tools_words(env: EnvSpec) -> str:
+    """Returns the names of the tools with the settings' defaults; each row may have tools of its own."""
+    if env.tools is None:
+        return ""
+    try:
+        described: Any = env.tools({"prompt": "", "answer": ""}, env.config(name=env.name))
+    except Exception:  # plug-in code: its tools need settings or a data row
+        return " (tools: by settings and row)"
+    return f" (tools: {', '.join(one['function']['name'] for one in described)})"
+
+
 def _file_line(file: str, broken: list[str]) -> str:
     problems = []
     for kind in ALL_KINDS:
         try:
-            return _line(f"{key_of(kind)}={file}", find(kind, file).summary)
+            spec = find(kind, file)
+            tools = _tools_words(spec) if isinstance(spec, EnvSpec) else ""
+            return _line(f"{key_of(kind)}={file}", spec.summary + tools)
         except PluginError as error:
             problems.append(str(error))
     broken.append(problems[0].removeprefix(f"{key_of(ALL_KINDS[0])}="))  # what kind it was meant to be is not known

@@ -22,7 +22,7 @@ from relax_core.config.command_line.override_words import PATHS, CommandLine, hy
 from relax_core.config.errors import ConfigError
 from relax_core.config.options import conf_folder, plugin_options, shipped
 from relax_core.config.plugin_lists import with_absolute_paths
-from relax_core.config.plugin_types import typed_plugin
+from relax_core.config.plugin_types import give_task_to_source, typed_plugin
 from relax_core.config.schema import LAUNCHERS, FolderByTime, RelaxConfig
 from relax_core.config.schema_keys import section_types, unknown_key
 from relax_core.config.sweep_runs import SweepFailed, SweepRuns
@@ -146,6 +146,7 @@ def typed_config(cfg: DictConfig) -> RelaxConfig:
     if problems:
         raise ConfigError(problems)
     config = _absolute(dataclasses.replace(cast(RelaxConfig, OmegaConf.to_object(cfg)), **plugin_config))
+    give_task_to_source(config)
     if by_time:
         config.run.dir = FolderByTime(config.run.dir)
     set_banned_tokens(config)

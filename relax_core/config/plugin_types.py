@@ -12,7 +12,10 @@ from omegaconf.errors import OmegaConfBaseException
 
 from relax_core.config.command_line.error_messages import explain_value
 from relax_core.config.errors import ConfigError, nearest
-from relax_core.registry import Kind, PluginError, find, is_file_plugin, key_of
+from relax_core.config.schema import RelaxConfig
+from relax_core.registry import Kind, PluginError, find, is_builtin, is_file_plugin, key_of
+
+WARM_START_OF_SOURCES = "arithmetic"  # model.task of builtin models for questions that come from a data source
 
 
 def typed_plugin(kind: Kind, node: DictConfig) -> Any:
@@ -71,3 +74,19 @@ def plugin_config(kind: Kind, name: str, values: Mapping[str, Any], *, section: 
     if problems:
         raise ConfigError(problems)
     return OmegaConf.to_object(schema)
+
+
+def give_task_to_source(config: RelaxConfig) -> None:
+    """Makes data.task a setting of Relax's own data sources that have tasks; elsewhere it names a generated task.
+
+    A builtin model whose warm start would be that task gets another one. Raises `ConfigError` for two tasks.
+    """
+    data = config.data
+    if data.task is None or not is_builtin("data", data.name):
+        return
+    if data.config.get("task", data.task) != data.task:
+        raise ConfigError([f"data.task={data.task} with data.config.task={data.config['task']}: name one task."])
+    data.config = {**data.config, "task": data.task}
+    if config.model.task == data.task:
+        config.model.task = WARM_START_OF_SOURCES
+    data.task = None

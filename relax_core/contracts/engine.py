@@ -94,6 +94,7 @@ class Generated(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     ``prompt_tokens`` is the number of tokens of the prompt that the engine saw, and ``prefill_ms`` the time of the
     prefills that the prompt was part of; both are 0 if the engine does not say. ``cached_tokens`` is how many of the
     prompt's tokens the engine did not compute, because it had kept what the same weights had computed of them.
+    ``queue_ms`` is the time that the prompt waited in the engine for weights and for room, 0 if it does not say.
 
     All arrays are read-only. A response equals only itself, because ``==`` of arrays gives no single answer.
     """
@@ -112,6 +113,7 @@ class Generated(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     prompt_tokens: int = 0
     prefill_ms: float = 0.0
     cached_tokens: int = 0
+    queue_ms: float = 0.0
 
 
 class TensorSpec(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 TextCell = str | int | float | bool | None
+SAMPLED_MARKS = ("⟦", "⟧")  # they stand around what the model sampled, in the texts of episodes of several turns
 
 
 class MetricRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,8 +27,9 @@ class TextRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Holds texts of one ``kind`` at ``step``.
 
     Each row is a dict. A row of kind "eval" has prompt, answer (the expected one), response and exact, and the name of
-    the evaluation set if the set has one. A row of `bad_rows_kind` has row (the number of the data row), reason and
-    text.
+    the evaluation set if the set has one. The response of an episode of several turns is the whole conversation, one
+    message after the other, with `SAMPLED_MARKS` around what the model sampled, and how it ended. A row of
+    `bad_rows_kind` has row (the number of the data row), reason and text.
     """
 
     kind: str

@@ -28,13 +28,14 @@ BY_TOKEN = frozenset({"advantages", "returns", "on_policy"})
 _CACHED = {"runs", "sampled", "computed", "tokens", "lengths"}  # properties that depend on the rows alone
 
 
-class Turn(msgspec.Struct, frozen=True):
+class Turn(msgspec.Struct, frozen=True, omit_defaults=True):
     """Holds one response, which sampled the neighbouring rows ``start`` to ``end`` (exclusive).
 
     ``versions`` lists (weight version, tokens) in order, for the ledger; the tree's ``versions`` has the version of
     each row. ``finish`` is the engine's finish reason. ``reward`` is this turn's own, if the environment gives one.
     Times are in Unix seconds, 0 if they are not known. ``state_key`` names the state in which the response was given;
-    turns of a group with equal keys begin in equal states.
+    turns of a group with equal keys begin in equal states. ``tools`` names the tools that the response calls, and
+    ``env_ms`` is the time of the environment's calls behind it, in milliseconds.
     """
 
     start: int
@@ -46,6 +47,8 @@ class Turn(msgspec.Struct, frozen=True):
     began_s: float = 0.0
     ended_s: float = 0.0
     state_key: str | None = None
+    tools: list[str] = []
+    env_ms: float = 0.0
 
 
 class Episode(msgspec.Struct, frozen=True):

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import cast
 
 from relax_core.config.checks.freeze_keys import frozen_parts
 from relax_core.config.choices import AUDIO, PROJECTOR, VISION, ModeName, Surplus
 from relax_core.config.schema import RelaxConfig
+from relax_core.contracts.env import InteractionConfig, IsolatedConfig
 from relax_core.plan.memory.memory_terms import MIB
 from relax_core.plan.memory.trainer_share import patches_of_micro_batch
 from relax_core.plan.model.dimensions import ModelDimensions
 from relax_core.plan.workload import Workload
+from relax_core.registry import find_env
 
 
 def plural(count: int, noun: str) -> str:
@@ -30,7 +33,8 @@ def batch_words(config: RelaxConfig, work: Workload) -> list[str]:
         "prompts.",
         f"{groups} groups / {plural(mini_batches, 'mini-batch')} = {groups // mini_batches} groups an update; "
         f"x {plural(epochs, 'epoch')} = {plural(mini_batches * epochs, 'update')} and one weight version a step.",
-        f"A group is {work.prompt_tokens} prompt tokens once + {size} x {work.new_tokens - 1} = {work.group_rows} "
+        f"A group is {work.prompt_tokens} prompt tokens once + {size} x "
+        f"{work.episode_rows - work.prompt_tokens} = {work.group_rows} "
         f"token rows at most ({work.prompt_source}).",
         *_micro_batch_words(config, work),
     ]
@@ -60,7 +64,8 @@ def _micro_batch_words(config: RelaxConfig, work: Workload) -> Iterator[str]:
         yield f"{cut}, each with the prompt: at most {100 * work.repeated_share:.1f}% of the rows are repeated prompts."
     if work.episode_rows > budget:
         yield (
-            f"One episode alone, {work.prompt_tokens} prompt and {work.new_tokens - 1} response rows, is more than "
+            f"One episode alone, {work.prompt_tokens} prompt and "
+            f"{work.episode_rows - work.prompt_tokens} response rows, is more than "
             f"parallel.micro_batch_tokens={budget}: it is never cut, so its {work.episode_rows} rows set the peak."
         )
 
@@ -110,6 +115,40 @@ def context_words(config: RelaxConfig, work: Workload) -> list[str]:
     """Returns how many tokens one sample may have, prompt and response together."""
     context, new = config.engine.context_tokens, config.rollout.max_new_tokens
     return [f"engine.context_length={context} tokens a sample: {context - new} for the prompt, {new} for the response."]
+
+
+def episode_words(config: RelaxConfig, work: Workload) -> list[str]:
+    """Returns the sizes of an episode of several turns, and the processes and the cache that it needs."""
+    spec = find_env(config.env.name)
+    if not spec.has_turns:
+        return []
+    env, kept = cast(InteractionConfig, config.env), config.engine.prefix_cache_tokens
+    of_turn = "" if env.max_turn_tokens is None else f", each with {env.max_turn_tokens} sampled tokens at most"
+    words = [
+        f"An episode has at most {plural(env.max_turns, 'turn')}{of_turn}, {work.new_tokens} sampled tokens and "
+        f"{work.observed_tokens} observed ones behind its opening (env.max_observation_tokens="
+        f"{env.max_observation_tokens} for each observation, and the context).",
+        f"Up to {work.samples_in_flight} episodes are at one engine at the same time; each may last "
+        f"env.episode_timeout_s={env.episode_timeout_s:g} s, and a call of its environment "
+        f"env.step_timeout_s={env.step_timeout_s:g} s.",
+    ]
+    if kept is not None:
+        groups = kept / (work.group_size * config.engine.context_tokens)
+        words.append(
+            f"engine.prefix_cache_tokens={kept} keeps keys and values of {groups:.3g} groups of the longest episodes."
+            if kept
+            else "engine.prefix_cache_tokens=0: each turn computes everything before it anew."
+        )
+    if spec.isolated:
+        isolated = cast(IsolatedConfig, config.env)
+        count, size = config.rollout.workers * isolated.workers, isolated.worker_memory_gib
+        words.append(
+            f"{count} process{'es' if count > 1 else ''} for the environment ({config.rollout.workers} x env.workers="
+            f"{isolated.workers}) with room for {isolated.episodes_per_worker} episodes each; one "
+            f"uses a core while it computes, and at most {size:g} GiB, {count * size:g} GiB together "
+            "(env.worker_memory_gib), which the sum below has in full."
+        )
+    return words
 
 
 def credit_words(config: RelaxConfig, work: Workload) -> list[str]:

@@ -12,7 +12,7 @@ from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.algorithm import Requirements
 from relax_core.control.run.role_counts import roles_of
 from relax_core.data.sources import are_rows_named
-from relax_core.plan.batch import batch_words, context_words, credit_words, media_words
+from relax_core.plan.batch import batch_words, context_words, credit_words, episode_words, media_words
 from relax_core.plan.data.context_length import planned_context
 from relax_core.plan.data.data_check import DataLook, look_at_data
 from relax_core.plan.data.epochs import epoch_words
@@ -51,6 +51,7 @@ class Plan:
     batch: Sequence[str]
     media: Sequence[str]
     context: Sequence[str]
+    episodes: Sequence[str]
     credits: Sequence[str]
     work: Workload
     memory: Sequence[Holder]
@@ -115,6 +116,7 @@ def make_plan(config: RelaxConfig, not_yet: Sequence[str] = ()) -> Plan:
         batch=[*epoch_words(config), *batch_words(config, work)],
         media=[*media_words(config, work, model), *(node.words for node in encoding), *ways],
         context=context_words(config, work),
+        episodes=episode_words(config, work),
         credits=credit_words(config, work),
         work=work,
         memory=memory,

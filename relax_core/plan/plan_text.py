@@ -42,6 +42,7 @@ def _lines(plan: Plan) -> Iterator[str]:
     yield from _section("Batch", plan.batch)
     yield from _section("Media", plan.media)
     yield from _section("Context", plan.context)
+    yield from _section("Episodes", plan.episodes)
     yield from _section("Credits", plan.credits)
     yield from _section("Memory", _memory(plan))
     yield from _section("Sync", _transfers(plan))

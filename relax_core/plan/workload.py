@@ -8,17 +8,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import cast
 
 from relax_core.config.checks.modality_keys import media_kinds
 from relax_core.config.choices import LauncherKind
 from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.data import BadRow
+from relax_core.contracts.env import InteractionConfig
 from relax_core.data import generated
 from relax_core.data.sources import are_rows_named, file_rows
 from relax_core.plan.data.data_check import look_at_data
 from relax_core.plan.data.media_look import PromptMedia
 from relax_core.plan.model.dimensions import ModelDimensions
 from relax_core.plan.model.patch_cost import PatchCost
+from relax_core.registry import find_env
 
 _LOOKED_AT = 256  # rows of the data that are read
 _TEMPLATE_TOKENS = 8  # characters that a chat template adds around one message
@@ -32,7 +35,8 @@ _SMALL_VOCABULARY = 1000
 class Workload:
     """Holds the sizes of a step.
 
-    ``prompt_source`` says where the length of the prompt comes from.
+    ``prompt_source`` says where the length of the prompt comes from. ``observed_tokens`` are those that an environment
+    of several turns adds to an episode at most.
 
     Rows are token rows that the trainer computes: the prompt once, and each response without its last token.
     ``group_rows`` are those of a whole group, ``episode_rows`` those of a single episode. ``busy_ranks`` is the number
@@ -48,6 +52,7 @@ class Workload:
     prompt_tokens: int
     prompt_source: str
     new_tokens: int
+    observed_tokens: int
     group_size: int
     groups: int
     group_rows: int
@@ -75,7 +80,8 @@ def find_workload(config: RelaxConfig, model: ModelDimensions, *, state_tokens: 
     media = None if model.patches is None else _prompt_media(config, model.patches, prompt=prompt)
     towers = 0 if media is None else round(model.tower_work(patches=media.patches, audio_frames=media.audio_frames))
     group_size, groups, new = config.algo.group_size, config.rollout.prompts_per_step, config.rollout.max_new_tokens
-    branch, ranks = new - 1, config.parallel.dp
+    observed = observed_tokens(config, prompt=prompt)
+    branch, ranks = new - 1 + observed, config.parallel.dp
     group_rows, episode_rows = prompt + group_size * branch, prompt + branch
     of_update = groups // config.algo.mini_batches
     busy = min(ranks, of_update * group_size)
@@ -88,7 +94,7 @@ def find_workload(config: RelaxConfig, model: ModelDimensions, *, state_tokens: 
         episodes = min(episodes, max(1, rows // branch))
     computed = of_update * group_rows + packed.repeated_prompts * prompt
     engine = config.engine
-    sample_tokens = min(prompt + new, engine.context_tokens)
+    sample_tokens = min(prompt + new + observed, engine.context_tokens)
     wanted = (config.mode.max_staleness + 1) * groups * group_size // engine.count
     if config.eval.every:
         wanted = max(wanted, config.eval.rows // engine.count)
@@ -99,6 +105,7 @@ def find_workload(config: RelaxConfig, model: ModelDimensions, *, state_tokens: 
         prompt_tokens=prompt,
         prompt_source=source,
         new_tokens=new,
+        observed_tokens=observed,
         group_size=group_size,
         groups=groups,
         group_rows=group_rows,
@@ -116,6 +123,15 @@ def find_workload(config: RelaxConfig, model: ModelDimensions, *, state_tokens: 
         media_prompts=max(1, min(-(-of_update // busy), -(-rows // mean_work))),
         mean_prompt_tokens=mean_prompt,
     )
+
+
+def observed_tokens(config: RelaxConfig, *, prompt: int) -> int:
+    """Returns how many tokens an environment adds behind the first response, at most what the context has room for."""
+    if not find_env(config.env.name).has_turns:
+        return 0
+    env = cast(InteractionConfig, config.env)
+    room = config.engine.context_tokens - prompt - config.rollout.max_new_tokens
+    return max(0, min((env.max_turns - 1) * env.max_observation_tokens, room))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -153,11 +153,29 @@ def sample_lines(sample: SampleHistory) -> list[str]:
     born = sample.events[0].time
     lines = [f"{sample.uid}  {sample.state}"]
     for event in sample.events:
-        clock = time.strftime("%H:%M:%S", time.localtime(event.time)) + f".{int(event.time % 1 * 1000):03d}"
         undone = "  (undone by a resume)" if event.undone else ""
-        for name, words in _event_lines(event):
-            lines.append(f"  {clock}  {event.time - born:+9.3f} s  {name:<9}  {words}{undone}")
+        turns = [] if event.made is None else _turn_lines(event.made)
+        for when, name, words in (*turns, *((event.time, *one) for one in _event_lines(event))):
+            clock = time.strftime("%H:%M:%S", time.localtime(when)) + f".{int(when % 1 * 1000):03d}"
+            lines.append(f"  {clock}  {when - born:+9.3f} s  {name:<9}  {words}{undone}")
     return lines
+
+
+def _turn_lines(made: Episode) -> list[tuple[float, str, str]]:
+    """Returns (Unix time, name, text) of each turn of an environment of several turns; none for one of one turn."""
+    return [
+        (turn.began_s, f"turn {number}", _played_words(turn))
+        for number, turn in enumerate(made.turns, 1)
+        if turn.began_s
+    ]
+
+
+def _played_words(turn: Turn) -> str:
+    words = [f"{_turn_words(turn)} in {1e3 * (turn.ended_s - turn.began_s):.1f} ms", turn.finish]
+    words += [f"calls {', '.join(turn.tools)}"] if turn.tools else []
+    words += [f"env {turn.env_ms:.1f} ms"] if turn.env_ms else []
+    words += [] if turn.reward is None else [f"reward {turn.reward:.4g}"]
+    return "; ".join(words)
 
 
 def _event_lines(event: Event) -> list[tuple[str, str]]:
@@ -184,6 +202,9 @@ def _event_lines(event: Event) -> list[tuple[str, str]]:
 
 
 def _made_words(made: Episode) -> str:
+    if any(turn.began_s for turn in made.turns):
+        sampled = sum(turn.end - turn.start for turn in made.turns)
+        return f"turns {len(made.turns)}, sampled tokens {sampled}; {made.ended}"
     return f"{'; '.join(_turn_words(turn) for turn in made.turns)}; {made.ended}"
 
 

@@ -1,6 +1,7 @@
 """Plays an episode of an environment in the terminal: ``python -m relax_core.tools.play env=number_guess``.
 
-You are the model: you read what it would read, and what you type is the response.
+You are the model: you read what it would read, and what you type is the response. With ``checkpoint=RUN`` a run's
+newest checkpoint, or the checkpoint that is named, plays in its own environment.
 """
 
 from __future__ import annotations
@@ -8,7 +9,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,16 +25,27 @@ from relax_core.rollout.env_workers.env_workers import EnvWorkers
 from relax_core.rollout.episodes.env_calls import EnvCalls
 from relax_core.tools.check_env import ROW, settings_of
 
+CHECKPOINT = "checkpoint="
+CHECKPOINT_S = 1800.0  # seconds that the evaluation of a checkpoint may take, its engines' start included
 PARSER = "hermes"  # the form of tool calls if env.tool_parser=auto, which would need a chat template
 
 
 def main(arguments: Sequence[str] | None = None, *, ask: Callable[[str], str] = input) -> int:
     """Plays one episode; returns 1 if there is no such environment or a setting is wrong."""
     parser = argparse.ArgumentParser(prog="python -m relax_core.tools.play", description=str(__doc__).splitlines()[0])
-    parser.add_argument("settings", nargs="+", help="env=NAME or env.name=FILE, and settings such as env.max_turns=4")
+    parser.add_argument(
+        "settings", nargs="+", help="env=NAME, env.name=FILE or checkpoint=RUN, and keys: env.max_turns=4"
+    )
     parser.add_argument("--row", help="a data row as JSON")
     parser.add_argument("--seed", type=int, default=0, help="the seed of the group and of the episode")
-    given = parser.parse_args(arguments)
+    parser.add_argument("--episodes", type=int, default=1, help="how many held-out rows a checkpoint plays")
+    given = parser.parse_intermixed_args(arguments)
+    named = [word.removeprefix(CHECKPOINT) for word in given.settings if word.startswith(CHECKPOINT)]
+    if named:
+        if len(named) > 1 or given.row is not None:
+            parser.error("give one checkpoint=, and no --row: a checkpoint plays its held-out rows")
+        keys = [word for word in given.settings if not word.startswith(CHECKPOINT)]
+        return play_checkpoint(named[0], keys, episodes=given.episodes)
     try:
         values = settings_of([word.replace("env=", "env.name=", 1) for word in given.settings])
         if not isinstance(name := values.pop("name", None), str):
@@ -50,6 +64,30 @@ def main(arguments: Sequence[str] | None = None, *, ask: Callable[[str], str] = 
     except (PluginError, ConfigError, ValueError) as error:
         print(error, file=sys.stderr)
         return 1
+    return 0
+
+
+def play_checkpoint(checkpoint: str, keys: Sequence[str], *, episodes: int) -> int:
+    """Prints greedy episodes of a checkpoint on the first held-out rows, as an evaluation plays them.
+
+    ``keys`` change the run's settings. Returns the exit code of the evaluation, whose output is printed if it failed.
+    """
+    with tempfile.TemporaryDirectory(prefix="rlx-play-") as folder:
+        own = [f"eval.rows={episodes}", "eval.samples=1", f"run.dir={folder}/played"]
+        command = [sys.executable, "-m", "relax_core", "eval", checkpoint, *keys, *own]
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=CHECKPOINT_S, check=False
+        )
+        if done.returncode != 0:
+            print(done.stdout, file=sys.stderr, end="")
+            return done.returncode
+        lines = (Path(folder) / "played" / "answers.jsonl").read_text(encoding="utf-8").splitlines()
+    for number, line in enumerate(map(json.loads, lines)):
+        print(f"{'' if number == 0 else chr(10)}[held-out row {number}]")
+        if not line["turns"][0]:
+            print(f"user: {line['prompt']}")
+        print(line["responses"][0])
+        print("[a reward could not be computed]" if line["rewards"][0] is None else f"[reward {line['rewards'][0]:g}]")
     return 0
 
 

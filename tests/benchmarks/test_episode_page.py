@@ -12,6 +12,8 @@ from benchmarks.episodes import CASES, Figures, as_expected, command_line
 from relax_core.config.compose import load_config
 from relax_core.preflight import CHECKS
 from relax_core.registry import find_env
+from relax_core.tools.lineage import parse_filters
+from relax_core.tools.play import main as play
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "episodes.md"
 COMMANDS = re.findall(r"^ {4}(\S.*)$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
@@ -25,9 +27,16 @@ def test_a_run_of_the_page_passes_all_checks(command: str) -> None:
 
 
 def test_the_other_commands_are_known() -> None:
+    """tests/integration/test_turns.py plays with a checkpoint, and asks for the turns of its run."""
     others = [shlex.split(command) for command in COMMANDS if command not in RUNS]
-    assert [words[:3] for words in others] == [["relax", "eval", "RUN"], ["python", "-m", "benchmarks.episodes"]]
-    assert command_line(others[1][3:]).only == list(CASES)
+    evaluates, checkpoint_plays, person_plays, tells, learns = others
+    assert evaluates == ["relax", "eval", "RUN"] and tells[:3] == ["relax", "lineage", "RUN"]
+    assert parse_filters(tells[3:]) == {"uid": "g00000012.3"}
+    for plays in (checkpoint_plays, person_plays):
+        assert plays[:3] == ["python", "-m", "relax_core.tools.play"]
+    assert checkpoint_plays[3:] == ["checkpoint=RUN", "--episodes=3"]
+    assert play(person_plays[3:], ask=lambda shown: "4") == 0
+    assert learns[:3] == ["python", "-m", "benchmarks.episodes"] and command_line(learns[3:]).only == list(CASES)
 
 
 @pytest.mark.parametrize("name", list(CASES))

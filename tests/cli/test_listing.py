@@ -42,6 +42,16 @@ def test_everything_has_its_line(capsys: pytest.CaptureFixture[str]) -> None:
         assert any(line.split()[:1] == [name] for line in lines)
 
 
+def test_environments_are_listed_with_their_tools(capsys: pytest.CaptureFixture[str]) -> None:
+    file = str(Path(__file__).resolve().parents[2] / "examples" / "plugins" / "phone_book.py")
+    assert list_command([file]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (calculator,) = (line for line in lines if line.split()[:1] == ["calculator"] and "tool that can" in line)
+    (game,) = (line for line in lines if line.split()[:1] == ["number_guess"] and "higher or lower" in line)
+    (own,) = (line for line in lines if f"env.name={file}" in line)
+    assert calculator.endswith("(tools: multiply)") and "tools:" not in game and "(tools: " in own
+
+
 def test_a_file_is_listed_with_its_kind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "mine.py"
     file.write_text(REWARD)

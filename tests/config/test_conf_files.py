@@ -36,7 +36,7 @@ def test_every_option_runs(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if f"{group}={option}" in ("env=gymnasium", "env=reasoning_gym", "env=textarena"):
+    if f"{group}={option}" in ("env=gymnasium", "data=reasoning_gym", "reward=reasoning_gym", "env=textarena"):
         pytest.importorskip(option)
     monkeypatch.chdir(REPOSITORY)  # experiment=math_file names a file of the checkout
     extra = {
@@ -59,7 +59,9 @@ def test_every_option_runs(
         "env=number_guess": ["reward=env"],
         "env=calculator": ["reward=env", "model=tiny_qwen3_tools"],
         "env=gymnasium": ["reward=env"],
-        "env=reasoning_gym": ["reward=env"],
+        "env=picture_tools": ["reward=env", "model=tiny_qwen3_vl", "data=see", "env.tools_as=text"],
+        "data=reasoning_gym": ["reward=reasoning_gym"],
+        "reward=reasoning_gym": ["data=reasoning_gym"],
         "env=textarena": ["reward=env"],
         "env=python": ["env.sandbox=none"],  # this machine may refuse the sandbox
         "data=seeds": ["env=number_guess", "reward=env", "model.task=number_guess"],

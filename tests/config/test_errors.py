@@ -88,7 +88,7 @@ LOCKSTEP = ["env=number_guess", "reward=env", "mode.max_staleness=0", "rollout.l
         ("algo=plugin", "algo.name has no value"),
         (
             "env.name=nowhere",
-            "env.name=nowhere is not known. What exists: calculator, gymnasium, number_guess, python, reasoning_gym, "
+            "env.name=nowhere is not known. What exists: calculator, gymnasium, number_guess, picture_tools, python, "
             "single_turn, textarena.",
         ),
         ("reward.name=maths", "Nearest: math."),

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 
 import pytest
 
+from relax_core.observe.service.sinks import read_metrics
+from relax_core.tools import lineage, play
 from tests.integration.live_run import run_to_end
+from tests.observe.metrics_page import not_described
 
 pytestmark = pytest.mark.integration
 
 TOLERANCE = 2e-5
 
 
-def test_a_game_of_several_turns_trains_on_policy(tmp_path: Path) -> None:
+def test_a_game_of_several_turns_trains_on_policy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Turns under way are aborted at a weight change, and go on with the new weights. The reward scores the last
     response, so that rewards differ within a group."""
     run = run_to_end(
@@ -25,7 +30,7 @@ def test_a_game_of_several_turns_trains_on_policy(tmp_path: Path) -> None:
         "mode.max_staleness=1",
         "rollout.partial=abort",
         "run.steps=4",
-        "run.save_every=0",
+        "run.save_every=4",
         "run.export_hf=false",
         "eval.every=0",
     )
@@ -36,3 +41,22 @@ def test_a_game_of_several_turns_trains_on_policy(tmp_path: Path) -> None:
     assert gap["tokens"] > 0 and gap["max"] <= TOLERANCE
     assert any(values["grad_norm"] > 0.0 for values in run.steps())
     assert run.summary["ledger"]["trained"] == 4 * 4 * 4
+    episodes = run.summary["episodes"]
+    assert sum(episodes["ended"].values()) == pytest.approx(1.0) and episodes["given_up"] == 0.0
+    assert 1.0 < episodes["turns"] <= episodes["turns_p99"] <= 3.0
+    assert 0.0 < episodes["cached_share"] < 1.0 and 0.0 < episodes["queue_s"] <= episodes["engine_s"]
+    records = read_metrics(run.folder)
+    assert not not_described({f"{one.source}/{name}" for one in records for name in one.values} - {"run/resumed"})
+
+    assert lineage.main([str(run.folder), "step=0", "--json"]) == 0
+    puts = [event for sample in json.loads(capsys.readouterr().out)["samples"] for event in sample["events"]]
+    turns = [turn for event in puts if event["event"] == "put" for turn in event["made"]["turns"]]
+    assert len(turns) > 4 * 4 and all(turn["ended_s"] >= turn["began_s"] > 0 for turn in turns)
+
+    # The checkpoint plays: what the terminal shows are whole conversations with the responses marked.
+    assert play.main([f"checkpoint={run.folder}", "--episodes=2", "env.highest=3"]) == 0
+    told = capsys.readouterr().out
+    assert told.count("user: guess a number from 1 to 3\nassistant: ⟦") == 2
+    assert re.search(r"\[(env_done|max_turns|token_budget)\]\n\[reward [01]\]\n$", told), told
+    assert play.main([f"checkpoint={run.folder}", "env.lowest=3"]) == 2
+    assert "env.lowest" in capsys.readouterr().err

@@ -276,3 +276,28 @@ def test_what_kept_sets_cost_is_told_where_tokens_are_left_out() -> None:
         assert plan.model.vocabulary == vocabulary
         assert (plan.transfers.kept_set_bytes, plan.transfers.kept_step_bytes) == (most, most * tokens)
         assert f"kept sets: {most} bytes a sampled token and " in as_text(plan)
+
+
+def test_episodes_of_several_turns_are_counted_with_what_they_observe() -> None:
+    """Two observations of ten tokens stand between the three responses of a game, or what the context has room for."""
+    plan = make_plan(load_config(["experiment=number_guess", "env.max_observation_tokens=10"]))
+    work, size = plan.work, plan.work.group_size
+    assert work.observed_tokens == 2 * 10
+    assert work.group_rows == work.prompt_tokens + size * (work.new_tokens + 20 - 1)
+    full = make_plan(load_config(["experiment=number_guess"])).work
+    assert full.prompt_tokens + full.new_tokens + full.observed_tokens == full.sample_tokens == 128  # the context
+    told = " ".join(as_text(plan).split())
+    assert "Episodes An episode has at most 3 turns" in told and "20 observed ones" in told
+    assert f"keeps keys and values of {4:g} groups of the longest episodes" in told
+    assert make_plan(load_config([])).episodes == [] and make_plan(load_config([])).work.observed_tokens == 0
+
+
+def test_environment_workers_are_counted_with_their_memory_and_cores() -> None:
+    pytest.importorskip("gymnasium")
+    game = ["env=gymnasium", "data=seeds", "reward=env", "model.task=number_guess", "eval.every=0"]
+    words = [*game, "engine.context_length=128", "rollout.workers=2", "env.worker_memory_gib=0.5"]
+    few, many = (make_plan(load_config([*words, f"env.workers={count}"])) for count in (1, 3))
+    (workers,) = (holder for holder in many.memory if holder.name == "environment worker")
+    assert (workers.count, workers.peak.bytes) == (2 * 3, GIB // 2)
+    assert many.total_bytes - few.total_bytes == (2 * 3 - 2) * GIB // 2
+    assert "6 processes for the environment (2 x env.workers=3)" in " ".join(many.episodes)

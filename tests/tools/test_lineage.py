@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
+from msgspec import msgpack
+from msgspec.structs import replace
 
+from relax_core.contracts.columns import decode_episodes
+from relax_core.contracts.tree import Turn
 from relax_core.tools.lineage import main
 from tests.bus.make_rows import for_actor
-from tests.bus.persisted_run import PersistedRun, T
+from tests.bus.persisted_run import PersistedRun, T, generated_row
 
 
 @pytest.fixture
@@ -43,6 +48,33 @@ def test_a_sample_is_told_line_by_line(folder: Path, capsys: pytest.CaptureFixtu
     assert lines[7] == (
         "whole run: 8 issued: 4 trained; dropped: engine failed 2; open: issued 2; lost 0; trained twice 0"
     )
+
+
+def test_the_turns_of_an_episode_are_told_with_engine_tool_times_reward_and_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = PersistedRun(tmp_path / "run" / "ledger.sqlite")
+    (admission,) = run.core.admit(1)
+    row = generated_row(admission)
+    turns = [
+        Turn(2, 3, "engine-0", [(0, 1)], "stop", None, 50.0, 50.25, ["multiply", "multiply"], 1.5),
+        Turn(3, 5, "engine-1", [(0, 1), (1, 1)], "stop", 1.0, 51.0, 51.0625, [], 0.25),
+    ]
+    episodes = [replace(one, turns=turns, ended="env_done") for one in decode_episodes(row.columns["episodes"])]
+    columns = {**row.columns, "episodes": msgpack.encode(episodes)}
+    run.core.put([replace(row, columns=columns)])
+    run.journal.close(timeout_s=T)
+    assert main([str(tmp_path / "run"), "uid=g00000000.1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    told = [line.split(" s  ", 1)[1] for line in lines[1:6]]
+    assert told[1:] == [
+        "turn 1     engine-0: tokens 0 to 0 by weights 0 in 250.0 ms; stop; calls multiply, multiply; env 1.5 ms",
+        "turn 2     engine-1: tokens 0 to 0 by weights 0, tokens 1 to 1 by weights 1 in 62.5 ms; stop; env 0.2 ms; "
+        "reward 1",
+        "generated  turns 2, sampled tokens 3; env_done",
+        "rewarded   1.25 (exact 0)",
+    ]
+    assert time.strftime("%H:%M:%S", time.localtime(50.0)) + ".000" in lines[2]
 
 
 def test_filters_are_joined_by_and(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -142,5 +142,7 @@ def joined(before: Generated, after: Generated) -> Generated:
         logprobs=read_only(np.concatenate([before.logprobs, after.logprobs])),
         versions=read_only(np.concatenate([before.versions, after.versions])),
         kept=KeptTokens.joined(kept) if kept else None,
+        cached_tokens=before.cached_tokens,
+        queue_ms=before.queue_ms + after.queue_ms,
     )
     return with_joined_experts(whole, before, after)

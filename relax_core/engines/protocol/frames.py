@@ -65,6 +65,7 @@ class Finished(msgspec.Struct, frozen=True, array_like=True, tag="finished"):
     prompt_tokens: int = 0
     prefill_ms: float = 0.0
     cached_tokens: int = 0
+    queue_ms: float = 0.0
 
     def response(self, *, prompt_tokens: int = 0, prompt_experts: np.ndarray | None = None) -> Generated:
         """Returns the response as arrays, with the given number of prompt tokens and experts of its prompt.
@@ -86,6 +87,7 @@ class Finished(msgspec.Struct, frozen=True, array_like=True, tag="finished"):
             prompt_tokens=prompt_tokens,
             prefill_ms=self.prefill_ms,
             cached_tokens=self.cached_tokens,
+            queue_ms=self.queue_ms,
         )
 
 

@@ -46,8 +46,12 @@ class RunningNumbers:
 
     def of_newest_step(self, name: str, *, source: str = ACTOR) -> float | None:
         """Returns the newest record's value, or None if that record has none."""
-        newest = next(reversed(self._values[source].values()), {})
+        newest = self.newest(source)
         return newest[name] if name in newest and math.isfinite(newest[name]) else None
+
+    def newest(self, source: str) -> Mapping[str, float]:
+        """Returns the values of the newest record; none before the first one."""
+        return next(reversed(self._values[source].values()), {})
 
     def latest_step(self, source: str) -> int | None:
         """Returns the step of the newest record, or None."""

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from relax_core.contracts.bus import BusProgress
+from relax_core.observe.results.episode_results import ENDED
 from relax_core.observe.service.records import EVAL, ROLLOUT
 from relax_core.observe.terminal.formatting import block, duration, number, sparkline, staleness_shares
 from relax_core.observe.terminal.panel_numbers import RunningNumbers
@@ -62,7 +63,9 @@ class PanelView:
 
 def picture(view: PanelView) -> RenderableType:
     """Draws the live panel. With five roles it fits into 80 columns and 24 lines."""
-    parts: list[RenderableType] = [_progress(view), "", _figures(view), "", _roles(view.roles)]
+    parts: list[RenderableType] = [_progress(view), _figures(view), _roles(view.roles)]
+    if not _episodes(view.numbers):  # whose lines take the place of these
+        parts = [parts[0], "", parts[1], "", parts[2]]
     if view.message:
         parts.append(Text(view.message, style="bold yellow", overflow="ellipsis", no_wrap=True))
     return Frame(
@@ -93,6 +96,7 @@ def line(view: PanelView) -> str:
         ("equal groups", numbers.of_newest_step("groups_without_signal") or None, ".0%"),
         ("without reward", numbers.of_newest_step("reward_failed", source=ROLLOUT) or None, ".0%"),
         ("turns", numbers.latest("turns", source=ROLLOUT), ".1f"),
+        ("cached", numbers.latest("cached_share", source=ROLLOUT) or None, ".0%"),
     ):
         if value is not None:
             parts.append(f"{label} {format(value, spec)}")
@@ -216,6 +220,8 @@ def _bus_figures(view: PanelView) -> Table:
     table.add_column(no_wrap=True)
     if view.records_dropped:
         table.add_row("metrics", Text(f"records missing: {_counts(view.records_dropped)}", style="bold red"))
+    for label, words in _episodes(view.numbers):
+        table.add_row(label, Text(words, overflow="ellipsis"))
     progress = view.progress
     if progress is None:
         table.add_row("staleness", "–")
@@ -237,6 +243,24 @@ def _bus_figures(view: PanelView) -> Table:
             counts.append(f"{failed:.0%} recently without a reward", style="bold red").append(" · ")
         table.add_row("dropped", counts.append(_counts(ledger.dropped)))
     return table
+
+
+def _episodes(numbers: RunningNumbers) -> list[tuple[str, str]]:
+    """Returns the lines about the newest episodes of several turns; none for an environment of one turn."""
+    newest = numbers.newest(ROLLOUT)
+    if "turns" not in newest:
+        return []
+    played = [
+        f"{newest['turns']:.1f} turns, p99 {newest['turns/p99']:.0f}",
+        f"{newest['cached_share']:.0%} of prompts cached",
+        *([f"{newest['restarts']:.2g} new starts"] if newest["restarts"] else []),
+    ]
+    spent = [", ".join(f"{name} {newest[f'{name}_s']:.2g}" for name in ("engine", "queue", "env")) + " s"]
+    if newest["tool_calls"] or newest["failed_calls"]:
+        spent.append(f"{newest['tool_calls']:.1f} calls, {newest['failed_calls']:.1f} failed")
+    shares = {name.removeprefix(ENDED): share for name, share in newest.items() if name.startswith(ENDED)}
+    ends = [f"{share:.0%} {reason}" for reason, share in sorted(shares.items(), key=lambda one: -one[1])]
+    return [("episodes", " · ".join(played)), ("of each", " · ".join(spent)), ("ended", " · ".join(ends))]
 
 
 def _counts(counts: Mapping[str, int]) -> str:

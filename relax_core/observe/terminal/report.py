@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from relax_core.contracts.sink import SAMPLED_MARKS
 from relax_core.observe.results.curves import CURVES_FILE
 from relax_core.observe.results.summary import STEP_PARTS, SUMMARY_FILE
 from relax_core.observe.service.records import TextCell
@@ -22,6 +23,7 @@ Answer = Mapping[str, TextCell]
 
 SHOWN_ANSWERS = 8
 CELL_WIDTH = 60
+MOST_CHARACTERS = 4000  # of an episode that is shown whole; texts.jsonl has all of it
 NO_WIDTH = 1000  # columns; every line of the report is shorter
 CHECKPOINTS_FOLDER = "checkpoints"
 RESULT_FILES = (
@@ -58,6 +60,11 @@ def print_report(
     if answers.row_count:
         console.print()
         console.print(answers)
+        if episode := played_episode(texts_before, texts_after):
+            console.print(
+                Text("\nOne of these episodes after training; the policy sampled what is in ⟦ ⟧", style="bold")
+            )
+            console.print(episode, soft_wrap=True)
     console.print()
     for file_line in _result_lines(run_dir):
         console.print(file_line, soft_wrap=True)
@@ -74,15 +81,30 @@ def answers_table(before: Sequence[Answer], after: Sequence[Answer]) -> Table:
 
     Answers that changed come first, so that the table shows what training did.
     """
-    first = {answer["prompt"]: answer for answer in before}
-    pairs = [(first[answer["prompt"]], answer) for answer in after if answer["prompt"] in first]
-    pairs.sort(key=lambda pair: (pair[0]["exact"] == pair[1]["exact"], not pair[1]["exact"]))
+    pairs = _pairs(before, after)
     table = Table(title="Held-out prompts, greedy answers", title_justify="left", title_style="bold", show_lines=False)
     for heading in ("prompt", "expected", "before", "after"):
         table.add_column(heading, overflow="fold")
     for old, new in pairs[:SHOWN_ANSWERS]:
         table.add_row(_cell(new["prompt"]), _cell(new["answer"]), _answer(old), _answer(new))
     return table
+
+
+def _pairs(before: Sequence[Answer], after: Sequence[Answer]) -> list[tuple[Answer, Answer]]:
+    """Returns the answers to each prompt that both evaluations have; those that became right come first."""
+    first = {answer["prompt"]: answer for answer in before}
+    pairs = [(first[answer["prompt"]], answer) for answer in after if answer["prompt"] in first]
+    return sorted(pairs, key=lambda pair: (pair[0]["exact"] == pair[1]["exact"], not pair[1]["exact"]))
+
+
+def played_episode(before: Sequence[Answer], after: Sequence[Answer]) -> Text | None:
+    """Returns the first episode of the table, turn by turn, as the newest evaluation played it; None for one turn."""
+    for _, newest in _pairs(before, after):
+        if SAMPLED_MARKS[0] in (words := str(newest["response"])):
+            shown = Text(words[:MOST_CHARACTERS] + ("…" if len(words) > MOST_CHARACTERS else ""), style="dim")
+            shown.highlight_regex(f"(?s){SAMPLED_MARKS[0]}.*?{SAMPLED_MARKS[1]}", "not dim green")
+            return shown
+    return None
 
 
 def next_commands(run_dir: Path, summary: Mapping[str, Any]) -> list[tuple[str, str]]:

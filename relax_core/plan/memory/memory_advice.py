@@ -37,7 +37,8 @@ def trainer_room(config: RelaxConfig, work: Workload, peak: Peak, *, limit: int)
     if rows == 0:
         return f"Even{tried} its weights, gradients and Adam states leave no room for a row: {_MORE_GPUS}"
     return (
-        f"One episode, {work.prompt_tokens} prompt and {work.new_tokens - 1} response rows, is never cut, and of its "
+        f"One episode, {work.prompt_tokens} prompt and "
+        f"{work.episode_rows - work.prompt_tokens} response rows, is never cut, and of its "
         f"{work.episode_rows} rows only {rows} fit even{tried}: {_MORE_GPUS}, or lower rollout.max_new_tokens"
     )
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import cast
 
 from relax_core.config.schema import ParallelConfig, RelaxConfig
 from relax_core.contracts.algorithm import Requirements
+from relax_core.contracts.env import IsolatedConfig
 from relax_core.control.run.role_counts import worker_group_layouts
 from relax_core.plan.memory.media_terms import encode_worker_bytes, engine_media_terms, shared_item_bytes
 from relax_core.plan.memory.memory_terms import (
@@ -34,7 +36,7 @@ from relax_core.plan.memory.trainer_share import (
 from relax_core.plan.model.dimensions import ModelDimensions
 from relax_core.plan.model.model_source import teacher_dimensions
 from relax_core.plan.workload import Workload
-from relax_core.registry import find_engine, find_reward
+from relax_core.registry import find_engine, find_env, find_reward
 from relax_core.train.parallel.layout_arithmetic import critic_parallel, forward_parallel, one_rank, world_size
 
 TRAINER = 435
@@ -90,6 +92,10 @@ def cpu_holders(
         holders.append(_plain("Serve front of a role", SERVE_DEPLOYMENT, count=len(roles)))
     if find_reward(config.reward.name).isolated:
         holders.append(_plain("reward worker", REWARD_WORKER, count=roles["rollout"] * config.rollout.reward_workers))
+    if find_env(config.env.name).isolated:
+        isolated = cast(IsolatedConfig, config.env)
+        count, most = roles["rollout"] * isolated.workers, round(isolated.worker_memory_gib * 1024)
+        holders.append(_plain("environment worker", most, count=count))
     if config.bus.storage_units is not None:
         holders.append(_plain("TransferQueue process", QUEUE_PROCESS, count=1 + config.bus.storage_units))
     holders.append(_trainer("actor", config, config.parallel, model, work, publishes=True))

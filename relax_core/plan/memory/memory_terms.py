@@ -112,7 +112,7 @@ def _mask_pairs(parallel: ParallelConfig, work: Workload) -> int:
     With context parallelism there always is a mask; otherwise only if omitting it saves little
     (relax_core/train/attention/branch_attention.py).
     """
-    rows, branch, prompt = work.micro_batch_rows, work.new_tokens - 1, work.prompt_tokens
+    rows, branch, prompt = work.micro_batch_rows, work.episode_rows - work.prompt_tokens, work.prompt_tokens
     line = min(rows, work.group_rows)
     pairs, branches = rows * line, line - prompt
     needed = -(-rows // line) * (prompt * (prompt // 2 + branches) + branches * branch // 2)

@@ -14,12 +14,13 @@ from relax_core.contracts.data import DataRow
 from relax_core.contracts.env import Ended, Message
 from relax_core.contracts.media import Media, MediaError
 from relax_core.contracts.reward import RewardInput, RewardOutput
+from relax_core.contracts.sink import SAMPLED_MARKS
 from relax_core.rollout.episodes.tree_builder import PlayedEpisode, PlayedTurn
 from relax_core.rollout.rewards.reward_inputs import without_bytes
 from relax_core.rollout.rewards.reward_pool import RewardPool
 
 # Figures of an episode whose means are metrics.
-EPISODE_TOTALS = ("restarts", "cut_observations", "engine_s", "env_s", "tool_calls", "failed_calls")
+EPISODE_TOTALS = ("restarts", "cut_observations", "engine_s", "queue_s", "env_s", "tool_calls", "failed_calls")
 
 # Ends without a reward that are no failure of the env or the reward; they are the ledger's reasons, too.
 NO_FAILURES: frozenset[Ended | None] = frozenset({"straggler", "stale", "cancelled"})
@@ -76,6 +77,11 @@ class EpisodeRecord:
         """Returns the seconds from the requests of the newest start to their responses, waits included."""
         return sum(turn.ended_s - turn.began_s for turn in self.turns)
 
+    @property
+    def queue_s(self) -> float:
+        """Returns the part of `engine_s` in which prompts waited in the engine, 0 if it does not say."""
+        return sum(turn.response.queue_ms for turn in self.turns) / 1e3
+
     def take_info(self, info: Mapping[str, object]) -> None:
         """Keeps the numbers of a step's info."""
         for name, value in info.items():
@@ -88,9 +94,20 @@ class EpisodeRecord:
         return self.error if isinstance(self.error, MediaError) else None
 
     def transcript(self) -> str:
-        """Returns the conversation from the first response on as text, for tables; media are only named."""
-        first = next((place for place, one in enumerate(self.messages) if one["role"] == "assistant"), 0)
-        return "\n".join(f"{one['role']}: {_shown_content(one['content'])}" for one in self.messages[first:])
+        """Returns the whole conversation as text, for tables, with marks around responses and the turns' rewards.
+
+        Media are only named. A history that the env rewrote is there as it is now.
+        """
+        before, behind = SAMPLED_MARKS
+        rewards = [turn.reward for turn in self.turns]
+        lines = []
+        for one in reversed(self.messages):
+            text = _shown_content(one["content"])
+            if one["role"] == "assistant" and rewards:
+                reward = rewards.pop()
+                text = f"{before}{text}{behind}" + ("" if reward is None else f" [reward {reward:g}]")
+            lines.append(f"{one['role']}: {text}")
+        return "\n".join([*reversed(lines), f"[{self.ended}]"])
 
     def reward_input(self, row: DataRow, where: str, *, media_folder: str = "") -> RewardInput:
         """Returns the input of the reward for this episode."""
@@ -129,13 +146,16 @@ class PlayedFigures:
     """Holds the figures of one group; ``tokens`` are sampled ones, ``reward_s`` is the time of its rewards.
 
     ``turns`` has the number of responses of each episode, ``straggler_turns`` those of stragglers; ``totals`` sums up
-    figures of the episodes by their names.
+    figures of the episodes by their names. ``prompt_tokens`` are those of all requests, and ``cached_tokens`` those of
+    them whose keys and values the engine had kept.
     ``ends`` counts the episodes by the reason of their end. ``info`` has the numbers that the env gave, by name.
     """
 
     turns: Sequence[int]
     straggler_turns: Sequence[int]
     tokens: int
+    prompt_tokens: int
+    cached_tokens: int
     newest_version: int
     reward_s: float
     totals: Mapping[str, float]
@@ -154,6 +174,8 @@ class PlayedFigures:
             turns=[len(record.turns) for record in records],
             straggler_turns=[len(record.turns) for record in records if record.ended == "straggler"],
             tokens=sum(len(one.output_ids) for one in responses),
+            prompt_tokens=sum(len(turn.prompt_ids) for record in records for turn in record.turns),
+            cached_tokens=sum(one.cached_tokens for one in responses),
             newest_version=max((int(one.versions[-1]) for one in responses), default=0),
             reward_s=reward_s,
             totals={name: sum(float(getattr(record, name)) for record in records) for name in EPISODE_TOTALS},
@@ -166,6 +188,7 @@ def played_values(played: Sequence[PlayedFigures]) -> dict[str, float]:
     """Returns the figures of groups as metrics: means for each episode, shares of ends, means of the env's numbers."""
     turns = [count for one in played for count in one.turns]
     slow = [count for one in played for count in one.straggler_turns]
+    prompt_tokens = sum(one.prompt_tokens for one in played)
     ends: Counter[str] = Counter()
     info: dict[str, list[float]] = defaultdict(list)
     for one in played:
@@ -177,6 +200,8 @@ def played_values(played: Sequence[PlayedFigures]) -> dict[str, float]:
         "turns": fmean(turns),
         **{f"turns/p{share}": float(np.percentile(turns, share)) for share in (50, 90, 99)},
         "tokens": sum(one.tokens for one in played),
+        "prompt_tokens": prompt_tokens,
+        "cached_share": sum(one.cached_tokens for one in played) / max(1, prompt_tokens),
         **{name: sum(one.totals[name] for one in played) / len(turns) for name in EPISODE_TOTALS},
         **({"straggler_turns": fmean(slow)} if slow else {}),
         **{f"ended/{reason}": count / len(turns) for reason, count in sorted(ends.items())},

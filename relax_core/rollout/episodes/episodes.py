@@ -242,7 +242,13 @@ class EpisodePlayer:
             record.failed_calls += bool(action.parse_error)
             following, what = NextTurn(), f"turn {len(record.turns)}"
             step = self._step(env, record, action, following, owner=start.uid, tools=group.tools)
+            before = record.env_s
             await self._guarded(step, record, where=start.where, what=what)
+            record.turns[-1] = replace(
+                record.turns[-1],
+                tools=[call.name for call in action.tool_calls],
+                env_ms=1e3 * (record.env_s - before),
+            )
             if record.ended is not None:
                 return
             if following.edits:

@@ -55,7 +55,8 @@ class PlayedTurn:
     """Is one request of an episode and its response.
 
     ``prompt_ids`` are all tokens before the response, and ``media`` places items in them. ``reward`` is that of this
-    turn alone, and ``state_key`` names the state in which the response was given. Times are Unix seconds.
+    turn alone, and ``state_key`` names the state in which the response was given. Times are Unix seconds. ``tools``
+    names the tools that the response calls, and ``env_ms`` is the time of the env's calls behind it.
     """
 
     prompt_ids: Sequence[int]
@@ -65,6 +66,8 @@ class PlayedTurn:
     state_key: str | None = None
     began_s: float = 0.0
     ended_s: float = 0.0
+    tools: Sequence[str] = ()
+    env_ms: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,6 +258,8 @@ def _episode(played: PlayedEpisode, ends: Sequence[Chain]) -> Episode:
             turn.began_s,
             turn.ended_s,
             None if turn.state_key is None else _short_key(turn.state_key),
+            list(turn.tools),
+            turn.env_ms,
         )
         for turn, chain in zip(played.turns, ends, strict=True)
     ]

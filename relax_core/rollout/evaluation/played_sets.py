@@ -180,7 +180,7 @@ def _set_answers(one: PreparedSet, found: Sequence[list[Answer] | BadRow], *, mo
 
 
 def _answer(record: EpisodeRecord, output: RewardOutput) -> Answer:
-    """Returns an episode as one answer; its text is the conversation behind the opening."""
+    """Returns an episode as one answer; its text is the whole conversation."""
     vote = output.answer
     if vote is None and record.texts and record.ended not in CUT_ENDS:
         vote = record.texts[-1].strip()

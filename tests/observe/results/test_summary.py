@@ -185,3 +185,20 @@ def test_the_page_describes_every_field(make_record: MakeRecord, progress: BusPr
         names = [key] if not isinstance(value, dict) or key in ("run", "versions") else [f"{key}.{n}" for n in value]
         for name in names:
             assert f"`{name}" in page, f"docs/summary.md does not describe {name}"
+
+
+def test_episodes_of_several_turns(make_record: MakeRecord, progress: BusProgress) -> None:
+    """Of four episodes in two batches, three end with a reward; the cached tokens are 50 of 100 and 270 of 300."""
+    common = {"turns/p50": 2, "turns/p90": 3, "turns/p99": 3, "restarts": 0, "cut_observations": 0, "engine_s": 0.5}
+    common |= {"env_s": 0.1, "tool_calls": 1.0, "failed_calls": 0.0}
+    batches = [
+        {"samples": 1, "turns": 2, "queue_s": 0.1, "prompt_tokens": 100, "cached_share": 0.5, "ended/env_done": 1.0},
+        {"samples": 3, "turns": 4, "queue_s": 0.3, "prompt_tokens": 300, "cached_share": 0.9}
+        | {"ended/max_turns": 2 / 3, "ended/env_failed": 1 / 3},
+    ]
+    records = [make_record("rollout", step, **common, **values) for step, values in enumerate(batches)]
+    episodes = build_summary(records, progress=progress, meta=META)["episodes"]
+    assert episodes["ended"] == pytest.approx({"env_done": 0.25, "env_failed": 0.25, "max_turns": 0.5})
+    assert (episodes["turns"], episodes["turns_p99"]) == (3.5, 3.0)
+    assert episodes["given_up"] == pytest.approx(0.25) and episodes["queue_s"] == pytest.approx(0.25)
+    assert episodes["cached_share"] == pytest.approx(0.8) and episodes["engine_s"] == 0.5

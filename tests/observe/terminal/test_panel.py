@@ -265,6 +265,27 @@ def test_the_picture_fits_80_by_24_and_shows_everything(make_record: MakeRecord,
     assert "  gap 2.0e-06  cut 25%  equal groups 50%  staleness 0:8%,1:92%  metrics lack 12 tensorboard  eta" in plain
 
 
+def test_episodes_of_several_turns_have_lines_of_their_own_and_the_picture_still_fits(
+    make_record: MakeRecord, progress: BusProgress
+) -> None:
+    numbers = RunningNumbers()
+    numbers.merge([make_record("actor", 3, reward=0.5, logprob_gap_max=2e-6, truncated=0.25, entropy=1.0)])
+    seconds = {"engine_s": 0.125, "queue_s": 0.02, "env_s": 0.001}
+    counts = {"turns": 2.25, "turns/p99": 3.0, "cached_share": 0.8, "restarts": 0.0}
+    ends = {"ended/env_done": 0.75, "ended/max_turns": 0.25}
+    calls = {"tool_calls": 1.5, "failed_calls": 0.25}
+    numbers.merge([make_record("rollout", 3, **seconds, **counts, **ends, **calls)])
+    console = Console(file=io.StringIO(), width=80)
+    console.print(picture(replace(view(numbers, progress, ROLES), records_dropped={"tensorboard": 12})))
+    assert isinstance(console.file, io.StringIO)
+    text = console.file.getvalue()
+    assert len(text.splitlines()) <= 24
+    assert "episodes      2.2 turns, p99 3 · 80% of prompts cached" in text, text
+    assert "of each       engine 0.12, queue 0.02, env 0.001 s · 1.5 calls, 0.2 failed" in text, text
+    assert "ended         75% env_done · 25% max_turns" in text, text
+    assert "turns 2.2  cached 80%" in line(view(numbers, progress, ROLES))
+
+
 def test_a_step_that_compared_no_token_has_no_gap_and_none_of_an_earlier_one(make_record: MakeRecord) -> None:
     numbers = RunningNumbers()
     numbers.merge([make_record("actor", 0, logprob_gap_max=2e-6, truncated=0.25)])

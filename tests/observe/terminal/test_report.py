@@ -15,7 +15,13 @@ from relax_core.contracts.bus import BusProgress
 from relax_core.observe.results.curves import plot_curves
 from relax_core.observe.results.summary import build_summary
 from relax_core.observe.service.records import MetricRecord
-from relax_core.observe.terminal.report import answers_table, next_commands, print_report, report_console
+from relax_core.observe.terminal.report import (
+    answers_table,
+    next_commands,
+    played_episode,
+    print_report,
+    report_console,
+)
 
 MakeRecord = Callable[..., MetricRecord]
 META = {"outcome": "finished", "wall_s": 30.0, "first_step_s": 12.5}
@@ -103,6 +109,18 @@ def test_answers_that_changed_come_first_and_long_ones_keep_their_end() -> None:
     assert table.row_count == 3
     assert text.index("learned") < text.index("same") < text.index("wrong")
     assert "… " in text and "so 7" in text and "gone" not in text
+
+
+def test_an_episode_of_several_turns_is_shown_whole_with_the_responses_in_another_style() -> None:
+    played = (
+        "user: guess\nassistant: ⟦4⟧ [reward 0]\nuser: higher [not markup]\nassistant: ⟦6\n⟧ [reward 1]\n[env_done]"
+    )
+    before = [row("seed 1", "", "user: guess\nassistant: ⟦1⟧\n[max_turns]") | {"exact": False}, row("seed 2", "", "")]
+    after = [row("seed 2", "", ""), row("seed 1", "", played) | {"exact": True}]
+    shown = played_episode(before, after)
+    assert shown is not None and shown.plain == played
+    assert [shown.plain[span.start : span.end] for span in shown.spans] == ["⟦4⟧", "⟦6\n⟧"]
+    assert played_episode([row("rev 1", "1", "1")], [row("rev 1", "1", "1")]) is None
 
 
 @pytest.mark.parametrize("outcome", ["stopped", "failed: engine 0 is [gone]"])

@@ -39,6 +39,7 @@ from tests.rollout.rollout_loop_harness import GROUP_SIZE, STEP_GROUPS, CoreBus,
 from tests.trees import path_of, tree_of
 
 CONTEXT = 192
+MIN_CACHED = 32  # the shortest prefix that an engine serves from what it has kept
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +49,8 @@ def folder() -> Path:
 
 @pytest.fixture
 def engine(start_engine: Callable[..., Engine], launch: EngineLaunch, folder: Path) -> Engine:
-    return start_engine(model_folder=folder, engine=dataclasses.replace(launch.engine, context_length=CONTEXT))
+    settings = dataclasses.replace(launch.engine, context_length=CONTEXT, prefix_cache_tokens=64 * CONTEXT)
+    return start_engine(model_folder=folder, engine=settings)
 
 
 def env_of(kind: Callable[[EpisodeStart, Any], BaseInteractionEnv]) -> EnvSpec:
@@ -133,12 +135,21 @@ def test_groups_of_a_game_reach_the_bus_as_trees(engine: Engine, folder: Path) -
             assert all(tree.loss_mask[turn.start : turn.end].all() for turn in one.turns)
             assert one.ended in ("token_budget", "env_done")
             assert one.turns[-1].finish == "stop" or one.ended == "token_budget"
+            stepped = one.turns if one.ended == "env_done" else one.turns[:-1]
+            assert all(turn.env_ms > 0.0 and turn.tools == [] for turn in stepped)
         # The trunk is there once.
         assert (tree.end[: len(opening)] == tree.rows).all()
     assert several, "no episode had a second turn: the test says nothing about turns"
     assert client.sizes[0] == STEP_GROUPS * GROUP_SIZE, "what is ready together goes out together"
     assert sum(values["samples"] for _, _, values in records) == 2 * STEP_GROUPS * GROUP_SIZE
     assert sum(values["tokens"] for _, _, values in records) == sum(int(tree.lengths.sum()) for tree in trees)
+    # What a turn asks is everything on its path before its first token.
+    asked = sum(len(path_of(tree, turn.start)) - 1 for tree in trees for one in tree.episodes for turn in one.turns)
+    assert sum(values["prompt_tokens"] for _, _, values in records) == asked
+    cached = sum(values["cached_share"] * values["prompt_tokens"] for _, _, values in records)
+    later = [turn for tree in trees for one in tree.episodes for turn in one.turns[1:]]
+    assert cached == pytest.approx(round(cached)) and cached >= MIN_CACHED * len(later)
+    assert all(0.0 < values["queue_s"] <= values["engine_s"] for _, _, values in records)
 
 
 def test_the_same_seed_plays_the_same_episodes_and_the_tree_is_the_conversation(engine: Engine, folder: Path) -> None:

@@ -78,7 +78,10 @@ def test_greedy_episodes_are_the_same_whatever_is_played_beside_them(game_engine
     assert both[1].answers == alone.answers
     for (answer,) in alone.answers:
         assert answer.ended in ("env_done", "max_turns", "token_budget") and 1 <= answer.turns <= 3
-        assert answer.text.count("assistant: ") == answer.turns and answer.tokens >= answer.turns
+        lines = answer.text.splitlines()
+        assert lines[0] == "user: guess a number from 1 to 7" and lines[-1] == f"[{answer.ended}]"
+        assert answer.text.count("assistant: ⟦") == answer.turns and answer.tokens >= answer.turns
+        assert answer.exact == any(line.startswith("assistant: ⟦") and line.endswith("⟧ [reward 1]") for line in lines)
         assert answer.exact == (answer.reward == 1.0)
     values = evaluation_values([both[1], both[0]])
     assert values["turns"] == sum(one.turns for (one,) in alone.answers) / NUMBERS

@@ -42,6 +42,7 @@ def finished(news: Progress, sent: set[int]) -> Finished:
         prompt_tokens=len(prompt.token_ids),
         prefill_ms=1e3 * prompt.prefill_s,
         cached_tokens=prompt.cached_tokens,
+        queue_ms=1e3 * prompt.queue_s,
     )
 
 

@@ -52,7 +52,7 @@ class Prompt:
     ``routes`` is given if the prompt's experts are asked for. ``samples`` and ``generated`` are those of
     `PromptRequest`. ``stop`` holds the strings that end a response, if there are any. ``media`` places the prompt's
     images and videos. ``prefill_s`` is the time of the prefills that it was part of, in seconds. ``cached_tokens`` is
-    how many of its tokens the newest of them did not compute.
+    how many of its tokens the newest of them did not compute. ``queue_s`` is the time before the first of them.
     """
 
     call: Call
@@ -69,6 +69,7 @@ class Prompt:
     media: Sequence[Media] = ()
     prefill_s: float = 0.0
     cached_tokens: int = 0
+    queue_s: float = 0.0
 
     def response(self, ids: list[int]) -> list[int]:
         """Returns a sample's whole response, given the tokens ``ids`` that this call has generated."""

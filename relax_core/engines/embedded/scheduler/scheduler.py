@@ -268,6 +268,8 @@ class Scheduler(threading.Thread):
         end = time.perf_counter()
         self._tokens += sum(len(group.samples) for group in groups)
         for group, prefix, cached in zip(groups, prefixes, self._decoder.cached, strict=True):
+            if not group.prompt.prefill_s:
+                group.prompt.queue_s = start - group.prompt.call.submitted
             group.prompt.prefill_s += end - start
             group.prompt.cached_tokens = min(cached, len(group.prompt.token_ids))
             self._prefill_tokens += len(prefix.token_ids) - cached

@@ -1,0 +1,150 @@
+"""An env with a picture: the policy crops and turns it with tools whose results are pictures (as in DeepEyes)."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from relax_core.contracts.env import Action, BaseInteractionEnv, EnvSpec, EpisodeStart, InteractionConfig, StepResult
+from relax_core.contracts.media import MediaSource
+from relax_core.contracts.tool_use.tool_calls import ToolCall, ToolMistake, call_tool
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_LEAST_SIDE = 8  # pixels of a cut; towers refuse smaller pictures
+
+
+@dataclass(frozen=True)
+class PictureToolsConfig(InteractionConfig):
+    """Holds the settings of the env; relative paths of pictures begin in ``folder``."""
+
+    name: str = "picture_tools"
+    max_turns: int = 4
+    folder: str | None = None
+
+
+Box = tuple[int, int, int, int]
+
+
+def crop(
+    left: Annotated[int, "the first column of pixels"],
+    top: Annotated[int, "the first row of pixels"],
+    right: Annotated[int, "the column behind the last"],
+    bottom: Annotated[int, "the row behind the last"],
+) -> Box:
+    """Returns a part of the newest picture."""
+    return left, top, right, bottom
+
+
+def rotate(degrees: Annotated[int, "90, 180 or 270, clockwise"]) -> int:
+    """Returns the newest picture turned."""
+    return degrees
+
+
+class PictureTools(BaseInteractionEnv):
+    """Shows a row's prompt, which has pictures, and applies the tools to the newest one.
+
+    The last text in <answer> tags, or else the whole response without a call, is the answer; it ends the episode with
+    reward 1 if it is the row's, upper and lower case alike.
+    """
+
+    def __init__(self, start: EpisodeStart, config: PictureToolsConfig) -> None:
+        self._row = start.row
+        self._folder = Path(config.folder or "")
+        self._picture: Image | None = None
+        self._failed = 0
+
+    def reset(self) -> Any:
+        """Returns the row's prompt."""
+        return self._row["prompt"]
+
+    def step(self, action: Action) -> StepResult:
+        """Returns the pictures that calls give, or the end of the episode."""
+        if action.tool_calls:
+            return StepResult(
+                observation=[{"role": "tool", "content": self._result(call)} for call in action.tool_calls]
+            )
+        if action.parse_error:
+            return StepResult(observation=action.parse_error)
+        text = action.content or action.text
+        answer = (_ANSWER.findall(text) or [text])[-1]
+        right = answer.strip().lower() == str(self._row["answer"]).strip().lower()
+        return StepResult(reward=float(right), done=True, info={"failed_tool_calls": self._failed})
+
+    def _result(self, call: ToolCall) -> Any:
+        """Returns what the model gets for a call: a picture, or words about what is wrong with the call."""
+        from PIL.Image import Transpose
+
+        try:
+            picture, given = self._newest(), call_tool([crop, rotate], call)
+            if call.name == "crop":
+                picture = picture.crop(_checked(given, picture))
+            else:
+                turns = {90: Transpose.ROTATE_270, 180: Transpose.ROTATE_180, 270: Transpose.ROTATE_90}  # anticlockwise
+                if given not in turns:
+                    raise ToolMistake(f"A picture turns by 90, 180 or 270 degrees, not by {given}.")
+                picture = picture.transpose(turns[given])
+        except ToolMistake as mistake:
+            self._failed += 1
+            return str(mistake)
+        self._picture = picture
+        written = io.BytesIO()
+        picture.save(written, format="PNG")
+        return [{"type": "image", "image": MediaSource(kind="image", data=written.getvalue())}]
+
+    def _newest(self) -> Image:
+        """Returns the newest picture; that of the row was decoded under the run's limits before the first response."""
+        if self._picture is None:
+            from PIL import Image, ImageOps
+
+            source = _pictures(self._row["prompt"])[-1]
+            file = io.BytesIO(source.data) if source.data is not None else self._folder / str(source.path)
+            with Image.open(file) as opened:
+                self._picture = ImageOps.exif_transpose(opened).convert("RGB")
+        return self._picture
+
+
+def _checked(box: Box, picture: Image) -> Box:
+    left, top, right, bottom = box
+    if not (left >= 0 and right <= picture.width and top >= 0 and bottom <= picture.height):
+        raise ToolMistake(f"The part {box} is not inside of the picture of {picture.width} x {picture.height} pixels.")
+    if right - left < _LEAST_SIDE or bottom - top < _LEAST_SIDE:
+        raise ToolMistake(f"A part has at least {_LEAST_SIDE} x {_LEAST_SIDE} pixels.")
+    return box
+
+
+def _pictures(prompt: Any) -> list[MediaSource]:
+    """Returns the pictures of a row's prompt; raises `ToolMistake` if it has none."""
+    parts = [] if isinstance(prompt, str) else [one["content"] for one in prompt if not isinstance(one["content"], str)]
+    found = [part["image"] for content in parts for part in content if part["type"] == "image"]
+    if not found:
+        raise ToolMistake("There is no picture here.")
+    return found
+
+
+def tools(row: Mapping[str, Any], config: PictureToolsConfig) -> Sequence[Callable[..., Any]]:
+    """Returns the two tools."""
+    return [crop, rotate]
+
+
+def check(config: PictureToolsConfig) -> None:
+    """Raises ValueError if the package that reads pictures is missing."""
+    if find_spec("PIL") is None:
+        raise ValueError("env=picture_tools needs the package pillow: pip install 'relax-core[omni]'.")
+
+
+SPEC = EnvSpec(
+    name="picture_tools",
+    summary="a question about a picture, with tools that crop and turn it",
+    config=PictureToolsConfig,
+    open=PictureTools,
+    tools=tools,
+    check=check,
+)
