@@ -256,6 +256,7 @@ class RolloutLoop:
             min_version=prompt.request.min_version,
             on_request=(lambda rid: None) if handler is None else partial(handler.turn_begins, prompt.index),
             on_response=(lambda rid: None) if handler is None else partial(handler.turn_ends, prompt.index),
+            account=self._sampled_tokens.update,
         )
         try:
             records = await self._player.play(start, tasks)

@@ -14,6 +14,7 @@ from relax_core.contracts.data import DataRow
 from relax_core.contracts.env import Ended, Message
 from relax_core.contracts.media import Media, MediaError
 from relax_core.contracts.reward import RewardInput, RewardOutput
+from relax_core.rollout.episodes.token_accounts import token_accounts
 from relax_core.rollout.episodes.tree_builder import PlayedEpisode, PlayedTurn
 from relax_core.rollout.rewards.reward_inputs import without_bytes
 from relax_core.rollout.rewards.reward_pool import RewardPool
@@ -218,3 +219,14 @@ def played_episodes(records: Sequence[EpisodeRecord], outputs: Sequence[RewardOu
         )
         for record, output in zip(records, outputs, strict=True)
     ]
+
+
+def given_up_accounts(records: Sequence[EpisodeRecord]) -> dict[str, int]:
+    """Ends the episodes of a group that is given up before it is scored, and returns its `token_accounts`.
+
+    The response under way of such an episode is not read, so it is in no account.
+    """
+    for record in records:
+        if not record.failed:
+            record.fail("cancelled", "the group was given up")
+    return token_accounts(played_episodes(records, [RewardOutput(reward=None)] * len(records)), None)

@@ -32,8 +32,8 @@ from relax_core.data.turn_tokens import TurnTokens
 from relax_core.engines.pool.engine_pool import EnginePool
 from relax_core.registry import plugin_words
 from relax_core.rollout.episodes.env_calls import EnvCalls, EnvTooSlow
-from relax_core.rollout.episodes.episode_records import EpisodeRecord
-from relax_core.rollout.episodes.observations import shortened_observation
+from relax_core.rollout.episodes.episode_records import EpisodeRecord, given_up_accounts
+from relax_core.rollout.episodes.observations import MOST_TOKENS, shortened_observation
 from relax_core.rollout.episodes.played_group import (
     EarlyEnds,
     GroupStart,
@@ -117,6 +117,9 @@ class EpisodePlayer:
                 await self._play_all(group)
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from failures  # the first failure cancelled the other tasks
+        except asyncio.CancelledError:
+            start.account(given_up_accounts(records))
+            raise
         finally:
             await asyncio.gather(*(one.close() for one in group.envs if one is not None))
         return records
@@ -323,9 +326,8 @@ class EpisodePlayer:
             following.messages += tools.opening(tools.shown(step.context_edit))
         else:
             messages = await calls(env.format_observation, step.observation)
-            messages, cut = shortened_observation(
-                messages, self._prompts.tokenizer, limit=self._config.max_observation_tokens
-            )
+            limit = self._config.max_observation_tokens or MOST_TOKENS
+            messages, cut = shortened_observation(messages, self._prompts.tokenizer, limit=limit)
             record.cut_observations += cut
             following.messages += tools.shown(messages)
         following.items += await self._prompts.encoded(media_sources(following.messages), owner=owner)

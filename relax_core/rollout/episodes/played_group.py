@@ -44,7 +44,8 @@ class GroupStart:
     ``evaluation`` is empty for training; it names the evaluation set whose row ``index`` this is, so that its seeds and
     uids are its own. ``rid`` is the prefix of its requests' names. ``where`` is the data row's file and line.
     `PromptRequest` explains ``min_version``. ``on_request`` and ``on_response`` are called with a request's name when
-    the request is sent and when its response has arrived.
+    the request is sent and when its response has arrived. ``account`` gets the `token_accounts` of a group that is
+    given up while it is played.
     """
 
     index: int
@@ -56,6 +57,7 @@ class GroupStart:
     evaluation: str = ""
     on_request: Callable[[str], None] = lambda rid: None
     on_response: Callable[[str], None] = lambda rid: None
+    account: Callable[[Mapping[str, int]], None] = lambda counts: None
 
     @property
     def uid(self) -> str:
