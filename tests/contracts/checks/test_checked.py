@@ -262,7 +262,7 @@ def test_two_tools_of_one_name_are_refused() -> None:
     )
     tools = checked_env(spec).tools
     assert tools is not None
-    with pytest.raises(WrongResult, match="env mine .*tool add: two tools have this name. Rename one"):
+    with pytest.raises(WrongResult, match=r"env mine .*tool add: two tools have this name. Rename one"):
         tools({}, None)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import random
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from tests.contracts.engine.harness import TOKEN, Engine
 from tests.rollout.episodes.test_episodes import CONTEXT, env_of
 from tests.rollout.rollout_loop_harness import LONG_S, CoreBus, Recorded, build_loop, renamed, run_to_end
 
-STEPS, GROUPS, EPISODES = 25, 10, 4
+STEPS, GROUPS, EPISODES = 50, 5, 4
 SEEN = ("trained", "not_chosen", "no_reward", "dropped", "masked", "stale")
 
 
@@ -96,7 +97,7 @@ class Played:
 
 def misfortunes(bus: CoreBus) -> Callable[[EpisodeStart, Any], BaseInteractionEnv]:
     """Returns an env in which whole groups and single episodes fail, hang, are slow, age and rewrite their history."""
-    of_groups = {7: "hang", 17: "slow", 27: "age", 37: "fail"}
+    of_groups = {7: "hang", 17: "slow", 27: "age", 28: "age", 37: "fail"}
     of_episodes = ["fail once"] * 6 + ["hang"] * 5 + ["forget"] * 15 + [""] * 74
 
     class Mixed(BaseInteractionEnv):
@@ -116,12 +117,20 @@ def misfortunes(bus: CoreBus) -> Callable[[EpisodeStart, Any], BaseInteractionEn
             if self.fate == "hang" and self.played == 2:
                 await asyncio.Event().wait()
             if self.fate == "slow":
-                await asyncio.sleep(1.5)
-            while self.fate == "age" and bus.core.version < self.version + 3:
+                await asyncio.sleep(2.6)
+            if self.played == 1:
+                self.version = bus.core.version
+            until = time.monotonic() + 3.0
+            while self.fate == "age" and bus.core.version < self.version + 2 and time.monotonic() < until:
                 await asyncio.sleep(0.01)
             edit = [{"role": "user", "content": "rev 12"}] if self.fate == "forget" and self.played == 2 else None
             done = self.played == 4
             return StepResult(observation="on", reward=self.draw.random(), done=done, context_edit=edit)
+
+        async def format_observation(self, observation: Any) -> Any:  # type: ignore[override]
+            if self.fate == "slow" and self.played:  # with its step, the call takes longer than an episode may
+                await asyncio.sleep(2.6)
+            return super().format_observation(observation)
 
     return Mixed
 
