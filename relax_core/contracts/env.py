@@ -88,7 +88,7 @@ class InteractionConfig(EnvConfig):
 
     ``max_turns`` is the largest number of responses in an episode, and ``max_turn_tokens`` that of sampled tokens in a
     response; None leaves that to rollout.max_new_tokens, the limit of an episode. The texts of an observation have at
-    most ``max_observation_tokens`` tokens; longer ones are cut in the middle.
+    most ``max_observation_tokens`` tokens, 1024 if that is None; longer ones are cut in the middle.
 
     ``step_timeout_s`` is the time in seconds that one call of the env may take, and ``episode_timeout_s`` that of an
     episode from its first response on, because an engine may hold its first prompt until its weights are there. An
@@ -102,7 +102,7 @@ class InteractionConfig(EnvConfig):
 
     max_turns: int = 8
     max_turn_tokens: int | None = None
-    max_observation_tokens: int = 1024
+    max_observation_tokens: int | None = None
     step_timeout_s: float = 30.0
     episode_timeout_s: float = 600.0
     max_retries: int = 1

@@ -252,7 +252,7 @@ class RolloutLoop:
         self._record("rollout", max(one.newest_version for one in played), values | self._admissions.media_figures())
 
     def _count_cancelled(self, records: Sequence[EpisodeRecord]) -> None:
-        """Counts the episodes of a group that is given up, and their tokens, none of which has a reward."""
+        """Counts the episodes of a group that is given up, and their tokens, none of which is trained."""
         episodes = played_episodes(records, [RewardOutput(reward=None)] * len(records))
         self._sampled_tokens.update(token_accounts(episodes, None))
         self._cancelled.append(PlayedFigures.of(records, reward_s=0.0))

@@ -25,6 +25,7 @@ from relax_core.registry import find_env, find_reward
 from relax_core.rollout.bad_rows import BadRows
 from relax_core.rollout.episodes.episodes import EpisodePlayer
 from relax_core.rollout.episodes.group_assembly import MakeExtras
+from relax_core.rollout.episodes.played_group import EarlyEnds
 from relax_core.rollout.prompt_admissions import RolloutLoopSettings
 from relax_core.rollout.prompt_tokens import PromptMaker
 from relax_core.rollout.rewards.reward_pool import RewardPool
@@ -89,7 +90,7 @@ class CoreBus:
         self._train()
 
     def _train(self) -> None:
-        request = for_actor(self.core.version, groups=STEP_GROUPS)
+        request = for_actor(self.core.version, groups=self.core.settings.groups_per_step)
         request = type(request)(**{**_fields(request), "columns": (c.EPISODES,)})
         if lease := self.core.lease(request):
             self._on_step(self.core.version + 1)
@@ -164,7 +165,7 @@ async def sample(
     with RewardPool(spec, spec.config(name=spec.name, timeout_s=LONG_S), workers=1, concurrency=8) as rewards:
         pool = EnginePool(1, client_for, timeout_s=60.0)
         loop = build_loop(folder, bus, pool, rewards, records, workers=workers, **options)
-        await _run_to_end(loop, reclaimed, client, alone=workers == 1)
+        await run_to_end(loop, reclaimed, client, alone=workers == 1)
     return records
 
 
@@ -189,6 +190,7 @@ def build_loop(
     worker: int = 0,
     workers: int = 1,
     items: Any = None,
+    ends: EarlyEnds | None = None,
     **settings: Any,
 ) -> RolloutLoop:
     """Returns a loop over `Rows` with these ``prompts`` and ``settings``; it adds its metrics to ``records``."""
@@ -204,11 +206,14 @@ def build_loop(
         items=items,
     )
     sampling = SamplingParams(
-        n=GROUP_SIZE, max_new_tokens=max_new_tokens, temperature=temperature, stop_token_ids=tokenizer.stop_token_ids
+        n=bus.core.settings.group_size,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        stop_token_ids=tokenizer.stop_token_ids,
     )
     loop_settings = RolloutLoopSettings(
         seed=0,
-        batch_prompts=math.ceil((STEP_GROUPS + bus.core.settings.spare_groups) / workers),
+        batch_prompts=math.ceil((bus.core.settings.groups_per_step + bus.core.settings.spare_groups) / workers),
         sampling=sampling,
         admit_timeout_s=60.0,
         call_timeout_s=60.0,
@@ -219,7 +224,9 @@ def build_loop(
     )
     player = handler = None
     if env.has_turns:
-        player = EpisodePlayer(env=env, env_config=env_config, prompts=maker, pool=pool, sampling=sampling, seed=0)
+        player = EpisodePlayer(
+            env=env, env_config=env_config, prompts=maker, pool=pool, sampling=sampling, seed=0, ends=ends
+        )
     if max_aborts is not None:
         handler = WeightUpdateHandler(bus, pool, max_aborts=max_aborts, call_timeout_s=60.0, worker=worker)
     return RolloutLoop(
@@ -238,7 +245,7 @@ def build_loop(
     )
 
 
-async def _run_to_end(loop: RolloutLoop, reclaimed: Sequence[Admission], client: EngineClient, *, alone: bool) -> None:
+async def run_to_end(loop: RolloutLoop, reclaimed: Sequence[Admission], client: EngineClient, *, alone: bool) -> None:
     """Runs the loop until the bus closes; fails if a loop that is alone leaves a task behind."""
     try:
         with pytest.raises(BusClosed):

@@ -151,6 +151,12 @@ def _check_turns(config: RelaxConfig) -> Iterator[str]:
         value = getattr(plugin_config, key)
         if value is not None and value < 1:
             yield f"env.{key}={value}: must be at least 1 token."
+    limit, context = plugin_config.max_observation_tokens, config.engine.context_length
+    if limit is not None and context is not None and limit > context:
+        yield (
+            f"env.max_observation_tokens={limit} is above engine.context_length={context}, so an observation that is "
+            f"cut there leaves no room for an answer. Use {max(1, context // 4)}, or raise engine.context_length."
+        )
     for key in ("step_timeout_s", "episode_timeout_s"):
         if not getattr(plugin_config, key) > 0:
             yield f"env.{key}={getattr(plugin_config, key)}: must be more than 0 seconds."

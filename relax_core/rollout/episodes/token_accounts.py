@@ -10,9 +10,10 @@ from relax_core.contracts.tree import TokenTree
 from relax_core.rollout.episodes.tree_builder import PlayedEpisode
 
 # not_chosen: the episode started again without them; no_reward: their episode has none; dropped: their group is not
-# trained; masked: the loss mask leaves them out; stale: their weights are older than the window, or their episode ended
-# because of that.
+# trained, or it was given up before its end; masked: the loss mask leaves them out; stale: their weights are older than
+# the window, or their episode ended because of that.
 REASONS = ("not_chosen", "no_reward", "dropped", "masked", "stale")
+_OF_END = {"stale": "stale", "cancelled": "dropped"}  # of episodes without a reward; of all other ends, no_reward
 
 
 def token_accounts(
@@ -28,7 +29,7 @@ def token_accounts(
         counts["not_chosen"] += episode.not_chosen
         sampled = sum(len(turn.response.output_ids) for turn in episode.turns)
         if episode.reward is None:
-            counts["stale" if episode.ended == "stale" else "no_reward"] += sampled
+            counts[_OF_END.get(episode.ended, "no_reward")] += sampled
         elif tree is None:
             counts["dropped"] += sampled
     if tree is not None:

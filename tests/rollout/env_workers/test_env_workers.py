@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -26,7 +27,7 @@ from relax_core.rollout.env_workers.env_workers import EnvWorkers
 from relax_core.rollout.episodes.env_calls import EnvCalls, EnvTooSlow
 
 ODD_ENV = """
-import asyncio, os, random, subprocess, sys, time
+import asyncio, os, random, socket, subprocess, sys, time
 from dataclasses import dataclass
 import numpy as np
 from relax_core.contracts.env import BaseInteractionEnv, EnvSpec, IsolatedConfig, StepResult
@@ -68,6 +69,11 @@ class Odd(BaseInteractionEnv):
         if verb == "orphan":  # its parent ends at once
             printed = subprocess.run(["sh", "-c", "setsid sleep 600 >/dev/null 2>&1 & echo $!"], capture_output=True)
             return StepResult(observation=printed.stdout.decode().strip())
+        if verb == "port":
+            self.held = socket.create_server(("127.0.0.1", 0))
+            os.set_inheritable(self.held.fileno(), True)
+            subprocess.Popen(["sleep", "600"], close_fds=False, start_new_session=True)  # it holds the port, too
+            return StepResult(observation=str(self.held.getsockname()[1]))
         if verb == "picture":
             part = {"type": "image", "image": MediaSource(kind="image", data=b"png")}
             return StepResult(observation=[{"role": "user", "content": [part]}])
@@ -301,12 +307,20 @@ def test_workers_and_their_children_end_with_their_owner(odd: Path, tmp_path: Pa
     wait_gone(child)
 
 
-def test_a_process_that_its_parent_left_ends_with_the_workers(odd: Path) -> None:
-    async def scene() -> int:
+def is_open(port: int) -> bool:
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
+
+
+def test_what_an_env_leaves_behind_ends_with_the_workers(odd: Path) -> None:
+    """A process that its parent left, and a port that a child in a session of its own holds."""
+
+    async def scene() -> tuple[int, int]:
         async with workers_of(odd) as begin:
             env, _ = await begin()
-            pid = int(await seen(env, "orphan"))
-            assert not is_gone(pid)
-            return pid
+            pid, port = int(await seen(env, "orphan")), int(await seen(env, "port"))
+            assert not is_gone(pid) and is_open(port)
+            return pid, port
 
-    assert is_gone(asyncio.run(scene()))
+    pid, port = asyncio.run(scene())
+    assert is_gone(pid) and not is_open(port)

@@ -151,11 +151,13 @@ def test_budgets_of_tokens(engine: Engine, folder: Path, on_turn_cut: str) -> No
 
 
 def test_a_long_observation_is_cut(engine: Engine, folder: Path) -> None:
+    """One group gets 500 tokens, the others get a megabyte."""
     shown: list[int] = []
 
     class Wordy(Echo):
         def step(self, action: Action) -> StepResult:
-            return dataclasses.replace(super().step(action), observation="9" * 500)
+            length = 500 if self.start.row["prompt"] == "rev 100" else 2**20
+            return dataclasses.replace(super().step(action), observation="9" * length)
 
     bus = CoreBus(steps=1)
     config = InteractionConfig(name="mine", max_observation_tokens=20)

@@ -338,14 +338,23 @@ def test_openings_that_differ_within_a_group_end_the_run_with_both(engine: Engin
         play(engine, folder, CoreBus(steps=1), env_of(Clock))
 
 
-def test_a_result_of_the_wrong_shape_ends_the_run_with_env_uid_row_and_turn(engine: Engine, folder: Path) -> None:
-    class Pictures(Echo):
-        def step(self, action: Action) -> StepResult:
-            return StepResult(observation=[{"role": "user", "content": [{"type": "image", "image": "a.png"}]}])
+def test_a_wrong_result_ends_the_run_with_env_uid_row_and_turn(engine: Engine, folder: Path) -> None:
+    def gives(step: StepResult) -> EnvSpec:
+        class Wrong(Echo):
+            def step(self, action: Action) -> StepResult:
+                return step
 
-    told = r"episode g0000000\d\.\d \(rows.jsonl, line \d\), turn 1: env mine .*Wanted: text, or a list of parts"
-    with pytest.raises(WrongResult, match=told):
-        play(engine, folder, CoreBus(steps=1), env_of(Pictures))
+        return env_of(Wrong)
+
+    picture = [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}]
+    for step, told in (
+        (StepResult(observation=picture), "Wanted: text, or a list of parts"),
+        (StepResult(observation=3), "format_observation returned 3 of type int"),
+        (StepResult(reward=float("nan")), "step returned reward=nan of type float. Wanted: a finite number"),
+    ):
+        where = r"episode g0000000\d\.\d \(rows.jsonl, line \d\), turn 1: env mine .*"
+        with pytest.raises(WrongResult, match=where + told):
+            play(engine, folder, CoreBus(steps=1), gives(step))
 
 
 def test_an_opening_that_leaves_no_room_is_left_out(engine: Engine, folder: Path) -> None:
@@ -386,9 +395,9 @@ def test_a_group_that_the_bus_has_ended_gives_its_envs_up(engine: Engine, folder
                 ends.append("close")
 
     bus = CoreBus(steps=2, spare_groups=1, surplus="drop", on_step=renamed(engine))
-    play(
-        engine, folder, bus, env_of(Waits), max_aborts=0, env_config=InteractionConfig(name="mine", step_timeout_s=600)
-    )
+    config = InteractionConfig(name="mine", step_timeout_s=600)
+    records = play(engine, folder, bus, env_of(Waits), max_aborts=0, env_config=config)
+    assert "step" not in ends or records[-1][2]["tokens/dropped"] > 0, "what it sampled is in the accounts"
     assert "g00000001" not in bus.rows and ends[-GROUP_SIZE:] == ["close"] * GROUP_SIZE
     assert set(ends[:-GROUP_SIZE]) <= {"step"}
     counts = bus.core.progress().ledger

@@ -1,0 +1,223 @@
+"""A thousand episodes of a run in which everything goes wrong: each token that an engine sampled is in one account."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import random
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from relax_core.contracts.engine import Generated, PromptRequest
+from relax_core.contracts.env import Action, BaseInteractionEnv, EpisodeStart, InteractionConfig, StepResult
+from relax_core.contracts.tree import TokenTree
+from relax_core.engines.engine_process import EngineLaunch
+from relax_core.engines.pool.engine_pool import EnginePool
+from relax_core.engines.protocol.engine_client import EngineClient
+from relax_core.registry import find_reward
+from relax_core.rollout.episodes.played_group import EarlyEnds
+from relax_core.rollout.rewards.reward_pool import RewardPool
+from relax_core.tools.make_tiny import tiny_model_folder
+from tests.contracts.engine.harness import TOKEN, Engine
+from tests.rollout.episodes.test_episodes import CONTEXT, env_of
+from tests.rollout.rollout_loop_harness import LONG_S, CoreBus, Recorded, build_loop, renamed, run_to_end
+
+STEPS, GROUPS, EPISODES = 50, 5, 4
+SEEN = ("trained", "not_chosen", "no_reward", "dropped", "masked", "stale")
+
+
+class CountedClient(EngineClient):
+    """Counts the tokens of each request as they arrive, parts of aborted responses included."""
+
+    tokens: Counter[str]
+    whole: set[str]  # the requests whose response came to its end
+
+    async def generate(self, prompts: Sequence[PromptRequest], *given: Any, **more: Any) -> AsyncIterator[Generated]:
+        async for one in super().generate(prompts, *given, **more):
+            self.tokens[one.rid] += len(one.output_ids)
+            if one.finish_reason in ("stop", "length"):
+                self.whole.add(one.rid)
+            yield one
+
+
+class CancellingPool(EnginePool):
+    """Keeps the names of the requests that are given up."""
+
+    def __init__(self, *given: Any, **more: Any) -> None:
+        super().__init__(*given, **more)
+        self.given_up: set[str] = set()
+
+    async def cancel(self, rids: Any) -> None:
+        chosen = list(rids)
+        self.given_up.update(chosen)
+        await super().cancel(chosen)
+
+
+class DropBus(CoreBus):
+    """Keeps the reason of each group that the rollout drops before the last step is done."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        self.lost: dict[str, str] = {}
+
+    async def drop_async(self, group_uid: str, *, reason: str, timeout_s: float) -> None:
+        if not self.core.finished():
+            self.lost[group_uid] = reason
+        await super().drop_async(group_uid, reason=reason, timeout_s=timeout_s)
+
+
+class Accounts(Counter[str]):
+    """Adds up the accounts of the groups that end before the last step is done; later ones are given up anyhow."""
+
+    def __init__(self, bus: CoreBus) -> None:
+        self.bus = bus
+        super().__init__()
+
+    def update(self, counts: Any = (), /, **more: int) -> None:
+        if not self.bus.core.finished():
+            super().update(counts, **more)
+
+
+@dataclass(kw_only=True)
+class Played:
+    """Is what a run has left: its accounts, what the engine sampled, and what became of each group."""
+
+    accounts: Accounts
+    client: CountedClient
+    pool: CancellingPool
+    trees: list[TokenTree]
+    ends: set[str]
+
+
+def misfortunes(bus: CoreBus) -> Callable[[EpisodeStart, Any], BaseInteractionEnv]:
+    """Returns an env in which whole groups and single episodes fail, hang, are slow, age and rewrite their history."""
+    of_groups = {7: "hang", 17: "slow", 27: "age", 28: "age", 37: "fail"}
+    of_episodes = ["fail once"] * 6 + ["hang"] * 5 + ["forget"] * 15 + [""] * 74
+
+    class Mixed(BaseInteractionEnv):
+        def __init__(self, start: EpisodeStart, config: Any) -> None:
+            index = int(str(start.row["prompt"]).removeprefix("rev ")) - 100
+            self.draw = random.Random(start.episode_seed)
+            self.fate = of_groups.get(index % 40) or self.draw.choice(of_episodes)
+            self.start, self.played, self.version = start, 0, bus.core.version
+
+        async def reset(self) -> Any:  # type: ignore[override]
+            return str(self.start.row["prompt"])
+
+        async def step(self, action: Action) -> StepResult:  # type: ignore[override]
+            self.played += 1
+            if self.fate == "fail" or (self.fate == "fail once" and self.played == 2 and not self.start.attempt):
+                raise OSError("the game server is gone")
+            if self.fate == "hang" and self.played == 2:
+                await asyncio.Event().wait()
+            if self.fate == "slow":
+                await asyncio.sleep(2.6)
+            if self.played == 1:
+                self.version = bus.core.version
+            until = time.monotonic() + 3.0
+            while self.fate == "age" and bus.core.version < self.version + 2 and time.monotonic() < until:
+                await asyncio.sleep(0.01)
+            edit = [{"role": "user", "content": "rev 12"}] if self.fate == "forget" and self.played == 2 else None
+            done = self.played == 4
+            return StepResult(observation="on", reward=self.draw.random(), done=done, context_edit=edit)
+
+        async def format_observation(self, observation: Any) -> Any:  # type: ignore[override]
+            if self.fate == "slow" and self.played:  # with its step, the call takes longer than an episode may
+                await asyncio.sleep(2.6)
+            return super().format_observation(observation)
+
+    return Mixed
+
+
+async def run_all(engine: Engine, folder: Path, bus: DropBus) -> Played:
+    client = CountedClient(engine.process.url, TOKEN, request_timeout_s=60.0, control_timeout_s=30.0)
+    client.tokens, client.whole = Counter(), set()
+
+    async def client_for(number: int, refresh: bool) -> Any:
+        return client
+
+    pool = CancellingPool(1, client_for, timeout_s=60.0)
+    trees: list[TokenTree] = []
+    records: list[Recorded] = []
+
+    def keep(tree: TokenTree) -> dict[str, Any]:
+        if not bus.core.finished():
+            trees.append(tree)
+        return {}
+
+    reward = find_reward("env")
+    config = reward.config(name=reward.name, timeout_s=LONG_S, max_failed=1.0)
+    with RewardPool(reward, config, workers=1, concurrency=8) as rewards:
+        loop = build_loop(
+            folder,
+            bus,
+            pool,
+            rewards,
+            records,
+            env=env_of(misfortunes(bus)),
+            env_config=InteractionConfig(
+                name="mine", max_turn_tokens=6, on_turn_cut="continue", step_timeout_s=4.0, episode_timeout_s=5.0
+            ),
+            context=CONTEXT,
+            max_new_tokens=18,
+            max_aborts=2,
+            max_failed_groups=GROUPS * STEPS,
+            mask_off_policy=True,
+            advantages=keep,
+            ends=EarlyEnds(quorum=0.75, most_lag=1),
+        )
+        loop._sampled_tokens = accounts = Accounts(bus)
+        await run_to_end(loop, (), client, alone=True)
+    ends = {name.removeprefix("ended/") for _, _, values in records for name in values if name.startswith("ended/")}
+    return Played(accounts=accounts, client=client, pool=pool, trees=trees, ends=ends)
+
+
+@pytest.fixture(scope="module")
+def folder() -> Path:
+    return tiny_model_folder("tiny_qwen3", task="reverse_digits")
+
+
+@pytest.fixture
+def engine(start_engine: Callable[..., Engine], launch: EngineLaunch, folder: Path) -> Engine:
+    return start_engine(model_folder=folder, engine=dataclasses.replace(launch.engine, context_length=CONTEXT))
+
+
+def test_each_token_of_a_thousand_episodes_is_in_one_account(engine: Engine, folder: Path) -> None:
+    """The tokens are counted where they arrive from the engine, and the trained ones in the trees that are put."""
+    bus = DropBus(steps=STEPS, groups_per_step=GROUPS, group_size=EPISODES, max_staleness=1, on_step=renamed(engine))
+    played: list[Played] = []
+
+    async def scene() -> None:
+        played.append(await run_all(engine, folder, bus))
+
+    asyncio.run(asyncio.wait_for(scene(), 3 * LONG_S))
+    (one,) = played
+    ended = {tree.group_uid for tree in one.trees} | bus.lost.keys()
+    assert len(ended) * EPISODES >= STEPS * GROUPS * EPISODES
+    # A response that was under way when its episode was given up is not read.
+    read = {
+        tuple(rid.split(".")): one.client.tokens[rid]
+        for rid in one.client.whole - one.pool.given_up
+        if rid.partition("-")[0] in ended
+    }
+    counts = one.accounts
+    assert counts["sampled"] == sum(read.values()) == sum(n for name, n in counts.items() if name != "sampled")
+    trained = sum(int(tree.loss_mask.sum()) for tree in one.trees)
+    sampled_rows = sum(int((tree.versions >= 0).sum()) for tree in one.trees)
+    assert counts["trained"] == trained and counts["masked"] == sampled_rows - trained
+    # A request's name ends with the number of the new start, if there was one: what came before is not trained.
+    anew = {parts[:2] for parts in read if len(parts) == 4}
+    before = sum(tokens for parts, tokens in read.items() if parts[:2] in anew and len(parts) == 3)
+    assert counts["not_chosen"] >= before
+    assert all(counts[name] for name in SEEN), counts
+    wanted = {"env_done", "token_budget", "env_failed", "step_timeout", "episode_timeout", "straggler", "stale"}
+    assert wanted <= one.ends
+    assert {"reward_failed", "stale"} <= set(bus.lost.values()), "groups with too few rewards are dropped"
+    assert any(len(episode.leaves) > 1 for tree in one.trees for episode in tree.episodes), "histories are rewritten"
+    assert len(one.client.tokens) > len(one.client.whole) and bus.core.progress().ledger.lost == 0
