@@ -25,6 +25,7 @@ from relax_core.registry import find_env, find_reward
 from relax_core.rollout.bad_rows import BadRows
 from relax_core.rollout.episodes.episodes import EpisodePlayer
 from relax_core.rollout.episodes.group_assembly import MakeExtras
+from relax_core.rollout.episodes.played_group import EarlyEnds
 from relax_core.rollout.prompt_admissions import RolloutLoopSettings
 from relax_core.rollout.prompt_tokens import PromptMaker
 from relax_core.rollout.rewards.reward_pool import RewardPool
@@ -56,6 +57,7 @@ class CoreBus:
             **{"groups_per_step": STEP_GROUPS, "group_size": GROUP_SIZE, "total_steps": steps, "max_staleness": 0}
             | settings
         )
+        self._step_groups = self.core.settings.groups_per_step
         self.rows: dict[str, CompleteGroup] = {}
         self.puts = 0
         self._on_put = put
@@ -89,7 +91,7 @@ class CoreBus:
         self._train()
 
     def _train(self) -> None:
-        request = for_actor(self.core.version, groups=STEP_GROUPS)
+        request = for_actor(self.core.version, groups=self._step_groups)
         request = type(request)(**{**_fields(request), "columns": (c.EPISODES,)})
         if lease := self.core.lease(request):
             self._on_step(self.core.version + 1)
@@ -185,6 +187,7 @@ def build_loop(
     advantages: MakeExtras | None = None,
     env: EnvSpec | None = None,
     env_config: EnvConfig | None = None,
+    ends: EarlyEnds | None = None,
     context: int = CONTEXT,
     worker: int = 0,
     workers: int = 1,
@@ -204,11 +207,14 @@ def build_loop(
         items=items,
     )
     sampling = SamplingParams(
-        n=GROUP_SIZE, max_new_tokens=max_new_tokens, temperature=temperature, stop_token_ids=tokenizer.stop_token_ids
+        n=bus.core.settings.group_size,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        stop_token_ids=tokenizer.stop_token_ids,
     )
     loop_settings = RolloutLoopSettings(
         seed=0,
-        batch_prompts=math.ceil((STEP_GROUPS + bus.core.settings.spare_groups) / workers),
+        batch_prompts=math.ceil((bus.core.settings.groups_per_step + bus.core.settings.spare_groups) / workers),
         sampling=sampling,
         admit_timeout_s=60.0,
         call_timeout_s=60.0,
@@ -219,7 +225,9 @@ def build_loop(
     )
     player = handler = None
     if env.has_turns:
-        player = EpisodePlayer(env=env, env_config=env_config, prompts=maker, pool=pool, sampling=sampling, seed=0)
+        player = EpisodePlayer(
+            env=env, env_config=env_config, prompts=maker, pool=pool, sampling=sampling, seed=0, ends=ends
+        )
     if max_aborts is not None:
         handler = WeightUpdateHandler(bus, pool, max_aborts=max_aborts, call_timeout_s=60.0, worker=worker)
     return RolloutLoop(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -26,7 +27,7 @@ from relax_core.rollout.env_workers.env_workers import EnvWorkers
 from relax_core.rollout.episodes.env_calls import EnvCalls, EnvTooSlow
 
 ODD_ENV = """
-import asyncio, os, random, subprocess, sys, time
+import asyncio, os, random, socket, subprocess, sys, time
 from dataclasses import dataclass
 import numpy as np
 from relax_core.contracts.env import BaseInteractionEnv, EnvSpec, IsolatedConfig, StepResult
@@ -65,6 +66,9 @@ class Odd(BaseInteractionEnv):
         if verb == "child":
             child = subprocess.Popen(["sleep", "600"], start_new_session=rest == "session")
             return StepResult(observation=str(child.pid))
+        if verb == "port":
+            self.held = socket.create_server(("127.0.0.1", 0))
+            return StepResult(observation=str(self.held.getsockname()[1]))
         if verb == "orphan":  # its parent ends at once
             printed = subprocess.run(["sh", "-c", "setsid sleep 600 >/dev/null 2>&1 & echo $!"], capture_output=True)
             return StepResult(observation=printed.stdout.decode().strip())
@@ -299,6 +303,27 @@ def test_workers_and_their_children_end_with_their_owner(odd: Path, tmp_path: Pa
         owner.communicate(timeout=30)
     wait_gone(worker)
     wait_gone(child)
+
+
+def test_a_port_that_an_env_opens_is_closed_with_its_worker(odd: Path) -> None:
+    def is_open(port: int) -> bool:
+        with suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port), 30):
+            return True
+        return False
+
+    async def scene() -> int:
+        async with workers_of(odd) as begin:
+            env, _ = await begin()
+            first = int(await seen(env, "port"))
+            assert is_open(first)
+            with pytest.raises(EnvFailed):
+                await say(env, "exit")
+            again, _ = await begin(episode=3)
+            second = int(await seen(again, "port"))
+            assert is_open(second) and (first == second or not is_open(first))
+            return second
+
+    assert not is_open(asyncio.run(scene()))
 
 
 def test_a_process_that_its_parent_left_ends_with_the_workers(odd: Path) -> None:
