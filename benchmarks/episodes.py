@@ -3,8 +3,8 @@
     python -m benchmarks.episodes [--rounds 3] [--seconds 20]
     python -m benchmarks.episodes --learn [--seeds 3] [--only NAME …] [--results FILE] [key=value …]
 
-Without ``--learn`` it prints the figures of `benchmarks.episode_times`. With it, it trains, and each row of the table is
-one whole run. "greedy" is the share of held-out games that greedy answers win, at the start and at the end; "sampled"
+Without ``--learn`` it prints the figures of `benchmarks.episode_times`. With it, each row of the table is one whole
+run. "greedy" is the share of held-out games that greedy answers win, at the start and at the end; "sampled"
 is that of the training episodes, over the first and the last ten steps. In a control the turns are of no use: the
 environment answers at random, there is one turn, or there is no tool. The exit code is 1 if a run misses its bounds.
 One run follows the other. With ``--results``, each finished run is added to the file, and a run that the file has is

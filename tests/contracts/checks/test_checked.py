@@ -226,6 +226,31 @@ def test_a_step_is_checked_in_a_plain_and_in_an_async_method(kind: type[TurnsEnv
         asyncio.run(step())
 
 
+def test_tools_become_schemas_and_two_of_one_name_are_refused() -> None:
+    def run(code: str) -> str:
+        """Runs code."""
+        return code
+
+    def tools_of(came: Any) -> Any:
+        spec = EnvSpec(
+            name="mine",
+            summary="s",
+            config=InteractionConfig,
+            open=lambda start, config: TurnsEnv(None),
+            tools=lambda row, config: came,
+        )
+        checked = checked_env(spec).tools
+        assert checked is not None
+        return checked({}, None)
+
+    (schema,) = tools_of([run])
+    assert schema["function"]["name"] == "run" and "code" in schema["function"]["parameters"]["properties"]
+    with pytest.raises(WrongResult, match=r"env mine \(.*tool run: two tools have this name\. Rename one"):
+        tools_of([run, schema])
+    with pytest.raises(WrongResult, match=r"env mine \(.*Wanted: a list of tools"):
+        tools_of("run")
+
+
 def test_numbers_of_a_step_are_python_s_own() -> None:
     step = opened(StepResult(observation="o", reward=np.float32(0.5), done=np.bool_(True))).step(ACTION)  # type: ignore[arg-type]
     assert step == StepResult(observation="o", reward=0.5, done=True)

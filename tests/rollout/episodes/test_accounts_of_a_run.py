@@ -28,9 +28,9 @@ from tests.rollout.episodes.test_episodes import CONTEXT, Echo, env_of
 from tests.rollout.rollout_loop_harness import CoreBus, renamed, sample, within
 from tests.trees import tree_of
 
-STEPS, GROUPS, GROUP_SIZE = 24, 6, 8  # at least 1,152 episodes
+STEPS, GROUPS, GROUP_SIZE = 16, 4, 16  # at least 1,024 episodes
 CONFIG = InteractionConfig(
-    name="mine", max_turn_tokens=8, max_turns=4, step_timeout_s=0.3, episode_timeout_s=4.0, max_retries=1
+    name="mine", max_turn_tokens=8, max_turns=4, step_timeout_s=1.0, episode_timeout_s=60.0, max_retries=1
 )
 
 
@@ -64,7 +64,7 @@ class Troubled(Echo):
         if chance < 0.20:
             return dataclasses.replace(step, observation="9" * 120)
         if chance < 0.24:
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(0.1)
         return step
 
 
