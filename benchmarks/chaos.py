@@ -1,4 +1,4 @@
-"""What a run survives: ``python -m benchmarks.chaos --kills 50 [--run see] [--seed 0] [--kinds engine bus …]``.
+"""What a run survives: ``python -m benchmarks.chaos --kills 50 [--media see] [--env number_guess] [--kinds engine …]``.
 
 Real runs of the demo with every role on. At random moments under the seed, each after training has gone on since the
 last, one process gets SIGKILL. For the kind ``frozen`` a random one gets SIGSTOP, for ``engine_and_owner`` an engine
@@ -6,11 +6,12 @@ gets SIGSTOP and its owner SIGSTOP or SIGKILL: the run must kill a stopped one f
 from the harm until a train step is done that was never done before (steps that are done again after going back to a
 checkpoint do not count), and until the third such step: at staleness 1 the rows of two may have been made already, so
 this one shows that everybody works again. The ledger's file is read back, event by event: nothing may be lost or
-trained twice. With --run prompts have images and videos ("see"; "states": the engine keeps layer states) or sounds
+trained twice. With --media prompts have images and videos ("see"; "states": the engine keeps layer states) or sounds
 too ("four_modalities"); the cache keeps no item that no prompt uses, so that the encode workers work all the time, and
-one of these is a victim too. "episodes" are games of three turns in env workers, of which one is a victim. A run that
-ends leaves no process, no folder in /tmp and nothing in /dev/shm, or this program fails. Prints the overrides, one line
-a harm with the load of the machine, and a table by kind. Exit code 1 where anything went wrong.
+one of these is a victim too. With --env the runs are games of several turns whose environment is in env workers, which
+are victims too. A run that ends leaves no process, no folder in /tmp and nothing in /dev/shm, or this
+program fails. Prints the overrides, one line a harm with the load of the machine, and a table by kind. Exit code 1
+where anything went wrong.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ import itertools
 import os
 import random
 import signal
-import sqlite3
 import sys
 import tempfile
 import time
@@ -32,83 +32,39 @@ from statistics import median
 
 import psutil
 
+from benchmarks.chaos_runs import (
+    CONTROLLER,
+    ENV_RUNS,
+    FROZEN,
+    HEARTBEAT_S,
+    MEDIA_RUNS,
+    PAIR,
+    POLL_S,
+    RAY,
+    RUNS,
+    TEXT,
+    TITLES,
+    HarmedRun,
+    Training,
+    find_process,
+    parent_of,
+)
 from relax_core.bus.ledger.ledger_reader import LedgerFile
 from relax_core.control.host.process_trees import EXITED, process_state
 from tests.integration.live_run import LiveRun, run_to_end
 
-HEARTBEAT_S = 5
-NOTICE_S = 60.0  # after that deadline a stopped process is gone, also on a busy machine
-OVERRIDES = (
-    "mode.max_staleness=1",
-    "algo.old_logprobs=actor_fwd",
-    "algo.kl_coef=0.001",
-    "parallel.dp=2",
-    "run.save_every=10",
-    "run.max_restarts=100",
-    "run.max_recoveries=100",
-    f"run.heartbeat_timeout_s={HEARTBEAT_S}",
-    "run.export_hf=false",
-    "run.serve=true",
-    "eval.every=0",
-)
-_MEDIA = (
-    *OVERRIDES,
-    *("algo.group_size=4", "rollout.prompts_per_step=8"),
-    *("modality.cache_mb=0", f"modality.worker_timeout_s={HEARTBEAT_S}"),
-)
-TEXT = "text"
-RUNS = {  # what a run is about → its overrides
-    TEXT: OVERRIDES,
-    "see": (*_MEDIA, "model=tiny_qwen3_vl", "data=see"),
-    "states": (*_MEDIA, "model=tiny_qwen3_5", "data=see"),
-    "four_modalities": (*_MEDIA, "model=tiny_qwen3_omni", "data=four_modalities", "algo.routing_replay=true"),
-    "episodes": (
-        *("experiment=number_guess", f"env.name={Path(__file__).with_name('isolated_guess.py')}"),
-        *("env.workers=2", "env.episodes_per_worker=64", f"env.step_timeout_s={HEARTBEAT_S}", "algo.group_size=4"),
-        *OVERRIDES,
-    ),
-}
 WITHOUT_END = "run.steps=1000000"
-CONTROLLER, FROZEN, PAIR = "controller", "frozen", "engine_and_owner"
-ENCODE_WORKER, ENV_WORKER = "encode_worker", "env_worker"
-TITLES = {  # kind → what its process is called
-    "engine": "relax_core.engines.embedded",
-    "engine_owner": "ray::EngineOwner",
-    "rollout": "ray::RolloutWorker",
-    "actor_rank_0": "ray::PolicyTrainer",
-    "actor_rank_1": "ray::ActorRank",
-    "actor_fwd": "ray::ActorFwdWorker",
-    "reference": "ray::ReferenceWorker",
-    "advantages": "ray::AdvantagesWorker",
-    "bus": "ray::BusActor",
-    "metrics": "ray::MetricsActor",
-    "gcs": "src/ray/gcs/gcs_server ",
-    "raylet": "src/ray/raylet/raylet ",
-    "serve_controller": "ray::ServeController",
-    CONTROLLER: "-m relax_core ",
-    ENCODE_WORKER: "relax_core.data.media.encode_worker_main",
-    ENV_WORKER: "relax_core.rollout.env_workers.env_worker_main",
-}
-WORKER_KINDS = {"episodes": ENV_WORKER, "see": ENCODE_WORKER, "states": ENCODE_WORKER, "four_modalities": ENCODE_WORKER}
-RAY = ("gcs", "raylet")  # with one of them its controller ends, and another makes a new Ray
+NOTICE_S = 60.0  # after its deadline a stopped process is gone, also on a busy machine
 QUIET_END = "quiet end"  # what goes wrong only when nobody is harmed any more
 ENDS = ("survived", "hung", "ended", "unnoticed")
 KILLS_A_RUN = 10
 HUNG_S = 300.0
-APPEAR_S = 60.0
-POLL_S = 0.02
 SUCCESSOR_S = 0.5  # a look at all processes of the machine takes a core for a while, which the run needs then
 STEPS_BETWEEN = 5  # train steps after a recovery before the next harm may come
 IN_THE_PIPE = 2  # steps whose rows may exist at the moment of the harm: max_staleness + 1
 PERSISTED_S = 0.5  # until what was done at that moment is in the ledger's file
 BREATH_S = (0.1, 1.5)  # and a random time more
 LAST_STEPS = 5  # of a run's quiet end, in which every open sample finds its own
-
-
-def kinds_of(run: str) -> tuple[str, ...]:
-    """Returns the kinds of harm of a run of `RUNS`: each kind of process that it has, and what more is done."""
-    absent = {ENCODE_WORKER, ENV_WORKER} - {WORKER_KINDS.get(run)}
-    return (*(one for one in TITLES if one not in absent), FROZEN, PAIR)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,84 +84,9 @@ class Harm:
     trained_twice: int = 0
 
 
-class Training:
-    """A run's progress from outside: the train steps in its ledger's file, with the times of their booking."""
-
-    def __init__(self, folder: Path) -> None:
-        self._uri = f"{(folder / 'ledger.sqlite').absolute().as_uri()}?mode=ro"
-
-    def newest(self) -> int:
-        """The newest step in force; -1 before the first."""
-        row = self._one("SELECT step FROM events WHERE event = 'trained' ORDER BY id DESC LIMIT 1")
-        return -1 if row is None else int(row)
-
-    def last_event(self) -> int:
-        """Id of the newest event; 0 before the first. Later ones are higher, also after a restore."""
-        row = self._one("SELECT MAX(id) FROM events")
-        return int(row or 0)
-
-    def newest_at(self, when: float) -> int:
-        """The newest step that was done at Unix time ``when``; -1 before the first."""
-        row = self._one("SELECT step FROM events WHERE event = 'trained' AND time <= ? ORDER BY id DESC LIMIT 1", when)
-        return -1 if row is None else int(row)
-
-    def time_of(self, number: int, *, behind: int, event: int, since: float) -> float | None:
-        """Unix time at which the ``number``-th step behind step ``behind`` was done, counted from 0; only what was
-        persisted after event number ``event`` and Unix time ``since``. None where it is not done yet.
-        """
-        return self._one(
-            "SELECT MIN(time) FROM events WHERE id > ? AND event = 'trained' AND step > ? AND time > ? "
-            "GROUP BY step ORDER BY step LIMIT 1 OFFSET ?",
-            event, behind, since, number,
-        )  # fmt: skip
-
-    def _one(self, query: str, *values: float) -> float | None:
-        try:
-            database = sqlite3.connect(self._uri, uri=True, timeout=10.0)
-        except sqlite3.OperationalError:  # not made yet
-            return None
-        try:
-            row = database.execute(query, values).fetchone()
-        except sqlite3.OperationalError as error:
-            if "no such table" in str(error):
-                return None
-            raise
-        finally:
-            database.close()
-        return None if row is None else row[0]
-
-
-def find_process(live: LiveRun, kind: str) -> int:
-    """The pid of a kind's newest living process; waits for one that is just being restarted."""
-    deadline = time.monotonic() + APPEAR_S
-    while time.monotonic() < deadline:
-        found = [pid for pid, line in live.processes().items() if TITLES[kind] in f"{line} "]
-        if kind == CONTROLLER:
-            found = [pid for pid in found if _parent(pid) == live.pid]
-        if kind in RAY:  # not what it has just forked off, which has its title for a moment
-            found = [pid for pid in found if _parent(_parent(pid)) == live.pid]
-        if found:
-            return max(found, key=_born)
-        time.sleep(POLL_S)
-    raise TimeoutError(f"no process of kind {kind} within {APPEAR_S:.0f} s: {sorted(live.processes().values())}")
-
-
-def _parent(pid: int) -> int:
-    with suppress(psutil.NoSuchProcess):
-        return int(psutil.Process(pid).ppid())
-    return 0
-
-
-def _born(pid: int) -> float:
-    with suppress(psutil.NoSuchProcess):
-        return float(psutil.Process(pid).create_time())
-    return 0.0
-
-
-def do_harm(live: LiveRun, training: Training, kind: str, chance: random.Random, *, run: str) -> Harm:
+def do_harm(live: LiveRun, training: Training, kind: str, chance: random.Random, *, run: HarmedRun) -> Harm:
     """Harms a process, or two, and waits until training has gone on, the run has ended, or ``HUNG_S`` is over."""
-    freezable = [one for one in kinds_of(run) if one in TITLES and one != CONTROLLER]
-    victim = chance.choice(freezable) if kind == FROZEN else kind
+    victim = chance.choice([one for one in run.processes if one != CONTROLLER]) if kind == FROZEN else kind
     blows = _blows(kind, victim, chance)
     pids = {one: find_process(live, one) for one, _ in blows}
     controller = find_process(live, CONTROLLER)
@@ -250,7 +131,7 @@ def _await_successor(live: LiveRun, killed: int) -> float:
     """Waits for the next controller; returns the Unix time. Whatever the killed one left has ended by then."""
     deadline = time.monotonic() + HUNG_S
     while live.running() and time.monotonic() < deadline:
-        if any(pid != killed and _parent(pid) == live.pid and _is_controller(pid) for pid in live.processes()):
+        if any(pid != killed and parent_of(pid) == live.pid and _is_controller(pid) for pid in live.processes()):
             break
         time.sleep(SUCCESSOR_S)
     return time.time()
@@ -271,16 +152,12 @@ def _is_killed(pid: int, *, stopped_at: float) -> bool:
     return True
 
 
-def harm_run(folder: Path, kinds: Sequence[str], *, seed: int, run: str = TEXT) -> Iterator[Harm]:
-    """One run that is harmed once for each of ``kinds``, in that order, and then goes to its end in peace.
-
-    ``run`` is a key of `RUNS`.
-    """
+def harm_run(folder: Path, kinds: Sequence[str], *, seed: int, run: HarmedRun = RUNS[TEXT]) -> Iterator[Harm]:
+    """One run that is harmed once for each of ``kinds``, in that order, and then goes to its end in peace."""
     chance = random.Random(seed)
     training = Training(folder)
-    overrides = RUNS[run]
     lost = twice = 0
-    with LiveRun(folder, *overrides, WITHOUT_END) as live:
+    with LiveRun(folder, *run.overrides, WITHOUT_END) as live:
         for kind in kinds:
             stood = _let_train(live, training, chance)
             harm = (
@@ -297,7 +174,7 @@ def harm_run(folder: Path, kinds: Sequence[str], *, seed: int, run: str = TEXT) 
             live.terminate()
             live.finish()
     steps = training.newest() + 1 + LAST_STEPS
-    finished = run_to_end(folder, *overrides, f"run.steps={steps}", "resume=auto")
+    finished = run_to_end(folder, *run.overrides, f"run.steps={steps}", "resume=auto")
     at_end_lost, at_end_twice = read_books(folder, run_over=finished.code == 0)
     books = finished.summary.get("ledger", {})
     print(
@@ -377,18 +254,25 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--run", choices=RUNS, default=TEXT, help="what the runs are about; default: text")
-    parser.add_argument("--kinds", nargs="+", choices=(*TITLES, FROZEN, PAIR), help="default: all that the run has")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--media", choices=MEDIA_RUNS, help="runs whose prompts have media; default: text")
+    which.add_argument("--env", choices=ENV_RUNS, help="runs of several turns whose environment is in env workers")
+    parser.add_argument("--kinds", nargs="+", choices=(*TITLES, FROZEN, PAIR), help="default: every kind of the run")
     arguments = parser.parse_args()
-    print(f"overrides: {' '.join(RUNS[arguments.run])}; {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
-    planned = schedule(arguments.kinds or kinds_of(arguments.run), kills=arguments.kills, seed=arguments.seed)
+    harmed = RUNS[arguments.media or arguments.env or TEXT]
+    kinds = arguments.kinds or harmed.kinds
+    if unknown := sorted({*kinds} - {*harmed.kinds}):
+        parser.error(f"this run has no {', '.join(unknown)}; it has {', '.join(harmed.kinds)}")
+    print(f"overrides: {' '.join(harmed.overrides)}; {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
+    planned = schedule(kinds, kills=arguments.kills, seed=arguments.seed)
     harms: list[Harm] = []
     with tempfile.TemporaryDirectory(prefix="relax-chaos-") as folder:
         for number in itertools.count():
             if not planned:
                 break
             one, seed = Path(folder) / f"run{number}", arguments.seed + number
-            for harm in harm_run(one, planned[:KILLS_A_RUN], seed=seed, run=arguments.run):
+            run = harm_run(one, planned[:KILLS_A_RUN], seed=seed, run=harmed)
+            for harm in run:
                 harms.append(harm)
                 planned = planned[harm.kind != QUIET_END :]
                 print(f"{len(harms):>3}. {_words(harm)} (load {os.getloadavg()[0]:.0f})", flush=True)

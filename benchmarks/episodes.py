@@ -1,12 +1,14 @@
-"""Shows what the tiny models learn in environments of several turns, on several seeds and with controls.
+"""Measures what slow tools, env workers and the sandbox cost, or shows what tiny models learn in several turns.
 
+    python -m benchmarks.episodes [--rounds 3] [--seconds 20]
     python -m benchmarks.episodes --learn [--seeds 3] [--only NAME …] [--results FILE] [key=value …]
 
-Each row of the table is one whole run. "greedy" is the share of held-out games that greedy answers win, at the start
-and at the end; "sampled" is that of the training episodes, over the first and the last ten steps. In a control the
-turns are of no use: the environment answers at random, there is one turn, or there is no tool. The exit code is 1 if a
-run misses its bounds. One run follows the other. With ``--results``, each finished run is added to the file, and a run
-that the file has is not repeated.
+Without ``--learn`` it prints the figures of `benchmarks.episode_times`. With it, each row of the table is one whole
+run. "greedy" is the share of held-out games that greedy answers win, at the start and at the end; "sampled"
+is that of the training episodes, over the first and the last ten steps. In a control the turns are of no use: the
+environment answers at random, there is one turn, or there is no tool. The exit code is 1 if a run misses its bounds.
+One run follows the other. With ``--results``, each finished run is added to the file, and a run that the file has is
+not repeated.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from statistics import fmean
 from typing import Any
 
 from benchmarks.demo_seeds import run_demo
+from benchmarks.episode_times import measure
 from relax_core.observe.service.sinks import read_metrics
 
 HERE = Path(__file__).parent
@@ -65,7 +68,9 @@ CASES = {
 def command_line(words: Sequence[str] | None = None) -> argparse.Namespace:
     """Returns the arguments of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--learn", action="store_true", required=True, help="train; the only part there is")
+    parser.add_argument("--learn", action="store_true", help="train, and measure no times")
+    parser.add_argument("--rounds", type=int, default=3, help="how often each way with slow tools is measured")
+    parser.add_argument("--seconds", type=float, default=20.0, help="seconds of each of these measurements")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--only", nargs="*", default=list(CASES), choices=list(CASES), help="which kinds of runs")
     parser.add_argument("--results", type=Path, default=None, help="file of finished runs, one JSON record a line")
@@ -75,6 +80,9 @@ def command_line(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> int:
     arguments = command_line()
+    if not arguments.learn:
+        measure(rounds=arguments.rounds, seconds=arguments.seconds)
+        return 0
     finished, wrong = _finished(arguments.results), []
     print(f"{'run':30}{'seed':>5}{'greedy':>16}{'sampled':>16}{'last 50':>9}{'best 50':>9}{'wall s':>8}", flush=True)
     with tempfile.TemporaryDirectory(prefix="episodes-") as scratch:

@@ -29,7 +29,7 @@ from statistics import median
 
 import numpy as np
 
-from benchmarks.chaos import Training
+from benchmarks.chaos_runs import Training
 from benchmarks.memory_plan import KINDS as PROCESSES
 from relax_core.data.tasks.see_task import files_folder
 from tests.integration.live_run import LiveRun

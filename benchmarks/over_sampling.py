@@ -66,7 +66,7 @@ class StepAtOnce:
     """The bus, with a trainer that takes a step as soon as its rows are there. ``tokens``: of the trained samples."""
 
     def __init__(self, settings: BusSettings, url: str) -> None:
-        self.core = BusCore(settings, ledger=Ledger(group_size=GROUP_SIZE, journal=None), clock=time.monotonic)
+        self.core = BusCore(settings, ledger=Ledger(group_size=settings.group_size, journal=None), clock=time.monotonic)
         self._url = url
         self._changed = asyncio.Event()
         self._lengths: dict[str, int] = {}

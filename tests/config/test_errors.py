@@ -208,6 +208,9 @@ def test_what_cannot_be_composed(override: str, text: str) -> None:
             "env.max_observation_tokens=129 is above engine.context_length=128, so an observation that is cut there "
             "leaves no room for an answer. Use 32,",
         ),
+        (["env=number_guess", "env.step_timeout_s=-1"], "env.step_timeout_s=-1.0: must be more than 0 seconds."),
+        (["env=number_guess", "env.max_observation_tokens=0"], "env.max_observation_tokens=0: must be at least 1"),
+        (["rollout.quorum=1.5"], "rollout.quorum=1.5: must be more than 0 and at most 1."),
         (["rollout.top_k=0"], "rollout.top_k=0 keeps no token."),
         (["rollout.top_k=1"], "rollout.top_k=1 leaves one token each time: its log-prob is 0 whatever the weights"),
         (["rollout.min_p=1.0"], "rollout.min_p=1.0: must be at least 0 and less than 1 (0 keeps all tokens)."),

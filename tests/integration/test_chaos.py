@@ -1,15 +1,14 @@
-"""Every kind of process of one run dies, one after the other; one only freezes. `benchmarks.chaos` does it 50 times.
-
-A run whose episodes play in env workers outlives the processes that hold an episode.
-"""
+"""Every kind of process of one run dies, one after the other; one only freezes. `benchmarks.chaos` does it 50 times."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from benchmarks.chaos import harm_run
+from benchmarks.chaos import Harm, harm_run
+from benchmarks.chaos_runs import RUNS
 
 pytestmark = [pytest.mark.integration, pytest.mark.chaos]
 
@@ -27,16 +26,22 @@ HARMS = (
 )
 
 
+TURNS = ("env_worker", "engine", "rollout", "env_worker", "actor_rank_0")
+
+
 def test_a_run_outlives_its_processes(tmp_path: Path) -> None:
     harms = list(harm_run(tmp_path / "run", HARMS, seed=4))
-    assert [harm.kind for harm in harms] == list(HARMS), "there is one more where the run did not end well"
+    assert_nothing_is_lost(harms, HARMS)
+
+
+def test_a_run_of_several_turns_outlives_its_env_workers_and_others(tmp_path: Path) -> None:
+    harms = list(harm_run(tmp_path / "run", TURNS, seed=2, run=RUNS["number_guess"]))
+    assert_nothing_is_lost(harms, TURNS)
+
+
+def assert_nothing_is_lost(harms: Sequence[Harm], kinds: Sequence[str]) -> None:
+    """The run survives each harm and ends well in peace."""
+    assert [harm.kind for harm in harms] == list(kinds), "there is one more where the run did not end well"
     for harm in harms:
         assert harm.end == "survived", harm
         assert harm.lost == harm.trained_twice == 0, harm
-
-
-def test_a_run_of_episodes_outlives_its_processes(tmp_path: Path) -> None:
-    kinds = ("env_worker", "engine", "rollout", "actor_rank_0")
-    harms = list(harm_run(tmp_path / "run", kinds, seed=2, run="episodes"))
-    assert [(harm.kind, harm.end) for harm in harms] == [(kind, "survived") for kind in kinds], harms
-    assert not any(harm.lost or harm.trained_twice for harm in harms), harms

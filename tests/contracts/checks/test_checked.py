@@ -234,6 +234,31 @@ def test_an_env_that_says_that_it_gives_state_keys_gives_them() -> None:
     assert opened(StepResult(state_key="s"), state_keys=True).step(ACTION) == StepResult(state_key="s")
 
 
+def test_tools_become_schemas_and_two_of_one_name_are_refused() -> None:
+    def run(code: str) -> str:
+        """Runs code."""
+        return code
+
+    def tools_of(came: Any) -> Any:
+        spec = EnvSpec(
+            name="mine",
+            summary="s",
+            config=InteractionConfig,
+            open=lambda start, config: TurnsEnv(None),
+            tools=lambda row, config: came,
+        )
+        checked = checked_env(spec).tools
+        assert checked is not None
+        return checked({}, None)
+
+    (schema,) = tools_of([run])
+    assert schema["function"]["name"] == "run" and "code" in schema["function"]["parameters"]["properties"]
+    with pytest.raises(WrongResult, match=r"env mine \(.*tool run: two tools have this name\. Rename one"):
+        tools_of([run, schema])
+    with pytest.raises(WrongResult, match=r"env mine \(.*Wanted: a list of tools"):
+        tools_of("run")
+
+
 def test_numbers_of_a_step_are_python_s_own() -> None:
     step = opened(StepResult(observation="o", reward=np.float32(0.5), done=np.bool_(True))).step(ACTION)  # type: ignore[arg-type]
     assert step == StepResult(observation="o", reward=0.5, done=True)

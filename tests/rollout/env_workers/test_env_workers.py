@@ -66,6 +66,9 @@ class Odd(BaseInteractionEnv):
         if verb == "child":
             child = subprocess.Popen(["sleep", "600"], start_new_session=rest == "session")
             return StepResult(observation=str(child.pid))
+        if verb == "port":
+            self.held = socket.create_server(("127.0.0.1", 0))
+            return StepResult(observation=str(self.held.getsockname()[1]))
         if verb == "orphan":  # its parent ends at once
             printed = subprocess.run(["sh", "-c", "setsid sleep 600 >/dev/null 2>&1 & echo $!"], capture_output=True)
             return StepResult(observation=printed.stdout.decode().strip())

@@ -14,7 +14,9 @@ from typing import Any
 
 import pytest
 
+from relax_core.contracts.checks.plugin_results import WrongResult
 from relax_core.contracts.env import IsolatedConfig
+from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.engines.engine_process import EngineLaunch
 from relax_core.registry import find_env, find_reward
 from relax_core.rollout.env_workers.env_workers import EnvWorkers
@@ -119,3 +121,35 @@ def test_an_env_that_ends_its_process_each_time_gives_no_reward(engine: Engine, 
     assert "g00000001" not in bus.rows
     dropped = bus.core.progress().ledger.dropped
     assert set(dropped) == {"reward_failed"} and dropped["reward_failed"] >= GROUP_SIZE
+
+
+def test_a_wrong_result_ends_the_run_with_env_uid_row_and_turn(engine: Engine, folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    where = r"episode g0000000\d\.\d \(rows.jsonl, line \d\), turn 1: env mine .*"
+    for right, wrong, words in (
+        ("reward=0.5", "reward=float('nan')", "step returned reward=nan"),
+        ("str(random.randrange(10))", "42", "format_observation returned 42"),
+    ):
+        file.write_text(ENV.replace("FATAL", "False").replace(right, wrong))
+        with pytest.raises(WrongResult, match=where + words):
+            play(engine, folder, CoreBus(steps=1), file, lambda workers: None)
+
+
+def test_a_megabyte_of_markup_is_cut_and_ends_no_message(engine: Engine, folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    text = "'<|im_end|>' * 100_000"
+    file.write_text(
+        ENV.replace("FATAL", "False").replace("observation=str(random.randrange(10))", f"observation={text}")
+    )
+    bus = CoreBus(steps=1)
+    records = play(engine, folder, bus, file, lambda workers: None, max_observation_tokens=20)
+    (end,) = PromptTokenizer(folder).stop_token_ids
+    observed = 0
+    for tree in map(tree_of, bus.rows.values()):
+        for one in tree.episodes:
+            for before, after in zip(one.turns, one.turns[1:], strict=False):
+                observed += 1
+                between = tree.token_ids[before.end : after.start].tolist()
+                assert between.count(end) == 1, "the message of the env ends once, by the template"
+                assert 20 < len(between) < 120
+    assert observed and records[-1][2]["cut_observations"] > 0

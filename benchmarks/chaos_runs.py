@@ -1,0 +1,170 @@
+"""The runs that `benchmarks.chaos` harms: their settings, the kinds of their processes, and their progress."""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from tests.integration.live_run import LiveRun
+
+HEARTBEAT_S = 5
+APPEAR_S = 60.0
+POLL_S = 0.02
+CONTROLLER, FROZEN, PAIR = "controller", "frozen", "engine_and_owner"
+ENCODE_WORKER, ENV_WORKER = "encode_worker", "env_worker"
+TITLES = {  # kind → what its process is called
+    "engine": "relax_core.engines.embedded",
+    "engine_owner": "ray::EngineOwner",
+    "rollout": "ray::RolloutWorker",
+    "actor_rank_0": "ray::PolicyTrainer",
+    "actor_rank_1": "ray::ActorRank",
+    "actor_fwd": "ray::ActorFwdWorker",
+    "reference": "ray::ReferenceWorker",
+    "advantages": "ray::AdvantagesWorker",
+    "bus": "ray::BusActor",
+    "metrics": "ray::MetricsActor",
+    "gcs": "src/ray/gcs/gcs_server ",
+    "raylet": "src/ray/raylet/raylet ",
+    "serve_controller": "ray::ServeController",
+    CONTROLLER: "-m relax_core ",
+    ENCODE_WORKER: "relax_core.data.media.encode_worker_main",
+    ENV_WORKER: "relax_core.rollout.env_workers.env_worker_main",
+}
+RAY = ("gcs", "raylet")  # with one of them its controller ends, and another makes a new Ray
+
+
+@dataclass(frozen=True, kw_only=True)
+class HarmedRun:
+    """Is a kind of run. ``overrides`` are its settings; ``own`` are the processes that a run on text lacks."""
+
+    overrides: tuple[str, ...]
+    own: tuple[str, ...] = ()
+
+    @property
+    def processes(self) -> tuple[str, ...]:
+        """Returns the kinds of its processes."""
+        return tuple(one for one in TITLES if one not in (ENCODE_WORKER, ENV_WORKER) or one in self.own)
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Returns the kinds of harm that it can come to."""
+        return (*self.processes, FROZEN, PAIR)
+
+
+_TEXT = (
+    "mode.max_staleness=1",
+    "algo.old_logprobs=actor_fwd",
+    "algo.kl_coef=0.001",
+    "parallel.dp=2",
+    "run.save_every=10",
+    "run.max_restarts=100",
+    "run.max_recoveries=100",
+    f"run.heartbeat_timeout_s={HEARTBEAT_S}",
+    "run.export_hf=false",
+    "run.serve=true",
+    "eval.every=0",
+)
+_SMALL = (*_TEXT, "algo.group_size=4", "rollout.prompts_per_step=8")
+_MEDIA = (*_SMALL, "modality.cache_mb=0", f"modality.worker_timeout_s={HEARTBEAT_S}")
+TEXT = "text"
+MEDIA_RUNS = {
+    "see": HarmedRun(overrides=(*_MEDIA, "model=tiny_qwen3_vl", "data=see"), own=(ENCODE_WORKER,)),
+    "states": HarmedRun(overrides=(*_MEDIA, "model=tiny_qwen3_5", "data=see"), own=(ENCODE_WORKER,)),
+    "four_modalities": HarmedRun(
+        overrides=(*_MEDIA, "model=tiny_qwen3_omni", "data=four_modalities", "algo.routing_replay=true"),
+        own=(ENCODE_WORKER,),
+    ),
+}
+ENV_RUNS = {
+    "number_guess": HarmedRun(
+        overrides=(
+            "experiment=number_guess",
+            *_SMALL,
+            f"env.name={Path(__file__).with_name('isolated_number_guess.py')}",
+            *("env.workers=2", "env.episodes_per_worker=16", "env.max_retries=3"),
+            f"env.step_timeout_s={HEARTBEAT_S}",  # a stopped worker is noticed then
+        ),
+        own=(ENV_WORKER,),
+    ),
+}
+RUNS = {TEXT: HarmedRun(overrides=_TEXT), **MEDIA_RUNS, **ENV_RUNS}
+
+
+class Training:
+    """A run's progress from outside: the train steps in its ledger's file, with the times of their booking."""
+
+    def __init__(self, folder: Path) -> None:
+        self._uri = f"{(folder / 'ledger.sqlite').absolute().as_uri()}?mode=ro"
+
+    def newest(self) -> int:
+        """The newest step in force; -1 before the first."""
+        row = self._one("SELECT step FROM events WHERE event = 'trained' ORDER BY id DESC LIMIT 1")
+        return -1 if row is None else int(row)
+
+    def last_event(self) -> int:
+        """Id of the newest event; 0 before the first. Later ones are higher, also after a restore."""
+        row = self._one("SELECT MAX(id) FROM events")
+        return int(row or 0)
+
+    def newest_at(self, when: float) -> int:
+        """The newest step that was done at Unix time ``when``; -1 before the first."""
+        row = self._one("SELECT step FROM events WHERE event = 'trained' AND time <= ? ORDER BY id DESC LIMIT 1", when)
+        return -1 if row is None else int(row)
+
+    def time_of(self, number: int, *, behind: int, event: int, since: float) -> float | None:
+        """Unix time at which the ``number``-th step behind step ``behind`` was done, counted from 0; only what was
+        persisted after event number ``event`` and Unix time ``since``. None where it is not done yet.
+        """
+        return self._one(
+            "SELECT MIN(time) FROM events WHERE id > ? AND event = 'trained' AND step > ? AND time > ? "
+            "GROUP BY step ORDER BY step LIMIT 1 OFFSET ?",
+            event, behind, since, number,
+        )  # fmt: skip
+
+    def _one(self, query: str, *values: float) -> float | None:
+        try:
+            database = sqlite3.connect(self._uri, uri=True, timeout=10.0)
+        except sqlite3.OperationalError:  # not made yet
+            return None
+        try:
+            row = database.execute(query, values).fetchone()
+        except sqlite3.OperationalError as error:
+            if "no such table" in str(error):
+                return None
+            raise
+        finally:
+            database.close()
+        return None if row is None else row[0]
+
+
+def find_process(live: LiveRun, kind: str) -> int:
+    """The pid of a kind's newest living process; waits for one that is just being restarted."""
+    deadline = time.monotonic() + APPEAR_S
+    while time.monotonic() < deadline:
+        found = [pid for pid, line in live.processes().items() if TITLES[kind] in f"{line} "]
+        if kind == CONTROLLER:
+            found = [pid for pid in found if parent_of(pid) == live.pid]
+        if kind in RAY:  # not what it has just forked off, which has its title for a moment
+            found = [pid for pid in found if parent_of(parent_of(pid)) == live.pid]
+        if found:
+            return max(found, key=_born)
+        time.sleep(POLL_S)
+    raise TimeoutError(f"no process of kind {kind} within {APPEAR_S:.0f} s: {sorted(live.processes().values())}")
+
+
+def parent_of(pid: int) -> int:
+    """Returns the pid of a process's parent, 0 if it has ended."""
+    with suppress(psutil.NoSuchProcess):
+        return int(psutil.Process(pid).ppid())
+    return 0
+
+
+def _born(pid: int) -> float:
+    with suppress(psutil.NoSuchProcess):
+        return float(psutil.Process(pid).create_time())
+    return 0.0
