@@ -73,6 +73,7 @@ Ended = Literal[
 ]
 CUT_ENDS: frozenset[Ended] = frozenset({"token_budget", "context_full", "turn_cut"})  # a limit of tokens was reached
 REWARDED_ENDS: frozenset[Ended] = CUT_ENDS | {"env_done", "max_turns"}
+OBSERVATION_TOKENS = 1024  # of an observation, where env.max_observation_tokens is not set
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ class InteractionConfig(EnvConfig):
 
     ``max_turns`` is the largest number of responses in an episode, and ``max_turn_tokens`` that of sampled tokens in a
     response; None leaves that to rollout.max_new_tokens, the limit of an episode. The texts of an observation have at
-    most ``max_observation_tokens`` tokens, 1024 if that is None; longer ones are cut in the middle.
+    most ``max_observation_tokens`` tokens, `OBSERVATION_TOKENS` if that is None; longer ones are cut in the middle.
 
     ``step_timeout_s`` is the time in seconds that one call of the env may take, and ``episode_timeout_s`` that of an
     episode from its first response on, because an engine may hold its first prompt until its weights are there. An
@@ -109,6 +110,11 @@ class InteractionConfig(EnvConfig):
     tool_parser: str = "auto"
     tools_as: str = "template"
     on_turn_cut: str = "end"
+
+    @property
+    def observation_tokens(self) -> int:
+        """Returns the most tokens that the texts of an observation have."""
+        return OBSERVATION_TOKENS if self.max_observation_tokens is None else self.max_observation_tokens
 
 
 @dataclass(frozen=True)

@@ -127,7 +127,7 @@ def episode_words(config: RelaxConfig, work: Workload) -> list[str]:
     words = [
         f"An episode has at most {plural(env.max_turns, 'turn')}{of_turn}, {work.new_tokens} sampled tokens and "
         f"{work.observed_tokens} observed ones behind its opening (env.max_observation_tokens="
-        f"{env.max_observation_tokens} for each observation, and the context).",
+        f"{env.observation_tokens} for each observation, and the context).",
         f"Up to {work.samples_in_flight} episodes are at one engine at the same time; each may last "
         f"env.episode_timeout_s={env.episode_timeout_s:g} s, and a call of its environment "
         f"env.step_timeout_s={env.step_timeout_s:g} s.",

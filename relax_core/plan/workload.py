@@ -131,7 +131,7 @@ def observed_tokens(config: RelaxConfig, *, prompt: int) -> int:
         return 0
     env = cast(InteractionConfig, config.env)
     room = config.engine.context_tokens - prompt - config.rollout.max_new_tokens
-    return max(0, min((env.max_turns - 1) * env.max_observation_tokens, room))
+    return max(0, min((env.max_turns - 1) * env.observation_tokens, room))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,7 +33,7 @@ from relax_core.engines.pool.engine_pool import EnginePool
 from relax_core.registry import plugin_words
 from relax_core.rollout.episodes.env_calls import EnvCalls, EnvTooSlow
 from relax_core.rollout.episodes.episode_records import EpisodeRecord
-from relax_core.rollout.episodes.observations import MOST_TOKENS, shortened_observation
+from relax_core.rollout.episodes.observations import shortened_observation
 from relax_core.rollout.episodes.played_group import (
     EarlyEnds,
     GroupStart,
@@ -351,8 +351,9 @@ class EpisodePlayer:
             following.messages += tools.opening(tools.shown(step.context_edit))
         else:
             messages = await calls(env.format_observation, step.observation)
-            limit = self._config.max_observation_tokens or MOST_TOKENS
-            messages, cut = shortened_observation(messages, self._prompts.tokenizer, limit=limit)
+            messages, cut = shortened_observation(
+                messages, self._prompts.tokenizer, limit=self._config.observation_tokens
+            )
             record.cut_observations += cut
             following.messages += tools.shown(messages)
         following.items += await self._prompts.encoded(media_sources(following.messages), owner=owner)

@@ -8,7 +8,6 @@ from typing import Any
 from relax_core.contracts.env import Message
 from relax_core.data.tokenizer import PromptTokenizer
 
-MOST_TOKENS = 1024  # of an observation, where env.max_observation_tokens is not set
 MOST_CHARACTERS_A_TOKEN = 16  # a text that is longer than this for each token allowed is not tokenised whole
 
 
