@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"  # pyproject.toml reads the version from this line
 
 _ROOT = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
-_SIBLINGS = ("algorithms", "rewards", "envs", "launchers")  # Relax's packages that lie beside this one
+_SIBLINGS = ("algorithms", "rewards", "envs", "data_sources", "launchers")  # Relax's packages that lie beside this one
 
 
 class _OwnPackages(MetaPathFinder):

@@ -1,7 +1,6 @@
 """Finds plug-ins of every kind: by name, by entry point, by file path.
 
 A plug-in is one module with a module-level ``SPEC`` (see contracts/). It is found as
-
 - a name: a module of its kind's folder (such as ``algorithms.<name>``), or an entry of its kind's table;
 - an entry point of an installed package, in the group of `_HOMES`, such as ``relax.algorithms``, or a ``.py`` path.
 
@@ -143,7 +142,7 @@ _HOMES: dict[Kind, _Home] = {
         section="data.config",
         title="Data sources",
         entry_points="relax.data_sources",
-        table={"reasoning_gym": "relax_core.data.reasoning_tasks:SPEC"},
+        package="data_sources",
         spec=DataSourceSpec,
         config=DataSourceConfig,
         checked=checked_data_source,
@@ -249,8 +248,8 @@ def package_of(kind: Kind, name: str) -> str | None:
 def is_plugin_module(name: str) -> bool:
     """Returns whether a module of this name holds a plug-in: Relax's own, an installed package's, or a file's."""
     installed = {point.module for kind in ALL_KINDS for point in _entry_points(kind).values()}
-    packages = {home.package for home in _HOMES.values() if home.package}
-    return name.startswith(_FILE_MODULE) or name.split(".")[0] in packages or name in installed
+    own = name.split(".")[0] in {home.package for home in _HOMES.values() if home.package}
+    return name.startswith(_FILE_MODULE) or own or name in installed
 
 
 @cache

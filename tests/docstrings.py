@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-CODE = ("relax_core", "algorithms", "rewards", "envs", "launchers")
+CODE = ("relax_core", "algorithms", "rewards", "envs", "data_sources", "launchers")
 OPENS_WITH_A_VERB = re.compile(r"[A-Z][a-z-]*s\b")
 VERB = re.compile(
     r"\b(is|are|has|have|was|were|may|can|must|could|do|does|holds|says|gives|takes|makes|reads|writes|starts|ends|runs|sends"

@@ -10,7 +10,7 @@ import pytest
 from tests.deadlines import Finding, unbounded_waits, unbounded_waits_below
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ("relax_core", "launchers", "rewards", "algorithms", "envs")
+FOLDERS = ("relax_core", "launchers", "rewards", "algorithms", "envs", "data_sources")
 
 # (file, function) → why it cannot hang anybody. An entry that nothing needs any more fails the test.
 REASONS = {

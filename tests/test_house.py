@@ -13,7 +13,7 @@ import pytest
 from tests.docstrings import has_verb, public_docstrings
 
 ROOT = Path(__file__).resolve().parents[1]
-CODE = ("relax_core", "algorithms", "rewards", "envs", "launchers", "hydra_plugins")
+CODE = ("relax_core", "algorithms", "rewards", "envs", "data_sources", "launchers", "hydra_plugins")
 MOST_LINES, MOST_FUNCTION_LINES, MOST_MODULES = 400, 60, 16
 
 # Words that stood for something that the field has a name for. The pattern is what must not be found any more.

@@ -18,6 +18,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 PLUGINS = {
     "algorithms": ("contracts", "registry"),
     "rewards": ("contracts", "registry"),
+    "data_sources": ("contracts", "registry"),
     "envs": ("contracts", "registry", "sandbox"),
     "hydra_plugins": ("config",),
 }

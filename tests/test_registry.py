@@ -188,7 +188,7 @@ def test_a_file_of_another_kind_is_refused_with_the_key_that_named_it(
 
 def test_builtins_are_found_whatever_lies_beside_the_run(tmp_path: Path) -> None:
     """The project has packages of these names. Its own plug-in still finds the modules beside it."""
-    for name in ("algorithms", "rewards", "envs", "launchers"):
+    for name in ("algorithms", "rewards", "envs", "data_sources", "launchers"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("raise RuntimeError('of the project')\n")
     (tmp_path / "rewards" / "common.py").write_text("TARGET = 7\n")

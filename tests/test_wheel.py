@@ -27,7 +27,7 @@ def test_wheel_has_code_and_conf(wheel: Path) -> None:
     conf = {f"relax_core/{path.relative_to(REPOSITORY).as_posix()}" for path in (REPOSITORY / "conf").rglob("*.yaml")}
     code = {
         path.relative_to(REPOSITORY).as_posix()
-        for top in ("relax_core", "algorithms", "rewards", "envs", "launchers", "hydra_plugins")
+        for top in ("relax_core", "algorithms", "rewards", "envs", "data_sources", "launchers", "hydra_plugins")
         for path in (REPOSITORY / top).rglob("*.py")
     }
     shapes = {path.relative_to(REPOSITORY).as_posix() for path in (REPOSITORY / "relax_core").rglob("*.json")}
@@ -58,7 +58,7 @@ def test_an_installed_wheel_finds_its_conf(wheel: Path, tmp_path: Path) -> None:
 def test_an_installed_wheel_plans_its_example_beside_a_project_of_the_same_names(wheel: Path, tmp_path: Path) -> None:
     installed, project = tmp_path / "installed", tmp_path / "project"
     zipfile.ZipFile(wheel).extractall(installed)
-    for name in ("algorithms", "rewards", "envs", "launchers"):
+    for name in ("algorithms", "rewards", "envs", "data_sources", "launchers"):
         (project / name).mkdir(parents=True)
         (project / name / "__init__.py").write_text("raise RuntimeError('of the project')\n")
     for name, words in (("file", ["plan=true", "experiment=math_file"]), ("reverse_digits", ["demo", "plan=true"])):

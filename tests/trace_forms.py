@@ -17,7 +17,7 @@ from types import FrameType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-OURS = ("relax_core", "algorithms", "rewards", "envs")
+OURS = ("relax_core", "algorithms", "rewards", "envs", "data_sources")
 HOLDING = {"token_ids", "input_ids", "output_ids", "loss_mask", "columns"}
 NO_SAMPLE = {"LeaseRequest"}  # its columns are names
 FORMS: dict[str, set[str]] = defaultdict(set)  # class → the files that met it

@@ -10,7 +10,7 @@ from relax_core.config.schema_keys import section_types
 from relax_core.registry import KINDS
 
 _ROOT = Path(__file__).resolve().parents[2]
-_TOPS = ("relax_core", "launchers", "algorithms", "rewards", "envs")
+_TOPS = ("relax_core", "launchers", "algorithms", "rewards", "envs", "data_sources")
 _CHECKED_IN = "relax_core/config/"  # its lines count only if no other folder reads the key
 
 

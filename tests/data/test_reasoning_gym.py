@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from data_sources import reasoning_gym
 from relax_core.config.compose import load_config
 from relax_core.config.errors import ConfigError
 from relax_core.contracts.reward import RewardInput
-from relax_core.data import reasoning_tasks
 from relax_core.data.sources import make_source
 from relax_core.preflight import CHECKS
 from relax_core.registry import find_reward
@@ -19,7 +19,7 @@ WORDS = ("data=reasoning_gym", "data.task=chain_sum", "reward=reasoning_gym")
 
 
 def test_a_missing_package_is_named_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reasoning_tasks, "find_spec", lambda name: None)
+    monkeypatch.setattr(reasoning_gym, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"reasoning-gym: pip install 'relax-core\[envs\]'"):
         load_config(WORDS)
 
