@@ -269,7 +269,8 @@ def simulated(quorum: float, *, turn_s: float) -> float:
 
 def env_worker_ms(*, steps: int = 500) -> float:
     """Returns how many ms more a step takes in an env worker than in this process; medians of steps in turns."""
-    config = IsolatedNumberGuessConfig(max_turns=10**6)
+    file = Path(__file__).with_name("isolated_number_guess.py")
+    config = IsolatedNumberGuessConfig(name=str(file), max_turns=10**6)
 
     async def scene() -> float:
         workers = EnvWorkers(ISOLATED, config)
@@ -293,7 +294,7 @@ def env_worker_ms(*, steps: int = 500) -> float:
     return asyncio.run(scene())
 
 
-def sandbox_ms(*, runs: int = 30) -> tuple[float, float]:
+def sandbox_ms(*, runs: int = 20) -> tuple[float, float]:
     """Returns how many ms print(1) takes in the sandbox more than in a plain process, and that one's ms (medians)."""
     python = sandbox._interpreter(None if os.getuid() else sandbox._unused_uid())  # the one in the sandbox
     inside, plain = [], []
