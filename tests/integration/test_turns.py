@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import isolated_number_guess
 from relax_core.observe.service.sinks import read_metrics
 from relax_core.tools import lineage, play
 from tests.integration.live_run import run_to_end
@@ -16,6 +17,7 @@ from tests.observe.metrics_page import not_described
 pytestmark = pytest.mark.integration
 
 TOLERANCE = 2e-5
+ISOLATED_GUESS = isolated_number_guess.__file__
 
 
 def test_a_game_of_several_turns_trains_on_policy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -60,3 +62,23 @@ def test_a_game_of_several_turns_trains_on_policy(tmp_path: Path, capsys: pytest
     assert re.search(r"\[(env_done|max_turns|token_budget)\]\n\[reward [01]\]\n$", told), told
     assert play.main([f"checkpoint={run.folder}", "env.lowest=3"]) == 2
     assert "env.lowest" in capsys.readouterr().err
+
+
+def test_an_evaluation_leaves_the_places_of_env_workers_to_training(tmp_path: Path) -> None:
+    """The evaluation has more episodes than places; it must not hold them while it waits for the step to train."""
+    run = run_to_end(
+        tmp_path / "run",
+        f"env.name={ISOLATED_GUESS}",
+        "env.episodes_per_worker=4",
+        "engine.context_length=192",
+        "algo.group_size=4",
+        "rollout.prompts_per_step=4",
+        "mode.max_staleness=0",
+        "run.steps=3",
+        "run.export_hf=false",
+        "eval.every=2",
+        "eval.rows=12",
+    )
+    assert run.code == 0, run.output
+    assert len(run.steps()) == 3
+    run.assert_books_closed()

@@ -36,6 +36,7 @@ from relax_core.roles.process.failure import first_cause
 from relax_core.roles.process.role_context import RunContext, worker_name
 from relax_core.roles.process.worker import Worker
 from relax_core.roles.rollout.traced_rollout import TracedEnginePool, TracedRewardPool
+from relax_core.roles.rollout.versions_reached import CLOSED_S, VersionsReached
 from relax_core.rollout.bad_rows import BadRows
 from relax_core.rollout.env_workers.run_env import RunEnv
 from relax_core.rollout.episodes.episodes import EpisodePlayer
@@ -60,7 +61,6 @@ if TYPE_CHECKING:
     from relax_core.data.media.encode_pool import EncodePool
 
 log = logging.getLogger(__name__)
-CLOSED_S = 0.2
 REWARD_LOG = "reward.log"  # the output of an isolated reward's worker processes
 OWNER_FIRST_S = 10.0  # the owner of an engine that does not start reports it first, because it knows the cause
 
@@ -96,10 +96,20 @@ class RolloutWorker(Worker):
         spec = find_algorithm(config.algo.name)
         teachers = spec.requirements(config.algo).teacher
         advantages = group_advantages(spec, config) if computes_advantages_per_group(config) else None
+        call_s = config.bus.call_timeout_s
+        now = (await asyncio.to_thread(bus.progress, timeout_s=call_s)).version
+        reached = VersionsReached(bus, version=now, call_timeout_s=call_s, stopping=lambda: self.stopping)
         evaluator = None
         if self._rank == 0:
             evaluator = await self._evaluator(
-                source, bus=bus, metrics=metrics, pool=pool, prompts=prompts, rewards=rewards, run_env=run_env
+                source,
+                bus=bus,
+                metrics=metrics,
+                pool=pool,
+                prompts=prompts,
+                rewards=rewards,
+                run_env=run_env,
+                reached=reached,
             )
         settings = self._settings(prompts.tokenizer)
         player = self._player(run_env, prompts, pool, settings.sampling) if env.has_turns else None
@@ -336,24 +346,12 @@ class RolloutWorker(Worker):
         prompts: PromptMaker,
         rewards: RewardPool,
         run_env: RunEnv,
+        reached: VersionsReached,
     ) -> Evaluator:
         context, config = self.context, self.context.config
-        now = bus.progress(timeout_s=config.bus.call_timeout_s).version
         planned = eval_versions(every=config.eval.every, start=context.start_step, total_steps=config.run.steps)
 
-        async def wait_version(version: int) -> None:
-            reached = now
-            while reached < version:
-                progress = await asyncio.to_thread(
-                    bus.wait_progress, since_version=reached, timeout_s=config.bus.call_timeout_s
-                )
-                if progress.version == reached and self.stopping:
-                    raise BusClosed("the run ended before this evaluation")
-                if progress.version == reached:
-                    await asyncio.sleep(CLOSED_S)  # a closed bus answers at once, so this limits the rate
-                reached = progress.version
-
-        versions = [version for version in planned if version >= now]
+        versions = [version for version in planned if version >= reached.version]
         sets = eval_sets(config, source) if versions else []
         prepared = await prepared_sets(config, sets, prompts)
         return Evaluator(
@@ -368,7 +366,8 @@ class RolloutWorker(Worker):
                 env=run_env.spec(episodes_per_group=config.eval.samples),
                 media_folder=str(context.media_folder or ""),
             ),
-            wait_version=wait_version,
+            # Episodes that hold places in env workers while they wait for weights could take those that training needs.
+            wait_version=(lambda before: reached.wait(before + 1)) if run_env.env.isolated else reached.wait,
             in_order=config.in_order,
             record=metrics.record,
             record_texts=lambda version, rows: metrics.record_texts("eval", version, rows),
