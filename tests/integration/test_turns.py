@@ -59,7 +59,7 @@ def test_a_game_of_several_turns_trains_on_policy(tmp_path: Path, capsys: pytest
     assert play.main([f"checkpoint={run.folder}", "--episodes=2", "env.highest=3"]) == 0
     told = capsys.readouterr().out
     assert told.count("user: guess a number from 1 to 3\nassistant: ⟦") == 2
-    assert re.search(r"\[(env_done|max_turns|token_budget)\]\n\[reward [01]\]\n$", told), told
+    assert re.search(r"\[(env_done|max_turns|token_budget)\]\n\[reward [0-9.]+\]\n$", told), told
     assert play.main([f"checkpoint={run.folder}", "env.lowest=3"]) == 2
     assert "env.lowest" in capsys.readouterr().err
 
