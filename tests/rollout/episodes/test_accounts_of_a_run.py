@@ -111,10 +111,10 @@ def misfortunes() -> Callable[[EpisodeStart, Any], BaseInteractionEnv]:
                 self.fate = "" if spared.setdefault(index, start.episode_seed) == start.episode_seed else "fail"
             self.start, self.played = start, 0
 
-        async def reset(self) -> Any:  # type: ignore[override]
+        async def reset(self) -> Any:
             return str(self.start.row["prompt"])
 
-        async def step(self, action: Action) -> StepResult:  # type: ignore[override]
+        async def step(self, action: Action) -> StepResult:
             self.played += 1
             if self.fate == "fail" or (self.fate == "fail once" and self.played == 2 and not self.start.attempt):
                 raise OSError("the game server is gone")
@@ -126,7 +126,7 @@ def misfortunes() -> Callable[[EpisodeStart, Any], BaseInteractionEnv]:
             done = self.played == 4
             return StepResult(observation="on", reward=self.draw.random(), done=done, context_edit=edit)
 
-        async def format_observation(self, observation: Any) -> Any:  # type: ignore[override]
+        async def format_observation(self, observation: Any) -> Any:
             if self.fate == "slow" and self.played:  # with its step, the call takes longer than an episode may
                 await asyncio.sleep(2.6)
             return super().format_observation(observation)
