@@ -59,7 +59,7 @@ from relax_core.tools.make_tiny import tiny_model_folder
 
 GROUPS, GROUP_SIZE, TURNS, TURN_TOKENS, CONTEXT = 8, 16, 8, 4, 256
 TOOL_S, SLOW_S, SLOW_SHARE, HOLD_S = 0.02, 2.0, 0.01, 10.0
-WARM_STEPS = 3  # train steps before anything is timed
+IN_FLIGHT = 4  # steps whose groups are in flight at a staleness of 2, admission being a step ahead
 SIMULATED_GROUPS = 2000
 
 
@@ -82,10 +82,16 @@ WAYS = {
 
 
 class Tool(BaseInteractionEnv):
-    """Answers after the time of a tool. ``hold`` is the seed of a group whose calls take `HOLD_S` from now on."""
+    """Answers after the time of a tool. A run has a class of its own.
+
+    ``hold`` is the seed of a group whose calls take `HOLD_S` from now on, ``newest`` that of the group that answered
+    last. ``answered`` counts the answers.
+    """
 
     tail = False
     hold: int | None = None
+    newest: int | None = None
+    answered = 0
 
     def __init__(self, start: EpisodeStart, config: InteractionConfig) -> None:
         self._start = start
@@ -102,6 +108,8 @@ class Tool(BaseInteractionEnv):
         held = self._start.group_seed == type(self).hold
         await asyncio.sleep(HOLD_S if held else SLOW_S if slow else TOOL_S)
         self._left -= 1
+        run = type(self)
+        run.answered, run.newest = run.answered + 1, self._start.group_seed
         return StepResult(observation="go on", reward=float(len(action.text)), done=not self._left)
 
 
@@ -122,10 +130,6 @@ class TimedBus(StepAtOnce):
         async with asyncio.timeout(TIMEOUT_S):
             while len(self.times) < steps:
                 await asyncio.sleep(0.01)
-
-    def samples_per_s(self, begin: float, end: float) -> float:
-        """Returns the samples of the train steps between two times, for each second."""
-        return sum(begin < one <= end for one in self.times) * GROUPS * GROUP_SIZE / (end - begin)
 
 
 def with_rollout(way: Way, watch: Callable[[TimedBus, type[Tool]], Any]) -> Any:
@@ -209,43 +213,31 @@ def _loop(
     )
 
 
-def rate(way: Way, *, seconds: float) -> float:
-    """Returns the samples for each second that a rollout delivers to train steps."""
+def rate(way: Way, *, steps: int) -> float:
+    """Returns the samples for each second that a rollout delivers to ``steps`` train steps.
+
+    Groups that are admitted together end together, so ``steps`` is a multiple of the steps in flight.
+    """
 
     async def watch(bus: TimedBus, tools: type[Tool]) -> float:
-        await bus.wait_steps(WARM_STEPS)
-        begin = time.monotonic()
-        await asyncio.sleep(seconds)
-        return bus.samples_per_s(begin, time.monotonic())
+        await bus.wait_steps(IN_FLIGHT + steps)
+        return steps * GROUPS * GROUP_SIZE / (bus.times[IN_FLIGHT + steps - 1] - bus.times[IN_FLIGHT - 1])
 
     return float(with_rollout(way, watch))
 
 
 def held_group() -> float:
-    """Returns the samples/s while a group sits in a tool of `HOLD_S` over those before and after it."""
+    """Returns the turns/s while a group sits in a tool of `HOLD_S` over those before and after it."""
 
     async def watch(bus: TimedBus, tools: type[Tool]) -> float:
-        seeds: list[int] = []
-
-        opened = tools.__init__
-
-        def noted(env: Any, start: EpisodeStart, config: InteractionConfig) -> None:
-            opened(env, start, config)
-            seeds.append(start.group_seed)
-
-        tools.__init__ = noted  # type: ignore[assignment, method-assign]
-        await bus.wait_steps(WARM_STEPS)
-        begin = time.monotonic()
-        await asyncio.sleep(HOLD_S)
-        tools.hold = seeds[-1]  # its next calls are held, so the group is away for that time
-        held = time.monotonic()
-        await asyncio.sleep(HOLD_S)
-        tools.hold = None
-        after = time.monotonic()
-        await asyncio.sleep(HOLD_S)
-        end = time.monotonic()
-        free = (bus.samples_per_s(begin, held) + bus.samples_per_s(after, end)) / 2
-        return bus.samples_per_s(held, after) / free
+        await bus.wait_steps(1)
+        rates = []
+        for held in (False, True, False):
+            tools.hold = tools.newest if held else None
+            before, began = tools.answered, time.monotonic()
+            await asyncio.sleep(HOLD_S)
+            rates.append((tools.answered - before) / (time.monotonic() - began))
+        return 2 * rates[1] / (rates[0] + rates[2])
 
     return float(with_rollout(WAYS[NO_TAIL], watch))
 
@@ -308,7 +300,7 @@ def sandbox_ms(*, runs: int = 20) -> tuple[float, float]:
     return 1e3 * (median(inside) - median(plain)), 1e3 * median(plain)
 
 
-def measure(*, rounds: int, seconds: float) -> None:
+def measure(*, rounds: int, steps: int) -> None:
     """Prints all figures; each way is measured ``rounds`` times, in turns with the others."""
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}", flush=True)
     more, plain = sandbox_ms()
@@ -317,14 +309,14 @@ def measure(*, rounds: int, seconds: float) -> None:
     rates: dict[str, list[float]] = {name: [] for name in WAYS}
     for _ in range(rounds):
         for name, way in WAYS.items():
-            rates[name].append(rate(way, seconds=seconds))
+            rates[name].append(rate(way, steps=steps))
     base = median(rates[NO_TAIL])
     print(f"{'way':20}{'samples/s':>11}{'ratio':>8}{'limit of a simulation':>24}")
-    turn_s = 3 * GROUPS * GROUP_SIZE / base / TURNS - TOOL_S  # three steps are in flight
+    turn_s = IN_FLIGHT * GROUPS * GROUP_SIZE / base / TURNS - TOOL_S  # of the groups in flight
     for name, own in rates.items():
         limit = f"{simulated(WAYS[name].quorum, turn_s=turn_s):.2f}" if WAYS[name].tail else ""
         limit = "" if WAYS[name].spare_groups else limit
         print(f"{name:20}{median(own):11.0f}{median(own) / base:8.2f}{limit:>24}", flush=True)
     held = median(held_group() for _ in range(rounds))
-    print(f"a group sits in a tool of {HOLD_S:g} s: {held:.2f} of the samples/s without it")
+    print(f"a group sits in a tool of {HOLD_S:g} s: {held:.2f} of the turns/s without it")
     print(f"load {os.getloadavg()[0]:.1f}. Prefilled tokens and engine time: python -m benchmarks.prefix_cache")

@@ -1,6 +1,6 @@
 """Measures what slow tools, env workers and the sandbox cost, or shows what tiny models learn in several turns.
 
-    python -m benchmarks.episodes [--rounds 3] [--seconds 20]
+    python -m benchmarks.episodes [--rounds 3] [--steps 12]
     python -m benchmarks.episodes --learn [--seeds 3] [--only NAME …] [--results FILE] [key=value …]
 
 Without ``--learn`` it prints the figures of `benchmarks.episode_times`. With it, each row of the table is one whole
@@ -70,7 +70,7 @@ def command_line(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--learn", action="store_true", help="train, and measure no times")
     parser.add_argument("--rounds", type=int, default=3, help="how often each way with slow tools is measured")
-    parser.add_argument("--seconds", type=float, default=20.0, help="seconds of each of these measurements")
+    parser.add_argument("--steps", type=int, default=12, help="train steps of each of these measurements")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--only", nargs="*", default=list(CASES), choices=list(CASES), help="which kinds of runs")
     parser.add_argument("--results", type=Path, default=None, help="file of finished runs, one JSON record a line")
@@ -81,7 +81,7 @@ def command_line(words: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> int:
     arguments = command_line()
     if not arguments.learn:
-        measure(rounds=arguments.rounds, seconds=arguments.seconds)
+        measure(rounds=arguments.rounds, steps=arguments.steps)
         return 0
     finished, wrong = _finished(arguments.results), []
     print(f"{'run':30}{'seed':>5}{'greedy':>16}{'sampled':>16}{'last 50':>9}{'best 50':>9}{'wall s':>8}", flush=True)
