@@ -96,20 +96,10 @@ class RolloutWorker(Worker):
         spec = find_algorithm(config.algo.name)
         teachers = spec.requirements(config.algo).teacher
         advantages = group_advantages(spec, config) if computes_advantages_per_group(config) else None
-        call_s = config.bus.call_timeout_s
-        now = (await asyncio.to_thread(bus.progress, timeout_s=call_s)).version
-        reached = VersionsReached(bus, version=now, call_timeout_s=call_s, stopping=lambda: self.stopping)
         evaluator = None
         if self._rank == 0:
             evaluator = await self._evaluator(
-                source,
-                bus=bus,
-                metrics=metrics,
-                pool=pool,
-                prompts=prompts,
-                rewards=rewards,
-                run_env=run_env,
-                reached=reached,
+                source, bus=bus, metrics=metrics, pool=pool, prompts=prompts, rewards=rewards, run_env=run_env
             )
         settings = self._settings(prompts.tokenizer)
         player = self._player(run_env, prompts, pool, settings.sampling) if env.has_turns else None
@@ -346,9 +336,11 @@ class RolloutWorker(Worker):
         prompts: PromptMaker,
         rewards: RewardPool,
         run_env: RunEnv,
-        reached: VersionsReached,
     ) -> Evaluator:
         context, config = self.context, self.context.config
+        call_s = config.bus.call_timeout_s
+        now = (await asyncio.to_thread(bus.progress, timeout_s=call_s)).version
+        reached = VersionsReached(bus, version=now, call_timeout_s=call_s, stopping=lambda: self.stopping)
         planned = eval_versions(every=config.eval.every, start=context.start_step, total_steps=config.run.steps)
 
         versions = [version for version in planned if version >= reached.version]
