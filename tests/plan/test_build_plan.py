@@ -18,7 +18,7 @@ from relax_core.plan.gpus import gpu_problems
 from relax_core.plan.memory.memory_terms import GIB
 from relax_core.plan.plan_command import plan_run, save_plan
 from relax_core.plan.plan_text import as_text
-from relax_core.preflight import CHECKS
+from relax_core.preflight import CHECKS, settle
 
 PRESETS = {
     "qwen3_4b_colocate_8gpu": 8,
@@ -280,7 +280,7 @@ def test_what_kept_sets_cost_is_told_where_tokens_are_left_out() -> None:
 
 def test_episodes_of_several_turns_are_counted_with_what_they_observe() -> None:
     """Two observations of ten tokens stand between the three responses of a game, or what the context has room for."""
-    plan = make_plan(load_config(["experiment=number_guess", "env.max_observation_tokens=10"]))
+    plan = make_plan(load_config(["experiment=number_guess", "env.max_observation_tokens=10"], settle=settle))
     work, size = plan.work, plan.work.group_size
     assert work.observed_tokens == 2 * 10
     assert work.group_rows == work.prompt_tokens + size * (work.new_tokens + 20 - 1)
