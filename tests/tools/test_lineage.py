@@ -57,8 +57,8 @@ def test_the_turns_of_an_episode_are_told_with_engine_tool_times_reward_and_end(
     (admission,) = run.core.admit(1)
     row = generated_row(admission)
     turns = [
-        Turn(2, 3, "engine-0", [(0, 1)], "stop", None, 50.0, 50.25, ["multiply", "multiply"], 1.5),
-        Turn(3, 5, "engine-1", [(0, 1), (1, 1)], "stop", 1.0, 51.0, 51.0625, [], 0.25),
+        Turn(2, 3, "engine-0", [(0, 1)], "stop", None, 50.0, 50.25, tools=["multiply", "multiply"], env_ms=1.5),
+        Turn(3, 5, "engine-1", [(0, 1), (1, 1)], "stop", 1.0, 51.0, 51.0625, env_ms=0.25),
     ]
     episodes = [replace(one, turns=turns, ended="env_done") for one in decode_episodes(row.columns["episodes"])]
     columns = {**row.columns, "episodes": msgpack.encode(episodes)}
