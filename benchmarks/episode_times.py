@@ -1,4 +1,4 @@
-"""What slow tools, env workers and the sandbox cost: the part of `benchmarks.episodes` without ``--learn``.
+"""Measures what slow tools, env workers and the sandbox cost, for `benchmarks.episodes` without ``--learn``.
 
 The rollout is the real one, over the bus's state machine and an embedded engine; a train step is taken as soon as its
 groups are there (`benchmarks.over_sampling`). 8 groups of 16 episodes a step, 8 turns of at most 4 tokens, a tool of

@@ -62,13 +62,18 @@ def _how(kind: Kind) -> str:
 
 def _plugin_line(kind: Kind, name: str, broken: list[str]) -> str:
     try:
-        spec = find(kind, name)
-        summary = spec.summary + (_tools_words(spec) if isinstance(spec, EnvSpec) else "")
+        summary = _summary(kind, name)
     except PluginError as error:
         broken.append(str(error))
         summary = "broken, see below"
     package = package_of(kind, name)
     return _line(name, summary + (f" (from {package})" if package else ""))
+
+
+def _summary(kind: Kind, name: str) -> str:
+    """Returns a plug-in's summary, with the tools of an environment; raises `PluginError` if it is broken."""
+    spec = find(kind, name)
+    return spec.summary + (_tools_words(spec) if isinstance(spec, EnvSpec) else "")
 
 
 def _tools_words(env: EnvSpec) -> str:
@@ -86,9 +91,7 @@ def _file_line(file: str, broken: list[str]) -> str:
     problems = []
     for kind in ALL_KINDS:
         try:
-            spec = find(kind, file)
-            tools = _tools_words(spec) if isinstance(spec, EnvSpec) else ""
-            return _line(f"{key_of(kind)}={file}", spec.summary + tools)
+            return _line(f"{key_of(kind)}={file}", _summary(kind, file))
         except PluginError as error:
             problems.append(str(error))
     broken.append(problems[0].removeprefix(f"{key_of(ALL_KINDS[0])}="))  # what kind it was meant to be is not known

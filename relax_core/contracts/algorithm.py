@@ -56,6 +56,11 @@ class Requirements:
     turns: bool = False
     state_keys: bool = False
 
+    @property
+    def sees_turns(self) -> bool:
+        """Is True if the advantages need the turns of the group's episodes, with or without their states."""
+        return self.turns or self.state_keys
+
 
 @dataclass(frozen=True, kw_only=True)
 class GroupTurns:

@@ -70,10 +70,7 @@ def advantage_extras(trees: Sequence[TokenTree], spec: AlgorithmSpec, config: ob
     if spec.normalize is not None and requirements.whole_step:
         values = spec.normalize(values, inputs, config)
     return [
-        {
-            name: _by_row(tree, own.float().numpy(), requirements)
-            for name, own in {c.ADVANTAGES: advantages, **returns}.items()
-        }
+        _by_row(tree, {c.ADVANTAGES: advantages, **returns}, requirements)
         for tree, advantages, returns in zip(trees, values, made, strict=True)
     ]
 
@@ -89,9 +86,12 @@ def advantage_inputs(tree: TokenTree, requirements: Requirements) -> AdvantageIn
     wanted = input_columns(requirements)
     episodes, rows = tree.tokens
     order: np.ndarray | slice = slice(None)
-    if has_turns := _sees_turns(requirements):
-        order = token_order(tree)
+    turns: GroupTurns | None = None
+    if requirements.sees_turns:
+        of_tokens = _turns_of_tokens(tree)
+        order = _by_turn(of_tokens)
         episodes, rows = episodes[order], rows[order]
+        turns = _turns(tree, of_tokens[order])
 
     def tensor(column: str) -> Tensor | None:
         values = tree.of_tokens(column) if column in wanted else None
@@ -108,12 +108,8 @@ def advantage_inputs(tree: TokenTree, requirements: Requirements) -> AdvantageIn
         reference_logprobs=tensor(c.REFERENCE_LOGPROBS),
         teacher_logprobs=tensor(c.TEACHER_LOGPROBS),
         values=tensor(c.VALUES),
-        turns=_turns(tree, order) if has_turns else None,
+        turns=turns,
     )
-
-
-def _sees_turns(requirements: Requirements) -> bool:
-    return requirements.turns or requirements.state_keys
 
 
 def _turns_of_tokens(tree: TokenTree) -> np.ndarray:
@@ -126,21 +122,22 @@ def _turns_of_tokens(tree: TokenTree) -> np.ndarray:
     return by_row[np.searchsorted(keys[by_row], episodes * tree.rows + rows, side="right") - 1]
 
 
-def token_order(tree: TokenTree) -> np.ndarray:
+def _by_turn(of_tokens: np.ndarray) -> np.ndarray:
     """Returns the numbers of a tree's tokens in the order of episodes and their turns, int64 ``[tokens]``."""
-    return np.argsort(_turns_of_tokens(tree), kind="stable")
+    return np.argsort(of_tokens, kind="stable")
 
 
-def _by_row(tree: TokenTree, values: np.ndarray, requirements: Requirements) -> np.ndarray:
-    """Returns values of tokens that stand as `advantage_inputs` puts them in the order of the tree's tokens."""
-    if not _sees_turns(requirements):
-        return values
-    result = np.empty_like(values)
-    result[token_order(tree)] = values
-    return result
+def _by_row(tree: TokenTree, columns: Mapping[str, Tensor], requirements: Requirements) -> dict[str, np.ndarray]:
+    """Returns columns of tokens that stand as `advantage_inputs` puts them in the order of the tree's tokens."""
+    by_turn = {name: values.float().numpy() for name, values in columns.items()}
+    if not requirements.sees_turns:
+        return by_turn
+    back = np.argsort(_by_turn(_turns_of_tokens(tree)))  # the inverse of the order by turn
+    return {name: values[back] for name, values in by_turn.items()}
 
 
-def _turns(tree: TokenTree, order: np.ndarray | slice) -> GroupTurns:
+def _turns(tree: TokenTree, of_tokens: np.ndarray) -> GroupTurns:
+    """Returns the turns of a group, whose tokens in their order have the turns ``of_tokens``, int64 ``[tokens]``."""
     import torch
 
     rewards: list[float] = []
@@ -150,7 +147,7 @@ def _turns(tree: TokenTree, order: np.ndarray | slice) -> GroupTurns:
         own[-1] += one.reward - math.fsum(own)
         rewards += own
     return GroupTurns(
-        of_tokens=torch.from_numpy(_turns_of_tokens(tree)[order]),
+        of_tokens=torch.from_numpy(of_tokens),
         samples=torch.from_numpy(np.repeat(np.arange(len(tree.episodes)), [len(one.turns) for one in tree.episodes])),
         rewards=torch.tensor(rewards, dtype=torch.float64),
         state_keys=[turn.state_key for one in tree.episodes for turn in one.turns],

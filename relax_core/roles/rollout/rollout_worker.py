@@ -358,8 +358,9 @@ class RolloutWorker(Worker):
                 env=run_env.spec(episodes_per_group=config.eval.samples),
                 media_folder=str(context.media_folder or ""),
             ),
+            wait_version=reached.wait,
             # Episodes that hold places in env workers while they wait for weights could take those that training needs.
-            wait_version=(lambda before: reached.wait(before + 1)) if run_env.env.isolated else reached.wait,
+            steps_ahead=0 if run_env.env.isolated else 1,
             in_order=config.in_order,
             record=metrics.record,
             record_texts=lambda version, rows: metrics.record_texts("eval", version, rows),

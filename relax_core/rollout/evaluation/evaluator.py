@@ -258,7 +258,7 @@ def _answer(response: Generated, given: RewardInput, output: RewardOutput) -> An
 
 
 class Evaluator:
-    """Runs the evaluations one after the other, each as soon as its version is one step away.
+    """Runs the evaluations one after the other, each as soon as its version is ``steps_ahead`` train steps away.
 
     ``ask(version)`` returns the answers to every set with weights of that version or newer, such as `ask` or
     `play_sets` gives. ``wait_version(version)`` returns when the run has reached that version. With ``in_order``,
@@ -277,8 +277,10 @@ class Evaluator:
         record: Record,
         record_texts: RecordTexts,
         ends_run: EndsRun | None = None,
+        steps_ahead: int = 1,
     ) -> None:
         self._ask = ask
+        self._steps_ahead = steps_ahead
         self._wait_version = wait_version
         self._in_order = in_order
         self._record = record
@@ -289,7 +291,7 @@ class Evaluator:
     async def run(self) -> None:
         """Runs all evaluations, or ends early if ``ends_run`` returns True."""
         for version, done in self._done.items():
-            await self._wait_version(version - 1)
+            await self._wait_version(version - self._steps_ahead)
             if await self._evaluate(version):
                 return
             done.set()

@@ -30,8 +30,6 @@ from relax_core.rollout.prompt_tokens import PromptMaker
 from relax_core.rollout.rewards.reward_pool import RewardPool
 from relax_core.rollout.sampling_params import evaluation_sampling
 
-EPISODES_AT_ONCE = EVALUATED_TOGETHER  # episodes whose environments are open together
-
 
 async def prepared_sets(config: RelaxConfig, sets: Sequence[EvalSet], prompts: PromptMaker) -> list[PreparedSet]:
     """Returns the sets with their prompts, or without if the episodes of the environment open with their own.
@@ -112,10 +110,10 @@ async def play_sets(
     """Plays all rows of all sets with weights ``version`` or newer, and scores the episodes.
 
     ``player`` has the sampling parameters of the evaluation. ``on_progress`` is called with the number of rows that
-    were played so far. With ``in_lockstep``, the turns of up to `EPISODES_AT_ONCE` episodes go out together. Raises
+    were played so far. With ``in_lockstep``, the turns of up to `EVALUATED_TOGETHER` episodes go out together. Raises
     ValueError if more than the share ``most_bad`` of a set's rows cannot be used.
     """
-    together, done = max(1, EPISODES_AT_ONCE // player.group_size), 0
+    together, done = max(1, EVALUATED_TOGETHER // player.group_size), 0
     limit = asyncio.Semaphore(together)
     asked = [(one, number) for one in sets for number in range(len(one.rows))]
 

@@ -92,7 +92,7 @@ def _made_up_group(requirements: Requirements, samples: int, random: Generator) 
         reference_logprobs=_logprobs(tokens, random) if requirements.reference else None,
         teacher_logprobs=_logprobs(tokens, random) if requirements.teacher is not None else None,
         values=torch.zeros(tokens) if requirements.critic else None,
-        turns=_made_up_turns(samples) if requirements.turns or requirements.state_keys else None,
+        turns=_made_up_turns(samples) if requirements.sees_turns else None,
     )
 
 
