@@ -1,4 +1,4 @@
-# make run · make run-see · make test · make test-chaos · make test-slurm · make test-soak · make env · make test-env · make lint · make clean
+# make run · make run-see · make run-episodes · make test · make test-chaos · make test-slurm · make test-soak · make env · make test-env · make lint · make clean
 # make sglang-cpu · make run-sglang · make test-sglang
 PYTHON ?= python3.11
 VENV := .venv
@@ -13,7 +13,7 @@ TEST_WORKERS ?= 2
 export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: env test-env run run-see run-omni test test-chaos test-soak slurm test-slurm sandbox sglang-cpu run-sglang test-sglang lint clean
+.PHONY: env test-env run run-see run-omni run-episodes test test-chaos test-soak slurm test-slurm sandbox sglang-cpu run-sglang test-sglang lint clean
 .DEFAULT_GOAL := run
 
 env: $(VENV)/.relax-env
@@ -29,6 +29,10 @@ run-see: env $(VENV)/.relax-omni
 
 run-omni: env $(VENV)/.relax-omni
 	$(BIN)/python -m relax_core model=tiny_qwen3_omni data=four_modalities $(ARGS)
+
+# Both experiments of several turns on one seed; it fails if one does not learn its task (docs/episodes.md).
+run-episodes: env
+	$(BIN)/python -m benchmarks.episodes --learn --seeds 1 --only number_guess calculator $(ARGS)
 
 test: test-env
 	@$(BIN)/python -m pytest -q -n $(TEST_WORKERS) -m "not soak and not slurm and not chaos and not sglang" $(ARGS)

@@ -65,11 +65,16 @@ SIMULATED_GROUPS = 2000
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """Is a way to deal with slow tools: whether there are any, the quorum, and the groups beyond those of a step."""
+    """Is a way to deal with slow tools.
+
+    It says whether there are any, which quorum completes a group, how many groups a step has beyond those that it
+    trains, and whether turn k of all episodes goes out together.
+    """
 
     tail: bool = True
     quorum: float = 1.0
     spare_groups: int = 0
+    lockstep: bool = False
 
 
 NO_TAIL = "no tail"
@@ -78,6 +83,7 @@ WAYS = {
     "quorum 1.0": Way(),
     "quorum 0.75": Way(quorum=0.75),
     "over-sampling 1.5": Way(spare_groups=GROUPS // 2),
+    "lockstep": Way(lockstep=True),
 }
 
 
@@ -85,13 +91,14 @@ class Tool(BaseInteractionEnv):
     """Answers after the time of a tool. A run has a class of its own.
 
     ``hold`` is the seed of a group whose calls take `HOLD_S` from now on, ``newest`` that of the group that answered
-    last. ``answered`` counts the answers.
+    last. ``answered`` counts the answers, and ``ended`` the episodes.
     """
 
     tail = False
     hold: int | None = None
     newest: int | None = None
     answered = 0
+    ended = 0
 
     def __init__(self, start: EpisodeStart, config: InteractionConfig) -> None:
         self._start = start
@@ -110,6 +117,7 @@ class Tool(BaseInteractionEnv):
         self._left -= 1
         run = type(self)
         run.answered, run.newest = run.answered + 1, self._start.group_seed
+        run.ended += not self._left
         return StepResult(observation="go on", reward=float(len(action.text)), done=not self._left)
 
 
@@ -197,6 +205,7 @@ def _loop(
         admit_timeout_s=TIMEOUT_S,
         call_timeout_s=TIMEOUT_S,
         max_failed_groups=GROUPS,
+        lockstep=way.lockstep,
     )
     return RolloutLoop(
         bus=bus,
@@ -226,20 +235,26 @@ def rate(way: Way, *, steps: int) -> float:
     return float(with_rollout(way, watch))
 
 
-def held_group() -> float:
-    """Returns the turns/s while a group sits in a tool of `HOLD_S` over those before and after it."""
+def held_group() -> tuple[float, float]:
+    """Returns samples/s and turns/s while a group sits in a tool of `HOLD_S` over those before and after it.
 
-    async def watch(bus: TimedBus, tools: type[Tool]) -> float:
-        await bus.wait_steps(1)
+    A sample counts when its episode ends. The group is that which answered last, and its calls are slow from then on.
+    """
+
+    async def watch(bus: TimedBus, tools: type[Tool]) -> tuple[float, float]:
+        await bus.wait_steps(IN_FLIGHT)
         rates = []
         for held in (False, True, False):
             tools.hold = tools.newest if held else None
-            before, began = tools.answered, time.monotonic()
+            before, began = (tools.ended, tools.answered), time.monotonic()
             await asyncio.sleep(HOLD_S)
-            rates.append((tools.answered - before) / (time.monotonic() - began))
-        return 2 * rates[1] / (rates[0] + rates[2])
+            seconds = time.monotonic() - began
+            rates.append(((tools.ended - before[0]) / seconds, (tools.answered - before[1]) / seconds))
+        samples, turns = (2 * during / (first + last) for first, during, last in zip(*rates, strict=True))
+        return samples, turns
 
-    return float(with_rollout(WAYS[NO_TAIL], watch))
+    found: tuple[float, float] = with_rollout(WAYS[NO_TAIL], watch)
+    return found
 
 
 def simulated(quorum: float, *, turn_s: float) -> float:
@@ -314,9 +329,10 @@ def measure(*, rounds: int, steps: int) -> None:
     print(f"{'way':20}{'samples/s':>11}{'ratio':>8}{'limit of a simulation':>24}")
     turn_s = IN_FLIGHT * GROUPS * GROUP_SIZE / base / TURNS - TOOL_S  # of the groups in flight
     for name, own in rates.items():
-        limit = f"{simulated(WAYS[name].quorum, turn_s=turn_s):.2f}" if WAYS[name].tail else ""
-        limit = "" if WAYS[name].spare_groups else limit
+        way = WAYS[name]
+        by_quorum = way.tail and not way.spare_groups and not way.lockstep  # the simulation knows nothing else
+        limit = f"{simulated(way.quorum, turn_s=turn_s):.2f}" if by_quorum else ""
         print(f"{name:20}{median(own):11.0f}{median(own) / base:8.2f}{limit:>24}", flush=True)
-    held = median(held_group() for _ in range(rounds))
-    print(f"a group sits in a tool of {HOLD_S:g} s: {held:.2f} of the turns/s without it")
+    samples, turns = (median(own) for own in zip(*(held_group() for _ in range(rounds)), strict=True))
+    print(f"a group sits in a tool of {HOLD_S:g} s: {samples:.2f} of the samples/s without, {turns:.2f} of the turns/s")
     print(f"load {os.getloadavg()[0]:.1f}. Prefilled tokens and engine time: python -m benchmarks.prefix_cache")

@@ -37,13 +37,15 @@ Figures = dict[str, float]
 class Case:
     """Is one kind of run.
 
-    ``start`` is the most that greedy answers may win at the start, and ``goal`` the least at the end. ``bound`` is the
-    most that a control may win at the end, greedy and sampled. ``sampled`` is the least share of the last ten steps.
+    ``start`` is the most that greedy answers may win at the start, ``goal`` the least at the end, and ``gain`` the
+    least that the end is above the start. ``bound`` is the most that a control may win at the end, greedy and sampled.
+    ``sampled`` is the least share of the last ten steps.
     """
 
     words: tuple[str, ...]
     start: float = 1.0
     goal: float = 0.0
+    gain: float = -1.0
     sampled: float = 0.0
     bound: float = 1.0
     no_fall: bool = False
@@ -51,12 +53,16 @@ class Case:
 
 
 _GUESS, _PRODUCT = "experiment=number_guess", "experiment=calculator"
+_PPO = ("algo.group_size=16",)
 CASES = {
     "number_guess": Case(words=(_GUESS,), start=0.6, goal=0.9, no_fall=True),
     "number_guess, random answers": Case(
         words=(_GUESS, f"env.name={HERE / 'random_hints.py'}"), bound=0.48, all_seeds=False
     ),
     "number_guess, one turn": Case(words=(_GUESS, "env.max_turns=1"), bound=0.2, all_seeds=False),
+    "number_guess by GiGPO": Case(words=(_GUESS, "algo.credit=gigpo"), gain=0.1),
+    "number_guess by PPO": Case(words=(_GUESS, "algo=ppo", *_PPO), gain=0.1),
+    "frozen_lake": Case(words=("experiment=frozen_lake",), gain=0.5),
     "calculator": Case(words=(_PRODUCT,), start=0.4, goal=0.95, sampled=0.9),
     "calculator, no tool": Case(words=(_PRODUCT, "env.tool=false"), bound=0.02, all_seeds=False),
     "calculator, random tool": Case(
@@ -132,6 +138,7 @@ def as_expected(case: Case, figures: Figures) -> bool:
     return (
         figures["greedy_first"] <= case.start
         and greedy >= case.goal
+        and greedy - figures["greedy_first"] >= case.gain
         and sampled >= case.sampled
         and max(greedy, sampled) <= case.bound
         and (not case.no_fall or figures["best_50"] - figures["last_50"] <= LARGEST_FALL)
