@@ -13,7 +13,7 @@ TEST_WORKERS ?= 2
 export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: env test-env run run-see run-omni run-episodes test test-chaos test-soak slurm test-slurm sandbox sglang-cpu run-sglang test-sglang lint clean
+.PHONY: env test-env run run-see run-omni run-episodes test test-chaos test-soak slurm test-slurm sandbox envs sglang-cpu run-sglang test-sglang lint clean
 .DEFAULT_GOAL := run
 
 env: $(VENV)/.relax-env
@@ -103,6 +103,10 @@ $(VENV)/.relax-env: pyproject.toml constraints.txt | $(BIN)/python
 $(VENV)/.relax-omni: $(VENV)/.relax-env
 	$(BIN)/python -m pip install -q -c constraints.txt -e ".[omni]"
 	@touch $@
+
+# The packages of env=textarena and data=reasoning_gym; one of them is compiled, which needs a C compiler.
+envs: test-env
+	$(BIN)/python -m pip install -q -c constraints.txt -e ".[envs]"
 
 $(VENV)/.relax-test-env: $(VENV)/.relax-env
 	$(BIN)/python -m pip install -q -c constraints.txt -e ".[test,omni]"

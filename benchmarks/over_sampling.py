@@ -84,7 +84,8 @@ class StepAtOnce:
 
     async def _change(self, timeout_s: float) -> None:
         self._changed.clear()
-        await asyncio.wait_for(self._changed.wait(), timeout_s)
+        async with asyncio.timeout(timeout_s):
+            await self._changed.wait()
 
     async def put_async(self, rows: Sequence[CompleteGroup], *, timeout_s: float) -> None:
         self.core.put(rows)

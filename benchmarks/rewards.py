@@ -72,7 +72,8 @@ class StepAfterStep:
     async def admit_async(self, max_groups: int, *, worker: int = 0, timeout_s: float) -> list[Admission]:
         while len(self.put_s) < self._next:
             self._changed.clear()
-            await asyncio.wait_for(self._changed.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._changed.wait()
         if not self._left:
             raise BusClosed("all steps are done")
         self._left -= 1

@@ -1,8 +1,8 @@
 """Finds calls that may wait for ever: a checker over the syntax tree, used by tests/test_deadlines.py.
 
 A call is bounded when it is given a deadline (by keyword or place), when it is told not to wait, or when it stands in
-``asyncio.wait_for(…)`` or ``async with asyncio.timeout(…)``. ``timeout=None`` is no deadline. A collective has its
-group's deadline, so groups are looked at when they are made.
+``async with asyncio.timeout(…)``. ``timeout=None`` is no deadline. A collective has its group's deadline, so groups are
+looked at when they are made.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FUNCTIONS: dict[str, tuple[str, int | None]] = {
     "http.client.HTTPSConnection": ("timeout", 3),
     "aiohttp.ClientSession": ("timeout", None),
     "asyncio.wait": ("timeout", None),
-    "asyncio.wait_for": ("timeout", 2),
+    "asyncio.wait_for": ("", None),  # Python 3.11's drops a cancellation that comes together with the value
     "asyncio.timeout": ("delay", 1),
     "asyncio.gather": ("", None),
     "select.select": ("timeout", 4),
@@ -141,10 +141,7 @@ class _Visitor(ast.NodeVisitor):
         name = self._dotted(node.func)
         if not self._bounded and self._waits_for_ever(node, name):
             self._found(node, ast.unparse(node))
-        timed = name == "asyncio.wait_for" and _has_deadline(node, "timeout", 2)
-        self._bounded += timed
         self.generic_visit(node)
-        self._bounded -= timed
 
     def _waits_for_ever(self, node: ast.Call, name: str) -> bool:
         last = name.rpartition(".")[2]

@@ -37,7 +37,7 @@ from relax_core.rollout.episodes.group_assembly import (
     complete_group,
 )
 from relax_core.rollout.episodes.played_group import GroupStart
-from relax_core.rollout.episodes.shared_requests import BatchOrder, Lockstep, LockstepOrder
+from relax_core.rollout.episodes.shared_requests import BatchOrder, Lockstep, LockstepOrder, start_in
 from relax_core.rollout.episodes.token_accounts import token_accounts
 from relax_core.rollout.prompt_admissions import AdmissionBus, AdmittedPrompt, PromptAdmissions, RolloutLoopSettings
 from relax_core.rollout.prompt_tokens import PromptMaker, check_prompt_tokens
@@ -134,7 +134,7 @@ class RolloutLoop:
         admitted = self._admissions.prompts(admissions)
         launched = self._launch(admitted, tasks)
         if self._admissions.go_on:
-            _start(tasks, launched, admitted)
+            start_in(tasks, launched, admitted)
         else:
             await launched
 
@@ -150,7 +150,7 @@ class RolloutLoop:
         for version in sorted(by_version):
             prompt_batch = self._prompt_batch if self._player is None else self._played_prompt_batch
             for prompts in self._order.batches(version, by_version[version]):
-                _start(tasks, prompt_batch(version, prompts, tasks))
+                start_in(tasks, prompt_batch(version, prompts, tasks))
 
     async def _prompt_batch(self, version: int, prompts: Sequence[AdmittedPrompt], tasks: asyncio.TaskGroup) -> None:
         """Sends one engine request for prompts of one weight version; each group leaves when it is complete."""
@@ -384,16 +384,3 @@ class RolloutLoop:
 def _failures(rewards: Sequence[RewardOutput]) -> list[str | None]:
     """Returns why each answer has no reward, None for one that has."""
     return [output.reason if output.reward is None else None for output in rewards]
-
-
-def _start(tasks: asyncio.TaskGroup, work: Coroutine[Any, Any, None], *parts: Coroutine[Any, Any, Any]) -> None:
-    """Starts ``work``, which awaits ``parts``, in the group, or closes them and raises if the group is being cancelled.
-
-    A cancellation may be lost on its way here: asyncio.wait_for of Python 3.11 returns a value that arrives with it.
-    """
-    try:
-        tasks.create_task(work)
-    except RuntimeError:
-        for one in (work, *parts):
-            one.close()
-        raise

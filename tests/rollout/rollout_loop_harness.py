@@ -70,7 +70,8 @@ class CoreBus:
                 return admitted
             self._changed.clear()
             try:
-                await asyncio.wait_for(self._changed.wait(), timeout_s)
+                async with asyncio.timeout(timeout_s):
+                    await self._changed.wait()
             except TimeoutError as late:
                 raise BusTimeout("no credit") from late
 
@@ -102,7 +103,8 @@ class CoreBus:
             if change := self.core.version_change(since_version, worker=worker):
                 return change
             self._changed.clear()
-            await asyncio.wait_for(self._changed.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._changed.wait()
 
 
 def _fields(request: Any) -> dict[str, Any]:

@@ -109,7 +109,8 @@ class NodeFolder:
     async def answer(self, reference: Any, timeout_s: float) -> Any:
         """Returns the answer of the node's process. Raises `BusLost` if it has exited, `BusTimeout` if it is late."""
         try:
-            return await asyncio.wait_for(_awaited(reference), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                return await reference
         except TimeoutError:
             raise BusTimeout(
                 f"the process that keeps the media items of node {self._node_id} did not answer within "
@@ -221,7 +222,3 @@ def _remove_at_end(folder: Path) -> Any:
     )
     shell.wait(timeout=START_S)  # its background process stays
     return shell.stdin
-
-
-async def _awaited(reference: Any) -> Any:
-    return await reference

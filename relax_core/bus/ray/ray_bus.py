@@ -272,7 +272,8 @@ class RayBus:
     async def _call_async(self, method: str, *args: Any, timeout_s: float) -> msgspec.Raw:
         reference = getattr(self._actor, method).remote(*args)
         try:
-            answer = await asyncio.wait_for(_awaited(reference), timeout_s + ANSWER_GRACE_S)
+            async with asyncio.timeout(timeout_s + ANSWER_GRACE_S):
+                answer = await reference
         except TimeoutError:
             raise _no_answer(method, timeout_s) from None
         except (ActorDiedError, ActorUnavailableError) as error:
@@ -284,10 +285,6 @@ def describe(actor: Any, *, timeout_s: float) -> tuple[int, BusSettings, bytes]:
     """Returns (process id, settings, location of the payloads as msgpack) of a bus process."""
     process_id, settings, location = get(actor.describe.remote(), timeout_s=timeout_s, what="describe")
     return process_id, msgspec.msgpack.decode(settings, type=BusSettings), location
-
-
-async def _awaited(reference: Any) -> Any:
-    return await reference
 
 
 def get(references: Any, *, timeout_s: float, what: str) -> Any:

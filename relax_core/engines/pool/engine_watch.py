@@ -120,7 +120,8 @@ class EngineWatch:
         while not self._some_up.is_set():
             left = max(loss.since for loss in self._down.values()) + self._timeout_s - time.monotonic()
             try:
-                await asyncio.wait_for(self._some_up.wait(), left)
+                async with asyncio.timeout(left):
+                    await self._some_up.wait()
             except TimeoutError:
                 words = "; ".join(f"engine {engine}: {loss.error}" for engine, loss in sorted(self._down.items()))
                 raise EngineUnreachable(

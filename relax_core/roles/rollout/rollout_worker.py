@@ -9,7 +9,7 @@ import math
 import threading
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ray.exceptions import RayActorError
 
@@ -319,9 +319,9 @@ class RolloutWorker(Worker):
         The controller detects a trainer that has exited.
         """
         trainer = await asyncio.to_thread(discover_worker, self.context, worker_name("actor", 0))
-        answer = _awaited(trainer.record_evaluation.remote(version, dict(values)))
         try:
-            return bool(await asyncio.wait_for(answer, self.context.config.bus.call_timeout_s))
+            async with asyncio.timeout(self.context.config.bus.call_timeout_s):
+                return bool(await trainer.record_evaluation.remote(version, dict(values)))
         except (RayActorError, TimeoutError) as error:
             log.warning("the trainer did not get the evaluation of version %d: %s", version, error)
             return False
@@ -369,10 +369,6 @@ class RolloutWorker(Worker):
 
 
 async def _no_gate(version: int) -> None: ...
-
-
-async def _awaited(reference: Any) -> Any:
-    return await reference
 
 
 def group_advantages(spec: AlgorithmSpec, config: RelaxConfig) -> MakeExtras:

@@ -7,9 +7,9 @@ of a run do not depend on timing.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -18,6 +18,19 @@ from relax_core.engines.pool.engine_pool import EnginePool
 
 Prompt = TypeVar("Prompt")
 Asked = tuple[PromptRequest, int, asyncio.Future[Generated]]  # a request, its place among equally loaded engines
+
+
+def start_in(tasks: asyncio.TaskGroup, work: Coroutine[Any, Any, None], *parts: Coroutine[Any, Any, Any]) -> None:
+    """Starts ``work``, which awaits ``parts``, in a group of tasks.
+
+    Raises CancelledError if the group is ending, because all that it does is then being cancelled, the caller too.
+    """
+    try:
+        tasks.create_task(work)
+    except RuntimeError:
+        for one in (work, *parts):
+            one.close()
+        raise asyncio.CancelledError from None
 
 
 class SharedRequests:
@@ -41,7 +54,7 @@ class SharedRequests:
         ready = self._ready.setdefault(request.min_version, [])
         ready.append((request, tie, future))
         if len(ready) == 1:
-            tasks.create_task(self._send(request.min_version))
+            start_in(tasks, self._send(request.min_version))
         return await future
 
     async def cancel(self, rid: str) -> None:

@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 
-from relax_core.contracts.engine import Generated, PromptRequest
+from relax_core.contracts.engine import Generated, PromptRequest, SamplingParams
 from relax_core.contracts.env import Action, EpisodeStart, InteractionConfig, StepResult
 from relax_core.engines.engine_process import EngineLaunch
 from relax_core.engines.protocol.engine_client import EngineClient
+from relax_core.rollout.episodes.shared_requests import SharedRequests
 from tests.contracts.engine.harness import TOKEN, Engine
 from tests.rollout.episodes.test_episodes import CONTEXT, Echo, env_of, play
-from tests.rollout.rollout_loop_harness import GROUP_SIZE, STEP_GROUPS, CoreBus, renamed
+from tests.rollout.rollout_loop_harness import GROUP_SIZE, STEP_GROUPS, CoreBus, renamed, within
 
 
 @pytest.fixture
@@ -42,6 +43,38 @@ def rows_of(bus: CoreBus) -> dict[str, dict[str, bytes]]:
         uid: {name: bytes(data) for name, data in row.columns.items() if name != "episodes"}
         for uid, row in bus.rows.items()
     }
+
+
+def test_an_episode_that_goes_on_while_the_loop_ends_is_cancelled() -> None:
+    """Its group of tasks learns of the end one iteration later than the outer one, and a response comes in between."""
+    request = PromptRequest(rid="g0.0", input_ids=[1], sampling_seed=0)
+
+    async def scene() -> None:
+        requests = SharedRequests(None, SamplingParams(max_new_tokens=1))  # type: ignore[arg-type]
+        response = asyncio.get_running_loop().create_future()
+        waits = asyncio.Event()
+
+        async def episode(tasks: asyncio.TaskGroup) -> None:
+            waits.set()
+            await response
+            await requests.generate(request, tie=0, tasks=tasks)
+
+        async def group(tasks: asyncio.TaskGroup) -> None:
+            async with asyncio.TaskGroup() as playing:
+                playing.create_task(episode(tasks))
+
+        async def loop() -> None:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(group(tasks))
+
+        running = asyncio.create_task(loop())
+        await waits.wait()
+        running.cancel()
+        response.set_result(None)
+        with pytest.raises(asyncio.CancelledError):
+            await running
+
+    asyncio.run(within(scene()))
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -38,7 +38,8 @@ class HealthGenerate:
 
     async def _checked(self) -> str | None:
         try:
-            return await asyncio.wait_for(self._problem(), DEADLINE_S)
+            async with asyncio.timeout(DEADLINE_S):
+                return await self._problem()
         except TimeoutError:
             return f"the decode thread has not answered within {DEADLINE_S:g} s"
         finally:
