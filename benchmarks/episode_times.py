@@ -28,6 +28,7 @@ from benchmarks.over_sampling import TIMEOUT_S, TOKEN, StepAtOnce, no_gate
 from benchmarks.tiny_model import engine_config
 from relax_core.bus.state.settings import BusSettings
 from relax_core.config.compose import load_config
+from relax_core.contracts import columns as c
 from relax_core.contracts.bus import BusClosed, CompleteGroup
 from relax_core.contracts.engine import SamplingParams
 from relax_core.contracts.env import (
@@ -67,12 +68,13 @@ SIMULATED_GROUPS = 2000
 class Way:
     """Is a way to deal with slow tools.
 
-    It says whether there are any, which quorum completes a group, how many groups a step has beyond those that it
-    trains, and whether turn k of all episodes goes out together.
+    It says whether there are any, which quorum completes a group and how many seconds the other episodes then have,
+    how many groups a step has beyond those that it trains, and whether turn k of all episodes goes out together.
     """
 
     tail: bool = True
     quorum: float = 1.0
+    grace_s: float = 0.0
     spare_groups: int = 0
     lockstep: bool = False
 
@@ -82,6 +84,7 @@ WAYS = {
     NO_TAIL: Way(tail=False),
     "quorum 1.0": Way(),
     "quorum 0.75": Way(quorum=0.75),
+    "quorum 0.75, 0.2 s": Way(quorum=0.75, grace_s=0.2),
     "over-sampling 1.5": Way(spare_groups=GROUPS // 2),
     "lockstep": Way(lockstep=True),
 }
@@ -122,14 +125,18 @@ class Tool(BaseInteractionEnv):
 
 
 class TimedBus(StepAtOnce):
-    """Notes the time of each train step."""
+    """Notes the time of each train step and the rewarded episodes of each group."""
 
     def __init__(self, settings: BusSettings, url: str) -> None:
         super().__init__(settings, url)
         self.times: list[float] = []
+        self.rewarded: list[int] = []
 
     async def put_async(self, rows: Sequence[CompleteGroup], *, timeout_s: float) -> None:
         before = self.core.version
+        for row in rows:
+            episodes = c.decode_episodes(row.columns[c.EPISODES])
+            self.rewarded.append(sum(one.reward is not None for one in episodes))
         await super().put_async(rows, timeout_s=timeout_s)
         self.times += [time.monotonic()] * (self.core.version - before)
 
@@ -196,7 +203,7 @@ def _loop(
     prompts = PromptMaker(env=env, env_config=config, tokenizer=tokenizer, max_prompt_tokens=CONTEXT - sampled)
     sampling = SamplingParams(n=GROUP_SIZE, max_new_tokens=sampled, stop_token_ids=tokenizer.stop_token_ids)
     source = make_source(load_config(settle=settle).data, seed=0, eval_rows=0)
-    ends = EarlyEnds(quorum=way.quorum)
+    ends = EarlyEnds(quorum=way.quorum, grace_s=way.grace_s)
     player = EpisodePlayer(env=env, env_config=config, prompts=prompts, pool=pool, sampling=sampling, seed=0, ends=ends)
     settings = RolloutLoopSettings(
         seed=0,
@@ -222,17 +229,20 @@ def _loop(
     )
 
 
-def rate(way: Way, *, steps: int) -> float:
-    """Returns the samples for each second that a rollout delivers to ``steps`` train steps.
+def rate(way: Way, *, steps: int) -> tuple[float, float]:
+    """Returns the groups for each second that a rollout delivers to ``steps`` train steps, and the samples of a group.
 
-    Groups that are admitted together end together, so ``steps`` is a multiple of the steps in flight.
+    Only episodes with a reward are samples. Groups that are admitted together end together, so ``steps`` is a multiple
+    of the steps in flight.
     """
 
-    async def watch(bus: TimedBus, tools: type[Tool]) -> float:
+    async def watch(bus: TimedBus, tools: type[Tool]) -> tuple[float, float]:
         await bus.wait_steps(IN_FLIGHT + steps)
-        return steps * GROUPS * GROUP_SIZE / (bus.times[IN_FLIGHT + steps - 1] - bus.times[IN_FLIGHT - 1])
+        groups = steps * GROUPS / (bus.times[IN_FLIGHT + steps - 1] - bus.times[IN_FLIGHT - 1])
+        return groups, fmean(bus.rewarded)
 
-    return float(with_rollout(way, watch))
+    found: tuple[float, float] = with_rollout(way, watch)
+    return found
 
 
 def held_group() -> tuple[float, float]:
@@ -257,21 +267,24 @@ def held_group() -> tuple[float, float]:
     return found
 
 
-def simulated(quorum: float, *, turn_s: float) -> float:
-    """Returns the most that samples/s with a tail can be of those without one.
+def simulated(way: Way, *, turn_s: float) -> float:
+    """Returns the most that groups/s with a tail can be of those without one.
 
-    A place in flight is held by a group until its quorum has ended, and taken again at once; a turn of the engine
-    takes ``turn_s`` seconds whatever else it does.
+    A place in flight is held by a group until its quorum has ended and the grace is over, and taken again at once; a
+    turn of the engine takes ``turn_s`` seconds whatever else it does.
     """
     draw = random.Random(0)
-    place = EarlyEnds(quorum=quorum).needed(GROUP_SIZE) - 1
+    place = EarlyEnds(quorum=way.quorum).needed(GROUP_SIZE) - 1
     plain = TURNS * (turn_s + TOOL_S)
 
-    def episode() -> float:
-        return plain + sum((SLOW_S - TOOL_S) * (draw.random() < SLOW_SHARE) for _ in range(TURNS))
+    def held() -> float:
+        ends = sorted(
+            plain + sum((SLOW_S - TOOL_S) * (draw.random() < SLOW_SHARE) for _ in range(TURNS)) for _ in slots
+        )
+        return min(ends[-1], ends[place] + way.grace_s)
 
-    held = fmean(sorted(episode() for _ in range(GROUP_SIZE))[place] for _ in range(SIMULATED_GROUPS))
-    return plain / held
+    slots = range(GROUP_SIZE)
+    return plain / fmean(held() for _ in range(SIMULATED_GROUPS))
 
 
 def env_worker_ms(*, steps: int = 500) -> float:
@@ -321,18 +334,22 @@ def measure(*, rounds: int, steps: int) -> None:
     more, plain = sandbox_ms()
     print(f"print(1) in the sandbox: {more:+.1f} ms over a plain process ({plain:.1f} ms)", flush=True)
     print(f"a step through an env worker: {env_worker_ms():+.2f} ms over one in this process", flush=True)
-    rates: dict[str, list[float]] = {name: [] for name in WAYS}
-    for _ in range(rounds):
+    rates: dict[str, list[tuple[float, float]]] = {name: [] for name in WAYS}
+    for number in range(rounds):
         for name, way in WAYS.items():
-            rates[name].append(rate(way, steps=steps))
-    base = median(rates[NO_TAIL])
-    print(f"{'way':20}{'samples/s':>11}{'ratio':>8}{'limit of a simulation':>24}")
-    turn_s = IN_FLIGHT * GROUPS * GROUP_SIZE / base / TURNS - TOOL_S  # of the groups in flight
+            if not way.lockstep:
+                rates[name].append(rate(way, steps=steps))
+            elif not number:  # each of its turns waits for the slowest call: 20 s a train step
+                rates[name].append(rate(way, steps=IN_FLIGHT))
+    print(f"{'way':20}{'groups/s':>10}{'ratio':>8}{'limit':>8}{'samples a group':>17}{'samples/s':>11}{'ratio':>8}")
+    base = median(groups for groups, _ in rates[NO_TAIL])
+    turn_s = IN_FLIGHT * GROUPS / base / TURNS - TOOL_S  # of the groups in flight
     for name, own in rates.items():
-        way = WAYS[name]
+        way, groups, samples = WAYS[name], median(one for one, _ in own), fmean(one for _, one in own)
         by_quorum = way.tail and not way.spare_groups and not way.lockstep  # the simulation knows nothing else
-        limit = f"{simulated(way.quorum, turn_s=turn_s):.2f}" if by_quorum else ""
-        print(f"{name:20}{median(own):11.0f}{median(own) / base:8.2f}{limit:>24}", flush=True)
+        limit = f"{simulated(way, turn_s=turn_s):.2f}" if by_quorum else ""
+        figures = f"{groups:10.2f}{groups / base:8.2f}{limit:>8}{samples:17.1f}"
+        print(f"{name:20}{figures}{groups * samples:11.0f}{groups * samples / base / GROUP_SIZE:8.2f}", flush=True)
     samples, turns = (median(own) for own in zip(*(held_group() for _ in range(rounds)), strict=True))
     print(f"a group sits in a tool of {HOLD_S:g} s: {samples:.2f} of the samples/s without, {turns:.2f} of the turns/s")
     print(f"load {os.getloadavg()[0]:.1f}. Prefilled tokens and engine time: python -m benchmarks.prefix_cache")
