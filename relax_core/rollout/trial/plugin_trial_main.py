@@ -74,8 +74,10 @@ def _try_env(request: Request, replies: BinaryIO) -> Iterator[str]:
 
 
 async def _open_once(spec: EnvSpec, row: Mapping[str, Any], config: Any) -> None:
-    """Opens an episode and closes it; no step is made, because a step needs a model's response."""
+    """Opens an episode with its tools and closes it; no step is made, because a step needs a model's response."""
     assert spec.open is not None
+    if spec.tools is not None:
+        spec.tools(row, config)
     env = spec.open(EpisodeStart(row=row, group_seed=0, episode_seed=0), config)
     try:
         observation = await _result(env.reset())

@@ -184,7 +184,7 @@ def test_config_that_make_no_sense_are_told_without_a_trial(plugin: str, rows: l
         problems(plugin, rows, "reward.max_failed=1.5")
 
 
-TURNS = """
+TURNS = '''
 from relax_core.contracts.env import BaseInteractionEnv, EnvSpec, InteractionConfig, StepResult
 
 class Odd(BaseInteractionEnv):
@@ -197,8 +197,16 @@ class Odd(BaseInteractionEnv):
     def step(self, action):
         return StepResult(done=True)
 
-SPEC = EnvSpec(name="odd", summary="s", config=InteractionConfig, open=Odd)
-"""
+def look(where: str) -> str:
+    """Looks.
+
+    Args:
+        where: a place
+    """
+    return where
+
+SPEC = EnvSpec(name="odd", summary="s", config=InteractionConfig, open=Odd, tools=lambda row, config: [TOOLS])
+'''
 
 
 @pytest.mark.parametrize(
@@ -213,10 +221,18 @@ def test_an_env_with_turns_opens_an_episode(
     tmp_path: Path, rows: list[str], reset: str, words: tuple[str, ...]
 ) -> None:
     file = tmp_path / "turns.py"
-    file.write_text(TURNS.replace("HERE", reset))
+    file.write_text(TURNS.replace("HERE", reset).replace("TOOLS", "look"))
     keys = (f"env.name={file}", "eval.every=0", "engine.context_length=192", "reward=reverse_digits")
     found = plugin_problems(load_config([*rows, *keys]))
     assert len(found) == bool(words) and all(word in found[0] for word in words), found
+
+
+def test_two_tools_of_one_name_are_told(tmp_path: Path, rows: list[str]) -> None:
+    file = tmp_path / "turns.py"
+    file.write_text(TURNS.replace("HERE", "self.prompt").replace("TOOLS", "look, look"))
+    keys = (f"env.name={file}", "eval.every=0", "engine.context_length=192", "reward=reverse_digits")
+    (found,) = plugin_problems(load_config([*rows, *keys]))
+    assert "tool look: two tools have this name. Rename one" in found and "rows.jsonl, line 1" in found
 
 
 SOURCE = """
