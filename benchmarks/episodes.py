@@ -1,14 +1,14 @@
 """Measures what slow tools, env workers and the sandbox cost, or shows what tiny models learn in several turns.
 
     python -m benchmarks.episodes [--rounds 3] [--steps 12]
-    python -m benchmarks.episodes --learn [--seeds 3] [--only NAME …] [--results FILE] [key=value …]
+    python -m benchmarks.episodes --learn [--seeds 3] [--only NAME …] [--results FILE] [--curves SVG] [key=value …]
 
 Without ``--learn`` it prints the figures of `benchmarks.episode_times`. With it, each row of the table is one whole
 run. "greedy" is the share of held-out games that greedy answers win, at the start and at the end; "sampled"
 is that of the training episodes, over the first and the last ten steps. In a control the turns are of no use: the
 environment answers at random, there is one turn, or there is no tool. The exit code is 1 if a run misses its bounds.
 One run follows the other. With ``--results``, each finished run is added to the file, and a run that the file has is
-not repeated.
+not repeated; ``--curves`` draws the sampled share of all runs of that file.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import argparse
 import json
 import sys
 import tempfile
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,7 @@ from relax_core.observe.service.sinks import read_metrics
 
 HERE = Path(__file__).parent
 STEPS_OF_A_MEAN = 50
+STEPS_OF_A_POINT = 5  # of a curve
 LARGEST_FALL = 0.05  # of the last 50 steps from the best 50
 Figures = dict[str, float]
 
@@ -80,6 +82,7 @@ def command_line(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--only", nargs="*", default=list(CASES), choices=list(CASES), help="which kinds of runs")
     parser.add_argument("--results", type=Path, default=None, help="file of finished runs, one JSON record a line")
+    parser.add_argument("--curves", type=Path, default=None, help="picture of the runs in --results")
     parser.add_argument("overrides", nargs="*", help="key=value for every run")
     return parser.parse_args(words)
 
@@ -98,27 +101,57 @@ def main() -> int:
                 figures = finished.get(words)
                 if figures is None:
                     folder = Path(scratch) / f"{name.replace(', ', '-').replace(' ', '-')}-{seed}"
-                    figures = figures_of(folder, run_demo(folder, words))
+                    summary, won = run_demo(folder, words), shares_won(folder)
+                    figures = figures_of(summary, won)
                     if arguments.results is not None:
+                        record = {"name": name, "words": words, "figures": figures, "won": won}
                         with arguments.results.open("a", encoding="utf-8") as file:
-                            file.write(json.dumps({"words": words, "figures": figures}) + "\n")
+                            file.write(json.dumps(record) + "\n")
                 print(_line(name, seed, figures), flush=True)
                 if not as_expected(CASES[name], figures):
                     wrong.append(f"{name}, seed {seed}")
+    if arguments.curves is not None and arguments.results is not None:
+        draw(arguments.results, arguments.curves)
     print(f"unexpected: {'; '.join(wrong)}" if wrong else "every run learns its task, and no control does")
     return 1 if wrong else 0
+
+
+def _records(results: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()]
 
 
 def _finished(results: Path | None) -> dict[tuple[str, ...], Figures]:
     if results is None or not results.is_file():
         return {}
-    records = [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()]
-    return {tuple(record["words"]): record["figures"] for record in records}
+    return {tuple(record["words"]): record["figures"] for record in _records(results)}
 
 
-def figures_of(folder: Path, summary: Mapping[str, Any]) -> Figures:
-    """Returns the figures of a finished run."""
-    won = [record.values["exact"] for record in read_metrics(folder) if record.source == "actor"]
+def draw(results: Path, picture: Path) -> None:
+    """Draws the share of sampled games that are won over the train steps: a panel for each kind, a line for a run."""
+    from matplotlib.figure import Figure
+
+    runs: dict[str, list[list[float]]] = defaultdict(list)
+    for record in _records(results):
+        runs[record["name"]].append(record["won"])
+    columns = 3
+    rows = -(-len(runs) // columns)
+    figure = Figure(figsize=(4 * columns, 2.4 * rows), layout="constrained")
+    for axes, (name, curves) in zip(figure.subplots(rows, columns, squeeze=False).flat, runs.items(), strict=False):
+        axes.set_title(name, fontsize=9)
+        axes.set_ylim(0.0, 1.0)
+        for won in curves:
+            means = [fmean(won[max(0, step - STEPS_OF_A_POINT + 1) : step + 1]) for step in range(len(won))]
+            axes.plot(means, linewidth=1.0)
+    figure.savefig(picture, dpi=80)
+
+
+def shares_won(folder: Path) -> list[float]:
+    """Returns the share of won games of each train step."""
+    return [record.values["exact"] for record in read_metrics(folder) if record.source == "actor"]
+
+
+def figures_of(summary: Mapping[str, Any], won: Sequence[float]) -> Figures:
+    """Returns the figures of a finished run from its summary and `shares_won`."""
     width = min(STEPS_OF_A_MEAN, len(won))
     means = [fmean(won[first : first + width]) for first in range(len(won) - width + 1)]
     return {
