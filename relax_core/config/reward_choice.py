@@ -45,7 +45,8 @@ class RewardChoice:
             )
         if parts and spec.combine is None and config.by is None:
             raise ValueError(
-                f"reward.parts with reward={spec.name}, which is not made of parts. Use reward=mix, or reward.by=COLUMN."
+                f"reward.parts with reward={spec.name}, which is not made of parts. Use reward=mix, or "
+                "reward.by=COLUMN."
             )
         self._parts = {part.label: part for part in parts}
         self._rewards = {part.label: _of_part(part, number) for number, part in enumerate(parts)}
@@ -53,8 +54,8 @@ class RewardChoice:
             for part in parts:
                 if (part.weight, part.when, part.optional) != (1.0, {}, False):
                     raise ValueError(
-                        f"reward.parts: {part.label} has weight, when or optional with reward.by={config.by}, where one "
-                        "reward scores a row. Drop them, or use reward=mix."
+                        f"reward.parts: {part.label} has weight, when or optional with reward.by={config.by}, where "
+                        "one reward scores a row. Drop them, or use reward=mix."
                     )
 
     def known(self) -> list[ChosenReward]:

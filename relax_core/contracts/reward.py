@@ -197,11 +197,13 @@ class RewardSpec:
     """Is the record of one reward, with exactly one of three functions.
 
     ``score`` takes one answer. ``score_group`` takes a list of the answers to one data row and returns a list with one
-    entry for each. ``combine`` takes an answer and the outputs of those of ``config.parts`` that apply to its data row,
-    by their labels, and runs in the rollout's event loop. An entry may be a plain number instead of a `RewardOutput`; the answer is then exact if the number
-    is 1. An ``async def`` function is awaited in the rollout's event loop and cancelled after ``config.timeout_s``
-    seconds for each answer. Several calls may run at the same time; those of plain functions run in threads.
-    ``tasks`` are the generated tasks (``data.task``) that it scores if it scores no others; empty for any task.
+    entry for each. ``combine`` takes an answer and the outputs of those of ``config.parts`` that apply to its data row
+    and have a reward, by their labels, and runs in the rollout's event loop. A function may return a plain number
+    instead of a `RewardOutput`; the answer is then exact if the number is 1.
+
+    An ``async def`` function is awaited in the rollout's event loop and cancelled after ``config.timeout_s`` seconds
+    for each answer. Several calls may run at the same time; those of plain functions run in threads. ``tasks`` are the
+    generated tasks (``data.task``) that it scores if it scores no others; empty for any task.
 
     ``isolated``: the function runs library code that may hang or crash, so it runs in a worker process that is killed
     after ``config.timeout_s`` seconds for each answer. The answers of a cancelled or killed call have no reward. If a

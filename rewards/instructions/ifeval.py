@@ -1,8 +1,8 @@
 """1 if the response follows all instructions of its row, by the checks of IFEval, else 0.
 
-Source: instruction_following_eval (google-research) as the package if-verifiable 0.1.2 carries it on. The row has the columns
-``instruction_id_list`` (names) and ``kwargs`` (one mapping for each; None is left out). The strict form is the default:
-the whole response behind the thinking is checked as it is.
+Source: instruction_following_eval (google-research) as the package if-verifiable 0.1.2 carries it on. The row
+has the columns ``instruction_id_list`` (names) and ``kwargs`` (one mapping for each; None is left out). The strict form
+is the default: the whole response behind the thinking is checked as it is.
 
 Departures. An unknown instruction, which the package leaves out, and missing data of nltk give no reward.
 """
