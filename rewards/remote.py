@@ -1,8 +1,8 @@
 """The score that a server of yours gives, by JSON over HTTP.
 
-A request is ``POST url`` with ``{"prompt", "response", "label", "metadata"}``, where ``metadata`` has the other columns
-of the data row; slime's ``remote_rm`` sends the first three. The answer is a number, or an object with ``score`` and, if
-you like, ``exact``, ``why``, ``reason`` and further numbers, which become parts.
+A request is ``POST url`` with ``{"prompt", "response", "label", "metadata"}``, where ``metadata`` has the other
+columns of the data row; slime's ``remote_rm`` sends the first three. The answer is a number, or an object with
+``score`` and, if you like, ``exact``, ``why``, ``reason`` and further numbers, which become parts.
 
 A status of 5xx, 408 or 429 and a refused connection are asked again, with growing waits inside of ``timeout_s``; then
 there is no reward. Any other 4xx says that the request is wrong for every answer, so it ends the run. The source asks

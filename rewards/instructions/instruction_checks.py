@@ -45,10 +45,8 @@ def instruction_output(given: RewardInput, config: InstructionConfig, benchmark:
     try:
         names = instruction_names(given.row)
         values = _values(given.row, len(names))
-        checkers = [
-            _checker(benchmark, *one, prompt=str(given.row.get("prompt", "")))
-            for one in zip(names, values, strict=True)
-        ]
+        prompt = str(given.row.get("prompt", ""))
+        checkers = [_checker(benchmark, *one, prompt=prompt) for one in zip(names, values, strict=True)]
         text = _without_thinking(given.response)
         followed = [bool(text) and _is_followed(one, text, loose=config.loose) for one in checkers]
     except LookupError as error:
@@ -76,9 +74,7 @@ def _values(row: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
     if given is None:
         return [{}] * count
     if not isinstance(given, list | tuple) or len(given) != count or not all(isinstance(one, dict) for one in given):
-        raise ValueError(
-            f"kwargs={str(given)[:80]}: the row needs a list with one mapping for each of {count} instructions."
-        )
+        raise ValueError(f"kwargs={str(given)[:80]}: the row needs one mapping for each of {count} instructions.")
     return [{key: value for key, value in one.items() if value is not None} for one in given]
 
 

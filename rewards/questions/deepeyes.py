@@ -86,9 +86,7 @@ def check_row(row: Mapping[str, Any], config: DeepEyesConfig) -> None:
 def check(config: DeepEyesConfig) -> None:
     """Raises ValueError for a limit that no answer could keep to."""
     if config.max_answer_chars < 2:
-        raise ValueError(
-            f"reward.max_answer_chars={config.max_answer_chars}: an answer has a character. Use 2 or more."
-        )
+        raise ValueError(f"reward.max_answer_chars={config.max_answer_chars}: use at least 2 characters.")
 
 
 SPEC = RewardSpec(
