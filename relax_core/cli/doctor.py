@@ -25,6 +25,17 @@ from relax_core.plan.plan_text import size_words
 CORES, DISK_BYTES, SHARED_BYTES = 2, 2 << 30, 512 << 20
 _NVIDIA_S = 10.0
 _MEDIA_S = 60.0
+_REWARD_LIBRARIES = {
+    "pylatexenc": ("pylatexenc", "deepscaler, geo3k and math with rule=boxed", "rewards"),
+    "if_verifiable": ("if-verifiable", "ifeval and ifbench", "rewards"),
+    "reasoning_gym": ("reasoning-gym", "reasoning_gym", "envs"),
+}
+_NLTK_DATA = {
+    "punkt": "tokenizers",
+    "punkt_tab": "tokenizers",
+    "stopwords": "corpora",
+    "averaged_perceptron_tagger_eng": "taggers",
+}  # what some instructions of IFEval and IFBench read
 _MEDIA_LIBRARIES = {"av": "PyAV", "PIL": "Pillow", "soundfile": "soundfile", "soxr": "soxr"}
 
 
@@ -175,6 +186,36 @@ def _media() -> Iterator[Finding]:
     yield Finding(topic="media", verdict=Verdict.good, words=f"{done.stdout.strip()} are decoded")
 
 
+def _rewards() -> Iterator[Finding]:
+    """Says which optional packages and data of rewards are there; nothing is imported but nltk's search for its data."""
+    found = []
+    for module, (package, rewards, extra) in _REWARD_LIBRARIES.items():
+        if find_spec(module) is not None:
+            found.append(package)
+            continue
+        words = f"{package} is missing. Only reward={rewards} needs it: pip install 'relax-core[{extra}]'"
+        yield Finding(topic="rewards", verdict=Verdict.note, words=words)
+    if find_spec("if_verifiable") is not None and find_spec("nltk") is not None:
+        if missing := [name for name, folder in _NLTK_DATA.items() if not _has_nltk_data(f"{folder}/{name}")]:
+            words = (
+                f"data of nltk is missing, which some instructions of ifeval and ifbench need: python -m nltk.downloader "
+                f"{' '.join(missing)}"
+            )
+            yield Finding(topic="rewards", verdict=Verdict.note, words=words)
+    if found:
+        yield Finding(topic="rewards", verdict=Verdict.good, words=f"{', '.join(found)} there")
+
+
+def _has_nltk_data(resource: str) -> bool:
+    import nltk
+
+    try:
+        nltk.data.find(resource)
+    except LookupError:
+        return False
+    return True
+
+
 def _stale_runs() -> Iterator[Finding]:
     found = find_stale_runs()
     for stale_run in found:
@@ -193,5 +234,6 @@ _CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     _ports,
     _gpus,
     _media,
+    _rewards,
     _stale_runs,
 )
