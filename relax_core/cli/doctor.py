@@ -35,7 +35,7 @@ _NLTK_DATA = {
     "punkt_tab": "tokenizers",
     "stopwords": "corpora",
     "averaged_perceptron_tagger_eng": "taggers",
-}  # what some instructions of IFEval and IFBench read
+}  # data that some instructions of IFEval and IFBench read → its folder
 _MEDIA_LIBRARIES = {"av": "PyAV", "PIL": "Pillow", "soundfile": "soundfile", "soxr": "soxr"}
 
 
@@ -187,7 +187,7 @@ def _media() -> Iterator[Finding]:
 
 
 def _rewards() -> Iterator[Finding]:
-    """Says which optional packages and data of rewards are there; nothing is imported but nltk's search for its data."""
+    """Says which optional packages and data of rewards are there."""
     found = []
     for module, (package, rewards, extra) in _REWARD_LIBRARIES.items():
         if find_spec(module) is not None:
@@ -195,22 +195,22 @@ def _rewards() -> Iterator[Finding]:
             continue
         words = f"{package} is missing. Only reward={rewards} needs it: pip install 'relax-core[{extra}]'"
         yield Finding(topic="rewards", verdict=Verdict.note, words=words)
-    if find_spec("if_verifiable") is not None and find_spec("nltk") is not None:
-        if missing := [name for name, folder in _NLTK_DATA.items() if not _has_nltk_data(f"{folder}/{name}")]:
-            words = (
-                f"data of nltk is missing, which some instructions of ifeval and ifbench need: python -m nltk.downloader "
-                f"{' '.join(missing)}"
-            )
-            yield Finding(topic="rewards", verdict=Verdict.note, words=words)
+    missing = [] if find_spec("if_verifiable") is None else [one for one in _NLTK_DATA if not _has_nltk_data(one)]
+    if missing:
+        words = (
+            f"data of nltk is missing: {', '.join(missing)}. Only some instructions of reward=ifeval and ifbench need "
+            f"it: python -m nltk.downloader {' '.join(missing)}"
+        )
+        yield Finding(topic="rewards", verdict=Verdict.note, words=words)
     if found:
         yield Finding(topic="rewards", verdict=Verdict.good, words=f"{', '.join(found)} there")
 
 
-def _has_nltk_data(resource: str) -> bool:
+def _has_nltk_data(name: str) -> bool:
     import nltk
 
     try:
-        nltk.data.find(resource)
+        nltk.data.find(f"{_NLTK_DATA[name]}/{name}")
     except LookupError:
         return False
     return True
