@@ -1,6 +1,6 @@
 r"""+1 or -1 by the rule of DAPO: the last line "Answer: …" in Minerva's normal form, against an integer.
 
-Source: ``compute_score`` of verl (verl/utils/reward_score/math_dapo.py), which slime carries on. Of the response only
+Source: ``compute_score`` of slime (slime/rollout/rm_hub/math_dapo_utils.py), which is verl's. Of the response only
 the last 300 characters count. The answer is what follows the last "Answer:", in any case, to the end of its line. Its
 normal form leaves out articles, units, ``$``, ``\text`` and thousands, and braces ``\frac12``; of an equation it keeps
 what is behind the last ``=``. It is right if its text is the label's integer: 42.0 is wrong. With ``strict`` the answer

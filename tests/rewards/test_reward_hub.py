@@ -22,8 +22,8 @@ HUB = sorted(file.stem for file in FOLDER.glob("*.json"))
 NEEDS = {"deepscaler": "pylatexenc", "geo3k": "pylatexenc", "ifeval": "if_verifiable", "ifbench": "if_verifiable"}
 IN_TIME = "None in time"  # sympy would compute for ever
 LIMIT_S = 1.0
-PIECES = "<think> </think> <answer> </answer> \\boxed{ } { Answer: $ \\frac 1 2 / ^ \\sqrt = , . \\text{ ( ] A B correct the % \\"
-PIECES += " <tool_response> \\left million cm - x é ½ 𝟙 ٣"
+PIECES = "<think> </think> <answer> </answer> \\boxed{ } { Answer: $ \\frac 1 2 / ^ \\sqrt = , . \\text{ ( ]"
+PIECES += " A B correct the % \\ <tool_response> \\left million cm - x é ½ 𝟙 ٣"
 TEXTS = st.one_of(
     st.text(max_size=60), st.lists(st.sampled_from([*PIECES.split(" "), "\n", " ", "\0"]), max_size=14).map("".join)
 )
@@ -112,7 +112,8 @@ def test_a_sum_without_end_has_no_reward_in_time(pool: RewardPool) -> None:
         (output,) = asyncio.run(
             pool.score([RewardInput(response=one.response, stopped=True, answer=one.answer, row=row)])
         )
-        assert output.reward is None and "no answer within 1 s" in output.reason
+        assert output.reward is None
+        assert "no answer within 1 s" in output.reason or "more memory than reward.memory_gib=1" in output.reason
 
 
 QUICK = sorted(name for name in HUB if not find_reward(name).isolated)
@@ -127,22 +128,20 @@ def test_odd_texts_raise_nothing() -> None:
     def score_all(response: str, answer: str) -> None:
         row = {"answer": answer, "choices": ["red", "blue", answer]}
         for reward in QUICK:
-            spec = find_reward(reward)
-            config = configs[reward]
+            spec, config = rewards[reward]
             output = spec.score(RewardInput(response=response, stopped=True, answer=answer, row=row), config)  # type: ignore[misc]
             assert isinstance(output, RewardOutput)
-            assert (output.reward is None) == _is_refused(reward, row)
+            assert (output.reward is None) == _is_refused(spec.check_row, row, config)
 
-    configs = {reward: config_of(reward, {}) for reward in QUICK}
+    rewards = {reward: (find_reward(reward), config_of(reward, {})) for reward in QUICK}
     score_all()
 
 
-def _is_refused(reward: str, row: Mapping[str, Any]) -> bool:
+def _is_refused(check_row: Any, row: Mapping[str, Any], config: Any) -> bool:
     """Whether the check of the data leaves the row out: exactly these rows have no reward."""
-    check_row = find_reward(reward).check_row
     try:
         if check_row is not None:
-            check_row(row, config_of(reward, {}))
+            check_row(row, config)
     except ValueError:
         return True
     return False
