@@ -71,7 +71,11 @@ async def _asked(given: RewardInput, config: RemoteConfig) -> bytes:
     if config.token_env is not None:
         headers["Authorization"] = f"Bearer {os.environ.get(config.token_env, '')}"
     body = json.dumps(question, default=str)
-    async with aiohttp.ClientSession() as session, session.post(config.url, data=body, headers=headers) as answer:
+    limit = aiohttp.ClientTimeout(total=config.timeout_s)
+    async with (
+        aiohttp.ClientSession(timeout=limit) as session,
+        session.post(config.url, data=body, headers=headers) as answer,
+    ):
         content = bytearray()
         async for part in answer.content.iter_chunked(1 << 16):
             content += part
@@ -95,7 +99,7 @@ def _output(body: bytes, config: RemoteConfig) -> RewardOutput:
     except ValueError:
         answer = None
     fields: Mapping[str, Any] = answer if isinstance(answer, dict) else {"score": answer}
-    value = fields.get("score")
+    value: Any = fields.get("score")
     if not _is_number(value):
         said = str(fields.get("reason") or body[:_SHOWN].decode(errors="replace"))
         return RewardOutput(reward=None, reason=f"{config.url}: no score: {said}")

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -25,10 +26,11 @@ from relax_core.plan.plan_text import size_words
 CORES, DISK_BYTES, SHARED_BYTES = 2, 2 << 30, 512 << 20
 _NVIDIA_S = 10.0
 _MEDIA_S = 60.0
-_REWARD_LIBRARIES = {
-    "pylatexenc": ("pylatexenc", "deepscaler, geo3k and math with rule=boxed", "rewards"),
-    "if_verifiable": ("if-verifiable", "ifeval and ifbench", "rewards"),
-    "reasoning_gym": ("reasoning-gym", "reasoning_gym", "envs"),
+_INSTRUCTIONS = "if-verifiable"
+_REWARD_PACKAGES = {  # package → the rewards that need it, and the extra that installs it
+    "pylatexenc": ("deepscaler, geo3k and math with rule=boxed", "rewards"),
+    _INSTRUCTIONS: ("ifeval and ifbench", "rewards"),
+    "reasoning-gym": ("reasoning_gym with its data", "envs"),
 }
 _NLTK_DATA = {
     "punkt": "tokenizers",
@@ -189,13 +191,13 @@ def _media() -> Iterator[Finding]:
 def _rewards() -> Iterator[Finding]:
     """Says which optional packages and data of rewards are there."""
     found = []
-    for module, (package, rewards, extra) in _REWARD_LIBRARIES.items():
-        if find_spec(module) is not None:
+    for package, (rewards, extra) in _REWARD_PACKAGES.items():
+        if _is_installed(package):
             found.append(package)
             continue
         words = f"{package} is missing. Only reward={rewards} needs it: pip install 'relax-core[{extra}]'"
         yield Finding(topic="rewards", verdict=Verdict.note, words=words)
-    missing = [] if find_spec("if_verifiable") is None else [one for one in _NLTK_DATA if not _has_nltk_data(one)]
+    missing = [one for one in _NLTK_DATA if not _has_nltk_data(one)] if _INSTRUCTIONS in found else []
     if missing:
         words = (
             f"data of nltk is missing: {', '.join(missing)}. Only some instructions of reward=ifeval and ifbench need "
@@ -204,6 +206,14 @@ def _rewards() -> Iterator[Finding]:
         yield Finding(topic="rewards", verdict=Verdict.note, words=words)
     if found:
         yield Finding(topic="rewards", verdict=Verdict.good, words=f"{', '.join(found)} there")
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        version(package)
+    except PackageNotFoundError:
+        return False
+    return True
 
 
 def _has_nltk_data(name: str) -> bool:

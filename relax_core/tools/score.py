@@ -78,12 +78,14 @@ def _settings(words: Sequence[str]) -> tuple[RewardSpec, Any, Path]:
         raise ValueError(f"{what}: write reward=NAME file=FILE.jsonl and settings as key=value.")
     file = Path(pairs.pop("file"))
     name = pairs.pop("reward", None) or pairs.pop("reward.name", None)
-    if name is None and "reward.by" not in pairs:
-        raise ValueError("reward: name one, such as reward=math, or the column that does: reward.by=scorer.")
+    if name is None:
+        raise ValueError(
+            "reward: name one, such as reward=math. With reward.by=COLUMN it is that of rows which name none."
+        )
     if other := [key for key in pairs if not key.startswith("reward.")]:
         raise ValueError(f"{other[0]}: only reward=NAME, reward.KEY=VALUE and file=FILE.jsonl are read here.")
     values = {key.removeprefix("reward."): yaml.safe_load(value) for key, value in pairs.items()}
-    name = str(Path(name).absolute()) if name and name.endswith(".py") else name or "math"
+    name = str(Path(name).absolute()) if name.endswith(".py") else name
     preset = conf_folder() / "reward" / f"{name}.yaml"
     if preset.is_file():  # a preset may name another reward, and has the values of a run
         values = yaml.safe_load(preset.read_text(encoding="utf-8")) | values

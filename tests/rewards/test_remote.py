@@ -154,7 +154,7 @@ def test_no_more_requests_are_under_way_than_may_be(make_server: Any) -> None:
 
 def test_settings_that_make_no_sense(monkeypatch: pytest.MonkeyPatch) -> None:
     check = find_reward("remote").check
-    with pytest.raises(ValueError, match=r"reward.url='': the server's URL, such as http://127"):
+    with pytest.raises(ValueError, match=r"reward.url='': the server's URL, such as reward.url=http://127"):
         check(RemoteConfig())
     monkeypatch.delenv("NO_TOKEN", raising=False)
     with pytest.raises(ValueError, match=r"reward.token_env=NO_TOKEN: this environment variable is not set"):

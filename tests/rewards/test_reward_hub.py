@@ -117,11 +117,11 @@ def test_a_sum_without_end_has_no_reward_in_time(pool: RewardPool) -> None:
 
 
 QUICK = sorted(name for name in HUB if not find_reward(name).isolated)
-COUNT = 9_600
+COUNT, COUNT_ISOLATED = 9_800, 200
 
 
 def test_odd_texts_raise_nothing() -> None:
-    """9,600 strings over the rewards that run in the rollout, and 400 through the worker processes of the others."""
+    """9,800 strings over the rewards that run in the rollout, and 200 through the worker processes of the others."""
 
     @settings(max_examples=COUNT // len(QUICK), deadline=None, database=None, derandomize=True)
     @given(response=TEXTS, answer=TEXTS)
@@ -151,7 +151,7 @@ def test_odd_texts_hang_nothing_in_worker_processes(pool: RewardPool) -> None:
     isolated = [name for name in HUB if find_reward(name).isolated and _usable(name)]
 
     @settings(
-        max_examples=400 // len(isolated),
+        max_examples=COUNT_ISOLATED // len(isolated),
         deadline=None,
         database=None,
         derandomize=True,

@@ -48,7 +48,7 @@ def test_the_other_commands_of_the_page_run(files: Path, capsys: pytest.CaptureF
     for words in others:
         assert words[:3] == ["python", "-m", "relax_core.tools.score"]
         assert score(words[3:]) == 0
-        assert "0.9" in capsys.readouterr().out or "dapo" in words[3]
+        assert ("'2' against '2'" if "reward=dapo" in words else '"format_think": 1.0') in capsys.readouterr().out
 
 
 def test_the_page_names_every_reward() -> None:

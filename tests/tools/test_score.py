@@ -45,7 +45,7 @@ def test_a_sum_and_rewards_by_row(tmp_path: Path, told: Any) -> None:
     parts = "reward.parts=[{reward: math, weight: 0.9}, {reward: format_think, weight: 0.1}]"
     code, out, _ = told("reward=mix", parts, file, "--json")
     assert code == 0 and json.loads(out)["parts"] == {"math": 1.0, "format_think": 1.0}
-    code, out, _ = told("reward.by=scorer", file)
+    code, out, _ = told("reward=f1", "reward.by=scorer", file)
     assert code == 0 and "math 1" in out
 
 
