@@ -42,7 +42,12 @@ def test_every_option_runs(
     if group == "reward" and option in NEEDS:
         pytest.importorskip(NEEDS[option])
     monkeypatch.chdir(REPOSITORY)  # experiment=math_file names a file of the checkout
+    choices = tmp_path / "choices.jsonl"
+    row = '{"prompt": "p", "answer": "A", "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}'
+    choices.write_text(f"{row}\n" * 9)
+    rows = [f"data.path={choices}", "data=file", "model.task=arithmetic", "data.eval_size=1", "eval.rows=1"]
     extra = {
+        **{f"reward={name}": rows for name in ("gpqa", "ifeval", "ifbench")},
         "model=qwen3_moe": [f"model.path={mixture_folder}"],
         "model=folder": [f"model.path={model_folder}"],
         "engine=plugin": ["engine.name=embedded"],
