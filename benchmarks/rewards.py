@@ -95,8 +95,9 @@ class InTheLoop(RewardPool):
     """Every answer in the event loop, one after the other."""
 
     async def score(self, inputs: Sequence[RewardInput]) -> list[RewardOutput]:
-        assert self._spec.score is not None
-        return [self._spec.score(given, self._config) for given in inputs]  # type: ignore[misc]
+        own = self._choice.own
+        assert own.spec.score is not None
+        return [own.spec.score(given, own.config) for given in inputs]  # type: ignore[misc]
 
 
 class Traced(RewardPool):

@@ -92,8 +92,8 @@ class _Home:
         """Returns name → "module:attribute" of Relax's own plug-ins. Their source is read and not run."""
         if not self.package:
             return dict(self.table)
-        files = (file for file in self.folder.glob("*.py") if not file.stem.startswith("_") and _sets_spec(file))
-        return {file.stem: f"{self.package}.{file.stem}:SPEC" for file in files}
+        files = (file for file in self.folder.rglob("*.py") if not file.stem.startswith("_") and _sets_spec(file))
+        return {file.stem: f"{'.'.join(file.relative_to(_ROOT).with_suffix('').parts)}:SPEC" for file in files}
 
 
 _HOMES: dict[Kind, _Home] = {

@@ -23,7 +23,8 @@ def score(given: RewardInput, config: EnvRewardConfig) -> RewardOutput:
     rewards = [reward for reward in given.turn_rewards if reward is not None]
     if not rewards and given.ended in ("", "env_done"):
         return RewardOutput(reward=None, reason="the env gave no reward: use a reward that scores the conversation")
-    return RewardOutput(reward=sum(rewards), exact=sum(rewards) == 1.0)
+    why = "turns: " + ", ".join("none" if one is None else f"{one:g}" for one in given.turn_rewards)
+    return RewardOutput(reward=sum(rewards), exact=sum(rewards) == 1.0, why=why)
 
 
 SPEC = RewardSpec(name="env", summary="the sum of what the env gave for its turns", config=EnvRewardConfig, score=score)

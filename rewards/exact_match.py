@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput, RewardSpec
+from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput, RewardSpec, compared
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ def score(given: RewardInput, config: ExactMatchConfig) -> RewardOutput:
     A response that the token limit cut is never right.
     """
     exact = given.stopped and given.response.strip() == given.answer.strip()
-    return RewardOutput(reward=float(exact), exact=exact)
+    return RewardOutput(reward=float(exact), exact=exact, why=compared(given.response.strip(), given.answer.strip()))
 
 
 SPEC = RewardSpec(

@@ -1,14 +1,22 @@
 r"""Right or wrong by math-verify: the response's ``\boxed{}``, or its last expression, against the reference answer.
 
 math-verify parses with sympy, which can hang or fail on odd input. Therefore this reward runs in its own process.
+
+With ``rule=boxed`` the rule is that of ``math`` in slime and verl (slime/rollout/rm_hub/math_utils.py,
+``grade_answer_verl``): the last box, by MATH's normal form or by `rewards.mathematics.sympy_equality`, where 2/4 is not
+1/2; a response without a box is wrong. There, too, a label without an answer gives no reward, where the source gives 0.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput, RewardSpec
+from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput, RewardSpec, compared
+from rewards.mathematics import sympy_equality
+from rewards.mathematics.boxed import boxed_label, last_boxed
 
 _BOXED = "\\boxed{"
 _FINAL_ANSWER_MARK = "####"  # a GSM8K answer is the worked solution, this mark and the final answer
@@ -16,10 +24,10 @@ _FINAL_ANSWER_MARK = "####"  # a GSM8K answer is the worked solution, this mark 
 
 @dataclass(frozen=True)
 class MathConfig(RewardConfig):
-    """Holds the settings of the math reward; ``timeout_s`` is the limit per answer in seconds."""
+    """Holds the settings of the math reward; ``rule`` is math_verify or boxed."""
 
     name: str = "math"
-    timeout_s: float = 5.0
+    rule: str = "math_verify"
 
 
 def prepare() -> None:
@@ -32,8 +40,11 @@ def prepare() -> None:
 def score(given: RewardInput, config: MathConfig) -> RewardOutput:
     """Returns 1 if the response's answer equals the reference, else 0, and None if the reference cannot be parsed.
 
-    The reward is also 0 for a response that the token limit cut before a boxed answer. Raises what math-verify raises.
+    By math-verify the reward is also 0 for a response that the token limit cut before a boxed answer. Raises what
+    math-verify raises.
     """
+    if config.rule == "boxed":
+        return _score_boxed(given)
     from math_verify import parse, verify
 
     reference = parse(_delimited(given.answer), parsing_timeout=None, raise_on_error=True)
@@ -43,7 +54,38 @@ def score(given: RewardInput, config: MathConfig) -> RewardOutput:
         return RewardOutput(reward=0.0, answer="")
     found = parse(given.response, parsing_timeout=None, raise_on_error=True)
     exact = bool(found) and verify(reference, found, timeout_seconds=None, raise_on_error=True)
-    return RewardOutput(reward=float(exact), exact=exact, answer=_written(found))
+    written = _written(found)
+    return RewardOutput(
+        reward=float(exact), exact=exact, answer=written, why=compared(written or None, _delimited(given.answer))
+    )
+
+
+def _score_boxed(given: RewardInput) -> RewardOutput:
+    wanted = boxed_label(given.answer)
+    if wanted is None:
+        return RewardOutput(reward=None, reason=_unreadable(given.answer))
+    found = last_boxed(given.response, also_without_brace=True)
+    exact = found is not None and sympy_equality.is_equal(found, wanted)
+    return RewardOutput(reward=float(exact), exact=exact, answer=found or "", why=compared(found, wanted))
+
+
+def _unreadable(label: str) -> str:
+    return f"answer={label[:60]!r} has no answer to compare with"
+
+
+def check_row(row: Mapping[str, Any], config: MathConfig) -> None:
+    """Raises ValueError for a label that is empty, or whose box is."""
+    label = str(row["answer"])
+    if boxed_label(label) is None if config.rule == "boxed" else not label.strip():
+        raise ValueError(f"{_unreadable(label)}. Give the answer.")
+
+
+def check(config: MathConfig) -> None:
+    """Raises ValueError for an unknown rule, and if the package is missing that rule=boxed reads LaTeX with."""
+    if config.rule not in ("math_verify", "boxed"):
+        raise ValueError(f"reward.rule={config.rule}: use math_verify or boxed.")
+    if config.rule == "boxed":
+        sympy_equality.check_package(config.name)
 
 
 def _written(found: list[object]) -> str:
@@ -66,5 +108,7 @@ SPEC = RewardSpec(
     config=MathConfig,
     score=score,
     isolated=True,
+    check=check,
+    check_row=check_row,
     prepare=prepare,
 )

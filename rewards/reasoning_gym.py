@@ -9,7 +9,7 @@ from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any
 
-from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput, RewardSpec
+from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput, RewardSpec, compared
 
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _THINKING_ENDS = "</think>"
@@ -39,7 +39,8 @@ def score(given: RewardInput, config: ReasoningGymConfig) -> RewardOutput:
     answer = (_ANSWER.findall(text) or [text])[-1].strip()
     questions, entry = _question(json.dumps(row, sort_keys=True))
     value = float(questions.score_answer(answer, entry))
-    return RewardOutput(reward=value, exact=value == 1.0, answer=answer)
+    why = compared(answer, str(given.answer))
+    return RewardOutput(reward=value, exact=value == 1.0, answer=answer, why=why)
 
 
 @lru_cache(maxsize=256)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput, RewardSpec
+from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput, RewardSpec, compared
 
 _POSITION_SHARE = 0.8
 _LENGTH_SHARE = 0.2
@@ -29,7 +29,8 @@ def score(given: RewardInput, config: ReverseDigitsConfig) -> RewardOutput:
     length_match = max(0.0, 1.0 - abs(length - len(answer)) / len(answer))
     exact = given.stopped and given.response == answer
     reward = 1.0 if exact else _POSITION_SHARE * right + _LENGTH_SHARE * length_match
-    return RewardOutput(reward=reward, exact=exact, parts={"position": right, "length": length_match})
+    parts = {"position": right, "length": length_match}
+    return RewardOutput(reward=reward, exact=exact, parts=parts, why=compared(given.response, answer))
 
 
 SPEC = RewardSpec(

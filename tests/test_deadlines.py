@@ -95,7 +95,15 @@ REASONS = {
     (
         "relax_core/rollout/rewards/reward_pool.py",
         "RewardPool._outcomes",
+    ): "the parts of a sum, each of which is as the next",
+    (
+        "relax_core/rollout/rewards/reward_pool.py",
+        "RewardPool._calls_of",
     ): "each call ends within reward.timeout_s an answer, or the watch ends the run",
+    (
+        "relax_core/tools/score.py",
+        "_scored",
+    ): "the reward pool has the deadlines",
     (
         "relax_core/rollout/rollout_loop.py",
         "RolloutLoop._prompt_batch",

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -25,6 +26,18 @@ from relax_core.plan.plan_text import size_words
 CORES, DISK_BYTES, SHARED_BYTES = 2, 2 << 30, 512 << 20
 _NVIDIA_S = 10.0
 _MEDIA_S = 60.0
+_INSTRUCTIONS = "if-verifiable"
+_REWARD_PACKAGES = {  # package → the rewards that need it, and the extra that installs it
+    "pylatexenc": ("deepscaler, geo3k and math with rule=boxed", "rewards"),
+    _INSTRUCTIONS: ("ifeval and ifbench", "rewards"),
+    "reasoning-gym": ("reasoning_gym with its data", "envs"),
+}
+_NLTK_DATA = {
+    "punkt": "tokenizers",
+    "punkt_tab": "tokenizers",
+    "stopwords": "corpora",
+    "averaged_perceptron_tagger_eng": "taggers",
+}  # data that some instructions of IFEval and IFBench read → its folder
 _MEDIA_LIBRARIES = {"av": "PyAV", "PIL": "Pillow", "soundfile": "soundfile", "soxr": "soxr"}
 
 
@@ -175,6 +188,44 @@ def _media() -> Iterator[Finding]:
     yield Finding(topic="media", verdict=Verdict.good, words=f"{done.stdout.strip()} are decoded")
 
 
+def _rewards() -> Iterator[Finding]:
+    """Says which optional packages and data of rewards are there."""
+    found = []
+    for package, (rewards, extra) in _REWARD_PACKAGES.items():
+        if _is_installed(package):
+            found.append(package)
+            continue
+        words = f"{package} is missing. Only reward={rewards} needs it: pip install 'relax-core[{extra}]'"
+        yield Finding(topic="rewards", verdict=Verdict.note, words=words)
+    missing = [one for one in _NLTK_DATA if not _has_nltk_data(one)] if _INSTRUCTIONS in found else []
+    if missing:
+        words = (
+            f"data of nltk is missing: {', '.join(missing)}. Only some instructions of reward=ifeval and ifbench need "
+            f"it: python -m nltk.downloader {' '.join(missing)}"
+        )
+        yield Finding(topic="rewards", verdict=Verdict.note, words=words)
+    if found:
+        yield Finding(topic="rewards", verdict=Verdict.good, words=f"{', '.join(found)} there")
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        version(package)
+    except PackageNotFoundError:
+        return False
+    return True
+
+
+def _has_nltk_data(name: str) -> bool:
+    import nltk
+
+    try:
+        nltk.data.find(f"{_NLTK_DATA[name]}/{name}")
+    except LookupError:
+        return False
+    return True
+
+
 def _stale_runs() -> Iterator[Finding]:
     found = find_stale_runs()
     for stale_run in found:
@@ -193,5 +244,6 @@ _CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     _ports,
     _gpus,
     _media,
+    _rewards,
     _stale_runs,
 )

@@ -47,6 +47,7 @@ def write_result(folder: Path, result: Mapping[str, Any], found: Sequence[SetAns
                     "exact": [answer.exact for answer in answers],
                     "rewards": [answer.reward for answer in answers],
                     "votes": [answer.vote for answer in answers],
+                    "why": [answer.why for answer in answers],
                     "turns": [answer.turns if answer.ended else 0 for answer in answers],
                 }
                 file.write(json.dumps(line, ensure_ascii=False) + "\n")

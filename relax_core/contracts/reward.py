@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from relax_core.contracts.media import MediaItem
 
 if TYPE_CHECKING:
     import numpy as np
+
+_SHOWN = 100  # characters of each side of a comparison
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +81,8 @@ class RewardOutput:
     ``reward`` is None if it could not be computed; the sample is then dropped and never trained as 0. ``exact`` says
     that the answer is fully right; accuracy counts it. ``reason`` says why there is no reward, else it is empty.
     ``answer`` is the text that the reward took for the answer; an evaluation counts votes for maj@k by it. It is empty
-    if the reward found none, and None if the whole response is the answer.
+    if the reward found none, and None if the whole response is the answer. ``why`` is a short text that says what was
+    compared with what; only its first `MOST_WHY` characters are kept.
     """
 
     reward: float | None
@@ -86,40 +90,129 @@ class RewardOutput:
     parts: Mapping[str, float] | None = None
     reason: str = ""
     answer: str | None = None
+    why: str = ""
+
+
+def compared(found: str | None, wanted: str) -> str:
+    """Returns text for `RewardOutput.why`: what was found in a response, None for nothing, and what was wanted."""
+    return f"{'no answer' if found is None else repr(found[:_SHOWN])} against {wanted[:_SHOWN]!r}"
+
+
+class RewardUnusable(ValueError):
+    """The reward cannot score any answer, because its settings or its server are wrong; the run ends with the text."""
 
 
 @dataclass(frozen=True)
 class RewardConfig:
     """Holds the settings that every reward has.
 
-    ``timeout_s`` is the time in seconds that the scoring of one answer may take. ``max_failed`` is the share of answers
-    that may have no reward, over the newest data rows; above it the run ends.
+    ``timeout_s`` is the time in seconds that the scoring of one answer may take. ``memory_gib`` is the memory in GiB
+    that the process of an isolated reward may have while it scores. ``max_failed`` is the share of answers that may
+    have no reward, over the newest data rows; above it the run ends.
+
+    ``by`` is the column of the data that names a row's reward; a row without it has the reward ``name``. ``parts``
+    describes other rewards (`reward_parts`): those that a reward with ``combine`` is made of, or, with ``by``, the
+    settings of rewards that rows name.
     """
 
     name: str
-    timeout_s: float = 5.0
+    timeout_s: float = 10.0
+    memory_gib: float = 1.0
     max_failed: float = 0.5
+    by: str | None = None
+    parts: list[dict[str, Any]] = field(default_factory=list)
 
 
 Scored = RewardOutput | float
+MOST_WHY = 300  # characters
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardPart:
+    """Is a reward as an entry of ``reward.parts`` describes it.
+
+    ``label`` names the part in metrics. ``reward`` is the name of a reward and ``settings`` are its own settings.
+    ``weight`` is its factor in a sum. ``when`` maps columns to the values of the data rows that the part scores, all
+    rows if it is empty. Without ``optional``, an answer that this part gives no reward has none at all.
+    """
+
+    label: str
+    reward: str
+    settings: Mapping[str, Any]
+    weight: float = 1.0
+    when: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    optional: bool = False
+
+    def applies(self, row: Mapping[str, Any]) -> bool:
+        """Returns whether the part scores answers to this data row."""
+        return all(row.get(column) in values for column, values in self.when.items())
+
+
+_OF_PART = ("reward", "name", "weight", "when", "optional")  # the keys of an entry that are no settings of its reward
+
+
+def reward_parts(config: RewardConfig) -> list[RewardPart]:
+    """Returns the entries of ``config.parts``, in order.
+
+    Raises ValueError (key, value, fix) for an entry without a reward, a weight that is no finite number, a condition
+    that is no mapping, two entries with one name, and an entry that is itself by column or made of parts.
+    """
+    found: list[RewardPart] = []
+    for number, entry in enumerate(config.parts):
+        part = _part(entry, where=f"reward.parts[{number}]")
+        if part.label in [one.label for one in found]:
+            raise ValueError(f"reward.parts[{number}]: {part.label} is there twice. Give it a name: name=…")
+        found.append(part)
+    return found
+
+
+def _part(entry: Mapping[str, Any], *, where: str) -> RewardPart:
+    reward = entry.get("reward")
+    if not isinstance(reward, str) or not reward:
+        raise ValueError(f"{where}={dict(entry)}: it names no reward. Write {{reward: NAME, weight: 1.0}}.")
+    for key in ("by", "parts"):
+        if entry.get(key):
+            raise ValueError(f"{where}.{key}={entry[key]}: a part is one reward by itself. Drop {key} from the part.")
+    weight = entry.get("weight", 1.0)
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
+        raise ValueError(f"{where}.weight={weight}: a weight is a finite number. Use such as 0.5.")
+    when = entry.get("when") or {}
+    if not isinstance(when, Mapping):
+        raise ValueError(f"{where}.when={when}: write columns with their values, such as when={{kind: math}}.")
+    optional = entry.get("optional", False)
+    if not isinstance(optional, bool):
+        raise ValueError(f"{where}.optional={optional}: use true or false.")
+    return RewardPart(
+        label=str(entry.get("name") or reward),
+        reward=reward,
+        settings={key: value for key, value in entry.items() if key not in _OF_PART},
+        weight=float(weight),
+        when={key: list(value) if isinstance(value, list | tuple) else [value] for key, value in when.items()},
+        optional=optional,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardSpec:
-    """Is the record of one reward, with exactly one of two functions.
+    """Is the record of one reward, with exactly one of three functions.
 
     ``score`` takes one answer. ``score_group`` takes a list of the answers to one data row and returns a list with one
-    entry for each. An entry may be a plain number instead of a `RewardOutput`; the answer is then exact if the number
-    is 1. An ``async def`` function is awaited in the rollout's event loop and cancelled after ``config.timeout_s``
-    seconds for each answer. Several calls may run at the same time; those of plain functions run in threads.
-    ``tasks`` are the generated tasks (``data.task``) that it scores if it scores no others; empty for any task.
+    entry for each. ``combine`` takes an answer and the outputs of those of ``config.parts`` that apply to its data row
+    and have a reward, by their labels, and runs in the rollout's event loop. A function may return a plain number
+    instead of a `RewardOutput`; the answer is then exact if the number is 1.
+
+    An ``async def`` function is awaited in the rollout's event loop and cancelled after ``config.timeout_s`` seconds
+    for each answer. Several calls may run at the same time; those of plain functions run in threads. ``tasks`` are the
+    generated tasks (``data.task``) that it scores if it scores no others; empty for any task.
 
     ``isolated``: the function runs library code that may hang or crash, so it runs in a worker process that is killed
     after ``config.timeout_s`` seconds for each answer. The answers of a cancelled or killed call have no reward. If a
     plain function that is not isolated takes longer, the run ends. ``check`` raises ValueError for settings that make
     no sense. ``prepare`` does slow imports; a worker process calls it once at its start, without a timeout.
+    ``check_row`` raises ValueError for a data row whose answer or other columns the reward cannot read; it runs before
+    the start, so it is quick.
 
-    Raises ValueError if both functions or none is given, and for a function that is async and isolated.
+    Raises ValueError if not exactly one function is given, and for a function that is async and isolated.
     """
 
     name: str
@@ -127,14 +220,18 @@ class RewardSpec:
     config: type[RewardConfig]
     score: Callable[[RewardInput, Any], Scored | Awaitable[Scored]] | None = None
     score_group: Callable[[Sequence[RewardInput], Any], Sequence[Scored] | Awaitable[Sequence[Scored]]] | None = None
+    combine: Callable[[RewardInput, Mapping[str, RewardOutput], Any], Scored] | None = None
     isolated: bool = False
     check: Callable[[Any], None] = lambda config: None
+    check_row: Callable[[Mapping[str, Any], Any], None] | None = None
     prepare: Callable[[], None] = lambda: None
     tasks: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if (self.score is None) == (self.score_group is None):
-            has = "neither score nor score_group" if self.score is None else "both score and score_group"
+        given = [name for name in ("score", "score_group", "combine") if getattr(self, name) is not None]
+        if len(given) != 1:
+            has = " and ".join(given) if given else "none of score, score_group and combine"
+            has = f"both {has}" if len(given) == 2 else has
             raise ValueError(f"reward {self.name}: its SPEC has {has}. Give it one of them.")
         if self.isolated and self.is_async:
             raise ValueError(
@@ -145,5 +242,7 @@ class RewardSpec:
     @property
     def is_async(self) -> bool:
         """Is True if the function has to be awaited; the function may be an object with an ``async def __call__``."""
+        if self.combine is not None:
+            return False
         function = inspect.unwrap(self.score or self.score_group)  # type: ignore[arg-type]  # one of them is there
         return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from relax_core.config.choices import OnStale, Partial, Schedule, Surplus
+from relax_core.config.reward_choice import may_be_in_process, may_be_isolated
 from relax_core.config.schema import RelaxConfig
 from relax_core.control.run.role_counts import worker_group_layouts
-from relax_core.registry import find_reward
 from relax_core.train.parallel.layout_arithmetic import FORWARD_ROLES, world_size
 
 
@@ -21,9 +21,9 @@ def unused_keys(config: RelaxConfig) -> Iterator[str]:
         yield f"algo.norm_length: algo.aggregation={algo.aggregation} does not divide by it"
     if getattr(algo, "credit", None) == "episode":
         yield "algo.gigpo_weight, algo.gigpo_gamma: algo.credit=episode compares no turns"
-    if find_reward(config.reward.name).isolated:
+    if not may_be_in_process(config.reward):
         yield f"rollout.reward_concurrency: reward={config.reward.name} runs in rollout.reward_workers processes"
-    else:
+    if not may_be_isolated(config.reward):
         yield f"rollout.reward_workers: reward={config.reward.name} runs in the rollout process itself"
     if config.optimizer.schedule is Schedule.constant:
         yield "optimizer.min_lr_ratio: optimizer.schedule=constant never goes down"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -86,6 +86,7 @@ class AdmittedPrompt:
 class PromptAdmissions:
     """Asks the bus for admissions and makes their prompts; `RolloutLoop` explains the parameters.
 
+    ``check_row`` raises `BadRow` for a data row (with its file and line) that its reward cannot score.
     ``opens_itself`` is True for an env of several turns, whose requests have no tokens yet. ``go_on`` is True if the
     next admissions need not wait until the images and videos of earlier ones are encoded. They wait in a run whose
     batches must be equal every time, where each is admitted one train step ahead anyway.
@@ -100,6 +101,7 @@ class PromptAdmissions:
         settings: RolloutLoopSettings,
         bad_rows: BadRows,
         teacher_of: TeacherOf | None,
+        check_row: Callable[[DataRow, str], None],
         weight_update_handler: WeightUpdateHandler | None,
         opens_itself: bool,
     ) -> None:
@@ -109,6 +111,7 @@ class PromptAdmissions:
         self._settings = settings
         self._bad_rows = bad_rows
         self._teacher_of = teacher_of
+        self._check_row = check_row
         self._weight_update_handler = weight_update_handler
         self._opens_itself = opens_itself
         self.figures = ModalityFigures()
@@ -219,6 +222,7 @@ class PromptAdmissions:
 
     async def _prompt(self, admission: Admission, number: int, row: DataRow) -> AdmittedPrompt:
         where, modality = self._source.where(number), modality_of_row(row)
+        self._check_row(row, where)
         teacher = None if self._teacher_of is None else self._teacher_of(row, where)
         prompt = Prompt(token_ids=[])
         if not self._opens_itself:

@@ -102,6 +102,7 @@ class RolloutLoop:
             settings=settings,
             bad_rows=bad_rows,
             teacher_of=teacher_of,
+            check_row=rewards.check_row,
             weight_update_handler=weight_update_handler,
             opens_itself=player is not None,
         )

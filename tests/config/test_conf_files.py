@@ -22,6 +22,7 @@ from tests.data.test_plugin_source import ROWS, write_database
 
 OPTIONS = [(group, option) for group in groups() for option in yaml_options(group)]
 ONLY_PLANNED = ("gpu", "qwen3_omni", *(option for option in yaml_options("experiment") if option.endswith("gpu")))
+NEEDS = {"deepscaler": "pylatexenc", "geo3k": "pylatexenc", "ifeval": "if_verifiable", "ifbench": "if_verifiable"}
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
@@ -38,8 +39,15 @@ def test_every_option_runs(
 ) -> None:
     if f"{group}={option}" in ("env=gymnasium", "data=reasoning_gym", "reward=reasoning_gym", "env=textarena"):
         pytest.importorskip(option)
+    if group == "reward" and option in NEEDS:
+        pytest.importorskip(NEEDS[option])
     monkeypatch.chdir(REPOSITORY)  # experiment=math_file names a file of the checkout
+    choices = tmp_path / "choices.jsonl"
+    row = '{"prompt": "p", "answer": "A", "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}'
+    choices.write_text(f"{row}\n" * 9)
+    rows = [f"data.path={choices}", "data=file", "model.task=arithmetic", "data.eval_size=1", "eval.rows=1"]
     extra = {
+        **{f"reward={name}": rows for name in ("gpqa", "ifeval", "ifbench")},
         "model=qwen3_moe": [f"model.path={mixture_folder}"],
         "model=folder": [f"model.path={model_folder}"],
         "engine=plugin": ["engine.name=embedded"],
@@ -66,6 +74,8 @@ def test_every_option_runs(
         "env=python": ["env.sandbox=none"],  # this machine may refuse the sandbox
         "data=seeds": ["env=number_guess", "reward=env", "model.task=number_guess"],
         "reward=plugin": ["reward.name=math"],
+        "reward=mix": ["reward.parts=[{reward: exact_match}]"],
+        "reward=remote": ["reward.url=http://127.0.0.1:1/score"],
         "env=plugin": ["env.name=single_turn"],
         "engine=sglang": ["engine.urls=[http://127.0.0.1:30000]"],  # nothing of SGLang need be installed here
         "parallel=ep2": ["model=tiny_qwen3_moe"],

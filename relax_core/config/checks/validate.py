@@ -16,6 +16,7 @@ from relax_core.config.checks.launcher_keys import launcher_problems
 from relax_core.config.checks.modality_keys import modality_problems
 from relax_core.config.checks.model_folder import model_problems
 from relax_core.config.checks.ranges import range_problems
+from relax_core.config.checks.reward_keys import reward_problems
 from relax_core.config.checks.turn_keys import env_worker_problems, lockstep_problems
 from relax_core.config.checks.weight_transport import transport_problems
 from relax_core.config.choices import LauncherKind, ModeName, OnStale, Surplus
@@ -107,10 +108,6 @@ def _check_plugins(config: RelaxConfig) -> Iterator[str]:
     ):
         if getattr(config.algo, key) < 1:
             yield f"algo.{key}={getattr(config.algo, key)}: at least one {what}."
-    if not config.reward.timeout_s > 0:
-        yield f"reward.timeout_s={config.reward.timeout_s}: must be more than 0 seconds."
-    if not 0 <= config.reward.max_failed <= 1:
-        yield f"reward.max_failed={config.reward.max_failed}: a share, from 0 (none may fail) to 1 (all may)."
 
 
 def _check_sinks(config: RelaxConfig) -> Iterator[str]:
@@ -178,15 +175,6 @@ def _check_critic(config: RelaxConfig) -> Iterator[str]:
         yield (
             f"optimizer.critic_lr={config.optimizer.critic_lr} with algo={config.algo.name}, which has no critic. "
             "Drop it, or choose algo=ppo."
-        )
-
-
-def _check_reward_fits_data(config: RelaxConfig) -> Iterator[str]:
-    task, tasks = config.data.task, find_reward(config.reward.name).tasks
-    if tasks and task is not None and task not in tasks:
-        yield (
-            f"reward={config.reward.name} does not score data={config.data.name}: it scores {', '.join(tasks)} alone. "
-            f"Choose another reward (relax list has them), or data.task={tasks[0]}."
         )
 
 
@@ -353,7 +341,7 @@ _CHECKS: tuple[Check, ...] = (
     _check_plugins,
     _check_sinks,
     _check_critic,
-    _check_reward_fits_data,
+    reward_problems,
     _check_batch,
     _check_bus,
     _check_engine,

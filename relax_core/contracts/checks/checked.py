@@ -20,7 +20,7 @@ from relax_core.contracts.algorithm import (
     ValueInputs,
 )
 from relax_core.contracts.checks.plugin_results import PluginFunction, as_number, not_awaited
-from relax_core.contracts.reward import RewardInput, RewardOutput, RewardSpec
+from relax_core.contracts.reward import MOST_WHY, RewardInput, RewardOutput, RewardSpec
 from relax_core.contracts.sink import BaseSink, SinkSpec, SinkStart
 
 if TYPE_CHECKING:
@@ -36,6 +36,8 @@ def checked_reward(spec: RewardSpec) -> RewardSpec:
     True). If the reward is NaN or infinite, there is no reward, and the reason says so. The function raises
     `WrongResult` for anything else, and for a ``score_group`` whose list is not as long as the group.
     """
+    if spec.combine is not None:
+        return replace(spec, combine=_checked_combine(spec))
     if spec.score_group is None:
         return replace(spec, score=_checked_score(spec))
     return replace(spec, score_group=_checked_score_group(spec))
@@ -53,6 +55,13 @@ def _checked_score(spec: RewardSpec) -> Callable[[RewardInput, Any], Any]:
         return _one_reward(await given_score(given, config), spec.name, source)
 
     return score_async if spec.is_async else score
+
+
+def _checked_combine(spec: RewardSpec) -> Callable[[RewardInput, Mapping[str, RewardOutput], Any], RewardOutput]:
+    combine = spec.combine
+    assert combine is not None
+    source = PluginFunction("reward", spec.name, combine)
+    return lambda given, outputs, config: _one_reward(combine(given, outputs, config), spec.name, source)
 
 
 def _checked_score_group(spec: RewardSpec) -> Callable[[Sequence[RewardInput], Any], Any]:
@@ -92,8 +101,9 @@ def _checked_output(came: RewardOutput, source: PluginFunction) -> RewardOutput:
     exact = as_number(came.exact)
     if exact is None:
         raise source.wrong(came.exact, "True or False", what="exact")
-    if not isinstance(came.reason, str):
-        raise source.wrong(came.reason, "text", what="reason")
+    for what in ("reason", "why"):
+        if not isinstance(getattr(came, what), str):
+            raise source.wrong(getattr(came, what), "text", what=what)
     if came.answer is not None and not isinstance(came.answer, str):
         raise source.wrong(came.answer, "text, or None", what="answer")
     if came.parts is not None and not isinstance(came.parts, Mapping):
@@ -104,7 +114,7 @@ def _checked_output(came: RewardOutput, source: PluginFunction) -> RewardOutput:
         if number is None or not isinstance(name, str):
             raise source.wrong(came.parts, "names with numbers, or None", what="parts")
         parts[name] = number
-    return replace(came, reward=reward, exact=bool(exact), parts=parts or None)
+    return replace(came, reward=reward, exact=bool(exact), parts=parts or None, why=came.why[:MOST_WHY])
 
 
 def _finite(output: RewardOutput, name: str) -> RewardOutput:

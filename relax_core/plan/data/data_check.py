@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from relax_core.config.checks.modality_keys import media_kinds
 from relax_core.config.choices import Overlong
+from relax_core.config.reward_choice import RewardChoice, row_check
 from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.data import TOO_LONG, BadRow, PromptSource
 from relax_core.contracts.media import BAD_MEDIA
@@ -29,7 +30,7 @@ from relax_core.data.sources import make_source
 from relax_core.families.hf_config import CONFIG_FILE
 from relax_core.plan.data.media_look import FIRST_ROWS, PromptMedia, summed_up
 from relax_core.plan.data.prompt_maker import ItemHeaders, positions, prompt_maker, prompt_room
-from relax_core.registry import find_algorithm, is_file_plugin
+from relax_core.registry import find_algorithm, find_reward, is_file_plugin
 from relax_core.rollout.evaluation.evaluator import PreparedSet, prepare
 from relax_core.rollout.prompt_tokens import PromptMaker
 from relax_core.rollout.teacher_choice import TeacherOf, teacher_chooser
@@ -133,7 +134,8 @@ def _look(config: RelaxConfig) -> DataLook:
     teachers = find_algorithm(config.algo.name).requirements(config.algo).teacher
     generated, most = config.data.task is not None, config.data.max_bad_rows
     teacher_of = None if teachers is None or not teachers.key or generated else teacher_chooser(teachers)
-    found = _Found(source, prompts, teacher_of, headers, room=prompt_room(config))
+    rewards = row_check(find_reward(config.reward.name), config.reward)
+    found = _Found(source, prompts, teacher_of, rewards, headers, room=prompt_room(config))
     numbers = range(min(GENERATED_ROWS, len(source))) if generated else range(len(source))
     for number in numbers[:: max(1, -(-len(numbers) // LOOKED_AT))]:
         found.read(number)
@@ -220,6 +222,7 @@ class _Found:
         source: PromptSource,
         prompts: PromptMaker | None,
         teacher_of: TeacherOf | None,
+        rewards: RewardChoice | None,
         headers: ItemHeaders,
         *,
         room: int,
@@ -230,7 +233,7 @@ class _Found:
         self._source, self._prompts, self._teacher_of, self._room = source, prompts, teacher_of, room
         self.columns: set[str] = set()  # of the rows that can be read
         self.media: list[list[PlannedItem]] = []  # of the first prompts
-        self._headers = headers
+        self._headers, self._rewards = headers, rewards
         self._texts: dict[int, str] = {}
         self._sizes: list[tuple[int, int]] = []  # negative bytes of a prompt, so that the longest comes first; number
 
@@ -239,6 +242,8 @@ class _Found:
         try:
             row, where = self._source.numbered(number), self._source.where(number)
             self.columns.update(row)
+            if self._rewards is not None:
+                self._rewards.check_row(row, where)
             if self._teacher_of is not None:
                 self._teacher_of(row, where)
             if self._prompts is not None:
@@ -315,4 +320,4 @@ def _key(config: RelaxConfig) -> str | None:
             return None
         stats.append((str(file), stat.st_size, stat.st_mtime_ns, stat.st_ino))
     settings = (config.data, config.modality, config.eval, config.env, config.model, config.algo, config.seed)
-    return repr((stats, settings, config.engine.context_length, config.rollout.max_new_tokens))
+    return repr((stats, settings, config.reward, config.engine.context_length, config.rollout.max_new_tokens))

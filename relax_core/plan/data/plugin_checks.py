@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from relax_core.config.choices import LauncherKind
+from relax_core.config.reward_choice import RewardChoice
 from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.algorithm import AlgorithmSpec
 from relax_core.contracts.reward import RewardSpec
@@ -73,6 +74,8 @@ def _packed(config: RelaxConfig, kind: Kind) -> tuple[str, bytes] | None:
     try:
         if isinstance(spec, AlgorithmSpec | RewardSpec):
             spec.check(plugin_config)
+        if isinstance(spec, RewardSpec):
+            RewardChoice(spec, plugin_config)
     except ValueError:
         return None
     return plugin_config.name, msgspec.msgpack.encode(plugin_config)

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
+from relax_core.config.reward_choice import may_be_isolated
 from relax_core.config.schema import ParallelConfig, RelaxConfig
 from relax_core.contracts.algorithm import Requirements
 from relax_core.contracts.env import IsolatedConfig
@@ -36,7 +37,7 @@ from relax_core.plan.memory.trainer_share import (
 from relax_core.plan.model.dimensions import ModelDimensions
 from relax_core.plan.model.model_source import teacher_dimensions
 from relax_core.plan.workload import Workload
-from relax_core.registry import find_engine, find_env, find_reward
+from relax_core.registry import find_engine, find_env
 from relax_core.train.parallel.layout_arithmetic import critic_parallel, forward_parallel, one_rank, world_size
 
 TRAINER = 435
@@ -90,7 +91,7 @@ def cpu_holders(
     if config.run.serve:
         holders.append(_plain("Serve controller", BASES["Serve controller"]))
         holders.append(_plain("Serve front of a role", SERVE_DEPLOYMENT, count=len(roles)))
-    if find_reward(config.reward.name).isolated:
+    if may_be_isolated(config.reward):
         holders.append(_plain("reward worker", REWARD_WORKER, count=roles["rollout"] * config.rollout.reward_workers))
     if find_env(config.env.name).isolated:
         isolated = cast(IsolatedConfig, config.env)

@@ -23,6 +23,7 @@ class Answer:
     ``vote`` is the answer as the reward understood it, for majority votes, or None. ``reward`` is None if none could be
     computed. ``cut`` is True if the answer reached the token limit. ``tokens`` is its length. An episode of several
     turns is one answer, whose tokens are the sampled ones; ``ended`` says why it ended, and is empty for one turn.
+    ``why`` is what the reward says that it compared with what, or why there is no reward.
     """
 
     text: str
@@ -33,6 +34,7 @@ class Answer:
     tokens: int
     turns: int = 1
     ended: str = ""
+    why: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -254,6 +254,7 @@ def _answer(response: Generated, given: RewardInput, output: RewardOutput) -> An
         vote=vote or None,
         cut=not given.stopped,
         tokens=len(response.output_ids),
+        why=output.why or output.reason,
     )
 
 
@@ -328,6 +329,7 @@ def _texts(found: SetAnswers) -> list[dict[str, str | bool]]:
             "answer": str(one.row["answer"]),
             "response": answers[0].text,
             "exact": answers[0].exact,
+            "why": answers[0].why,
         }
         for one, answers in list(zip(found.of.rows, found.answers, strict=True))[:TEXT_ROWS]
     ]

@@ -191,4 +191,5 @@ def _answer(record: EpisodeRecord, output: RewardOutput) -> Answer:
         tokens=record.sampled_tokens,
         turns=len(record.turns),
         ended=record.ended or "",
+        why=output.why or output.reason,
     )

@@ -6,14 +6,16 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput, RewardSpec
+from relax_core.config.reward_choice import Outcome
+from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput, RewardSpec, RewardUnusable
 from relax_core.registry import plugin_words
-
-Outcome = tuple[RewardOutput, Exception | None]  # the output and what the reward raised
 
 
 def score_here(spec: RewardSpec, inputs: Sequence[RewardInput], config: Any) -> list[Outcome]:
-    """Returns the outcomes of a reward that is a plain function, one per input, in order."""
+    """Returns the outcomes of a reward that is a plain function, one per input, in order.
+
+    Raises `RewardUnusable` as the reward does.
+    """
     if spec.score_group is not None:
         return _group_here(spec, inputs, config)
     assert spec.score is not None
@@ -21,6 +23,8 @@ def score_here(spec: RewardSpec, inputs: Sequence[RewardInput], config: Any) -> 
     for given in inputs:
         try:
             output = spec.score(given, config)
+        except RewardUnusable:
+            raise
         except Exception as error:  # plug-in code: the sample is dropped with this reason, up to reward.max_failed
             outcomes.append(_no_reward(error))
         else:
@@ -33,6 +37,8 @@ def _group_here(spec: RewardSpec, inputs: Sequence[RewardInput], config: Any) ->
     assert spec.score_group is not None
     try:
         outputs: Any = spec.score_group(inputs, config)
+    except RewardUnusable:
+        raise
     except Exception as error:  # plug-in code: every sample of the group is dropped with this reason
         return [_no_reward(error)] * len(inputs)
     return [(output, None) for output in outputs]
@@ -41,13 +47,15 @@ def _group_here(spec: RewardSpec, inputs: Sequence[RewardInput], config: Any) ->
 async def score_async(spec: RewardSpec, inputs: Sequence[RewardInput], config: RewardConfig) -> list[Outcome]:
     """Returns the outcomes of one call of an async reward, cancelled after ``config.timeout_s`` seconds per input.
 
-    ``inputs`` has one entry if the reward scores single answers.
+    ``inputs`` has one entry if the reward scores single answers. Raises `RewardUnusable` as the reward does.
     """
     limit_s = config.timeout_s * len(inputs)
     call: Any = spec.score_group(inputs, config) if spec.score_group else spec.score(inputs[0], config)  # type: ignore[misc]
     try:
         async with asyncio.timeout(limit_s) as limit:
             result = await call
+    except RewardUnusable:
+        raise
     except Exception as error:  # plug-in code: the samples are dropped with this reason
         late = RewardOutput(reward=None, reason=f"reward {config.name}: no answer within {limit_s:g} s"), None
         return [late if limit.expired() else _no_reward(error)] * len(inputs)

@@ -1,4 +1,4 @@
-"""Scores groups with the run's reward: in the event loop, in threads, awaited, or in killable worker processes."""
+"""Scores groups with the run's rewards: in the event loop, in threads, awaited, or in killable worker processes."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from relax_core.config.reward_choice import ChosenReward, Outcome, RewardChoice
+from relax_core.contracts.data import DataRow
 from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput, RewardSpec
 from relax_core.rollout.rewards.hang_watch import HangWatch, OnHang
-from relax_core.rollout.rewards.reward_calls import Outcome, score_async, score_here
+from relax_core.rollout.rewards.reward_calls import score_async, score_here
 from relax_core.rollout.rewards.reward_failures import RewardFailures
 from relax_core.rollout.rewards.reward_worker import RewardWorker
 
@@ -23,10 +25,27 @@ ALONE_S = 1e-3  # an answer that takes longer is scored in its own thread
 _PACE_KEPT = 0.9  # the factor per call by which a slow answer's time decays, so that it counts for some tens of calls
 
 
-class RewardPool:
-    """Scores groups with one reward, many at the same time; a pool belongs to one event loop.
+class _RunningReward:
+    """Holds a reward of a pool with what is known of its calls."""
 
-    An isolated reward runs in ``workers`` child processes. A call that takes longer than ``config.timeout_s`` seconds
+    def __init__(self, chosen: ChosenReward, on_hang: OnHang | None) -> None:
+        self.spec, self.config = chosen.spec, chosen.config
+        watched = on_hang is not None and not chosen.spec.isolated
+        self.watch = HangWatch(chosen.config, on_hang, shared=not chosen.spec.is_async) if watched and on_hang else None
+        self.answer_s = float("inf")  # the longest recent time of an answer; unknown before the first group
+
+    def hang_watch(self, answers: int) -> AbstractContextManager[None]:
+        """Returns a block in which ``answers`` answers are scored."""
+        return nullcontext() if self.watch is None else self.watch.scoring(answers)
+
+
+class RewardPool:
+    """Scores groups with a run's rewards, many at the same time; a pool belongs to one event loop.
+
+    The reward of a data row is that of the run, the one that the row names (``config.by``), or the parts of
+    ``config.parts`` put together.
+
+    Isolated rewards share ``workers`` child processes. A call that takes longer than its reward's ``timeout_s`` seconds
     per answer is killed with its process, which is restarted, and its answers have no reward. Answers also have no
     reward if their process dies, if an async reward takes too long, or if the reward raises.
 
@@ -35,7 +54,7 @@ class RewardPool:
 
     ``log_file`` receives the output of the child processes. ``on_hang`` is called with an error, in another thread, if
     a reward that is not isolated takes longer than ``config.timeout_s`` per answer, because such a call cannot be
-    ended.
+    ended. Raises ValueError as `RewardChoice` does.
     """
 
     def __init__(
@@ -49,76 +68,120 @@ class RewardPool:
         on_hang: OnHang | None = None,
     ) -> None:
         self.failures = RewardFailures(config)
-        self._spec = spec
-        self._config = config
-        self._workers = [RewardWorker(config, log_file) for _ in range(workers if spec.isolated else 0)]
+        self._choice = RewardChoice(spec, config)
+        self._on_hang = on_hang
+        self._log_file = log_file
+        self._worker_count = workers
+        self._workers: list[RewardWorker] = []
         self._idle: queue.SimpleQueue[RewardWorker] = queue.SimpleQueue()
+        self._worker_threads = ThreadPoolExecutor(max(1, workers), thread_name_prefix="reward worker")
+        if isolated := [one.config for one in self._choice.known() if one.spec.isolated]:
+            self._start_workers(isolated)
+        self._threads = ThreadPoolExecutor(concurrency, thread_name_prefix="reward")
+        self._calls = asyncio.Semaphore(concurrency)  # limits the calls of async rewards
+        self._closed = False
+        self._running = {one.label: _RunningReward(one, on_hang) for one in self._choice.known()}
+
+    def _start_workers(self, configs: Sequence[RewardConfig]) -> None:
+        self._workers = [RewardWorker(configs, self._log_file) for _ in range(self._worker_count)]
         for worker in self._workers:
             self._idle.put(worker)
-        self._threads = ThreadPoolExecutor(len(self._workers) or concurrency, thread_name_prefix="reward")
-        self._calls = asyncio.Semaphore(concurrency)  # limits the calls of an async reward
-        self._watch = None if spec.isolated or on_hang is None else HangWatch(config, on_hang, shared=not spec.is_async)
-        self._answer_s = float("inf")  # the longest recent time of an answer; unknown before the first group
+
+    def check_row(self, row: DataRow, where: str) -> None:
+        """Raises `BadRow` for a data row that its reward cannot score; ``where`` is the row's file and line."""
+        self._choice.check_row(row, where)
 
     async def score(self, inputs: Sequence[RewardInput]) -> list[RewardOutput]:
         """Returns the outputs of the answers to one data row, in order.
 
-        Raises `RewardsFailed` if too many of the newest answers have no reward, and RuntimeError if a worker cannot
-        start or the pool was closed.
+        Raises `RewardsFailed` if too many of the newest answers have no reward, `RewardUnusable` as a reward does, and
+        RuntimeError if a worker cannot start or the pool was closed.
         """
-        outcomes = [outcome for call in await self._outcomes(inputs) for outcome in call]
+        outcomes = await self._outcomes(inputs)
         for given, (output, error) in zip(inputs, outcomes, strict=True):
             self.failures.record(given, output, error)
         return [output for output, _ in outcomes]
 
-    async def _outcomes(self, inputs: Sequence[RewardInput]) -> list[list[Outcome]]:
+    async def _outcomes(self, inputs: Sequence[RewardInput]) -> list[Outcome]:
+        row = inputs[0].row
+        try:
+            chosen = self._choice.of_row(row)
+        except ValueError as error:  # a held-out row; the check of the data leaves out training rows
+            return [(RewardOutput(reward=None, reason=str(error)), None)] * len(inputs)
+        if chosen.spec.combine is None:
+            return self._choice.routed(chosen, await self._scored(chosen, inputs))
+        parts = self._choice.parts_of(row)
+        found = await asyncio.gather(*(self._scored(part, inputs) for part in parts))
+        labels = [part.label for part in parts]
+        return [
+            self._choice.combined(given, dict(zip(labels, of_answer, strict=True)))
+            for given, of_answer in zip(inputs, zip(*found, strict=True) if found else [()] * len(inputs), strict=True)
+        ]
+
+    async def _scored(self, chosen: ChosenReward, inputs: Sequence[RewardInput]) -> list[Outcome]:
+        """Returns the outcomes of one reward."""
+        if chosen.label not in self._running:
+            self._running[chosen.label] = _RunningReward(chosen, self._on_hang)
+        reward = self._running[chosen.label]
+        each = [inputs] if reward.spec.score_group is not None else [[given] for given in inputs]
+        return [outcome for call in await self._calls_of(reward, each, inputs) for outcome in call]
+
+    async def _calls_of(
+        self, reward: _RunningReward, each: Sequence[Sequence[RewardInput]], inputs: Sequence[RewardInput]
+    ) -> list[list[Outcome]]:
         """Returns the outcomes of each call that scores these answers, in order."""
-        each = [inputs] if self._spec.score_group is not None else [[given] for given in inputs]
-        if self._spec.is_async:
-            return await asyncio.gather(*map(self._awaited, each))
+        if reward.spec.is_async:
+            return await asyncio.gather(*(self._awaited(reward, call) for call in each))
         loop = asyncio.get_running_loop()
-        if self._spec.isolated:
-            return await asyncio.gather(*(loop.run_in_executor(self._threads, self._in_worker, call) for call in each))
-        if self._answer_s * len(inputs) <= IN_LOOP_S:
-            return [self._in_process(inputs)]
-        calls = each if self._answer_s > ALONE_S else [inputs]
-        return await asyncio.gather(*(loop.run_in_executor(self._threads, self._in_process, call) for call in calls))
+        if reward.spec.isolated:
+            if not self._workers and not self._closed:
+                self._start_workers([reward.config])
+            threads = self._worker_threads
+            return await asyncio.gather(
+                *(loop.run_in_executor(threads, self._in_worker, reward.config, call) for call in each)
+            )
+        if reward.answer_s * len(inputs) <= IN_LOOP_S:
+            return [self._in_process(reward, inputs)]
+        calls = each if reward.answer_s > ALONE_S else [inputs]
+        return await asyncio.gather(
+            *(loop.run_in_executor(self._threads, self._in_process, reward, call) for call in calls)
+        )
 
-    async def _awaited(self, inputs: Sequence[RewardInput]) -> list[Outcome]:
+    async def _awaited(self, reward: _RunningReward, inputs: Sequence[RewardInput]) -> list[Outcome]:
         async with self._calls:
-            with self._hang_watch(2 * len(inputs)):  # a call that blocks the event loop cannot be cancelled
-                return await score_async(self._spec, inputs, self._config)
+            with reward.hang_watch(2 * len(inputs)):  # a call that blocks the event loop cannot be cancelled
+                return await score_async(reward.spec, inputs, reward.config)
 
-    def _in_worker(self, inputs: Sequence[RewardInput]) -> list[Outcome]:
+    def _in_worker(self, config: RewardConfig, inputs: Sequence[RewardInput]) -> list[Outcome]:
         worker = self._idle.get_nowait()  # never empty, because there are as many threads as workers
         try:
-            return [(output, None) for output in worker.score(inputs)]
+            return [(output, None) for output in worker.score(inputs, config)]
         finally:
             self._idle.put(worker)
 
-    def _in_process(self, inputs: Sequence[RewardInput]) -> list[Outcome]:
+    def _in_process(self, reward: _RunningReward, inputs: Sequence[RewardInput]) -> list[Outcome]:
         began = time.perf_counter()
-        with self._hang_watch(len(inputs)):
-            outcomes = score_here(self._spec, inputs, self._config)
+        with reward.hang_watch(len(inputs)):
+            outcomes = score_here(reward.spec, inputs, reward.config)
         answer_s = (time.perf_counter() - began) / len(inputs)
-        lately_s = self._answer_s if self._answer_s < float("inf") else 0.0
-        self._answer_s = max(answer_s, _PACE_KEPT * lately_s)
+        lately_s = reward.answer_s if reward.answer_s < float("inf") else 0.0
+        reward.answer_s = max(answer_s, _PACE_KEPT * lately_s)
         return outcomes
-
-    def _hang_watch(self, answers: int) -> AbstractContextManager[None]:
-        return nullcontext() if self._watch is None else self._watch.scoring(answers)
 
     def close(self) -> None:
         """Ends all workers; may be called twice.
 
         Calls in flight in worker processes return without a reward. Calls in threads are not waited for.
         """
+        self._closed = True
         for worker in self._workers:
             worker.process.stop()
-        if self._watch is not None:
-            self._watch.close()
+        for reward in self._running.values():
+            if reward.watch is not None:
+                reward.watch.close()
         # A thread that waits for a worker has noticed the worker's end, and a call that waits for one finds it stopped.
-        self._threads.shutdown(wait=bool(self._workers), cancel_futures=not self._workers)
+        self._worker_threads.shutdown(wait=True)
+        self._threads.shutdown(wait=False, cancel_futures=True)
         for worker in self._workers:
             worker.process.close_pipes()
 

@@ -1,4 +1,4 @@
-"""Scores with an isolated reward in one worker process, which is restarted if it hangs or dies."""
+"""Scores with isolated rewards in one worker process, which is restarted if it hangs or dies."""
 
 from __future__ import annotations
 
@@ -9,24 +9,43 @@ import msgspec
 
 from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput
 from relax_core.data.killable.killable_process import KillableProcess, WorkerLost
+from relax_core.data.killable.worker_frames import Ready
+from relax_core.rollout.rewards.reward_messages import Load, Score, WorkerReward, WorkerStart
 
 _MAIN = "relax_core.rollout.rewards.reward_worker_main"
+_LOAD_S = 120.0  # as long as the start of a process may take
 
 
 class RewardWorker:
-    """Scores in one worker process; a process that is lost is replaced."""
+    """Scores in one worker process; a process that is lost is replaced.
 
-    def __init__(self, config: RewardConfig, log_file: Path | None) -> None:
-        self._config = config
-        self.process = KillableProcess([_MAIN, config.name], config, what=f"reward {config.name}", log_file=log_file)
+    The process imports the rewards of ``configs`` at its start, and others when they are first asked for.
+    """
 
-    def score(self, inputs: Sequence[RewardInput]) -> list[RewardOutput]:
+    def __init__(self, configs: Sequence[RewardConfig], log_file: Path | None) -> None:
+        self._at_start = [WorkerReward.of(config) for config in configs]
+        self._loaded = set(self._at_start)
+        what = "reward " + (", ".join(config.name for config in configs) or "worker")
+        self.process = KillableProcess([_MAIN], WorkerStart(self._at_start), what=what, log_file=log_file)
+
+    def score(self, inputs: Sequence[RewardInput], config: RewardConfig) -> list[RewardOutput]:
         """Returns one output per input, in order, within ``config.timeout_s`` seconds per input.
 
-        Must be called by one thread at a time. Raises RuntimeError if the process cannot start or was stopped.
+        Must be called by one thread at a time. Raises RuntimeError if the process cannot start, a reward cannot be
+        imported, or the process was stopped.
         """
+        reward = WorkerReward.of(config)
         try:
-            answer = self.process.ask(inputs, limit_s=self._config.timeout_s * len(inputs))
+            if reward not in self._loaded:
+                self._load(reward)
+            answer = self.process.ask(Score(reward, list(inputs)), limit_s=config.timeout_s * len(inputs))
         except WorkerLost as error:
-            return [RewardOutput(reward=None, reason=f"reward {self._config.name}: {error}")] * len(inputs)
+            self._loaded = set(self._at_start)
+            return [RewardOutput(reward=None, reason=f"reward {config.name}: {error}")] * len(inputs)
         return msgspec.msgpack.decode(answer, type=list[RewardOutput])
+
+    def _load(self, reward: WorkerReward) -> None:
+        error = msgspec.msgpack.decode(self.process.ask(Load(reward), limit_s=_LOAD_S), type=Ready).error
+        if error:
+            raise RuntimeError(f"reward {reward.name}: its worker process could not import it: {error}")
+        self._loaded.add(reward)

@@ -1,38 +1,91 @@
-"""The worker process of an isolated reward: ``python -m relax_core.rollout.rewards.reward_worker_main NAME``.
+"""The worker process of isolated rewards: ``python -m relax_core.rollout.rewards.reward_worker_main``.
 
 A `RewardPool` starts it as a child.
 """
 
 from __future__ import annotations
 
-import sys
+import resource
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
 
 import msgspec
 
-from relax_core.contracts.reward import RewardInput
+from relax_core.contracts.reward import RewardInput, RewardOutput, RewardSpec
 from relax_core.data.killable.worker_frames import Ready
 from relax_core.data.killable.worker_pipe import WorkerPipe, cpu_limit
 from relax_core.registry import find_reward
 from relax_core.rollout.rewards.reward_calls import score_here
+from relax_core.rollout.rewards.reward_messages import Load, Score, WorkerReward, WorkerStart
+
+_GIB = 1 << 30
+
+
+class _Rewards:
+    """Holds the rewards that this process has imported."""
+
+    def __init__(self) -> None:
+        self._loaded: dict[WorkerReward, tuple[RewardSpec, Any]] = {}
+
+    def load(self, reward: WorkerReward) -> None:
+        """Imports a reward; raises what its module, its settings or its ``prepare`` raise."""
+        spec = find_reward(reward.name)
+        config = msgspec.msgpack.decode(reward.config, type=spec.config)
+        spec.prepare()
+        self._loaded[reward] = spec, config
+
+    def score(self, reward: WorkerReward, inputs: Sequence[RewardInput]) -> list[RewardOutput]:
+        """Returns the outputs of a loaded reward, within its limits of CPU time and memory."""
+        spec, config = self._loaded[reward]
+        with cpu_limit(config.timeout_s * len(inputs)), memory_limit(config.memory_gib):
+            outcomes = score_here(spec, inputs, config)
+        return [
+            replace(output, reason=f"it needs more memory than reward.memory_gib={config.memory_gib:g}")
+            if isinstance(error, MemoryError)
+            else output
+            for output, error in outcomes
+        ]
+
+
+@contextmanager
+def memory_limit(gib: float) -> Iterator[None]:
+    """Lets the process have at most ``gib`` GiB of private memory while the block runs; more raises MemoryError.
+
+    What libraries map from files, or reserve and never touch, does not count.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    most = round(gib * _GIB)
+    resource.setrlimit(resource.RLIMIT_DATA, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
 
 
 def main() -> None:
-    """Reads the settings, imports the reward and scores until stdin ends."""
+    """Reads which rewards to import, imports them and scores until stdin ends."""
     pipe = WorkerPipe()
-    settings = pipe.read()
+    rewards = _Rewards()
     try:
-        spec = find_reward(sys.argv[1])
-        config = msgspec.msgpack.decode(settings, type=spec.config)
-        spec.prepare()
+        for reward in msgspec.msgpack.decode(pipe.read(), type=WorkerStart).rewards:
+            rewards.load(reward)
     except Exception as error:  # plug-in code: the owner reports the error to the user
         pipe.write(Ready(f"{type(error).__name__}: {error}"))
         raise
     pipe.write(Ready(""))
     while True:
-        inputs = msgspec.msgpack.decode(pipe.read(), type=list[RewardInput])
-        with cpu_limit(config.timeout_s * len(inputs)):
-            outputs = [output for output, _ in score_here(spec, inputs, config)]
-        pipe.write(outputs)
+        request = msgspec.msgpack.decode(pipe.read(), type=Load | Score)
+        if isinstance(request, Score):
+            pipe.write(rewards.score(request.reward, request.inputs))
+            continue
+        try:
+            rewards.load(request.reward)
+        except Exception as error:  # plug-in code: as at the start
+            pipe.write(Ready(f"{type(error).__name__}: {error}"))
+        else:
+            pipe.write(Ready(""))
 
 
 if __name__ == "__main__":

@@ -6,15 +6,16 @@ import asyncio
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, BinaryIO
 
 import msgspec
 
+from relax_core.config.reward_choice import ChosenReward, RewardChoice
 from relax_core.contracts.checks.plugin_results import WrongResult
 from relax_core.contracts.env import EnvSpec, EpisodeStart
-from relax_core.contracts.reward import RewardInput, RewardOutput, RewardSpec
+from relax_core.contracts.reward import RewardInput, RewardOutput, RewardSpec, RewardUnusable
 from relax_core.data.killable.worker_frames import HEADER_BYTES, payload_bytes, to_frame
 from relax_core.registry import find_algorithm, find_env, find_reward, plugin_words
 from relax_core.rollout.data_source_trial import try_data_source
@@ -91,25 +92,43 @@ async def _result(returned: Any) -> Any:
 
 
 def _try_reward(request: Request, replies: BinaryIO) -> Iterator[str]:
-    """Yields a problem if the reward returns a wrong type, or if none of the data rows gets a reward."""
+    """Yields a problem if a reward returns a wrong type, or if none of the data rows that it scores gets a reward."""
     name, packed = request.reward
     _send(replies, Stage(what=f"reward.name={name}: its import", limit_s=START_S))
     spec = find_reward(name)
-    config = msgspec.msgpack.decode(packed, type=spec.config)
-    if (problem := _problem(spec.prepare, f"reward.name={name}: prepare")) is not None:
+    choice = RewardChoice(spec, msgspec.msgpack.decode(packed, type=spec.config))
+    rows: dict[ChosenReward, list[tuple[str, dict[str, Any]]]] = {}
+    for where, row in request.rows:
+        try:
+            scorers = choice.scorers(row)
+        except ValueError:  # the check of the data reports a row that names no known reward
+            continue
+        for chosen in scorers:
+            rows.setdefault(chosen, []).append((where, row))
+    for chosen, its in rows.items():
+        yield from _try_on_rows(chosen, its, request, replies)
+
+
+def _try_on_rows(
+    chosen: ChosenReward, rows: Sequence[tuple[str, dict[str, Any]]], request: Request, replies: BinaryIO
+) -> Iterator[str]:
+    spec, config = chosen.spec, chosen.config
+    name = f"reward.name={config.name}"
+    _send(replies, Stage(what=f"{name}: its libraries", limit_s=START_S))
+    if (problem := _problem(spec.prepare, f"{name}: prepare")) is not None:
         yield problem
         return
     first = ""
-    for where, row in request.rows:
+    for where, row in rows:
         answer = str(row["answer"])
         given = RewardInput(response=answer, stopped=True, answer=answer, row=without_bytes(with_sources(row)))
-        what = f"reward.name={name}: the score of {where}, with its own answer as the response"
+        what = f"{name}: the score of {where}, with its own answer as the response"
         answers = 1 if spec.score is not None else 2
         _send(replies, Stage(what=what, limit_s=max(request.call_s, config.timeout_s * answers)))
         try:
             output = _first_output(spec, given, config)
-        except WrongResult as error:
-            yield f"reward.name={name}: {error}"
+        except (WrongResult, RewardUnusable) as error:
+            yield f"{name}: {error}"
             return
         except Exception as error:  # plug-in code: the error is reported if no row has a reward
             first = first or f"{what}: {plugin_words(error)}"
@@ -117,7 +136,7 @@ def _try_reward(request: Request, replies: BinaryIO) -> Iterator[str]:
         if output.reward is not None:
             return
         first = first or f"{what}: no reward: {output.reason or 'None without a reason'}"
-    several = "" if len(request.rows) < 2 else f" None of the {len(request.rows)} rows that were tried has a reward."
+    several = "" if len(rows) < 2 else f" None of the {len(rows)} rows that were tried has a reward."
     yield f"{first}.{several}"
 
 

@@ -76,7 +76,7 @@ def test_a_sweep_starts_from_a_run(folder: Path, tmp_path: Path) -> None:
 def test_a_plugin_file_and_a_launcher_of_the_saved_run_stay(tmp_path: Path) -> None:
     plugin = tmp_path / "mine.py"
     text = (Path(__file__).parents[3] / "rewards" / "math.py").read_text()
-    plugin.write_text(text.replace("timeout_s: float = 5.0", "timeout_s: float = 5.0\n    target: int = 3"))
+    plugin.write_text(text.replace("rule: str =", "target: int = 3\n    rule: str ="))
     made = tmp_path / "run"
     made.mkdir()
     lines = (f"reward.name={plugin}", "reward.target=4", "launcher=slurm", "launcher.partition=gpu", "launcher.nodes=2")

@@ -252,7 +252,7 @@ def test_what_a_spec_may_not_be_is_refused_with_its_name() -> None:
         return [1.0 for _ in given]
 
     named: dict[str, Any] = {"name": "mine", "summary": "s", "config": RewardConfig}
-    with pytest.raises(ValueError, match="reward mine: its SPEC has neither score nor score_group"):
+    with pytest.raises(ValueError, match="reward mine: its SPEC has none of score, score_group and combine"):
         RewardSpec(**named)
     with pytest.raises(ValueError, match="reward mine: its SPEC has both score and score_group"):
         RewardSpec(**named, score=score, score_group=score_group)

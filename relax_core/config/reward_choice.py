@@ -1,0 +1,202 @@
+"""Chooses which rewards score the answers to a data row: the run's own, the row's by its column, or parts of a sum."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from relax_core.config.plugin_types import plugin_config
+from relax_core.contracts.data import BadRow, DataRow
+from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput, RewardPart, RewardSpec, reward_parts
+from relax_core.registry import PluginError, find_reward, plugin_words
+
+Outcome = tuple[RewardOutput, Exception | None]  # the output and what the reward raised
+
+
+@dataclass(frozen=True, eq=False)
+class ChosenReward:
+    """Is a reward with its settings, under the name that metrics and messages have for it."""
+
+    label: str
+    spec: RewardSpec
+    config: RewardConfig
+
+
+class RewardChoice:
+    """Knows which rewards score a data row, for the reward of a run and its settings.
+
+    Raises ValueError (key, value, fix) for entries of ``reward.parts`` that make no sense, an unknown reward or setting
+    in one, and settings that a part's own check refuses.
+    """
+
+    def __init__(self, spec: RewardSpec, config: RewardConfig) -> None:
+        self.own = ChosenReward(spec.name, spec, config)
+        self._by = config.by
+        parts = reward_parts(config)
+        if spec.combine is not None and not parts:
+            raise ValueError(
+                f"reward.parts=[]: reward={spec.name} is made of other rewards. Name them: "
+                "'reward.parts=[{reward: math, weight: 0.9}, {reward: format_think, weight: 0.1}]'."
+            )
+        if spec.combine is not None and config.by is not None:
+            raise ValueError(
+                f"reward.by={config.by} with reward={spec.name}, whose parts score every row. Use when=… in the parts "
+                "instead of reward.by, or another reward."
+            )
+        if parts and spec.combine is None and config.by is None:
+            raise ValueError(
+                f"reward.parts with reward={spec.name}, which is not made of parts. Use reward=mix, or "
+                "reward.by=COLUMN."
+            )
+        self._parts = {part.label: part for part in parts}
+        self._rewards = {part.label: _of_part(part, number) for number, part in enumerate(parts)}
+        if config.by is not None:
+            for part in parts:
+                if (part.weight, part.when, part.optional) != (1.0, {}, False):
+                    raise ValueError(
+                        f"reward.parts: {part.label} has weight, when or optional with reward.by={config.by}, where "
+                        "one reward scores a row. Drop them, or use reward=mix."
+                    )
+
+    def known(self) -> list[ChosenReward]:
+        """Returns the rewards that are known without the data, those of rows that name others left out."""
+        return [*([] if self.own.spec.combine else [self.own]), *self._rewards.values()]
+
+    def of_row(self, row: DataRow) -> ChosenReward:
+        """Returns the reward of a data row.
+
+        Raises ValueError with the column, the value and the fix if it names an unknown one.
+        """
+        name = row.get(self._by) if self._by is not None else None
+        if name is None or name == "":
+            return self.own
+        if not isinstance(name, str):
+            raise ValueError(f"{self._by}={name!r} is no name of a reward. Write one, such as math.")
+        if name not in self._rewards:
+            self._rewards[name] = self._named(name)
+        return self._rewards[name]
+
+    def _named(self, name: str) -> ChosenReward:
+        if name == self.own.label:
+            return self.own
+        try:
+            spec = find_reward(name)
+        except PluginError as error:
+            raise ValueError(f"{self._by}: {error}") from error
+        if spec.combine is not None:
+            raise ValueError(f"{self._by}={name}: it is made of other rewards. Name one of them in the row.")
+        config = plugin_config("reward", name, {}, section="reward")
+        try:
+            spec.check(config)
+        except ValueError as error:
+            raise ValueError(
+                f"{self._by}={name}: {error} Settings of a row's reward stand in reward.parts: {{reward: {name}, …}}."
+            ) from error
+        return ChosenReward(name, spec, config)
+
+    def parts_of(self, row: DataRow) -> list[ChosenReward]:
+        """Returns the parts of the run's reward that score a data row."""
+        return [self._rewards[label] for label, part in self._parts.items() if part.applies(row)]
+
+    def scorers(self, row: DataRow) -> list[ChosenReward]:
+        """Returns all rewards that score a data row. Raises as `of_row` does."""
+        chosen = self.of_row(row)
+        return self.parts_of(row) if chosen.spec.combine else [chosen]
+
+    def check_row(self, row: DataRow, where: str) -> None:
+        """Raises `BadRow` for a data row that its reward cannot score; ``where`` is the row's file and line."""
+        try:
+            scorers = self.scorers(row)
+        except ValueError as error:
+            raise BadRow.because("reward", f"{where}: {error}") from error
+        for one in scorers:
+            if one.spec.check_row is None:
+                continue
+            try:
+                one.spec.check_row(row, one.config)
+            except ValueError as error:
+                raise BadRow.because("label", f"{where}: reward {one.label}: {error}") from error
+            except Exception as error:  # plug-in code
+                raise BadRow.because("label", f"{where}: reward {one.label}: {plugin_words(error)}") from error
+
+    def combined(self, given: RewardInput, found: Mapping[str, Outcome]) -> Outcome:
+        """Returns the outcome of a reward that is made of parts, given those of its parts by label.
+
+        There is none if a part that is not optional has none. The parts' rewards are among the outcome's parts.
+        """
+        combine = self.own.spec.combine
+        assert combine is not None
+        outputs = {label: output for label, (output, _) in found.items() if output.reward is not None}
+        for label, (output, error) in found.items():
+            if output.reward is None and not self._parts[label].optional:
+                return RewardOutput(reward=None, reason=f"{label}: {output.reason}", why=_why(found)), error
+        try:
+            made = combine(given, outputs, self.own.config)
+        except Exception as error:  # plug-in code
+            return RewardOutput(reward=None, reason=plugin_words(error)), error
+        assert isinstance(made, RewardOutput), "the registry checks what a reward returns"
+        parts = {name: value for label, one in outputs.items() for name, value in labelled(label, one).items()}
+        return replace(made, parts={**parts, **(made.parts or {})}, why=made.why or _why(found)), None
+
+    def routed(self, chosen: ChosenReward, outcomes: Sequence[Outcome]) -> list[Outcome]:
+        """Returns the outcomes of a row's reward; where rows name their rewards, each reward is a part of its own."""
+        if self._by is None:
+            return list(outcomes)
+        return [
+            (output if output.reward is None else replace(output, parts=labelled(chosen.label, output)), error)
+            for output, error in outcomes
+        ]
+
+
+def labelled(label: str, output: RewardOutput) -> dict[str, float]:
+    """Returns a reward under its label and its parts as LABEL_PART."""
+    assert output.reward is not None
+    return {label: output.reward, **{f"{label}_{name}": value for name, value in (output.parts or {}).items()}}
+
+
+def _of_part(part: RewardPart, number: int) -> ChosenReward:
+    where = f"reward.parts[{number}]"
+    try:
+        spec = find_reward(part.reward)
+    except PluginError as error:
+        raise ValueError(f"{where}: {error}") from error
+    if spec.combine is not None:
+        raise ValueError(f"{where}.reward={part.reward}: it is made of parts itself. Name its parts here.")
+    config = plugin_config("reward", part.reward, dict(part.settings), section=where)
+    try:
+        spec.check(config)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+    return ChosenReward(part.label, spec, config)
+
+
+def _why(found: Mapping[str, Outcome]) -> str:
+    return "; ".join(f"{label}: {output.why}" for label, (output, _) in found.items() if output.why)
+
+
+def choice_problems(spec: RewardSpec, config: RewardConfig) -> list[str]:
+    """Returns what is wrong with ``reward.by`` and ``reward.parts``, in sentences."""
+    try:
+        RewardChoice(spec, config)
+    except ValueError as error:
+        return str(error).splitlines()
+    return []
+
+
+def row_check(spec: RewardSpec, config: RewardConfig) -> RewardChoice | None:
+    """Returns what checks data rows for a reward, or None if it scores every row."""
+    choice = RewardChoice(spec, config)
+    checks = any(one.spec.check_row is not None for one in choice.known())
+    return choice if checks or config.by is not None else None
+
+
+def may_be_isolated(config: RewardConfig) -> bool:
+    """Returns whether some reward of a run needs worker processes; the data may name one with ``reward.by``."""
+    known = RewardChoice(find_reward(config.name), config).known()
+    return config.by is not None or any(one.spec.isolated for one in known)
+
+
+def may_be_in_process(config: RewardConfig) -> bool:
+    """Returns whether some reward of a run is not isolated; the data may name one with ``reward.by``."""
+    known = RewardChoice(find_reward(config.name), config).known()
+    return config.by is not None or any(not one.spec.isolated for one in known)

@@ -1,0 +1,38 @@
+"""The messages from a reward pool to its worker processes; `relax_core.data.killable.worker_frames` has the frames."""
+
+from __future__ import annotations
+
+import msgspec
+
+from relax_core.contracts.reward import RewardConfig, RewardInput
+
+
+class WorkerReward(msgspec.Struct, frozen=True):
+    """Names a reward and has its settings as msgpack."""
+
+    name: str
+    config: bytes
+
+    @staticmethod
+    def of(config: RewardConfig) -> WorkerReward:
+        """Returns the reward of these settings."""
+        return WorkerReward(config.name, msgspec.msgpack.encode(config))
+
+
+class Load(msgspec.Struct, frozen=True, tag=True):
+    """Asks the process to import a reward; `Ready` is the answer."""
+
+    reward: WorkerReward
+
+
+class Score(msgspec.Struct, frozen=True, tag=True):
+    """Asks for the outputs of these answers, one for each, by a reward that is loaded."""
+
+    reward: WorkerReward
+    inputs: list[RewardInput]
+
+
+class WorkerStart(msgspec.Struct, frozen=True):
+    """Is the first message: the rewards that the process imports at its start."""
+
+    rewards: list[WorkerReward]

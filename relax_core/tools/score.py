@@ -1,0 +1,171 @@
+"""Scores the answers in a file without a run: ``python -m relax_core.tools.score reward=dapo file=answers.jsonl``.
+
+Each line is a JSON object with ``response`` (or ``responses``, a list) and ``answer`` (or ``label``); a reward may read
+further columns. So ``answers.jsonl`` of `relax eval` can be scored again. Settings stand as in a run:
+``reward.strict=true``, ``reward.by=COLUMN``, ``'reward.parts=[…]'``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import yaml
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from relax_core.config.errors import ConfigError
+from relax_core.config.options import conf_folder
+from relax_core.config.plugin_types import plugin_config
+from relax_core.config.reward_choice import RewardChoice
+from relax_core.contracts.checks.plugin_results import WrongResult
+from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput, RewardSpec
+from relax_core.registry import find_reward
+from relax_core.rollout.rewards.reward_pool import RewardPool
+
+ALL_SCORED, SOME_NOT, WRONG_INPUT = 0, 1, 2
+_SHOWN_ROWS = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Row:
+    """Is a line of the file: its number from 1, the data row, and its responses."""
+
+    line: int
+    row: Mapping[str, Any]
+    responses: Sequence[str]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints the scores; returns 0 if each answer has a reward, 1 if some have none, and 2 for wrong input."""
+    parser = argparse.ArgumentParser(prog="python -m relax_core.tools.score", description=__doc__.splitlines()[0])
+    parser.add_argument("words", nargs="+", help="reward=NAME file=FILE.jsonl, and settings such as reward.strict=true")
+    parser.add_argument("--json", action="store_true", help="print one JSON object an answer instead of a table")
+    parser.add_argument("--workers", type=int, default=1, help="worker processes of isolated rewards")
+    given = parser.parse_args(arguments)
+    try:
+        spec, config, file = _settings(given.words)
+        rows = list(_rows(file))
+        choice = RewardChoice(spec, config)
+        for one in rows:
+            choice.check_row(one.row, f"{file}, line {one.line}")
+        found = list(zip(rows, asyncio.run(_scored(spec, config, rows, workers=given.workers)), strict=True))
+    except (ConfigError, ValueError, OSError, WrongResult, RuntimeError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return WRONG_INPUT
+    lines = [_line(row, number, output) for row, outputs in found for number, output in enumerate(outputs)]
+    if given.json:
+        for line in lines:
+            print(json.dumps(line, ensure_ascii=False))
+    else:
+        _print_table(Console(), lines)
+    return ALL_SCORED if all(line["reward"] is not None for line in lines) else SOME_NOT
+
+
+def _settings(words: Sequence[str]) -> tuple[RewardSpec, Any, Path]:
+    """Returns the reward, its settings and the file; raises ValueError and `ConfigError` for words that say none."""
+    pairs = dict(word.partition("=")[::2] for word in words if "=" in word)
+    if (wrong := [word for word in words if "=" not in word]) or "file" not in pairs:
+        what = wrong[0] if wrong else "file"
+        raise ValueError(f"{what}: write reward=NAME file=FILE.jsonl and settings as key=value.")
+    file = Path(pairs.pop("file"))
+    name = pairs.pop("reward", None) or pairs.pop("reward.name", None)
+    if name is None:
+        raise ValueError(
+            "reward: name one, such as reward=math. With reward.by=COLUMN it is that of rows which name none."
+        )
+    if other := [key for key in pairs if not key.startswith("reward.")]:
+        raise ValueError(f"{other[0]}: only reward=NAME, reward.KEY=VALUE and file=FILE.jsonl are read here.")
+    values = {key.removeprefix("reward."): yaml.safe_load(value) for key, value in pairs.items()}
+    name = str(Path(name).absolute()) if name.endswith(".py") else name
+    preset = conf_folder() / "reward" / f"{name}.yaml"
+    if preset.is_file():  # a preset may name another reward, and has the values of a run
+        values = yaml.safe_load(preset.read_text(encoding="utf-8")) | values
+        name = values["name"]
+    spec = find_reward(name)
+    config: RewardConfig = plugin_config("reward", name, values, section="reward")
+    spec.check(config)
+    return spec, config, file
+
+
+def _rows(file: Path) -> Iterator[_Row]:
+    """Yields the lines of a file; raises ValueError with file and line for one that cannot be scored."""
+    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
+        if not line.strip():
+            continue
+        where = f"{file}, line {number}"
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{where}: not a JSON object: {error}") from error
+        if not isinstance(row, dict):
+            raise ValueError(f"{where}: not a JSON object.")
+        responses = row.pop("responses", None) or [row.pop("response", None)]
+        answer = row.pop("label", row.get("answer"))
+        if not all(isinstance(one, str) for one in responses) or not isinstance(answer, str | int | float):
+            raise ValueError(f"{where}: it needs response (or responses) and answer (or label), as text.")
+        yield _Row(line=number, row=row | {"answer": str(answer)}, responses=responses)
+
+
+async def _scored(spec: RewardSpec, config: Any, rows: Sequence[_Row], *, workers: int) -> list[list[RewardOutput]]:
+    """Returns the outputs of each row's responses. No share of failures ends it."""
+    patient = plugin_config("reward", config.name, vars(config) | {"max_failed": 1.0}, section="reward")
+    with RewardPool(spec, patient, workers=workers, concurrency=32) as pool:
+        return list(
+            await asyncio.gather(
+                *(
+                    pool.score(
+                        [
+                            RewardInput(response=text, stopped=True, answer=one.row["answer"], row=one.row)
+                            for text in one.responses
+                        ]
+                    )
+                    for one in rows
+                )
+            )
+        )
+
+
+def _line(row: _Row, number: int, output: RewardOutput) -> dict[str, Any]:
+    return {
+        "line": row.line,
+        "number": number,
+        "reward": output.reward,
+        "exact": output.exact,
+        "parts": dict(output.parts or {}),
+        "why": output.why,
+        "reason": output.reason,
+    }
+
+
+def _print_table(console: Console, lines: Sequence[Mapping[str, Any]]) -> None:
+    """Prints the first answers, and the mean of the rewards with the number of answers that have none."""
+    table = Table(show_edge=False)
+    for heading in ("line", "reward", "parts", "why"):
+        table.add_column(heading, justify="right" if heading in ("line", "reward") else "left")
+    for one in lines[:_SHOWN_ROWS]:
+        reward = "none" if one["reward"] is None else f"{one['reward']:.4g}"
+        parts = ", ".join(f"{name} {value:.4g}" for name, value in one["parts"].items())
+        why = one["why"] if one["reward"] is not None else one["reason"]
+        table.add_row(str(one["line"]), reward, parts, Text(why))
+    console.print(table)
+    if len(lines) > _SHOWN_ROWS:
+        console.print(f"… and {len(lines) - _SHOWN_ROWS} more; --json prints all of them.", highlight=False)
+    known = [one["reward"] for one in lines if one["reward"] is not None]
+    exact = sum(one["exact"] for one in lines)
+    mean = f"mean reward {fmean(known):.4f}, {exact / len(lines):.1%} exact" if known else ""
+    missing = len(lines) - len(known)
+    told = [f"{len(lines)} answers", mean, f"{missing} without a reward" if missing else ""]
+    console.print(", ".join(one for one in told if one), highlight=False)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,41 @@
+"""1 if the response is one thought in think tags and what follows, else 0.
+
+Source: ``think_format_reward`` of TRL (trl/rewards/format_rewards.py), whose pattern is
+``^<think>(?!.*<think>)(.*?)</think>.*$``: the response begins with ``<think>``, has no other one, and ends the thought
+with ``</think>``. With ``opened`` the prompt ends with ``<think>``, as some chat templates write it, and the response
+begins behind it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput, RewardSpec
+
+
+@dataclass(frozen=True)
+class FormatThinkConfig(RewardConfig):
+    """Holds the settings of the reward; ``opened`` says that the prompt ends with ``<think>``."""
+
+    name: str = "format_think"
+    opened: bool = False
+
+
+def score(given: RewardInput, config: FormatThinkConfig) -> RewardOutput:
+    """Returns 1 if the form is right, else 0."""
+    text = f"<think>{given.response}" if config.opened else given.response
+    if not text.startswith("<think>"):
+        why = "it does not begin with <think>"
+    elif text.count("<think>") > 1:
+        why = "it has <think> several times"
+    else:
+        why = "" if "</think>" in text else "it has no </think>"
+    return RewardOutput(reward=float(not why), exact=not why, why=why or "the form is right")
+
+
+SPEC = RewardSpec(
+    name="format_think",
+    summary="1 if the response is <think>…</think> and what follows, else 0",
+    config=FormatThinkConfig,
+    score=score,
+)

@@ -1,0 +1,58 @@
+"""1 if the response follows all instructions of its row, by the checks of IFEval, else 0.
+
+Source: instruction_following_eval (google-research) as the package if-verifiable 0.1.2 carries it on. The row
+has the columns ``instruction_id_list`` (names) and ``kwargs`` (one mapping for each; None is left out). The strict form
+is the default: the whole response behind the thinking is checked as it is.
+
+Departures. An unknown instruction, which the package leaves out, and missing data of nltk give no reward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from relax_core.contracts.reward import RewardInput, RewardOutput, RewardSpec
+from rewards.instructions.instruction_checks import (
+    InstructionConfig,
+    check_package,
+    instruction_names,
+    instruction_output,
+    prepare,
+)
+
+
+@dataclass(frozen=True)
+class IFEvalConfig(InstructionConfig):
+    """Holds the settings of the reward."""
+
+    name: str = "ifeval"
+
+
+def score(given: RewardInput, config: IFEvalConfig) -> RewardOutput:
+    """Returns the reward of `instruction_output` with the registry of IFEval."""
+    return instruction_output(given, config, "ifeval")
+
+
+def check(config: IFEvalConfig) -> None:
+    """Raises ValueError if the package with the registry is missing."""
+    check_package(config.name)
+
+
+def check_row(row: Mapping[str, Any], config: IFEvalConfig) -> None:
+    """Raises ValueError for a row without instructions or with other arguments than it has instructions."""
+    instruction_names(row)
+
+
+SPEC = RewardSpec(
+    name="ifeval",
+    summary="IFEval: all instructions of the row are followed",
+    config=IFEvalConfig,
+    score=score,
+    isolated=True,
+    check=check,
+    check_row=check_row,
+    prepare=partial(prepare, "ifeval"),
+)

@@ -1,0 +1,114 @@
+r"""+1 or -1 by the rule of DAPO: the last line "Answer: …" in Minerva's normal form, against an integer.
+
+Source: ``compute_score`` of slime (slime/rollout/rm_hub/math_dapo_utils.py), which is verl's. Of the response only
+the last 300 characters count. The answer is what follows the last "Answer:", in any case, to the end of its line. Its
+normal form leaves out articles, units, ``$``, ``\text`` and thousands, and braces ``\frac12``; of an equation it keeps
+what is behind the last ``=``. It is right if its text is the label's integer: 42.0 is wrong. With ``strict`` the answer
+is the last ``\boxed{}`` in the last 100 characters, and its text must be the label's.
+
+Departures. A label that is no number gives no reward, where the source raises an error; the check of the data names
+its row before the start.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput, RewardSpec, compared
+from rewards.mathematics.boxed import last_boxed
+
+_READ, _READ_STRICT = 300, 100  # characters at the end of a response
+_ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
+_REPLACED = (
+    *(("an ", ""), ("a ", ""), (".$", "$"), ("\\$", ""), ("\\ ", ""), (" ", ""), ("mbox", "text")),
+    *((",\\text{and}", ","), ("\\text{and}", ","), ("\\text{m}", "\\text{}")),
+)
+_LEFT_OUT = (
+    *("square", "ways", "integers", "dollars", "mph", "inches", "hours", "km", "units", "\\ldots", "sue", "points"),
+    *("feet", "minutes", "digits", "cents", "degrees", "cm", "gm", "pounds", "meters", "meals", "edges", "students"),
+    *("childrentickets", "multiples", "\\text{s}", "\\text{.}", "\\text{\ns}", "\\text{}^2", "\\text{}^3"),
+    *("\\text{\n}", "\\text{}", "\\mathrm{th}", "^\\circ", "^{\\circ}", "\\;", ",\\!", "{,}", '"', "\\dots"),
+    *("<|im_end|>", "<|endoftext|>"),
+)
+_PATTERNS = (
+    (re.compile(r"(.*?)(\$)(.*?)(\$)(.*)"), r"$\3$"),
+    (re.compile(r"\\text\{(.*?)\}"), r"\1"),
+    (re.compile(r"\\textbf\{(.*?)\}"), r"\1"),
+    (re.compile(r"\\overline\{(.*?)\}"), r"\1"),
+    (re.compile(r"\\boxed\{(.*)\}"), r"\1"),
+    (re.compile(r"frac([^{])(.)"), r"frac{\1}{\2}"),
+    (re.compile(r"sqrt([^{])"), r"sqrt{\1}"),
+)
+
+
+@dataclass(frozen=True)
+class DapoConfig(RewardConfig):
+    r"""Holds the settings of the reward; ``strict`` takes the last ``\boxed{}`` and compares its text."""
+
+    name: str = "dapo"
+    strict: bool = False
+
+
+def score(given: RewardInput, config: DapoConfig) -> RewardOutput:
+    """Returns 1 for the right answer, else -1; the part ``right`` is 1 or 0. None for a label that is no number."""
+    text = given.response[-_READ:]
+    if config.strict:
+        wanted, found = given.answer, last_boxed(text[-_READ_STRICT:])
+    else:
+        try:
+            wanted = _label(given.answer)
+        except ValueError as error:
+            return RewardOutput(reward=None, reason=str(error))
+        answers = _ANSWER.findall(text)
+        found = minerva_form(answers[-1]) if answers else None
+    exact = found == wanted
+    return RewardOutput(
+        reward=1.0 if exact else -1.0,
+        exact=exact,
+        parts={"right": float(exact)},
+        answer=found or "",
+        why=compared(found, wanted),
+    )
+
+
+def minerva_form(text: str) -> str:
+    """Returns the normal form of a final answer, which has at most `_READ` characters."""
+    text = text.split("=")[-1]
+    for old, new in _REPLACED:
+        text = text.replace(old, new)
+    for word in _LEFT_OUT:
+        text = text.replace(word, "")
+    for pattern, new in _PATTERNS:
+        text = pattern.sub(new, text)
+    text = text.replace("$", "")
+    if text.replace(",", "").isdigit():
+        text = text.replace(",", "")
+    return text.strip()
+
+
+def _label(label: str) -> str:
+    """Returns a label as the text of an integer; raises ValueError for one that is no number."""
+    try:
+        return str(int(float(minerva_form(label))))
+    except (ValueError, OverflowError) as error:
+        raise ValueError(
+            f"answer={label[:60]!r} is no number, and dapo's labels are integers. Correct it, or use reward=math."
+        ) from error
+
+
+def check_row(row: Mapping[str, Any], config: DapoConfig) -> None:
+    """Raises ValueError for a label that is no number; with ``strict`` every text is a label."""
+    if not config.strict:
+        _label(str(row["answer"]))
+
+
+SPEC = RewardSpec(
+    name="dapo",
+    summary="DAPO's rule: +1 or -1 by the last line Answer: …, or strictly by the last box",
+    config=DapoConfig,
+    score=score,
+    check_row=check_row,
+)

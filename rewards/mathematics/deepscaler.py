@@ -1,0 +1,79 @@
+r"""Right or wrong by the rule of DeepScaleR: the last ``\boxed{}`` behind ``</think>``, by MATH's form or by sympy.
+
+Source: ``get_deepscaler_rule_based_reward`` of slime (slime/rollout/rm_hub/deepscaler.py), which is that of
+agentica-project/deepscaler. What counts is the text behind the last ``</think>``, else behind ``###Response``; a
+response without either is wrong. The answer must be in the last ``\boxed``. `sympy_equality` says what equal means.
+
+Departures. A label without an answer gives no reward, where the source gives 0. sympy that computes too long, or needs
+too much memory, gives no reward. ``\fbox``, which the source names and never reaches, counts for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput, RewardSpec, compared
+from rewards.mathematics.boxed import boxed_label, last_boxed
+from rewards.mathematics.sympy_equality import check_package, is_equal, prepare
+
+_THINKING_ENDS = "</think>"
+_RESPONSE = "###Response"
+
+
+@dataclass(frozen=True)
+class DeepScaleRConfig(RewardConfig):
+    """Holds the settings of the reward; without ``require_think`` a response without ``</think>`` counts as a whole."""
+
+    name: str = "deepscaler"
+    require_think: bool = True
+
+
+def score(given: RewardInput, config: DeepScaleRConfig) -> RewardOutput:
+    """Returns 1 for the right answer, else 0, and None for a label without an answer."""
+    wanted = boxed_label(given.answer)
+    if wanted is None:
+        return RewardOutput(reward=None, reason=_unreadable(given.answer))
+    text = _solution(given.response, config)
+    if text is None:
+        return RewardOutput(reward=0.0, answer="", why="the response has no </think>")
+    found = last_boxed(text, also_without_brace=True)
+    exact = found is not None and is_equal(found, wanted)
+    return RewardOutput(reward=float(exact), exact=exact, answer=found or "", why=compared(found, wanted))
+
+
+def _solution(response: str, config: DeepScaleRConfig) -> str | None:
+    """Returns the text in which the answer counts."""
+    if _THINKING_ENDS in response:
+        return response.rpartition(_THINKING_ENDS)[2]
+    if _RESPONSE in response:
+        return response.split(_RESPONSE)[1]
+    return None if config.require_think else response
+
+
+def check_row(row: Mapping[str, Any], config: DeepScaleRConfig) -> None:
+    """Raises ValueError for a label without an answer."""
+    if boxed_label(str(row["answer"])) is None:
+        raise ValueError(_unreadable(str(row["answer"])))
+
+
+def _unreadable(label: str) -> str:
+    return f"answer={label[:60]!r} has no answer to compare with. Give the answer, with or without \\boxed{{}}."
+
+
+def check(config: DeepScaleRConfig) -> None:
+    """Raises ValueError if the package that reads LaTeX is missing."""
+    check_package(config.name)
+
+
+SPEC = RewardSpec(
+    name="deepscaler",
+    summary="DeepScaleR's rule: the last box behind </think>, by sympy in a killable worker",
+    config=DeepScaleRConfig,
+    score=score,
+    isolated=True,
+    check=check,
+    check_row=check_row,
+    prepare=prepare,
+)

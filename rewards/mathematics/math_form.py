@@ -1,0 +1,98 @@
+r"""The normal form of answers of the MATH data set: one writing for fractions, roots, degrees and units.
+
+The form is that of Hendrycks' ``math_equivalence``, which prm800k, DeepScaleR, verl and others carry on.
+"""
+
+from __future__ import annotations
+
+import re
+
+_REPLACED = (
+    ("\n", ""),
+    ("\\!", ""),
+    ("\\\\", "\\"),
+    ("tfrac", "frac"),
+    ("dfrac", "frac"),
+    ("\\left", ""),
+    ("\\right", ""),
+    ("^{\\circ}", ""),
+    ("^\\circ", ""),
+    ("\\$", ""),
+)
+_UNIT = "\\text{ "  # a text that begins with a space is a unit
+
+
+class _Unreadable(Exception):
+    """The text has no normal form; it then stands for itself."""
+
+
+def math_form(answer: str, *, percent_signs: bool = False) -> str:
+    r"""Returns an answer's normal form, or the answer itself if it has none.
+
+    ``\%`` is always left out, and ``%`` with ``percent_signs``.
+    """
+    answer = answer.strip()
+    if (whole := re.search(r"^\\text\{(.+?)\}$", answer)) is not None:
+        answer = whole[1].strip()
+    try:
+        return _normal(answer, percent_signs=percent_signs)
+    except _Unreadable:
+        return answer
+
+
+def _normal(text: str, *, percent_signs: bool) -> str:
+    for old, new in _REPLACED:
+        text = text.replace(old, new)
+    text, *units = text.split(_UNIT)
+    if len(units) > 1:
+        raise _Unreadable
+    text = text.replace("\\%", "")
+    if percent_signs:
+        text = text.replace("%", "")
+    text = text.replace(" .", " 0.").replace("{.", "{0.")
+    if not text:
+        return text
+    if text[0] == ".":
+        text = "0" + text
+    name, sign, value = text.partition("=")
+    if sign and "=" not in value and len(name) <= 2:
+        text = value
+    text = _fractions(_roots(text).replace(" ", ""))
+    return _slash(r"\frac{1}{2}" if text == "0.5" else text)
+
+
+def _roots(text: str) -> str:
+    r"""Returns a text with ``\sqrt{3}`` for ``\sqrt3``."""
+    first, *rest = text.split("\\sqrt")
+    if "" in rest:
+        raise _Unreadable
+    return first + "".join("\\sqrt" + (one if one[0] == "{" else f"{{{one[0]}}}{one[1:]}") for one in rest)
+
+
+def _fractions(text: str) -> str:
+    r"""Returns a text with ``\frac{1}{2}`` for ``\frac12`` and ``\frac1{2}``; as it is if a part is missing."""
+    first, *rest = text.split("\\frac")
+    parts = [first]
+    for one in rest:
+        if not one:
+            raise _Unreadable
+        if one[0] == "{":
+            parts.append(one)
+        elif len(one) < 2:
+            return text
+        else:
+            below = one[1:] if one[1] == "{" else f"{{{one[1]}}}{one[2:]}"
+            parts.append(f"{{{one[0]}}}{below}")
+    return "\\frac".join(parts)
+
+
+def _slash(text: str) -> str:
+    r"""Returns ``\frac{1}{2}`` for ``1/2``, and any other text as it is."""
+    above, sign, below = text.partition("/")
+    if not sign or not _is_written_int(above) or not _is_written_int(below):
+        return text
+    return f"\\frac{{{above}}}{{{below}}}"
+
+
+def _is_written_int(text: str) -> bool:
+    return re.fullmatch(r"0|-?[1-9][0-9]*", text) is not None

@@ -1,0 +1,170 @@
+r"""Whether two mathematical answers are equal: by their normal forms, or because sympy makes their difference 0.
+
+The comparison is that of prm800k's grader, as DeepScaleR, slime and MathRuler carry it on. It is strict on purpose: a
+fraction that is not reduced, or a decimal number for an integer, is wrong. sympy may compute without end, so a reward
+that uses this module is isolated. An expression is parsed with sympy's own names alone and never with Python's.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+from rewards.mathematics.math_form import math_form
+
+_UNITS = (
+    *("degree", "cm", "centimeter", "meter", "mile", "second", "minute", "hour", "day", "week", "month", "year"),
+    *("foot", "feet", "inch", "yard"),
+)
+_WORDS = (("million", "*10^6"), ("billion", "*10^9"), ("trillion", "*10^12"))
+_GLYPHS = (("√", "sqrt"), ("π", "pi"), ("∞", "inf"), ("∪", "U"), ("·", "*"), ("×", "*"))
+_THOUSANDS = re.compile(r"(\d),(\d\d\d)($|\D)")
+_FRACTION = re.compile(r"-?[0-9]+.?/0*[1-9][0-9]*.?")
+_NEVER_PARSED = re.compile(r"\^\{|\^\(|\^[0-9]+\^|\^[0-9][0-9]+|__")
+_MOST_LETTERS = 2  # an expression with more unknown letters is text
+_BRACKETS = "()[]"
+_TOLERANCE = 1e-7
+
+
+def check_package(name: str) -> None:
+    """Raises ValueError if the package that reads LaTeX is missing; ``name`` is the reward that needs it."""
+    if find_spec("pylatexenc") is None:
+        raise ValueError(f"reward={name} needs the package pylatexenc: pip install 'relax-core[rewards]'.")
+
+
+def prepare() -> None:
+    """Imports the libraries before the first answer is scored, because that takes a second."""
+    import sympy.parsing.sympy_parser  # noqa: F401
+    from pylatexenc import latex2text  # noqa: F401
+
+
+def is_equal(found: str, wanted: str, *, percent_signs: bool = False) -> bool:
+    """Returns whether the answer ``found`` equals the reference ``wanted``.
+
+    ``percent_signs`` leaves out percent signs in the MATH form. Raises MemoryError if sympy needs too much memory.
+    """
+    if math_form(found, percent_signs=percent_signs) == math_form(wanted, percent_signs=percent_signs):
+        return True
+    found, wanted = normal_form(found), normal_form(wanted)
+    if found == wanted:
+        return True
+    if not found:
+        return False
+    founds, wanteds = _elements(found), _elements(wanted)
+    if len(wanteds) > 1 and (found[0] != wanted[0] or found[-1] != wanted[-1]):
+        return False  # another kind of interval
+    return len(founds) == len(wanteds) and all(map(_is_element_equal, founds, wanteds))
+
+
+def _is_element_equal(found: str, wanted: str) -> bool:
+    if _FRACTION.fullmatch(found) and _FRACTION.fullmatch(wanted):
+        return found == wanted
+    if _is_int_text(found) != _is_int_text(wanted):
+        return False
+    return _is_difference_zero(wanted, found)
+
+
+def normal_form(text: str) -> str:
+    """Returns an answer without units, words, LaTeX and capital letters, integers as Python writes them."""
+    if (whole := re.search(r"^\\text\{(.+?)\}$", text)) is not None:
+        text = whole[1]
+    text = text.replace("\\%", "%").replace("\\$", "$").replace("$", "").replace("%", "")
+    text = text.replace(" or ", " , ").replace(" and ", " , ")
+    for old, new in _WORDS:
+        text = text.replace(old, new)
+    for unit in _UNITS:
+        text = re.sub(rf"{unit}(es)?(s)? *(\^[0-9]+)?", "", text)
+    text = re.sub(r"\^ *\\circ", "", text)
+    if text[:1] == "{" and text[-1:] == "}":
+        text = text[1:-1]
+    text = re.sub(r",\\! *", "", text)
+    if (value := _as_float(text)) is not None and _is_whole(value):
+        text = str(round(value))
+    if "\\" in text:
+        text = _without_latex(text)
+    text = re.sub("- *", "-", text)
+    text = re.sub("([0-9]) +([0-9])", r"\1+\2", text)  # mixed numbers
+    text = text.replace(" ", "").replace("{", "").replace("}", "").lower()
+    return str(int(float(text.replace(",", "")))) if _is_int_text(text) else text
+
+
+def _without_latex(text: str) -> str:
+    """Returns LaTeX as plain text, or the text as it is if it is no LaTeX."""
+    from pylatexenc.latex2text import LatexNodes2Text
+
+    written = text.replace("\\tfrac", "\\frac").replace("\\dfrac", "\\frac").replace("\\frac", " \\frac")
+    try:
+        plain: str = LatexNodes2Text().latex_to_text(written)
+    except MemoryError:
+        raise
+    except Exception:  # the library raises errors of many types for text that is no LaTeX
+        return text
+    for old, new in _GLYPHS:
+        plain = plain.replace(old, new)
+    return plain.strip()
+
+
+def _as_float(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def _is_whole(value: float) -> bool:
+    return abs(value) < float("inf") and abs(value - round(value)) <= _TOLERANCE
+
+
+def _without_thousands(text: str) -> str:
+    """Returns a text without the commas that separate thousands."""
+    while (shorter := _THOUSANDS.sub(r"\1\2\3", text)) != text:
+        text = shorter
+    return text
+
+
+def _is_int_text(text: str) -> bool:
+    value = _as_float(_without_thousands(text))
+    return value is not None and _is_whole(value)
+
+
+def _elements(text: str) -> list[str]:
+    """Returns the elements of a tuple or an interval, or the one element that the text is."""
+    text = _without_thousands(text)
+    inner = text[1:-1]
+    if len(text) > 2 and text[0] in _BRACKETS and text[-1] in _BRACKETS and not any(one in inner for one in _BRACKETS):
+        return [one.strip() for one in inner.split(",")]
+    return [text] if text else []
+
+
+def _is_difference_zero(wanted: str, found: str) -> bool:
+    text = f"({wanted})-({found})"
+    letters = {one for one in text.replace("sqrt", "").replace("frac", "") if one.isalpha()}
+    if len(letters) > _MOST_LETTERS or _NEVER_PARSED.search(text):
+        return False
+    import sympy
+
+    try:
+        return bool(sympy.simplify(_parsed(text)) == 0)
+    except MemoryError:
+        raise
+    except Exception:  # sympy raises errors of many types for text that is no expression
+        return False
+
+
+def _parsed(text: str) -> Any:
+    from sympy.parsing import sympy_parser
+
+    rules = (*sympy_parser.standard_transformations, sympy_parser.implicit_multiplication_application)
+    return sympy_parser.parse_expr(
+        text.replace("^", "**"), local_dict={}, global_dict=dict(_names()), transformations=rules
+    )
+
+
+@cache
+def _names() -> dict[str, Any]:
+    """Returns the names that an expression may use: sympy's, and nothing of Python."""
+    import sympy
+
+    return {"__builtins__": {}, **{name: value for name, value in vars(sympy).items() if not name.startswith("_")}}

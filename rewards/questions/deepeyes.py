@@ -1,0 +1,99 @@
+"""DeepEyes' sum of answer, form and use of a tool: 0.8 × right + 0.2 × form + 1.2 × right with a tool.
+
+Source: ``compute_score`` of redai-infra/Relax (examples/deepeyes/reward_deepeyes.py) after Visual-Agent/DeepEyes. The
+form is -1 if the think tags or the answer tags (behind the last ``</think>``) or the tags of tool responses do not
+match, if there is no answer in the tags, or if it has 300 characters or more; else 0. A wrong form is never right. A
+response that does not begin with ``<think>`` counts as if it did. A tool was used if the conversation has a tool's
+response.
+
+Departures. The source asks a judge whether the answer is right. This rule compares the words of answer and label, in
+lower case and without punctuation and articles; a judge is a reward of its own. In an episode of several turns the
+responses count together, and observations of tools count as tool responses. An empty label gives no reward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput, RewardSpec, compared
+from rewards.questions.f1 import squad_form
+from rewards.questions.multiple_choice import tagged
+
+_TOOL, _TOOL_ENDS = "<tool_response>", "</tool_response>"
+
+
+@dataclass(frozen=True)
+class DeepEyesConfig(RewardConfig):
+    """Holds the settings of the reward: the weights of its parts, and the length from which an answer is too long."""
+
+    name: str = "deepeyes"
+    right_weight: float = 0.8
+    form_weight: float = 0.2
+    tool_weight: float = 1.2
+    max_answer_chars: int = 300
+
+
+def score(given: RewardInput, config: DeepEyesConfig) -> RewardOutput:
+    """Returns the weighted sum of the parts ``right``, ``form`` and ``tool``; None for an empty label."""
+    wanted = squad_form(given.answer)
+    if not wanted:
+        return RewardOutput(reward=None, reason=_unreadable(given.answer))
+    text = "".join(given.turns) if given.turns else given.response
+    text = text if text.startswith("<think>") else f"<think>{text}"
+    behind = text.rpartition("</think>")[2].strip()
+    found = tagged(behind)
+    wrong = form_error(text, behind, found, config)
+    right = float(not wrong and squad_form(found or "") == wanted)
+    tool = float(right and _used_tool(given, text))
+    parts = {"right": right, "form": -1.0 if wrong else 0.0, "tool": tool}
+    return RewardOutput(
+        reward=config.right_weight * right + config.form_weight * parts["form"] + config.tool_weight * tool,
+        exact=bool(right),
+        parts=parts,
+        answer=found or "",
+        why=compared(found, given.answer) + (f", {wrong}" if wrong else ""),
+    )
+
+
+def form_error(text: str, behind: str, found: str | None, config: DeepEyesConfig) -> str:
+    """Returns what is wrong with the form of a response; empty if nothing is."""
+    if text.count("<think>") != text.count("</think>"):
+        return "the think tags do not match"
+    if text.count(_TOOL) != text.count(_TOOL_ENDS):
+        return "the tags of tool responses do not match"
+    if behind.count("<answer>") != behind.count("</answer>") or not found:
+        return "there is no answer in matching tags"
+    return "the answer is too long" if len(found) >= config.max_answer_chars else ""
+
+
+def _used_tool(given: RewardInput, text: str) -> bool:
+    observed = any(one["role"] == "tool" or _TOOL in str(one["content"]) for one in given.messages)
+    return observed or _TOOL in text
+
+
+def _unreadable(label: str) -> str:
+    return f"answer={label[:60]!r} has no word besides articles. Give an answer with words."
+
+
+def check_row(row: Mapping[str, Any], config: DeepEyesConfig) -> None:
+    """Raises ValueError for a label without words."""
+    if not squad_form(str(row["answer"])):
+        raise ValueError(_unreadable(str(row["answer"])))
+
+
+def check(config: DeepEyesConfig) -> None:
+    """Raises ValueError for a limit that no answer could keep to."""
+    if config.max_answer_chars < 2:
+        raise ValueError(f"reward.max_answer_chars={config.max_answer_chars}: use at least 2 characters.")
+
+
+SPEC = RewardSpec(
+    name="deepeyes",
+    summary="DeepEyes' sum: right answer, form, right answer with a tool, by the answer's words",
+    config=DeepEyesConfig,
+    score=score,
+    check=check,
+    check_row=check_row,
+)

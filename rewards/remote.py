@@ -1,0 +1,137 @@
+"""The score that a server of yours gives, by JSON over HTTP.
+
+A request is ``POST url`` with ``{"prompt", "response", "label", "metadata"}``, where ``metadata`` has the other
+columns of the data row; slime's ``remote_rm`` sends the first three. The answer is a number, or an object with
+``score`` and, if you like, ``exact``, ``why``, ``reason`` and further numbers, which become parts.
+
+A status of 5xx, 408 or 429 and a refused connection are asked again, with growing waits inside of ``timeout_s``; then
+there is no reward. Any other 4xx says that the request is wrong for every answer, so it ends the run. The source asks
+ten times, up to two minutes each, and then ends the run. At most ``rollout.reward_concurrency`` requests are under way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput, RewardSpec, RewardUnusable
+
+_USED = 0.9  # share of timeout_s for requests and waits, so that the cause is told before the call is cancelled
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.05, 2.0
+_BUSY = (408, 429)
+_MOST_BYTES = 1 << 20
+_SHOWN = 200
+
+
+@dataclass(frozen=True)
+class RemoteConfig(RewardConfig):
+    """Holds the settings of the reward: the server's URL, and the environment variable that has its bearer token."""
+
+    name: str = "remote"
+    url: str = ""
+    token_env: str | None = None
+
+
+class _Again(Exception):
+    """The server may answer later; the text says what it did."""
+
+
+async def score(given: RewardInput, config: RemoteConfig) -> RewardOutput:
+    """Returns the server's score; None if it gives none in time. Raises `RewardUnusable` for a status of 4xx."""
+    import aiohttp
+
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + _USED * config.timeout_s
+    wait_s = _FIRST_WAIT_S
+    while True:
+        left_s = deadline - loop.time()
+        try:
+            async with asyncio.timeout(max(0.0, left_s)):
+                return _output(await _asked(given, config), config)
+        except (_Again, aiohttp.ClientError, TimeoutError) as error:
+            cause = str(error) or f"no answer within {config.timeout_s:g} s"
+        if loop.time() + wait_s >= deadline:
+            return RewardOutput(reward=None, reason=f"{config.url}: {cause}")
+        await asyncio.sleep(wait_s)
+        wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
+
+
+async def _asked(given: RewardInput, config: RemoteConfig) -> bytes:
+    """Returns the body of the server's answer."""
+    import aiohttp
+
+    row = {key: value for key, value in given.row.items() if key not in ("prompt", "answer")}
+    question = {"prompt": given.row.get("prompt"), "response": given.response, "label": given.answer, "metadata": row}
+    headers = {"Content-Type": "application/json"}
+    if config.token_env is not None:
+        headers["Authorization"] = f"Bearer {os.environ.get(config.token_env, '')}"
+    body = json.dumps(question, default=str)
+    limit = aiohttp.ClientTimeout(total=config.timeout_s)
+    async with (
+        aiohttp.ClientSession(timeout=limit) as session,
+        session.post(config.url, data=body, headers=headers) as answer,
+    ):
+        content = bytearray()
+        async for part in answer.content.iter_chunked(1 << 16):
+            content += part
+            if len(content) > _MOST_BYTES:
+                raise _Again(f"it sends more than {_MOST_BYTES:,} bytes")
+        shown = bytes(content[:_SHOWN]).decode(errors="replace")
+        if answer.status >= 500 or answer.status in _BUSY:
+            raise _Again(f"status {answer.status}: {shown}")
+        if answer.status >= 400:
+            raise RewardUnusable(
+                f"reward.url={config.url}: the server refuses the request with status {answer.status}: {shown} "
+                "Correct the URL or the server; a request is a POST with prompt, response, label and metadata."
+            )
+        return bytes(content)
+
+
+def _output(body: bytes, config: RemoteConfig) -> RewardOutput:
+    """Returns the score that a body has; without a reward if it has none."""
+    try:
+        answer = json.loads(body)
+    except ValueError:
+        answer = None
+    fields: Mapping[str, Any] = answer if isinstance(answer, dict) else {"score": answer}
+    value: Any = fields.get("score")
+    if not _is_number(value):
+        said = str(fields.get("reason") or body[:_SHOWN].decode(errors="replace"))
+        return RewardOutput(reward=None, reason=f"{config.url}: no score: {said}")
+    known = ("score", "exact", "why", "reason")
+    return RewardOutput(
+        reward=float(value),
+        exact=bool(fields.get("exact", value == 1)),
+        parts={key: float(one) for key, one in fields.items() if key not in known and _is_number(one)} or None,
+        why=str(fields.get("why", "")),
+    )
+
+
+def _is_number(value: Any) -> Any:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def check(config: RemoteConfig) -> None:
+    """Raises ValueError for a URL that is none, and for an environment variable that is not set."""
+    if not config.url.startswith(("http://", "https://")):
+        raise ValueError(
+            f"reward.url={config.url!r}: the server's URL, such as reward.url=http://127.0.0.1:8000/score."
+        )
+    if config.token_env is not None and not os.environ.get(config.token_env):
+        raise ValueError(
+            f"reward.token_env={config.token_env}: this environment variable is not set. Set it, or drop it."
+        )
+
+
+SPEC = RewardSpec(
+    name="remote",
+    summary="the score of a server of yours, by JSON over HTTP",
+    config=RemoteConfig,
+    score=score,
+    check=check,
+)

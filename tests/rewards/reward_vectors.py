@@ -1,0 +1,51 @@
+"""Reads the vectors of tests/rewards/vectors/, which the sources' own scorers computed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).parent / "vectors"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Vector:
+    """Is one answer with the value that the source gives it; ``ours`` is there where Relax departs, with the reason."""
+
+    reward: str
+    response: str
+    answer: str
+    row: Mapping[str, Any]
+    settings: Mapping[str, Any]
+    source: float | str  # a value, "raises TYPE" or "hangs"
+    ours: float | str | None
+    departs: str
+
+    @property
+    def expected(self) -> float | str | None:
+        return self.ours if self.departs else self.source
+
+
+def vectors(reward: str) -> list[Vector]:
+    found = json.loads((FOLDER / f"{reward}.json").read_text(encoding="utf-8"))
+    return [
+        Vector(
+            reward=reward,
+            response=_text(one["response"]),
+            answer=_text(one["answer"]),
+            row=one.get("row", {}),
+            settings=one.get("settings", {}),
+            source=one["source"],
+            ours=one.get("ours"),
+            departs=one.get("departs", ""),
+        )
+        for one in found
+    ]
+
+
+def _text(written: str | Sequence[Any]) -> str:
+    """A long text is written as its parts, of which [text, count] stands for a repetition."""
+    return written if isinstance(written, str) else "".join(p if isinstance(p, str) else p[0] * p[1] for p in written)

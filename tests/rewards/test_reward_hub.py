@@ -1,0 +1,169 @@
+"""Every reward of the hub gives what the scorer gives whose rule it is, and departs only where it says so."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from relax_core.config.plugin_types import plugin_config
+from relax_core.contracts.reward import RewardInput, RewardOutput
+from relax_core.registry import find_reward, names
+from relax_core.rollout.rewards.reward_pool import RewardPool
+from tests.rewards.reward_vectors import FOLDER, Vector, vectors
+
+HUB = sorted(file.stem for file in FOLDER.glob("*.json"))
+NEEDS = {"deepscaler": "pylatexenc", "geo3k": "pylatexenc", "ifeval": "if_verifiable", "ifbench": "if_verifiable"}
+IN_TIME = "None in time"  # sympy would compute for ever
+LIMIT_S = 1.0
+PIECES = "<think> </think> <answer> </answer> \\boxed{ } { Answer: $ \\frac 1 2 / ^ \\sqrt = , . \\text{ ( ]"
+PIECES += " A B correct the % \\ <tool_response> \\left million cm - x é ½ 𝟙 ٣"
+TEXTS = st.one_of(
+    st.text(max_size=60), st.lists(st.sampled_from([*PIECES.split(" "), "\n", " ", "\0"]), max_size=14).map("".join)
+)
+
+
+def of(vector: Vector) -> RewardInput:
+    row = {"prompt": "", "answer": vector.answer, **vector.row}
+    return RewardInput(response=vector.response, stopped=True, answer=vector.answer, row=row)
+
+
+def config_of(reward: str, values: Any) -> Any:
+    return plugin_config("reward", reward, values, section="reward")
+
+
+def scored(reward: str, given: RewardInput, **values: Any) -> RewardOutput:
+    spec = find_reward(reward)
+    assert spec.score is not None
+    output = spec.score(given, config_of(reward, values))
+    assert isinstance(output, RewardOutput)
+    return output
+
+
+def test_every_reward_of_the_hub_has_vectors() -> None:
+    own = {"env", "exact_match", "reverse_digits", "reasoning_gym", "remote", "mix", "genrm"}
+    assert set(names("reward")) - own == set(HUB)
+    for reward in HUB:
+        assert len(vectors(reward)) >= 12, reward
+
+
+@pytest.mark.parametrize("reward", HUB)
+def test_a_reward_equals_its_source(reward: str) -> None:
+    if reward in NEEDS:
+        pytest.importorskip(NEEDS[reward])
+    find_reward(reward).prepare()
+    wrong = []
+    for number, vector in enumerate(vectors(reward)):
+        if vector.expected == IN_TIME or ("boxed" in vector.settings.values() and not _has("pylatexenc")):
+            continue
+        assert vector.departs or isinstance(vector.source, float), f"{number}: the source {vector.source}"
+        output = scored(reward, of(vector), **vector.settings)
+        if output.reward != (None if vector.expected is None else pytest.approx(vector.expected, abs=1e-9)):
+            wrong.append((number, vector.response[:60], vector.answer[:40], vector.expected, output))
+        assert (output.reward is None) == bool(output.reason), number
+        if output.reward is not None:
+            assert output.why, number
+    assert not wrong
+
+
+def _has(module: str) -> bool:
+    try:
+        __import__(module)
+    except ImportError:
+        return False
+    return True
+
+
+def test_code_in_an_answer_is_never_run(tmp_path: Path) -> None:
+    pytest.importorskip("pylatexenc")
+    file = tmp_path / "ran"
+    for code in (f"__import__('os').mkdir('{file}')", f"open('{file}','w')", f"print(open('{file}','w'))"):
+        for reward in ("deepscaler", "geo3k", "math", "openr1mm", "dapo"):
+            response = f"<think></think><answer>Answer: \\boxed{{{code}}}</answer>"
+            scored(reward, RewardInput(response=response, stopped=True, answer="1", row={}))
+    assert not os.path.exists(file)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RewardPool]:
+    """A pool whose rows name their reward, in one worker process."""
+    parts = [{"reward": one, "timeout_s": LIMIT_S} for one in HUB if find_reward(one).isolated and _usable(one)]
+    config = config_of("f1", {"by": "reward", "parts": parts, "max_failed": 1.0, "timeout_s": 60.0})
+    with RewardPool(find_reward("f1"), config, workers=1) as pool:
+        yield pool
+
+
+def _usable(reward: str) -> bool:
+    return reward not in NEEDS or _has(NEEDS[reward])
+
+
+def test_a_sum_without_end_has_no_reward_in_time(pool: RewardPool) -> None:
+    hanging = [one for name in HUB if _usable(name) for one in vectors(name) if one.expected == IN_TIME]
+    if not hanging:
+        pytest.skip("needs pylatexenc")
+    for one in hanging:
+        row = {"reward": one.reward}
+        (output,) = asyncio.run(
+            pool.score([RewardInput(response=one.response, stopped=True, answer=one.answer, row=row)])
+        )
+        assert output.reward is None
+        assert "no answer within 1 s" in output.reason or "more memory than reward.memory_gib=1" in output.reason
+
+
+QUICK = sorted(name for name in HUB if not find_reward(name).isolated)
+COUNT, COUNT_ISOLATED = 9_800, 200
+
+
+def test_odd_texts_raise_nothing() -> None:
+    """9,800 strings over the rewards that run in the rollout, and 200 through the worker processes of the others."""
+
+    @settings(max_examples=COUNT // len(QUICK), deadline=None, database=None, derandomize=True)
+    @given(response=TEXTS, answer=TEXTS)
+    def score_all(response: str, answer: str) -> None:
+        row = {"answer": answer, "choices": ["red", "blue", answer]}
+        for reward in QUICK:
+            spec, config = rewards[reward]
+            output = spec.score(RewardInput(response=response, stopped=True, answer=answer, row=row), config)  # type: ignore[misc]
+            assert isinstance(output, RewardOutput)
+            assert (output.reward is None) == _is_refused(spec.check_row, row, config)
+
+    rewards = {reward: (find_reward(reward), config_of(reward, {})) for reward in QUICK}
+    score_all()
+
+
+def _is_refused(check_row: Any, row: Mapping[str, Any], config: Any) -> bool:
+    """Whether the check of the data leaves the row out: exactly these rows have no reward."""
+    try:
+        if check_row is not None:
+            check_row(row, config)
+    except ValueError:
+        return True
+    return False
+
+
+def test_odd_texts_hang_nothing_in_worker_processes(pool: RewardPool) -> None:
+    isolated = [name for name in HUB if find_reward(name).isolated and _usable(name)]
+
+    @settings(
+        max_examples=COUNT_ISOLATED // len(isolated),
+        deadline=None,
+        database=None,
+        derandomize=True,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(response=TEXTS, answer=TEXTS.filter(str.strip))
+    def score_all(response: str, answer: str) -> None:
+        for reward in isolated:
+            row = {"reward": reward, "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}
+            given_ = RewardInput(response=response, stopped=True, answer=answer, row=row)
+            (output,) = asyncio.run(pool.score([given_]))
+            assert output.reward is None or 0 <= output.reward <= 1
+            assert "Traceback" not in output.reason
+
+    score_all()
