@@ -30,7 +30,8 @@ class ForestAnswer:
     """Is one answer that was asked for at a place, ``number`` in the order of the session's requests.
 
     ``kind`` holds what makes two requests for an answer at one place the same request. ``parent`` is the answer whose
-    tokens the prompt goes on from, None for a prompt that was rendered whole; ``opening`` numbers the conversation that
+    tokens the prompt goes on from, None for a prompt that was rendered whole, and ``near`` the deepest answer in the
+    conversation; ``opening`` numbers the conversation that
     was rendered whole. ``prompt_ids`` are all tokens before the answer. ``sampled`` are all tokens of the answer; they
     and ``reply`` are there once it has ended. ``given`` says that a client has it, and ``abandoned`` that the client
     that asked for it hung up. ``after`` is the place behind it.
@@ -39,6 +40,7 @@ class ForestAnswer:
     number: int
     kind: Hashable
     parent: ForestAnswer | None
+    near: ForestAnswer | None
     opening: int
     prompt_ids: list[int]
     sampled: list[int] = field(default_factory=list)
@@ -122,7 +124,9 @@ class MessageForest:
             self._openings += 1
         else:
             opening, parent = walk.known.opening, walk.known
-        answer = ForestAnswer(number=self._asked, kind=kind, parent=parent, opening=opening, prompt_ids=prompt_ids)
+        answer = ForestAnswer(
+            number=self._asked, kind=kind, parent=parent, near=walk.nearest, opening=opening, prompt_ids=prompt_ids
+        )
         self._asked += 1
         self.answers.append(answer)
         walk.place.answers.append(answer)
