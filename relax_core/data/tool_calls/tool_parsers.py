@@ -22,6 +22,8 @@ PARSERS: Mapping[str, Reader] = {
     "mistral": read_mistral,
     "none": lambda text: ReadCalls(content=text),
 }
+# What a call begins with in each form; with the other forms a whole response may be a call.
+CALL_MARKS = {"hermes": "<tool_call>", "qwen3_coder": "<tool_call>", "mistral": "[TOOL_CALLS]"}
 # What a chat template has if its family writes calls in a form; the first that is found counts.
 _SIGNS = (
     ("[TOOL_CALLS]", "mistral"),

@@ -19,8 +19,9 @@ from relax_core.engines.pool.engine_watch import LOAD_POLL_S, ClientFor, EngineW
 from relax_core.engines.pool.fan_out import FanOut, fan_out
 from relax_core.engines.pool.open_prompts import OpenPrompt, prompt_cost
 from relax_core.engines.pool.prompt_routing import Router
-from relax_core.engines.protocol.engine_client import EngineClient, response_limit
+from relax_core.engines.protocol.engine_client import EngineClient
 from relax_core.engines.protocol.frames import StreamEnd
+from relax_core.engines.protocol.request_body import OnTokens, response_limit
 
 OnEnd = Callable[[StreamEnd], None]
 BringMedia = Callable[[int, EngineClient, Sequence[PromptRequest]], Awaitable[None]]
@@ -44,6 +45,7 @@ class _PromptBatch:
 
     params: SamplingParams
     on_end: OnEnd | None
+    on_tokens: OnTokens | None
     left: int
     events: asyncio.Queue[OpenPrompt | Exception | None] = field(default_factory=asyncio.Queue)
     again: list[OpenPrompt] = field(default_factory=list)
@@ -120,14 +122,16 @@ class EnginePool:
         *,
         places: Sequence[int],
         on_end: OnEnd | None = None,
+        on_tokens: OnTokens | None = None,
     ) -> AsyncIterator[tuple[int, list[Generated]]]:
         """Yields (prompt index, its ``params.n`` responses) as soon as all responses of a prompt are finished.
 
         A prompt that `cancel` gave up is left out. ``places[i]`` chooses among engines that are equally loaded. If an
         engine fails, its open samples are asked of another engine, or of itself once it answers again; finished samples
         are kept. A sample that comes back aborted goes on from its prefix. ``on_end`` gets each engine's own times.
+        ``on_tokens`` gets tokens while they are sampled; it may miss the last ones of a response.
         """
-        prompt_batch = _PromptBatch(params=params, on_end=on_end, left=len(prompts))
+        prompt_batch = _PromptBatch(params=params, on_end=on_end, on_tokens=on_tokens, left=len(prompts))
         opened = [
             OpenPrompt(
                 index=index,
@@ -204,7 +208,10 @@ class EnginePool:
             client = await self._client_for(engine, False)
             if self._bring_media is not None:
                 await self._bring_media(engine, client, requests)
-            async for one in client.generate(requests, prompt_batch.params, on_end=prompt_batch.on_end):
+            told: dict[str, Any] = {}
+            if (on_tokens := prompt_batch.on_tokens) is not None:
+                told["on_tokens"] = _telling(on_tokens, requests, owners, tickets)
+            async for one in client.generate(requests, prompt_batch.params, on_end=prompt_batch.on_end, **told):
                 prompt = owners[one.prompt]
                 if prompt.owed_by(tickets[prompt]):
                     self._take(prompt_batch, prompt, msgspec.structs.replace(one, engine=engine_name(engine)), engine)
@@ -335,6 +342,22 @@ class EnginePool:
             ours = sum(len(prompt.asked) for prompt in opened if prompt.engine == engine)
             mean_cost = sum(prompt.cost for prompt in opened) / len(opened)
             self._router.others(engine, max(0, samples - ours) * mean_cost)
+
+
+def _telling(
+    on_tokens: OnTokens,
+    requests: Sequence[PromptRequest],
+    owners: Sequence[OpenPrompt],
+    tickets: Mapping[OpenPrompt, int],
+) -> OnTokens:
+    """Returns what tells the tokens of a request under way as those of the pool's prompts."""
+
+    def tell(number: int, sample: int, start: int, ids: Sequence[int]) -> None:
+        prompt = owners[number]
+        if prompt.owed_by(tickets[prompt]):
+            on_tokens(prompt.index, sample, requests[number].generated + start, ids)
+
+    return tell
 
 
 def _by_engine(prompts: Iterable[OpenPrompt]) -> dict[int, list[str]]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import msgspec
+import numpy as np
 
 from relax_core.contracts.engine import (
     EngineError,
@@ -19,23 +20,26 @@ from relax_core.contracts.engine import (
     PromptRequest,
     SamplingParams,
 )
-from relax_core.engines.protocol.frames import EVENT_STREAM, MSGPACK, Finished, FrameReader, StreamEnd, StreamFailure
-from relax_core.engines.protocol.request_media import checked_prompt_tokens, media_fields
+from relax_core.engines.protocol.frames import (
+    EVENT_STREAM,
+    INT32,
+    MSGPACK,
+    Finished,
+    FrameReader,
+    Grown,
+    StreamEnd,
+    StreamFailure,
+)
+from relax_core.engines.protocol.request_body import OnTokens, checked_prompt_tokens, generate_body
 from relax_core.engines.protocol.score_calls import TokenScores, TokensToScore, read_scores, score_body
 from relax_core.engines.protocol.server_sent_events import EventReader
 from relax_core.engines.protocol.weight_calls import WeightCalls
 
 if TYPE_CHECKING:
     import aiohttp
-    import numpy as np
 
 CONNECT_S = 5.0  # an engine is on this host or in this rack, so a connection that takes longer will not succeed
 _encoder = msgspec.json.Encoder()
-
-
-def response_limit(prompt: PromptRequest, params: SamplingParams) -> int:
-    """Returns the limit of sampled tokens of each response, those that were generated before included."""
-    return params.max_new_tokens if prompt.max_new_tokens is None else prompt.max_new_tokens
 
 
 class EngineClient(WeightCalls):
@@ -64,17 +68,23 @@ class EngineClient(WeightCalls):
         params: SamplingParams,
         *,
         on_end: Callable[[StreamEnd], None] | None = None,
+        on_tokens: OnTokens | None = None,
     ) -> AsyncIterator[Generated]:
         """Sends one request for all prompts and yields each response as soon as it is finished.
 
         The responses are those of `PromptRequest.samples`, or ``params.n`` for each prompt. ``on_end`` gets the
-        engine's own times; only the embedded engine reports them. If the caller leaves the iteration early, the
-        connection is closed and the engine aborts the samples that still run.
+        engine's own times; only the embedded engine reports them. ``on_tokens`` gets the tokens of this call while they
+        are sampled, and may miss the last ones. If the caller leaves the iteration early, the connection is closed and
+        the engine aborts the samples that still run.
         """
         expected = sum(params.n if prompt.samples is None else len(prompt.samples) for prompt in prompts)
-        body = generate_body(prompts, params)
+        told = {} if on_tokens is None else {"tells_tokens": True}
+        body = generate_body(prompts, params, **told)
         async for one in self._streamed(
-            body, params, lambda response: self._responses(response, prompts, params, on_end), expected=expected
+            body,
+            params,
+            lambda response: self._responses(response, prompts, params, on_end, on_tokens),
+            expected=expected,
         ):
             yield one
 
@@ -130,6 +140,7 @@ class EngineClient(WeightCalls):
         prompts: Sequence[PromptRequest],
         params: SamplingParams,
         on_end: Callable[[StreamEnd], None] | None,
+        on_tokens: OnTokens | None = None,
     ) -> AsyncIterator[Generated]:
         """Reads an answer: the embedded engine's frames, or the events of another engine."""
         if response.content_type == MSGPACK:
@@ -144,11 +155,14 @@ class EngineClient(WeightCalls):
                             raise EngineError(f"engine {self.url} /generate: {message}")
                         case StreamEnd() if on_end is not None:
                             on_end(frame)
+                        case Grown() if on_tokens is not None:
+                            ids = np.frombuffer(frame.output_ids, dtype=INT32).tolist()
+                            on_tokens(frame.prompt, frame.sample, frame.start, ids)
             return
         if params.banned_token_ids:
             raise EngineError(f"engine {self.url} /generate: this engine does not support banned_token_ids")
         samples = [(index, sample) for index in range(len(prompts)) for sample in range(params.n)]
-        async for one in self._events(response, EventReader(prompts, samples=samples)):
+        async for one in self._events(response, EventReader(prompts, samples=samples, on_tokens=on_tokens)):
             yield one
 
     async def _events(self, response: aiohttp.ClientResponse, reader: EventReader) -> AsyncIterator[Generated]:
@@ -336,42 +350,6 @@ class EngineClient(WeightCalls):
 
     def _refusal(self, route: str, status: int, body: bytes) -> EngineError:
         return EngineError(f"engine {self.url} {route}: {status}: {_message(body)}")
-
-
-def generate_body(prompts: Sequence[PromptRequest], params: SamplingParams) -> dict[str, Any]:
-    """Returns the JSON body of one /generate for all prompts."""
-    sampling: dict[str, Any] = {
-        "n": params.n,
-        "max_new_tokens": params.max_new_tokens,
-        "temperature": params.temperature,
-        "top_p": params.top_p,
-        "top_k": params.top_k,
-        "min_p": params.min_p,
-        "stop_token_ids": params.stop_token_ids,
-    }
-    if params.stop:
-        sampling["stop"] = params.stop
-    body = {
-        "rid": [prompt.rid for prompt in prompts],
-        "input_ids": [prompt.input_ids for prompt in prompts],
-        "sampling_params": sampling,
-        "return_logprob": True,
-        "stream": True,
-        "min_version": [prompt.min_version for prompt in prompts],
-        "sampling_seed": [prompt.sampling_seed for prompt in prompts],
-        "banned_token_ids": params.banned_token_ids,
-        "return_routed_experts": params.return_routed_experts,
-        "return_sampling_mask": params.return_kept_tokens,
-    }
-    if any(prompt.samples is not None for prompt in prompts):
-        body["samples"] = [prompt.samples for prompt in prompts]
-    if any(prompt.generated for prompt in prompts):
-        body["generated"] = [prompt.generated for prompt in prompts]
-    if any(prompt.generated or prompt.max_new_tokens is not None for prompt in prompts):
-        body["sampling_params"] = [
-            sampling | {"max_new_tokens": response_limit(prompt, params) - prompt.generated} for prompt in prompts
-        ]
-    return body | media_fields([prompt.media for prompt in prompts])
 
 
 def _words(error: BaseException) -> str:

@@ -1,6 +1,7 @@
 """Encodes the compact stream from the embedded engine to its client: 4 bytes of big-endian length, a msgpack frame.
 
-The engine writes one frame for each finished response, several frames in one write. An end frame closes the stream.
+The engine writes one frame for each finished response, and for new tokens of others if the call asks for them, several
+frames in one write. An end frame closes the stream.
 """
 
 from __future__ import annotations
@@ -91,6 +92,18 @@ class Finished(msgspec.Struct, frozen=True, array_like=True, tag="finished"):
         )
 
 
+class Grown(msgspec.Struct, frozen=True, array_like=True, tag="grown"):
+    """Tells new tokens of a response that is not finished; ``output_ids`` holds the bytes of little-endian int32.
+
+    ``start`` is the index of the first of them among the tokens of this call.
+    """
+
+    prompt: int
+    sample: int
+    start: int
+    output_ids: bytes
+
+
 class StreamEnd(msgspec.Struct, frozen=True, array_like=True, tag="end"):
     """Ends a stream with the engine's own times of the call, in milliseconds.
 
@@ -112,7 +125,7 @@ class StreamFailure(msgspec.Struct, frozen=True, array_like=True, tag="failure")
     message: str
 
 
-Frame = Finished | StreamEnd | StreamFailure
+Frame = Finished | Grown | StreamEnd | StreamFailure
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Frame)
 

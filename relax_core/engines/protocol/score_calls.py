@@ -12,7 +12,7 @@ import numpy as np
 
 from relax_core.contracts.media import Media
 from relax_core.contracts.trees.kept_tokens import OUTSIDE, KeptTokens
-from relax_core.engines.protocol.request_media import media_fields
+from relax_core.engines.protocol.request_body import media_fields
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ import numpy as np
 
 from relax_core.contracts.engine import FinishReason, Generated, PromptRequest
 from relax_core.contracts.trees.kept_tokens import KeptTokens
-from relax_core.engines.protocol.request_media import checked_prompt_tokens
+from relax_core.engines.protocol.request_body import OnTokens, checked_prompt_tokens
 from relax_core.engines.protocol.routed_experts import read_routed_experts
 from relax_core.engines.protocol.version_spans import VersionSpan, token_versions
 
@@ -72,7 +72,8 @@ class EventReader:
     """Gathers events, incremental (with the new tokens) or cumulative (with all tokens so far), into responses.
 
     The token count of an event says which kind it is. ``samples`` is the (prompt, sample) of each event index.
-    ``vocab_size`` is the model's; it is given if the kept sets are wanted. ``prefills`` maps each finished (prompt,
+    ``vocab_size`` is the model's; it is given if the kept sets are wanted. ``on_tokens`` gets tokens as they come.
+    ``prefills`` maps each finished (prompt,
     sample) that has a token to how many tokens of its prompt came from the engine's cache, and to the first version
     span. An empty span says that its version ended before a token was sampled.
     """
@@ -83,7 +84,9 @@ class EventReader:
         *,
         samples: Sequence[tuple[int, int]],
         vocab_size: int | None = None,
+        on_tokens: OnTokens | None = None,
     ) -> None:
+        self._on_tokens = on_tokens
         self._prompts = prompts
         self._samples = samples
         self._vocab_size = vocab_size
@@ -111,6 +114,8 @@ class EventReader:
         if growing is None or len(event.output_ids) == meta.completion_tokens:
             growing = self._growing[event.index] = (array("i"), array("f"), [])
         ids, logprobs, kept = growing
+        if self._on_tokens is not None and event.output_ids:
+            self._on_tokens(*self._samples[event.index], len(ids), event.output_ids)
         ids.fromlist(event.output_ids)
         if self._vocab_size is not None and meta.output_token_sampling_mask:
             try:

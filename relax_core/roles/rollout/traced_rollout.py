@@ -11,6 +11,7 @@ from relax_core.contracts.media import MediaItem
 from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput, RewardSpec
 from relax_core.engines.pool.engine_pool import BringMedia, EnginePool, OnEnd
 from relax_core.engines.pool.engine_watch import ClientFor
+from relax_core.engines.protocol.request_body import OnTokens
 from relax_core.roles.process.traced_bus import Waiting
 from relax_core.rollout.rewards.hang_watch import OnHang
 from relax_core.rollout.rewards.reward_pool import RewardPool
@@ -53,9 +54,10 @@ class TracedEnginePool(EnginePool):
         *,
         places: Sequence[int],
         on_end: OnEnd | None = None,
+        on_tokens: OnTokens | None = None,
     ) -> AsyncIterator[tuple[int, list[Generated]]]:
         """Yields each prompt's number and responses, as `EnginePool.generate` does."""
-        generated = super().generate(prompts, params, places=places, on_end=on_end)
+        generated = super().generate(prompts, params, places=places, on_end=on_end, on_tokens=on_tokens)
         groups = cast(AsyncGenerator[tuple[int, list[Generated]], None], generated)  # closed together with this one
         what = f"responses to {len(prompts)} prompts (first {prompts[0].rid})" if prompts else "nothing"
         try:

@@ -33,7 +33,8 @@ class EpisodeRecord:
     ``media`` places the images and videos of the newest prompt in it. ``failed`` says why the episode has no reward if
     its env raised or was too slow, or showed an image or video that cannot be used. ``error`` is what was raised.
     ``request`` is the name of the request under way, empty while there is none. ``restarts`` is the number of new
-    starts, and ``not_chosen`` the number of tokens that were sampled before them. ``cut_observations`` counts
+    starts, and ``not_chosen`` the number of tokens that were sampled before them. ``orphan`` is the number of tokens of
+    answers that no client of an endpoint got; they are no turns. ``cut_observations`` counts
     observations that were longer than their limit. ``env_s`` is the time in seconds in the env's calls. ``tool_calls``
     counts the calls of tools, and ``failed_calls`` the responses with one that could not be read or has no such tool;
     both and ``env_s`` go on over new starts. ``info`` has the numbers that the env gave, by name.
@@ -50,6 +51,7 @@ class EpisodeRecord:
     request: str = ""
     restarts: int = 0
     not_chosen: int = 0
+    orphan: int = 0
     cut_observations: int = 0
     env_s: float = 0.0
     tool_calls: int = 0
@@ -67,7 +69,8 @@ class EpisodeRecord:
 
     def start_again(self) -> None:
         """Forgets everything but the tokens that were sampled, which are not trained."""
-        self.not_chosen += self.sampled_tokens
+        self.not_chosen += self.sampled_tokens + self.orphan
+        self.orphan = 0
         self.restarts += 1
         self.messages, self.turns, self.texts, self.media = [], [], [], []
         self.ended, self.failed, self.error, self.request = None, "", None, ""
@@ -240,6 +243,7 @@ def played_episodes(records: Sequence[EpisodeRecord], outputs: Sequence[RewardOu
             ended=record.ended or "",
             dropped=_why_dropped(record),
             not_chosen=record.not_chosen,
+            orphan=record.orphan,
         )
         for record, output in zip(records, outputs, strict=True)
     ]

@@ -7,7 +7,7 @@ of a run do not depend on timing.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any, TypeVar
 
@@ -15,9 +15,12 @@ import msgspec
 
 from relax_core.contracts.engine import Generated, PromptRequest, SamplingParams
 from relax_core.engines.pool.engine_pool import EnginePool
+from relax_core.engines.protocol.request_body import OnTokens
 
 Prompt = TypeVar("Prompt")
-Asked = tuple[PromptRequest, int, asyncio.Future[Generated]]  # a request, its place among equally loaded engines
+TellIds = Callable[[int, Sequence[int]], None]  # gets new tokens of a response, and the index of the first of them
+# A request, its place among equally loaded engines, its response, and what gets its tokens while they are sampled.
+Asked = tuple[PromptRequest, int, asyncio.Future[Generated], TellIds | None]
 
 
 def start_in(tasks: asyncio.TaskGroup, work: Coroutine[Any, Any, None], *parts: Coroutine[Any, Any, Any]) -> None:
@@ -36,48 +39,74 @@ def start_in(tasks: asyncio.TaskGroup, work: Coroutine[Any, Any, None], *parts: 
 class SharedRequests:
     """Asks ``pool`` for one response per prompt.
 
-    Prompts that are asked for in one iteration of the event loop and wait for the same weights share a request.
+    Prompts that are asked for in one iteration of the event loop, wait for the same weights and stop at the same
+    strings share a request.
     """
 
     def __init__(self, pool: EnginePool, sampling: SamplingParams) -> None:
         self._pool = pool
         self._sampling = msgspec.structs.replace(sampling, n=1)
-        self._ready: dict[int, list[Asked]] = {}  # by weight version
+        self._ready: dict[tuple[int, tuple[str, ...]], list[Asked]] = {}  # by weight version and stop strings
 
-    async def generate(self, request: PromptRequest, *, tie: int, tasks: asyncio.TaskGroup) -> Generated:
+    async def generate(
+        self,
+        request: PromptRequest,
+        *,
+        tie: int,
+        tasks: asyncio.TaskGroup,
+        stop: tuple[str, ...] = (),
+        tell: TellIds | None = None,
+    ) -> Generated:
         """Returns the response to ``request``, whose ``rid`` must be unique.
 
         The call is cancelled if the pool gives the request up. ``tie`` chooses among equally loaded engines. A failure
-        of the engines ends ``tasks``.
+        of the engines ends ``tasks``. The response also ends at one of the strings ``stop``. ``tell`` gets its tokens
+        while they are sampled; it may miss the last ones.
         """
         future: asyncio.Future[Generated] = asyncio.get_running_loop().create_future()
-        ready = self._ready.setdefault(request.min_version, [])
-        ready.append((request, tie, future))
+        key = request.min_version, stop
+        ready = self._ready.setdefault(key, [])
+        ready.append((request, tie, future, tell))
         if len(ready) == 1:
-            start_in(tasks, self._send(request.min_version))
+            start_in(tasks, self._send(key))
         return await future
 
     async def cancel(self, rid: str) -> None:
         """Gives a request up, whose call of `generate` was cancelled; the engine stops it."""
         await self._pool.cancel([rid])
 
-    async def _send(self, version: int) -> None:
+    async def _send(self, key: tuple[int, tuple[str, ...]]) -> None:
         await asyncio.sleep(0)  # all episodes that are ready in this iteration add their requests first
-        await self.answer(self._ready.pop(version))
+        await self.answer(self._ready.pop(key), stop=key[1])
 
-    async def answer(self, asked: Sequence[Asked]) -> None:
+    async def answer(self, asked: Sequence[Asked], *, stop: tuple[str, ...] = ()) -> None:
         """Sends prompts as one request, in their order, and sets their responses."""
         open_ones = [one for one in asked if not one[2].done()]  # the others were given up meanwhile
         if not open_ones:
             return
-        requests = [request for request, _, _ in open_ones]
-        places = [tie for _, tie, _ in open_ones]
-        async for number, (response,) in self._pool.generate(requests, self._sampling, places=places):
+        requests = [request for request, _, _, _ in open_ones]
+        places = [tie for _, tie, _, _ in open_ones]
+        sampling = self._sampling
+        if more := [one for one in stop if one not in sampling.stop]:
+            sampling = msgspec.structs.replace(sampling, stop=[*sampling.stop, *more])
+        told: dict[str, Any] = {}
+        if any(tell is not None for _, _, _, tell in open_ones):
+            told["on_tokens"] = _telling(open_ones)
+        async for number, (response,) in self._pool.generate(requests, sampling, places=places, **told):
             future = open_ones[number][2]
             if not future.done():  # a done future belongs to an episode that was given up
                 future.set_result(response)
-        for _, _, future in open_ones:
+        for _, _, future, _ in open_ones:
             future.cancel()  # a future without response belongs to a request that the pool gave up
+
+
+def _telling(asked: Sequence[Asked]) -> OnTokens:
+    def tell(number: int, sample: int, start: int, ids: Sequence[int]) -> None:
+        own = asked[number][3]
+        if own is not None:
+            own(start, ids)
+
+    return tell
 
 
 class Lockstep:
@@ -97,7 +126,7 @@ class Lockstep:
     async def generate(self, request: PromptRequest, *, tie: int, episode: str) -> Generated:
         """Returns the response to a turn of ``episode``; `SharedRequests.generate` explains the rest."""
         future: asyncio.Future[Generated] = asyncio.get_running_loop().create_future()
-        self._ready[episode] = (request, tie, future)
+        self._ready[episode] = (request, tie, future, None)
         self._changed.set()
         try:
             return await future

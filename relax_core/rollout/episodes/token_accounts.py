@@ -9,10 +9,10 @@ import numpy as np
 from relax_core.contracts.tree import TokenTree
 from relax_core.rollout.episodes.tree_builder import PlayedEpisode
 
-# not_chosen: the episode started again without them; no_reward: their episode has none; dropped: their group is not
-# trained, or it was given up before its end; masked: the loss mask leaves them out; stale: their weights are older than
-# the window, or their episode ended because of that.
-REASONS = ("not_chosen", "no_reward", "dropped", "masked", "stale")
+# not_chosen: the episode started again without them; orphan: no client of an endpoint got the answer; no_reward: their
+# episode has none; dropped: their group is not trained, or it was given up before its end; masked: the loss mask leaves
+# them out; stale: their weights are older than the window, or their episode ended because of that.
+REASONS = ("not_chosen", "orphan", "no_reward", "dropped", "masked", "stale")
 _OF_END = {"stale": "stale", "cancelled": "dropped"}  # of episodes without a reward; of all other ends, no_reward
 
 
@@ -27,6 +27,7 @@ def token_accounts(
     counts = dict.fromkeys(("trained", *REASONS), 0)
     for episode in episodes:
         counts["not_chosen"] += episode.not_chosen
+        counts["orphan"] += episode.orphan
         sampled = sum(len(turn.response.output_ids) for turn in episode.turns)
         if episode.reward is None:
             counts[_OF_END.get(episode.ended, "no_reward")] += sampled
@@ -42,5 +43,5 @@ def token_accounts(
         counts["masked"] = int((~mask).sum())
     counts["sampled"] = sum(counts.values())
     whole = sum(len(turn.response.output_ids) for one in episodes for turn in one.turns)
-    assert counts["sampled"] == whole + counts["not_chosen"], "a sampled token is in no account"
+    assert counts["sampled"] == whole + counts["not_chosen"] + counts["orphan"], "a sampled token is in no account"
     return counts

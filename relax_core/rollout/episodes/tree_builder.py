@@ -56,7 +56,8 @@ class PlayedTurn:
 
     ``prompt_ids`` are all tokens before the response, and ``media`` places items in them. ``reward`` is that of this
     turn alone, and ``state_key`` names the state in which the response was given. Times are Unix seconds. ``tools``
-    names the tools that the response calls, and ``env_ms`` is the time of the env's calls behind it.
+    names the tools that the response calls, and ``env_ms`` is the time of the env's calls behind it. ``after`` is the
+    number of the earlier turn whose conversation the prompt goes on from; None means the turn before.
     """
 
     prompt_ids: Sequence[int]
@@ -68,6 +69,7 @@ class PlayedTurn:
     ended_s: float = 0.0
     tools: Sequence[str] = ()
     env_ms: float = 0.0
+    after: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +77,8 @@ class PlayedEpisode:
     """Holds one run of model and environment: its turns in order, at least one, and the fields of `Episode`.
 
     ``dropped`` is the ledger's reason for an episode without a reward; it is empty if the reward failed. ``not_chosen``
-    is the number of tokens that were sampled before the env failed and the episode started again.
+    is the number of tokens that were sampled before the env failed and the episode started again, and ``orphan`` that
+    of tokens of answers that no client of an endpoint got.
     """
 
     uid: str
@@ -85,6 +88,7 @@ class PlayedEpisode:
     ended: str
     dropped: str = ""
     not_chosen: int = 0
+    orphan: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +179,8 @@ class TreeBuilder:
         """Adds an episode's rows and returns the position after each of its turns."""
         ends: list[Chain] = []
         for turn in episode.turns:
-            own = ends[-1] if ends else self.root
+            before = ends[-1] if ends else self.root
+            own = before if turn.after is None else ends[turn.after]
             at = self.follow(own, turn.prompt_ids, turn.response.prompt_experts, turn.media)
             ends.append(self.sample(at, turn.response))
         return ends

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hmac
 
-from relax_core.engines.embedded.http import asgi
-from relax_core.engines.embedded.http.asgi import ClientDisconnected, HttpError, Receive, Scope, Send
 from relax_core.engines.embedded.http.control_routes import ControlRoutes
 from relax_core.engines.embedded.http.generate_route import GenerateRoute
+from relax_core.engines.http_server import asgi
+from relax_core.engines.http_server.asgi import ClientDisconnected, HttpError, Receive, Scope, Send
 
 CONTROL_BODY_BYTES = 16 << 20
 

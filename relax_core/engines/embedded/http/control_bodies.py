@@ -8,7 +8,7 @@ from typing import Literal, TypeVar
 import msgspec
 
 from relax_core.contracts.engine import PauseMode
-from relax_core.engines.embedded.http.asgi import HttpError, clipped
+from relax_core.engines.http_server.asgi import HttpError, clipped
 from relax_core.weights.transports.base import WeightGroupAddress
 
 GROUP_TIMEOUT_S = 60.0  # how long a gloo group waits for its ranks and for a broadcast

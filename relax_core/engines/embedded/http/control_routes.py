@@ -7,7 +7,6 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from relax_core.contracts.engine import WeightManifest
-from relax_core.engines.embedded.http.asgi import HttpError
 from relax_core.engines.embedded.http.control_bodies import (
     AbortBody,
     DiskBody,
@@ -25,6 +24,7 @@ from relax_core.engines.embedded.http.control_bodies import (
 from relax_core.engines.embedded.http.health_generate import HealthGenerate
 from relax_core.engines.embedded.model.weight_updates import WeightUpdates
 from relax_core.engines.embedded.scheduler.scheduler import Scheduler
+from relax_core.engines.http_server.asgi import HttpError
 
 Handler = Callable[[bytes], Awaitable[Any]]
 

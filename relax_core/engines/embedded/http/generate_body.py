@@ -13,7 +13,6 @@ import msgspec
 from relax_core.contracts.engine import MAX_TOP_K
 from relax_core.contracts.media import Media
 from relax_core.contracts.trees.kept_tokens import KeptTokens
-from relax_core.engines.embedded.http.asgi import HttpError
 from relax_core.engines.embedded.http.media_body import PlacedDigests, RequestMedia
 from relax_core.engines.embedded.http.request_bounds import (
     MAX_BANNED,
@@ -34,6 +33,7 @@ from relax_core.engines.embedded.http.request_bounds import (
 )
 from relax_core.engines.embedded.model.model_config import ModelConfig
 from relax_core.engines.embedded.scheduler.token_sampler import SamplingSettings
+from relax_core.engines.http_server.asgi import HttpError
 from relax_core.engines.protocol.stop_strings import MOST_STOP_BYTES, MOST_STOPS
 from relax_core.engines.protocol.vocabulary import unknown_token
 
@@ -157,7 +157,7 @@ class GenerateRequest:
     return_logprob: bool
     return_routed_experts: bool
     stream: bool
-    stream_interval: int
+    stream_interval: int | None
 
 
 def parse_body(body: bytes, *, model: ModelConfig, media: RequestMedia) -> RequestBody:
@@ -237,7 +237,7 @@ def parse_generate(body: RequestBody, *, model: ModelConfig, limits: RequestLimi
         return_logprob=raw.return_logprob,
         return_routed_experts=raw.return_routed_experts,
         stream=raw.stream,
-        stream_interval=sampling[0].stream_interval or 1,
+        stream_interval=sampling[0].stream_interval,
     )
 
 

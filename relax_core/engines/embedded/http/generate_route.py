@@ -8,11 +8,9 @@ from typing import Any
 
 import msgspec
 
-from relax_core.engines.embedded.http import asgi
-from relax_core.engines.embedded.http.asgi import HttpError, Receive, Scope, Send
 from relax_core.engines.embedded.http.generate_body import GenerateRequest, parse_body, parse_generate
 from relax_core.engines.embedded.http.media_body import RequestMedia
-from relax_core.engines.embedded.http.replies import finished, sglang_reply, stream_end
+from relax_core.engines.embedded.http.replies import finished, grown, sglang_reply, stream_end
 from relax_core.engines.embedded.http.request_bounds import MAX_KEPT, MAX_SAMPLES, RequestLimits
 from relax_core.engines.embedded.http.score_body import ScoreRequest, asks_for_scores, parse_score
 from relax_core.engines.embedded.http.score_route import answer_scores
@@ -20,6 +18,8 @@ from relax_core.engines.embedded.model.model_config import ModelConfig
 from relax_core.engines.embedded.scheduler.calls import Call, Progress, Prompt, waiting_prompts
 from relax_core.engines.embedded.scheduler.routing_log import PromptRoutes
 from relax_core.engines.embedded.scheduler.scheduler import Scheduler
+from relax_core.engines.http_server import asgi
+from relax_core.engines.http_server.asgi import HttpError, Receive, Scope, Send
 from relax_core.engines.protocol.frames import EVENT_STREAM, MSGPACK, Frame, StreamFailure, encode_frames
 from relax_core.engines.protocol.stop_strings import StopStrings, StopTable
 
@@ -101,8 +101,10 @@ class GenerateRoute:
         def fail(message: str) -> None:
             loop.call_soon_threadsafe(inbox.put_nowait, Failure(message))
 
-        growing = request.stream and not compact
-        call = Call(sink, fail, stream_interval=request.stream_interval if growing else 0)
+        interval = 0
+        if request.stream:  # frames of unfinished samples are sent only if they are asked for
+            interval = request.stream_interval or (0 if compact else 1)
+        call = Call(sink, fail, stream_interval=interval, whole_at_end=compact)
         prompts = [
             Prompt(
                 call,
@@ -152,7 +154,7 @@ class GenerateRoute:
         return sglang_reply(news, n=request.n, version=version, return_logprob=request.return_logprob)
 
     async def _frames(self, request: GenerateRequest, call: Call, inbox: asyncio.Queue[News], send: Send) -> None:
-        """Sends one frame for each finished sample; the samples that one decode step finishes share one write."""
+        """Sends one frame for each report; the samples that one decode step finishes share one write."""
         await asgi.start_response(send, status=200, content_type=MSGPACK.encode())
         left, more = _samples_of(request), True
         sent: set[int] = set()  # indices of the prompts whose experts have been sent
@@ -165,8 +167,8 @@ class GenerateRoute:
                 call.open_samples, more = 0, False
                 frames = [StreamFailure(news.message)]
             else:
-                frames = [finished(one, sent) for one in news]
-                left -= len(news)
+                frames = [finished(one, sent) if one.finish is not None else grown(one) for one in news]
+                left -= sum(one.finish is not None for one in news)
                 if left == 0:
                     more = False
                     frames.append(stream_end(call))

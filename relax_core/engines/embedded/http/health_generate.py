@@ -6,10 +6,10 @@ import asyncio
 import time
 from typing import Any
 
-from relax_core.engines.embedded.http.asgi import HttpError
 from relax_core.engines.embedded.scheduler.scheduler import NOTHING_ATTESTED, Scheduler
 from relax_core.engines.embedded.scheduler.token_sampler import NonFiniteLogits
 from relax_core.engines.embedded.scheduler.token_scoring import ScoreItem
+from relax_core.engines.http_server.asgi import HttpError
 
 DEADLINE_S = 20.0  # the deadline of SGLang's own probe
 REUSE_S = 1.0  # seconds for which one answer is given to further probes

@@ -8,9 +8,9 @@ import numpy as np
 
 from relax_core.contracts.media import Media, MediaItem, MediaTensor
 from relax_core.contracts.media_file import FolderReader
-from relax_core.engines.embedded.http.asgi import HttpError, clipped
 from relax_core.engines.embedded.http.request_bounds import same_length
 from relax_core.engines.embedded.model.model_config import ModelConfig
+from relax_core.engines.http_server.asgi import HttpError, clipped
 from relax_core.families.towers import Towers
 
 # The items of one prompt: each with its digest and the index of its first row in the prompt's token ids.

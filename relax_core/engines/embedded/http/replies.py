@@ -10,7 +10,7 @@ import numpy as np
 
 from relax_core.engines.embedded.scheduler.calls import Call, Progress
 from relax_core.engines.embedded.scheduler.token_scoring import ScoreItem, Scores
-from relax_core.engines.protocol.frames import FLOAT32, INT32, Experts, Finished, StreamEnd
+from relax_core.engines.protocol.frames import FLOAT32, INT32, Experts, Finished, Grown, StreamEnd
 
 
 def finished(news: Progress, sent: set[int]) -> Finished:
@@ -44,6 +44,12 @@ def finished(news: Progress, sent: set[int]) -> Finished:
         cached_tokens=prompt.cached_tokens,
         queue_ms=1e3 * prompt.queue_s,
     )
+
+
+def grown(news: Progress) -> Grown:
+    """Returns the compact frame of new tokens of a sample that is not finished."""
+    ids = np.array(news.ids, dtype=INT32)
+    return Grown(news.sample.prompt.index, news.sample.index, news.length - len(ids), ids.tobytes())
 
 
 def stream_end(call: Call) -> StreamEnd:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from relax_core.contracts.engine import MAX_TEMPERATURE, MIN_TEMPERATURE
-from relax_core.engines.embedded.http.asgi import HttpError
+from relax_core.engines.http_server.asgi import HttpError
 
 MAX_SAMPLES = 65536  # samples of one request: prompts times n
 MAX_CONTAINERS = 4 * MAX_SAMPLES  # lists and objects of one body; each takes many times its bytes once it is decoded

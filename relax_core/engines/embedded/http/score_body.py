@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from relax_core.contracts.trees.kept_tokens import KeptTokens
-from relax_core.engines.embedded.http.asgi import HttpError
 from relax_core.engines.embedded.http.generate_body import (
     RequestBody,
     SamplingBody,
@@ -22,6 +21,7 @@ from relax_core.engines.embedded.http.request_bounds import (
 )
 from relax_core.engines.embedded.model.model_config import ModelConfig
 from relax_core.engines.embedded.scheduler.token_scoring import ScoreItem
+from relax_core.engines.http_server.asgi import HttpError
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,13 +7,13 @@ import time
 from typing import Any
 
 from relax_core.contracts.media import MediaGone
-from relax_core.engines.embedded.http import asgi
-from relax_core.engines.embedded.http.asgi import HttpError, Receive, Send
 from relax_core.engines.embedded.http.replies import score_reply
 from relax_core.engines.embedded.http.score_body import ScoreRequest
 from relax_core.engines.embedded.model.prefill import like_lengths
 from relax_core.engines.embedded.scheduler.scheduler import NOTHING_ATTESTED, Scheduler
 from relax_core.engines.embedded.scheduler.token_sampler import NonFiniteLogits
+from relax_core.engines.http_server import asgi
+from relax_core.engines.http_server.asgi import HttpError, Receive, Send
 
 
 async def answer_scores(request: ScoreRequest, scheduler: Scheduler, receive: Receive, send: Send) -> None:

@@ -12,8 +12,8 @@ from typing import cast
 import uvicorn
 
 from relax_core.engines.embedded.http.application import EngineApp
-from relax_core.engines.embedded.http.connections import BACKLOG, Connection, OpenConnections, connection_limit
 from relax_core.engines.embedded.scheduler.scheduler import Scheduler
+from relax_core.engines.http_server.connections import BACKLOG, Connection, OpenConnections, connection_limit
 
 KEEP_ALIVE_S = 7 * 24 * 3600  # a client with the token may be silent for a whole train step, however long it is
 GRACE_S = 1  # seconds that open requests get to end when the server stops

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from relax_core.contracts.family import DeltaNet, ExpertLayout, Experts
-from relax_core.engines.embedded.http.asgi import clipped
 from relax_core.engines.embedded.model.model_config import ModelConfig
 from relax_core.engines.embedded.model.moe_layer import DenseWeights, ExpertWeights
+from relax_core.engines.http_server.asgi import clipped
 from relax_core.families.architecture import AudioTower, VisionTower
 
 WEIGHT_DTYPES = {torch.float64, torch.float32, torch.float16, torch.bfloat16}  # dtypes of an update's tensors

@@ -22,7 +22,7 @@ from relax_core.engines.protocol.version_spans import VersionSpan
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Reports one sample: its tokens since the last report, or all of its tokens if the call does not stream.
+    """Reports one sample: its tokens since the last report, or all of them (`Sample.reported`).
 
     ``finish`` is None while the sample goes on. ``matched`` is the stop token or string that ended it. ``length`` is
     the number of tokens so far, ``spans`` their weight versions. ``routes`` holds the experts of a finished sample's
@@ -95,6 +95,11 @@ class Sample:
     done_kept: KeptTokens | None = None
     streamed: int = 0
 
+    @property
+    def reported(self) -> int:
+        """Returns how many of its tokens its last report leaves out, because earlier ones had them."""
+        return 0 if self.prompt.call.whole_at_end else self.streamed
+
     def mark(self, start: int, version: int) -> None:
         """Records that tokens from ``start`` on come from weights ``version``."""
         if self.marks and self.marks[-1][0] == start:
@@ -156,15 +161,16 @@ class Call:
     """Holds the state of one /generate call.
 
     ``stream_interval`` is the number of tokens between two reports of a sample; with 0 only finished samples are
-    reported. ``sink`` gets the reports, ``fail`` the message of a failure that ends the call; both are called in the
-    scheduler's thread. ``submitted``, ``first_prefill``, ``first_token`` and ``finished`` are times of
-    ``time.perf_counter``; 0 stands for a time that has not come. ``tower_passes`` and ``media_feature_bytes`` are those
-    of `MediaFeatures` after the call's last prefill.
+    reported. With ``whole_at_end`` the last report of a sample has all of its tokens. ``sink`` gets the reports,
+    ``fail`` the message of a failure that ends the call; both are called in the scheduler's thread. ``submitted``,
+    ``first_prefill``, ``first_token`` and ``finished`` are times of ``time.perf_counter``; 0 stands for a time that has
+    not come. ``tower_passes`` and ``media_feature_bytes`` are those of `MediaFeatures` after the call's last prefill.
     """
 
     sink: Sink
     fail: Fail
     stream_interval: int = 0
+    whole_at_end: bool = False
     open_samples: int = 0
     submitted: float = field(default_factory=time.perf_counter)
     first_prefill: float = 0.0

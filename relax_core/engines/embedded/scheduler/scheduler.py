@@ -353,7 +353,7 @@ class Scheduler(threading.Thread):
         finish: FinishReason,
         matched: int | str | None = None,
     ) -> None:
-        call, start = sample.prompt.call, sample.streamed
+        call, start = sample.prompt.call, sample.reported
         call.open_samples -= 1
         if call.open_samples == 0:
             call.finished = time.perf_counter()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from relax_core.contracts.engine import PromptRequest, SamplingParams
-from relax_core.engines.protocol.engine_client import response_limit
+from relax_core.engines.protocol.request_body import response_limit
 from relax_core.engines.sglang.media.placed_items import placed_name
 
 BAN = -1e30  # a logit whose probability is exactly 0 at every temperature, in float32 and bfloat16
@@ -67,20 +67,25 @@ def sglang_body(
     version: int,
     seeds: bool,
     media: Callable[[PromptRequest], MediaEntries] | None = None,
+    tells_tokens: bool = False,
 ) -> dict[str, Any]:
     """Returns the JSON body of one /generate.
 
     ``version`` is the weight version in force; SGLang reuses a cached prefix only for requests with the same version.
     If sampling leaves tokens out, the body asks for the kept sets, with which SGLang returns the log-probs over these
     sets; its usual log-probs are over the whole vocabulary. ``media`` returns the ids that are sent for a prompt, and
-    its entries of image_data; the default is `named_media`.
+    its entries of image_data; the default is `named_media`. ``tells_tokens``: an event comes for each new token.
     """
     sent = [(media or named_media)(prompt) for prompt in prompts]
     bans = {str(token): BAN for token in params.banned_token_ids}
     return {
         "rid": [one.rid for one in samples],
         "input_ids": [sent[one.prompt][0] for one in samples],
-        "sampling_params": [_sampling(prompts[one.prompt], one.sample, params, bans, seeds=seeds) for one in samples],
+        "sampling_params": [
+            _sampling(prompts[one.prompt], one.sample, params, bans, seeds=seeds)
+            | ({"stream_interval": 1} if tells_tokens else {})
+            for one in samples
+        ],
         "return_logprob": True,
         "stream": True,
         "extra_key": f"weights-{version}",

@@ -5,14 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import msgspec
-import numpy as np
 
 from relax_core.contracts.engine import (
     EngineError,
@@ -22,16 +20,17 @@ from relax_core.contracts.engine import (
     SamplingParams,
 )
 from relax_core.engines.pool.open_prompts import cut
-from relax_core.engines.protocol.engine_client import EngineClient, response_limit
+from relax_core.engines.protocol.engine_client import EngineClient
 from relax_core.engines.protocol.frames import StreamEnd
+from relax_core.engines.protocol.request_body import OnTokens, response_limit
 from relax_core.engines.protocol.score_calls import TokenScores, TokensToScore
-from relax_core.engines.protocol.server_sent_events import UNKNOWN_VERSION, EventReader, version_number
+from relax_core.engines.protocol.server_sent_events import EventReader, version_number
 from relax_core.engines.protocol.stop_strings import StopTable
 from relax_core.engines.protocol.vocabulary import unknown_token
 from relax_core.engines.sglang.client.attached_images import AttachedImages
+from relax_core.engines.sglang.client.held_prompts import HeldPrompts, never_sent, taken_out
 from relax_core.engines.sglang.client.prompt_requests import (
     MediaEntries,
-    SampleRequest,
     image_data,
     named_media,
     sample_requests,
@@ -50,16 +49,6 @@ class _Info(msgspec.Struct):
 
 
 _info_decoder = msgspec.json.Decoder(_Info)
-
-
-@dataclass(eq=False)
-class _Held:
-    """Holds the prompts of one call that wait for weights, and the requests that were sent for them after that."""
-
-    prompts: dict[int, PromptRequest]  # index in the caller's prompt batch → prompt
-    version: int = UNKNOWN_VERSION  # the server's weight version when the prompts were sent
-    aborted: set[str] = field(default_factory=set)
-    sent: list[SampleRequest] = field(default_factory=list)
 
 
 class SglangClient(SglangWeightCalls, EngineClient):
@@ -96,7 +85,7 @@ class SglangClient(SglangWeightCalls, EngineClient):
         self._seeds = seeds
         self._stops = stops
         self._images = AttachedImages(media_folder) if attached else None
-        self._calls: list[_Held] = []
+        self._calls: list[HeldPrompts] = []
 
     # -- generate -----------------------------------------------------------------------------------------------------
     async def generate(
@@ -105,6 +94,7 @@ class SglangClient(SglangWeightCalls, EngineClient):
         params: SamplingParams,
         *,
         on_end: Callable[[StreamEnd], None] | None = None,
+        on_tokens: OnTokens | None = None,
     ) -> AsyncIterator[Generated]:
         """Generates as `EngineClient.generate` does; ``on_end`` is never called, because SGLang reports no times."""
         for index, prompt in enumerate(prompts):
@@ -114,11 +104,13 @@ class SglangClient(SglangWeightCalls, EngineClient):
             waves[prompt.min_version][index] = prompt
         if len(waves) == 1:
             (version,) = waves
-            async for one in self._generate_from(version, waves[version], params):
+            async for one in self._generate_from(version, waves[version], params, on_tokens):
                 yield one
             return
         queue: asyncio.Queue[Generated | Exception | None] = asyncio.Queue()
-        tasks = [asyncio.create_task(self._into(queue, version, wave, params)) for version, wave in waves.items()]
+        tasks = [
+            asyncio.create_task(self._into(queue, version, wave, params, on_tokens)) for version, wave in waves.items()
+        ]
         running = len(tasks)
         try:
             while running:
@@ -139,23 +131,24 @@ class SglangClient(SglangWeightCalls, EngineClient):
         version: int,
         wave: dict[int, PromptRequest],
         params: SamplingParams,
+        on_tokens: OnTokens | None,
     ) -> None:
         try:
-            async for one in self._generate_from(version, wave, params):
+            async for one in self._generate_from(version, wave, params, on_tokens):
                 queue.put_nowait(one)
             queue.put_nowait(None)
         except Exception as error:  # the consumer of the queue raises it
             queue.put_nowait(error)
 
     async def _generate_from(
-        self, version: int, prompts: dict[int, PromptRequest], params: SamplingParams
+        self, version: int, prompts: dict[int, PromptRequest], params: SamplingParams, on_tokens: OnTokens | None
     ) -> AsyncIterator[Generated]:
         """Holds the prompts until the server has weights ``version``, then sends one request for all of them.
 
         A sample whose prompt was partly read from the cache of older weights is asked for again, because its log-probs
         belong to no weight version.
         """
-        call = _Held(prompts)
+        call = HeldPrompts(prompts, on_tokens=on_tokens)
         self._calls.append(call)
         try:
             while call.prompts:
@@ -166,7 +159,7 @@ class SglangClient(SglangWeightCalls, EngineClient):
                     if not mixed:
                         yield one
                     elif call.prompts[one.prompt].rid in call.aborted:
-                        yield _never_sent(call.prompts[one.prompt], one.prompt, one.sample)
+                        yield never_sent(call.prompts[one.prompt], one.prompt, one.sample)
                     else:
                         again[one.prompt].append(one.sample)
                 call.prompts = {
@@ -176,7 +169,7 @@ class SglangClient(SglangWeightCalls, EngineClient):
         finally:
             self._calls.remove(call)
 
-    async def _ask(self, call: _Held, params: SamplingParams) -> AsyncIterator[tuple[Generated, bool]]:
+    async def _ask(self, call: HeldPrompts, params: SamplingParams) -> AsyncIterator[tuple[Generated, bool]]:
         """Sends one request for all prompts of the call.
 
         Yields each response, and whether older weights computed a part of its prompt's cache.
@@ -192,11 +185,13 @@ class SglangClient(SglangWeightCalls, EngineClient):
             version=call.version,
             seeds=self._seeds,
             media=lambda prompt: self._media_entries(prompt, version=call.version),
+            tells_tokens=call.on_tokens is not None,
         )
         reader = EventReader(
             chosen,
             samples=[(one.prompt, one.sample) for one in call.sent],
             vocab_size=self._vocab_size if params.return_kept_tokens else None,
+            on_tokens=None if call.on_tokens is None else call.tell,
         )
         async for one in self._streamed(
             body, params, lambda response: self._events(response, reader), expected=len(call.sent)
@@ -238,7 +233,7 @@ class SglangClient(SglangWeightCalls, EngineClient):
             return one
         return msgspec.structs.replace(cut(one, end - len(before)), finish_reason="stop")
 
-    async def _hold(self, call: _Held, version: int, params: SamplingParams) -> AsyncIterator[Generated]:
+    async def _hold(self, call: HeldPrompts, version: int, params: SamplingParams) -> AsyncIterator[Generated]:
         """Waits until weights ``version`` are in force; yields the prompts that are aborted before that."""
         wait_s, deadline = FIRST_POLL_S, time.monotonic() + self._request_timeout_s
         call.sent = []
@@ -250,11 +245,11 @@ class SglangClient(SglangWeightCalls, EngineClient):
                 )
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, LAST_POLL_S)
-            for one in _taken_out(call, params):
+            for one in taken_out(call, params):
                 yield one
             if not call.prompts:
                 return
-        for one in _taken_out(call, params):  # an abort that came with the version
+        for one in taken_out(call, params):  # an abort that came with the version
             yield one
         call.version = found
 
@@ -369,23 +364,3 @@ class SglangClient(SglangWeightCalls, EngineClient):
         problem = unknown_token(index, token_ids, rid=rid, vocab_size=self._vocab_size)
         if problem is not None:
             raise EngineError(f"engine {self.url} /generate: {problem}")
-
-
-def _taken_out(call: _Held, params: SamplingParams) -> Iterator[Generated]:
-    """Removes the prompts that were aborted before they were sent, and yields empty responses for them."""
-    for index in [index for index, prompt in call.prompts.items() if prompt.rid in call.aborted]:
-        prompt = call.prompts.pop(index)
-        for sample in range(params.n) if prompt.samples is None else prompt.samples:
-            yield _never_sent(prompt, index, sample)
-
-
-def _never_sent(prompt: PromptRequest, index: int, sample: int) -> Generated:
-    return Generated(
-        rid=prompt.rid,
-        prompt=index,
-        sample=sample,
-        output_ids=np.empty(0, dtype=np.int32),
-        logprobs=np.empty(0, dtype=np.float32),
-        versions=np.empty(0, dtype=np.int32),
-        finish_reason="abort",
-    )

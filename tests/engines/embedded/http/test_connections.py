@@ -16,8 +16,8 @@ import pytest
 import uvicorn
 import uvloop
 
-from relax_core.engines.embedded.http import asgi, connections
-from relax_core.engines.embedded.http.connections import Connection, OpenConnections
+from relax_core.engines.http_server import asgi, connections
+from relax_core.engines.http_server.connections import Connection, OpenConnections
 
 READ_S = 60.0
 GET = b"GET / HTTP/1.1\r\n\r\n"

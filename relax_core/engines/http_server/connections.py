@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from relax_core.engines.embedded.http.asgi import error_payload
+from relax_core.engines.http_server.asgi import error_payload
 
 MAX_CONNECTIONS = 1024
 KEPT_FREE = 64  # connections that requests under way never take

@@ -1,0 +1,388 @@
+"""Plays one attempt at an episode that an agent drives: answers its requests, and keeps what was sampled as turns."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
+
+import msgspec
+
+from relax_core.contracts.engine import EngineError, Generated, PromptRequest
+from relax_core.contracts.env import Ended
+from relax_core.rollout.agents.answer_reading import (
+    THINK,
+    AnswerForm,
+    read_reply,
+    stopped_by,
+    thinks,
+)
+from relax_core.rollout.agents.chat_messages import ChatMessage, template_messages
+from relax_core.rollout.agents.message_forest import ForestAnswer, MessageForest, Place, Walk
+from relax_core.rollout.agents.session_prompts import SessionForm, SessionPrompts
+from relax_core.rollout.agents.turn_request import (
+    Finish,
+    RequestRefused,
+    TurnAnswer,
+    TurnRequest,
+    check_request,
+    refused,
+)
+from relax_core.rollout.episodes.episode_records import EpisodeRecord
+from relax_core.rollout.episodes.tree_builder import PlayedTurn
+from relax_core.rollout.prompt_tokens import check_prompt_tokens
+from relax_core.rollout.rewards.reward_inputs import response_text
+
+log = logging.getLogger(__name__)
+SHOWN = 80  # the characters of a foreign message that the log shows
+LAST_TOKENS = 16  # of a prompt, in which the tag that opens thinking is looked for
+
+
+@dataclass(eq=False, kw_only=True)
+class OpenTurn:
+    """Is one answer, under way or ended.
+
+    ``tokens`` grows while the answer is sampled, and ``grew`` is set whenever it did or the answer has ended. ``anew``:
+    an engine was lost, and another one began the answer with other tokens.
+    ``conversation`` are the messages of the request without instructions, and ``place`` is where they stand.
+    ``answer`` is there once it has ended, or ``failure`` if there will be none. ``waiting`` counts the requests that
+    wait for it.
+    """
+
+    request: TurnRequest
+    conversation: Sequence[ChatMessage]
+    asked: ForestAnswer
+    place: Place
+    form: AnswerForm
+    rid: str
+    began_s: float
+    tokens: list[int] = field(default_factory=list)
+    grew: asyncio.Event = field(default_factory=asyncio.Event)
+    anew: bool = False
+    answer: TurnAnswer | None = None
+    failure: RequestRefused | None = None
+    response: Generated | None = None
+    task: asyncio.Task[None] | None = None
+    waiting: int = 0
+
+    @property
+    def done(self) -> bool:
+        """Is True once the answer has ended or failed."""
+        return self.answer is not None or self.failure is not None
+
+    def given(self) -> None:
+        """Records that a client has the whole answer."""
+        self.asked.given, self.asked.abandoned = True, False
+
+    def hung_up(self) -> None:
+        """Records that a client no longer waits; the next equal request gets the answer."""
+        if not self.waiting and not self.asked.given:
+            self.asked.abandoned = True
+
+
+class AgentSession:
+    """Is one attempt at an episode, whose ``record`` it fills.
+
+    ``request_of(number, prompt, most)`` returns the engine's request for answer ``number`` with at most that many
+    tokens, and ``on_response`` is called with its name when it is over. ``tie`` chooses among equally loaded engines,
+    and a failure of the engines ends ``tasks``. ``on_end`` is called once if a limit ends the episode, with the names
+    of the engine's requests that are then under way.
+    """
+
+    def __init__(
+        self,
+        form: SessionForm,
+        record: EpisodeRecord,
+        *,
+        request_of: Callable[[int, list[int], int], PromptRequest],
+        tie: int,
+        tasks: asyncio.TaskGroup,
+        on_response: Callable[[str], None] = lambda rid: None,
+        on_end: Callable[[list[str]], None] = lambda rids: None,
+    ) -> None:
+        self._form = form
+        self.record = record
+        self._request_of = request_of
+        self._tie = tie
+        self._tasks = tasks
+        self._on_response, self._on_end = on_response, on_end
+        self._forest = MessageForest()
+        self._prompts = SessionPrompts(form)
+        self._turns: dict[ForestAnswer, OpenTurn] = {}
+        self._ended: list[OpenTurn] = []  # in the order of their ends
+        self.counts: Counter[str] = Counter()
+        self.seen_s = time.monotonic()
+        self.over = False
+
+    @property
+    def sampled_tokens(self) -> int:
+        """Returns the number of tokens that ended answers have."""
+        return sum(len(turn.response.output_ids) for turn in self._ended if turn.response is not None)
+
+    @property
+    def under_way(self) -> list[OpenTurn]:
+        """Returns the answers that have not ended."""
+        return [turn for turn in self._turns.values() if not turn.done]
+
+    # -- requests -----------------------------------------------------------------------------------------------------
+    def ask(self, request: TurnRequest, *, asked_again: bool = False) -> OpenTurn:
+        """Returns the answer to a request, under way or ended, and starts it if the request is a new one.
+
+        ``asked_again``: the client says that it repeats the request. Raises `RequestRefused`.
+        """
+        self.seen_s = time.monotonic()
+        if self.over:
+            raise RequestRefused(410, "this episode has ended; its key opens nothing any more", code="episode_ended")
+        self.counts["requests"] += 1
+        self._count_wishes(request)
+        conversation = self._conversation(request)
+        request = replace(request, messages=conversation).whole()
+        if request.previous:
+            check_request(request)
+        walk = self._forest.walk(request.messages, tools=_tools_key(request))
+        self._tell_foreign(walk)
+        kind: Hashable = (request.stop, request.max_tokens)
+        if (before := self._forest.repeated(walk, kind=kind, asked_again=asked_again)) is not None:
+            self.counts["repeated"] += 1
+            return self._turns[before]
+        if len(self.under_way) >= self._form.open_requests:
+            raise RequestRefused(
+                429, f"{len(self.under_way)} requests of this episode are under way; ask again", retry_after_s=1
+            )
+        self._check_limits()
+        prompt_ids, between = self._prompts.prompt(walk, request)
+        most = self._room(prompt_ids, request)
+        asked = self._forest.ask(walk, kind=kind, prompt_ids=prompt_ids, whole=between is not None)
+        if between is not None:
+            self._prompts.keep(asked, between)
+        return self._start(request, conversation, asked, walk.place, most=most)
+
+    def _conversation(self, request: TurnRequest) -> list[ChatMessage]:
+        """Returns the messages of a request behind those of the answer that it names, without instructions."""
+        if not request.previous:
+            return list(request.messages)
+        for turn in self._ended:
+            name = f"_{self.record.uid}_{turn.asked.number}"
+            if request.previous.endswith(name) and turn.asked.reply is not None:
+                turn.asked.given = True  # the client shows that it has the answer
+                return [*turn.conversation, turn.asked.reply.message(), *request.messages]
+        raise refused(
+            "previous_response_id: no answer of this session that has ended has it; send the whole input",
+            code="previous_response_not_found",
+        )
+
+    def _start(
+        self,
+        request: TurnRequest,
+        conversation: Sequence[ChatMessage],
+        asked: ForestAnswer,
+        place: Place,
+        *,
+        most: int,
+    ) -> OpenTurn:
+        tokenizer = self._form.prompts.tokenizer
+        opening = tokenizer.decode(asked.prompt_ids[-LAST_TOKENS:]).rstrip()
+        engine = self._request_of(asked.number, asked.prompt_ids, most)
+        turn = OpenTurn(
+            request=request,
+            conversation=conversation,
+            asked=asked,
+            place=place,
+            form=AnswerForm(
+                opened=opening.endswith(THINK),
+                parser=self._form.tools.parser,
+                tools=bool(request.tools),
+                stop=(*request.stop, *self._form.stop),
+            ),
+            rid=engine.rid,
+            began_s=time.time(),
+        )
+        self._turns[asked] = turn
+        sampling = self._sample(turn, engine)
+        try:
+            turn.task = self._tasks.create_task(sampling)
+        except RuntimeError:  # the group of tasks is ending, and with it the session
+            sampling.close()
+            raise RequestRefused(503, "the run ends") from None
+        return turn
+
+    async def _sample(self, turn: OpenTurn, engine: PromptRequest) -> None:
+        """Samples an answer; if the engines do not give it, its requests are told so."""
+
+        def tell(start: int, ids: Sequence[int]) -> None:
+            turn.anew = turn.anew or turn.tokens[start : start + len(ids)] not in ([], list(ids))
+            turn.tokens[start:] = ids
+            turn.grew.set()
+
+        try:
+            response = await self._form.requests.generate(
+                engine,
+                tie=self._tie,
+                tasks=self._tasks,
+                stop=turn.request.stop,
+                tell=tell if turn.request.stream else None,
+            )
+            check_prompt_tokens(engine, [response])
+            self._take(turn, response)
+        except EngineError as error:
+            turn.failure = RequestRefused(503, f"the engines failed: {error}")
+            raise
+        except asyncio.CancelledError:
+            self._forest.withdraw(turn.place, turn.asked)
+            del self._turns[turn.asked]
+            turn.failure = RequestRefused(
+                410 if self.over else 503, "the answer was given up, because the episode or the run ends"
+            )
+            if self.over:
+                raise
+        finally:
+            turn.grew.set()
+            self._on_response(turn.rid)
+
+    def _take(self, turn: OpenTurn, response: Generated) -> None:
+        tokenizer = self._form.prompts.tokenizer
+        ids = response.output_ids.tolist()
+        stopped = response.finish_reason == "stop"
+        shown = ids[:-1] if stopped and ids and ids[-1] in tokenizer.stop_token_ids else ids
+        text = tokenizer.decode(shown)
+        reply = read_reply(text, turn.form, number=turn.asked.number)
+        turn.asked.sampled, turn.asked.reply = ids, reply
+        turn.tokens, turn.response = shown, response
+        finish: Finish = "length"
+        if stopped:
+            finish = "tool_calls" if reply.calls else "stop"
+        turn.answer = TurnAnswer(
+            number=turn.asked.number,
+            reply=reply,
+            finish=finish,
+            stopped_by=stopped_by(text, turn.form.stop) if stopped else None,
+            prompt_ids=turn.asked.prompt_ids,
+            token_ids=ids,
+            cached_tokens=response.cached_tokens,
+            reasoning_tokens=_share_of(ids, thinks(text, turn.form), len(text)),
+            created_s=int(turn.began_s),
+        )
+        self._ended.append(turn)
+        self.counts["cut_behind_stop"] += len(reply.full) > len(reply.content) and bool(turn.answer.stopped_by)
+        turn.task = None
+        self._played(turn, ended_s=time.time())
+
+    def _played(self, turn: OpenTurn, *, ended_s: float) -> None:
+        """Adds an ended answer to the turns of the record."""
+        response, asked = turn.response, turn.asked
+        assert response is not None and turn.answer is not None
+        after = None if asked.near is None else [one.asked for one in self._ended].index(asked.near)
+        self.record.turns.append(
+            PlayedTurn(
+                prompt_ids=asked.prompt_ids,
+                response=response,
+                began_s=turn.began_s,
+                ended_s=ended_s,
+                tools=[call.name for call in turn.answer.reply.calls],
+                after=after,
+            )
+        )
+        text = response_text(response, tokenizer=self._form.prompts.tokenizer, stop=turn.form.stop)
+        self.record.texts.append(text)
+        self.record.tool_calls += len(turn.answer.reply.calls)
+        self.record.messages = [
+            *template_messages(turn.request.messages),
+            {"role": "assistant", "content": text},
+        ]
+
+    # -- limits -------------------------------------------------------------------------------------------------------
+    def _check_limits(self) -> None:
+        """Ends the episode if it has had all its turns or tokens."""
+        limits = self._form.limits
+        reason: Ended | None = None
+        if len(self._turns) >= limits.turns:
+            reason = "max_turns"
+            words = f"the episode has had its {limits.turns} answers (env.max_turns)"
+        elif self.sampled_tokens >= limits.sampled_tokens:
+            reason = "token_budget"
+            words = f"the episode has sampled its {limits.sampled_tokens} tokens (rollout.max_new_tokens)"
+        if reason is not None:
+            self._on_end(self.end(reason))
+            raise RequestRefused(410, words, code=reason)
+
+    def _room(self, prompt_ids: Sequence[int], request: TurnRequest) -> int:
+        """Returns how many tokens an answer may have; requests at one time share what is left of the episode's."""
+        context = self._form.limits.context_tokens
+        if len(prompt_ids) >= context:
+            raise refused(
+                f"messages: they have {len(prompt_ids)} tokens, and engine.context_length leaves room for "
+                f"{context - 1}; shorten the history",
+                code="context_length_exceeded",
+            )
+        given = (request.max_tokens, self._form.max_turn_tokens)
+        left = self._form.limits.sampled_tokens - self.sampled_tokens
+        return min(left, context - len(prompt_ids), *(one for one in given if one is not None))
+
+    # -- what is told -------------------------------------------------------------------------------------------------
+    def _count_wishes(self, request: TurnRequest) -> None:
+        for name, value in request.wishes.items():
+            if self._form.sampling.get(name, object()) == value:
+                continue
+            self.counts["wishes"] += 1
+            if name not in self._form.told:
+                self._form.told.add(name)
+                log.info("an agent asks for %s=%.40r, which the run decides; this is not said again", name, value)
+
+    def _tell_foreign(self, walk: Walk) -> None:
+        for message in walk.foreign:
+            if not self.counts["foreign"]:  # further ones of an episode are counted only
+                log.info(
+                    "%s: an assistant's message was not sampled here: a segment begins: %r",
+                    self.record.uid,
+                    message.content[:SHOWN],
+                )
+            self.counts["foreign"] += 1
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+    def end(self, reason: Ended | None = None) -> list[str]:
+        """Ends the session: its key opens nothing any more, and answers under way are given up.
+
+        Answers that no client got become orphans of the record, which keeps the other turns. Returns the names of the
+        engine's requests that are under way.
+        """
+        if self.over:
+            return []
+        self.over = True
+        if reason is not None:
+            self.record.ended = reason
+        under_way = self.under_way
+        for turn in under_way:
+            if turn.task is not None:
+                turn.task.cancel()
+        self._leave_out_orphans()
+        self.counts["segments"] = sum(self._is_leaf(turn) for turn in self._ended)
+        return [turn.rid for turn in under_way]
+
+    def _leave_out_orphans(self) -> None:
+        orphans = set(self._forest.orphans())
+        kept = [place for place, turn in enumerate(self._ended) if turn.asked not in orphans]
+        record, moved = self.record, {place: number for number, place in enumerate(kept)}
+        record.orphan += sum(len(one.sampled) for one in orphans)
+        turns = [record.turns[place] for place in kept]
+        record.turns = [one if one.after is None else replace(one, after=moved[one.after]) for one in turns]
+        record.texts = [record.texts[place] for place in kept]
+        self._ended = [self._ended[place] for place in kept]
+
+    def _is_leaf(self, turn: OpenTurn) -> bool:
+        """Returns whether no prompt goes on from all of an answer's tokens."""
+        whole = [*turn.asked.prompt_ids, *turn.asked.sampled]
+        return not any(
+            one.asked.near is turn.asked and one.asked.prompt_ids[: len(whole)] == whole for one in self._ended
+        )
+
+
+def _tools_key(request: TurnRequest) -> Hashable:
+    return msgspec.json.encode(request.tools, order="sorted")
+
+
+def _share_of(ids: Sequence[int], characters: int, whole: int) -> int:
+    """Returns how many tokens that share of a text's characters has, about."""
+    return round(len(ids) * characters / whole) if whole else 0

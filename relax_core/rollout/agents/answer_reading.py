@@ -1,0 +1,155 @@
+"""Reads a sampled text as a client gets it: thinking, content and calls, whole or while it grows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from relax_core.data.tokenizer import PromptTokenizer
+from relax_core.data.tool_calls.marked_calls import BrokenCall
+from relax_core.data.tool_calls.tool_parsers import CALL_MARKS, PARSERS
+from relax_core.rollout.agents.chat_messages import ChatCall, Reply
+
+THINK, THINK_END = "<think>", "</think>"
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # stands for bytes that are not yet a whole character
+Piece = tuple[Literal["reasoning", "content"], str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerForm:
+    """Says how an answer is read.
+
+    ``opened``: the prompt ends with the tag that opens thinking. ``parser`` is the form of calls, and ``tools`` says
+    whether the request has any. The text is cut at the first of the strings ``stop``.
+    """
+
+    opened: bool
+    parser: str
+    tools: bool
+    stop: tuple[str, ...] = ()
+
+
+def read_reply(text: str, form: AnswerForm, *, number: int) -> Reply:
+    """Returns what a text without its stop token says; broken calls are content. ``number`` makes the calls' ids."""
+    reasoning, content = _divided(_cut(text, form.stop), form)
+    full = _divided(text, form)[1]
+    calls: tuple[ChatCall, ...] = ()
+    if form.tools:
+        try:
+            read = PARSERS[form.parser](content)
+        except BrokenCall:
+            read = None
+        if read is not None and read.calls:
+            content = full = read.content
+            calls = tuple(
+                ChatCall(
+                    name=call.name,
+                    arguments=json.dumps(call.arguments, ensure_ascii=False),
+                    id=f"c{number:05d}{index:03d}",  # Mistral's template wants nine letters or digits
+                )
+                for index, call in enumerate(read.calls)
+            )
+        content = content.strip()
+    return Reply(content=content, full=full, reasoning=reasoning, calls=calls)
+
+
+def stopped_by(text: str, stop: Sequence[str]) -> str | None:
+    """Returns the stop string that stands first in a text."""
+    found = [(at, string) for string in stop if (at := text.find(string)) >= 0]
+    return min(found)[1] if found else None
+
+
+def thinks(text: str, form: AnswerForm) -> int:
+    """Returns how many characters of a text are thinking, tags included."""
+    begun = form.opened or text.lstrip().startswith(THINK)
+    at = text.find(THINK_END)
+    return (len(text) if at < 0 else at + len(THINK_END)) if begun else 0
+
+
+def _cut(text: str, stop: Sequence[str]) -> str:
+    return text[: min((at for string in stop if (at := text.find(string)) >= 0), default=len(text))]
+
+
+def _divided(text: str, form: AnswerForm) -> tuple[str, str]:
+    """Returns thinking and content. Only text that begins with the tag is thinking, unless the prompt has the tag."""
+    inner = text
+    if text.lstrip().startswith(THINK):
+        inner = text.lstrip()[len(THINK) :]
+    elif not form.opened:
+        return "", text
+    thinking, found, content = inner.partition(THINK_END)
+    return thinking.strip(), content.lstrip("\n") if found else ""
+
+
+class GrowingText:
+    """Decodes tokens as they come; ``text`` has only whole characters."""
+
+    def __init__(self, tokenizer: PromptTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        self._from = self._read = 0  # the tokens between them are decoded again, since text depends on what precedes it
+        self.text = ""
+
+    def add(self, ids: Sequence[int]) -> None:
+        """Adds tokens."""
+        self._ids += ids
+        before = self._tokenizer.decode(self._ids[self._from : self._read])
+        now = self._tokenizer.decode(self._ids[self._from :])
+        if len(now) > len(before) and not now.endswith(REPLACEMENT):
+            self.text += now[len(before) :]
+            self._from, self._read = self._read, len(self._ids)
+
+
+class StreamedReply:
+    """Tells the pieces of an answer while its text grows; together they are the reply."""
+
+    def __init__(self, form: AnswerForm) -> None:
+        self._form = form
+        self._told: dict[str, str] = {"reasoning": "", "content": ""}
+
+    def grown(self, text: str) -> list[Piece]:
+        """Returns what is certain and new in a text that may go on."""
+        form = self._form
+        cut = _cut(text, form.stop)
+        if cut == text:
+            cut = _without_begun(text, form.stop)
+        if THINK.startswith(cut.lstrip()):
+            return []  # it may become the tag
+        thinking, content = _divided(cut, form)
+        if thinks(cut, form) == len(cut) and THINK_END not in cut:
+            inner = _without_begun(cut, (THINK_END,))
+            return self._new("reasoning", _divided(inner, form)[0])
+        return [*self._new("reasoning", thinking), *self._new("content", self._certain(content))]
+
+    def ended(self, reply: Reply) -> list[Piece]:
+        """Returns what was not told of the reply that the text has become."""
+        return [*self._new("reasoning", reply.reasoning), *self._new("content", reply.content)]
+
+    def _certain(self, content: str) -> str:
+        if not self._form.tools:
+            return content
+        mark = CALL_MARKS.get(self._form.parser)
+        if mark is None:
+            return content.strip() if self._form.parser == "none" else ""
+        content = content.partition(mark)[0]
+        return _without_begun(content, (mark,)).strip()
+
+    def _new(self, kind: Literal["reasoning", "content"], whole: str) -> list[Piece]:
+        told = self._told[kind]
+        if len(whole) <= len(told) or not whole.startswith(told):
+            return []
+        self._told[kind] = whole
+        return [(kind, whole[len(told) :])]
+
+
+def _without_begun(text: str, marks: Sequence[str]) -> str:
+    """Returns a text without an end that may become one of these marks."""
+    longest = 0
+    for mark in marks:
+        for length in range(min(len(mark) - 1, len(text)), longest, -1):
+            if text.endswith(mark[:length]):
+                longest = length
+                break
+    return text[: len(text) - longest]

@@ -1,0 +1,258 @@
+"""Is the ASGI application of the endpoint: finds the session of a request, and sends its answer whole or as events."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgspec
+
+from relax_core.data.tokenizer import PromptTokenizer
+from relax_core.engines.http_server.asgi import (
+    JSON,
+    ClientDisconnected,
+    HttpError,
+    Receive,
+    Scope,
+    Send,
+    headers,
+    read_body,
+    start_response,
+)
+from relax_core.engines.protocol.frames import EVENT_STREAM
+from relax_core.rollout.agents.agent_session import AgentSession, OpenTurn
+from relax_core.rollout.agents.answer_reading import GrowingText, Piece, StreamedReply
+from relax_core.rollout.agents.anthropic_messages import MessagesEvents, messages_error, messages_reply, read_messages
+from relax_core.rollout.agents.chat_completions import ChatEvents, chat_error, chat_reply, read_chat
+from relax_core.rollout.agents.openai_responses import ResponsesEvents, read_responses, responses_reply
+from relax_core.rollout.agents.session_table import SessionTable
+from relax_core.rollout.agents.turn_request import RequestRefused, TurnAnswer, TurnRequest
+
+QUIET_S = 15.0  # a stream without news gets a comment after that many seconds, so that no client thinks it dead
+RETRIES = b"x-stainless-retry-count"  # OpenAI's and Anthropic's clients count there how often they repeat a request
+MOST_BODY_BYTES = 16 << 20
+
+
+class Events(Protocol):
+    """Makes the server-sent events of one streamed answer."""
+
+    def begin(self) -> bytes:
+        """Returns the events before the text."""
+
+    def piece(self, piece: Piece) -> bytes:
+        """Returns the events of new text."""
+
+    def end(self, answer: TurnAnswer) -> bytes:
+        """Returns the events behind the text."""
+
+    def failure(self, error: RequestRefused) -> bytes:
+        """Returns the event that ends a stream with an error."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """Is one protocol: how a body is read, and how a reply, events and an error look."""
+
+    read: Callable[[bytes], TurnRequest]
+    reply: Callable[[TurnRequest, TurnAnswer, str], Mapping[str, Any]]
+    events: Callable[[TurnRequest, OpenTurn, str], Events]
+    error: Callable[[RequestRefused], Mapping[str, Any]]
+
+
+CHAT = Shape(
+    read=read_chat,
+    reply=lambda request, answer, session: chat_reply(request, answer, session=session),
+    events=lambda request, turn, session: ChatEvents(
+        request, number=turn.asked.number, created_s=int(turn.began_s), session=session
+    ),
+    error=chat_error,
+)
+MESSAGES = Shape(
+    read=read_messages,
+    reply=lambda request, answer, session: messages_reply(request, answer, session=session),
+    events=lambda request, turn, session: MessagesEvents(
+        request, number=turn.asked.number, prompt_tokens=len(turn.asked.prompt_ids), session=session
+    ),
+    error=messages_error,
+)
+RESPONSES = Shape(
+    read=read_responses,
+    reply=lambda request, answer, session: responses_reply(request, answer, session=session),
+    events=lambda request, turn, session: ResponsesEvents(
+        request, number=turn.asked.number, created_s=int(turn.began_s), session=session
+    ),
+    error=chat_error,
+)
+SHAPES: Mapping[str, Shape] = {
+    "/v1/chat/completions": CHAT,
+    "/v1/messages": MESSAGES,
+    "/v1/responses": RESPONSES,
+}
+
+
+class EndpointApp:
+    """Answers the clients of agents. ``model`` is the name that it tells of the policy."""
+
+    def __init__(
+        self, sessions: SessionTable, tokenizer: PromptTokenizer, *, model: str, most_body_bytes: int = MOST_BODY_BYTES
+    ) -> None:
+        self._sessions = sessions
+        self._tokenizer = tokenizer
+        self._model = model
+        self._most_body_bytes = most_body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers one request."""
+        key, path = _path_key(scope["path"])
+        shape = SHAPES.get(path, CHAT)
+        try:
+            await self._route(scope, path, shape, key or _header_key(scope), receive=receive, send=send)
+        except ClientDisconnected:
+            return
+        except HttpError as error:
+            await _refuse(send, shape, RequestRefused(error.status, str(error)))
+        except RequestRefused as error:
+            await _refuse(send, shape, error)
+
+    async def _route(self, scope: Scope, path: str, shape: Shape, key: str, *, receive: Receive, send: Send) -> None:
+        models = path == "/v1/models" or path.startswith("/v1/models/")
+        if path not in SHAPES and not models:
+            known = ", ".join((*SHAPES, "/v1/models"))
+            raise RequestRefused(404, f"there is no route {path[:80]!r}; the routes are {known}", code="not_found")
+        wanted = "GET" if models else "POST"
+        if scope["method"] != wanted:
+            raise RequestRefused(405, f"{path}: takes {wanted}, not {scope['method']}")
+        session = self._sessions.find(key)
+        if not scope["connection"].showed_token():
+            raise RequestRefused(503, "too many requests are under way; ask again", retry_after_s=1)
+        if models:
+            await self._models(path, send)
+            return
+        body = await read_body(scope, receive, limit=self._most_body_bytes)
+        request = shape.read(body)
+        turn = session.ask(request, asked_again=_asked_again(scope))
+        await self._answer(session, turn, request, shape, receive=receive, send=send)
+
+    async def _models(self, path: str, send: Send) -> None:
+        model = {"id": self._model, "object": "model", "created": 0, "owned_by": "relax"}
+        payload = model if path != "/v1/models" else {"object": "list", "data": [model]}
+        await _send_json(send, payload)
+
+    async def _answer(
+        self, session: AgentSession, turn: OpenTurn, request: TurnRequest, shape: Shape, *, receive: Receive, send: Send
+    ) -> None:
+        """Waits for an answer and sends it. If the client hangs up, the answer goes on without it."""
+        name = session.record.uid
+        watcher = asyncio.create_task(_disconnect(receive))
+        watcher.add_done_callback(lambda done: turn.grew.set())
+        turn.waiting += 1
+        given = False
+        try:
+            if request.stream:
+                events = shape.events(request, turn, name)
+                given = await self._stream(turn, events, watcher, send)
+            else:
+                await _end(turn, watcher)
+                if turn.failure is not None:
+                    raise turn.failure
+                if turn.answer is not None and not watcher.done():
+                    await _send_json(send, shape.reply(request, turn.answer, name))
+                    given = True
+        finally:
+            turn.waiting -= 1
+            watcher.cancel()
+            if given:
+                turn.given()
+            else:
+                turn.hung_up()
+
+    async def _stream(self, turn: OpenTurn, events: Events, watcher: asyncio.Task[None], send: Send) -> bool:
+        """Sends an answer while it is sampled; returns whether the client has all of it."""
+
+        async def write(body: bytes, *, more: bool = True) -> None:
+            await send({"type": "http.response.body", "body": body, "more_body": more})
+
+        growing, streamed = GrowingText(self._tokenizer), StreamedReply(turn.form)
+        await start_response(send, status=200, content_type=EVENT_STREAM.encode())
+        await write(events.begin())
+        sent: list[int] = []
+        while True:
+            turn.grew.clear()
+            if watcher.done():
+                return False
+            if turn.anew or turn.failure is not None or turn.tokens[: len(sent)] != sent:
+                lost = RequestRefused(503, "an engine was lost in the middle of the answer; ask again")
+                await write(events.failure(turn.failure or lost), more=False)
+                return False
+            new = turn.tokens[len(sent) :]
+            if new:
+                sent += new
+                growing.add(new)
+            if turn.answer is not None:
+                pieces = streamed.ended(turn.answer.reply)
+                await write(b"".join(map(events.piece, pieces)) + events.end(turn.answer), more=False)
+                return not watcher.done()
+            if new and (pieces := streamed.grown(growing.text)):
+                await write(b"".join(map(events.piece, pieces)))
+            if not await _news(turn):
+                await write(b": the answer is under way\n\n")
+
+
+async def _end(turn: OpenTurn, watcher: asyncio.Task[None]) -> None:
+    """Waits until an answer has ended or its client hung up."""
+    while True:
+        turn.grew.clear()
+        if turn.done or watcher.done():
+            return
+        await _news(turn)
+
+
+async def _news(turn: OpenTurn) -> bool:
+    """Waits until an answer has grown or ended, or its client hung up; returns False after `QUIET_S`."""
+    try:
+        async with asyncio.timeout(QUIET_S):
+            await turn.grew.wait()
+    except TimeoutError:
+        return False
+    return True
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _send_json(
+    send: Send, payload: Mapping[str, Any], *, status: int = 200, more: tuple[tuple[bytes, bytes], ...] = ()
+) -> None:
+    body = msgspec.json.encode(payload)
+    fields = [(b"content-type", JSON), (b"content-length", str(len(body)).encode()), *more]
+    await send({"type": "http.response.start", "status": status, "headers": fields})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def _refuse(send: Send, shape: Shape, error: RequestRefused) -> None:
+    more = () if error.retry_after_s is None else ((b"retry-after", str(error.retry_after_s).encode()),)
+    await _send_json(send, shape.error(error), status=error.status, more=more)
+
+
+def _path_key(path: str) -> tuple[str, str]:
+    """Returns the key in a path and the path without it: clients that cannot set a key have it in the base URL."""
+    if not path.startswith("/s/"):
+        return "", path
+    key, slash, rest = path.removeprefix("/s/").partition("/")
+    return key, slash + rest
+
+
+def _header_key(scope: Scope) -> str:
+    given = headers(scope)
+    scheme, _, token = given.get(b"authorization", b"").partition(b" ")
+    key = token.strip() if scheme.lower() == b"bearer" else given.get(b"x-api-key", b"")
+    return key.decode("latin-1")
+
+
+def _asked_again(scope: Scope) -> bool:
+    count = headers(scope).get(RETRIES, b"0")
+    return count.isdigit() and int(count) > 0

@@ -1,0 +1,465 @@
+"""Conversations over HTTP in OpenAI's Chat Completions, with the real server and templates and scripted engines."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from relax_core.contracts.env import EpisodeLimits
+from relax_core.data.tokenizer import PromptTokenizer
+from relax_core.rollout.agents.turn_request import RequestRefused
+from tests.data.chat_templates import FAMILIES, write_folder
+from tests.rollout.agents.endpoint_harness import CONTEXT, Say, ScriptedPool, Served, serve, until
+
+ASK = {"role": "user", "content": "12*7 ?"}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "calc",
+        "description": "Computes.",
+        "parameters": {"type": "object", "properties": {"e": {"type": "string"}}},
+    },
+}
+CALL = 'Let me see.\n<tool_call>\n{"name": "calc", "arguments": {"e":  "12*7"}}\n</tool_call>'
+THOUGHT = f"<think>\nhm\n</think>\n\n{CALL}"
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PromptTokenizer:
+    return PromptTokenizer(write_folder(tmp_path_factory.mktemp("m") / "model", FAMILIES["strips_thinking"]))
+
+
+def result(call: Any, text: str = "84") -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": call["id"], "content": text}
+
+
+# -- what is sampled stays --------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("rewrites", ["nothing", "langchain", "object"])
+def test_a_tool_conversation_is_one_segment_of_the_sampled_tokens(tokenizer: PromptTokenizer, rewrites: str) -> None:
+    pool = ScriptedPool(tokenizer, THOUGHT, THOUGHT, "It is 84.")
+
+    async def scene(one: Served) -> None:
+        messages: list[Any] = [ASK]
+        for number in range(3):
+            status, reply = await one.post({"messages": messages, "tools": [TOOL], "return_token_ids": True})
+            choice = reply["choices"][0]
+            message = choice["message"]
+            assert status == 200 and choice["token_ids"] == pool.given[number]
+            assert reply["prompt_token_ids"] == pool.requests[number].input_ids
+            assert reply["usage"]["prompt_tokens"] == len(pool.requests[number].input_ids)
+            assert reply["usage"]["completion_tokens"] == len(pool.given[number])
+            assert reply["usage"]["prompt_tokens_details"]["cached_tokens"] == 7
+            if number == 2:
+                assert message == {"role": "assistant", "content": "It is 84."} and choice["finish_reason"] == "stop"
+                break
+            assert choice["finish_reason"] == "tool_calls" and message["reasoning_content"] == "hm"
+            assert 0 < reply["usage"]["completion_tokens_details"]["reasoning_tokens"] < len(pool.given[number])
+            (call,) = message["tool_calls"]
+            assert json.loads(call["function"]["arguments"]) == {"e": "12*7"} and message["content"] == "Let me see."
+            messages += [rewritten(message, rewrites), result(rewritten(message, rewrites)["tool_calls"][0])]
+        tree = one.tree()
+        assert len(tree.episodes[0].leaves) == 1 and one.session.counts["segments"] == 1
+        assert one.session.counts["foreign"] == 0 and one.record.orphan == 0
+        for before, after, sampled in zip(pool.requests, pool.requests[1:], pool.given, strict=False):
+            assert after.input_ids[: len(before.input_ids) + len(sampled)] == [*before.input_ids, *sampled]
+
+    serve(tokenizer, scene, pool)
+
+
+def rewritten(message: dict[str, Any], how: str) -> dict[str, Any]:
+    if how == "nothing":
+        return message
+    (call,) = message["tool_calls"]
+    value: Any = json.loads(call["function"]["arguments"])
+    function = {"name": "calc", "arguments": value if how == "object" else json.dumps(value, indent=2)}
+    again = {"index": 0, "id": "theirs", "type": "function", "function": function}
+    return {"role": "assistant", "content": [{"type": "text", "text": message["content"]}], "tool_calls": [again]}
+
+
+def test_history_can_be_what_a_deployed_server_would_render(tokenizer: PromptTokenizer) -> None:
+    pool = ScriptedPool(tokenizer, "<think>hm</think>one", "two")
+
+    async def scene(one: Served) -> None:
+        first = await one.said([ASK])
+        messages = [ASK, first, {"role": "user", "content": "more"}]
+        await one.said(messages)
+        plain = [ASK, {"role": "assistant", "content": "one"}, messages[2]]
+        assert pool.requests[1].input_ids == tokenizer.encode(plain, plain=True)  # the template takes thinking out
+        tree = one.tree()
+        assert len(tree.episodes[0].leaves) == one.session.counts["segments"] == 2
+
+    serve(tokenizer, scene, pool, history="template")
+
+
+def test_a_history_that_the_client_wrote_anew_is_a_segment_a_turn(
+    tokenizer: PromptTokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    pool = ScriptedPool(tokenizer, CALL, "It is 84.", "yes")
+
+    async def scene(one: Served) -> None:
+        first = await one.said([ASK], tools=[TOOL])
+        text = f"{first['content']}\nCalling tools:\n[{{'id': 'x'}}]"
+        anew = [ASK, {"role": "assistant", "content": text}, {"role": "user", "content": "Observation: 84"}]
+        second = await one.said(anew, tools=[TOOL])
+        await one.said([*anew, second, {"role": "user", "content": "sure?"}], tools=[TOOL])
+        tree = one.tree()
+        assert len(tree.episodes[0].leaves) == one.session.counts["segments"] == 2
+        assert one.session.counts["foreign"] == 1
+        assert [one.after for one in one.record.turns] == [None, None, 1]
+
+    serve(tokenizer, scene, pool)
+    assert 'was not sampled here: a segment begins: "Let me see.\\nCalling tools:' in caplog.text
+
+
+def test_edits_branches_and_sub_agents_are_trained_once_each(tokenizer: PromptTokenizer) -> None:
+    pool = ScriptedPool(tokenizer, *(f"answer {number}" for number in range(5)))
+
+    async def scene(one: Served) -> None:
+        first = await one.said([ASK])
+        for text in ("a", "b"):  # two conversations go on from one answer
+            await one.said([ASK, first, {"role": "user", "content": text}])
+        await one.said([{"role": "system", "content": "You are a helper."}, ASK])  # a sub-agent
+        await one.said([{"role": "user", "content": "Summary: 84. Go on."}])  # a history that was summarised
+        tree = one.tree()
+        assert len(tree.episodes[0].leaves) == 4 and [one.after for one in one.record.turns] == [None, 0, 0, None, None]
+        assert [turn.response.output_ids.tolist() for turn in one.record.turns] == pool.given
+
+    serve(tokenizer, scene, pool)
+
+
+def test_an_answer_with_the_stop_string_put_back_and_a_note_goes_on(tokenizer: PromptTokenizer) -> None:
+    pool = ScriptedPool(tokenizer, "print(1)\nSTOP", "done")
+
+    async def scene(one: Served) -> None:
+        first = await one.said([ASK], stop=["STOP", "Observation:"])
+        assert first["content"] == "print(1)\n" and pool.stops[0] == ["STOP", "Observation:"]
+        noted = {"role": "assistant", "content": first["content"] + "STOP\nCalling tools: x"}
+        await one.said([ASK, noted, {"role": "user", "content": "1"}])
+        sampled = [*pool.requests[0].input_ids, *pool.given[0]]
+        assert pool.requests[1].input_ids[: len(sampled)] == sampled
+        assert tokenizer.decode(pool.requests[1].input_ids[len(sampled) :]).startswith("\nCalling tools: x<|im_end|>")
+        assert len(one.tree().episodes[0].leaves) == 1 and one.session.counts["foreign"] == 0
+
+    serve(tokenizer, scene, pool)
+
+
+# -- streams -----------------------------------------------------------------------------------------------------------
+async def events_of(reply: aiohttp.ClientResponse) -> list[Any]:
+    assert reply.content_type == "text/event-stream"
+    text = (await reply.read()).decode()
+    lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line.startswith("data: ")]
+    assert lines.pop() == "[DONE]"
+    return [json.loads(line) for line in lines]
+
+
+def test_a_stream_says_the_same_as_a_reply_and_before_the_answer_ends(tokenizer: PromptTokenizer) -> None:
+    hold = asyncio.Event()
+    pool = ScriptedPool(tokenizer, THOUGHT, Say(text="It is 84, ünd more of it.", hold=hold))
+    body = {"messages": [ASK], "tools": [TOOL], "stream": True, "stream_options": {"include_usage": True}}
+
+    async def scene(one: Served) -> None:
+        async with one.http.post(f"{one.url}/v1/chat/completions", json=body, headers=one.headers()) as reply:
+            events = await events_of(reply)
+        *chunks, usage = events
+        assert usage["choices"] == [] and usage["usage"]["completion_tokens"] == len(pool.given[0])
+        deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+        assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
+        assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "hm"
+        assert "".join(delta.get("content") or "" for delta in deltas) == "Let me see."
+        (call,) = [delta["tool_calls"][0] for delta in deltas if "tool_calls" in delta]
+        message = {"role": "assistant", "content": "Let me see.", "tool_calls": [call]}
+        more = {"messages": [ASK, message, result(call)], "tools": [TOOL], "stream": True}
+        async with one.http.post(f"{one.url}/v1/chat/completions", json=more, headers=one.headers()) as reply:
+            early = b""
+            while early.count(b"data: ") < 8:  # the engine has not ended, and each token has an event
+                early += await reply.content.readany()
+            assert one.session.under_way
+            hold.set()
+            early += await reply.read()
+        parts = [json.loads(line[6:]) for line in early.decode().split("\n\n") if line.startswith("data: {")]
+        assert (
+            "".join(part["choices"][0]["delta"].get("content") or "" for part in parts) == "It is 84, ünd more of it."
+        )
+        assert len(one.tree().episodes[0].leaves) == 1
+
+    serve(tokenizer, scene, pool)
+
+
+# -- repeated requests and clients that hang up -----------------------------------------------------------------------
+async def hang_up(one: Served, body: Any) -> None:
+    """Sends a request, and leaves when the engine has begun to answer it."""
+    asking = asyncio.create_task(one.post(body))
+    await until(lambda: one.pool.requests)
+    asking.cancel()
+    await until(lambda: one.session.under_way[0].asked.abandoned)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("counted", [False, True])
+def test_a_repeated_request_gets_the_answer_that_is_under_way(
+    tokenizer: PromptTokenizer, stream: bool, counted: bool
+) -> None:
+    hold = asyncio.Event()
+    pool = ScriptedPool(tokenizer, Say(text="It is 84.", hold=hold), "never")
+
+    async def scene(one: Served) -> None:
+        body = {"messages": [ASK], "stream": stream}
+        await hang_up(one, body)
+        more = {"x-stainless-retry-count": "1"} if counted else {}
+        again = asyncio.create_task(one.post({"messages": [ASK]}, **more))
+        await until(lambda: one.session.counts["repeated"])
+        hold.set()
+        status, reply = await again
+        assert (status, reply["choices"][0]["message"]["content"]) == (200, "It is 84.")
+        assert len(pool.requests) == 1 and len(one.tree().episodes[0].leaves) == 1 and one.record.orphan == 0
+
+    serve(tokenizer, scene, pool)
+
+
+def test_two_equal_requests_at_one_time_are_two_answers_and_a_counted_repetition_gets_one_again(
+    tokenizer: PromptTokenizer,
+) -> None:
+    pool = ScriptedPool(tokenizer, "one", "two")
+
+    async def scene(one: Served) -> None:
+        replies = await asyncio.gather(*(one.said([ASK]) for _ in range(2)))
+        assert {reply["content"] for reply in replies} == {"one", "two"}
+        status, reply = await one.post({"messages": [ASK]}, **{"x-stainless-retry-count": "2"})
+        assert status == 200 and reply["choices"][0]["message"]["content"] in ("one", "two")
+        assert len(pool.requests) == 2 and len(one.tree().episodes[0].leaves) == 2
+
+    serve(tokenizer, scene, pool)
+
+
+def test_an_answer_that_nobody_got_is_counted_and_not_trained(tokenizer: PromptTokenizer) -> None:
+    hold = asyncio.Event()
+    pool = ScriptedPool(tokenizer, Say(text="lost", hold=hold), "kept", "on")
+
+    async def scene(one: Served) -> None:
+        await hang_up(one, {"messages": [ASK]})
+        hold.set()
+        await until(lambda: not one.session.under_way)
+        other = [{"role": "user", "content": "another question"}]
+        kept = await one.said(other)
+        await one.said([*other, kept, ASK])
+        tree = one.tree()
+        assert one.record.orphan == len(pool.given[0]) and len(one.record.turns) == 2
+        assert [turn.after for turn in one.record.turns] == [None, 0] and len(tree.episodes[0].leaves) == 1
+
+    serve(tokenizer, scene, pool)
+
+
+# -- keys --------------------------------------------------------------------------------------------------------------
+def test_keys_open_their_session_alone_and_end_with_it(
+    tokenizer: PromptTokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    pool = ScriptedPool(tokenizer, "one", "two", "three")
+    keys = []
+
+    async def scene(one: Served) -> None:
+        keys.append(one.key)
+        body = {"messages": [ASK]}
+        path = "/v1/chat/completions"
+        for headers, route in (
+            ({"Authorization": f"bearer {one.key}"}, path),
+            ({"x-api-key": one.key}, path),
+            ({"Authorization": "Bearer sk-dummy"}, f"/s/{one.key}{path}"),
+        ):
+            async with one.http.post(f"{one.url}{route}", json=body, headers=headers) as reply:
+                assert reply.status == 200, await reply.text()
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Bearer \xff"}, {"x-api-key": ""}):
+            async with one.http.post(f"{one.url}{path}", json=body, headers=headers) as reply:
+                assert reply.status == 401 and (await reply.json())["error"]["code"] == "invalid_api_key"
+        async with one.http.get(f"{one.url}/v1/models", headers=one.headers()) as reply:
+            assert [model["id"] for model in (await reply.json())["data"]] == ["policy"]
+        async with one.http.get(f"{one.url}/v1/models/policy", headers=one.headers()) as reply:
+            assert (await reply.json())["id"] == "policy"
+        one.session.end()
+        assert (await one.post(body))[0] == 410
+        one.table.close(one.key)
+        assert (await one.post(body))[0] == 410
+
+    serve(tokenizer, scene, pool)
+    assert not [record for record in caplog.records if keys[0] in record.getMessage()]
+
+
+def test_a_full_table_says_when_to_come_again(tokenizer: PromptTokenizer) -> None:
+    async def scene(one: Served) -> None:
+        with pytest.raises(RequestRefused, match=r"endpoint\.max_sessions") as error:
+            one.table.open(one.session)
+        assert (error.value.status, error.value.retry_after_s) == (429, 5)
+
+    serve(tokenizer, scene, ScriptedPool(tokenizer), most_sessions=1)
+
+
+# -- limits ------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("limits", "reason"),
+    [
+        (EpisodeLimits(turns=2, sampled_tokens=500, context_tokens=CONTEXT), "max_turns"),
+        (EpisodeLimits(turns=9, sampled_tokens=7, context_tokens=CONTEXT), "token_budget"),
+    ],
+)
+def test_an_episode_that_has_had_its_share_ends(tokenizer: PromptTokenizer, limits: EpisodeLimits, reason: str) -> None:
+    pool = ScriptedPool(tokenizer, "one", "two!")
+
+    async def scene(one: Served) -> None:
+        await one.said([ASK])
+        status, reply = await one.post({"messages": [{"role": "user", "content": "b"}]})
+        assert reply["choices"][0]["finish_reason"] == ("stop" if reason == "max_turns" else "length")
+        status, reply = await one.post({"messages": [{"role": "user", "content": "c"}]})
+        assert (status, reply["error"]["code"]) == (410, reason) and one.ended == ["end"]
+        assert one.record.ended == reason and len(one.record.turns) == 2
+
+    serve(tokenizer, scene, pool, limits=limits)
+
+
+def test_an_answer_keeps_to_its_limits_and_a_long_history_is_told(tokenizer: PromptTokenizer) -> None:
+    pool = ScriptedPool(tokenizer, "abcdefgh", "abcdefgh")
+
+    async def scene(one: Served) -> None:
+        status, reply = await one.post({"messages": [ASK], "max_tokens": 5, "max_completion_tokens": 3})
+        assert (reply["choices"][0]["message"]["content"], reply["choices"][0]["finish_reason"]) == ("abc", "length")
+        await one.said([{"role": "user", "content": "b"}])
+        assert pool.requests[1].max_new_tokens == 6
+        status, reply = await one.post({"messages": [{"role": "user", "content": "x" * CONTEXT}]})
+        assert (status, reply["error"]["code"]) == (400, "context_length_exceeded") and not one.session.over
+
+    serve(tokenizer, scene, pool, max_turn_tokens=6)
+
+
+def test_a_busy_session_says_when_to_come_again(tokenizer: PromptTokenizer) -> None:
+    hold = asyncio.Event()
+    pool = ScriptedPool(tokenizer, Say(text="one", hold=hold))
+
+    async def scene(one: Served) -> None:
+        first = asyncio.create_task(one.said([ASK]))
+        await until(lambda: one.session.under_way)
+        body = {"messages": [{"role": "user", "content": "b"}]}
+        async with one.http.post(f"{one.url}/v1/chat/completions", json=body, headers=one.headers()) as reply:
+            assert reply.status == 429 and reply.headers["Retry-After"] == "1"
+        hold.set()
+        await first
+
+    serve(tokenizer, scene, pool, open_requests=1)
+
+
+def test_the_end_of_an_episode_gives_up_what_is_under_way(tokenizer: PromptTokenizer) -> None:
+    pool = ScriptedPool(tokenizer, Say(text="one", hold=asyncio.Event()))
+
+    async def scene(one: Served) -> None:
+        asked = asyncio.create_task(one.post({"messages": [ASK]}))
+        await until(lambda: pool.requests)
+        assert one.session.end("straggler") == ["r.0"]
+        status, reply = await asked
+        assert status == 410 and "given up" in reply["error"]["message"] and not one.record.turns
+        pool.requests.clear()
+        for task in asyncio.all_tasks():
+            if "SharedRequests._send" in repr(task):
+                task.cancel()
+
+    serve(tokenizer, scene, pool)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_the_engines_gave_up_can_be_asked_again(tokenizer: PromptTokenizer, stream: bool) -> None:
+    pool = ScriptedPool(tokenizer, Say(text="", finish="given up"), "one")
+
+    async def scene(one: Served) -> None:
+        body = {"messages": [ASK], "stream": stream}
+        async with one.http.post(f"{one.url}/v1/chat/completions", json=body, headers=one.headers()) as reply:
+            text = await reply.text()
+            assert "given up" in text and (reply.status == 503 or stream) and "server_error" in text
+        assert (await one.said([ASK]))["content"] == "one" and one.session.counts["repeated"] == 0
+        assert len(one.tree().episodes[0].turns) == 1
+
+    serve(tokenizer, scene, pool)
+
+
+# -- what a run does not follow, and what it refuses ------------------------------------------------------------------
+def test_wishes_are_served_counted_and_told_once(tokenizer: PromptTokenizer, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    pool = ScriptedPool(tokenizer, "one", "two", "three")
+
+    async def scene(one: Served) -> None:
+        await one.said(
+            [ASK], temperature=1.0, frequency_penalty=0, tool_choice="auto", response_format={"type": "text"}
+        )
+        assert one.session.counts["wishes"] == 0
+        for text in ("b", "c"):
+            await one.said(
+                [{"role": "user", "content": text}], temperature=0.3, tools=[TOOL], tool_choice="required", seed=5
+            )
+        assert one.session.counts["wishes"] == 6
+
+    serve(tokenizer, scene, pool)
+    told = [record.getMessage() for record in caplog.records if "the run decides" in record.getMessage()]
+    assert len(told) == 3 and told[0].startswith("an agent asks for temperature=0.3")
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"n": 2}, "n=2: one answer"),
+    ({"logit_bias": {"5": 1}}, "logit_bias: it changes the distribution"),
+    ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.type='json_schema'"),
+    ({"guided_json": {"a": 1}}, "guided_json: a grammar"),
+    ({"logprobs": True}, "logprobs: they are not returned"),
+    ({"messages": []}, "messages: there is none"),
+    ({"messages": [{"content": "x"}]}, "missing required field `role`"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content: it is missing"),
+    ({"messages": [{"role": "king", "content": "x"}]}, "Invalid enum value 'king'"),
+    ({"messages": [ASK, {"role": "assistant", "content": "It is"}]}, "the last one is the assistant's"),
+    ({"messages": [ASK, {"role": "tool", "tool_call_id": "z", "content": "1"}]}, "the id 'z', which no call"),
+    ({"messages": [ASK] * 5000}, "there are 5000, at most 4096"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}]},
+        "a part of type 'image_url'; only text",
+    ),
+    ({"messages": "hi"}, "Expected `array`"),
+    ({"max_tokens": 0}, "max_tokens=0: give 1 or more"),
+    ({"stop": [""]}, "stop: at most 16 strings"),
+    ({"tools": [TOOL, TOOL]}, "two of them have the name 'calc'"),
+    ({"tools": [{"type": "web_search"}]}, "tools[0]"),
+]
+
+
+def test_what_cannot_be_trained_or_read_is_refused_in_words(tokenizer: PromptTokenizer) -> None:
+    async def scene(one: Served) -> None:
+        for body, words in REFUSED:
+            status, reply = await one.post({"messages": [ASK], **body})
+            assert status == 400 and words in reply["error"]["message"], reply
+            assert reply["error"]["type"] == "invalid_request_error"
+
+    serve(tokenizer, scene, ScriptedPool(tokenizer))
+
+
+def test_other_routes_large_bodies_and_broken_json_are_refused_in_words(tokenizer: PromptTokenizer) -> None:
+    async def scene(one: Served) -> None:
+        for path, wanted, words in (("/v2/chat", 404, "no route"), ("/v1/models", 405, "takes GET")):
+            status, reply = await one.post({}, path)
+            assert status == wanted and words in reply["error"]["message"]
+        for data, wanted in ((b"x" * 5000, 413), (b"{", 400), (b"\xff", 400), (b"[" * 4000, 400)):
+            url = f"{one.url}/v1/chat/completions"
+            async with one.http.post(url, data=data, headers=one.headers()) as reply:
+                assert reply.status == wanted and (await reply.json())["error"]["message"]
+
+    serve(tokenizer, scene, ScriptedPool(tokenizer), most_body_bytes=4096)
+
+
+def test_a_template_that_leaves_tools_out_is_told(tmp_path: Path) -> None:
+    tokenizer = PromptTokenizer(write_folder(tmp_path / "model", FAMILIES["ignores_tools"]))
+    pool = ScriptedPool(tokenizer, "one")
+
+    async def scene(one: Served) -> None:
+        status, reply = await one.post({"messages": [ASK], "tools": [TOOL]})
+        assert status == 400 and "leaves out the tools" in reply["error"]["message"]
+        await one.said([ASK])
+
+    serve(tokenizer, scene, pool)
