@@ -1,6 +1,6 @@
 """One train step in every parallel layout against the single process, and the single process against Hugging Face.
 
-    python -m benchmarks.parity [--media] [--json FILE] [--docs] [--only NAME …]
+    python -m benchmarks.parity [--media] [--json FILE] [--docs] [--only NAME …] [--cases CASE …]
 
 Two steps of tiny models in float32 on 1, 2 and 4 gloo ranks, with tree packing (groups share their prompt) and plain
 packing (each sample a group of its own), prompts and responses ragged, in several micro-batches of which the last
@@ -184,8 +184,11 @@ MEDIA_ROWS = (
 )
 
 
-def measure(rows: Sequence[Row], *, media: bool = False) -> list[dict[str, Any]]:
-    """Figures of each row and packing, as dicts of ``name``, ``packing`` and `FIGURES`; Hugging Face's first."""
+def measure(rows: Sequence[Row], *, media: bool = False, cases: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """Figures of each row and packing, as dicts of ``name``, ``packing`` and `FIGURES`; Hugging Face's first.
+
+    ``cases`` are those with media that are compared with Hugging Face, by default all.
+    """
     # Imported before the processes are forked off: an import costs each of them six seconds.
     from benchmarks import parity_media_ranks, parity_ranks
 
@@ -193,8 +196,8 @@ def measure(rows: Sequence[Row], *, media: bool = False) -> list[dict[str, Any]]
     with tempfile.TemporaryDirectory(prefix="relax-parity-") as name:
         folder = Path(name)
         # Text has few rows, and its figures of Hugging Face are always whole.
-        families = {"families": {row.family for row in rows}} if media else {}
-        _run_all(folder, [work.reference_main], [{"folder": folder, **families}])
+        chosen = {"families": {row.family for row in rows}, "cases": cases} if media else {}
+        _run_all(folder, [work.reference_main], [{"folder": folder, **chosen}])
         found = _read(folder / "1.jsonl")
         for ranks in sorted({row.ranks for row in rows}):
             port, mine = _free_port(), [row for row in rows if row.ranks == ranks]
@@ -282,10 +285,11 @@ def main() -> None:
     parser.add_argument("--docs", action="store_true", help="write docs/parity.md")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="rows with these names, which replace theirs in docs")
     parser.add_argument("--media", action="store_true", help="models that see, with images and videos")
+    parser.add_argument("--cases", nargs="+", metavar="CASE", help="cases with media against Hugging Face; with mixed")
     arguments = parser.parse_args()
     media = arguments.media
     rows = [row for row in (MEDIA_ROWS if media else ROWS) if not arguments.only or row.name in arguments.only]
-    found = measure(rows, media=media)
+    found = measure(rows, media=media, cases=arguments.cases or ())
     print(table(found, media=media))
     if arguments.docs:
         docs = MEDIA_DOCS if media else DOCS

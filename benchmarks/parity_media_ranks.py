@@ -187,8 +187,10 @@ def rank_main(folder: Path, *, rank: int, ranks: int, port: int, rows: Sequence[
         raise
 
 
-def reference_main(folder: Path, *, families: Container[str]) -> None:
-    """Compares Hugging Face with the single process in every case of ``families``, as trees and as rows."""
+def reference_main(folder: Path, *, families: Container[str], cases: Container[str] = ()) -> None:
+    """Compares Hugging Face with the single process in ``cases``, or in every case, of ``families``, as trees and as
+    rows.
+    """
     torch.set_num_threads(1)
     with (folder / "1.jsonl").open("w") as lines:
         for family in FAMILIES:
@@ -196,6 +198,8 @@ def reference_main(folder: Path, *, families: Container[str]) -> None:
                 continue
             _make(folder, family)
             for case in _cases_of(family):
+                if cases and case not in cases:
+                    continue
                 for line in _case(folder, family, case):
                     lines.write(json.dumps(line) + "\n")
 

@@ -277,18 +277,15 @@ def find(kind: Kind, name: str) -> Spec:
     )
 
 
+@cache
 def _sets_spec(file: Path) -> bool:
     """Returns whether a file sets SPEC, or cannot be parsed: `find` then reports its syntax error."""
     try:
         tree = ast.parse(file.read_text(encoding="utf-8"))
     except SyntaxError:
         return True
-    targets = (
-        target
-        for node in tree.body
-        if isinstance(node, ast.Assign | ast.AnnAssign)
-        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
-    )
+    nodes = [node for node in tree.body if isinstance(node, ast.Assign | ast.AnnAssign)]
+    targets = (target for node in nodes for target in (node.targets if isinstance(node, ast.Assign) else [node.target]))
     return any(isinstance(target, ast.Name) and target.id == "SPEC" for target in targets)
 
 

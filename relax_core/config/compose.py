@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -33,6 +33,7 @@ SHOWN_PATH = 120  # characters
 Settle = Callable[[RelaxConfig], tuple[RelaxConfig, list[str]]]  # fills in derived values and returns problems
 
 
+@cache  # the plug-ins of one process do not change
 def register_schema() -> None:
     """Registers the types, and the plug-ins without a YAML file, in Hydra's ConfigStore."""
     from hydra.core.config_store import ConfigStore

@@ -105,6 +105,7 @@ def test_the_best_checkpoint_is_kept_beside_the_newest(in_two_parts: FinishedRun
     assert kept == {12, best} - {0} | ({12, best} & {12})
 
 
+@pytest.mark.soak
 def test_the_same_data_and_seed_give_the_same_run_to_the_bit(in_two_parts: FinishedRun, tmp_path: Path) -> None:
     """Straight through, and taking turns: bad rows change neither what is trained nor in which batch."""
     data = write_training_rows(tmp_path / "rows.jsonl")

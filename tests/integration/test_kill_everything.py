@@ -17,8 +17,8 @@ from tests.integration.live_run import ROOT, LiveRun, run_to_end
 
 pytestmark = [pytest.mark.integration, pytest.mark.chaos]
 
-STEPS = 120
-SAVE_EVERY = 10
+STEPS = 60
+SAVE_EVERY = 5
 OVERRIDES = ("mode.max_staleness=1", f"run.steps={STEPS}", f"run.save_every={SAVE_EVERY}", "eval.every=0")
 
 
@@ -53,21 +53,20 @@ def kill_and_resume(folder: Path, *, seed: int) -> None:
     assert books.issued == resumed.summary["ledger"]["issued"]
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-def test_a_run_that_was_killed_as_a_whole_goes_on(seed: int, tmp_path: Path) -> None:
-    kill_and_resume(tmp_path / "run", seed=seed)
+def test_a_run_that_was_killed_as_a_whole_goes_on(tmp_path: Path) -> None:
+    kill_and_resume(tmp_path / "run", seed=0)
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("seed", range(2, 23))
+@pytest.mark.parametrize("seed", range(1, 23))
 def test_at_any_moment(seed: int, tmp_path: Path) -> None:
     kill_and_resume(tmp_path / "run", seed=seed)
 
 
 def test_before_there_is_a_checkpoint(tmp_path: Path) -> None:
     """The run begins again; what the first one persisted and reported counts no more."""
-    held = HeldTraining(tmp_path, updates=30)
-    overrides = ("mode.max_staleness=1", "run.steps=60", "run.save_every=0", "eval.every=0", *held.overrides)
+    held = HeldTraining(tmp_path, updates=12)
+    overrides = ("mode.max_staleness=1", "run.steps=24", "run.save_every=0", "eval.every=0", *held.overrides)
     with LiveRun(tmp_path / "run", *overrides) as live:
         live.wait_step(2)
         live.kill_everything()
@@ -76,7 +75,7 @@ def test_before_there_is_a_checkpoint(tmp_path: Path) -> None:
     resumed = run_to_end(tmp_path / "run", *overrides, "resume=auto")
     assert resumed.code == 0, resumed.output
     resumed.assert_books_closed()
-    assert resumed.summary["steps"] == len(resumed.steps()) == 60
+    assert resumed.summary["steps"] == len(resumed.steps()) == 24
 
 
 def test_what_a_run_leaves_that_lost_its_supervisor_is_cleaned(tmp_path: Path) -> None:

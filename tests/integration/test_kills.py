@@ -50,24 +50,24 @@ def test_on_policy_the_same_samples_are_drawn_again(strict: FinishedRun, tmp_pat
 
 
 def test_in_a_window_every_sample_is_trained_or_dropped_with_a_reason(tmp_path: Path) -> None:
-    run = run_with_kills(tmp_path / "run", max_staleness=1, steps=90)
+    run = run_with_kills(tmp_path / "run", max_staleness=1, steps=45)
     run.assert_books_closed()
-    assert run.summary["ledger"]["trained"] == 90 * 8 * 16
+    assert run.summary["ledger"]["trained"] == 45 * 8 * 16
     assert set(run.summary["ledger"]["dropped"]) <= {"stale"}
     assert run.summary["staleness"]["max"] <= 1
 
 
 def test_another_controller_goes_on_from_the_newest_checkpoint(tmp_path: Path) -> None:
-    overrides = ("mode.max_staleness=1", "run.steps=60", "eval.every=0", "run.save_every=10")
-    held = HeldTraining(tmp_path, updates=30)
+    overrides = ("mode.max_staleness=1", "run.steps=30", "eval.every=0", "run.save_every=5")
+    held = HeldTraining(tmp_path, updates=15)
     with LiveRun(tmp_path / "run", *overrides, *held.overrides) as live:
-        live.wait_checkpoint(20)
+        live.wait_checkpoint(10)
         live.kill_controller()
         held.let_go()
         run = live.finish()
     assert run.code == 0, run.output
     assert "the controller was killed by SIGKILL; another goes on from step" in run.output
     run.assert_books_closed()
-    assert run.summary["steps"] == 60
-    assert run.summary["ledger"]["trained"] == 60 * 8 * 16
+    assert run.summary["steps"] == 30
+    assert run.summary["ledger"]["trained"] == 30 * 8 * 16
     assert run.summary["staleness"]["max"] <= 1

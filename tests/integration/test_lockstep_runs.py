@@ -13,11 +13,11 @@ from tests.integration.test_on_policy import assert_same_run
 
 pytestmark = pytest.mark.integration
 
-STEPS, STOPPED_AFTER, PROMPTS, GROUP_SIZE = 20, 7, 4, 4
+STEPS, STOPPED_AFTER, PROMPTS, GROUP_SIZE = 10, 4, 4, 4
 LOCKSTEP = (
     *("env=number_guess", "engine.context_length=192", "rollout.lockstep=true", "mode.max_staleness=0"),
     *(f"algo.group_size={GROUP_SIZE}", f"rollout.prompts_per_step={PROMPTS}", f"run.steps={STEPS}"),
-    *("run.save_every=0", "eval.every=10", "eval.rows=8"),
+    *("run.save_every=0", "eval.every=5", "eval.rows=8"),
 )
 
 

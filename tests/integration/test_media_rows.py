@@ -72,7 +72,7 @@ SPEC = EnvSpec(name="show", summary="shows a picture", config=ShowConfig, open=S
 '''
 
 
-ROWS, EVAL_ROWS, STEPS, PROMPTS = 60, 8, 20, 8
+ROWS, EVAL_ROWS, STEPS, PROMPTS = 60, 8, 10, 8
 OTHER = "other.jsonl"  # the file of an evaluation set
 BAD: dict[int, tuple[str, Any]] = {  # row → reason and value of its column
     3: ("missing_file", "files/nowhere.png"),
@@ -172,7 +172,7 @@ def strict_overrides(file: Path) -> tuple[str, ...]:
     return (
         *SMALL,
         *("data=file", f"data.path={file}", "data.media_keys.image=images", "data.shuffle=false"),
-        *("data.max_bad_rows=0.3", f"data.eval_size={EVAL_ROWS}", f"eval.rows={EVAL_ROWS}", "eval.every=10"),
+        *("data.max_bad_rows=0.3", f"data.eval_size={EVAL_ROWS}", f"eval.rows={EVAL_ROWS}", f"eval.every={STEPS // 2}"),
         *("mode.max_staleness=0", "run.export_hf=true", f"run.steps={STEPS}"),
         f"rollout.prompts_per_step={PROMPTS}",
         f"eval.sets={{held_out: null, other: {file.parent / OTHER}}}",
@@ -182,7 +182,7 @@ def strict_overrides(file: Path) -> tuple[str, ...]:
 
 @pytest.fixture(scope="module")
 def straight(rows: tuple[Path, dict[str, int]], tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
-    """20 steps at staleness 0, of whose rows one in ten is bad."""
+    """Ten steps at staleness 0, of whose rows one in ten is bad."""
     return run_to_end(tmp_path_factory.mktemp("straight") / "run", *strict_overrides(rows[0]))
 
 
@@ -219,20 +219,21 @@ def test_bad_pictures_cost_their_prompts_alone_and_no_file_holds_base64(
     assert_relax_eval_finds_the_same(run)
 
 
+@pytest.mark.soak
 def test_a_time_shared_run_that_stops_and_goes_on_is_the_same_to_the_bit(
     straight: FinishedRun, rows: tuple[Path, dict[str, int]], tmp_path: Path
 ) -> None:
     """One proof of three equalities: two runs, another mode, and a stop with a resume."""
-    held = HeldTraining(tmp_path, updates=8)
+    held = HeldTraining(tmp_path, updates=5)
     overrides = (*strict_overrides(rows[0]), "mode=colocate", *held.overrides)
     with LiveRun(tmp_path / "run", *overrides) as live:
-        live.wait_step(4)
+        live.wait_step(2)
         live.interrupt()
         live.wait_stop_heard()
         held.let_go()
         stopped = live.finish()
     assert stopped.code == 130, stopped.output
-    assert 5 <= stopped.summary["steps"] < STEPS
+    assert 3 <= stopped.summary["steps"] < STEPS
     resumed = run_to_end(tmp_path / "run", *overrides, "resume=auto")
     assert resumed.code == 0, resumed.output
     resumed.assert_books_closed()

@@ -83,6 +83,7 @@ def test_a_lost_critic_is_a_lost_rank(strict: FinishedRun, tmp_path: Path) -> No
     assert_same_run(run, strict)
 
 
+@pytest.mark.soak
 def test_it_learns_with_groups_of_one(tmp_path: Path) -> None:
     """The critic is the only baseline: 64 prompts a step, one sample each, at staleness 1; the policy has two ranks."""
     run = run_to_end(

@@ -29,54 +29,55 @@ def assert_whole(run: FinishedRun, *, steps: int) -> list[dict[str, Any]]:
 
 
 def test_another_rank_before_the_first_checkpoint_then_the_bus(tmp_path: Path) -> None:
-    held = HeldTraining(tmp_path, updates=40)
-    overrides = (*OVERRIDES, "run.steps=130", "run.save_every=80", "parallel.dp=2", *held.overrides)
+    held = HeldTraining(tmp_path, updates=12)
+    overrides = (*OVERRIDES, "run.steps=45", "run.save_every=25", "parallel.dp=2", *held.overrides)
     with LiveRun(tmp_path / "run", *overrides) as live:
         live.wait_step(2)
         live.kill(OTHER_RANK)
         live.wait_noticed(1)
-        held.allow(100)
+        held.allow(32)
         live.wait_recovered(1)
-        live.wait_checkpoint(80)
+        live.wait_checkpoint(25)
         live.kill(BUS)
         held.let_go()
         run = live.finish()
-    other_rank, bus = assert_whole(run, steps=130)
+    other_rank, bus = assert_whole(run, steps=45)
     assert (other_rank["tier"], other_rank["from_step"]) == (2, 0)
     # The lead may tell that it lost its other rank before Ray tells that the other rank died.
     assert other_rank["cause"] == "actor-1 died" or other_rank["cause"].startswith(
         "actor-0 failed: RankLost: actor-1 was lost"
     )
-    assert (bus["tier"], bus["cause"], bus["from_step"]) == (2, "the bus died", 80)
-    assert 80 <= bus["at_step"] < 130
+    assert (bus["tier"], bus["cause"], bus["from_step"]) == (2, "the bus died", 25)
+    assert 25 <= bus["at_step"] < 45
 
 
 def test_the_trainer_then_a_frozen_worker_and_a_frozen_engine(tmp_path: Path) -> None:
-    held = HeldTraining(tmp_path, updates=30)
+    held = HeldTraining(tmp_path, updates=12)
     role = "rollout.advantages=role"
-    overrides = (*OVERRIDES, "run.steps=130", "run.heartbeat_timeout_s=10", role, *held.overrides)
+    saved = (*OVERRIDES, "run.save_every=4", "run.steps=50")
+    overrides = (*saved, "run.heartbeat_timeout_s=10", role, *held.overrides)
     with LiveRun(tmp_path / "run", *overrides) as live:
-        live.wait_checkpoint(10)
+        live.wait_checkpoint(4)
         live.kill(ACTOR)
-        live.wait_recovered(1)  # the new trainer ends its 30 updates at step 60 at most
+        live.wait_recovered(1)  # the new trainer ends its 12 updates at step 24 at most
         live.freeze(ADVANTAGES)
         live.wait_noticed(2)
-        held.allow(60)  # step 90 at most
+        held.allow(24)  # step 36 at most
         live.wait_recovered(2)
         live.freeze(ENGINE)
         held.let_go()
         run = live.finish()
-    actor, advantages, engine = assert_whole(run, steps=130)
+    actor, advantages, engine = assert_whole(run, steps=50)
     assert (actor["tier"], actor["cause"]) == (2, "actor-0 died")
-    assert actor["from_step"] >= 10
+    assert actor["from_step"] >= 4
     assert advantages["tier"] == engine["tier"] == 1
     assert advantages["cause"].startswith("advantages-0 froze (no answer for ")
     assert engine["cause"].startswith("engine-0 froze (no answer for ")
 
 
 def test_past_the_limit_the_run_ends_with_the_first_cause(tmp_path: Path) -> None:
-    held = HeldTraining(tmp_path, updates=30)
-    overrides = (*OVERRIDES, "run.steps=90", "run.max_recoveries=1", *held.overrides)
+    held = HeldTraining(tmp_path, updates=12)
+    overrides = (*OVERRIDES, "run.steps=40", "run.max_recoveries=1", *held.overrides)
     with LiveRun(tmp_path / "run", *overrides) as live:
         live.wait_step(2)
         live.kill(BUS)
@@ -91,9 +92,9 @@ def test_past_the_limit_the_run_ends_with_the_first_cause(tmp_path: Path) -> Non
 
 
 def test_the_watchdog_names_who_stands_still(tmp_path: Path) -> None:
-    watched = ("run.heartbeat_timeout_s=600", "run.watch_after_s=4", "run.steps=60")
+    watched = ("run.heartbeat_timeout_s=600", "run.watch_after_s=4", "run.steps=24")
     log, blocker = tmp_path / "run" / "logs" / "watchdog.log", "blocker: rollout-0\n"
-    held = HeldTraining(tmp_path, updates=30)
+    held = HeldTraining(tmp_path, updates=12)
     with LiveRun(tmp_path / "run", *OVERRIDES, *watched, *held.overrides) as live:
         live.wait_step(5)
         pid = live.freeze(ROLLOUT)
@@ -101,7 +102,7 @@ def test_the_watchdog_names_who_stands_still(tmp_path: Path) -> None:
         live.wait_for("the watchdog", lambda: log.exists() and log.read_text().count(blocker) >= 2)
         live.thaw(pid)
         run = live.finish()
-    assert_whole(run, steps=60)
+    assert_whole(run, steps=24)
     first = next(report for report in log.read_text().split("no train step ended") if blocker in report)
     assert "actor-0: waits" in first and "on bus for" in first
     assert "in flight in rollout (oldest g0" in first and "owed by rollout" in first

@@ -1,4 +1,8 @@
-"""A run with more than one trainer rank."""
+"""A run with four trainer ranks against one with a single rank: a proof of the whole, which takes minutes.
+
+`tests/train/test_parity_layouts.py` compares every layout with one rank, and `test_truncated.py` has a run with two
+trainer ranks over the second bus.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ import pytest
 
 from tests.integration.live_run import run_to_end
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.soak]
 
 SHORT = ("run.steps=6", "eval.every=0", "run.save_every=0")
 

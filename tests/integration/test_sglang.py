@@ -11,30 +11,42 @@ from relax_core.engines.engine_process import EngineLaunch, EngineProcess
 from relax_core.tools.make_tiny import tiny_model_folder
 from tests.contracts.engine.harness import SGLANG_PYTHON
 from tests.integration.held_training import HeldTraining
-from tests.integration.live_run import LiveRun, run_to_end
+from tests.integration.live_run import FinishedRun, LiveRun, run_to_end
 
 pytestmark = [pytest.mark.sglang, pytest.mark.integration]
 SGLANG = ("engine=sglang", f"engine.python={SGLANG_PYTHON}")
 GAP = 1e-4  # largest log-prob difference of engine and trainer on a token of the newest weights, fp32
 
 
+@pytest.mark.soak
 def test_the_demo_reaches_the_embedded_engines_reward(tmp_path: Path) -> None:
     run = run_to_end(tmp_path / "demo", *SGLANG, deadline_s=900.0)
-    assert run.code == 0, run.output
+    assert_on_policy(run)
     assert run.summary["reward"]["last"] >= 0.97 and run.summary["eval"][-1]["exact"] >= 0.97
+
+
+def assert_on_policy(run: FinishedRun) -> None:
+    assert run.code == 0, run.output
     assert run.summary["logprob_gap"]["tokens"] > 1000 and run.summary["logprob_gap"]["max"] < GAP
     run.assert_books_closed()
 
 
+def test_the_demo_learns(tmp_path: Path) -> None:
+    run = run_to_end(tmp_path / "demo", *SGLANG, "run.steps=70", "eval.every=70", "eval.rows=64", deadline_s=900.0)
+    assert_on_policy(run)
+    rewards = [values["reward"] for values in run.steps()]
+    assert sum(rewards[-10:]) / 10 > sum(rewards[:10]) / 10 + 0.1
+
+
 def test_a_server_that_is_killed_comes_back_with_the_newest_weights(tmp_path: Path) -> None:
-    held = HeldTraining(tmp_path, updates=20)
-    with LiveRun(tmp_path / "kill", *SGLANG, "run.steps=40", "run.heartbeat_timeout_s=60", *held.overrides) as run:
-        run.wait_step(10)
+    held = HeldTraining(tmp_path, updates=8)
+    with LiveRun(tmp_path / "kill", *SGLANG, "run.steps=16", "run.heartbeat_timeout_s=60", *held.overrides) as run:
+        run.wait_step(4)
         run.kill("sglang/server/sglang_process.py")
         held.let_go()
         done = run.finish()
     assert done.code == 0, done.output
-    assert len(done.steps()) == 40
+    assert len(done.steps()) == 16
     done.assert_books_closed()
 
 
@@ -57,7 +69,8 @@ def test_a_server_of_somebody_elses_is_met_by_its_address_and_left_running(tmp_p
             "engine=sglang",
             f"engine.urls=[{process.url}]",
             f"engine.token_file={tmp_path / 'key'}",
-            "run.steps=20",
+            "run.steps=6",
+            "eval.every=0",
         )
         assert run.code == 0, run.output
         assert run.summary["logprob_gap"]["tokens"] > 0 and run.summary["logprob_gap"]["max"] < GAP

@@ -27,6 +27,7 @@ def assert_all_trained_inside(run: FinishedRun, *, steps: int, max_staleness: in
     run.assert_books_closed()
 
 
+@pytest.mark.soak
 def test_the_oldest_trained_token_is_inside_a_window_of_one_step(tmp_path: Path) -> None:
     held = HeldTraining(tmp_path, updates=0)
     with LiveRun(tmp_path / "run", "mode.max_staleness=1", "run.steps=30", *QUIET, *held.overrides) as live:
@@ -44,7 +45,7 @@ def test_a_window_of_four_steps_holds_over_sigterm_and_resume(tmp_path: Path) ->
     with LiveRun(tmp_path / "run", *overrides, "run.steps=100000") as live:
         live.wait_drawn(samples_ahead(4))
         held.let_go()
-        live.wait_step(10)
+        live.wait_step(6)
         live.terminate()
         stopped = live.finish()
     assert stopped.code == 143, stopped.output
@@ -54,7 +55,7 @@ def test_a_window_of_four_steps_holds_over_sigterm_and_resume(tmp_path: Path) ->
     books = stopped.summary["ledger"]
     assert books["trained"] == at * 8 * 16 and books["open"] > 0 and books["lost"] == books["trained_twice"] == 0
 
-    steps = at + 15
+    steps = at + 6
     resumed = run_to_end(tmp_path / "run", *overrides, f"run.steps={steps}", "resume=auto")
     assert_all_trained_inside(resumed, steps=steps, max_staleness=4)
     assert len(resumed.steps()) == steps

@@ -1,4 +1,4 @@
-"""`plan=true` as a user types it: a real process, fast, on one machine, with nothing heavy imported."""
+"""`plan=true` as a user types it: fast, on one machine, with nothing heavy imported."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from relax_core.__main__ import main
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SCREEN_LINES = 24
@@ -63,13 +65,16 @@ def test_json_is_for_programs() -> None:
         ),
     ],
 )
-def test_a_wrong_line_is_told_on_one_screen(arguments: list[str], code: int, words: tuple[str, ...]) -> None:
-    done = relax("plan=true", *arguments)
-    assert done.returncode == code, done.stderr + done.stdout
-    told = done.stderr or done.stdout.split("\nModel ")[0]
+def test_a_wrong_line_is_told_on_one_screen(
+    arguments: list[str], code: int, words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    returned = main(["plan=true", *arguments])
+    output = capsys.readouterr()
+    assert returned == code, output
+    told = output.err or output.out.split("\nModel ")[0]
     for word in words:
         assert word in told, told
-    assert "Traceback" not in done.stderr
+    assert "Traceback" not in output.err
     assert len(told.splitlines()) <= SCREEN_LINES, told
 
 

@@ -53,10 +53,10 @@ SPEC = RewardSpec(name="looks", summary="looks at the pixels", config=RewardConf
 
 def test_a_run_over_two_nodes(quiet: Cluster, tmp_path: Path) -> None:
     """A run with images and videos: engine and trainer, on different nodes, and the reward's worker map their files."""
-    held = HeldTraining(tmp_path, updates=5)
+    held = HeldTraining(tmp_path, updates=3)
     (tmp_path / "looks.py").write_text(REWARD)
     words = (
-        *("launcher.nodes=2", "run.steps=12", "run.export_hf=true", "model=tiny_qwen3_vl", "data=see"),
+        *("launcher.nodes=2", "run.steps=6", "run.export_hf=true", "model=tiny_qwen3_vl", "data=see"),
         *(f"reward.name={tmp_path / 'looks.py'}", "rollout.prompts_per_step=6", "algo.group_size=4"),
     )
     run = Submitted(quiet, tmp_path / "run", *words, *held.overrides)
@@ -67,7 +67,7 @@ def test_a_run_over_two_nodes(quiet: Cluster, tmp_path: Path) -> None:
     assert code == 0, output
     assert "running on n[1-2]" in output and "the run ended with exit code 0" in output
     assert "#SBATCH --nodes=2" in output, "the script is printed before it is submitted"
-    assert run.summary()["outcome"] == "finished" and run.steps() == list(range(12))
+    assert run.summary()["outcome"] == "finished" and run.steps() == list(range(6))
     books = run.summary()["ledger"]
     assert books["lost"] == books["trained_twice"] == 0 and books["dropped"] == {}
     assert 0.0 < run.summary()["logprob_gap"]["max"] <= 2e-5, "both saw the same pixels"
@@ -77,7 +77,7 @@ def test_a_run_over_two_nodes(quiet: Cluster, tmp_path: Path) -> None:
 
 def test_a_sweep_is_one_array_and_returns_at_once(quiet: Cluster, tmp_path: Path) -> None:
     sweep = tmp_path / "sweep"
-    common = ["launcher=slurm", *FAST, "run.steps=15", f"hydra.sweep.dir={sweep}", f"run.dir={tmp_path}/runs/one"]
+    common = ["launcher=slurm", *FAST, "run.steps=4", f"hydra.sweep.dir={sweep}", f"run.dir={tmp_path}/runs/one"]
     done = relax(quiet, "relax_core", "-m", *common, "seed=1,2")
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads((sweep / "sweep.json").read_text())["runs"]
@@ -94,10 +94,10 @@ def test_a_sweep_is_one_array_and_returns_at_once(quiet: Cluster, tmp_path: Path
 
 
 def test_preempted_it_goes_on_from_its_checkpoint(quiet: Cluster, tmp_path: Path) -> None:
-    held = HeldTraining(tmp_path, updates=50)
-    words = ("launcher.nodes=2", "run.steps=100", "run.save_every=0")
+    held = HeldTraining(tmp_path, updates=16)
+    words = ("launcher.nodes=2", "run.steps=32", "run.save_every=0")
     run = Submitted(quiet, tmp_path / "run", *words, *held.overrides)
-    run.wait_step(10)
+    run.wait_step(4)
     quiet.call("sbatch", "--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 2")
     run.wait_stop_heard()
     held.let_go()
@@ -106,7 +106,7 @@ def test_preempted_it_goes_on_from_its_checkpoint(quiet: Cluster, tmp_path: Path
     assert code == 0, output
     assert "the job is queued again" in output and "started again 1 times" in output
     steps = run.steps()
-    assert sorted(steps) == list(range(100)), "every step once: the checkpoint holds the last one before it was stopped"
+    assert sorted(steps) == list(range(32)), "every step once: the checkpoint holds the last one before it was stopped"
     assert run.summary()["outcome"] == "finished" and run.summary()["ledger"]["lost"] == 0
 
 
@@ -162,7 +162,7 @@ def test_a_lost_task_ends_the_job(quiet: Cluster, tmp_path: Path) -> None:
     assert code == 1 and "reported no exit code" in output, output
     quiet.wait_empty()
     # The folder of a killed task is removed when the next job starts on its node.
-    after = Submitted(quiet, tmp_path / "after", "run.steps=5", "launcher.nodes=2")
+    after = Submitted(quiet, tmp_path / "after", "run.steps=1", "launcher.nodes=2")
     assert after.finish()[0] == 0
 
 

@@ -47,7 +47,7 @@ CASES_OF_LAYOUT = {
     "tp2 recompute": ("all but the router", "the tower alone", "the projector alone"),
     "dp2 overlap": ("the router alone", "the tower alone", "the projector alone"),
 }
-STEPS, STEPS_OF_LAYOUTS = 20, 3
+STEPS, STEPS_OF_LAYOUTS = 5, 3
 SAVED = "the tower alone"  # the case of which a checkpoint goes from layout to layout
 OPTIMIZER = {"eps": 1e-4, "clip_grad": 0.0}
 

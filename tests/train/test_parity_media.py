@@ -1,5 +1,8 @@
 """Tests models that see against Hugging Face, and some layouts of docs/parity_media.md against the single process.
 
+`make test` compares each family with Hugging Face in the case that has images of many sizes, videos, sounds, branches
+and text at a time; `make test-soak` also compares each of these alone, and long chunks of gated delta nets.
+
 Three steps are taken, in which text comes last in turns: without a pass of the tower at weight zero, overlapped
 reduction of gradients fails in the second step.
 """
@@ -7,6 +10,7 @@ reduction of gradients fails in the second step.
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 
 import pytest
 from rank_processes import run_programme
@@ -24,6 +28,7 @@ QUICK = (
     "Omni: EP2, distributed optimizer, overlap",
     "qwen3_5: TP2",
 )
+CASES_OF_QUICK = ("mixed", "video with its sound")
 SLOW = ("Omni: TP2, SP, PP2, VPP2", "qwen3_5: PP2, VPP2", "qwen3_5: TP2, SP, CP2, EP2")
 # The first layer's decay in the case "one image" is off by 2.2e-5, by the recurrent rule on both sides.
 DECAY_REACH = 5e-5
@@ -31,22 +36,40 @@ _OF_FAMILY = {OMNI: OMNI_CASES, HYBRID: HYBRID_CASES, HYBRID_EXPERTS: HYBRID_CAS
 Figures = dict[tuple[str, str], dict[str, float]]
 
 
-@pytest.fixture(scope="module", params=[QUICK, pytest.param(SLOW, marks=pytest.mark.soak)], ids=["quick", "slow"])
-def names(request: pytest.FixtureRequest) -> tuple[str, ...]:
-    return tuple(request.param)
+@dataclass(frozen=True)
+class Choice:
+    """Layouts, and the cases that are compared with Hugging Face for each of their families; none means all."""
+
+    names: tuple[str, ...]
+    cases: tuple[str, ...] = ()
+
+    def cases_of(self, family: str) -> tuple[str, ...]:
+        return tuple(case for case in _OF_FAMILY.get(family, CASES) if not self.cases or case in self.cases)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[Choice(QUICK, CASES_OF_QUICK), pytest.param(Choice((*QUICK, *SLOW)), marks=pytest.mark.soak)],
+    ids=["quick", "whole"],
+)
+def choice(request: pytest.FixtureRequest) -> Choice:
+    assert isinstance(request.param, Choice)
+    return request.param
 
 
 @pytest.fixture(scope="module")
-def figures(names: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Figures:
+def figures(choice: Choice, tmp_path_factory: pytest.TempPathFactory) -> Figures:
     path = tmp_path_factory.mktemp("parity") / "figures.json"
-    run_programme("benchmarks.parity", "--media", "--json", path, "--only", *names, timeout_s=1800.0)
+    cases = ["--cases", *choice.cases] if choice.cases else []
+    run_programme("benchmarks.parity", "--media", "--json", path, "--only", *choice.names, *cases, timeout_s=3600.0)
     return {(one.pop("name"), one.pop("packing")): one for one in json.loads(path.read_text())}
 
 
-def test_hugging_face_computes_the_same(figures: Figures, names: tuple[str, ...]) -> None:
-    for family in {row.family for row in MEDIA_ROWS if row.name in names}:
+def test_hugging_face_computes_the_same(figures: Figures, choice: Choice) -> None:
+    for family in {row.family for row in MEDIA_ROWS if row.name in choice.names}:
         reach = {"each_gradient": DECAY_REACH} if family in (HYBRID, HYBRID_EXPERTS) else {}
-        for case in _OF_FAMILY.get(family, CASES):
+        assert choice.cases_of(family)
+        for case in choice.cases_of(family):
             for packing in ("tree", "plain"):
                 found = figures[f"Hugging Face, {family}: {case}", packing]
                 assert set(found) == set(MEDIA_FIGURES)
@@ -54,8 +77,8 @@ def test_hugging_face_computes_the_same(figures: Figures, names: tuple[str, ...]
                 assert not beyond, (family, case, packing)
 
 
-def test_a_layout_computes_the_same(figures: Figures, names: tuple[str, ...]) -> None:
-    layouts = [(row.name, packing) for row in MEDIA_ROWS if row.name in names for packing in row.packings]
+def test_a_layout_computes_the_same(figures: Figures, choice: Choice) -> None:
+    layouts = [(row.name, packing) for row in MEDIA_ROWS if row.name in choice.names for packing in row.packings]
     assert layouts
     for name, packing in layouts:
         found = figures[name, packing]

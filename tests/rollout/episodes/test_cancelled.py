@@ -14,6 +14,7 @@ from typing import Any, get_args
 
 import pytest
 
+from relax_core.config.schema import EngineConfig
 from relax_core.contracts.bus import Admission, BusClosed, VersionChange
 from relax_core.contracts.engine import Generated, PromptRequest, SamplingParams
 from relax_core.contracts.env import (
@@ -48,9 +49,9 @@ DEADLINE_S = 60.0
 INDEX = 3
 
 
-@pytest.fixture
-def engine(start_engine: Callable[..., Engine], launch: EngineLaunch, tiny_folder: Path) -> Engine:
-    return start_engine(model_folder=tiny_folder, engine=dataclasses.replace(launch.engine, context_length=CONTEXT))
+@pytest.fixture(scope="module")
+def engine_settings(launch: EngineLaunch) -> EngineConfig:
+    return dataclasses.replace(launch.engine, context_length=CONTEXT)
 
 
 class TracedClient(EngineClient):

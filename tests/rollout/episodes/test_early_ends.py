@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from relax_core.config.schema import EngineConfig
 from relax_core.contracts.engine import SamplingParams
 from relax_core.contracts.env import Action, BaseInteractionEnv, EpisodeStart, InteractionConfig, StepResult
 from relax_core.contracts.reward import RewardOutput
@@ -45,9 +46,9 @@ def folder() -> Path:
     return tiny_model_folder("tiny_qwen3", task="reverse_digits")
 
 
-@pytest.fixture
-def engine(start_engine: Callable[..., Engine], launch: EngineLaunch, folder: Path) -> Engine:
-    return start_engine(model_folder=folder, engine=dataclasses.replace(launch.engine, context_length=CONTEXT))
+@pytest.fixture(scope="module")
+def engine_settings(launch: EngineLaunch) -> EngineConfig:
+    return dataclasses.replace(launch.engine, context_length=CONTEXT)
 
 
 def play_group(

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from envs.number_guess import NumberGuess, NumberGuessConfig
+from relax_core.config.schema import EngineConfig
 from relax_core.contracts.checks.checked_env import checked_env
 from relax_core.contracts.checks.plugin_results import WrongResult
 from relax_core.contracts.engine import Generated, PromptRequest
@@ -47,10 +48,9 @@ def folder() -> Path:
     return tiny_model_folder("tiny_qwen3", task="reverse_digits")
 
 
-@pytest.fixture
-def engine(start_engine: Callable[..., Engine], launch: EngineLaunch, folder: Path) -> Engine:
-    settings = dataclasses.replace(launch.engine, context_length=CONTEXT, prefix_cache_tokens=64 * CONTEXT)
-    return start_engine(model_folder=folder, engine=settings)
+@pytest.fixture(scope="module")
+def engine_settings(launch: EngineLaunch) -> EngineConfig:
+    return dataclasses.replace(launch.engine, context_length=CONTEXT, prefix_cache_tokens=64 * CONTEXT)
 
 
 def env_of(kind: Callable[[EpisodeStart, Any], BaseInteractionEnv]) -> EnvSpec:

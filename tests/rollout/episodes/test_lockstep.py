@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import random
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from relax_core.config.schema import EngineConfig
 from relax_core.contracts.engine import Generated, PromptRequest, SamplingParams
 from relax_core.contracts.env import Action, EpisodeStart, InteractionConfig, StepResult
 from relax_core.engines.engine_process import EngineLaunch
@@ -21,9 +22,9 @@ from tests.rollout.episodes.test_episodes import CONTEXT, Echo, env_of, play
 from tests.rollout.rollout_loop_harness import GROUP_SIZE, STEP_GROUPS, CoreBus, renamed, within
 
 
-@pytest.fixture
-def engine(start_engine: Callable[..., Engine], launch: EngineLaunch, tiny_folder: Path) -> Engine:
-    return start_engine(model_folder=tiny_folder, engine=dataclasses.replace(launch.engine, context_length=CONTEXT))
+@pytest.fixture(scope="module")
+def engine_settings(launch: EngineLaunch) -> EngineConfig:
+    return dataclasses.replace(launch.engine, context_length=CONTEXT)
 
 
 class TracedClient(EngineClient):

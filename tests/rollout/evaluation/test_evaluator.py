@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,6 @@ from relax_core.contracts.data import BadRow, DataRow, EvalSet
 from relax_core.contracts.engine import SamplingParams
 from relax_core.contracts.reward import RewardInput, RewardOutput, RewardSpec
 from relax_core.data.tokenizer import PromptTokenizer
-from relax_core.engines.engine_process import EngineLaunch
 from relax_core.engines.pool.engine_pool import EnginePool
 from relax_core.registry import find_env, find_reward
 from relax_core.rollout.evaluation import evaluator as evaluation
@@ -86,11 +85,8 @@ def asked(
         return asyncio.run(scene(rewards))
 
 
-def test_sets_answers_and_what_is_left_out(
-    start_engine: Callable[..., Engine], launch: EngineLaunch, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sets_answers_and_what_is_left_out(engine: Engine, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One engine serves several sets with several answers, prompts that are too long, and rewards of None."""
-    engine = start_engine(model_folder=tiny_folder, engine=dataclasses.replace(launch.engine, context_length=CONTEXT))
     params = SamplingParams(
         n=4, max_new_tokens=8, temperature=1.0, stop_token_ids=maker(tiny_folder).tokenizer.stop_token_ids
     )

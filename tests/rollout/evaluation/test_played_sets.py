@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from relax_core.config.schema import EngineConfig
 from relax_core.contracts.checks.checked_env import checked_env
 from relax_core.contracts.data import BadRow, DataRow
 from relax_core.contracts.engine import SamplingParams
@@ -66,15 +67,15 @@ def played(
         return asyncio.run(asyncio.wait_for(scene(rewards), 120.0))
 
 
-@pytest.fixture
-def game_engine(start_engine: Callable[..., Engine], launch: EngineLaunch, tiny_folder: Path) -> Engine:
-    return start_engine(model_folder=tiny_folder, engine=dataclasses.replace(launch.engine, context_length=CONTEXT))
+@pytest.fixture(scope="module")
+def engine_settings(launch: EngineLaunch) -> EngineConfig:
+    return dataclasses.replace(launch.engine, context_length=CONTEXT)
 
 
-def test_greedy_episodes_are_the_same_whatever_is_played_beside_them(game_engine: Engine, tiny_folder: Path) -> None:
+def test_greedy_episodes_are_the_same_whatever_is_played_beside_them(engine: Engine, tiny_folder: Path) -> None:
     env = find_env("number_guess")
-    alone = played(game_engine, tiny_folder, [numbers("")], env=env)[0]
-    both = played(game_engine, tiny_folder, [numbers("second"), numbers("")], env=env)
+    alone = played(engine, tiny_folder, [numbers("")], env=env)[0]
+    both = played(engine, tiny_folder, [numbers("second"), numbers("")], env=env)
     assert both[1].answers == alone.answers
     for (answer,) in alone.answers:
         assert answer.ended in ("env_done", "max_turns", "token_budget") and 1 <= answer.turns <= 3
@@ -89,14 +90,14 @@ def test_greedy_episodes_are_the_same_whatever_is_played_beside_them(game_engine
     assert values["second/turns"] == values["turns"] and values["rows"] == NUMBERS
 
 
-def test_several_episodes_of_a_row_have_seeds_of_their_own(game_engine: Engine, tiny_folder: Path) -> None:
-    found = played(game_engine, tiny_folder, [numbers("")], env=find_env("number_guess"), samples=4)[0]
+def test_several_episodes_of_a_row_have_seeds_of_their_own(engine: Engine, tiny_folder: Path) -> None:
+    found = played(engine, tiny_folder, [numbers("")], env=find_env("number_guess"), samples=4)[0]
     assert [len(of_row) for of_row in found.answers] == [4] * NUMBERS
     assert any(len({answer.text for answer in of_row}) > 1 for of_row in found.answers)
     assert {"pass@2", "pass@4", "maj@4"} <= found.values().keys()
 
 
-def test_an_env_that_fails_leaves_answers_without_a_score(game_engine: Engine, tiny_folder: Path) -> None:
+def test_an_env_that_fails_leaves_answers_without_a_score(engine: Engine, tiny_folder: Path) -> None:
     """One row's env raises in its first call, one row's opening leaves no room."""
     game = find_env("number_guess")
     assert game.open is not None
@@ -111,9 +112,9 @@ def test_an_env_that_fails_leaves_answers_without_a_score(game_engine: Engine, t
         return env
 
     env = checked_env(dataclasses.replace(game, open=open_env))
-    found = played(game_engine, tiny_folder, [numbers("")], env=env, most_bad=0.5)[0]
+    found = played(engine, tiny_folder, [numbers("")], env=env, most_bad=0.5)[0]
     assert (found.unscored, len(found.answers)) == (1, NUMBERS - 1)
     assert [type(one) for one in found.of.bad] == [BadRow] and "its prompt has" in str(found.of.bad[0])
     assert found.values()["ended/env_failed"] == pytest.approx(1 / (NUMBERS - 1))
     with pytest.raises(ValueError, match=r"the held-out rows: 1 of 7 rows cannot be used"):
-        played(game_engine, tiny_folder, [numbers("")], env=env)
+        played(engine, tiny_folder, [numbers("")], env=env)

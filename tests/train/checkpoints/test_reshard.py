@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from rank_processes import run_ranks
-from reshard_rank import CHAINS
+from reshard_rank import CHAINS, SLOW
 from safetensors.torch import load_file
 from tiny_models import make_models
 from tiny_trainer import dp_groups, make_backend, train_step
@@ -22,8 +23,13 @@ from relax_core.contracts.media_file import FolderReader
 from relax_core.families.folder import folder_architecture
 from relax_core.train.hf.stored_weights import fused, stored_weights
 
-LINKS = [f"{name}-{step}" for name, (*_, layouts) in CHAINS.items() for step, _ in enumerate(pairwise(layouts))]
 
+def of_chains(found: Iterable[str]) -> list[Any]:
+    """Returns parameters that begin with the name of a chain; those of slow chains are soak."""
+    return [pytest.param(one, marks=pytest.mark.soak) if one.split("-")[0] in SLOW else one for one in found]
+
+
+LINKS = [f"{name}-{step}" for name, (*_, layouts) in CHAINS.items() for step, _ in enumerate(pairwise(layouts))]
 
 # Of the chains that begin with one rank: what its step has besides text, and the towers that learn from it.
 WITH_ITEMS = {
@@ -32,6 +38,27 @@ WITH_ITEMS = {
     "hybrid": ("branches", ("model.visual.",)),
     "hybrid_moe": ("branches", ("model.visual.",)),
 }
+
+
+class Saved:
+    """The checkpoints of chains, made when the first test asks for one of them: slow chains apart from the others."""
+
+    def __init__(self, models: Path, folder: Path) -> None:
+        self._models, self._folder = models, folder
+        self._made: set[bool] = set()
+
+    def of(self, chain: str) -> Path:
+        """Returns the folder that has the checkpoints of ``chain``."""
+        if (slow := chain in SLOW) not in self._made:
+            names = [name for name in CHAINS if (name in SLOW) is slow]
+            for name in names:
+                if name in WITH_ITEMS:
+                    train_on_items(self._models, self._folder, name)
+            ended = run_ranks("reshard_rank.py", [(self._models, self._folder, *names)] * RANKS, timeout_s=900.0)
+            assert [status for status, _ in ended] == [0] * RANKS, ended
+            assert "random streams start anew" in ended[0][1]
+            self._made.add(slow)
+        return self._folder
 
 
 @pytest.fixture(scope="module")
@@ -45,15 +72,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def saved(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Writes the checkpoints of all chains."""
-    folder: Path = tmp_path_factory.mktemp("chains")
-    for name in WITH_ITEMS:
-        train_on_items(models, folder, name)
-    ended = run_ranks("reshard_rank.py", [(models, folder)] * RANKS, timeout_s=900.0)
-    assert [status for status, _ in ended] == [0] * RANKS, ended
-    assert "random streams start anew" in ended[0][1]
-    return folder
+def saved(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    return Saved(models, tmp_path_factory.mktemp("chains"))
 
 
 def train_on_items(models: Path, folder: Path, name: str) -> None:
@@ -86,13 +106,15 @@ def kinds(tensors: dict[str, torch.Tensor]) -> set[str]:
     return {name.split("/")[0] for name in tensors}
 
 
-@pytest.mark.parametrize("link", LINKS)
-def test_another_layout_has_the_same_state_to_the_bit(models: Path, saved: Path, link: str) -> None:
-    before, after = stored(saved / link), stored(saved / f"{link}-again")
+@pytest.mark.parametrize("link", of_chains(LINKS))
+def test_another_layout_has_the_same_state_to_the_bit(models: Path, saved: Saved, link: str) -> None:
+    chain = link.split("-")[0]
+    folder = saved.of(chain)
+    before, after = stored(folder / link), stored(folder / f"{link}-again")
     assert_equal_to_the_bit(before, after)
     assert kinds(before) == {"weights", "exp_avg", "exp_avg_sq"} | ({"main"} if link.startswith("tied") else set())
-    exported = load_file(saved / f"{link}.safetensors")
-    wanted = stored_weights(folder_architecture(models / CHAINS[link.split("-")[0]][0]))
+    exported = load_file(folder / f"{link}.safetensors")
+    wanted = stored_weights(folder_architecture(models / CHAINS[chain][0]))
     rules = [rule.hf for one in wanted for rule in one.rules]
     assert {f"weights/{name}" for name in rules} == {name for name in before if name.startswith("weights/")}
     joined = dict(fused(((name, before[f"weights/{name}"]) for name in rules), wanted))
@@ -100,19 +122,20 @@ def test_another_layout_has_the_same_state_to_the_bit(models: Path, saved: Path,
     assert all(torch.equal(tensor, joined[name]) for name, tensor in exported.items())
 
 
-@pytest.mark.parametrize("name", WITH_ITEMS)
-def test_four_ranks_take_over_from_one_and_give_back(models: Path, saved: Path, tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", of_chains(WITH_ITEMS))
+def test_four_ranks_take_over_from_one_and_give_back(models: Path, saved: Saved, tmp_path: Path, name: str) -> None:
     """Both ways weights and moments keep their bits, those of the towers too, which have learned from their items."""
-    alone = stored(saved / f"{name}-alone")
+    folder = saved.of(name)
+    alone = stored(folder / f"{name}-alone")
     of_towers = [key for key in alone if key.startswith(tuple(f"exp_avg/{one}" for one in WITH_ITEMS[name][1]))]
     assert of_towers and all(bool(alone[key].any()) for key in of_towers)
-    assert_equal_to_the_bit(alone, stored(saved / f"{name}-alone-again"))
+    assert_equal_to_the_bit(alone, stored(folder / f"{name}-alone-again"))
     model, family, _, layouts = CHAINS[name]
     assert {"tp": 2, "pp": 2, "distributed_optimizer": False}.items() <= layouts[0].items()
     backend = make_backend(models / model, family=family, optimizer={"eps": 1e-4})
-    backend.load(saved / f"{name}-0")
+    backend.load(folder / f"{name}-0")
     backend.save(tmp_path / "back")
-    assert_equal_to_the_bit(stored(saved / f"{name}-0"), stored(tmp_path / "back"))
+    assert_equal_to_the_bit(stored(folder / f"{name}-0"), stored(tmp_path / "back"))
 
 
 def train_alone(models: Path, name: str, steps: range, *, load: Path | None = None) -> Any:
@@ -126,9 +149,9 @@ def train_alone(models: Path, name: str, steps: range, *, load: Path | None = No
 
 
 @pytest.mark.parametrize("name", ["dense", "moe"])
-def test_every_step_is_that_of_a_run_that_never_stopped(models: Path, saved: Path, name: str) -> None:
+def test_every_step_is_that_of_a_run_that_never_stopped(models: Path, saved: Saved, name: str) -> None:
     for step, weights in train_alone(models, name, range(len(CHAINS[name][-1]))):
-        chained = load_file(saved / f"{name}-{step}.safetensors")
+        chained = load_file(saved.of(name) / f"{name}-{step}.safetensors")
         for key, tensor in weights.items():
             torch.testing.assert_close(chained[key], tensor, atol=2e-6, rtol=0, msg=f"{key} after step {step}")
 
@@ -136,11 +159,12 @@ def test_every_step_is_that_of_a_run_that_never_stopped(models: Path, saved: Pat
 @pytest.mark.parametrize("name", ["dense", "moe"])
 @pytest.mark.parametrize("step", [0, 2])
 def test_one_rank_goes_on_with_what_four_saved(
-    models: Path, saved: Path, name: str, step: int, caplog: pytest.LogCaptureFixture
+    models: Path, saved: Saved, name: str, step: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, logger="relax_core.train.checkpoints.model_checkpoint")
-    chained = load_file(saved / f"{name}-{step + 1}.safetensors")
-    for _, weights in train_alone(models, name, range(step + 1, step + 2), load=saved / f"{name}-{step}"):
+    folder = saved.of(name)
+    chained = load_file(folder / f"{name}-{step + 1}.safetensors")
+    for _, weights in train_alone(models, name, range(step + 1, step + 2), load=folder / f"{name}-{step}"):
         for key, tensor in weights.items():
             torch.testing.assert_close(chained[key], tensor, atol=1e-6, rtol=0, msg=key)
     assert any("random streams start anew from the seed" in record.getMessage() for record in caplog.records)
