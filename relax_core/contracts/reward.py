@@ -12,6 +12,8 @@ from relax_core.contracts.media import MediaItem
 if TYPE_CHECKING:
     import numpy as np
 
+    from relax_core.contracts.judge import JudgePlan
+
 
 @dataclass(frozen=True, kw_only=True)
 class RewardInput:
@@ -78,7 +80,8 @@ class RewardOutput:
     ``reward`` is None if it could not be computed; the sample is then dropped and never trained as 0. ``exact`` says
     that the answer is fully right; accuracy counts it. ``reason`` says why there is no reward, else it is empty.
     ``answer`` is the text that the reward took for the answer; an evaluation counts votes for maj@k by it. It is empty
-    if the reward found none, and None if the whole response is the answer.
+    if the reward found none, and None if the whole response is the answer. ``why`` is a short text that says what was
+    compared with what, or what a judge wrote.
     """
 
     reward: float | None
@@ -86,6 +89,7 @@ class RewardOutput:
     parts: Mapping[str, float] | None = None
     reason: str = ""
     answer: str | None = None
+    why: str = ""
 
 
 @dataclass(frozen=True)
@@ -118,8 +122,12 @@ class RewardSpec:
     after ``config.timeout_s`` seconds for each answer. The answers of a cancelled or killed call have no reward. If a
     plain function that is not isolated takes longer, the run ends. ``check`` raises ValueError for settings that make
     no sense. ``prepare`` does slow imports; a worker process calls it once at its start, without a timeout.
+    ``check_row`` raises ValueError for a data row that the reward cannot score; it runs before the start.
 
-    Raises ValueError if both functions or none is given, and for a function that is async and isolated.
+    ``judges`` returns the judges that an async reward asks; its inputs are then `relax_core.contracts.judge.JudgedInput`.
+
+    Raises ValueError if both functions or none is given, and for a function that is async and isolated, or
+    that asks judges and is not async.
     """
 
     name: str
@@ -129,8 +137,10 @@ class RewardSpec:
     score_group: Callable[[Sequence[RewardInput], Any], Sequence[Scored] | Awaitable[Sequence[Scored]]] | None = None
     isolated: bool = False
     check: Callable[[Any], None] = lambda config: None
+    check_row: Callable[[Mapping[str, Any], Any], None] | None = None
     prepare: Callable[[], None] = lambda: None
     tasks: tuple[str, ...] = ()
+    judges: Callable[[Any], JudgePlan] | None = None
 
     def __post_init__(self) -> None:
         if (self.score is None) == (self.score_group is None):
@@ -140,6 +150,11 @@ class RewardSpec:
             raise ValueError(
                 f"reward {self.name}: its SPEC has isolated=True and an async function, but a worker process runs one "
                 "call at a time. Make it a plain function, or drop isolated=True."
+            )
+        if self.judges is not None and not self.is_async:
+            raise ValueError(
+                f"reward {self.name}: its SPEC has judges and a function that is not async, but a verdict is awaited. "
+                "Make it an async function."
             )
 
     @property

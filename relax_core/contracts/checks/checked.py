@@ -92,8 +92,9 @@ def _checked_output(came: RewardOutput, source: PluginFunction) -> RewardOutput:
     exact = as_number(came.exact)
     if exact is None:
         raise source.wrong(came.exact, "True or False", what="exact")
-    if not isinstance(came.reason, str):
-        raise source.wrong(came.reason, "text", what="reason")
+    for what in ("reason", "why"):
+        if not isinstance(getattr(came, what), str):
+            raise source.wrong(getattr(came, what), "text", what=what)
     if came.answer is not None and not isinstance(came.answer, str):
         raise source.wrong(came.answer, "text, or None", what="answer")
     if came.parts is not None and not isinstance(came.parts, Mapping):
