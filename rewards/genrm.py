@@ -35,9 +35,7 @@ class Form:
 
 _LINE = r"(?im)^\W*(?:(?:final\s+)?(?:verdict|answer|score)\W+)?(?P<verdict>{values})\W*$"
 _REFERENCE = ("question", "reference", "response")
-_COMPARES = Form(
-    template="consistency.jinja", parse=_LINE.format(values="[01]"), needs=("response",), knows=_REFERENCE
-)
+_COMPARES = Form(template="consistency.jinja", parse=_LINE.format(values="[01]"), needs=("response",), knows=_REFERENCE)
 FORMS = {
     "consistency": _COMPARES,
     "deepeyes": _COMPARES,
@@ -87,7 +85,9 @@ def check(config: GenRmConfig) -> None:
             "'reward.rubric={\"The answer names its source.\": 1.0}'."
         )
     if config.form != "rubric" and config.rubric:
-        problems.append(f"reward.rubric with reward.form={config.form}, which does not read it. Use reward.form=rubric.")
+        problems.append(
+            f"reward.rubric with reward.form={config.form}, which does not read it. Use reward.form=rubric."
+        )
     for criterion, weight in config.rubric.items():
         if not math.isfinite(weight) or weight == 0:
             problems.append(f"reward.rubric: {criterion!r} has the weight {weight}. Use a number other than 0.")
@@ -195,9 +195,7 @@ async def _pairwise(given: JudgedInput, judge: str, variables: Mapping[str, str]
     return _output(verdicts, lambda values: (values[0] + 1.0 - values[1]) / 2)
 
 
-async def _rubric(
-    given: JudgedInput, judge: str, variables: Mapping[str, str], config: GenRmConfig
-) -> RewardOutput:
+async def _rubric(given: JudgedInput, judge: str, variables: Mapping[str, str], config: GenRmConfig) -> RewardOutput:
     """Returns the weighted share of the criteria that are met, at least 0; negative weights are for faults."""
     weights = config.rubric
     verdicts = await asyncio.gather(

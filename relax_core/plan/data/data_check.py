@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from relax_core.config.checks.modality_keys import media_kinds
 from relax_core.config.choices import Overlong
 from relax_core.config.schema import RelaxConfig
-from relax_core.contracts.data import TOO_LONG, BadRow, PromptSource
+from relax_core.contracts.data import TOO_LONG, BadRow, DataRow, PromptSource
 from relax_core.contracts.media import BAD_MEDIA
 from relax_core.data.eval_sets import eval_sets, held_out_count
 from relax_core.data.generated import LONGEST_PROMPT, example
@@ -29,7 +29,7 @@ from relax_core.data.sources import make_source
 from relax_core.families.hf_config import CONFIG_FILE
 from relax_core.plan.data.media_look import FIRST_ROWS, PromptMedia, summed_up
 from relax_core.plan.data.prompt_maker import ItemHeaders, positions, prompt_maker, prompt_room
-from relax_core.registry import find_algorithm, is_file_plugin
+from relax_core.registry import find_algorithm, find_reward, is_file_plugin
 from relax_core.rollout.evaluation.evaluator import PreparedSet, prepare
 from relax_core.rollout.prompt_tokens import PromptMaker
 from relax_core.rollout.teacher_choice import TeacherOf, teacher_chooser
@@ -133,7 +133,7 @@ def _look(config: RelaxConfig) -> DataLook:
     teachers = find_algorithm(config.algo.name).requirements(config.algo).teacher
     generated, most = config.data.task is not None, config.data.max_bad_rows
     teacher_of = None if teachers is None or not teachers.key or generated else teacher_chooser(teachers)
-    found = _Found(source, prompts, teacher_of, headers, room=prompt_room(config))
+    found = _Found(source, prompts, teacher_of, _row_check(config), headers, room=prompt_room(config))
     numbers = range(min(GENERATED_ROWS, len(source))) if generated else range(len(source))
     for number in numbers[:: max(1, -(-len(numbers) // LOOKED_AT))]:
         found.read(number)
@@ -159,6 +159,22 @@ def _look(config: RelaxConfig) -> DataLook:
         media=summed_up(found.media) if media_kinds(config) else None,
         refused=refused,
     )
+
+
+def _row_check(config: RelaxConfig) -> Callable[[DataRow, str], None] | None:
+    """Returns what raises `BadRow` for a row that the reward cannot score, None if it can score any."""
+    spec = find_reward(config.reward.name)
+    if spec.check_row is None:
+        return None
+    check_row = spec.check_row
+
+    def check(row: DataRow, where: str) -> None:
+        try:
+            check_row(row, config.reward)
+        except ValueError as error:
+            raise BadRow.because("reward", f"{where}: {error}") from error
+
+    return check
 
 
 def _spare(config: RelaxConfig) -> int:
@@ -220,6 +236,7 @@ class _Found:
         source: PromptSource,
         prompts: PromptMaker | None,
         teacher_of: TeacherOf | None,
+        check_row: Callable[[DataRow, str], None] | None,
         headers: ItemHeaders,
         *,
         room: int,
@@ -230,7 +247,7 @@ class _Found:
         self._source, self._prompts, self._teacher_of, self._room = source, prompts, teacher_of, room
         self.columns: set[str] = set()  # of the rows that can be read
         self.media: list[list[PlannedItem]] = []  # of the first prompts
-        self._headers = headers
+        self._headers, self._check_row = headers, check_row
         self._texts: dict[int, str] = {}
         self._sizes: list[tuple[int, int]] = []  # negative bytes of a prompt, so that the longest comes first; number
 
@@ -239,6 +256,8 @@ class _Found:
         try:
             row, where = self._source.numbered(number), self._source.where(number)
             self.columns.update(row)
+            if self._check_row is not None:
+                self._check_row(row, where)
             if self._teacher_of is not None:
                 self._teacher_of(row, where)
             if self._prompts is not None:
@@ -314,5 +333,14 @@ def _key(config: RelaxConfig) -> str | None:
         if time.time() - stat.st_mtime < SETTLED_S:
             return None
         stats.append((str(file), stat.st_size, stat.st_mtime_ns, stat.st_ino))
-    settings = (config.data, config.modality, config.eval, config.env, config.model, config.algo, config.seed)
+    settings = (
+        config.data,
+        config.modality,
+        config.eval,
+        config.env,
+        config.model,
+        config.algo,
+        config.reward,
+        config.seed,
+    )
     return repr((stats, settings, config.engine.context_length, config.rollout.max_new_tokens))

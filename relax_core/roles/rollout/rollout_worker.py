@@ -9,6 +9,7 @@ import math
 import threading
 import time
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ray.exceptions import RayActorError
@@ -31,11 +32,12 @@ from relax_core.observe.service.records import bad_rows_kind
 from relax_core.registry import find_algorithm, find_reward
 from relax_core.roles.engine.engine_directory import EngineDirectory
 from relax_core.roles.engine.engine_media import engine_media
+from relax_core.roles.engine.judge_engine import run_judges
 from relax_core.roles.process.discovery import discover_bus, discover_metrics, discover_worker
 from relax_core.roles.process.failure import first_cause
 from relax_core.roles.process.role_context import RunContext, worker_name
 from relax_core.roles.process.worker import Worker
-from relax_core.roles.rollout.traced_rollout import TracedEnginePool, TracedRewardPool
+from relax_core.roles.rollout.traced_rollout import TracedEnginePool, TracedRewardPool, record_with_judges
 from relax_core.roles.rollout.versions_reached import CLOSED_S, VersionsReached
 from relax_core.rollout.bad_rows import BadRows
 from relax_core.rollout.env_workers.run_env import RunEnv
@@ -48,6 +50,9 @@ from relax_core.rollout.group_advantages import advantage_extras, computes_advan
 from relax_core.rollout.held_items import HeldItems
 from relax_core.rollout.item_cache import ItemCache
 from relax_core.rollout.media_encoding import MEGABYTE, item_work_of, open_encoders
+from relax_core.rollout.judges.judge_check import check_judges
+from relax_core.rollout.judges.judge_choice import judge_plan
+from relax_core.rollout.judges.judge_pool import JudgePool
 from relax_core.rollout.prompt_admissions import RolloutLoopSettings
 from relax_core.rollout.prompt_tokens import PromptMaker
 from relax_core.rollout.rewards.reward_pool import RewardPool
@@ -86,7 +91,8 @@ class RolloutWorker(Worker):
         bus = discover_bus(self.context, self.waiting)
         metrics = discover_metrics(self.context)
         pool = self._pool()
-        rewards = self._rewards()
+        judges = None if judge_plan(config) is None else run_judges(context)
+        rewards = self._rewards(judges)
         source = make_source(config.data, seed=config.seed, eval_rows=held_out_count(config))
         run_env = RunEnv(config, log_dir=context.log_dir)
         env = run_env.env
@@ -101,6 +107,9 @@ class RolloutWorker(Worker):
             evaluator = await self._evaluator(
                 source, bus=bus, metrics=metrics, pool=pool, prompts=prompts, rewards=rewards, run_env=run_env
             )
+        if judges is not None and self._rank == 0:
+            with self.waiting("verdicts on known answers", on=self.name):
+                await check_judges(config, judges, partial(metrics.record, "judge_check", context.start_step))
         settings = self._settings(prompts.tokenizer)
         player = self._player(run_env, prompts, pool, settings.sampling) if env.has_turns else None
         loop = RolloutLoop(
@@ -110,7 +119,7 @@ class RolloutWorker(Worker):
             prompts=prompts,
             rewards=rewards,
             settings=settings,
-            record=self._record(metrics),
+            record=self._record(metrics, rewards),
             gate=_no_gate if evaluator is None else evaluator.gate,
             bad_rows=BadRows(
                 rows=len(source),
@@ -136,6 +145,8 @@ class RolloutWorker(Worker):
             raise first_cause(failures) from failures
         finally:
             rewards.close()
+            if judges is not None:
+                await judges.close()
             run_env.close()
             if encoders is not None:
                 encoders.close()
@@ -211,7 +222,7 @@ class RolloutWorker(Worker):
             item_work=None if context.media_folder is None else item_work_of(config, model_folder=context.model_folder),
         )
 
-    def _rewards(self) -> TracedRewardPool:
+    def _rewards(self, judges: JudgePool | None) -> TracedRewardPool:
         config = self.context.config
         return TracedRewardPool(
             find_reward(config.reward.name),
@@ -222,6 +233,7 @@ class RolloutWorker(Worker):
             on_hang=self.fail,
             waiting=self.waiting,
             name=self.name,
+            judges=judges,
         )
 
     def _weight_update_handler(self, bus: RayBus, pool: EnginePool) -> WeightUpdateHandler | None:
@@ -239,10 +251,10 @@ class RolloutWorker(Worker):
             worker=self._rank,
         )
 
-    def _record(self, metrics: MetricsClient) -> Record:
+    def _record(self, metrics: MetricsClient, rewards: TracedRewardPool) -> Record:
         """Returns the function that records metrics; with several workers a record names its worker."""
         own = {"worker": float(self._rank)} if self.context.config.rollout.workers > 1 else {}
-        return lambda source, step, values: metrics.record(source, step, {**values, **own})
+        return record_with_judges(metrics, rewards, own)
 
     async def _reclaim(self, bus: RayBus) -> list[Admission] | BusClosed:
         """Returns the admissions of an earlier process of this worker, or that the bus is closed.

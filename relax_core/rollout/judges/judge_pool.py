@@ -98,7 +98,10 @@ class RunJudge:
         if 2 * len(values) <= len(votes):
             said = " ".join(text.split())[:100]
             return Verdict(
-                judge=self._name, value=None, text=text, reason=f"judge {self._name}: no verdict can be read in {said!r}"
+                judge=self._name,
+                value=None,
+                text=text,
+                reason=f"judge {self._name}: no verdict can be read in {said!r}",
             )
         return Verdict(judge=self._name, value=fmean(values), text=text)
 
@@ -108,7 +111,9 @@ class RunJudge:
         for attempt, temperature in enumerate(
             (self._settings.temperature, max(self._settings.temperature, AGAIN_TEMPERATURE))
         ):
-            answer = await self._server.answer(prompt, seed=self._seed_of(prompt, number, attempt), temperature=temperature)
+            answer = await self._server.answer(
+                prompt, seed=self._seed_of(prompt, number, attempt), temperature=temperature
+            )
             text = answer.text
             value = self._parser(text, answer.is_cut)
             self.figures.text(answer.tokens, readable=value is not None)

@@ -94,6 +94,8 @@ def _try_reward(request: Request, replies: BinaryIO) -> Iterator[str]:
     _send(replies, Stage(what=f"reward.name={name}: its import", limit_s=START_S))
     spec = find_reward(name)
     config = msgspec.msgpack.decode(packed, type=spec.config)
+    if spec.judges is not None:
+        return  # it gives no reward without judges, whose engines start with the run
     if (problem := _problem(spec.prepare, f"reward.name={name}: prepare")) is not None:
         yield problem
         return
