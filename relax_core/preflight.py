@@ -265,8 +265,8 @@ def eval_engine_problems(config: RelaxConfig) -> Iterator[str]:
     """Returns what an evaluation without training cannot do."""
     if find_reward(config.reward.name).judges is not None:
         yield (
-            f"reward={config.reward.name}: relax eval starts no engines for judges. Choose another reward, or evaluate in "
-            "a run (eval.every)."
+            f"reward={config.reward.name}: relax eval starts no engines for judges. Choose another reward, or evaluate "
+            "in a run (eval.every)."
         )
     if config.engine.urls:
         yield "engine.urls: relax eval starts engines of its own, with the weights that it evaluates. Drop engine.urls."

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from relax_core.contracts.judge import JudgeCheckConfig, JudgeConfig, JudgedInput, JudgePlan, JudgeSetup, Verdict
-from relax_core.contracts.reward import RewardConfig, RewardOutput, RewardSpec
+from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput, RewardSpec
 
 _TEMPLATES = Path(__file__).parent / "judges"
 _ANSWER_CHARS = 300  # of DeepEyes: a longer answer is malformed
@@ -166,8 +166,9 @@ def judge_of(row: Mapping[str, Any], config: GenRmConfig) -> str:
     return name
 
 
-async def score(given: JudgedInput, config: GenRmConfig) -> RewardOutput:
+async def score(given: RewardInput, config: GenRmConfig) -> RewardOutput:
     """Returns the reward of the form; it is None if a verdict that it needs is."""
+    assert isinstance(given, JudgedInput), "a run gives a reward with judges such inputs"
     judge = judge_of(given.row, config)
     variables = {
         "question": _question(given),
@@ -209,7 +210,7 @@ async def _rubric(given: JudgedInput, judge: str, variables: Mapping[str, str], 
 
 
 async def _deepeyes(given: JudgedInput, judge: str, variables: Mapping[str, str]) -> RewardOutput:
-    """Returns 0.8 for a right answer, 0.2 times the form (0, or -1 if malformed), and 1.2 for a right one with a tool."""
+    """Returns 0.8 for a right answer, 0.2 times the form (0, or -1 if malformed), 1.2 for a right one with a tool."""
     texts = given.turns or [given.response]
     answer = variables["response"].rpartition("<answer>")[2].partition("</answer>")[0].strip()
     whole = "".join(texts)

@@ -94,7 +94,7 @@ def _nested(schema: DictConfig, key: str, value: Any, *, section: str) -> tuple[
     if not dataclasses.is_dataclass(of := old._metadata.element_type):
         return value, []
     entries, problems = {}, []
-    for name, one in value.items():
+    for name, one in ((str(name), one) for name, one in value.items()):
         if not isinstance(one, DictConfig):
             problems.append(f"{section}.{name}={one}: write its settings, such as {section}.{name}.KEY=VALUE.")
             continue

@@ -15,8 +15,8 @@ class JudgeConfig:
     """Holds the settings of one judge, ``reward.judges.NAME``.
 
     ``model`` is a Hugging Face folder or a built-in model. With ``url`` it is the name that an OpenAI-shaped server has
-    for its model; ``url`` then ends in /v1, and the file ``token_file`` holds the server's key. Otherwise the run starts
-    ``count`` engines of the kind ``engine``.
+    for its model; ``url`` then ends in /v1, and the file ``token_file`` holds the server's key. Otherwise the run
+    starts ``count`` engines of the kind ``engine``.
 
     ``prompt`` is a file with a jinja template, and ``parse`` says how a verdict is read; None takes the preset's.
     ``votes`` is the number of answers of the judge whose mean is the verdict. ``timeout_s`` is the time in seconds that

@@ -124,7 +124,8 @@ class RewardSpec:
     no sense. ``prepare`` does slow imports; a worker process calls it once at its start, without a timeout.
     ``check_row`` raises ValueError for a data row that the reward cannot score; it runs before the start.
 
-    ``judges`` returns the judges that an async reward asks; its inputs are then `relax_core.contracts.judge.JudgedInput`.
+    ``judges`` returns the judges that an async reward asks; its inputs are then of the class
+    `relax_core.contracts.judge.JudgedInput`.
 
     Raises ValueError if both functions or none is given, and for a function that is async and isolated, or
     that asks judges and is not async.

@@ -14,16 +14,15 @@ from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.families.folder import folder_architecture
 from relax_core.families.tiny_configs import MODEL_NAMES
 from relax_core.registry import PluginError, find_engine, find_reward
-from relax_core.roles.engine.judge_engine import judge_engine, judge_positions
 from relax_core.roles.process.role_context import JUDGE_ENGINE
 from relax_core.rollout.judges.judge_check import KnownVerdict, known_verdicts
-from relax_core.rollout.judges.judge_choice import judge_engines, judge_plan
+from relax_core.rollout.judges.judge_choice import judge_engine, judge_engines, judge_plan, judge_positions
 from relax_core.rollout.judges.judge_prompts import JudgePrompt
 from relax_core.rollout.judges.verdict_parsers import verdict_parser
 from relax_core.tools.make_tiny import check_tiny_model, tiny_model_folder
 
 
-def judge_folders(config: RelaxConfig) -> dict[str, Path]:
+def judge_folders(config: RelaxConfig) -> Mapping[str, Path]:
     """Returns name → folder of the judges that have engines of the run; a built-in model is made on first use."""
     plan = judge_plan(config)
     if plan is None:
@@ -48,7 +47,7 @@ def judge_problems(config: RelaxConfig) -> Iterator[str]:
         yield f"reward.judges have the engines {', '.join(sorted(kinds))}: with GPUs, judges have one kind of engine."
     asked = config.placement.roles.get(JUDGE_ENGINE)
     if asked is not None and asked != (engines := len(judge_engines(config))):
-        yield f"placement.roles.{JUDGE_ENGINE}={asked}: the judges have {engines} engines with a GPU each. Use {engines}."
+        yield f"placement.roles.{JUDGE_ENGINE}={asked}: judges have {engines} engines with a GPU each. Use {engines}."
     route = getattr(config.reward, "route", None)
     if route is not None and config.data.task is not None and route not in GENERATED_KEYS:
         has = ", ".join(GENERATED_KEYS)
@@ -102,7 +101,7 @@ def _model_problems(config: RelaxConfig, judge: JudgeConfig, *, key: str) -> Ite
     if judge.model in MODEL_NAMES:
         task = config.model.task or config.data.task
         if task is None:
-            yield f"{key}={judge.model}: the task that it was trained on is not known. Set model.task, or give a folder."
+            yield f"{key}={judge.model}: the task of its warm start is not known. Set model.task, or give a folder."
             return
         try:
             check_tiny_model(judge.model, task=task)

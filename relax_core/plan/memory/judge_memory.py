@@ -11,8 +11,7 @@ from relax_core.plan.memory.memory_terms import MIB, Holder, Phase, engine_bytes
 from relax_core.plan.model.dimensions import ModelDimensions
 from relax_core.plan.model.model_source import teacher_dimensions
 from relax_core.registry import find_engine
-from relax_core.roles.engine.judge_engine import judge_engine
-from relax_core.rollout.judges.judge_choice import judge_plan
+from relax_core.rollout.judges.judge_choice import judge_engine, judge_plan
 
 CHARACTERS_A_TOKEN = 3  # a low estimate, for real vocabularies
 TEXTS = 3  # of a prompt that may each have max_response_chars: question, reference, response

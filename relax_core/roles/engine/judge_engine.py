@@ -4,47 +4,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 from relax_core.config.choices import ModeName
-from relax_core.config.schema import EngineConfig, RelaxConfig
+from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.engine import EngineError
-from relax_core.contracts.judge import JudgeConfig, JudgeSetup
+from relax_core.contracts.judge import JudgeSetup
 from relax_core.engines.engine_process import EngineLaunch
 from relax_core.engines.pool.engine_pool import EnginePool
 from relax_core.engines.protocol.engine_client import EngineClient
-from relax_core.families.hf_config import language_values, read_hf_config
-from relax_core.registry import find_engine
 from relax_core.roles.engine.engine_directory import EngineDirectory
 from relax_core.roles.engine.engine_owner import EngineOwner
 from relax_core.roles.process.role_context import JUDGE_ENGINE, RunContext
-from relax_core.rollout.judges.judge_choice import judge_engines, judge_plan
+from relax_core.rollout.judges.judge_choice import judge_engine, judge_engines, judge_plan, judge_positions
 from relax_core.rollout.judges.judge_pool import JudgePool, RunJudge
 from relax_core.rollout.judges.judge_servers import JudgeEngines, JudgeServer, JudgeUrl
-
-
-def judge_engine(engine: EngineConfig, judge: JudgeConfig, *, positions: int) -> EngineConfig:
-    """Returns the settings of a judge's engine: those of the run's engines with the judge's kind and context.
-
-    What only engines of the run's own kind read is kept only for a judge of that kind. ``positions`` is the largest
-    number of tokens that the judge's model takes.
-    """
-    same_kind = judge.engine == engine.name
-    kept = replace(engine, urls=[], token_file=None, tp=1, port=0)
-    if not same_kind:
-        kept = replace(kept, python=None, mem_fraction=None, deterministic=None, flags={})
-    return replace(
-        kept,
-        name=judge.engine,
-        count=judge.count,
-        context_length=min(positions, engine.max_total_tokens),
-        prefix_cache_tokens=0 if "prefix_cache_tokens" in find_engine(judge.engine).keys else None,
-    )
-
-
-def judge_positions(folder: Path) -> int:
-    """Returns the largest number of tokens that the model in a Hugging Face folder takes."""
-    return int(language_values(read_hf_config(folder))["max_position_embeddings"])
 
 
 def _judge_context(context: RunContext, judge: str) -> RunContext:

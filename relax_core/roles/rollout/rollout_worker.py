@@ -49,10 +49,10 @@ from relax_core.rollout.evaluation.played_sets import answer_sets, prepared_sets
 from relax_core.rollout.group_advantages import advantage_extras, computes_advantages_per_group
 from relax_core.rollout.held_items import HeldItems
 from relax_core.rollout.item_cache import ItemCache
-from relax_core.rollout.media_encoding import MEGABYTE, item_work_of, open_encoders
 from relax_core.rollout.judges.judge_check import check_judges
 from relax_core.rollout.judges.judge_choice import judge_plan
 from relax_core.rollout.judges.judge_pool import JudgePool
+from relax_core.rollout.media_encoding import MEGABYTE, item_work_of, open_encoders
 from relax_core.rollout.prompt_admissions import RolloutLoopSettings
 from relax_core.rollout.prompt_tokens import PromptMaker
 from relax_core.rollout.rewards.reward_pool import RewardPool

@@ -20,7 +20,6 @@ from relax_core.rollout.rewards.hang_watch import OnHang
 from relax_core.rollout.rewards.reward_pool import RewardPool
 from relax_core.rollout.rollout_loop import Record
 
-
 JUDGED_ROWS = 8  # groups of a train step whose first answers are kept with what the judges wrote
 JUDGED = "judged"  # kind of texts with what judges wrote of answers
 
