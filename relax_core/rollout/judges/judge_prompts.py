@@ -43,7 +43,9 @@ class JudgePrompt:
         Raises ValueError with file and line if the template fails.
         """
         assert set(variables) == set(self._knows), "a reward gives the variables that its SPEC names"
-        values = {name: shown(cut(value, self._most)) for name, value in variables.items()}
+        return self._rendered({name: shown(cut(value, self._most)) for name, value in variables.items()})
+
+    def _rendered(self, values: Mapping[str, str]) -> str:
         try:
             return self._template.render(**values)
         except Exception as error:  # a template is the user's code and may raise any error
@@ -64,7 +66,7 @@ class JudgePrompt:
                     f"{self._file}, line {node.lineno}: no variable {node.name!r} is given to it. "
                     f"What is given: {', '.join(self._knows)}."
                 )
-        text = self.text({name: _TRIED.format(name=name) for name in self._knows})
+        text = self._rendered({name: _TRIED.format(name=name) for name in self._knows})
         for name in needs:
             if _TRIED.format(name=name) not in text:
                 used = [node.lineno for node in tree.find_all(nodes.Name) if node.name == name]

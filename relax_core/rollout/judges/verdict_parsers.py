@@ -17,7 +17,7 @@ WORDS = {
 _THOUGHT = "</think>"
 _RANGE = re.compile(r"number\s+(-?\d+(?:\.\d+)?)\.\.(-?\d+(?:\.\d+)?)")
 _NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?")
-_BEFORE = re.compile(r"[\w.+/-]$")  # characters that make what follows a part of something longer
+_BEFORE = re.compile(r"(?:[\w.+/-]|\d[,:])\Z")  # characters that make what follows a part of something longer
 _BEHIND = re.compile(r"^(?:[\w%]|[.,/:-]\w)")
 
 

@@ -128,13 +128,16 @@ def test_an_unreadable_verdict_is_asked_once_more_and_then_is_none() -> None:
 
 
 def test_a_slow_judge_is_waited_for_until_its_deadline() -> None:
-    async def slow(body: dict[str, Any]) -> str:
-        await asyncio.sleep(30.0)
-        return "1"
-
     async def work() -> None:
+        late = asyncio.Event()
+
+        async def slow(body: dict[str, Any]) -> str:
+            await late.wait()
+            return "1"
+
         async with StubServer(slow) as server:
             (output,) = await scored(reward_config(server, timeout_s=0.3), "4")
+            late.set()
             assert output.reward is None and output.reason.startswith("judge main: no verdict within 0.3 s")
 
     run(work())
