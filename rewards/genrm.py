@@ -14,7 +14,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from relax_core.contracts.judge import JudgeCheckConfig, JudgeConfig, JudgedInput, JudgePlan, JudgeSetup, Verdict
+from relax_core.contracts.judging.judge import (
+    JudgeCheckConfig,
+    JudgeConfig,
+    JudgedInput,
+    JudgePlan,
+    JudgeSetup,
+    Verdict,
+)
 from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput, RewardSpec
 
 _TEMPLATES = Path(__file__).parent / "judges"

@@ -12,7 +12,7 @@ from relax_core.contracts.media import MediaItem
 if TYPE_CHECKING:
     import numpy as np
 
-    from relax_core.contracts.judge import JudgePlan
+    from relax_core.contracts.judging.judge import JudgePlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +125,7 @@ class RewardSpec:
     ``check_row`` raises ValueError for a data row that the reward cannot score; it runs before the start.
 
     ``judges`` returns the judges that an async reward asks; its inputs are then of the class
-    `relax_core.contracts.judge.JudgedInput`.
+    `relax_core.contracts.judging.judge.JudgedInput`.
 
     Raises ValueError if both functions or none is given, and for a function that is async and isolated, or
     that asks judges and is not async.

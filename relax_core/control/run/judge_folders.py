@@ -7,7 +7,7 @@ from pathlib import Path
 
 from relax_core.config.checks.model_folder import folder_problems
 from relax_core.config.schema import RelaxConfig
-from relax_core.contracts.judge import JudgeConfig, JudgeSetup
+from relax_core.contracts.judging.judge import JudgeConfig, JudgeSetup
 from relax_core.contracts.reward import RewardSpec
 from relax_core.data.sources import GENERATED_KEYS
 from relax_core.data.tokenizer import PromptTokenizer

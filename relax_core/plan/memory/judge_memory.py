@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from relax_core.config.schema import RelaxConfig
-from relax_core.contracts.judge import JudgeConfig
+from relax_core.contracts.judging.judge import JudgeConfig
 from relax_core.families.tiny_configs import MAX_POSITIONS, MODEL_NAMES
 from relax_core.plan.memory.memory_terms import MIB, Holder, Phase, engine_bytes
 from relax_core.plan.model.dimensions import ModelDimensions

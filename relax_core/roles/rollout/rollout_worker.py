@@ -49,9 +49,7 @@ from relax_core.rollout.evaluation.played_sets import answer_sets, prepared_sets
 from relax_core.rollout.group_advantages import advantage_extras, computes_advantages_per_group
 from relax_core.rollout.held_items import HeldItems
 from relax_core.rollout.item_cache import ItemCache
-from relax_core.rollout.judges.judge_check import check_judges
 from relax_core.rollout.judges.judge_choice import judge_plan
-from relax_core.rollout.judges.judge_pool import JudgePool
 from relax_core.rollout.media_encoding import MEGABYTE, item_work_of, open_encoders
 from relax_core.rollout.prompt_admissions import RolloutLoopSettings
 from relax_core.rollout.prompt_tokens import PromptMaker
@@ -91,8 +89,7 @@ class RolloutWorker(Worker):
         bus = discover_bus(self.context, self.waiting)
         metrics = discover_metrics(self.context)
         pool = self._pool()
-        judges = None if judge_plan(config) is None else run_judges(context)
-        rewards = self._rewards(judges)
+        rewards = self._rewards()
         source = make_source(config.data, seed=config.seed, eval_rows=held_out_count(config))
         run_env = RunEnv(config, log_dir=context.log_dir)
         env = run_env.env
@@ -104,12 +101,10 @@ class RolloutWorker(Worker):
         advantages = group_advantages(spec, config) if computes_advantages_per_group(config) else None
         evaluator = None
         if self._rank == 0:
+            await rewards.check_judges(config, partial(metrics.record, "judge_check", context.start_step))
             evaluator = await self._evaluator(
                 source, bus=bus, metrics=metrics, pool=pool, prompts=prompts, rewards=rewards, run_env=run_env
             )
-        if judges is not None and self._rank == 0:
-            with self.waiting("verdicts on known answers", on=self.name):
-                await check_judges(config, judges, partial(metrics.record, "judge_check", context.start_step))
         settings = self._settings(prompts.tokenizer)
         player = self._player(run_env, prompts, pool, settings.sampling) if env.has_turns else None
         loop = RolloutLoop(
@@ -145,8 +140,7 @@ class RolloutWorker(Worker):
             raise first_cause(failures) from failures
         finally:
             rewards.close()
-            if judges is not None:
-                await judges.close()
+            await rewards.close_judges()
             run_env.close()
             if encoders is not None:
                 encoders.close()
@@ -222,7 +216,7 @@ class RolloutWorker(Worker):
             item_work=None if context.media_folder is None else item_work_of(config, model_folder=context.model_folder),
         )
 
-    def _rewards(self, judges: JudgePool | None) -> TracedRewardPool:
+    def _rewards(self) -> TracedRewardPool:
         config = self.context.config
         return TracedRewardPool(
             find_reward(config.reward.name),
@@ -233,7 +227,7 @@ class RolloutWorker(Worker):
             on_hang=self.fail,
             waiting=self.waiting,
             name=self.name,
-            judges=judges,
+            judges=None if judge_plan(config) is None else run_judges(self.context),
         )
 
     def _weight_update_handler(self, bus: RayBus, pool: EnginePool) -> WeightUpdateHandler | None:

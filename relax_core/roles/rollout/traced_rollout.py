@@ -7,14 +7,16 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Se
 from pathlib import Path
 from typing import cast
 
+from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.engine import Generated, PromptRequest, SamplingParams
-from relax_core.contracts.judge import JudgedInput
+from relax_core.contracts.judging.judge import JudgedInput
 from relax_core.contracts.media import MediaItem
 from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput, RewardSpec
 from relax_core.engines.pool.engine_pool import BringMedia, EnginePool, OnEnd
 from relax_core.engines.pool.engine_watch import ClientFor
 from relax_core.observe.service.metrics_actor import MetricsClient
 from relax_core.roles.process.traced_bus import Waiting
+from relax_core.rollout.judges.judge_check import check_judges
 from relax_core.rollout.judges.judge_pool import JudgePool
 from relax_core.rollout.rewards.hang_watch import OnHang
 from relax_core.rollout.rewards.reward_pool import RewardPool
@@ -112,6 +114,17 @@ class TracedRewardPool(RewardPool):
                 outputs = await super().score([JudgedInput.of(given, asking) for given in inputs])
             self._judged.append(_judged_row(inputs[0], outputs[0]))
             return outputs
+
+    async def check_judges(self, config: RelaxConfig, record: Callable[[Mapping[str, float]], None]) -> None:
+        """Tries the judges on known verdicts, as `relax_core.rollout.judges.judge_check.check_judges` says."""
+        if self._judges is not None:
+            with self._waiting("verdicts on known answers", on=self._name):
+                await check_judges(config, self._judges, record)
+
+    async def close_judges(self) -> None:
+        """Ends the connections to the judges."""
+        if self._judges is not None:
+            await self._judges.close()
 
     def judge_figures(self) -> dict[str, float]:
         """Returns the figures of the judges since the last call."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from relax_core.config.schema import RelaxConfig
-from relax_core.contracts.judge import JudgedInput
+from relax_core.contracts.judging.judge import JudgedInput
 from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput, RewardSpec
 from relax_core.registry import find_reward
 from relax_core.rollout.judges.judge_choice import judge_plan

@@ -8,12 +8,13 @@ import zlib
 from collections.abc import Mapping, Sequence
 from statistics import fmean, quantiles
 
-from relax_core.contracts.judge import JudgeSetup, Verdict
+from relax_core.contracts.judging.judge import JudgeSetup, Verdict
 from relax_core.rollout.judges.judge_prompts import JudgePrompt
 from relax_core.rollout.judges.judge_servers import JudgeRefused, JudgeServer
 from relax_core.rollout.judges.verdict_parsers import verdict_parser
 
 AGAIN_TEMPERATURE = 0.7  # least temperature of the second try: a greedy judge would write the same again
+CANCELLED_S = 5.0  # in which questions that were given up have ended
 _SEEDS = 2**31
 
 
@@ -168,7 +169,7 @@ class GroupJudges:
         self._asked: dict[tuple[str, ...], asyncio.Task[Verdict]] = {}
 
     async def ask(self, judge: str, variables: Mapping[str, str]) -> Verdict:
-        """Returns the verdict, as `relax_core.contracts.judge.Judges` says."""
+        """Returns the verdict, as `relax_core.contracts.judging.judge.Judges` says."""
         if judge not in self._judges:
             known = ", ".join(self._judges)
             return Verdict(judge=judge, value=None, reason=f"no judge is called {judge!r}. What exists: {known}.")
@@ -184,4 +185,5 @@ class GroupJudges:
         open_tasks = [task for task in self._asked.values() if not task.done()]
         for task in open_tasks:
             task.cancel()
-        await asyncio.gather(*open_tasks, return_exceptions=True)
+        if open_tasks:
+            await asyncio.wait(open_tasks, timeout=CANCELLED_S)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from relax_core.contracts.engine import EngineError, Generated, PromptRequest, SamplingParams
-from relax_core.contracts.judge import JudgeConfig
+from relax_core.contracts.judging.judge import JudgeConfig
 from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.engines.pool.engine_pool import EnginePool
 from relax_core.rollout.judges.judge_prompts import without_markup
@@ -150,6 +150,9 @@ class JudgeUrl:
             reply = await self._try(body)
             if reply is not None:
                 return reply
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():  # the client's own time-out may take a cancellation for itself
+                raise asyncio.CancelledError
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
@@ -182,7 +185,7 @@ class JudgeUrl:
             self._session = aiohttp.ClientSession(
                 headers=headers,
                 connector=aiohttp.TCPConnector(limit=CONNECTIONS),
-                timeout=aiohttp.ClientTimeout(total=self._settings.timeout_s, sock_connect=CONNECT_S),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),  # the caller has the deadline
             )
         return self._session
 

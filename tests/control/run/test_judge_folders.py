@@ -75,7 +75,12 @@ def test_a_row_with_an_unknown_judge_is_named_with_its_line(model: Path, prompt:
     rows = [{"prompt": "1", "answer": "1", "judge": judge} for judge in ("main", "mian")]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = config_of(
-        prompt, f"reward.judges.main.model={model}", "reward.route=judge", "data=file", f"data.path={file}"
+        prompt,
+        f"reward.judges.main.model={model}",
+        "reward.route=judge",
+        "data=file",
+        f"data.path={file}",
+        "model.task=arithmetic",
     )
     refused = look_at_data(config).refused
     assert refused is not None and f"{file}:2" in refused

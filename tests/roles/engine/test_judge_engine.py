@@ -39,7 +39,7 @@ def test_a_judge_answers_from_its_own_engine_and_survives_kill_9(
             "reward=genrm",
             "reward.judges.main.model=tiny_qwen3",
             f"reward.judges.main.prompt={tmp_path / 'prompt.jinja'}",
-            r"reward.judges.main.parse='(?s)(?P<verdict>\\d+)'",
+            r"reward.judges.main.parse='(?P<verdict>\d+)'",
             "reward.judges.main.max_new_tokens=8",
             "reward.judges.main.timeout_s=100",
             "mode=colocate",

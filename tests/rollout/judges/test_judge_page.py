@@ -24,7 +24,8 @@ def test_the_commands_of_the_page(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     model = tiny_model_folder("tiny_qwen3", task="arithmetic")
-    (tmp_path / "judge_model").symlink_to(model)
+    for folder in ("judge_model", "my_model"):
+        (tmp_path / folder).symlink_to(model)
     rows = [{"prompt": "2 + 2?", "answer": "4", "judge": judge} for judge in ("maths", "prose")]
     (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (example,) = [line.strip() for line in PAGE.read_text().splitlines() if line.startswith("    {")]

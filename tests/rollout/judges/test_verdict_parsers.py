@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from relax_core.contracts.judge import JudgeConfig
+from relax_core.contracts.judging.judge import JudgeConfig
 from relax_core.registry import find_reward
 from relax_core.rollout.judges.verdict_parsers import verdict_parser
 
@@ -81,5 +81,5 @@ def test_a_verdict_at_the_end_of_a_cut_text_may_be_longer() -> None:
 
 @pytest.mark.parametrize("parse", ["(?P<verdict>", "(yes|no)", "number", "number 1..1", "number 5..1", "number a..b"])
 def test_a_wrong_parser_is_refused_with_an_example(parse: str) -> None:
-    with pytest.raises(ValueError, match="Write such as|See Python"):
+    with pytest.raises(ValueError, match=r"Write such as|See Python"):
         verdict_parser(parse)

@@ -1,0 +1,1 @@
+"""The contract between rewards and judges of answers."""
