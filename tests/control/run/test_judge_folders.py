@@ -80,6 +80,8 @@ def test_a_row_with_an_unknown_judge_is_named_with_its_line(model: Path, prompt:
         "reward.route=judge",
         "data=file",
         f"data.path={file}",
+        "data.eval_size=0",
+        "eval.every=0",
         "model.task=arithmetic",
     )
     refused = look_at_data(config).refused

@@ -33,6 +33,4 @@ def test_the_commands_of_the_page(
     config = load_config(shlex.split(command)[3:])
     assert judge_engines(config) == engines
     assert set(judge_folders(config).values()) <= {tmp_path / "judge_model"}
-    # The built-in model has 512 positions, and a character is a token: the templates of the presets do not fit.
-    problems = list(judge_problems(config))
-    assert len(problems) == len(set(engines)) and all("its prompt template alone has" in one for one in problems)
+    assert list(judge_problems(config)) == []
