@@ -85,5 +85,5 @@ def test_a_row_with_an_unknown_judge_is_named_with_its_line(model: Path, prompt:
         "model.task=arithmetic",
     )
     refused = look_at_data(config).refused
-    assert refused is not None and f"{file}:2" in refused
+    assert refused is not None and f"{file}, line 2: " in refused
     assert "judge='mian' is none of the judges: main" in refused
