@@ -13,6 +13,7 @@ from relax_core.config.checks.model_folder import media_token_ids
 from relax_core.config.errors import NotYet
 from relax_core.config.modality_shares import mix_problem
 from relax_core.config.schema import FORWARD_SIZES, RelaxConfig
+from relax_core.control.run.judge_folders import judge_problems
 from relax_core.control.run.role_counts import layout_key, worker_group_layouts
 from relax_core.control.run.teacher_folders import teacher_model_problems
 from relax_core.data.eval_sets import name_problems
@@ -28,7 +29,7 @@ from relax_core.plan.data.epochs import settle_steps
 from relax_core.plan.data.plugin_checks import plugin_problems, source_problems
 from relax_core.plan.gpus import device_files, gpu_problems
 from relax_core.plan.model.model_source import find_dimensions, layout_shape, shape_dimensions
-from relax_core.registry import find_algorithm, find_engine, find_family
+from relax_core.registry import find_algorithm, find_engine, find_family, find_reward
 from relax_core.rollout.evaluation.eval_metrics import MOST_SAMPLES
 from relax_core.rollout.evaluation.evaluator import metric_names
 from relax_core.tools.make_tiny import check_tiny_model
@@ -262,6 +263,11 @@ def teacher_problems(config: RelaxConfig) -> Iterator[str]:
 
 def eval_engine_problems(config: RelaxConfig) -> Iterator[str]:
     """Returns what an evaluation without training cannot do."""
+    if find_reward(config.reward.name).judges is not None:
+        yield (
+            f"reward={config.reward.name}: relax eval starts no engines for judges. Choose another reward, or evaluate "
+            "in a run (eval.every)."
+        )
     if config.engine.urls:
         yield "engine.urls: relax eval starts engines of its own, with the weights that it evaluates. Drop engine.urls."
     context, new_tokens = config.engine.context_length, config.rollout.max_new_tokens
@@ -306,6 +312,7 @@ CHECKS = (
     data_problems,
     evaluation_problems,
     teacher_problems,
+    judge_problems,
     port_problems,
     engine_start_problems,
     ray_address_problems,

@@ -105,6 +105,12 @@ REASONS = {
         "_scored",
     ): "the reward pool has the deadlines",
     (
+        "relax_core/rollout/judges/judge_check.py",
+        "judge_accuracy",
+    ): "each answer is scored within reward.timeout_s",
+    ("rewards/genrm.py", "_pairwise"): "each verdict comes within its judge's timeout_s",
+    ("rewards/genrm.py", "_rubric"): "the same",
+    (
         "relax_core/rollout/rollout_loop.py",
         "RolloutLoop._prompt_batch",
     ): "its groups wait for rewards and the bus, which have deadlines",

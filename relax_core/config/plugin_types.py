@@ -51,10 +51,21 @@ def plugin_config(kind: Kind, name: str, values: Mapping[str, Any], *, section: 
         raise ConfigError([str(error)]) from error
     except OmegaConfBaseException as error:
         raise ConfigError([f"{key_of(kind)}={name}: its settings cannot be typed: {error.msg}"]) from error
+    problems = _fill(schema, config, node, section=section, of=name)
+    if not problems:
+        missing = sorted(OmegaConf.missing_keys(schema))
+        problems = [f"{section}.{key} has no value: add {section}.{key}=..." for key in missing]
+    if problems:
+        raise ConfigError(problems)
+    return OmegaConf.to_object(schema)
+
+
+def _fill(schema: DictConfig, config: Any, values: DictConfig, *, section: str, of: str) -> list[str]:
+    """Sets the settings of the dataclass ``config`` in its ``schema``; returns the problems of keys and values."""
     OmegaConf.set_readonly(schema, False)  # a frozen dataclass comes read-only
     problems = []
     fields = [field.name for field in dataclasses.fields(config)]
-    for key in map(str, node):
+    for key in map(str, values):
         if key not in fields:
             near = nearest(key, fields)
             hint = (
@@ -62,18 +73,34 @@ def plugin_config(kind: Kind, name: str, values: Mapping[str, Any], *, section: 
                 if near
                 else f"Its settings: {', '.join(fields)}."
             )
-            problems.append(f"{section}.{key} is not a setting of {name}. {hint}")
-        elif not OmegaConf.is_missing(node, key):
+            problems.append(f"{section}.{key} is not a setting of {of}. {hint}")
+        elif not OmegaConf.is_missing(values, key):
             try:
-                schema[key] = node[key]
+                schema[key], wrong = _nested(schema, key, values[key], section=f"{section}.{key}")
+                problems += wrong
             except OmegaConfBaseException as error:
                 problems.append(explain_value(error, key=f"{section}.{key}"))
-    if not problems:
-        missing = sorted(OmegaConf.missing_keys(schema))
-        problems = [f"{section}.{key} has no value: add {section}.{key}=..." for key in missing]
-    if problems:
-        raise ConfigError(problems)
-    return OmegaConf.to_object(schema)
+    return problems
+
+
+def _nested(schema: DictConfig, key: str, value: Any, *, section: str) -> tuple[Any, list[str]]:
+    """Returns the value of a setting that may be a dataclass or a mapping from names to one, and its problems."""
+    old = schema._get_node(key)
+    if not isinstance(old, DictConfig) or not isinstance(value, DictConfig):
+        return value, []
+    if dataclasses.is_dataclass(of := old._metadata.object_type):
+        typed = OmegaConf.structured(of)
+        return typed, _fill(typed, of, value, section=section, of=section)
+    if not dataclasses.is_dataclass(of := old._metadata.element_type):
+        return value, []
+    entries, problems = {}, []
+    for name, one in ((str(name), one) for name, one in value.items()):
+        if not isinstance(one, DictConfig):
+            problems.append(f"{section}.{name}={one}: write its settings, such as {section}.{name}.KEY=VALUE.")
+            continue
+        entries[name] = OmegaConf.structured(of)
+        problems += _fill(entries[name], of, one, section=f"{section}.{name}", of=f"{section}.{name}")
+    return entries, problems
 
 
 def give_task_to_source(config: RelaxConfig) -> None:

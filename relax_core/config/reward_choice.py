@@ -23,10 +23,10 @@ class ChosenReward:
 
 
 class RewardChoice:
-    """Knows which rewards score a data row, for the reward of a run and its settings.
+    """Knows which rewards score a data row, for the reward of a run and its settings; ``judged`` is what asks judges.
 
     Raises ValueError (key, value, fix) for entries of ``reward.parts`` that make no sense, an unknown reward or setting
-    in one, and settings that a part's own check refuses.
+    in one, settings that a part's own check refuses, and two rewards that ask judges.
     """
 
     def __init__(self, spec: RewardSpec, config: RewardConfig) -> None:
@@ -58,6 +58,14 @@ class RewardChoice:
                         "one reward scores a row. Drop them, or use reward=mix."
                     )
 
+        asking = [one for one in self.known() if one.spec.judges is not None]
+        if len(asking) > 1:
+            raise ValueError(
+                f"reward.parts: {' and '.join(one.label for one in asking)} ask judges, and one reward of a run may. "
+                "Name all judges in one of them, and choose among them with its route."
+            )
+        self.judged = asking[0] if asking else None
+
     def known(self) -> list[ChosenReward]:
         """Returns the rewards that are known without the data, those of rows that name others left out."""
         return [*([] if self.own.spec.combine else [self.own]), *self._rewards.values()]
@@ -85,6 +93,10 @@ class RewardChoice:
             raise ValueError(f"{self._by}: {error}") from error
         if spec.combine is not None:
             raise ValueError(f"{self._by}={name}: it is made of other rewards. Name one of them in the row.")
+        if spec.judges is not None:
+            raise ValueError(
+                f"{self._by}={name}: its judges start with the run. Describe it in reward.parts: {{reward: {name}, …}}."
+            )
         config = plugin_config("reward", name, {}, section="reward")
         try:
             spec.check(config)
@@ -188,6 +200,11 @@ def row_check(spec: RewardSpec, config: RewardConfig) -> RewardChoice | None:
     choice = RewardChoice(spec, config)
     checks = any(one.spec.check_row is not None for one in choice.known())
     return choice if checks or config.by is not None else None
+
+
+def judged_reward(config: RewardConfig) -> ChosenReward | None:
+    """Returns the reward of a run that asks judges, which may be a part, or None. Raises as `RewardChoice` does."""
+    return RewardChoice(find_reward(config.name), config).judged
 
 
 def may_be_isolated(config: RewardConfig) -> bool:

@@ -13,6 +13,8 @@ from relax_core.contracts.media import MediaItem
 if TYPE_CHECKING:
     import numpy as np
 
+    from relax_core.contracts.judging.judge import JudgePlan
+
 _SHOWN = 100  # characters of each side of a comparison
 
 
@@ -82,7 +84,7 @@ class RewardOutput:
     that the answer is fully right; accuracy counts it. ``reason`` says why there is no reward, else it is empty.
     ``answer`` is the text that the reward took for the answer; an evaluation counts votes for maj@k by it. It is empty
     if the reward found none, and None if the whole response is the answer. ``why`` is a short text that says what was
-    compared with what; only its first `MOST_WHY` characters are kept.
+    compared with what, or what a judge wrote; only its first `MOST_WHY` characters are kept.
     """
 
     reward: float | None
@@ -212,7 +214,11 @@ class RewardSpec:
     ``check_row`` raises ValueError for a data row whose answer or other columns the reward cannot read; it runs before
     the start, so it is quick.
 
-    Raises ValueError if not exactly one function is given, and for a function that is async and isolated.
+    ``judges`` returns the judges that an async reward asks; its inputs are then of the class
+    `relax_core.contracts.judging.judge.JudgedInput`.
+
+    Raises ValueError if not exactly one function is given, and for a function that is async and isolated, or that asks
+    judges and is not async.
     """
 
     name: str
@@ -226,6 +232,7 @@ class RewardSpec:
     check_row: Callable[[Mapping[str, Any], Any], None] | None = None
     prepare: Callable[[], None] = lambda: None
     tasks: tuple[str, ...] = ()
+    judges: Callable[[Any], JudgePlan] | None = None
 
     def __post_init__(self) -> None:
         given = [name for name in ("score", "score_group", "combine") if getattr(self, name) is not None]
@@ -237,6 +244,11 @@ class RewardSpec:
             raise ValueError(
                 f"reward {self.name}: its SPEC has isolated=True and an async function, but a worker process runs one "
                 "call at a time. Make it a plain function, or drop isolated=True."
+            )
+        if self.judges is not None and not self.is_async:
+            raise ValueError(
+                f"reward {self.name}: its SPEC has judges and a function that is not async, but a verdict is awaited. "
+                "Make it an async function."
             )
 
     @property

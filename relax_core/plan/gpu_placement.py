@@ -9,11 +9,11 @@ from relax_core.config.choices import ModeName
 from relax_core.config.schema import RelaxConfig, SlurmLauncherConfig
 from relax_core.control.run.role_counts import layout_key, worker_group_layouts
 from relax_core.plan.model.dimensions import ModelDimensions
-from relax_core.roles.process.process_placement import engines_take_gpus
-from relax_core.roles.process.role_context import TEACHER_ENGINE
+from relax_core.roles.process.process_placement import engines_take_gpus, judges_take_gpus
+from relax_core.roles.process.role_context import JUDGE_ENGINE, TEACHER_ENGINE
 from relax_core.train.parallel.layout_arithmetic import rank_coordinates, rank_faults
 
-MODEL_ROLES = ("actor", "rollout", "critic", "reference", "actor_fwd", "teacher", TEACHER_ENGINE)
+MODEL_ROLES = ("actor", "rollout", "critic", "reference", "actor_fwd", "teacher", TEACHER_ENGINE, JUDGE_ENGINE)
 ROLLOUT = "rollout"  # it uses the GPUs of the engines
 _COORDINATES = ("pp", "dp", "cp", "tp", "ep", "etp")  # in the order in which they are printed
 
@@ -42,8 +42,10 @@ def gpus_of(config: RelaxConfig, roles: Mapping[str, int]) -> dict[str, int]:
 
 def needed_roles(config: RelaxConfig, roles: Mapping[str, int]) -> list[str]:
     """Returns the roles that need GPUs, in the order in which they take them. The engines count as rollout."""
-    of_engines = () if engines_take_gpus(config) else (ROLLOUT, TEACHER_ENGINE)
-    return [role for role in MODEL_ROLES if role in roles and role not in of_engines]
+    on_cores = set() if engines_take_gpus(config) else {ROLLOUT, TEACHER_ENGINE}
+    if not judges_take_gpus(config):
+        on_cores.add(JUDGE_ENGINE)
+    return [role for role in MODEL_ROLES if role in roles and role not in on_cores]
 
 
 def placement_faults(config: RelaxConfig, roles: Mapping[str, int], model: ModelDimensions) -> Iterator[str]:

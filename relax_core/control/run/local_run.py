@@ -19,6 +19,7 @@ from relax_core.control.health.worker_states import RunFailed, run_failed
 from relax_core.control.host.ray_session import RaySession, RayUnstarted
 from relax_core.control.host.run_paths import RunPaths
 from relax_core.control.run.finish import RunRecords, collect, show_end, write_end
+from relax_core.control.run.judge_folders import judge_folders
 from relax_core.control.run.recovery_log import FROM_CHECKPOINT, Recoveries, recoveries_file
 from relax_core.control.run.resume import ResumePoint
 from relax_core.control.run.role_counts import roles_of
@@ -130,6 +131,7 @@ def _in_session(
         panel.starting(workers, first="Ray")
         model = pool.submit(_model_folder, config)
         teachers = pool.submit(lambda: teacher_folders(config, student=model.result()))
+        judges = pool.submit(judge_folders, config)
         with (
             session,
             RayWatch(session.daemons, frozen_after_s=config.run.heartbeat_timeout_s, lost=ray_lost),
@@ -147,6 +149,7 @@ def _in_session(
                 start_step=resume.step if resume else 0,
                 data_digest=data_digest(config.data),
                 teacher_folders=known_teachers,
+                judge_folders=made_in_time(judges, config, what="a builtin judge"),
             )
             return _run_services(context, resume, attempt, supervisor, session, panel, ray_lost=ray_lost)
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.algorithm import Requirements
 from relax_core.registry import find_algorithm
-from relax_core.roles.process.role_context import TEACHER_ENGINE
+from relax_core.roles.process.role_context import JUDGE_ENGINE, TEACHER_ENGINE
 from relax_core.rollout.group_advantages import computes_advantages_per_group
+from relax_core.rollout.judges.judge_choice import judge_engines
 from relax_core.train.parallel.layout_arithmetic import FORWARD_ROLES, Layout, world_size
 
 
@@ -25,6 +26,8 @@ def roles_of(config: RelaxConfig) -> dict[str, int]:
         roles["teacher"] = 1
         if requirements.teacher.served_by == "engine":
             roles[TEACHER_ENGINE] = len(requirements.teacher.models)
+    if judges := len(judge_engines(config)):
+        roles[JUDGE_ENGINE] = judges
     if not computes_advantages_per_group(config):
         roles["advantages"] = 1
     return roles

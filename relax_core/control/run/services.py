@@ -21,8 +21,9 @@ from relax_core.roles.annotators.forward_logprobs import ActorFwdWorker, Referen
 from relax_core.roles.annotators.teacher_worker import TeacherEngineOwner, TeacherWorker
 from relax_core.roles.engine.attached_engine import AttachedEngineOwner
 from relax_core.roles.engine.engine_owner import EngineOwner
+from relax_core.roles.engine.judge_engine import JudgeEngineOwner
 from relax_core.roles.process.process_placement import node_options, rank_options, reserve_ranks, worker_gpus
-from relax_core.roles.process.role_context import BUS, TEACHER_ENGINE, RunContext, worker_name
+from relax_core.roles.process.role_context import BUS, JUDGE_ENGINE, TEACHER_ENGINE, RunContext, worker_name
 from relax_core.roles.process.worker import WorkerStatus, process_host
 from relax_core.roles.rollout.rollout_worker import RolloutWorker
 from relax_core.roles.trainer.critic_trainer import CriticTrainer
@@ -41,11 +42,21 @@ WORKERS: dict[str, Any] = {
     "reference": ReferenceWorker,
     "teacher": TeacherWorker,
     TEACHER_ENGINE: TeacherEngineOwner,
+    JUDGE_ENGINE: JudgeEngineOwner,
 }
 # The classes of ranks > 0, for roles that span several processes.
 OTHER_RANKS: dict[str, type[RankWorker]] = {"actor": ActorRank, "actor_fwd": ActorFwdRank, "reference": ReferenceRank}
 AFTER_RESTORE = ("rollout",)  # roles that request admissions start when the bus has restored its checkpoint
-RESTARTED_IN_PLACE = ("engine", "rollout", "advantages", "actor_fwd", "reference", "teacher", TEACHER_ENGINE)
+RESTARTED_IN_PLACE = (
+    "engine",
+    "rollout",
+    "advantages",
+    "actor_fwd",
+    "reference",
+    "teacher",
+    TEACHER_ENGINE,
+    JUDGE_ENGINE,
+)
 
 
 class Services:

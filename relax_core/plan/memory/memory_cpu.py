@@ -15,6 +15,7 @@ from relax_core.config.schema import ParallelConfig, RelaxConfig
 from relax_core.contracts.algorithm import Requirements
 from relax_core.contracts.env import IsolatedConfig
 from relax_core.control.run.role_counts import worker_group_layouts
+from relax_core.plan.memory.judge_memory import judge_holders
 from relax_core.plan.memory.media_terms import encode_worker_bytes, engine_media_terms, shared_item_bytes
 from relax_core.plan.memory.memory_terms import (
     FLOAT,
@@ -82,7 +83,7 @@ def cpu_holders(
     """Returns the memory of every process of the run, and of the items in shared memory of data with ``data_rows``."""
     holders = [_plain(name, mib) for name, mib in BASES.items() if name not in SIZED]
     holders.append(_plain("supervisor", _supervisor(config, work)))
-    engines = roles["engine"] + roles.get("teacher_engine", 0)
+    engines = roles["engine"] + roles.get("teacher_engine", 0) + roles.get("judge_engine", 0)
     holders.append(_plain("owner of an engine", BASES["owner of an engine"], count=engines))
     rollout = BASES["rollout"] + (0 if "advantages" in roles else TORCH)
     holders.append(_plain("rollout", rollout, count=roles["rollout"]))
@@ -109,6 +110,7 @@ def cpu_holders(
     if requirements.teacher is not None:
         holders += _teachers(config, requirements, work)
     holders.append(_engine("engine", config, model, work, count=config.engine.count))
+    holders += judge_holders(config)
     if work.media is not None:
         encoder = Phase(name="always", terms={"encoding": encode_worker_bytes(work)})
         workers = roles["rollout"] * config.modality.workers

@@ -7,11 +7,13 @@ count as in the CPU build, in the model's dtype.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from relax_core.config.choices import ModeName
 from relax_core.config.schema import RelaxConfig
 from relax_core.control.run.role_counts import worker_group_layouts
 from relax_core.plan.gpu_placement import ROLLOUT
+from relax_core.plan.memory.judge_memory import judge_model, own_judges, with_judge_engine
 from relax_core.plan.memory.media_terms import engine_media_terms
 from relax_core.plan.memory.memory_advice import trainer_room
 from relax_core.plan.memory.memory_terms import (
@@ -28,6 +30,7 @@ from relax_core.plan.memory.trainer_share import activation_terms, forward_terms
 from relax_core.plan.model.dimensions import ModelDimensions
 from relax_core.plan.workload import Workload
 from relax_core.registry import find_engine
+from relax_core.roles.process.role_context import JUDGE_ENGINE
 from relax_core.train.parallel.layout_arithmetic import forward_parallel, one_rank
 
 SHARED = "every GPU"  # the name of the holder if all roles share all GPUs
@@ -53,6 +56,8 @@ def gpu_holders(
             holders.append(_trainer(role, config, model, work, count=count, limit=limit))
         elif role == ROLLOUT:
             holders.append(_engine(config, model, work, count=count, limit=limit))
+        elif role == JUDGE_ENGINE:
+            holders.append(_judge_engine(config, work, count=count, limit=limit))
         else:
             holders.append(_forward(role, config, model, work, count=count, limit=limit))
     return holders
@@ -133,6 +138,16 @@ def _engine(config: RelaxConfig, model: ModelDimensions, work: Workload, *, coun
         Phase(name="sync", terms=terms | {"sync buckets": SYNC_BUCKET_BYTES}),
     )
     return Holder(name=ROLLOUT, count=count, phases=phases, limit=limit, room=_engine_fix(config, model, work))
+
+
+def _judge_engine(config: RelaxConfig, work: Workload, *, count: int, limit: int) -> Holder:
+    """Returns the memory of an engine of the largest judge."""
+    judge = max(own_judges(config).values(), key=lambda one: judge_model(one).parameters)
+    model, its = judge_model(judge), with_judge_engine(config, judge)
+    terms = _engine_terms(its, model, replace(work, media=None))
+    fits = cache_tokens_that_fit(its, model, replace(work, media=None))
+    room = f"Set engine.max_total_tokens={fits} or less" if fits else "Use a smaller judge"
+    return Holder(name=JUDGE_ENGINE, count=count, phases=(Phase(name="rollout", terms=terms),), limit=limit, room=room)
 
 
 def _engine_fix(config: RelaxConfig, model: ModelDimensions, work: Workload) -> str:

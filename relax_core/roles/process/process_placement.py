@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING, Any
 from relax_core.config.schema import LauncherConfig, PlacementConfig, RelaxConfig
 from relax_core.contracts.media_file import node_folder
 from relax_core.registry import find_engine
-from relax_core.roles.process.role_context import TEACHER_ENGINE, RunContext
+from relax_core.roles.process.role_context import JUDGE_ENGINE, TEACHER_ENGINE, RunContext
+from relax_core.rollout.judges.judge_choice import judge_plan
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
 
 LOOPBACK = "127.0.0.1"
 A_LITTLE = 0.01  # Ray ignores the scheduling strategy of an actor that asks for no resources
-ENGINE_ROLES = ("engine", TEACHER_ENGINE)
+ENGINE_ROLES = ("engine", TEACHER_ENGINE, JUDGE_ENGINE)
 ROLLOUT = "rollout"
 MODEL_ROLES = ("actor", "critic", "actor_fwd", "reference", "teacher")  # roles whose workers run torch
 
@@ -52,8 +53,17 @@ def engines_take_gpus(config: RelaxConfig) -> bool:
     return config.placement.gpus_per_node > 0 and find_engine(config.engine.name).on_gpus and not config.engine.urls
 
 
+def judges_take_gpus(config: RelaxConfig) -> bool:
+    """Is True if each engine of a judge uses a GPU; the check of the judges has found one kind of engine for all."""
+    plan = judge_plan(config)
+    kinds = set() if plan is None else {one.settings.engine for one in plan.judges.values() if one.settings.url is None}
+    return config.placement.gpus_per_node > 0 and any(find_engine(kind).on_gpus for kind in kinds)
+
+
 def worker_gpus(config: RelaxConfig, role: str) -> int:
     """Returns the number of GPUs of one worker of a role."""
+    if role == JUDGE_ENGINE:
+        return int(judges_take_gpus(config))
     if role in ENGINE_ROLES:
         return config.engine.tp if engines_take_gpus(config) else 0
     return int(config.placement.gpus_per_node > 0 and role in MODEL_ROLES)

@@ -20,7 +20,8 @@ class RunContext:
     ``start_step`` is the number of train steps that the checkpoint in ``resume_from`` has done, or 0. ``data_digest``
     is the digest of the training data if the data is in files (`relax_core.data.data_identity`). ``weights_folder``
     holds this attempt's weight versions (shared memory). ``token_file`` holds the run's bearer token.
-    ``teacher_folders`` are the model folders of a distillation's teachers, by name. ``media_folder`` holds the files
+    ``teacher_folders`` are the model folders of a distillation's teachers, by name, and ``judge_folders`` those of the
+    judges that have engines of the run. ``media_folder`` holds the files
     of the media items (shared memory), None in a run on text. In a joined Ray each node has its own beside it, which
     `relax_core.roles.process.process_placement.on_this_node` names.
     """
@@ -36,6 +37,7 @@ class RunContext:
     start_step: int
     data_digest: str = ""
     teacher_folders: Mapping[str, Path] = field(default_factory=dict)
+    judge_folders: Mapping[str, Path] = field(default_factory=dict)
     media_folder: Path | None = None
 
     @property
@@ -47,6 +49,7 @@ class RunContext:
 BUS = "bus"
 METRICS = "metrics"
 TEACHER_ENGINE = "teacher_engine"  # the role whose workers each own a teacher's engine
+JUDGE_ENGINE = "judge_engine"  # the role whose workers each own an engine of a judge
 
 
 def worker_name(role: str, rank: int) -> str:

@@ -9,6 +9,7 @@ import math
 import threading
 import time
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ray.exceptions import RayActorError
@@ -31,11 +32,12 @@ from relax_core.observe.service.records import bad_rows_kind
 from relax_core.registry import find_algorithm, find_reward
 from relax_core.roles.engine.engine_directory import EngineDirectory
 from relax_core.roles.engine.engine_media import engine_media
+from relax_core.roles.engine.judge_engine import run_judges
 from relax_core.roles.process.discovery import discover_bus, discover_metrics, discover_worker
 from relax_core.roles.process.failure import first_cause
 from relax_core.roles.process.role_context import RunContext, worker_name
 from relax_core.roles.process.worker import Worker
-from relax_core.roles.rollout.traced_rollout import TracedEnginePool, TracedRewardPool
+from relax_core.roles.rollout.traced_rollout import TracedEnginePool, TracedRewardPool, record_with_judges
 from relax_core.roles.rollout.versions_reached import CLOSED_S, VersionsReached
 from relax_core.rollout.bad_rows import BadRows
 from relax_core.rollout.env_workers.run_env import RunEnv
@@ -47,6 +49,7 @@ from relax_core.rollout.evaluation.played_sets import answer_sets, prepared_sets
 from relax_core.rollout.group_advantages import advantage_extras, computes_advantages_per_group
 from relax_core.rollout.held_items import HeldItems
 from relax_core.rollout.item_cache import ItemCache
+from relax_core.rollout.judges.judge_choice import judge_plan
 from relax_core.rollout.media_encoding import MEGABYTE, item_work_of, open_encoders
 from relax_core.rollout.prompt_admissions import RolloutLoopSettings
 from relax_core.rollout.prompt_tokens import PromptMaker
@@ -98,6 +101,7 @@ class RolloutWorker(Worker):
         advantages = group_advantages(spec, config) if computes_advantages_per_group(config) else None
         evaluator = None
         if self._rank == 0:
+            await rewards.check_judges(config, partial(metrics.record, "judge_check", context.start_step))
             evaluator = await self._evaluator(
                 source, bus=bus, metrics=metrics, pool=pool, prompts=prompts, rewards=rewards, run_env=run_env
             )
@@ -110,7 +114,7 @@ class RolloutWorker(Worker):
             prompts=prompts,
             rewards=rewards,
             settings=settings,
-            record=self._record(metrics),
+            record=self._record(metrics, rewards),
             gate=_no_gate if evaluator is None else evaluator.gate,
             bad_rows=BadRows(
                 rows=len(source),
@@ -136,6 +140,7 @@ class RolloutWorker(Worker):
             raise first_cause(failures) from failures
         finally:
             rewards.close()
+            await rewards.close_judges()
             run_env.close()
             if encoders is not None:
                 encoders.close()
@@ -222,6 +227,7 @@ class RolloutWorker(Worker):
             on_hang=self.fail,
             waiting=self.waiting,
             name=self.name,
+            judges=None if judge_plan(config) is None else run_judges(self.context),
         )
 
     def _weight_update_handler(self, bus: RayBus, pool: EnginePool) -> WeightUpdateHandler | None:
@@ -239,10 +245,10 @@ class RolloutWorker(Worker):
             worker=self._rank,
         )
 
-    def _record(self, metrics: MetricsClient) -> Record:
+    def _record(self, metrics: MetricsClient, rewards: TracedRewardPool) -> Record:
         """Returns the function that records metrics; with several workers a record names its worker."""
         own = {"worker": float(self._rank)} if self.context.config.rollout.workers > 1 else {}
-        return lambda source, step, values: metrics.record(source, step, {**values, **own})
+        return record_with_judges(metrics, rewards, own)
 
     async def _reclaim(self, bus: RayBus) -> list[Admission] | BusClosed:
         """Returns the admissions of an earlier process of this worker, or that the bus is closed.

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
+from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.engine import Generated, PromptRequest, SamplingParams
+from relax_core.contracts.judging.judge import JudgedInput
 from relax_core.contracts.media import MediaItem
 from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput, RewardSpec
 from relax_core.engines.pool.engine_pool import BringMedia, EnginePool, OnEnd
 from relax_core.engines.pool.engine_watch import ClientFor
 from relax_core.engines.protocol.request_body import OnTokens
+from relax_core.observe.service.metrics_actor import MetricsClient
 from relax_core.roles.process.traced_bus import Waiting
+from relax_core.rollout.judges.judge_check import check_judges
+from relax_core.rollout.judges.judge_pool import JudgePool
 from relax_core.rollout.rewards.hang_watch import OnHang
 from relax_core.rollout.rewards.reward_pool import RewardPool
+from relax_core.rollout.rollout_loop import Record
+
+JUDGED_ROWS = 8  # groups of a train step whose first answers are kept with what the judges wrote
+JUDGED = "judged"  # kind of texts with what judges wrote of answers
 
 
 class TracedEnginePool(EnginePool):
@@ -73,7 +83,10 @@ class TracedEnginePool(EnginePool):
 
 
 class TracedRewardPool(RewardPool):
-    """Is a reward pool that records scoring as the worker's own wait, because a reward may hang in this process."""
+    """Is a reward pool that records scoring as the worker's own wait, because a reward may hang in this process.
+
+    ``judges`` are those of the run's reward, None if it asks none.
+    """
 
     def __init__(
         self,
@@ -86,12 +99,63 @@ class TracedRewardPool(RewardPool):
         on_hang: OnHang,
         waiting: Waiting,
         name: str,
+        judges: JudgePool | None = None,
     ) -> None:
         super().__init__(spec, config, workers=workers, concurrency=concurrency, log_file=log_file, on_hang=on_hang)
         self._waiting = waiting
         self._name = name
+        self._judges = judges
+        self._judged: deque[dict[str, str]] = deque(maxlen=JUDGED_ROWS)
 
     async def score(self, inputs: Sequence[RewardInput]) -> list[RewardOutput]:
         """Returns the outputs of the answers to one data row, as `RewardPool.score` does."""
         with self._waiting(f"rewards of {len(inputs)} responses", on=self._name):
-            return await super().score(inputs)
+            if self._judges is None:
+                return await super().score(inputs)
+            async with self._judges.of_group() as asking:
+                outputs = await super().score([JudgedInput.of(given, asking) for given in inputs])
+            self._judged.append(_judged_row(inputs[0], outputs[0]))
+            return outputs
+
+    async def check_judges(self, config: RelaxConfig, record: Callable[[Mapping[str, float]], None]) -> None:
+        """Tries the judges on known verdicts, as `relax_core.rollout.judges.judge_check.check_judges` says."""
+        if self._judges is not None:
+            with self._waiting("verdicts on known answers", on=self._name):
+                await check_judges(config, self._judges, record)
+
+    async def close_judges(self) -> None:
+        """Ends the connections to the judges."""
+        if self._judges is not None:
+            await self._judges.close()
+
+    def judge_figures(self) -> dict[str, float]:
+        """Returns the figures of the judges since the last call."""
+        return {} if self._judges is None else self._judges.figures()
+
+    def judged_rows(self) -> list[dict[str, str]]:
+        """Returns the first answer of each of the newest groups since the last call, with what its judges wrote."""
+        rows = list(self._judged)
+        self._judged.clear()
+        return rows
+
+
+def _judged_row(given: RewardInput, output: RewardOutput) -> dict[str, str]:
+    reward = "none" if output.reward is None else f"{output.reward:g}"
+    return {
+        "uid": given.uid,
+        "answer": given.answer,
+        "response": given.response,
+        "reward": reward,
+        "why": output.why or output.reason,
+    }
+
+
+def record_with_judges(metrics: MetricsClient, rewards: TracedRewardPool, own: Mapping[str, float]) -> Record:
+    """Returns the function that records metrics, each time with ``own`` and with what the judges did since."""
+
+    def record(source: str, step: int, values: Mapping[str, float]) -> None:
+        metrics.record(source, step, {**values, **rewards.judge_figures(), **own})
+        if rows := rewards.judged_rows():
+            metrics.record_texts(JUDGED, step, rows)
+
+    return record

@@ -104,7 +104,8 @@ def _try_reward(request: Request, replies: BinaryIO) -> Iterator[str]:
         except ValueError:  # the check of the data reports a row that names no known reward
             continue
         for chosen in scorers:
-            rows.setdefault(chosen, []).append((where, row))
+            if chosen.spec.judges is None:  # else it gives no reward before its judges' engines have started
+                rows.setdefault(chosen, []).append((where, row))
     for chosen, its in rows.items():
         yield from _try_on_rows(chosen, its, request, replies)
 

@@ -1,0 +1,54 @@
+"""Says which judges a run asks, which of them have engines of the run, and with which settings."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from relax_core.config.reward_choice import judged_reward
+from relax_core.config.schema import EngineConfig, RelaxConfig
+from relax_core.contracts.judging.judge import JudgeConfig, JudgePlan
+from relax_core.families.hf_config import language_values, read_hf_config
+from relax_core.registry import find_engine
+
+
+def judge_plan(config: RelaxConfig) -> JudgePlan | None:
+    """Returns the judges of the run's rewards, or None if they ask none; the rewards' own checks must have passed."""
+    chosen = judged_reward(config.reward)
+    if chosen is None:
+        return None
+    assert chosen.spec.judges is not None
+    return chosen.spec.judges(chosen.config)
+
+
+def judge_engines(config: RelaxConfig) -> list[str]:
+    """Returns the judge of each engine that the run starts for judges, in the order of the engines."""
+    plan = judge_plan(config)
+    if plan is None:
+        return []
+    own = [(name, setup.settings.count) for name, setup in plan.judges.items() if setup.settings.url is None]
+    return [name for name, count in own for _ in range(count)]
+
+
+def judge_engine(engine: EngineConfig, judge: JudgeConfig, *, positions: int) -> EngineConfig:
+    """Returns the settings of a judge's engine: those of the run's engines with the judge's kind and context.
+
+    What only engines of the run's own kind read is kept only for a judge of that kind. ``positions`` is the largest
+    number of tokens that the judge's model takes.
+    """
+    same_kind = judge.engine == engine.name
+    kept = replace(engine, urls=[], token_file=None, tp=1, port=0)
+    if not same_kind:
+        kept = replace(kept, python=None, mem_fraction=None, deterministic=None, flags={})
+    return replace(
+        kept,
+        name=judge.engine,
+        count=judge.count,
+        context_length=min(positions, engine.max_total_tokens),
+        prefix_cache_tokens=0 if "prefix_cache_tokens" in find_engine(judge.engine).keys else None,
+    )
+
+
+def judge_positions(folder: Path) -> int:
+    """Returns the largest number of tokens that the model in a Hugging Face folder takes."""
+    return int(language_values(read_hf_config(folder))["max_position_embeddings"])

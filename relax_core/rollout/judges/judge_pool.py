@@ -1,0 +1,189 @@
+"""Asks the judges of a run: each question of a group once, with votes, a deadline, and figures of each judge."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import zlib
+from collections.abc import Mapping, Sequence
+from statistics import fmean, quantiles
+
+from relax_core.contracts.judging.judge import JudgeSetup, Verdict
+from relax_core.rollout.judges.judge_prompts import JudgePrompt
+from relax_core.rollout.judges.judge_servers import JudgeRefused, JudgeServer
+from relax_core.rollout.judges.verdict_parsers import verdict_parser
+
+AGAIN_TEMPERATURE = 0.7  # least temperature of the second try: a greedy judge would write the same again
+CANCELLED_S = 5.0  # in which questions that were given up have ended
+_SEEDS = 2**31
+
+
+class JudgeFigures:
+    """Counts what one judge did since the last `take`."""
+
+    def __init__(self) -> None:
+        self.under_way = 0
+        self._ms: list[float] = []
+        self._tokens = self._texts = self._unreadable = self._none = 0
+
+    def text(self, tokens: int, *, readable: bool) -> None:
+        """Counts one text of the judge."""
+        self._texts += 1
+        self._tokens += tokens
+        self._unreadable += not readable
+
+    def verdict(self, seconds: float, *, given: bool) -> None:
+        """Counts one question and its time."""
+        self._ms.append(1e3 * seconds)
+        self._none += not given
+
+    def take(self) -> dict[str, float]:
+        """Returns the figures and begins anew.
+
+        ``queue`` is the number of questions that wait now. ``unreadable`` is the share of texts without a verdict, and
+        ``none`` the share of questions without one.
+        """
+        ms = self._ms
+        values = {"queue": float(self.under_way), "verdicts": float(len(ms))}
+        if ms:
+            ranked = quantiles(ms, n=100, method="inclusive") if len(ms) > 1 else ms * 99
+            values |= {"none": self._none / len(ms), "ms_p50": ranked[49], "ms_p99": ranked[98]}
+        if self._texts:
+            values |= {"unreadable": self._unreadable / self._texts, "tokens": float(self._tokens)}
+        self._ms = []
+        self._tokens = self._texts = self._unreadable = self._none = 0
+        return values
+
+
+class RunJudge:
+    """Is one judge of a run: its template, its parser, and the server that answers its prompts.
+
+    ``seed`` is the run's. Raises ValueError as `JudgePrompt` and `verdict_parser` do.
+    """
+
+    def __init__(self, name: str, setup: JudgeSetup, server: JudgeServer, *, seed: int) -> None:
+        self.figures = JudgeFigures()
+        self._name, self._settings, self._server, self._seed = name, setup.settings, server, seed
+        self._prompt = JudgePrompt(setup)
+        self._parser = verdict_parser(setup.parse)
+
+    async def verdict(self, variables: Mapping[str, str]) -> Verdict:
+        """Returns the verdict within ``timeout_s`` seconds; its value is None if there is none."""
+        began = time.perf_counter()
+        self.figures.under_way += 1
+        verdict = self._without("it was given up")
+        try:
+            verdict = await self._within_deadline(variables)
+        finally:
+            self.figures.under_way -= 1
+            self.figures.verdict(time.perf_counter() - began, given=verdict.value is not None)
+        return verdict
+
+    async def _within_deadline(self, variables: Mapping[str, str]) -> Verdict:
+        limit_s = self._settings.timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                text = self._prompt.text(variables, shown=self._server.shown)
+                votes = await asyncio.gather(*(self._vote(text, number) for number in range(self._settings.votes)))
+        except TimeoutError:
+            last = getattr(self._server, "last_error", "")
+            return self._without(f"no verdict within {limit_s:g} s" + (f"; last: {last}" if last else ""))
+        except (JudgeRefused, ValueError) as error:
+            return self._without(str(error))
+        return self._counted(votes)
+
+    def _counted(self, votes: Sequence[tuple[float | None, str]]) -> Verdict:
+        """Returns the mean of the votes that can be read, if these are more than half."""
+        values = [value for value, _ in votes if value is not None]
+        text = votes[-1][1]
+        if 2 * len(values) <= len(votes):
+            said = " ".join(text.split())[:100]
+            return Verdict(
+                judge=self._name,
+                value=None,
+                text=text,
+                reason=f"judge {self._name}: no verdict can be read in {said!r}",
+            )
+        return Verdict(judge=self._name, value=fmean(values), text=text)
+
+    async def _vote(self, prompt: str, number: int) -> tuple[float | None, str]:
+        """Returns a verdict with its text; an unreadable one is asked for once more, with another seed."""
+        text = ""
+        for attempt, temperature in enumerate(
+            (self._settings.temperature, max(self._settings.temperature, AGAIN_TEMPERATURE))
+        ):
+            answer = await self._server.answer(
+                prompt, seed=self._seed_of(prompt, number, attempt), temperature=temperature
+            )
+            text = answer.text
+            value = self._parser(text, answer.is_cut)
+            self.figures.text(answer.tokens, readable=value is not None)
+            if value is not None:
+                return value, text
+        return None, text
+
+    def _seed_of(self, prompt: str, number: int, attempt: int) -> int:
+        """Returns a seed that depends on nothing but the run's seed and the question, so that a run can be repeated."""
+        return (zlib.crc32(prompt.encode(errors="replace")) + 7919 * self._seed + 2 * number + attempt) % _SEEDS
+
+    def _without(self, reason: str) -> Verdict:
+        return Verdict(judge=self._name, value=None, reason=f"judge {self._name}: {reason}")
+
+    async def close(self) -> None:
+        """Ends the judge's connections."""
+        await self._server.close()
+
+
+class JudgePool:
+    """Holds the judges of a run by name; it belongs to one event loop."""
+
+    def __init__(self, judges: Mapping[str, RunJudge]) -> None:
+        self._judges = judges
+
+    def of_group(self) -> GroupJudges:
+        """Returns what asks each question of one group once."""
+        return GroupJudges(self._judges)
+
+    def figures(self) -> dict[str, float]:
+        """Returns the figures of all judges since the last call, as judge/NAME/FIGURE."""
+        return {
+            f"judge/{name}/{key}": value
+            for name, judge in self._judges.items()
+            for key, value in judge.figures.take().items()
+        }
+
+    async def close(self) -> None:
+        """Ends all connections."""
+        for judge in self._judges.values():
+            await judge.close()
+
+
+class GroupJudges:
+    """Asks the judges for the answers of one group; answers with one text share a verdict.
+
+    It is an async context manager; what is still under way at its end is given up.
+    """
+
+    def __init__(self, judges: Mapping[str, RunJudge]) -> None:
+        self._judges = judges
+        self._asked: dict[tuple[str, ...], asyncio.Task[Verdict]] = {}
+
+    async def ask(self, judge: str, variables: Mapping[str, str]) -> Verdict:
+        """Returns the verdict, as `relax_core.contracts.judging.judge.Judges` says."""
+        if judge not in self._judges:
+            known = ", ".join(self._judges)
+            return Verdict(judge=judge, value=None, reason=f"no judge is called {judge!r}. What exists: {known}.")
+        key = (judge, *(word for pair in sorted(variables.items()) for word in pair))
+        if key not in self._asked:
+            self._asked[key] = asyncio.create_task(self._judges[judge].verdict(variables))
+        return await asyncio.shield(self._asked[key])  # another answer may wait for the same verdict
+
+    async def __aenter__(self) -> GroupJudges:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        open_tasks = [task for task in self._asked.values() if not task.done()]
+        for task in open_tasks:
+            task.cancel()
+        if open_tasks:
+            await asyncio.wait(open_tasks, timeout=CANCELLED_S)

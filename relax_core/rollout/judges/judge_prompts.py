@@ -1,0 +1,118 @@
+"""Renders the prompts of judges from jinja templates; what is put in is data, and never a template itself."""
+
+from __future__ import annotations
+
+import re
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from relax_core.contracts.judging.judge import JudgeSetup
+
+if TYPE_CHECKING:
+    import jinja2
+
+CUT_MARK = "\n[… {left} characters are left out here …]\n"
+_TRIED = "a tried value of {name}"
+# Names that chat templates of known model families give a meaning to.
+_MARKUP = re.compile(
+    r"<\|[^<>|\n]{1,64}\|>|<｜[^<>｜\n]{1,64}｜>|</?s>|\[/?INST\]|<</?SYS>>|</?(?:start|end)_of_turn>|</?think>|"
+    r"</?tool_(?:call|response)>|\[/?(?:SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_CALLS|TOOL_RESULTS)\]"
+)
+
+
+class JudgePrompt:
+    """Is the prompt template of one judge.
+
+    Raises ValueError with file and line for a file that is no template, that reads a variable which nobody gives, that
+    does not write one of ``setup.needs``, or that fails.
+    """
+
+    def __init__(self, setup: JudgeSetup) -> None:
+        self._file = setup.prompt
+        self._knows = setup.knows
+        self._most = setup.settings.max_response_chars
+        self._template = _compiled(self._file)
+        self._check(setup.needs)
+
+    def text(self, variables: Mapping[str, str], *, shown: Callable[[str], str] = str) -> str:
+        """Returns the text of the prompt; every value is cut and then changed by ``shown``.
+
+        Raises ValueError with file and line if the template fails.
+        """
+        assert set(variables) == set(self._knows), "a reward gives the variables that its SPEC names"
+        return self._rendered({name: shown(cut(value, self._most)) for name, value in variables.items()})
+
+    def _rendered(self, values: Mapping[str, str]) -> str:
+        try:
+            return self._template.render(**values)
+        except Exception as error:  # a template is the user's code and may raise any error
+            raise ValueError(f"{self._where(error)}: {type(error).__name__}: {error}.") from error
+
+    def fixed_text(self) -> str:
+        """Returns the prompt with one word for each variable: no prompt is shorter."""
+        return self.text(dict.fromkeys(self._knows, "x"))
+
+    def _check(self, needs: Sequence[str]) -> None:
+        from jinja2 import meta, nodes
+
+        tree = self._template.environment.parse(self._file.read_text(encoding="utf-8"))
+        unknown = meta.find_undeclared_variables(tree) - {*self._knows, *self._template.environment.globals}
+        for node in tree.find_all(nodes.Name):
+            if node.name in unknown:
+                raise ValueError(
+                    f"{self._file}, line {node.lineno}: no variable {node.name!r} is given to it. "
+                    f"What is given: {', '.join(self._knows)}."
+                )
+        text = self._rendered({name: _TRIED.format(name=name) for name in self._knows})
+        for name in needs:
+            if _TRIED.format(name=name) not in text:
+                used = [node.lineno for node in tree.find_all(nodes.Name) if node.name == name]
+                raise ValueError(
+                    f"{self._file}, line {used[0] if used else 1}: the template does not write {name}, so the judge "
+                    f"would not see it. Write {{{{ {name} }}}} where it belongs."
+                )
+
+    def _where(self, error: BaseException) -> str:
+        frames = traceback.extract_tb(error.__traceback__)
+        line = next((frame.lineno for frame in reversed(frames) if frame.filename == str(self._file)), 1)
+        return f"{self._file}, line {line}"
+
+
+def cut(text: str, most: int) -> str:
+    """Returns a text of more than ``most`` characters without its middle, and with a mark there."""
+    if len(text) <= most:
+        return text
+    behind = most // 2
+    return text[: most - behind] + CUT_MARK.format(left=len(text) - most) + (text[-behind:] if behind else "")
+
+
+def without_markup(text: str) -> str:
+    """Returns a text in which a zero-width space breaks names that a server's chat template could take for its own.
+
+    It is for servers of which no tokenizer is known. Own engines get tokens, among which no text makes special ones.
+    """
+    return _MARKUP.sub(lambda found: f"{found[0][0]}\u200b{found[0][1:]}", text)
+
+
+@cache
+def _environment() -> jinja2.Environment:
+    from jinja2 import StrictUndefined
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    return ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
+
+
+def _compiled(file: Path) -> jinja2.Template:
+    from jinja2 import Template, TemplateSyntaxError
+
+    environment = _environment()
+    try:
+        code = environment.compile(file.read_text(encoding="utf-8"), name=file.name, filename=str(file))
+    except TemplateSyntaxError as error:
+        raise ValueError(f"{file}, line {error.lineno}: the template does not parse: {error.message}.") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file}: the template cannot be read: {error}. Name a text file.") from error
+    return Template.from_code(environment, code, environment.make_globals(None))

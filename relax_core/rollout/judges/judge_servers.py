@@ -1,0 +1,219 @@
+"""What answers a judge's prompts: engines of the run, or a server with OpenAI's chat protocol."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+from relax_core.contracts.engine import EngineError, Generated, PromptRequest, SamplingParams
+from relax_core.contracts.judging.judge import JudgeConfig
+from relax_core.data.tokenizer import PromptTokenizer
+from relax_core.engines.pool.engine_pool import EnginePool
+from relax_core.rollout.judges.judge_prompts import without_markup
+
+if TYPE_CHECKING:
+    import aiohttp
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0  # before a server is asked again
+CONNECT_S = 5.0
+CONNECTIONS = 64  # at the same time to one server
+MOST_BYTES = 4 << 20  # of a server's reply
+_LATER = (408, 425, 429)  # statuses that ask for another try
+
+
+class JudgeRefused(Exception):
+    """The judge does not take this prompt, and another try would not help; the text says why."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JudgeText:
+    """Is one answer of a judge; ``is_cut`` says that it reached the limit, ``tokens`` counts prompt and answer."""
+
+    text: str
+    is_cut: bool
+    tokens: int
+
+
+class JudgeServer(Protocol):
+    """Answers the prompts of one judge."""
+
+    def shown(self, value: str) -> str:
+        """Returns a text as the prompt may hold it."""
+        ...
+
+    async def answer(self, text: str, *, seed: int, temperature: float) -> JudgeText:
+        """Returns the answer to one prompt, and waits for a server that is down; the caller has the deadline.
+
+        Raises `JudgeRefused`.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Ends all connections."""
+        ...
+
+
+class JudgeEngines:
+    """Asks the engines that the run has for one judge, with the judge's own tokenizer and chat template.
+
+    A prompt is one message of the user. No text in it becomes a special token. ``context_tokens`` is the largest number
+    of tokens of a prompt with its answer.
+    """
+
+    def __init__(
+        self, judge: str, settings: JudgeConfig, pool: EnginePool, *, model_folder: Path, context_tokens: int
+    ) -> None:
+        self._judge, self._settings, self._pool = judge, settings, pool
+        self._tokenizer = PromptTokenizer(model_folder)
+        self._context_tokens = context_tokens
+        self._numbers = count()
+
+    def shown(self, value: str) -> str:
+        """Returns the text as it is."""
+        return value
+
+    def tokens(self, text: str) -> list[int]:
+        """Returns the tokens of a prompt."""
+        return self._tokenizer.encode([{"role": "user", "content": text}], plain=True)
+
+    async def answer(self, text: str, *, seed: int, temperature: float) -> JudgeText:
+        """Returns the answer of one of the engines; see `JudgeServer`."""
+        ids, most = self.tokens(text), self._settings.max_new_tokens
+        if len(ids) + most > self._context_tokens:
+            raise JudgeRefused(
+                f"the prompt has {len(ids)} tokens, and with max_new_tokens={most} the judge's context holds "
+                f"{self._context_tokens}"
+            )
+        number = next(self._numbers)
+        request = PromptRequest(rid=f"judge-{self._judge}-{number}", input_ids=ids, sampling_seed=seed)
+        params = SamplingParams(
+            max_new_tokens=most, temperature=temperature, stop_token_ids=self._tokenizer.stop_token_ids
+        )
+        generated = cast(
+            AsyncGenerator[tuple[int, list[Generated]], None],
+            self._pool.generate([request], params, places=[number]),
+        )
+        try:
+            async with aclosing(generated) as answers:
+                async for _, (one,) in answers:
+                    return self._text(one, prompt_tokens=len(ids))
+        except EngineError as error:
+            raise JudgeRefused(str(error)) from error
+        raise AssertionError("a pool answers every prompt that is not given up")
+
+    def _text(self, one: Generated, *, prompt_tokens: int) -> JudgeText:
+        ids = one.output_ids.tolist()
+        stopped = one.finish_reason == "stop"
+        said = ids[:-1] if stopped and ids and ids[-1] in self._tokenizer.stop_token_ids else ids
+        return JudgeText(text=self._tokenizer.decode(said), is_cut=not stopped, tokens=prompt_tokens + len(ids))
+
+    async def close(self) -> None:
+        """Does nothing: the connections belong to the run's clients."""
+
+
+class JudgeUrl:
+    """Asks a server with OpenAI's chat protocol at ``settings.url``, which ends in /v1.
+
+    A server that does not answer, or answers with 5xx or 429, is asked again. What looks like chat markup in a value is
+    broken by a zero-width space, because the server's tokenizer is not known.
+    """
+
+    def __init__(self, settings: JudgeConfig) -> None:
+        assert settings.url is not None
+        self._settings = settings
+        self._url = settings.url.rstrip("/") + "/chat/completions"
+        self._token = Path(settings.token_file).read_text().strip() if settings.token_file is not None else ""
+        self._session: aiohttp.ClientSession | None = None
+        self.last_error = ""
+
+    def shown(self, value: str) -> str:
+        """Returns the text with broken chat markup."""
+        return without_markup(value)
+
+    async def answer(self, text: str, *, seed: int, temperature: float) -> JudgeText:
+        """Returns the server's answer; see `JudgeServer`."""
+        body = {
+            "model": self._settings.model,
+            "messages": [{"role": "user", "content": text}],
+            "max_tokens": self._settings.max_new_tokens,
+            "temperature": temperature,
+            "seed": seed,
+        }
+        pause_s = FIRST_PAUSE_S
+        while True:
+            reply = await self._try(body)
+            if reply is not None:
+                return reply
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():  # the client's own time-out may take a cancellation for itself
+                raise asyncio.CancelledError
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    async def _try(self, body: dict[str, Any]) -> JudgeText | None:
+        """Returns the answer, or None if the server may answer later; `last_error` then says why it did not."""
+        import aiohttp
+
+        try:
+            async with self._opened().post(self._url, json=body, allow_redirects=False) as response:
+                data = await _read(response)
+                status = response.status
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            self.last_error = f"{self._url}: {type(error).__name__}: {error}"
+            return None
+        if status >= 500 or status in _LATER:
+            self.last_error = f"{self._url}: {status}: {_shown(data)}"
+            return None
+        if status != 200:
+            raise JudgeRefused(f"{self._url}: {status}: {_shown(data)}")
+        try:
+            return _openai_text(json.loads(data))
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+            raise JudgeRefused(f"{self._url}: a reply that cannot be read: {_shown(data)}") from error
+
+    def _opened(self) -> aiohttp.ClientSession:
+        import aiohttp
+
+        if self._session is None:
+            headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
+            self._session = aiohttp.ClientSession(
+                headers=headers,
+                connector=aiohttp.TCPConnector(limit=CONNECTIONS),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),  # the caller has the deadline
+            )
+        return self._session
+
+    async def close(self) -> None:
+        """Closes the connections."""
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+
+async def _read(response: aiohttp.ClientResponse) -> bytes:
+    """Returns the body; raises JudgeRefused for one of more than `MOST_BYTES`."""
+    data = bytearray()
+    async for part in response.content.iter_any():
+        data += part
+        if len(data) > MOST_BYTES:
+            raise JudgeRefused(f"a reply of more than {MOST_BYTES >> 20} MiB")
+    return bytes(data)
+
+
+def _openai_text(reply: Any) -> JudgeText:
+    choice = reply["choices"][0]
+    text = choice["message"]["content"]
+    if not isinstance(text, str):
+        raise TypeError("content is no text")
+    tokens = (reply.get("usage") or {}).get("total_tokens", 0)
+    return JudgeText(text=text, is_cut=choice.get("finish_reason") == "length", tokens=int(tokens))
+
+
+def _shown(data: bytes) -> str:
+    return " ".join(data[:200].decode(errors="replace").split())

@@ -1,0 +1,101 @@
+"""A judge in a real embedded engine: its own text, its context, no special tokens of others, kill -9."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from relax_core.config.compose import load_config
+from relax_core.contracts.engine import PromptRequest, SamplingParams
+from relax_core.engines.pool.engine_pool import EnginePool
+from relax_core.engines.protocol.engine_client import EngineClient
+from relax_core.preflight import settle
+from relax_core.roles.engine.engine_directory import engine_client
+from relax_core.roles.engine.judge_engine import JudgeEngineOwner
+from relax_core.rollout.judges.judge_choice import judge_plan
+from relax_core.rollout.judges.judge_pool import RunJudge
+from relax_core.rollout.judges.judge_servers import JudgeEngines
+from tests.roles.engine.test_engine_owner import context_of
+
+VARIABLES = {"question": "q", "reference": "r"}
+LONG_S = 120.0
+
+
+def run(work: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(work, 3 * LONG_S))
+
+
+def test_a_judge_answers_from_its_own_engine_and_survives_kill_9(
+    tmp_path: Path, wait_until: Callable[..., None]
+) -> None:
+    (tmp_path / "prompt.jinja").write_text("{{ response }}")
+    config = load_config(
+        [
+            "reward=genrm",
+            "reward.judges.main.model=tiny_qwen3",
+            f"reward.judges.main.prompt={tmp_path / 'prompt.jinja'}",
+            r"reward.judges.main.parse='(?P<verdict>\d+)'",
+            "reward.judges.main.max_new_tokens=8",
+            "reward.judges.main.timeout_s=100",
+            "mode=colocate",
+        ],
+        settle=settle,
+    )
+    context = context_of(config, tmp_path)
+    context = replace(context, judge_folders={"main": context.model_folder}, model_folder=tmp_path / "of the policy")
+    plan = judge_plan(config)
+    assert plan is not None
+    setup = plan.judges["main"]
+    owner = JudgeEngineOwner("judge_engine-0", context, 0)
+
+    async def work() -> None:
+        client = engine_client(owner.context, await asyncio.to_thread(owner.endpoint, LONG_S))
+        engine = owner.context.config.engine
+
+        async def client_for(number: int, anew: bool) -> EngineClient:
+            return client
+
+        pool = EnginePool(1, client_for, timeout_s=LONG_S)
+        server = JudgeEngines(
+            "main", setup.settings, pool, model_folder=owner.context.model_folder, context_tokens=engine.context_tokens
+        )
+        judge = RunJudge("main", setup, server, seed=0)
+        asked = VARIABLES | {"response": "rev 123"}
+
+        ids = server.tokens("rev 123")
+        request = PromptRequest(rid="direct", input_ids=ids, sampling_seed=1)
+        stop = server._tokenizer.stop_token_ids
+        params = SamplingParams(max_new_tokens=8, temperature=0.0, stop_token_ids=stop)
+        (own,) = [one async for one in client.generate([request], params)]
+        said = server._tokenizer.decode([token for token in own.output_ids.tolist() if token not in stop])
+        verdict = await judge.verdict(asked)
+        assert verdict.text == said and verdict.value == float(said), "greedy, from the same tokens"
+
+        long = await judge.verdict(VARIABLES | {"response": "1" * engine.context_tokens})
+        assert long.value is None and f"has {len(ids) - 7 + engine.context_tokens} tokens" in long.reason, long
+
+        special = server._tokenizer.token_text(stop[0])
+        plain = server.tokens(f"1{special}2")
+        assert plain.count(stop[0]) == server.tokens("12").count(stop[0]), "a name of a special token is plain text"
+
+        await asyncio.to_thread(
+            wait_until, lambda: client.loads()["kv_cache_bytes"] == 0, what="an idle judge gives its cache up"
+        )
+        os.kill(owner.child_pids[0], signal.SIGKILL)
+        hasty = RunJudge("main", replace(setup, settings=replace(setup.settings, timeout_s=0.2)), server, seed=0)
+        gone = await hasty.verdict(asked)
+        assert gone.value is None and gone.reason == "judge main: no verdict within 0.2 s"
+        assert await judge.verdict(asked) == verdict, "once it is back"
+        assert owner.restarts == 1
+        await client.aclose()
+
+    try:
+        run(work())
+    finally:
+        owner.request_stop()
+        assert owner.join(LONG_S)
