@@ -13,7 +13,7 @@ TEST_WORKERS ?= 2
 export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: env test-env run run-see run-omni run-episodes test test-chaos test-soak slurm test-slurm sandbox envs sglang-cpu run-sglang test-sglang lint clean
+.PHONY: env test-env run run-see run-omni run-episodes test test-chaos test-soak slurm test-slurm sandbox extras sglang-cpu run-sglang test-sglang lint clean
 .DEFAULT_GOAL := run
 
 env: $(VENV)/.relax-env
@@ -104,9 +104,9 @@ $(VENV)/.relax-omni: $(VENV)/.relax-env
 	$(BIN)/python -m pip install -q -c constraints.txt -e ".[omni]"
 	@touch $@
 
-# The packages of env=textarena and data=reasoning_gym; one of them is compiled, which needs a C compiler.
-envs: test-env
-	$(BIN)/python -m pip install -q -c constraints.txt -e ".[envs]"
+# The packages of further environments and rewards; one of them is compiled, which needs a C compiler.
+extras: test-env
+	$(BIN)/python -m pip install -q -c constraints.txt -e ".[envs,rewards]"
 
 $(VENV)/.relax-test-env: $(VENV)/.relax-env
 	$(BIN)/python -m pip install -q -c constraints.txt -e ".[test,omni]"

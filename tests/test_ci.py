@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-STAGES = ["lint", "slurm", "test-slurm", "sandbox", "envs", "sglang", "test-chaos", "test"]
+STAGES = ["lint", "slurm", "test-slurm", "sandbox", "extras", "sglang", "test-chaos", "test"]
 STUB = """#!/usr/bin/env bash
 echo "stage {name} $*"
 [ "{name}" != "$FAILS" ]
@@ -44,7 +44,7 @@ def test_all_stages_run_and_tell_their_seconds_before_the_last_one(tmp_path: Pat
     assert lines[-1] == "stage test ARGS=--durations=30"
 
 
-@pytest.mark.parametrize("stage", [name for name in STAGES if name not in ("slurm", "sandbox", "envs")])
+@pytest.mark.parametrize("stage", [name for name in STAGES if name not in ("slurm", "sandbox", "extras")])
 def test_a_stage_that_fails_ends_the_script(tmp_path: Path, stage: str) -> None:
     done = ci(tmp_path, fails=stage)
     assert done.returncode != 0
@@ -62,6 +62,6 @@ def test_a_machine_without_bubblewrap_says_so(tmp_path: Path) -> None:
     assert done.returncode == 0 and "the tests of the sandbox are skipped" in done.stdout
 
 
-def test_a_machine_that_cannot_build_the_packages_of_envs_says_so(tmp_path: Path) -> None:
-    done = ci(tmp_path, fails="envs")
-    assert done.returncode == 0 and "the tests of TextArena and reasoning-gym are skipped" in done.stdout
+def test_a_machine_that_cannot_build_the_extras_says_so(tmp_path: Path) -> None:
+    done = ci(tmp_path, fails="extras")
+    assert done.returncode == 0 and "the tests of further environments and rewards are skipped" in done.stdout

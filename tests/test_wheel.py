@@ -23,7 +23,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.soak
 def test_wheel_has_code_and_conf(wheel: Path) -> None:
     packed = set(zipfile.ZipFile(wheel).namelist())
-    examples = {f"relax_core/{path.relative_to(REPOSITORY).as_posix()}" for path in (REPOSITORY / "examples").iterdir()}
+    given = [path for path in (REPOSITORY / "examples").rglob("*") if path.suffix in (".py", ".jsonl")]
+    examples = {f"relax_core/{path.relative_to(REPOSITORY).as_posix()}" for path in given}
     conf = {f"relax_core/{path.relative_to(REPOSITORY).as_posix()}" for path in (REPOSITORY / "conf").rglob("*.yaml")}
     code = {
         path.relative_to(REPOSITORY).as_posix()
@@ -31,8 +32,9 @@ def test_wheel_has_code_and_conf(wheel: Path) -> None:
         for path in (REPOSITORY / top).rglob("*.py")
     }
     shapes = {path.relative_to(REPOSITORY).as_posix() for path in (REPOSITORY / "relax_core").rglob("*.json")}
-    assert shapes
-    assert examples and examples | conf | code | shapes <= packed
+    templates = {path.relative_to(REPOSITORY).as_posix() for path in (REPOSITORY / "rewards").rglob("*.jinja")}
+    assert shapes and templates
+    assert examples and examples | conf | code | shapes | templates <= packed
     assert not any(name.startswith(("tests/", "conf/", "docs/")) for name in packed)
 
 

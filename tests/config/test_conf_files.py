@@ -21,6 +21,7 @@ from relax_core.registry import KINDS, Kind, find, names
 from tests.data.test_plugin_source import ROWS, write_database
 
 OPTIONS = [(group, option) for group in groups() for option in yaml_options(group)]
+JUDGE = ["reward.judges.main.url=http://127.0.0.1:1/v1", "reward.judges.main.model=judge"]
 ONLY_PLANNED = ("gpu", "qwen3_omni", *(option for option in yaml_options("experiment") if option.endswith("gpu")))
 NEEDS = {"deepscaler": "pylatexenc", "geo3k": "pylatexenc", "ifeval": "if_verifiable", "ifbench": "if_verifiable"}
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -76,6 +77,8 @@ def test_every_option_runs(
         "reward=plugin": ["reward.name=math"],
         "reward=mix": ["reward.parts=[{reward: exact_match}]"],
         "reward=remote": ["reward.url=http://127.0.0.1:1/score"],
+        **{f"reward=genrm{form}": JUDGE for form in ("", "_deepeyes", "_pairwise")},
+        "reward=genrm_rubric": [*JUDGE, 'reward.rubric={"It is short.": 1.0}'],
         "env=plugin": ["env.name=single_turn"],
         "engine=sglang": ["engine.urls=[http://127.0.0.1:30000]"],  # nothing of SGLang need be installed here
         "parallel=ep2": ["model=tiny_qwen3_moe"],
