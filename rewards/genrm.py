@@ -89,7 +89,7 @@ def check(config: GenRmConfig) -> None:
     if config.form == "rubric" and not any(weight > 0 for weight in config.rubric.values()):
         problems.append(
             f"reward.rubric={config.rubric} has no criterion with a weight above 0. Write such as "
-            "'reward.rubric={\"The answer names its source.\": 1.0}'."
+            "'reward.rubric={The answer names its source: 1.0}'."
         )
     if config.form != "rubric" and config.rubric:
         problems.append(

@@ -78,7 +78,7 @@ def test_every_option_runs(
         "reward=mix": ["reward.parts=[{reward: exact_match}]"],
         "reward=remote": ["reward.url=http://127.0.0.1:1/score"],
         **{f"reward=genrm{form}": JUDGE for form in ("", "_deepeyes", "_pairwise")},
-        "reward=genrm_rubric": [*JUDGE, 'reward.rubric={"It is short.": 1.0}'],
+        "reward=genrm_rubric": [*JUDGE, "reward.rubric={It is short: 1.0}"],
         "env=plugin": ["env.name=single_turn"],
         "engine=sglang": ["engine.urls=[http://127.0.0.1:30000]"],  # nothing of SGLang need be installed here
         "parallel=ep2": ["model=tiny_qwen3_moe"],
