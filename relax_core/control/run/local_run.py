@@ -136,7 +136,6 @@ def _in_session(
             session,
             RayWatch(session.daemons, frozen_after_s=config.run.heartbeat_timeout_s, lost=ray_lost),
         ):
-            known_teachers = made_in_time(teachers, config, what="a builtin teacher")
             context = RunContext(
                 config=config,
                 run_namespace=paths.namespace,
@@ -148,7 +147,7 @@ def _in_session(
                 resume_from=resume.folder if resume else None,
                 start_step=resume.step if resume else 0,
                 data_digest=data_digest(config.data),
-                teacher_folders=known_teachers,
+                teacher_folders=made_in_time(teachers, config, what="a builtin teacher"),
                 judge_folders=made_in_time(judges, config, what="a builtin judge"),
             )
             return _run_services(context, resume, attempt, supervisor, session, panel, ray_lost=ray_lost)
