@@ -54,7 +54,10 @@ def test_the_presets_plan_clean_and_cannot_start_yet(name: str, gpus: int) -> No
     assert len(used) == gpus == config.placement.nodes * config.placement.gpus_per_node
     assert as_text(plan).startswith(f"{name}: plans, but cannot start yet:\n  - ")
     assert not any("placement.name" in problem for problem in problems), "it starts where the GPUs are there"
-    assert ("mode=colocate" in " ".join(problems)) == ("colocate" in name)
+    told = " ".join(problems)
+    assert "What exists" not in told, "every option that a preset names exists"
+    assert ("mode=colocate" in told) == ("colocate" in name)
+    assert ("with engine=sglang: SGLang's model of this family" in told) == ("qwen3_5" in name)
     assert set(gpu_problems(config)) <= set(problems)
     with pytest.raises(ConfigError):
         load_config([f"experiment={name}"], checks=CHECKS)

@@ -1,4 +1,4 @@
-"""Checks whether this machine can start SGLang's servers."""
+"""Checks whether SGLang can serve the model, and whether this machine can start its servers."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 
 from relax_core.config.checks.model_folder import family_of_run
+from relax_core.config.checks.sglang_keys import sglang_file_problems
 from relax_core.config.errors import NotYet
 from relax_core.config.schema import RelaxConfig
 from relax_core.engines.sglang.version import version_problem
@@ -18,10 +19,10 @@ PYTHON_S = 60.0  # An interpreter says within this which SGLang it has.
 VISION_FAMILIES = ("qwen3_vl", "qwen3_vl_moe", "qwen3_omni_moe")  # those for which Relax has a processor inside SGLang
 
 
-def start_problems(config: RelaxConfig) -> Iterator[str]:
-    """Yields what keeps SGLang's servers from a start, or from serving the model; it may ask interpreters."""
+def file_problems(config: RelaxConfig) -> Iterator[str]:
+    """Yields files that cannot be used, and a model that SGLang cannot serve, wherever the run starts."""
+    yield from sglang_file_problems(config)
     yield from vision_problems(config)
-    yield from version_problems(config)
 
 
 def vision_problems(config: RelaxConfig) -> Iterator[str]:

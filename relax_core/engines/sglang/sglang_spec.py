@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from relax_core.config.checks.sglang_keys import sglang_file_problems, sglang_problems
+from relax_core.config.checks.sglang_keys import sglang_problems
 from relax_core.contracts.engine_kind import EngineServer, EngineSpec
-from relax_core.engines.sglang.checks import start_problems
+from relax_core.engines.sglang.checks import file_problems, version_problems
 from relax_core.engines.sglang.server.sglang_launch import DEFAULT_FEATURE_MIB, command, environment
 
 if TYPE_CHECKING:
@@ -48,8 +48,8 @@ SPEC = EngineSpec(
     attach=_attach,
     keys=frozenset({"python", "urls", "token_file", "mem_fraction", "deterministic", "flags"}),
     problems=sglang_problems,
-    file_problems=sglang_file_problems,
-    start_problems=start_problems,
+    file_problems=file_problems,
+    start_problems=version_problems,
     on_gpus=True,
     scratch=True,
     transports=frozenset({"shared_memory", "gloo", "nccl", "disk"}),

@@ -58,6 +58,12 @@ SGLANG = ["engine=sglang", "engine.urls=[http://127.0.0.1:30000]"]
             [*SGLANG, "model=qwen3_vl", "data.media_keys.video=clip"],
             "data.media_keys.video=clip with engine.urls: a server that the run did not start takes images only",
         ),
+        (
+            ["model=tiny_qwen3_omni", "engine=sglang", "modality.audio_in_video=true"],
+            "modality.audio_in_video=true with engine=sglang: SGLang 0.5.23 has it switched off in its code. Use "
+            "engine=embedded",
+        ),
+        (["engine=sglang", "model=tiny_qwen3_5"], "model.family=qwen3_5 with engine=sglang: SGLang's model of this"),
         ([*SGLANG, "engine.weight_transport=gloo"], "those servers have no loader of Relax's"),
     ],
 )

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from relax_core.config.compose import load_config
 from relax_core.config.errors import ConfigError
 from relax_core.data.tasks.see_task import files_folder
+from relax_core.families.folder import folder_architecture
+from relax_core.families.tiny_omni import tiny_omni_config, tiny_omni_files
 from relax_core.preflight import CHECKS, settle
 from relax_core.tools.make_tiny import tiny_model_folder
+from relax_core.tools.tiny_vision import write_settings
+from relax_core.train.hf.stored_weights import stored_weights
 
 SCREEN_LINES, SCREEN_COLUMNS = 24, 160
 SEES = (
@@ -131,6 +138,42 @@ def test_a_folder_without_its_processor_files_is_told(tmp_path: Path) -> None:
     assert "Fetch the folder again, with its processor files." in report
 
 
-def test_a_kind_of_media_that_is_not_there_is_told() -> None:
-    report = refused("model=tiny_qwen3_vl", "data=see", "data.media_keys.audio=sounds")
-    assert "data.media_keys.audio=sounds: model=tiny_qwen3_vl reads images and videos" in report
+@pytest.mark.parametrize(
+    ("word", "told"),
+    [
+        ("data.media_keys.audio=sounds", "data.media_keys.audio=sounds: model=tiny_qwen3_vl reads images and videos"),
+        ("data.mix={audio: 0.5, text: 0.5}", "so no prompt has modality audio. Choose a model that reads it, or drop"),
+    ],
+)
+def test_a_kind_of_media_that_is_not_there_is_told(word: str, told: str) -> None:
+    assert told in refused("model=tiny_qwen3_vl", "data=see", word)
+
+
+def thinker_alone(config: dict[str, Any]) -> dict[str, Any]:
+    return dict(config["thinker_config"])
+
+
+def another_omni(config: dict[str, Any]) -> dict[str, Any]:
+    return config | {"model_type": "qwen2_5_omni"}
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (thinker_alone, ("the folder has the thinker alone. Use the published one, whose outer config.json",)),
+        (another_omni, ("Qwen2.5-Omni has other towers", "Use a folder of Qwen3-Omni, with model=qwen3_omni.")),
+        (dict, ("config.json describes talker, and no file has its weights", "Fetch the folder again, or set")),
+    ],
+)
+def test_a_folder_of_another_omni_is_told(
+    tmp_path: Path, change: Callable[[dict[str, Any]], dict[str, Any]], told: tuple[str, ...]
+) -> None:
+    """The weights are the thinker's alone."""
+    config = tiny_omni_config()
+    write_settings(tmp_path, config, tiny_omni_files())
+    stored = stored_weights(folder_architecture(tmp_path))
+    save_file({one.name: torch.zeros(one.shape) for one in stored}, tmp_path / "model.safetensors")
+    write_settings(tmp_path, change(config), tiny_omni_files())
+    report = refused("model=qwen3_omni", f"model.path={tmp_path}")
+    for one in (str(tmp_path), *told):
+        assert one in report, report
