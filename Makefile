@@ -1,4 +1,4 @@
-# make run · make run-see · make run-episodes · make test · make test-chaos · make test-slurm · make test-soak · make env · make test-env · make lint · make clean
+# make run · make run-see · make run-omni · make run-episodes · make test · make test-chaos · make test-slurm · make test-soak · make env · make test-env · make lint · make clean
 # make sglang-cpu · make run-sglang · make test-sglang
 PYTHON ?= python3.11
 VENV := .venv

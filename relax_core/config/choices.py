@@ -40,7 +40,7 @@ class AdvantagesPlace(Enum):
     role = "role"
 
 
-TEXT = "text"  # the option of `modality` that reads no images or videos
+TEXT = "text"  # the option of `modality` that reads no images, videos or sounds
 
 # The parts of a model that `model.freeze` names. The projector maps what the towers give to the language model.
 VISION, AUDIO, PROJECTOR, LANGUAGE, ROUTER = MODEL_PARTS = ("vision", "audio", "projector", "language", "router")

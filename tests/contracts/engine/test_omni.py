@@ -188,14 +188,21 @@ def test_the_engine_computes_what_transformers_computes(thinker: ServedThinker) 
 
 
 def test_a_sync_brings_new_towers(thinker: ServedThinker) -> None:
-    """All tensors of the thinker come, and none of talker and code2wav, which the server does not have."""
-    heard = pictures_and_sounds(thinker.items)[2]
+    """All tensors of the thinker come, and none of talker and code2wav, which the server does not have.
+
+    Only the audio tower's weights change. The sound was heard before, so that old features would show.
+    """
+    words, seen, heard, _ = pictures_and_sounds(thinker.items)
+    kept = [words, seen] if thinker.kind == "embedded" else []
+    before = [[one.logprobs.tolist() for one in thinker.generate([asked])] for asked in kept]
     with torch.no_grad():
         for parameter in thinker.model.audio_tower.parameters():
             parameter.mul_(1.1)
     assert thinker.gap(heard) > REACH, "the server has the old tower"
     thinker.publish(1)
     assert thinker.gap(heard) <= REACH
+    after = [[one.logprobs.tolist() for one in thinker.generate([asked])] for asked in kept]
+    assert before == after, "text and pictures keep their bits"
 
 
 def test_a_video_between_whole_positions_is_refused(thinker: ServedThinker) -> None:
