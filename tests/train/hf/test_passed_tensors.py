@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from relax_core.train.hf.check_weights import passed_bytes
 from relax_core.train.hf.hf_export import export_hf_folder
 from relax_core.weights import safetensors_stream
 
@@ -46,6 +47,7 @@ def test_they_keep_their_bytes(
 ) -> None:
     monkeypatch.setattr(safetensors_stream, "PIECE_BYTES", 24)  # a tensor is several pieces, and the last is shorter
     passed = make_source(tmp_path)
+    assert passed_bytes(tmp_path, PREFIXES) == sum(one.nbytes for one in passed.values()), "what the plan tells"
     shapes = {name: tuple(tensor.shape) for name, tensor in own_tensors()}
     export_hf_folder(
         own_tensors(),
