@@ -93,8 +93,8 @@ WAYS = {
 class Tool(BaseInteractionEnv):
     """Answers after the time of a tool. A run has a class of its own.
 
-    ``hold`` is the seed of a group whose calls take `HOLD_S` from now on, ``newest`` that of the group that answered
-    last. ``answered`` counts the answers, and ``ended`` the episodes.
+    ``hold`` is the seed of a group whose calls take `HOLD_S` from now on, ``newest`` that of the last group that
+    answered in the first half of its turns. ``answered`` counts the answers, and ``ended`` the episodes.
     """
 
     tail = False
@@ -119,8 +119,10 @@ class Tool(BaseInteractionEnv):
         await asyncio.sleep(HOLD_S if held else SLOW_S if slow else TOOL_S)
         self._left -= 1
         run = type(self)
-        run.answered, run.newest = run.answered + 1, self._start.group_seed
+        run.answered += 1
         run.ended += not self._left
+        if self._left > TURNS // 2:
+            run.newest = self._start.group_seed
         return StepResult(observation="go on", reward=float(len(action.text)), done=not self._left)
 
 
@@ -245,10 +247,11 @@ def rate(way: Way, *, steps: int) -> tuple[float, float]:
     return found
 
 
-def held_group() -> tuple[float, float]:
+def held_group(way: Way) -> tuple[float, float]:
     """Returns samples/s and turns/s while a group sits in a tool of `HOLD_S` over those before and after it.
 
-    A sample counts when its episode ends. The group is that which answered last, and its calls are slow from then on.
+    A sample counts when its episode ends. The group is in the first half of its turns when its calls become slow.
+    Without spare groups, the last train step that may take the group waits for it.
     """
 
     async def watch(bus: TimedBus, tools: type[Tool]) -> tuple[float, float]:
@@ -263,7 +266,7 @@ def held_group() -> tuple[float, float]:
         samples, turns = (2 * during / (first + last) for first, during, last in zip(*rates, strict=True))
         return samples, turns
 
-    found: tuple[float, float] = with_rollout(WAYS[NO_TAIL], watch)
+    found: tuple[float, float] = with_rollout(way, watch)
     return found
 
 
@@ -350,6 +353,9 @@ def measure(*, rounds: int, steps: int) -> None:
         limit = f"{simulated(way, turn_s=turn_s):.2f}" if by_quorum else ""
         figures = f"{groups:10.2f}{groups / base:8.2f}{limit:>8}{samples:17.1f}"
         print(f"{name:20}{figures}{groups * samples:11.0f}{groups * samples / base / GROUP_SIZE:8.2f}", flush=True)
-    samples, turns = (median(own) for own in zip(*(held_group() for _ in range(rounds)), strict=True))
-    print(f"a group sits in a tool of {HOLD_S:g} s: {samples:.2f} of the samples/s without, {turns:.2f} of the turns/s")
+    for spare in (0, 1):
+        way = Way(tail=False, spare_groups=spare)
+        samples, turns = (median(own) for own in zip(*(held_group(way) for _ in range(rounds)), strict=True))
+        print(f"a group sits in a tool of {HOLD_S:g} s, {spare} spare groups a step: ", end="")
+        print(f"{samples:.2f} of the samples/s without, {turns:.2f} of the turns/s", flush=True)
     print(f"load {os.getloadavg()[0]:.1f}. Prefilled tokens and engine time: python -m benchmarks.prefix_cache")

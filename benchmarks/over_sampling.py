@@ -90,12 +90,15 @@ class StepAtOnce:
     async def put_async(self, rows: Sequence[CompleteGroup], *, timeout_s: float) -> None:
         self.core.put(rows)
         self._lengths |= {row.group_uid: _tokens(row) for row in rows}
-        step = self.core.version
-        request = LeaseRequest(task="actor", columns=(c.EPISODES,), min_groups=GROUPS, max_groups=GROUPS, step=step)
-        if lease := self.core.lease(request):
+        while not self.core.finished():  # groups of several steps may come together
+            step = self.core.version
+            request = LeaseRequest(task="actor", columns=(c.EPISODES,), min_groups=GROUPS, max_groups=GROUPS, step=step)
+            if (lease := self.core.lease(request)) is None:
+                break
             self.tokens += sum(self._lengths[row.group_uid] for row in lease.rows)
             await asyncio.to_thread(rename_weights, self._url, step + 1)
             self.core.ack([lease.lease_id], step=step, dropped={})
+            self._changed.set()
         self._changed.set()
 
     async def name_modalities_async(self, modalities: Mapping[int, str], *, timeout_s: float) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 from relax_core.contracts.env import Action, BaseInteractionEnv, EnvSpec, EpisodeStart, InteractionConfig, StepResult
@@ -18,15 +19,17 @@ from relax_core.sandbox.run_code import (
 )
 
 SANDBOXES = ("bwrap", "none")
+LEAST_S = 0.05  # with less time left, code is not run at all
 
 
 @dataclass(frozen=True)
 class PythonConfig(InteractionConfig):
     """Holds the settings of the tool.
 
-    ``sandbox`` is "bwrap", or "none" for code that runs with the rights of the run. A call takes at most
-    ``code_wall_s`` seconds and each of its processes ``code_cpu_s`` seconds of CPU time; all together use at most
-    ``code_memory_mib`` MiB. The first ``code_output_bytes`` bytes of what it prints are kept.
+    ``sandbox`` is "bwrap", or "none" for code that runs with the rights of the run. The calls of a response take at
+    most ``code_wall_s`` seconds together, so that no response reaches ``step_timeout_s``. Each process of a call takes
+    at most ``code_cpu_s`` seconds of CPU time; all together use at most ``code_memory_mib`` MiB. The first
+    ``code_output_bytes`` bytes of what a call prints are kept.
     """
 
     name: str = "python"
@@ -57,21 +60,26 @@ class PythonTool(BaseInteractionEnv):
     def step(self, action: Action) -> StepResult:
         """Returns what the code of each call printed, or the end of the episode."""
         if action.tool_calls:
-            results = [self._result(call) for call in action.tool_calls]
+            until = time.monotonic() + self._limits.wall_s
+            results = [self._result(call, until) for call in action.tool_calls]
             return StepResult(observation=[{"role": "tool", "content": text} for text in results])
         if action.parse_error:
             return StepResult(observation=action.parse_error)
         return StepResult(done=True, info={"tool_calls": self._calls, "failed_tool_calls": self._failed})
 
-    def _result(self, call: ToolCall) -> str:
-        """Returns what the model reads after a call."""
+    def _result(self, call: ToolCall, until: float) -> str:
+        """Returns what the model reads after a call, which has time until the monotonic clock says ``until``."""
         self._calls += 1
         try:
             code: str = call_tool([python], call)
         except ToolMistake as mistake:
             self._failed += 1
             return str(mistake)
-        result = self._run(code, self._limits)
+        left = until - time.monotonic()
+        if left < LEAST_S:
+            self._failed += 1
+            return f"[not run: the calls of a response have {self._limits.wall_s:g} s together]"
+        result = self._run(code, replace(self._limits, wall_s=left))
         self._failed += result.ended != "exit" or result.exit_code != 0
         return shown(result, self._limits)
 

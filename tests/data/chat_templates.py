@@ -1,7 +1,7 @@
 """Chat templates that are written for tests, each with one trap of the family's own, and a folder with a tokenizer.
 
 None is a published template. The traps are those of Qwen3, Qwen3.5, GLM-4.5, Llama 3.1, gpt-oss, Mistral, DeepSeek-V3
-and Gemma, whose own templates were put through the same test by hand.
+and Gemma; `test_published_templates.py` has their own ones.
 """
 
 from __future__ import annotations

@@ -55,6 +55,17 @@ def test_an_answer_ends_the_episode_and_counts_calls() -> None:
     assert step.done and step.reward is None and step.info == {"tool_calls": 2, "failed_tool_calls": 2}
 
 
+def test_the_calls_of_a_response_share_their_time() -> None:
+    """So many slow calls are the model's mistake, and never one step that misses env.step_timeout_s."""
+    config = PythonConfig(sandbox="none", code_wall_s=1.0)
+    env = PythonTool(EpisodeStart(row={"prompt": "p"}, group_seed=0, episode_seed=0), config)
+    slow = ToolCall(name="python", arguments={"code": "import time; time.sleep(600)"})
+    step = env.step(Action(text="", stopped=True, tool_calls=(slow, slow, slow)))
+    first, *others = [message["content"] for message in step.observation]
+    assert first == "[ended after 1 s]"
+    assert others == ["[not run: the calls of a response have 1 s together]"] * 2
+
+
 def test_wrong_settings_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     check(PythonConfig(sandbox="none"))
     for change, words in (

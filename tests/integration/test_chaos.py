@@ -26,7 +26,7 @@ HARMS = (
 )
 # test_kills.py and test_recovery.py harm the others, each in a run of its own.
 OF_NO_OTHER_TEST = ("gcs", "engine_and_owner", "serve_controller", "raylet")
-TURNS = ("env_worker", "rollout", "actor_rank_0")
+TURNS = ("env_worker", "engine", "rollout", "actor_rank_0")
 
 
 @pytest.mark.parametrize("kinds", [OF_NO_OTHER_TEST, pytest.param(HARMS, marks=pytest.mark.soak)], ids=["some", "all"])

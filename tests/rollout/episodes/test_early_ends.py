@@ -6,14 +6,14 @@ import asyncio
 import dataclasses
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from relax_core.config.schema import EngineConfig
-from relax_core.contracts.engine import SamplingParams
+from relax_core.contracts.engine import Generated, PromptRequest, SamplingParams
 from relax_core.contracts.env import Action, BaseInteractionEnv, EpisodeStart, InteractionConfig, StepResult
 from relax_core.contracts.reward import RewardOutput
 from relax_core.data.tokenizer import PromptTokenizer
@@ -30,6 +30,7 @@ from relax_core.rollout.episodes.episode_records import (
 from relax_core.rollout.episodes.episodes import EpisodePlayer
 from relax_core.rollout.episodes.group_assembly import complete_episodes
 from relax_core.rollout.episodes.played_group import EarlyEnds, GroupStart
+from relax_core.rollout.episodes.shared_requests import SharedRequests
 from relax_core.rollout.prompt_tokens import PromptMaker
 from relax_core.rollout.rewards.reward_pool import RewardPool
 from relax_core.tools.make_tiny import tiny_model_folder
@@ -129,6 +130,36 @@ def test_a_quorum_completes_a_group(engine: Engine, folder: Path, grace_s: float
     assert [one.uid for one in tree.episodes] == [record.uid for record in records if record not in late]
     assert done.dropped == {late[0].uid: "straggler"}  # type: ignore[union-attr]
     assert accounts["no_reward"] == late[0].sampled_tokens > 0
+
+
+def test_a_group_waits_for_no_engine_that_ends_the_requests_of_stragglers(
+    engine: Engine, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engines are told once, of all stragglers together, and may answer when the group is complete already."""
+    told: list[list[str]] = []
+    complete = asyncio.Event()
+    generate, play = SharedRequests.generate, EpisodePlayer.play
+
+    async def hanging(self: SharedRequests, request: PromptRequest, **given: Any) -> Generated:
+        if request.rid in ("g3.2.1", "g3.3.1"):
+            await asyncio.Event().wait()
+        return await generate(self, request, **given)
+
+    async def played(self: EpisodePlayer, *given: Any) -> list[EpisodeRecord]:
+        records = await play(self, *given)
+        complete.set()
+        return records
+
+    async def cancel(self: EnginePool, rids: Sequence[str]) -> None:
+        told.append(sorted(rids))
+        await asyncio.wait_for(complete.wait(), 60.0)
+
+    monkeypatch.setattr(SharedRequests, "generate", hanging)
+    monkeypatch.setattr(EpisodePlayer, "play", played)
+    monkeypatch.setattr(EnginePool, "cancel", cancel)
+    records, _ = play_group(engine, folder, Echo, EarlyEnds(quorum=0.5))
+    assert [record.ended for record in records] == ["env_done"] * 2 + ["straggler"] * 2
+    assert told == [["g3.2.1", "g3.3.1"]]
 
 
 class NewWeights(Echo):
