@@ -56,7 +56,7 @@ async def score(given: RewardInput, config: RemoteConfig) -> RewardOutput:
         except (_Again, aiohttp.ClientError, TimeoutError) as error:
             cause = str(error) or f"no answer within {config.timeout_s:g} s"
         if loop.time() + wait_s >= deadline:
-            return RewardOutput(reward=None, reason=f"{config.url}: {cause}")
+            return RewardOutput(reward=None, reason=f"{config.url}: {cause}", cause="timeout")
         await asyncio.sleep(wait_s)
         wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
 
