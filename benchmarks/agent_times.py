@@ -1,8 +1,8 @@
 """Measures what hanging rewards, judges and the endpoint cost, for `benchmarks.agents` without ``--learn``.
 
 "hanging scorer": the real rollout over the bus's state machine and an embedded engine, 8 groups of 16 answers a step,
-asynchronous with a staleness of 2, beside a trainer whose step takes `STEP_S`. For 1% of the answers the reward does not
-end by itself, and its deadline is 1 s: once as an ``async def`` function, once in 4 worker processes that are killed.
+asynchronous with a staleness of 2, beside a trainer whose step takes `STEP_S`. For 1% of the answers the reward does
+not end by itself, and its deadline is 1 s: as an ``async def`` function, and in 4 worker processes that are killed.
 Counted are the answers with a reward that are trained in a second, over a reward of which no answer hangs.
 
 "judge": two whole runs of the demo with a staleness of 2, one with a judge in an engine process of its own, and one
@@ -304,7 +304,6 @@ def _missed(name: str, client: Client | None, *, rounds: int, steps: int) -> lis
 
 
 def _short(what: str, value: float, *, least: float = float("-inf"), most: float = float("inf")) -> list[str]:
-    within = least <= value <= most
-    return (
-        [] if within else [f"{what} {value:.2f}, " + (f"at least {least:g}" if value < least else f"at most {most:g}")]
-    )
+    if least <= value <= most:
+        return []
+    return [f"{what} {value:.2f}, " + (f"at least {least:g}" if value < least else f"at most {most:g}")]

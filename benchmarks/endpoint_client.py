@@ -2,8 +2,8 @@
 
 It writes "ready", reads jobs from stdin, one JSON object a line, and answers each with one line. A job has ``url``,
 ``keys`` (sessions, which play at the same time), ``openings`` (the first messages of each), ``turns``, ``more`` (the
-message behind each answer), and ``body`` (other fields of a request). The answer has ``seconds`` and, of streamed requests, ``first``:
-when the first delta with text came, by the monotonic clock.
+message behind each answer), and ``body`` (other fields of a request). The answer has ``seconds`` and, of streamed
+requests, ``first``: when the first delta with text came, by the monotonic clock.
 """
 
 from __future__ import annotations

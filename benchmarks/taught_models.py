@@ -23,7 +23,7 @@ import sys
 import tempfile
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,7 +59,8 @@ class Cooling(WarmStart):
 JUDGE = Cooling(steps=800, seed=0, lr=3e-3, warmup_steps=50)
 POLICY = WarmStart(steps=120, seed=8)
 HELD_OUT_PAIRS, HELD_OUT_SLOTS = 512, 16
-_MAKE_DEADLINE_S = 1800.0
+RECIPE_VERSION = 1  # to be raised when a change of this file gives other models
+_MAKE_DEADLINE_S = 3600.0
 
 
 def question_of(rng: random.Random, task: str, *, held_out: bool = False) -> tuple[str, str]:
@@ -147,7 +148,8 @@ def policy_folder() -> Path:
 
 def _made(kind: str, task: str) -> Path:
     """Returns the folder of a model, which is made if it is not there."""
-    text = Path(__file__).read_text(encoding="utf-8") + PROMPT.read_text(encoding="utf-8")
+    recipe = JUDGE if kind == "judge" else POLICY
+    text = f"{RECIPE_VERSION}/{asdict(recipe)}/{PROMPT.read_text(encoding='utf-8')}"
     key = hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
     root = default_cache_root()
     folder = root / f"taught-{kind}-{task}-{key}"
