@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 Values = Mapping[str, float]
 REWARD, JUDGE = "reward/", "judge/"
+JUDGE_CHECK = "judge_check"  # source of the record of the verdicts on known answers
 _NONE = "none/"
 
 
