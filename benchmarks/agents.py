@@ -68,7 +68,7 @@ def one_judge(*, shuffled: bool) -> Words:
             *judge_words("main", judge_folder("rev")),
             f"reward.shuffled={str(shuffled).lower()}",
             "rollout.min_p=0.1",
-            "run.steps=200",
+            "run.steps=120",
         ]
 
     return words

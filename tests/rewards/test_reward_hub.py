@@ -96,10 +96,14 @@ def _usable(reward: str) -> bool:
 
 
 LONG_S = 120.0
+ENDS = ("no answer within", "more memory than", "its worker process died")  # of a rule that computes for ever
 QUICK = sorted(name for name in HUB if not find_reward(name).isolated)
 # The import of reasoning-gym alone takes seconds, and its scores are in the vectors.
 ISOLATED = [name for name in HUB if find_reward(name).isolated and _usable(name) and name != "reasoning_gym"]
-INSTRUCTION = {"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}
+INSTRUCTIONS = {
+    "ifeval": {"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]},
+    "ifbench": {"instruction_id_list": ["count:punctuation", "count:numbers"], "kwargs": [{}, {"N": 2}]},
+}
 
 
 @pytest.fixture(scope="module")
@@ -112,10 +116,12 @@ def pool() -> Iterator[RewardPool]:
         yield pool
 
 
-ENDLESS = [r"\boxed{9**9**9}", r"$9^{9^{9^9}}$", "9!!!!!!!!"]
+def soak(value: str) -> Any:
+    """A case that costs several worker processes."""
+    return pytest.param(value, marks=pytest.mark.soak)
 
 
-@pytest.mark.parametrize("response", ENDLESS)
+@pytest.mark.parametrize("response", [r"\boxed{9**9**9}", soak(r"$9^{9^{9^9}}$"), soak("9!!!!!!!!")])
 def test_arithmetic_without_end_ends_in_time(pool: RewardPool, response: str) -> None:
     """A rule may find it wrong at once; none computes it."""
     for reward in [one for one in ("math", "boxed", "openr1mm", "deepscaler", "geo3k") if _usable(one)]:
@@ -124,23 +130,23 @@ def test_arithmetic_without_end_ends_in_time(pool: RewardPool, response: str) ->
         text = f"<think></think>{response}"
         given_ = RewardInput(response=text, stopped=True, answer=r"\sqrt{5}", row={"reward": reward})
         (output,) = asyncio.run(asyncio.wait_for(pool.score([given_]), LONG_S))
-        ends = "no answer within 1 s" in output.reason or "more memory than" in output.reason
+        ends = any(one in output.reason for one in ENDS)
         assert output.reward in (0.0, 0.1) or (output.reward is None and ends), (reward, output)
 
 
-def test_a_megabyte_is_scored_or_has_no_reward_in_time(pool: RewardPool) -> None:
-    """Text, digits, brackets and tags, in front of an answer that may still be right."""
-    for piece in ("x ", "12 ", "{[(", "<think>", "</think>", "\\frac{", "a"):
-        response = piece * ((1 << 20) // len(piece)) + "<answer>Answer: \\boxed{42}</answer>"
-        for reward in HUB:
-            row = {"reward": reward, "answer": "42", "choices": ["red", "42"], **INSTRUCTION}
-            given_ = RewardInput(response=response, stopped=True, answer="42", row=row)
-            if reward in QUICK:
-                assert isinstance(scored(reward, given_), RewardOutput)
-            elif reward in ISOLATED:
-                (output,) = asyncio.run(asyncio.wait_for(pool.score([given_]), LONG_S))
-                late = ("no answer within", "more memory than", "RecursionError")
-                assert output.reward is not None or any(one in output.reason for one in late), (reward, output)
+@pytest.mark.parametrize("piece", ["x ", *map(soak, ("12 ", "{[(", "<think>", "</think>", "\\frac{", "a"))])
+def test_a_megabyte_is_scored_or_has_no_reward_in_time(pool: RewardPool, piece: str) -> None:
+    """Text, digits, brackets or tags, in front of an answer that may still be right."""
+    response = piece * ((1 << 20) // len(piece)) + "<answer>Answer: \\boxed{42}</answer>"
+    for reward in HUB:
+        row = {"reward": reward, "answer": "42", "choices": ["red", "42"], **INSTRUCTIONS.get(reward, {})}
+        given_ = RewardInput(response=response, stopped=True, answer="42", row=row)
+        if reward in QUICK:
+            assert isinstance(scored(reward, given_), RewardOutput)
+        elif reward in ISOLATED:
+            (output,) = asyncio.run(asyncio.wait_for(pool.score([given_]), LONG_S))
+            ends = any(one in output.reason for one in (*ENDS, "RecursionError"))
+            assert output.reward is not None or ends, (reward, output)
 
 
 def test_a_sum_without_end_has_no_reward_in_time(pool: RewardPool) -> None:
@@ -214,10 +220,10 @@ def score_isolated(pool: RewardPool, count: int) -> None:
     @given(response=TEXTS, answer=TEXTS.filter(str.strip))
     def score_all(response: str, answer: str) -> None:
         for reward in ISOLATED:
-            row = {"reward": reward, **INSTRUCTION}
+            row = {"reward": reward, **INSTRUCTIONS.get(reward, {})}
             given_ = RewardInput(response=response, stopped=True, answer=answer, row=row)
             (output,) = asyncio.run(pool.score([given_]))
             assert output.reward is None or 0 <= output.reward <= 1
-            assert "Traceback" not in output.reason
+            assert "Traceback" not in output.reason and "no instruction of" not in output.reason
 
     score_all()
