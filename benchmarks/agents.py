@@ -38,6 +38,7 @@ from relax_core.observe.service.sinks import read_metrics
 HERE = Path(__file__).parent
 RIGHT_VERDICTS, DEADLINE_S = 0.98, 3600.0
 TRAIN_ROWS, HELD_OUT_ROWS = 8192, 128
+AGENT_WORKERS = 8
 Figures = dict[str, float]
 Words = Callable[[Path, int], list[str]]  # the overrides of a run with a seed, whose files go into a folder
 
@@ -46,13 +47,17 @@ Words = Callable[[Path, int], list[str]]  # the overrides of a run with a seed, 
 class Case:
     """Is one kind of run.
 
-    ``goal`` is the least that greedy answers solve at the end, of each task, and ``moves`` the most by which the end of
-    a control may differ from the start; ``rises``: only upwards.
+    ``goal`` is the least that greedy answers solve at the end, of each task, and ``bound`` the most. ``moves`` is the
+    most by which the end of a control may differ from the start; ``rises``: only upwards. With ``like``, the end is at
+    most ``within`` below that of the same seed of another case.
     """
 
     words: Words
     goal: float = 0.0
+    bound: float = 1.0
     moves: float = 1.0
+    like: str = ""
+    within: float = 0.0
     rises: bool = False
     all_seeds: bool = True
 
@@ -91,7 +96,7 @@ def two_judges(*, swapped: bool) -> Words:
             *(word for task in TASKS for word in judge_words(task, judge_folder(task))),
             "reward.route=judge",
             "model=qwen3",
-            f"model.path={policy_folder()}",
+            f"model.path={policy_folder('both')}",
             "data=file",
             f"data.path={folder / 'train.jsonl'}",
             f"data.eval_path={folder / f'{next(iter(TASKS))}.jsonl'}",
@@ -112,11 +117,35 @@ def _judged(known: Path) -> list[str]:
     ]
 
 
+def played(game: str, *, of_env: str) -> Words:
+    """Returns the words of a run whose episodes the program benchmarks/openai_agent.py plays."""
+
+    def words(folder: Path, seed: int) -> list[str]:
+        own = [f"experiment={of_env}", "env=agent", f"agent.command=python {HERE / 'openai_agent.py'} {game}"]
+        own += [f"agent.workers={AGENT_WORKERS}", "env.max_turns=3"]
+        if of_env == "number_guess":
+            own += ["model=qwen3", f"model.path={policy_folder('guess')}"]
+        return own
+
+    return words
+
+
+def in_process(of_env: str) -> Words:
+    """Returns the words of the run with the environment of Relax, with which a run of agents is compared."""
+    return lambda folder, seed: [f"experiment={of_env}"]
+
+
 CASES = {
     "genrm": Case(words=one_judge(shuffled=False), goal=0.9),
     "genrm, shuffled questions": Case(words=one_judge(shuffled=True), moves=0.1, all_seeds=False),
     "two judges": Case(words=two_judges(swapped=False), goal=0.85),
     "two judges, routes swapped": Case(words=two_judges(swapped=True), moves=0.1, rises=True, all_seeds=False),
+    "calculator, env": Case(words=in_process("calculator")),
+    "calculator, agent": Case(words=played("calculator", of_env="calculator"), like="calculator, env", within=0.03),
+    "calculator, no tool": Case(words=played("no_tool", of_env="calculator"), bound=0.02, all_seeds=False),
+    "number_guess, env": Case(words=in_process("number_guess")),
+    "number_guess, agent": Case(words=played("guess", of_env="number_guess"), like="number_guess, env", within=0.05),
+    "number_guess, random": Case(words=played("random_guess", of_env="number_guess"), bound=0.48, all_seeds=False),
 }
 
 
@@ -139,7 +168,7 @@ def main() -> int:
     if not arguments.learn:
         chosen = [name for name in agent_times.FIGURES if name in (arguments.only or agent_times.FIGURES)]
         return agent_times.measure(chosen, rounds=arguments.rounds, steps=arguments.steps)
-    finished, wrong = _finished(arguments.results), []
+    finished, wrong, ends = _finished(arguments.results), [], dict[tuple[str, int], float]()
     print(f"{'run':30}{'seed':>5}{'greedy':>16}{'sampled':>16}{'judge':>8}{'wall s':>8}", flush=True)
     for name in [name for name in CASES if name in (arguments.only or CASES)]:
         for seed in range(arguments.seeds if CASES[name].all_seeds else 1):
@@ -151,7 +180,8 @@ def main() -> int:
                     with arguments.results.open("a", encoding="utf-8") as file:
                         file.write(json.dumps({"run": key, "figures": figures}) + "\n")
             print(_line(name, seed, figures), flush=True)
-            if not as_expected(CASES[name], figures):
+            ends[name, seed] = figures["greedy_last"]
+            if not as_expected(CASES[name], figures, like=ends.get((CASES[name].like, seed))):
                 wrong.append(f"{name}, seed {seed}")
     print(f"unexpected: {'; '.join(wrong)}" if wrong else "every run learns its task, and no control does")
     return 1 if wrong else 0
@@ -194,10 +224,15 @@ def _of_sets(figures: Mapping[str, float]) -> list[float]:
     return [figures[f"{task}/exact"] for task in TASKS if f"{task}/exact" in figures]
 
 
-def as_expected(case: Case, figures: Figures) -> bool:
-    """Returns whether a run is within its bounds."""
-    falls = case.rises or figures["lowest_move"] >= -case.moves
-    return figures["greedy_last"] >= case.goal and figures["highest_move"] <= case.moves and falls
+def as_expected(case: Case, figures: Figures, *, like: float | None = None) -> bool:
+    """Returns whether a run is within its bounds; ``like`` is the end of the run that it is compared with, if any."""
+    end = figures["greedy_last"]
+    return (
+        case.goal <= end <= case.bound
+        and figures["highest_move"] <= case.moves
+        and (case.rises or figures["lowest_move"] >= -case.moves)
+        and (like is None or end >= like - case.within)
+    )
 
 
 def _line(name: str, seed: int, figures: Figures) -> str:

@@ -1,9 +1,10 @@
-"""Makes the tiny judges and the tiny policy of `benchmarks.agents`, and the pairs on which the judges are tried.
+"""Makes the tiny judges and policies of `benchmarks.agents`, and the pairs on which the judges are tried.
 
 There are two tasks: "rev 12345" is answered by 54321, and "inc 12345" by 23456, each digit plus one and 9 becoming 0. A
 judge knows one of them. It sees the question and a response (taught_judge.jinja), writes its own answer beside the
 response, digit by digit, with = or / behind each pair, and its verdict at the end: "55=44=32/22=11= 0". It is taught on
-right responses and on wrong ones of six kinds.
+right responses and on wrong ones of six kinds. One policy answers both tasks now and then. The other guesses a number
+from 1 to 7 from a history that is written anew each turn, and half of its guesses heed it.
 
     python -m benchmarks.taught_models --judge rev --into FOLDER
 
@@ -27,9 +28,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.openai_agent import HIGHEST, OPENING, TURNS, history
 from relax_core.data.file_lock import file_locked
 from relax_core.families.tiny_configs import STUDENT, tiny_config
 from relax_core.tools.make_tiny import default_cache_root
+from relax_core.tools.tiny_games import guess
 from relax_core.tools.tiny_tokenizer import build_tokenizer
 from relax_core.tools.tiny_warm_start import WarmStart, padded, supervised_steps
 
@@ -141,9 +144,9 @@ def judge_words(name: str, folder: Path) -> list[str]:
     ]
 
 
-def policy_folder() -> Path:
-    """Returns the folder of a policy that is right now and then in both tasks."""
-    return _made("policy", "both")
+def policy_folder(task: str) -> Path:
+    """Returns the folder of a policy: right now and then in "both" tasks, or one that plays "guess"."""
+    return _made("policy", task)
 
 
 def _made(kind: str, task: str) -> Path:
@@ -203,18 +206,33 @@ def _judged_example(rng: random.Random, task: str) -> tuple[str, str]:
     return f"{question} {response}", judgement(answer, response)
 
 
+def guess_example(rng: random.Random) -> tuple[str, str]:
+    """Returns a turn of a game of benchmarks/openai_agent.py, and the scripted player's guess."""
+    number, so_far = rng.randint(1, HIGHEST), list[tuple[int, str]]()
+    texts = [OPENING]
+    for _ in range(rng.randrange(TURNS)):
+        said = int(guess(rng, texts))
+        if said == number:
+            break
+        so_far.append((said, "higher" if said < number else "lower"))
+        texts += [str(said), so_far[-1][1]]
+    return history(so_far), guess(rng, texts)
+
+
 def main() -> None:
     """Makes one model."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--judge", choices=list(TASKS), help="the task that a judge knows")
-    which.add_argument("--policy", choices=["both"], help="the tasks of a policy")
+    which.add_argument("--policy", choices=["both", "guess"], help="the tasks of a policy")
     parser.add_argument("--into", type=Path, required=True)
     arguments = parser.parse_args()
     if arguments.judge is not None:
         write_model(arguments.into, JUDGE, lambda rng: _judged_example(rng, arguments.judge))
-    else:
+    elif arguments.policy == "both":
         write_model(arguments.into, POLICY, lambda rng: question_of(rng, rng.choice(list(TASKS))))
+    else:
+        write_model(arguments.into, POLICY, guess_example)
 
 
 if __name__ == "__main__":
