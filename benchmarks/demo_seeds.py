@@ -65,10 +65,10 @@ def largest_fall(accuracies: Sequence[float]) -> float:
     return max(highest - accuracy for highest, accuracy in zip(best, accuracies, strict=True))
 
 
-def run_demo(folder: Path, overrides: Sequence[str]) -> dict[str, Any]:
+def run_demo(folder: Path, overrides: Sequence[str], *, deadline_s: float = DEADLINE_S) -> dict[str, Any]:
     """Runs the demo once and returns its summary."""
     command = [sys.executable, "-m", "relax_core", f"run.dir={folder}", "run.panel=false", *overrides]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=deadline_s)
     if done.returncode != 0:
         sys.exit(f"{' '.join(command)}\nended with {done.returncode}:\n{done.stdout}{done.stderr}")
     summary: dict[str, Any] = json.loads((folder / "summary.json").read_text(encoding="utf-8"))

@@ -250,7 +250,7 @@ def _output(verdicts: list[Verdict], combined: Any) -> RewardOutput:
     why = "; ".join(verdict.words for verdict in verdicts)
     missing = next((verdict for verdict in verdicts if verdict.value is None), None)
     if missing is not None:
-        return RewardOutput(reward=None, reason=missing.reason, why=why)
+        return RewardOutput(reward=None, reason=missing.reason, why=why, cause=missing.cause)
     value = float(combined([verdict.value for verdict in verdicts]))
     return RewardOutput(reward=value, exact=value == 1.0, parts={"verdict": value}, why=why)
 

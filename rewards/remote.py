@@ -47,16 +47,16 @@ async def score(given: RewardInput, config: RemoteConfig) -> RewardOutput:
 
     loop = asyncio.get_running_loop()
     deadline = loop.time() + _USED * config.timeout_s
-    wait_s = _FIRST_WAIT_S
+    wait_s, cause = _FIRST_WAIT_S, ""
     while True:
         left_s = deadline - loop.time()
         try:
             async with asyncio.timeout(max(0.0, left_s)):
                 return _output(await _asked(given, config), config)
         except (_Again, aiohttp.ClientError, TimeoutError) as error:
-            cause = str(error) or f"no answer within {config.timeout_s:g} s"
+            cause = str(error) or cause or f"no answer within {config.timeout_s:g} s"
         if loop.time() + wait_s >= deadline:
-            return RewardOutput(reward=None, reason=f"{config.url}: {cause}")
+            return RewardOutput(reward=None, reason=f"{config.url}: {cause}", cause="timeout")
         await asyncio.sleep(wait_s)
         wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
 

@@ -1,4 +1,4 @@
-"""`relax list` prints plug-ins of every kind and models, one line each."""
+"""`relax list` prints plug-ins of every kind, presets, parsers and models, one line each."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 
 from relax_core.config.options import COMMANDS, first_comment, yaml_options
 from relax_core.contracts.env import EnvSpec
+from relax_core.data.tool_calls import tool_parsers
+from relax_core.data.tool_calls.tool_parsers import AUTO, PARSERS
 from relax_core.plan.model.model_source import shape_dimensions, shape_names
 from relax_core.registry import (
     ALL_KINDS,
@@ -21,6 +23,7 @@ from relax_core.registry import (
     package_of,
     title_of,
 )
+from relax_core.rollout.judges.verdict_parsers import DESCRIPTIONS
 
 _CANNOT = 2
 
@@ -44,7 +47,7 @@ def list_command(files: Sequence[str]) -> int:
                 if option not in names(kind):
                     print(_line(option, first_comment(kind, option)))
         print()
-    print("\n".join(_model_lines()))
+    print("\n".join([*_parser_lines(), "", *_model_lines()]))
     if files:
         print("\nYour files")
         for file in files:
@@ -52,6 +55,24 @@ def list_command(files: Sequence[str]) -> int:
     for problem in broken:
         print(f"relax: {problem}", file=sys.stderr)
     return _CANNOT if broken else 0
+
+
+def _parser_lines() -> Iterator[str]:
+    """Yields the presets of rewards, which are options that are no plug-ins, and what reads tool calls and verdicts."""
+    yield "Presets of rewards (reward=NAME)"
+    for option in yaml_options("reward"):
+        if option not in names("reward"):
+            yield _line(option, first_comment("reward", option))
+    yield ""
+    yield "Parsers of tool calls (env.tool_parser=NAME)"
+    yield _line(AUTO, "the parser whose form the chat template shows")
+    for name, reader in PARSERS.items():
+        words = (sys.modules[reader.__module__].__doc__ or "").splitlines()[0]
+        yield _line(name, "reads no calls" if reader.__module__ == tool_parsers.__name__ else words)
+    yield ""
+    yield "Parsers of verdicts (reward.judges.NAME.parse=DESCRIPTION)"
+    for description, words in DESCRIPTIONS.items():
+        yield _line(description, words)
 
 
 def _how(kind: Kind) -> str:

@@ -141,11 +141,12 @@ class RewardChoice:
         outputs = {label: output for label, (output, _) in found.items() if output.reward is not None}
         for label, (output, error) in found.items():
             if output.reward is None and not self._parts[label].optional:
-                return RewardOutput(reward=None, reason=f"{label}: {output.reason}", why=_why(found)), error
+                reason = f"{label}: {output.reason}"
+                return RewardOutput(reward=None, reason=reason, why=_why(found), cause=output.cause), error
         try:
             made = combine(given, outputs, self.own.config)
         except Exception as error:  # plug-in code
-            return RewardOutput(reward=None, reason=plugin_words(error)), error
+            return RewardOutput(reward=None, reason=plugin_words(error), cause="raised"), error
         assert isinstance(made, RewardOutput), "the registry checks what a reward returns"
         parts = {name: value for label, one in outputs.items() for name, value in labelled(label, one).items()}
         return replace(made, parts={**parts, **(made.parts or {})}, why=made.why or _why(found)), None

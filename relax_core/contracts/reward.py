@@ -84,7 +84,8 @@ class RewardOutput:
     that the answer is fully right; accuracy counts it. ``reason`` says why there is no reward, else it is empty.
     ``answer`` is the text that the reward took for the answer; an evaluation counts votes for maj@k by it. It is empty
     if the reward found none, and None if the whole response is the answer. ``why`` is a short text that says what was
-    compared with what, or what a judge wrote; only its first `MOST_WHY` characters are kept.
+    compared with what, or what a judge wrote; only its first `MOST_WHY` characters are kept. ``cause`` is one word in
+    lower case, such as ``timeout``, by which metrics count answers without a reward.
     """
 
     reward: float | None
@@ -93,6 +94,7 @@ class RewardOutput:
     reason: str = ""
     answer: str | None = None
     why: str = ""
+    cause: str = ""
 
 
 def compared(found: str | None, wanted: str) -> str:

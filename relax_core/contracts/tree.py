@@ -51,12 +51,12 @@ class Turn(msgspec.Struct, frozen=True, omit_defaults=True):
     env_ms: float = 0.0
 
 
-class Episode(msgspec.Struct, frozen=True):
+class Episode(msgspec.Struct, frozen=True, omit_defaults=True):
     """Is one pass of model and environment through a prompt, with one uid, one reward and one end in the ledger.
 
     ``leaves`` has the last row of each of its segments. ``reward`` is None if it could not be computed; the episode is
     then dropped and never trained as 0. ``ended`` is the reason why it ended; for a single turn it is the response's
-    finish reason.
+    finish reason. ``why`` is what the reward says of it in a short text, such as a judge's name, verdict and text.
     """
 
     uid: str
@@ -65,6 +65,7 @@ class Episode(msgspec.Struct, frozen=True):
     parts: dict[str, float]
     turns: list[Turn]
     ended: str
+    why: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

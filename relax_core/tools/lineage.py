@@ -218,7 +218,8 @@ def _turn_words(turn: Turn) -> str:
 
 def _reward_words(made: Episode) -> str:
     parts = ", ".join(f"{name} {value:.4g}" for name, value in made.parts.items())
-    return f"{made.reward:.4g}" + (f" ({parts})" if parts else "")
+    why = " ".join(made.why.split())
+    return f"{made.reward:.4g}" + (f" ({parts})" if parts else "") + (f": {why}" if why else "")
 
 
 def summary_lines(samples: Sequence[SampleHistory], counts: FileCounts, filters: dict[str, Any]) -> list[str]:

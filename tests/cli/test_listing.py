@@ -38,7 +38,7 @@ def test_everything_has_its_line(capsys: pytest.CaptureFixture[str]) -> None:
         for name in names(kind):
             (line,) = (line for line in sections[title_of(kind)] if line.split()[:1] == [name])
             assert len(line.split()) > 2, line
-    for name in ("tiny_qwen3", "Qwen3-4B", "math_file"):
+    for name in ("tiny_qwen3", "Qwen3-4B", "math_file", "genrm_pairwise", "genrm_rubric", "hermes", "auto", "number"):
         assert any(line.split()[:1] == [name] for line in lines)
 
 

@@ -19,6 +19,14 @@ from rewards.env import EnvRewardConfig
         ([None], "turn_cut", 0.0, False),
         ([None, None], "env_done", None, False),
         ([], "", None, False),
+        ([1.0], "env_done", 1.0, True),
+        ([0.0], "env_done", 0.0, False),
+        ([-1.0, 0.5], "env_done", -0.5, False),
+        ([2.0, -1.0], "token_budget", 1.0, True),
+        ([], "max_turns", 0.0, False),
+        ([None, 0.0], "env_done", 0.0, False),
+        ([0.25] * 4, "env_done", 1.0, True),
+        ([None, None], "context_full", 0.0, False),
     ],
 )
 def test_the_sum_of_the_turns(

@@ -102,6 +102,10 @@ def score(
         (b"[1]", None, False),
         (b"not json", None, False),
         (b"", None, False),
+        (b"-2.5", -2.5, False),
+        (b'{"score": 1, "exact": false}', 1.0, False),
+        (b'{"score": "1"}', None, False),
+        (b'{"score": 1e999}', None, False),
     ],
 )
 def test_what_a_server_answers(make_server: Any, body: bytes, reward: float | None, exact: bool) -> None:
@@ -136,7 +140,7 @@ def test_a_server_that_stays_down_gives_no_reward_in_time(make_server: Any) -> N
     closed.server_close()
     (output,) = score(closed.url, "r", timeout_s=0.5)
     assert output.reward is None and closed.url in output.reason
-    (output,) = score(make_server((200, b"1" * (2 << 20))).url, "r", timeout_s=1.0)
+    (output,) = score(make_server((200, b"1" * (2 << 20))).url, "r", timeout_s=3.0)
     assert output.reward is None and "more than 1,048,576 bytes" in output.reason
 
 

@@ -20,6 +20,7 @@ from tests.rewards.reward_vectors import FOLDER, Vector, vectors
 
 HUB = sorted(file.stem for file in FOLDER.glob("*.json"))
 NEEDS = {"deepscaler": "pylatexenc", "geo3k": "pylatexenc", "ifeval": "if_verifiable", "ifbench": "if_verifiable"}
+NEEDS |= {"reasoning_gym": "reasoning_gym"}
 IN_TIME = "None in time"  # sympy would compute for ever
 LIMIT_S = 1.0
 PIECES = "<think> </think> <answer> </answer> \\boxed{ } { Answer: $ \\frac 1 2 / ^ \\sqrt = , . \\text{ ( ]"
@@ -47,7 +48,7 @@ def scored(reward: str, given: RewardInput, **values: Any) -> RewardOutput:
 
 
 def test_every_reward_of_the_hub_has_vectors() -> None:
-    own = {"env", "exact_match", "reverse_digits", "reasoning_gym", "remote", "mix", "genrm"}
+    own = {"env", "exact_match", "reverse_digits", "remote", "mix", "genrm"}  # whose rules are Relax's own
     assert set(names("reward")) - own == set(HUB)
     for reward in HUB:
         assert len(vectors(reward)) >= 12, reward
@@ -90,17 +91,62 @@ def test_code_in_an_answer_is_never_run(tmp_path: Path) -> None:
     assert not os.path.exists(file)
 
 
+def _usable(reward: str) -> bool:
+    return reward not in NEEDS or _has(NEEDS[reward])
+
+
+LONG_S = 120.0
+ENDS = ("no answer within", "more memory than", "its worker process died")  # of a rule that computes for ever
+QUICK = sorted(name for name in HUB if not find_reward(name).isolated)
+# The import of reasoning-gym alone takes seconds, and its scores are in the vectors.
+ISOLATED = [name for name in HUB if find_reward(name).isolated and _usable(name) and name != "reasoning_gym"]
+INSTRUCTIONS = {
+    "ifeval": {"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]},
+    "ifbench": {"instruction_id_list": ["count:punctuation", "count:numbers"], "kwargs": [{}, {"N": 2}]},
+}
+
+
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RewardPool]:
     """A pool whose rows name their reward, in one worker process."""
-    parts = [{"reward": one, "timeout_s": LIMIT_S} for one in HUB if find_reward(one).isolated and _usable(one)]
+    parts = [{"reward": one, "timeout_s": LIMIT_S} for one in ISOLATED]
+    parts += [{"reward": "math", "name": "boxed", "rule": "boxed", "timeout_s": LIMIT_S}] if _usable("geo3k") else []
     config = config_of("f1", {"by": "reward", "parts": parts, "max_failed": 1.0, "timeout_s": 60.0})
     with RewardPool(find_reward("f1"), config, workers=1) as pool:
         yield pool
 
 
-def _usable(reward: str) -> bool:
-    return reward not in NEEDS or _has(NEEDS[reward])
+def soak(value: str) -> Any:
+    """A case that costs several worker processes."""
+    return pytest.param(value, marks=pytest.mark.soak)
+
+
+@pytest.mark.parametrize("response", [r"\boxed{9**9**9}", soak(r"$9^{9^{9^9}}$"), soak("9!!!!!!!!")])
+def test_arithmetic_without_end_ends_in_time(pool: RewardPool, response: str) -> None:
+    """A rule may find it wrong at once; none computes it."""
+    for reward in [one for one in ("math", "boxed", "openr1mm", "deepscaler", "geo3k") if _usable(one)]:
+        if reward == "boxed" and not _usable("geo3k"):
+            continue
+        text = f"<think></think>{response}"
+        given_ = RewardInput(response=text, stopped=True, answer=r"\sqrt{5}", row={"reward": reward})
+        (output,) = asyncio.run(asyncio.wait_for(pool.score([given_]), LONG_S))
+        ends = any(one in output.reason for one in ENDS)
+        assert output.reward in (0.0, 0.1) or (output.reward is None and ends), (reward, output)
+
+
+@pytest.mark.parametrize("piece", ["x ", *map(soak, ("12 ", "{[(", "<think>", "</think>", "\\frac{", "a"))])
+def test_a_megabyte_is_scored_or_has_no_reward_in_time(pool: RewardPool, piece: str) -> None:
+    """Text, digits, brackets or tags, in front of an answer that may still be right."""
+    response = piece * ((1 << 20) // len(piece)) + "<answer>Answer: \\boxed{42}</answer>"
+    for reward in HUB:
+        row = {"reward": reward, "answer": "42", "choices": ["red", "42"], **INSTRUCTIONS.get(reward, {})}
+        given_ = RewardInput(response=response, stopped=True, answer="42", row=row)
+        if reward in QUICK:
+            assert isinstance(scored(reward, given_), RewardOutput)
+        elif reward in ISOLATED:
+            (output,) = asyncio.run(asyncio.wait_for(pool.score([given_]), LONG_S))
+            ends = any(one in output.reason for one in (*ENDS, "RecursionError"))
+            assert output.reward is not None or ends, (reward, output)
 
 
 def test_a_sum_without_end_has_no_reward_in_time(pool: RewardPool) -> None:
@@ -116,14 +162,21 @@ def test_a_sum_without_end_has_no_reward_in_time(pool: RewardPool) -> None:
         assert "no answer within 1 s" in output.reason or "more memory than reward.memory_gib=1" in output.reason
 
 
-QUICK = sorted(name for name in HUB if not find_reward(name).isolated)
 COUNT, COUNT_ISOLATED = 9_800, 200
 
 
 def test_odd_texts_raise_nothing() -> None:
-    """9,800 strings over the rewards that run in the rollout, and 200 through the worker processes of the others."""
+    """9,800 scores of the rewards that run in the rollout, and 200 through the worker processes of the others."""
+    score_odd_texts(COUNT // len(QUICK))
 
-    @settings(max_examples=COUNT // len(QUICK), deadline=None, database=None, derandomize=True)
+
+@pytest.mark.soak
+def test_ten_thousand_odd_texts_raise_nothing_in_any_reward_of_the_rollout() -> None:
+    score_odd_texts(10_000)
+
+
+def score_odd_texts(count: int) -> None:
+    @settings(max_examples=count, deadline=None, database=None, derandomize=True)
     @given(response=TEXTS, answer=TEXTS)
     def score_all(response: str, answer: str) -> None:
         row = {"answer": answer, "choices": ["red", "blue", answer]}
@@ -148,10 +201,17 @@ def _is_refused(check_row: Any, row: Mapping[str, Any], config: Any) -> bool:
 
 
 def test_odd_texts_hang_nothing_in_worker_processes(pool: RewardPool) -> None:
-    isolated = [name for name in HUB if find_reward(name).isolated and _usable(name)]
+    score_isolated(pool, COUNT_ISOLATED // len(ISOLATED))
 
+
+@pytest.mark.soak
+def test_ten_thousand_odd_texts_hang_nothing_in_worker_processes(pool: RewardPool) -> None:
+    score_isolated(pool, 10_000)
+
+
+def score_isolated(pool: RewardPool, count: int) -> None:
     @settings(
-        max_examples=COUNT_ISOLATED // len(isolated),
+        max_examples=count,
         deadline=None,
         database=None,
         derandomize=True,
@@ -159,11 +219,11 @@ def test_odd_texts_hang_nothing_in_worker_processes(pool: RewardPool) -> None:
     )
     @given(response=TEXTS, answer=TEXTS.filter(str.strip))
     def score_all(response: str, answer: str) -> None:
-        for reward in isolated:
-            row = {"reward": reward, "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}
+        for reward in ISOLATED:
+            row = {"reward": reward, **INSTRUCTIONS.get(reward, {})}
             given_ = RewardInput(response=response, stopped=True, answer=answer, row=row)
             (output,) = asyncio.run(pool.score([given_]))
             assert output.reward is None or 0 <= output.reward <= 1
-            assert "Traceback" not in output.reason
+            assert "Traceback" not in output.reason and "no instruction of" not in output.reason
 
     score_all()

@@ -60,7 +60,9 @@ def test_the_turns_of_an_episode_are_told_with_engine_tool_times_reward_and_end(
         Turn(2, 3, "engine-0", [(0, 1)], "stop", None, 50.0, 50.25, tools=["multiply", "multiply"], env_ms=1.5),
         Turn(3, 5, "engine-1", [(0, 1), (1, 1)], "stop", 1.0, 51.0, 51.0625, env_ms=0.25),
     ]
-    episodes = [replace(one, turns=turns, ended="env_done") for one in decode_episodes(row.columns["episodes"])]
+    why = "judge main: 1 ('it is\\n1')"
+    made = decode_episodes(row.columns["episodes"])
+    episodes = [replace(one, turns=turns, ended="env_done", why=why) for one in made]
     columns = {**row.columns, "episodes": msgpack.encode(episodes)}
     run.core.put([replace(row, columns=columns)])
     run.journal.close(timeout_s=T)
@@ -72,7 +74,7 @@ def test_the_turns_of_an_episode_are_told_with_engine_tool_times_reward_and_end(
         "turn 2     engine-1: tokens 0 to 0 by weights 0, tokens 1 to 1 by weights 1 in 62.5 ms; stop; env 0.2 ms; "
         "reward 1",
         "generated  turns 2, sampled tokens 3; env_done",
-        "rewarded   1.25 (exact 0)",
+        "rewarded   1.25 (exact 0): judge main: 1 ('it is\\n1')",
     ]
     assert time.strftime("%H:%M:%S", time.localtime(50.0)) + ".000" in lines[2]
 

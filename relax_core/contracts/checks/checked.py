@@ -101,7 +101,7 @@ def _checked_output(came: RewardOutput, source: PluginFunction) -> RewardOutput:
     exact = as_number(came.exact)
     if exact is None:
         raise source.wrong(came.exact, "True or False", what="exact")
-    for what in ("reason", "why"):
+    for what in ("reason", "why", "cause"):
         if not isinstance(getattr(came, what), str):
             raise source.wrong(getattr(came, what), "text", what=what)
     if came.answer is not None and not isinstance(came.answer, str):
@@ -121,7 +121,8 @@ def _finite(output: RewardOutput, name: str) -> RewardOutput:
     figures = {"reward": output.reward, **(output.parts or {})}
     for what, value in figures.items():
         if value is not None and not math.isfinite(value):
-            return RewardOutput(reward=None, reason=f"reward {name}: {what} is {value}, which is no number to train on")
+            reason = f"reward {name}: {what} is {value}, which is no number to train on"
+            return RewardOutput(reward=None, reason=reason, cause="not_finite")
     return output
 
 

@@ -77,14 +77,15 @@ class Verdict:
     """Is what a judge says of one question.
 
     ``value`` is a number: as it stands in the text, from 0 to 1 if the parser has a range, and 1 or 0 for words such as
-    yes and no. It is None if there is none, and ``reason`` says why. ``text`` is what the judge wrote, of several votes
-    the last one.
+    yes and no. It is None if there is none; ``reason`` says why, and ``cause`` in one word. ``text`` is what the judge
+    wrote, of several votes the last one.
     """
 
     judge: str
     value: float | None
     text: str = ""
     reason: str = ""
+    cause: str = ""
 
     @property
     def words(self) -> str:

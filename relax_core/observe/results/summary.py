@@ -16,6 +16,7 @@ from relax_core.contracts.bus import BusProgress
 from relax_core.observe.results.episode_results import episode_results
 from relax_core.observe.results.findings import findings
 from relax_core.observe.results.modality_results import modality_results, unfair_shares
+from relax_core.observe.results.reward_results import JUDGE_CHECK, judge_results, reward_results
 from relax_core.observe.service.records import ACTOR, EVAL, ROLLOUT, MetricRecord, by_step, without_undone
 
 SUMMARY_FILE = "summary.json"
@@ -44,6 +45,8 @@ def build_summary(records: Iterable[MetricRecord], *, progress: BusProgress, met
     settled = actor[WARM_UP_STEPS:]
     prompt_batches = [record.values for record in held if record.source == ROLLOUT]
     episodes = episode_results(prompt_batches)
+    judges = judge_results(prompt_batches)
+    checks = [dict(record.values) for record in held if record.source == JUDGE_CHECK]
     modalities = modality_results(progress.ledger.modalities, actor, prompt_batches)
     return {
         "outcome": outcome,
@@ -75,6 +78,9 @@ def build_summary(records: Iterable[MetricRecord], *, progress: BusProgress, met
         },
         **({"modalities": modalities} if modalities else {}),
         **({"episodes": episodes} if episodes else {}),
+        "rewards": reward_results(prompt_batches),
+        **({"judges": judges} if judges else {}),
+        **({"judge_check": checks[-1]} if checks else {}),
         "bad_rows": list(meta.get("bad_rows", ())),
         "logprob_gap": _logprob_gap(actor),
         "step_ms": _step_ms(settled, prompt_batches[WARM_UP_STEPS:]),

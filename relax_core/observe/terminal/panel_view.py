@@ -15,6 +15,7 @@ from rich.text import Text
 
 from relax_core.contracts.bus import BusProgress
 from relax_core.observe.results.episode_results import ENDED
+from relax_core.observe.results.reward_results import panel_lines
 from relax_core.observe.service.records import EVAL, ROLLOUT
 from relax_core.observe.terminal.formatting import block, duration, number, sparkline, staleness_shares
 from relax_core.observe.terminal.panel_numbers import RunningNumbers
@@ -22,6 +23,7 @@ from relax_core.observe.terminal.role_states import RoleState
 
 SPARK_WIDTH = 18
 STALENESS_SHOWN = 8
+MOST_LINES = 3  # about episodes, rewards and judges; with five roles more would not fit into 24 lines
 STATE_STYLES = {
     "starting": "cyan",
     "ready": "cyan",
@@ -64,7 +66,7 @@ class PanelView:
 def picture(view: PanelView) -> RenderableType:
     """Draws the live panel. With five roles it fits into 80 columns and 24 lines."""
     parts: list[RenderableType] = [_progress(view), _figures(view), _roles(view.roles)]
-    if not _episodes(view.numbers):  # whose lines take the place of these
+    if not _more_lines(view.numbers):  # which take the place of these
         parts = [parts[0], "", parts[1], "", parts[2]]
     if view.message:
         parts.append(Text(view.message, style="bold yellow", overflow="ellipsis", no_wrap=True))
@@ -220,7 +222,7 @@ def _bus_figures(view: PanelView) -> Table:
     table.add_column(no_wrap=True)
     if view.records_dropped:
         table.add_row("metrics", Text(f"records missing: {_counts(view.records_dropped)}", style="bold red"))
-    for label, words in _episodes(view.numbers):
+    for label, words in _more_lines(view.numbers):
         table.add_row(label, Text(words, overflow="ellipsis"))
     progress = view.progress
     if progress is None:
@@ -243,6 +245,12 @@ def _bus_figures(view: PanelView) -> Table:
             counts.append(f"{failed:.0%} recently without a reward", style="bold red").append(" · ")
         table.add_row("dropped", counts.append(_counts(ledger.dropped)))
     return table
+
+
+def _more_lines(numbers: RunningNumbers) -> list[tuple[str, str]]:
+    """Returns the lines about episodes of several turns, rewards and judges, at most `MOST_LINES`."""
+    of_rewards = list(panel_lines(numbers.newest(ROLLOUT)))
+    return [*_episodes(numbers)[: MOST_LINES - len(of_rewards)], *of_rewards]
 
 
 def _episodes(numbers: RunningNumbers) -> list[tuple[str, str]]:

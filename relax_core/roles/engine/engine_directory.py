@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -56,12 +57,14 @@ class EngineDirectory:
         self._clients: dict[int, EngineClient] = {}
         self._asked: dict[int, Any] = {}  # engine → the reference of its owner's answer
         self._lock = threading.Lock()  # serialises `reachable`
+        self._connecting: dict[int, threading.Lock] = defaultdict(threading.Lock)  # so that an engine has one client
 
     def client(self, engine: int) -> EngineClient:
         """Returns an engine's client; waits for its owner, and raises EngineUnreachable past the deadline."""
-        if engine not in self._clients:
-            self._connect(engine, timeout_s=self._context.config.engine.start_timeout_s)
-        return self._clients[engine]
+        with self._connecting[engine]:
+            if engine not in self._clients:
+                self._connect(engine, timeout_s=self._context.config.engine.start_timeout_s)
+            return self._clients[engine]
 
     def _connect(self, engine: int, *, timeout_s: float) -> None:
         try:

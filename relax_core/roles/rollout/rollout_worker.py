@@ -37,7 +37,7 @@ from relax_core.roles.process.discovery import discover_bus, discover_metrics, d
 from relax_core.roles.process.failure import first_cause
 from relax_core.roles.process.role_context import RunContext, worker_name
 from relax_core.roles.process.worker import Worker
-from relax_core.roles.rollout.traced_rollout import TracedEnginePool, TracedRewardPool, record_with_judges
+from relax_core.roles.rollout.traced_rollout import TracedEnginePool, TracedRewardPool, record_with_rewards
 from relax_core.roles.rollout.versions_reached import CLOSED_S, VersionsReached
 from relax_core.rollout.bad_rows import BadRows
 from relax_core.rollout.env_workers.run_env import RunEnv
@@ -248,7 +248,7 @@ class RolloutWorker(Worker):
     def _record(self, metrics: MetricsClient, rewards: TracedRewardPool) -> Record:
         """Returns the function that records metrics; with several workers a record names its worker."""
         own = {"worker": float(self._rank)} if self.context.config.rollout.workers > 1 else {}
-        return record_with_judges(metrics, rewards, own)
+        return record_with_rewards(metrics, rewards, own)
 
     async def _reclaim(self, bus: RayBus) -> list[Admission] | BusClosed:
         """Returns the admissions of an earlier process of this worker, or that the bus is closed.

@@ -128,9 +128,9 @@ class TracedRewardPool(RewardPool):
         if self._judges is not None:
             await self._judges.close()
 
-    def judge_figures(self) -> dict[str, float]:
-        """Returns the figures of the judges since the last call."""
-        return {} if self._judges is None else self._judges.figures()
+    def figures(self) -> dict[str, float]:
+        """Returns the figures of the rewards and of the judges since the last call."""
+        return super().figures() | ({} if self._judges is None else self._judges.figures())
 
     def judged_rows(self) -> list[dict[str, str]]:
         """Returns the first answer of each of the newest groups since the last call, with what its judges wrote."""
@@ -150,11 +150,11 @@ def _judged_row(given: RewardInput, output: RewardOutput) -> dict[str, str]:
     }
 
 
-def record_with_judges(metrics: MetricsClient, rewards: TracedRewardPool, own: Mapping[str, float]) -> Record:
-    """Returns the function that records metrics, each time with ``own`` and with what the judges did since."""
+def record_with_rewards(metrics: MetricsClient, rewards: TracedRewardPool, own: Mapping[str, float]) -> Record:
+    """Returns the function that records metrics, each time with ``own`` and with what rewards and judges did since."""
 
     def record(source: str, step: int, values: Mapping[str, float]) -> None:
-        metrics.record(source, step, {**values, **rewards.judge_figures(), **own})
+        metrics.record(source, step, {**values, **rewards.figures(), **own})
         if rows := rewards.judged_rows():
             metrics.record_texts(JUDGED, step, rows)
 

@@ -244,6 +244,7 @@ def played_episodes(records: Sequence[EpisodeRecord], outputs: Sequence[RewardOu
             dropped=_why_dropped(record),
             not_chosen=record.not_chosen,
             orphan=record.orphan,
+            why=output.why,
         )
         for record, output in zip(records, outputs, strict=True)
     ]

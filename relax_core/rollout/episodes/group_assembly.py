@@ -94,7 +94,8 @@ def one_turn_tree(
         loss_mask[first + one.trained_from : last] = True
         turn = Turn(first, last, response.engine, version_spans(own), response.finish_reason)
         parts = {"exact": float(one.output.exact), **(one.output.parts or {})}
-        episodes.append(Episode(one.uid, [last - 1], one.output.reward, parts, [turn], response.finish_reason))
+        ended, why = response.finish_reason, one.output.why
+        episodes.append(Episode(one.uid, [last - 1], one.output.reward, parts, [turn], ended, why))
     experts = _experts(trunk, answers)
     return TokenTree(
         group_uid=uid,

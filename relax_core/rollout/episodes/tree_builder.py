@@ -89,6 +89,7 @@ class PlayedEpisode:
     dropped: str = ""
     not_chosen: int = 0
     orphan: int = 0
+    why: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,7 +270,7 @@ def _episode(played: PlayedEpisode, ends: Sequence[Chain]) -> Episode:
         for turn, chain in zip(played.turns, ends, strict=True)
     ]
     leaves = [chain.end - 1 for chain in ends if id(chain) not in inner]
-    return Episode(played.uid, leaves, played.reward, played.parts, turns, played.ended)
+    return Episode(played.uid, leaves, played.reward, played.parts, turns, played.ended, played.why)
 
 
 def _short_key(key: str) -> str:

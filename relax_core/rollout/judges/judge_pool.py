@@ -40,8 +40,9 @@ class JudgeFigures:
     def take(self) -> dict[str, float]:
         """Returns the figures and begins anew.
 
-        ``queue`` is the number of questions that wait now. ``unreadable`` is the share of texts without a verdict, and
-        ``none`` the share of questions without one.
+        ``queue`` is the number of questions that wait now, ``verdicts`` that of questions that ended, and ``none`` the
+        share of these without a verdict. ``texts`` is the number of the judge's texts, and ``unreadable`` the share of
+        these without one.
         """
         ms = self._ms
         values = {"queue": float(self.under_way), "verdicts": float(len(ms))}
@@ -49,7 +50,8 @@ class JudgeFigures:
             ranked = quantiles(ms, n=100, method="inclusive") if len(ms) > 1 else ms * 99
             values |= {"none": self._none / len(ms), "ms_p50": ranked[49], "ms_p99": ranked[98]}
         if self._texts:
-            values |= {"unreadable": self._unreadable / self._texts, "tokens": float(self._tokens)}
+            values |= {"texts": float(self._texts), "tokens": float(self._tokens)}
+            values["unreadable"] = self._unreadable / self._texts
         self._ms = []
         self._tokens = self._texts = self._unreadable = self._none = 0
         return values
@@ -71,7 +73,7 @@ class RunJudge:
         """Returns the verdict within ``timeout_s`` seconds; its value is None if there is none."""
         began = time.perf_counter()
         self.figures.under_way += 1
-        verdict = self._without("it was given up")
+        verdict = self._without("it was given up", cause="given_up")
         try:
             verdict = await self._within_deadline(variables)
         finally:
@@ -87,9 +89,10 @@ class RunJudge:
                 votes = await asyncio.gather(*(self._vote(text, number) for number in range(self._settings.votes)))
         except TimeoutError:
             last = getattr(self._server, "last_error", "")
-            return self._without(f"no verdict within {limit_s:g} s" + (f"; last: {last}" if last else ""))
+            said = f"no verdict within {limit_s:g} s" + (f"; last: {last}" if last else "")
+            return self._without(said, cause="timeout")
         except (JudgeRefused, ValueError) as error:
-            return self._without(str(error))
+            return self._without(str(error), cause="refused")
         return self._counted(votes)
 
     def _counted(self, votes: Sequence[tuple[float | None, str]]) -> Verdict:
@@ -103,6 +106,7 @@ class RunJudge:
                 value=None,
                 text=text,
                 reason=f"judge {self._name}: no verdict can be read in {said!r}",
+                cause="unreadable",
             )
         return Verdict(judge=self._name, value=fmean(values), text=text)
 
@@ -126,8 +130,8 @@ class RunJudge:
         """Returns a seed that depends on nothing but the run's seed and the question, so that a run can be repeated."""
         return (zlib.crc32(prompt.encode(errors="replace")) + 7919 * self._seed + 2 * number + attempt) % _SEEDS
 
-    def _without(self, reason: str) -> Verdict:
-        return Verdict(judge=self._name, value=None, reason=f"judge {self._name}: {reason}")
+    def _without(self, reason: str, *, cause: str) -> Verdict:
+        return Verdict(judge=self._name, value=None, reason=f"judge {self._name}: {reason}", cause=cause)
 
     async def close(self) -> None:
         """Ends the judge's connections."""

@@ -14,6 +14,11 @@ WORDS = {
     **dict.fromkeys(("no", "false", "wrong", "incorrect", "fail", "b"), 0.0),
     "tie": 0.5,
 }
+# The forms of what `verdict_parser` takes, with what they mean.
+DESCRIPTIONS = {
+    "number LOW..HIGH": "the judge's whole text is a number in this range, which becomes 0 to 1",
+    "'(?P<verdict>…)'": f"a regular expression; its group verdict is a number or one of {', '.join(WORDS)}",
+}
 _THOUGHT = "</think>"
 _RANGE = re.compile(r"number\s+(-?\d+(?:\.\d+)?)\.\.(-?\d+(?:\.\d+)?)")
 _NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?")

@@ -57,10 +57,11 @@ async def score_async(spec: RewardSpec, inputs: Sequence[RewardInput], config: R
     except RewardUnusable:
         raise
     except Exception as error:  # plug-in code: the samples are dropped with this reason
-        late = RewardOutput(reward=None, reason=f"reward {config.name}: no answer within {limit_s:g} s"), None
+        reason = f"reward {config.name}: no answer within {limit_s:g} s"
+        late = RewardOutput(reward=None, reason=reason, cause="timeout"), None
         return [late if limit.expired() else _no_reward(error)] * len(inputs)
     return [(output, None) for output in (result if spec.score_group else [result])]
 
 
 def _no_reward(error: Exception) -> Outcome:
-    return RewardOutput(reward=None, reason=plugin_words(error)), error
+    return RewardOutput(reward=None, reason=plugin_words(error), cause="raised"), error

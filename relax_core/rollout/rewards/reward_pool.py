@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import queue
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -18,6 +18,7 @@ from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput,
 from relax_core.rollout.rewards.hang_watch import HangWatch, OnHang
 from relax_core.rollout.rewards.reward_calls import score_async, score_here
 from relax_core.rollout.rewards.reward_failures import RewardFailures
+from relax_core.rollout.rewards.reward_figures import RewardFigures
 from relax_core.rollout.rewards.reward_worker import RewardWorker
 
 IN_LOOP_S = 1e-3  # a group that takes no longer is scored in the event loop, because a thread would add as much
@@ -33,10 +34,20 @@ class _RunningReward:
         watched = on_hang is not None and not chosen.spec.isolated
         self.watch = HangWatch(chosen.config, on_hang, shared=not chosen.spec.is_async) if watched and on_hang else None
         self.answer_s = float("inf")  # the longest recent time of an answer; unknown before the first group
+        self.figures = RewardFigures()
 
     def hang_watch(self, answers: int) -> AbstractContextManager[None]:
         """Returns a block in which ``answers`` answers are scored."""
         return nullcontext() if self.watch is None else self.watch.scoring(answers)
+
+    @contextmanager
+    def timed(self, inputs: Sequence[RewardInput]) -> Iterator[list[Outcome]]:
+        """Counts the outcomes that the block adds to the list, with its time; answers of evaluations do not count."""
+        outcomes: list[Outcome] = []
+        began = time.perf_counter()
+        yield outcomes
+        if inputs[0].uid:
+            self.figures.record([output for output, _ in outcomes], seconds=time.perf_counter() - began)
 
 
 class RewardPool:
@@ -126,6 +137,14 @@ class RewardPool:
         each = [inputs] if reward.spec.score_group is not None else [[given] for given in inputs]
         return [outcome for call in await self._calls_of(reward, each, inputs) for outcome in call]
 
+    def figures(self) -> dict[str, float]:
+        """Returns the `RewardFigures` of each reward of training since the last call, as reward/NAME/FIGURE."""
+        return {
+            f"reward/{label.rpartition('/')[2]}/{key}": value
+            for label, reward in self._running.items()
+            for key, value in reward.figures.take().items()
+        }
+
     async def _calls_of(
         self, reward: _RunningReward, each: Sequence[Sequence[RewardInput]], inputs: Sequence[RewardInput]
     ) -> list[list[Outcome]]:
@@ -138,7 +157,7 @@ class RewardPool:
                 self._start_workers([reward.config])
             threads = self._worker_threads
             return await asyncio.gather(
-                *(loop.run_in_executor(threads, self._in_worker, reward.config, call) for call in each)
+                *(loop.run_in_executor(threads, self._in_worker, reward, call) for call in each)
             )
         if reward.answer_s * len(inputs) <= IN_LOOP_S:
             return [self._in_process(reward, inputs)]
@@ -150,19 +169,23 @@ class RewardPool:
     async def _awaited(self, reward: _RunningReward, inputs: Sequence[RewardInput]) -> list[Outcome]:
         async with self._calls:
             with reward.hang_watch(2 * len(inputs)):  # a call that blocks the event loop cannot be cancelled
-                return await score_async(reward.spec, inputs, reward.config)
+                with reward.timed(inputs) as outcomes:
+                    outcomes += await score_async(reward.spec, inputs, reward.config)
+                return outcomes
 
-    def _in_worker(self, config: RewardConfig, inputs: Sequence[RewardInput]) -> list[Outcome]:
+    def _in_worker(self, reward: _RunningReward, inputs: Sequence[RewardInput]) -> list[Outcome]:
         worker = self._idle.get_nowait()  # never empty, because there are as many threads as workers
         try:
-            return [(output, None) for output in worker.score(inputs, config)]
+            with reward.timed(inputs) as outcomes:
+                outcomes += [(output, None) for output in worker.score(inputs, reward.config)]
+            return outcomes
         finally:
             self._idle.put(worker)
 
     def _in_process(self, reward: _RunningReward, inputs: Sequence[RewardInput]) -> list[Outcome]:
         began = time.perf_counter()
-        with reward.hang_watch(len(inputs)):
-            outcomes = score_here(reward.spec, inputs, reward.config)
+        with reward.hang_watch(len(inputs)), reward.timed(inputs) as outcomes:
+            outcomes += score_here(reward.spec, inputs, reward.config)
         answer_s = (time.perf_counter() - began) / len(inputs)
         lately_s = reward.answer_s if reward.answer_s < float("inf") else 0.0
         reward.answer_s = max(answer_s, _PACE_KEPT * lately_s)

@@ -41,7 +41,8 @@ class RewardWorker:
             answer = self.process.ask(Score(reward, list(inputs)), limit_s=config.timeout_s * len(inputs))
         except WorkerLost as error:
             self._loaded = set(self._at_start)
-            return [RewardOutput(reward=None, reason=f"reward {config.name}: {error}")] * len(inputs)
+            cause = "timeout" if error.late else "died"
+            return [RewardOutput(reward=None, reason=f"reward {config.name}: {error}", cause=cause)] * len(inputs)
         return msgspec.msgpack.decode(answer, type=list[RewardOutput])
 
     def _load(self, reward: WorkerReward) -> None:

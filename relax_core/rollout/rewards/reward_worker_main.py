@@ -42,7 +42,7 @@ class _Rewards:
         with cpu_limit(config.timeout_s * len(inputs)), memory_limit(config.memory_gib):
             outcomes = score_here(spec, inputs, config)
         return [
-            replace(output, reason=f"it needs more memory than reward.memory_gib={config.memory_gib:g}")
+            replace(output, reason=f"it needs more memory than reward.memory_gib={config.memory_gib:g}", cause="memory")
             if isinstance(error, MemoryError)
             else output
             for output, error in outcomes

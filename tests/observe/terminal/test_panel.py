@@ -287,6 +287,15 @@ def test_episodes_of_several_turns_have_lines_of_their_own_and_the_picture_still
     assert "of each       engine 0.12, queue 0.02, env 0.001 s · 1.5 calls, 0.2 failed" in text, text
     assert "ended         75% env_done · 25% max_turns" in text, text
     assert "turns 2.2  cached 80%" in line(view(numbers, progress, ROLES))
+    reward = {"reward/genrm/mean": 0.5, "reward/genrm/none": 0.25, "reward/genrm/ms_p99": 90.0}
+    judge = {"judge/main/verdicts": 12.0, "judge/main/queue": 3.0}
+    numbers.merge([make_record("rollout", 4, **seconds, **counts, **ends, **calls, **reward, **judge)])
+    console = Console(file=io.StringIO(), width=80)
+    console.print(picture(replace(view(numbers, progress, ROLES), records_dropped={"tensorboard": 12})))
+    assert isinstance(console.file, io.StringIO)
+    text = console.file.getvalue()
+    assert len(text.splitlines()) <= 24
+    assert "rewards       genrm 0.500, p99 90.0 ms" in text and "judges        main 12 verdicts, 3 wait" in text, text
 
 
 def test_a_step_that_compared_no_token_has_no_gap_and_none_of_an_earlier_one(make_record: MakeRecord) -> None:

@@ -51,7 +51,10 @@ def completed(*pairs: tuple[Generated, float | None]) -> object:
         index=12,
         prompt_ids=[1, 2, 3],
         generated=[one for one, _ in pairs],
-        rewards=[RewardOutput(reward=reward, exact=reward == 1.0, parts={"format": 0.5}) for _, reward in pairs],
+        rewards=[
+            RewardOutput(reward=reward, exact=reward == 1.0, parts={"format": 0.5}, why=f"{reward}")
+            for _, reward in pairs
+        ],
     )
 
 
@@ -67,6 +70,7 @@ def test_a_whole_group_is_in_the_order_of_its_samples() -> None:
     assert of_tokens(tree_of(row), tree_of(row).loss_mask).tolist() == [1] * 9
     info = tree_of(row).episodes
     assert [one.ended for one in info] == ["stop", "length", "stop"]
+    assert [one.why for one in info] == ["1.0", "0.1", "0.2"]
     assert [one.parts for one in info] == [{"exact": float(place == 0), "format": 0.5} for place in range(3)]
 
 

@@ -1,0 +1,58 @@
+"""Counts what each reward of a run said of the answers of training: means, answers without a reward, and times."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from statistics import fmean, quantiles
+
+from relax_core.contracts.reward import RewardOutput
+
+UNSCORABLE = "unscorable"  # the cause if a reward gives none and names no cause
+_CAUSE = re.compile(r"[a-z_]{1,32}")
+
+
+class RewardFigures:
+    """Counts the outputs of one reward since the last `take`; it may be called from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._begin()
+
+    def _begin(self) -> None:
+        self._ms: list[float] = []
+        self._values: list[float] = []
+        self._causes: Counter[str] = Counter()
+
+    def record(self, outputs: Sequence[RewardOutput], *, seconds: float) -> None:
+        """Counts the outputs of one call, which took so many seconds; each answer has an equal share of them."""
+        with self._lock:
+            self._ms += [1e3 * seconds / len(outputs)] * len(outputs)
+            for output in outputs:
+                if output.reward is not None:
+                    self._values.append(output.reward)
+                else:
+                    self._causes[output.cause if _CAUSE.fullmatch(output.cause) else UNSCORABLE] += 1
+
+    def take(self) -> dict[str, float]:
+        """Returns the figures and begins anew; none if no answer was scored.
+
+        ``answers`` counts them. ``mean`` is that of the answers with a reward, ``none`` the share of the others, and
+        ``none/CAUSE`` the share that has none for this cause. ``ms_p50`` and ``ms_p99`` are of the time of an answer.
+        """
+        with self._lock:
+            ms, values, causes = self._ms, self._values, self._causes
+            self._begin()
+        if not ms:
+            return {}
+        ranked = quantiles(ms, n=100, method="inclusive") if len(ms) > 1 else ms * 99
+        return {
+            "answers": float(len(ms)),
+            **({"mean": fmean(values)} if values else {}),
+            "none": causes.total() / len(ms),
+            **{f"none/{cause}": count / len(ms) for cause, count in causes.items()},
+            "ms_p50": ranked[49],
+            "ms_p99": ranked[98],
+        }
