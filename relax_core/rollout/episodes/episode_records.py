@@ -37,7 +37,9 @@ class EpisodeRecord:
     answers that no client of an endpoint got; they are no turns. ``cut_observations`` counts
     observations that were longer than their limit. ``env_s`` is the time in seconds in the env's calls. ``tool_calls``
     counts the calls of tools, and ``failed_calls`` the responses with one that could not be read or has no such tool;
-    both and ``env_s`` go on over new starts. ``info`` has the numbers that the env gave, by name.
+    both and ``env_s`` go on over new starts. ``info`` has the numbers that the env gave, by name. ``own_reward`` is the
+    reward that an agent gave itself, None if the run's reward scores the episode. ``counts`` has the figures of an
+    agent's requests, by name, over all starts.
     """
 
     uid: str
@@ -57,6 +59,8 @@ class EpisodeRecord:
     tool_calls: int = 0
     failed_calls: int = 0
     info: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    own_reward: float | None = None
+    counts: Counter[str] = field(default_factory=Counter)
 
     @property
     def sampled_tokens(self) -> int:
@@ -73,7 +77,7 @@ class EpisodeRecord:
         self.orphan = 0
         self.restarts += 1
         self.messages, self.turns, self.texts, self.media = [], [], [], []
-        self.ended, self.failed, self.error, self.request = None, "", None, ""
+        self.ended, self.failed, self.error, self.request, self.own_reward = None, "", None, "", None
 
     @property
     def engine_s(self) -> float:
@@ -151,7 +155,8 @@ class PlayedFigures:
     ``turns`` has the number of responses of each episode, ``straggler_turns`` those of stragglers; ``totals`` sums up
     figures of the episodes by their names. ``prompt_tokens`` are those of all requests, and ``cached_tokens`` those of
     them whose keys and values the engine had kept.
-    ``ends`` counts the episodes by the reason of their end. ``info`` has the numbers that the env gave, by name.
+    ``ends`` counts the episodes by the reason of their end. ``info`` has the numbers that the env gave, by name, and
+    ``counts`` the sums of the figures of agents' requests.
     """
 
     turns: Sequence[int]
@@ -164,6 +169,7 @@ class PlayedFigures:
     totals: Mapping[str, float]
     ends: Mapping[str, int]
     info: Mapping[str, Sequence[float]]
+    counts: Mapping[str, int]
 
     @staticmethod
     def of(records: Sequence[EpisodeRecord], *, reward_s: float) -> PlayedFigures:
@@ -184,6 +190,7 @@ class PlayedFigures:
             totals={name: sum(float(getattr(record, name)) for record in records) for name in EPISODE_TOTALS},
             ends=Counter(record.ended or "" for record in records),
             info=info,
+            counts=sum((record.counts for record in records), Counter()),
         )
 
 
@@ -193,9 +200,11 @@ def played_values(played: Sequence[PlayedFigures]) -> dict[str, float]:
     slow = [count for one in played for count in one.straggler_turns]
     prompt_tokens = sum(one.prompt_tokens for one in played)
     ends: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     info: dict[str, list[float]] = defaultdict(list)
     for one in played:
         ends.update(one.ends)
+        counts.update(one.counts)
         for name, values in one.info.items():
             info[name] += values
     return {
@@ -209,6 +218,7 @@ def played_values(played: Sequence[PlayedFigures]) -> dict[str, float]:
         **({"straggler_turns": fmean(slow)} if slow else {}),
         **{f"ended/{reason}": count / len(turns) for reason, count in sorted(ends.items())},
         **{f"env/{name}": sum(values) / len(values) for name, values in sorted(info.items())},
+        **{f"agent/{name}": count / len(turns) for name, count in sorted(counts.items())},
     }
 
 
@@ -221,9 +231,14 @@ async def episode_rewards(
     not count.
     """
     inputs = {record.uid: record.reward_input(row, where, media_folder=media_folder) for record in records}
-    whole = [record for record in records if not record.failed]
+    whole = [record for record in records if not record.failed and record.own_reward is None]
     outputs = await rewards.score([inputs[record.uid] for record in whole]) if whole else []
     scored = {record.uid: output for record, output in zip(whole, outputs, strict=True)}
+    for record in records:
+        if record.own_reward is not None and not record.failed:
+            why = f"the agent's own reward {record.own_reward:g}"
+            scored[record.uid] = RewardOutput(reward=record.own_reward, exact=record.own_reward == 1.0, why=why)
+            rewards.failures.record(inputs[record.uid], scored[record.uid])
     for record in records:
         if record.failed:
             output = scored[record.uid] = RewardOutput(reward=None, reason=record.failed)
