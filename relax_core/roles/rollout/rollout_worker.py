@@ -105,7 +105,7 @@ class RolloutWorker(Worker):
             )
         settings = self._settings(prompts.tokenizer)
         serving = AsyncExitStack()
-        await serving.enter_async_context(run_env.serving(prompts.tokenizer))
+        await serving.enter_async_context(run_env.serving(prompts.tokenizer, token=context.token_file.read_text()))
         player = run_env.player(
             prompts, pool, settings.sampling, seed=config.seed, ends=self._early_ends(), reached=reached.wait
         )

@@ -88,3 +88,4 @@ class AgentRuns:
             process.end()
         while self._ending:
             await asyncio.wait(self._ending)
+        shutil.rmtree(self._folder, ignore_errors=True)

@@ -6,7 +6,7 @@ import asyncio
 import math
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,7 +26,7 @@ class AgentTask:
     """Is one attempt at an episode. ``key`` opens its session, and ``base_url`` is that of the endpoint.
 
     ``attempt`` is the number of attempts before. ``evaluation`` is True if nothing of it is trained. ``began`` is set
-    when an agent has the task.
+    when an agent has the task. ``quiet_s`` returns for how many seconds nothing was asked for in its session.
     """
 
     uid: str
@@ -35,6 +35,7 @@ class AgentTask:
     key: str
     base_url: str
     evaluation: bool
+    quiet_s: Callable[[], float] = lambda: 0.0
     began: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -15,9 +15,11 @@ from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.registry import find_env
 from relax_core.rollout.agent_processes.agent_runs import AgentRuns
 from relax_core.rollout.agent_processes.agent_tasks import AgentResult, AgentRunner, AgentTask
+from relax_core.rollout.agent_processes.agent_workers import AgentWorkers
 from relax_core.rollout.agents.agent_session import AgentSession
 from relax_core.rollout.agents.endpoint_app import EndpointApp
 from relax_core.rollout.agents.endpoint_server import served
+from relax_core.rollout.agents.outside_agents import SESSIONS, OutsideAgents, write_address
 from relax_core.rollout.agents.session_table import SessionTable
 from relax_core.rollout.episodes.episode_records import EpisodeRecord
 
@@ -85,22 +87,36 @@ async def _until(playing: asyncio.Task[AgentResult], *events: asyncio.Event, tim
 
 @asynccontextmanager
 async def agent_host(
-    config: RelaxConfig, tokenizer: PromptTokenizer, *, folder: Path, rank: int
+    config: RelaxConfig, tokenizer: PromptTokenizer, *, folder: Path, rank: int, token: str
 ) -> AsyncIterator[AgentHost]:
     """Serves the endpoint of rollout worker ``rank`` while the context is open; its agents end with it.
 
-    Agents have their files in ``folder``. Raises OSError if the address of the endpoint cannot be taken.
+    Agents have their files in ``folder``. ``token`` opens sessions for agents elsewhere, if there is no command. Raises
+    OSError if the address of the endpoint cannot be taken.
     """
-    endpoint = config.endpoint
+    endpoint, at_once = config.endpoint, agents_at_one_time(config)
     command = agent_words(config, find_env(config.env.name))
-    at_once = agents_at_one_time(config)
     sessions = SessionTable(most=at_once)
-    app = EndpointApp(sessions, tokenizer, model=config.model.name, most_body_bytes=endpoint.max_body_mb * _MEGABYTE)
-    port = endpoint.port and endpoint.port + rank
-    async with served(app, host=endpoint.host, port=port) as base_url:
-        log.info("the endpoint for agents is %s", base_url)
-        runner = AgentRuns(command, config.agent, folder=folder)
+    outside = None if command else OutsideAgents(token=token, idle_s=endpoint.idle_s)
+    app = EndpointApp(
+        sessions,
+        tokenizer,
+        model=config.model.name,
+        most_body_bytes=endpoint.max_body_mb * _MEGABYTE,
+        outside=outside,
+    )
+    async with served(app, host=endpoint.host, port=endpoint.port and endpoint.port + rank) as base_url:
+        if outside is None:
+            log.info("the endpoint for agents is %s", base_url)
+        else:
+            file = write_address(Path(config.run.dir), rank=rank, base_url=base_url, token=token)
+            log.warning("agents elsewhere get their tasks at %s%s; the address is in %s", base_url, SESSIONS, file)
+        runner = outside or _runner(command, config.agent, folder)
         try:
             yield AgentHost(config.agent, sessions, base_url=base_url, runner=runner, at_once=at_once)
         finally:
             await runner.aclose()
+
+
+def _runner(command: Sequence[str], agent: AgentConfig, folder: Path) -> AgentRunner:
+    return AgentWorkers(command, agent, folder=folder) if agent.workers else AgentRuns(command, agent, folder=folder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
 from typing import NoReturn, cast
@@ -114,8 +115,8 @@ class AgentPlayer:
             key=key,
             base_url=self._host.base_url,
             evaluation=bool(start.evaluation),
+            quiet_s=lambda: 0.0 if session.under_way else time.monotonic() - session.seen_s,
         )
-        result = None
         try:
             result = await self._host.played(task, session, over)
         finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -47,15 +48,25 @@ class RunEnv:
         self.close()
 
     @asynccontextmanager
-    async def serving(self, tokenizer: PromptTokenizer) -> AsyncIterator[None]:
-        """Serves the endpoint if agents play; they end with this context."""
+    async def serving(self, tokenizer: PromptTokenizer, *, token: str = "") -> AsyncIterator[None]:
+        """Serves the endpoint if agents play; they end with this context.
+
+        ``token`` is the run's, from which that of agents elsewhere is made; empty makes one.
+        """
         if self.env.agent is None:
             yield
             return
-        from relax_core.rollout.agents.agent_host import agent_host  # its server takes memory that only agents need
+        # The server takes memory that only agents need.
+        from relax_core.rollout.agents.agent_host import agent_host
+        from relax_core.rollout.agents.outside_agents import sessions_token
 
-        folder = self._log_dir / f"agents-{self._rank}"
-        async with agent_host(self._config, tokenizer, folder=folder, rank=self._rank) as self._agents:
+        async with agent_host(
+            self._config,
+            tokenizer,
+            folder=self._log_dir / f"agents-{self._rank}",
+            rank=self._rank,
+            token=sessions_token(token or secrets.token_hex()),
+        ) as self._agents:
             yield
 
     def player(
