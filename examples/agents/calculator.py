@@ -25,8 +25,8 @@ MULTIPLY = {
         "parameters": {
             "type": "object",
             "properties": {
-                "a": {"type": "integer", "description": "the first factor"},
-                "b": {"type": "integer", "description": "the second factor"},
+                "a": {"description": "the first factor", "type": "integer"},
+                "b": {"description": "the second factor", "type": "integer"},
             },
             "required": ["a", "b"],
         },

@@ -54,7 +54,8 @@ class AgentProcess:
     """Is one running agent. `start` makes it; `end` or `kill` must be called, and `wait` returns how it ended.
 
     ``answers`` gets what a warm agent writes to stdout as JSON objects, each with its output until then. ``killed``
-    says why Relax killed it, and is empty otherwise. ``ended`` is set once nothing of it is left.
+    says why Relax killed it, and is empty otherwise. ``ended`` is set once nothing of it is left; ``reading`` is a task
+    that ends then.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class AgentProcess:
         self.answers: asyncio.Queue[tuple[dict[str, Any], str]] = asyncio.Queue(MOST_ANSWERS)
         self.ended = asyncio.Event()
         self.killed = ""
-        self._reading = asyncio.create_task(self._read(told))
+        self.reading = asyncio.create_task(self._read(told))
 
     @classmethod
     async def start(

@@ -72,19 +72,17 @@ class AgentWorkers:
 
     async def _answer(self, process: AgentProcess, task: AgentTask) -> AgentResult | None:
         """Returns the agent's answer to a task, or None if it has ended; answers to other tasks are left out."""
-        ended = asyncio.create_task(process.ended.wait())
-        try:
-            while True:
-                answer = asyncio.create_task(process.answers.get())
-                done, _ = await asyncio.wait([answer, ended], return_when=asyncio.FIRST_COMPLETED)
-                if answer not in done:
-                    answer.cancel()
-                    return None
-                told, output = answer.result()
-                if told.get("uid") == task.uid and told.get("attempt", task.attempt) == task.attempt:
-                    return result_of(told, output=output, what=f"the answer to {task.name}")
-        finally:
-            ended.cancel()
+        while not process.ended.is_set() or not process.answers.empty():
+            answer = asyncio.create_task(process.answers.get())
+            try:
+                await asyncio.wait([answer, process.reading], return_when=asyncio.FIRST_COMPLETED)
+                if answer.done():
+                    told, output = answer.result()
+                    if told.get("uid") == task.uid and told.get("attempt", task.attempt) == task.attempt:
+                        return result_of(told, output=output, what=f"the answer to {task.name}")
+            finally:
+                answer.cancel()  # else it would take the next answer
+        return None
 
     async def _give_back(self, process: AgentProcess | None, task: AgentTask, *, answered: bool) -> None:
         """Makes a process free for the next task, or ends it."""

@@ -20,6 +20,7 @@ from relax_core.rollout.agents.agent_host import AgentHost
 from relax_core.rollout.agents.agent_player import AgentPlayer
 from relax_core.rollout.agents.endpoint_app import EndpointApp
 from relax_core.rollout.agents.endpoint_server import served
+from relax_core.rollout.agents.outside_agents import OutsideAgents
 from relax_core.rollout.agents.session_prompts import SessionForm, tool_form
 from relax_core.rollout.agents.session_table import SessionTable
 from relax_core.rollout.episodes.episode_records import EpisodeRecord
@@ -137,9 +138,13 @@ def played(
     at_once: int = 64,
     ends: EarlyEnds | None = None,
     beside: Callable[[asyncio.Task[Any], AnsweringPool], Any] | None = None,
+    at_url: Callable[[asyncio.Task[Any], AnsweringPool, str], Any] | None = None,
     **form: Any,
 ) -> Played:
-    """Plays one group; ``beside`` is awaited with its task and its engines while it is played."""
+    """Plays one group; ``beside`` is awaited with its task and its engines while it is played.
+
+    ``at_url`` gets the endpoint's address, too.
+    """
     settings, pool = agent or agent_settings(), AnsweringPool(tokenizer, answer)
     found = Played(records=[], pool=pool)
 
@@ -156,7 +161,8 @@ def played(
         )
         sessions = SessionTable(most=at_once)
         agents = runner(settings)
-        app = EndpointApp(sessions, tokenizer, model="policy")
+        outside = agents if isinstance(agents, OutsideAgents) else None
+        app = EndpointApp(sessions, tokenizer, model="policy", outside=outside)
         async with served(app) as url, asyncio.TaskGroup() as tasks:
             host = AgentHost(settings, sessions, base_url=url, runner=agents, at_once=at_once)
             player = AgentPlayer(
@@ -175,6 +181,8 @@ def played(
             try:
                 if beside is not None:
                     await beside(playing, pool)
+                if at_url is not None:
+                    await at_url(playing, pool, url)
                 found.records = await playing
             except asyncio.CancelledError:
                 assert playing.cancelled()
