@@ -23,6 +23,8 @@ from relax_core.rollout.episodes.played_group import STARTS_AGAIN, EarlyEnds, Gr
 from relax_core.rollout.episodes.shared_requests import SharedRequests
 from relax_core.rollout.prompt_tokens import PromptMaker
 
+# Figures of a session, by the names that metrics have.
+COUNTS = ("requests", "repeated", "foreign", "segments", "wishes", "cut_behind_stop")
 Reached = Callable[[int], Awaitable[None]]
 
 
@@ -117,12 +119,14 @@ class AgentPlayer:
             evaluation=bool(start.evaluation),
             quiet_s=lambda: 0.0 if session.under_way else time.monotonic() - session.seen_s,
         )
+        began_s = time.monotonic()
         try:
             result = await self._host.played(task, session, over)
         finally:
             rids = session.end()
             self._host.sessions.close(key)
-            record.counts += session.counts
+            record.counts.update({name: session.counts[name] for name in COUNTS})
+            record.env_s += max(0.0, time.monotonic() - began_s - record.engine_s)
             for rid in rids:
                 await self._form.requests.cancel(rid)
         self._conclude(record, result)

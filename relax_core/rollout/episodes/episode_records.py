@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
@@ -190,8 +190,16 @@ class PlayedFigures:
             totals={name: sum(float(getattr(record, name)) for record in records) for name in EPISODE_TOTALS},
             ends=Counter(record.ended or "" for record in records),
             info=info,
-            counts=sum((record.counts for record in records), Counter()),
+            counts=_summed(record.counts for record in records),
         )
+
+
+def _summed(counts: Iterable[Mapping[str, int]]) -> Counter[str]:
+    """Returns the sums by name; a name whose sum is 0 stays."""
+    total: Counter[str] = Counter()
+    for one in counts:
+        total.update(one)
+    return total
 
 
 def played_values(played: Sequence[PlayedFigures]) -> dict[str, float]:
@@ -200,11 +208,9 @@ def played_values(played: Sequence[PlayedFigures]) -> dict[str, float]:
     slow = [count for one in played for count in one.straggler_turns]
     prompt_tokens = sum(one.prompt_tokens for one in played)
     ends: Counter[str] = Counter()
-    counts: Counter[str] = Counter()
     info: dict[str, list[float]] = defaultdict(list)
     for one in played:
         ends.update(one.ends)
-        counts.update(one.counts)
         for name, values in one.info.items():
             info[name] += values
     return {
@@ -218,7 +224,9 @@ def played_values(played: Sequence[PlayedFigures]) -> dict[str, float]:
         **({"straggler_turns": fmean(slow)} if slow else {}),
         **{f"ended/{reason}": count / len(turns) for reason, count in sorted(ends.items())},
         **{f"env/{name}": sum(values) / len(values) for name, values in sorted(info.items())},
-        **{f"agent/{name}": count / len(turns) for name, count in sorted(counts.items())},
+        **{
+            f"agent/{name}": count / len(turns) for name, count in sorted(_summed(one.counts for one in played).items())
+        },
     }
 
 
