@@ -258,7 +258,7 @@ def _episodes(numbers: RunningNumbers) -> list[tuple[str, str]]:
     spent = [", ".join(f"{name} {newest[f'{name}_s']:.2g}" for name in ("engine", "queue", "env")) + " s"]
     if f"{AGENT}requests" in newest:
         played.append(f"{newest[f'{AGENT}segments']:.1f} segments")
-        spent.append(f"{newest[f'{AGENT}requests']:.1f} requests, {newest[f'{AGENT}repeated']:.1f} repeated")
+        spent.append(f"{newest[f'{AGENT}requests']:.1f} requests")
     elif newest["tool_calls"] or newest["failed_calls"]:
         spent.append(f"{newest['tool_calls']:.1f} calls, {newest['failed_calls']:.1f} failed")
     shares = {name.removeprefix(ENDED): share for name, share in newest.items() if name.startswith(ENDED)}

@@ -284,11 +284,11 @@ def test_episodes_of_several_turns_have_lines_of_their_own_and_the_picture_still
     assert "of each       engine 0.12, queue 0.02, env 0.001 s · 1.5 calls, 0.2 failed" in text, text
     assert "ended         75% env_done · 25% max_turns" in text, text
     assert "turns 2.2  cached 80%" in line(view(numbers, progress, ROLES))
-    agents = {"agent/requests": 2.5, "agent/repeated": 0.25, "agent/segments": 1.5}
+    agents = {"agent/requests": 2.5, "agent/segments": 1.5}
     numbers.merge([make_record("rollout", 4, **seconds, **counts, **ends, **calls, **agents)])
     console.print(picture(view(numbers, progress, ROLES)))
     text = console.file.getvalue()
-    assert "80% of prompts cached · 1.5 segments" in text and "s · 2.5 requests, 0.2 repeated" in text, text
+    assert "80% of prompts cached · 1.5 segments" in text and "s · 2.5 requests" in text, text
 
 
 def test_a_step_that_compared_no_token_has_no_gap_and_none_of_an_earlier_one(make_record: MakeRecord) -> None:
