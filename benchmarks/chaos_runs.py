@@ -10,13 +10,15 @@ from pathlib import Path
 
 import psutil
 
-from tests.integration.live_run import LiveRun
+from tests.integration.live_run import MARK, LiveRun
 
 HEARTBEAT_S = 5
 APPEAR_S = 60.0
 POLL_S = 0.02
 CONTROLLER, FROZEN, PAIR = "controller", "frozen", "engine_and_owner"
-ENCODE_WORKER, ENV_WORKER = "encode_worker", "env_worker"
+ENCODE_WORKER, ENV_WORKER, AGENT, AGENT_GUARD = "encode_worker", "env_worker", "agent", "agent_guard"
+OF_SOME_RUNS = (ENCODE_WORKER, ENV_WORKER, AGENT, AGENT_GUARD)
+CALCULATOR = Path(__file__).parents[1] / "examples" / "agents" / "calculator.py"
 TITLES = {  # kind → what its process is called
     "engine": "relax_core.engines.embedded",
     "engine_owner": "ray::EngineOwner",
@@ -34,6 +36,8 @@ TITLES = {  # kind → what its process is called
     CONTROLLER: "-m relax_core ",
     ENCODE_WORKER: "relax_core.data.media.encode_worker_main",
     ENV_WORKER: "relax_core.rollout.env_workers.env_worker_main",
+    AGENT: str(CALCULATOR),  # its guard, which is older, has the words of its command, too
+    AGENT_GUARD: "agent_guard.py",
 }
 RAY = ("gcs", "raylet")  # with one of them its controller ends, and another makes a new Ray
 
@@ -48,7 +52,7 @@ class HarmedRun:
     @property
     def processes(self) -> tuple[str, ...]:
         """Returns the kinds of its processes."""
-        return tuple(one for one in TITLES if one not in (ENCODE_WORKER, ENV_WORKER) or one in self.own)
+        return tuple(one for one in TITLES if one not in OF_SOME_RUNS or one in self.own)
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -90,6 +94,15 @@ ENV_RUNS = {
             f"env.step_timeout_s={HEARTBEAT_S}",  # a stopped worker is noticed then
         ),
         own=(ENV_WORKER,),
+    ),
+    "agents": HarmedRun(
+        overrides=(
+            *("experiment=calculator", "env=agent", "env.max_retries=3"),
+            *_SMALL,
+            *(f"agent.command=python {CALCULATOR}", "agent.workers=4", "agent.timeout_s=30"),
+            f"agent.env.{MARK}=${{oc.env:{MARK}}}",  # by which `LiveRun` knows the processes of its run
+        ),
+        own=(AGENT, AGENT_GUARD),
     ),
 }
 RUNS = {TEXT: HarmedRun(overrides=_TEXT), **MEDIA_RUNS, **ENV_RUNS}

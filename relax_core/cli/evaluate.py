@@ -185,17 +185,18 @@ async def _ask_engines(
     work = None if media is None else media.work
     pool = EnginePool(len(engines), client_for, timeout_s=config.engine.request_timeout_s, item_work=work)
     try:
-        return await answer_sets(
-            config,
-            sets,
-            version=0,
-            pool=pool,
-            prompts=prompts,
-            rewards=rewards,
-            env=env.spec(episodes_per_group=config.eval.samples),
-            on_progress=print_progress,
-            media_folder="" if media is None else str(media.folder),
-        )
+        async with env.serving(prompts.tokenizer):
+            return await answer_sets(
+                config,
+                sets,
+                version=0,
+                pool=pool,
+                prompts=prompts,
+                rewards=rewards,
+                env=env,
+                on_progress=print_progress,
+                media_folder="" if media is None else str(media.folder),
+            )
     finally:
         for engine in engines:
             await engine.aclose()

@@ -12,9 +12,9 @@ from typing import Any
 
 from omegaconf import MISSING
 
+from relax_core.config.agent_schema import AgentConfig, EndpointConfig
 from relax_core.config.choices import (
     AdvantagesPlace,
-    LauncherKind,
     ModeName,
     OnStale,
     Overlong,
@@ -24,8 +24,9 @@ from relax_core.config.choices import (
     Surplus,
     WeightTransportName,
 )
+from relax_core.config.launcher_schema import LauncherConfig
 from relax_core.config.media_schema import MediaKeys, ModalityConfig
-from relax_core.contracts.env import InteractionConfig
+from relax_core.contracts.env import TurnsConfig
 
 
 @dataclass
@@ -186,65 +187,6 @@ class TrackerConfig:
     sinks: Any = None  # plug-ins: a list of names and paths, or a mapping from each of them to its configuration
 
 
-@dataclass
-class LauncherConfig:
-    """Holds the keys of launcher=local, and those that a run reads with every launcher."""
-
-    name: LauncherKind = MISSING
-    ray_address: str | None = None  # only for launcher=local; the other launchers set it themselves
-    nodes: int = MISSING
-    ray_logical_cpus: int = MISSING
-    object_store_mb: int = MISSING
-
-
-@dataclass
-class SlurmLauncherConfig(LauncherConfig):
-    """Holds the keys of launcher=slurm."""
-
-    partition: str | None = None
-    account: str | None = None
-    qos: str | None = None
-    constraint: str | None = None
-    gpus_per_node: int = MISSING
-    cpus_per_node: int = MISSING
-    memory_gb: float | None = None
-    time_limit_min: int = MISSING
-    checkpoint_s: int = MISSING
-    max_requeues: int = MISSING
-    array_parallelism: int = MISSING
-    sbatch: list[str] = field(default_factory=list)
-    srun: list[str] = field(default_factory=list)
-    setup: list[str] = field(default_factory=list)
-    python: str | None = None
-    follow: bool = MISSING
-    dry_run: bool = MISSING
-
-
-@dataclass
-class RayJobLauncherConfig(LauncherConfig):
-    """Holds the keys of launcher=ray_job."""
-
-    address: str = MISSING
-    token_file: str | None = None
-    working_dir: str | None = None
-    python: str = MISSING
-    env: list[str] = field(default_factory=list)
-    follow: bool = MISSING
-    manifest: bool = MISSING
-    image: str | None = None
-    gpus_per_node: int = MISSING
-    cpus_per_node: int = MISSING
-    memory_gb: float = MISSING
-    volume_claim: str | None = None
-    volume_path: str = MISSING
-    namespace: str = MISSING
-
-
-LAUNCHERS: dict[str, type[LauncherConfig]] = {
-    "local": LauncherConfig,
-    "slurm": SlurmLauncherConfig,
-    "ray_job": RayJobLauncherConfig,
-}
 DEFAULT_WARMUP_STEPS = 10
 
 
@@ -379,6 +321,8 @@ class RelaxConfig:
     data: DataConfig = field(default_factory=DataConfig)
     reward: Any = MISSING
     env: Any = MISSING
+    agent: AgentConfig = field(default_factory=AgentConfig)
+    endpoint: EndpointConfig = field(default_factory=EndpointConfig)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
     launcher: LauncherConfig = field(default_factory=LauncherConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -396,5 +340,5 @@ class RelaxConfig:
         """Is True if the same seed repeats the run, on a CPU to the bit, because no batch depends on timing."""
         rollout = self.rollout
         timed = rollout.over_sampling > 1.0 or rollout.quorum < 1.0 or self.engine.deterministic is False
-        turns = isinstance(self.env, InteractionConfig) and not rollout.lockstep
+        turns = isinstance(self.env, TurnsConfig) and not rollout.lockstep
         return self.in_order and not timed and not turns

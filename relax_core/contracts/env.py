@@ -84,31 +84,41 @@ class EnvConfig:
 
 
 @dataclass(frozen=True)
-class InteractionConfig(EnvConfig):
-    """Holds the settings of an env with turns.
+class TurnsConfig(EnvConfig):
+    """Holds the settings of an env whose episodes have several turns.
 
     ``max_turns`` is the largest number of responses in an episode, and ``max_turn_tokens`` that of sampled tokens in a
-    response; None leaves that to rollout.max_new_tokens, the limit of an episode. The texts of an observation have at
-    most ``max_observation_tokens`` tokens, `OBSERVATION_TOKENS` if that is None; longer ones are cut in the middle.
-
-    ``step_timeout_s`` is the time in seconds that one call of the env may take, and ``episode_timeout_s`` that of an
-    episode from its first response on, because an engine may hold its first prompt until its weights are there. An
-    episode that takes longer ends without a reward. One whose env failed starts again ``max_retries`` times.
-
-    ``tool_parser`` names the form of tool calls in a response (`relax_core/data/tool_calls/tool_parsers.py`);
-    "auto" finds it in the chat template. ``tools_as`` "text" shows tools and their results as plain text, for models
-    whose template leaves them out; the other value is "template". ``on_turn_cut`` says whether a response that is cut
-    at ``max_turn_tokens`` ends the episode ("end") or goes to the env ("continue").
+    response; None leaves that to rollout.max_new_tokens, the limit of an episode. An episode whose env failed starts
+    again ``max_retries`` times. ``tools_as`` "text" shows tools and their results as plain text, for models whose
+    template leaves them out; the other value is "template".
     """
 
     max_turns: int = 8
     max_turn_tokens: int | None = None
+    max_retries: int = 1
+    tools_as: str = "template"
+
+
+@dataclass(frozen=True)
+class InteractionConfig(TurnsConfig):
+    """Holds the settings of an env that answers each response.
+
+    The texts of an observation have at most ``max_observation_tokens`` tokens, `OBSERVATION_TOKENS` if that is None;
+    longer ones are cut in the middle.
+
+    ``step_timeout_s`` is the time in seconds that one call of the env may take, and ``episode_timeout_s`` that of an
+    episode from its first response on, because an engine may hold its first prompt until its weights are there. An
+    episode that takes longer ends without a reward.
+
+    ``tool_parser`` names the form of tool calls in a response (`relax_core/data/tool_calls/tool_parsers.py`);
+    "auto" finds it in the chat template. ``on_turn_cut`` says whether a response that is cut at ``max_turn_tokens``
+    ends the episode ("end") or goes to the env ("continue").
+    """
+
     max_observation_tokens: int | None = None
     step_timeout_s: float = 30.0
     episode_timeout_s: float = 600.0
-    max_retries: int = 1
     tool_parser: str = "auto"
-    tools_as: str = "template"
     on_turn_cut: str = "end"
 
     @property
@@ -232,11 +242,15 @@ class BaseInteractionEnv(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class EnvSpec:
-    """Is the record of one environment, with exactly one of two functions: ``messages`` or ``open``.
+    """Is the record of one environment, with exactly one of three functions: ``messages``, ``open`` or ``agent``.
 
     ``messages(row, config)`` returns the conversation that opens an episode of one turn, for the chat template; the
     response ends the episode. ``open(start, config)`` returns the environment of one episode of several turns;
     ``config`` must then be a dataclass under `InteractionConfig`. ``row`` has "prompt" (text or messages) and "answer".
+
+    ``agent(config)`` returns the words of the command of a program that plays an episode of several turns by itself: it
+    asks Relax's endpoint for the answers of the model (docs/agents.md). Without words, agent.command is that command.
+    ``config`` must then be a dataclass under `TurnsConfig`.
 
     ``tools(row, config)`` returns the tools that the model may call in an episode of several turns: JSON schemas in the
     form {"type": "function", "function": …}, or typed Python functions, of which `tool_schema` makes schemas.
@@ -249,8 +263,8 @@ class EnvSpec:
 
     ``state_keys`` says that each result of ``step`` has a ``state_key``; algo.credit=gigpo needs it.
 
-    Raises ValueError if both functions or none is given, for ``open`` with another class of settings, and for tools,
-    ``isolated`` or ``state_keys`` without ``open``.
+    Raises ValueError if not exactly one function is given, for ``open`` or ``agent`` with another class of settings,
+    and for tools, ``isolated`` or ``state_keys`` without ``open``.
     """
 
     name: str
@@ -258,24 +272,31 @@ class EnvSpec:
     config: type[EnvConfig]
     messages: Callable[[Mapping[str, Any], Any], list[Message]] | None = None
     open: Callable[[EpisodeStart, Any], BaseInteractionEnv] | None = None
+    agent: Callable[[Any], Sequence[str]] | None = None
     tools: Callable[[Mapping[str, Any], Any], Sequence[ToolSchema | Callable[..., Any]]] | None = None
     check: Callable[[Any], None] = lambda config: None
     isolated: bool = False
     state_keys: bool = False
 
     def __post_init__(self) -> None:
-        if (self.messages is None) == (self.open is None):
-            has = "neither messages nor open" if self.messages is None else "both messages and open"
+        given = [name for name in ("messages", "open", "agent") if getattr(self, name) is not None]
+        if len(given) != 1:
+            has = " and ".join(given) if given else "none of messages, open and agent"
+            has = f"both {has}" if len(given) == 2 else has
             raise ValueError(f"env {self.name}: its SPEC has {has}. Give it one of them.")
         if self.open is not None and not issubclass(self.config, InteractionConfig):
             raise ValueError(
                 f"env {self.name}: an env with open needs settings that are a dataclass under InteractionConfig."
             )
+        if self.agent is not None and not issubclass(self.config, TurnsConfig):
+            raise ValueError(
+                f"env {self.name}: an env with agent needs settings that are a dataclass under TurnsConfig."
+            )
         if self.tools is not None and self.open is None:
-            raise ValueError(f"env {self.name}: its SPEC has tools, but an env of one turn calls none. Give it open.")
+            raise ValueError(f"env {self.name}: its SPEC has tools, but only an env with open shows any. Give it open.")
         if self.state_keys and self.open is None:
             raise ValueError(
-                f"env {self.name}: its SPEC has state_keys, but an env of one turn gives none. Give it open."
+                f"env {self.name}: its SPEC has state_keys, but only an env with open gives any. Give it open."
             )
         if self.isolated and (self.open is None or not issubclass(self.config, IsolatedConfig)):
             raise ValueError(
@@ -285,4 +306,4 @@ class EnvSpec:
     @property
     def has_turns(self) -> bool:
         """Is True if episodes may have several turns."""
-        return self.open is not None
+        return self.open is not None or self.agent is not None

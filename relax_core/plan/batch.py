@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from typing import cast
 
+from relax_core.config.checks.agent_keys import agent_words, agents_at_one_time
 from relax_core.config.checks.freeze_keys import frozen_parts
 from relax_core.config.choices import AUDIO, PROJECTOR, VISION, ModeName, Surplus
 from relax_core.config.schema import RelaxConfig
-from relax_core.contracts.env import InteractionConfig, IsolatedConfig
+from relax_core.contracts.env import EnvSpec, InteractionConfig, IsolatedConfig, TurnsConfig
 from relax_core.plan.memory.memory_terms import MIB
 from relax_core.plan.memory.trainer_share import patches_of_micro_batch
 from relax_core.plan.model.dimensions import ModelDimensions
@@ -122,15 +124,12 @@ def episode_words(config: RelaxConfig, work: Workload) -> list[str]:
     spec = find_env(config.env.name)
     if not spec.has_turns:
         return []
-    env, kept = cast(InteractionConfig, config.env), config.engine.prefix_cache_tokens
+    env, kept = cast(TurnsConfig, config.env), config.engine.prefix_cache_tokens
     of_turn = "" if env.max_turn_tokens is None else f", each with {env.max_turn_tokens} sampled tokens at most"
     words = [
         f"An episode has at most {plural(env.max_turns, 'turn')}{of_turn}, {work.new_tokens} sampled tokens and "
-        f"{work.observed_tokens} observed ones behind its opening (env.max_observation_tokens="
-        f"{env.observation_tokens} for each observation, and the context).",
-        f"Up to {work.samples_in_flight} episodes are at one engine at the same time; each may last "
-        f"env.episode_timeout_s={env.episode_timeout_s:g} s, and a call of its environment "
-        f"env.step_timeout_s={env.step_timeout_s:g} s.",
+        f"{work.observed_tokens} observed ones behind its opening ({_observed(config)}).",
+        f"Up to {work.samples_in_flight} episodes are at one engine at the same time; {_timeouts(config)}.",
     ]
     if kept is not None:
         groups = kept / (work.group_size * config.engine.context_tokens)
@@ -148,7 +147,40 @@ def episode_words(config: RelaxConfig, work: Workload) -> list[str]:
             f"uses a core while it computes, and at most {size:g} GiB, {count * size:g} GiB together "
             "(env.worker_memory_gib), which the sum below has in full."
         )
+    if spec.agent is not None:
+        words += _agents(config, spec)
     return words
+
+
+def _observed(config: RelaxConfig) -> str:
+    if not isinstance(config.env, InteractionConfig):
+        return "what the context leaves, because an agent may send anything"
+    return f"env.max_observation_tokens={config.env.observation_tokens} for each observation, and the context"
+
+
+def _timeouts(config: RelaxConfig) -> str:
+    env = config.env
+    if not isinstance(env, InteractionConfig):
+        return f"each may last agent.timeout_s={config.agent.timeout_s:g} s"
+    return (
+        f"each may last env.episode_timeout_s={env.episode_timeout_s:g} s, and a call of its environment "
+        f"env.step_timeout_s={env.step_timeout_s:g} s"
+    )
+
+
+def _agents(config: RelaxConfig, spec: EnvSpec) -> list[str]:
+    """Returns which agents play, how many at one time, and what they may use."""
+    agent, at_once = config.agent, agents_at_one_time(config) * config.rollout.workers
+    endpoint = f"{config.endpoint.host}, port {config.endpoint.port or 'any free one'}"
+    if not (command := agent_words(config, spec)):
+        return [f"Agents that Relax does not start ask for up to {at_once} tasks at one time at {endpoint}."]
+    how = f"{at_once} processes take task after task" if agent.workers else "each in a process of its own"
+    return [
+        f"Agents play up to {plural(at_once, 'episode')} at one time, {how}: {shlex.join(command)}. The endpoint is at "
+        f"{endpoint}.",
+        f"One may use agent.memory_gib={agent.memory_gib:g} GiB, {at_once * agent.memory_gib:g} GiB together, and have "
+        f"{agent.processes} processes; the sum below has what a small one needs.",
+    ]
 
 
 def credit_words(config: RelaxConfig, work: Workload) -> list[str]:

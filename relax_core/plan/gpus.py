@@ -11,7 +11,8 @@ from pathlib import Path
 
 from relax_core.config.choices import LauncherKind
 from relax_core.config.errors import NotYet
-from relax_core.config.schema import PlacementConfig, RayJobLauncherConfig, RelaxConfig, SlurmLauncherConfig
+from relax_core.config.launcher_schema import RayJobLauncherConfig, SlurmLauncherConfig
+from relax_core.config.schema import PlacementConfig, RelaxConfig
 
 TORCH_S = 60.0  # seconds for an interpreter to import torch and to ask the driver
 DEVICE_FILES = ("nvidia[0-9]*", "kfd", "dxg")  # files of NVIDIA, AMD, and either of them under Windows

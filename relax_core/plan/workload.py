@@ -127,10 +127,13 @@ def find_workload(config: RelaxConfig, model: ModelDimensions, *, state_tokens: 
 
 def observed_tokens(config: RelaxConfig, *, prompt: int) -> int:
     """Returns how many tokens an environment adds behind the first response, at most what the context has room for."""
-    if not find_env(config.env.name).has_turns:
+    spec = find_env(config.env.name)
+    if not spec.has_turns:
         return 0
-    env = cast(InteractionConfig, config.env)
     room = config.engine.context_tokens - prompt - config.rollout.max_new_tokens
+    if spec.agent is not None:  # it may send anything
+        return max(0, room)
+    env = cast(InteractionConfig, config.env)
     return max(0, min((env.max_turns - 1) * env.observation_tokens, room))
 
 

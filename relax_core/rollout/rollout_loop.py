@@ -28,7 +28,6 @@ from relax_core.rollout.episodes.episode_records import (
     played_episodes,
     played_values,
 )
-from relax_core.rollout.episodes.episodes import EpisodePlayer
 from relax_core.rollout.episodes.group_assembly import (
     DroppedGroup,
     GroupFilter,
@@ -36,7 +35,7 @@ from relax_core.rollout.episodes.group_assembly import (
     complete_episodes,
     complete_group,
 )
-from relax_core.rollout.episodes.played_group import GroupStart
+from relax_core.rollout.episodes.played_group import GroupPlayer, GroupStart
 from relax_core.rollout.episodes.shared_requests import BatchOrder, Lockstep, LockstepOrder, start_in
 from relax_core.rollout.episodes.token_accounts import token_accounts
 from relax_core.rollout.prompt_admissions import AdmissionBus, AdmittedPrompt, PromptAdmissions, RolloutLoopSettings
@@ -82,7 +81,7 @@ class RolloutLoop:
         teacher_of: TeacherOf | None = None,
         weight_update_handler: WeightUpdateHandler | None = None,
         advantages: MakeExtras | None = None,
-        player: EpisodePlayer | None = None,
+        player: GroupPlayer | None = None,
     ) -> None:
         self._bus = bus
         self._pool = pool

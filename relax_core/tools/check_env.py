@@ -60,6 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         spec = find_env(name)
         config = plugin_config("env", name, settings_of(given.settings), section="env")
         spec.check(config)
+        if spec.agent is not None:
+            raise Problem(f"{spec.name}: a program plays it, which only a run starts. Check it by a run of one step.")
         row = json.loads(given.row)
         for line in (
             asyncio.run(check_turns(spec, config, row)) if spec.has_turns else check_messages(spec, config, row)

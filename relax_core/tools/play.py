@@ -55,8 +55,9 @@ def main(arguments: Sequence[str] | None = None, *, ask: Callable[[str], str] = 
         config = plugin_config("env", name, values, section="env")
         spec.check(config)
         row = json.loads(given.row) if given.row else {**ROW, "seed": given.seed}
-        if not spec.has_turns:
-            assert spec.messages is not None
+        if spec.agent is not None:
+            raise ValueError(f"env={name}: agents play it, and nobody answers them here. Start a run of one step.")
+        if spec.messages is not None:
             _show(spec.messages(row, config))
             print("[an environment of one turn: your response ends the episode]")
             return 0

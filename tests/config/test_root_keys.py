@@ -24,6 +24,8 @@ ROOT_KEYS = (
     "data",
     "reward",
     "env",
+    "agent",
+    "endpoint",
     "tracker",
     "launcher",
     "optimizer",

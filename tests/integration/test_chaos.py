@@ -27,6 +27,7 @@ HARMS = (
 # test_kills.py and test_recovery.py harm the others, each in a run of its own.
 OF_NO_OTHER_TEST = ("gcs", "engine_and_owner", "serve_controller", "raylet")
 TURNS = ("env_worker", "engine", "rollout", "actor_rank_0")
+AGENTS = ("agent", "rollout", "agent_guard")
 
 
 @pytest.mark.parametrize("kinds", [OF_NO_OTHER_TEST, pytest.param(HARMS, marks=pytest.mark.soak)], ids=["some", "all"])
@@ -38,6 +39,12 @@ def test_a_run_outlives_its_processes(tmp_path: Path, kinds: tuple[str, ...]) ->
 def test_a_run_of_several_turns_outlives_its_env_workers_and_others(tmp_path: Path) -> None:
     harms = list(harm_run(tmp_path / "run", TURNS, seed=2, run=RUNS["number_guess"]))
     assert_nothing_is_lost(harms, TURNS)
+
+
+def test_a_run_that_agents_play_outlives_them_and_their_rollout(tmp_path: Path) -> None:
+    """No agent and no guard is left, neither of the rollout worker that was killed nor at the end."""
+    harms = list(harm_run(tmp_path / "run", AGENTS, seed=3, run=RUNS["agents"]))
+    assert_nothing_is_lost(harms, AGENTS)
 
 
 def assert_nothing_is_lost(harms: Sequence[Harm], kinds: Sequence[str]) -> None:

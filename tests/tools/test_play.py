@@ -73,6 +73,7 @@ def test_isolated_ones_those_of_one_turn_and_wrong_words(tmp_path: Path, capsys:
         (["env=nowhere"], "not known"),
         (["env.highest=3"], "env has no value"),
         (["env=number_guess", "env.lowest=3"], "env.lowest"),
+        (["env=agent"], "agents play it"),
     ):
         assert main(words) == 1
         assert told in capsys.readouterr().err

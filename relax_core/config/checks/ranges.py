@@ -113,6 +113,14 @@ RANGES: dict[str, Range] = {
     "rollout.max_aborts": _COUNT,
     "rollout.quorum": Range(0, 1, above=True),
     "rollout.quorum_grace_s": _FROM_ZERO,
+    "agent.workers": Range(0, why="0: a process an episode"),
+    "agent.timeout_s": _POSITIVE,
+    "agent.memory_gib": _POSITIVE,
+    "agent.processes": _COUNT,
+    "agent.grace_s": _FROM_ZERO,
+    "endpoint.port": Range(0, 65535, why="0 takes any free port"),
+    "endpoint.max_body_mb": Range(1, 1024),
+    "endpoint.idle_s": _POSITIVE,
     "run.steps": Range(1, why="relax eval evaluates without training"),
     "run.save_every": Range(0, why="0 saves only at the end"),
     "run.keep_last": _COUNT,
@@ -139,6 +147,7 @@ OPTIONAL: dict[str, Range] = {
     "rollout.max_failed_groups": Range(1, why="null takes 4 * rollout.prompts_per_step"),
     "optimizer.warmup_steps": Range(0, why="null takes 10, or run.steps where that is less"),
     "engine.prefix_cache_tokens": Range(0, why="null takes 4 groups of the longest episodes, 0 keeps nothing"),
+    "endpoint.max_sessions": Range(1, why="null takes as many as there may be episodes in flight"),
     "run.epochs": Range(0, above=True, why="null leaves run.steps as it is"),
 }
 

@@ -6,8 +6,60 @@ from collections.abc import Iterator
 
 from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.env import EnvSpec
+from relax_core.registry import find_algorithm, find_env
 
 EVALUATED_TOGETHER = 256  # episodes of an evaluation that are open together (rollout/evaluation/played_sets.py)
+
+
+def turn_problems(config: RelaxConfig) -> Iterator[str]:
+    """Yields what is wrong with the keys of an environment with several turns."""
+    env, plugin_config, quorum = find_env(config.env.name), config.env, config.rollout.quorum
+    if not env.state_keys and find_algorithm(config.algo.name).requirements(config.algo).state_keys:
+        yield (
+            f"algo.credit=gigpo with env={env.name}, which gives no state_key, so that no turns of equal states can be "
+            "compared. Use algo.credit=episode, or an env whose SPEC has state_keys=True and whose steps give one."
+        )
+    if config.rollout.lockstep:
+        yield from lockstep_problems(config, env)
+    if not env.has_turns:
+        if 0 < quorum < 1:
+            yield f"rollout.quorum={quorum:g} with env={env.name}, whose episodes have one turn. Use 1.0."
+        return
+    if (size := config.algo.group_size) > 1 and 0 < quorum * size <= 1:
+        yield (
+            f"rollout.quorum={quorum:g} leaves a single episode of algo.group_size={size}, which has nothing to be "
+            f"compared with. Use at least {2 / size:.2g}."
+        )
+    if plugin_config.max_turns < 1:
+        yield f"env.max_turns={plugin_config.max_turns}: an episode has at least one turn."
+    if plugin_config.max_retries < 0:
+        yield f"env.max_retries={plugin_config.max_retries}: must be at least 0 new starts."
+    if (limit := plugin_config.max_turn_tokens) is not None and limit < 1:
+        yield f"env.max_turn_tokens={limit}: must be at least 1 token."
+    if (value := plugin_config.tools_as) not in ("template", "text"):
+        yield f"env.tools_as={value}: use template or text."
+    if env.open is not None:
+        yield from _interaction_problems(config)
+    if env.isolated:
+        yield from env_worker_problems(config)
+
+
+def _interaction_problems(config: RelaxConfig) -> Iterator[str]:
+    """Yields what is wrong with the keys of an environment that answers each response."""
+    env = config.env
+    limit, context = env.max_observation_tokens, config.engine.context_length
+    if limit is not None and limit < 1:
+        yield f"env.max_observation_tokens={limit}: must be at least 1 token."
+    if limit is not None and context is not None and limit > context:
+        yield (
+            f"env.max_observation_tokens={limit} is above engine.context_length={context}, so an observation that is "
+            f"cut there leaves no room for an answer. Use {max(1, context // 4)}, or raise engine.context_length."
+        )
+    for key in ("step_timeout_s", "episode_timeout_s"):
+        if not getattr(env, key) > 0:
+            yield f"env.{key}={getattr(env, key)}: must be more than 0 seconds."
+    if env.on_turn_cut not in ("end", "continue"):
+        yield f"env.on_turn_cut={env.on_turn_cut}: use end or continue."
 
 
 def env_worker_problems(config: RelaxConfig) -> Iterator[str]:
@@ -44,6 +96,8 @@ def lockstep_problems(config: RelaxConfig, env: EnvSpec) -> Iterator[str]:
     rollout = config.rollout
     if not env.has_turns:
         yield f"rollout.lockstep=true with env={env.name}, whose episodes have one turn. Use false."
+    if env.agent is not None:
+        yield f"rollout.lockstep=true with env={env.name}: when agents ask depends on timing. Use false."
     for key, value, most, what in (
         ("mode.max_staleness", config.mode.max_staleness, 0, "the weights that make a turn depend"),
         ("rollout.workers", rollout.workers, 1, "the groups that a worker plays depend"),

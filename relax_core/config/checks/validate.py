@@ -10,6 +10,7 @@ import stat
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+from relax_core.config.checks.agent_keys import agent_file_problems, agent_problems
 from relax_core.config.checks.engine_keys import engine_file_problems, engine_name_problems, engine_problems
 from relax_core.config.checks.freeze_keys import freeze_problems
 from relax_core.config.checks.launcher_keys import launcher_problems
@@ -17,7 +18,7 @@ from relax_core.config.checks.modality_keys import modality_problems
 from relax_core.config.checks.model_folder import model_problems
 from relax_core.config.checks.ranges import range_problems
 from relax_core.config.checks.reward_keys import reward_problems
-from relax_core.config.checks.turn_keys import env_worker_problems, lockstep_problems
+from relax_core.config.checks.turn_keys import turn_problems
 from relax_core.config.checks.weight_transport import transport_problems
 from relax_core.config.choices import LauncherKind, ModeName, OnStale, Surplus
 from relax_core.config.command_line.error_messages import is_planned, missing_name
@@ -121,49 +122,6 @@ def _check_sinks(config: RelaxConfig) -> Iterator[str]:
                 find_sink(name).check(plugin_config("sink", name, values, section=f"{key}.{short_name(name)}"))
     except ValueError as error:
         yield from str(error).splitlines()
-
-
-def _check_turns(config: RelaxConfig) -> Iterator[str]:
-    """Checks the keys of an environment with several turns."""
-    env, plugin_config, quorum = find_env(config.env.name), config.env, config.rollout.quorum
-    if not env.state_keys and find_algorithm(config.algo.name).requirements(config.algo).state_keys:
-        yield (
-            f"algo.credit=gigpo with env={env.name}, which gives no state_key, so that no turns of equal states can be "
-            "compared. Use algo.credit=episode, or an env whose SPEC has state_keys=True and whose steps give one."
-        )
-    if config.rollout.lockstep:
-        yield from lockstep_problems(config, env)
-    if not env.has_turns:
-        if 0 < quorum < 1:
-            yield f"rollout.quorum={quorum:g} with env={env.name}, whose episodes have one turn. Use 1.0."
-        return
-    if (size := config.algo.group_size) > 1 and 0 < quorum * size <= 1:
-        yield (
-            f"rollout.quorum={quorum:g} leaves a single episode of algo.group_size={size}, which has nothing to be "
-            f"compared with. Use at least {2 / size:.2g}."
-        )
-    if plugin_config.max_turns < 1:
-        yield f"env.max_turns={plugin_config.max_turns}: an episode has at least one turn."
-    for key in ("max_turn_tokens", "max_observation_tokens"):
-        value = getattr(plugin_config, key)
-        if value is not None and value < 1:
-            yield f"env.{key}={value}: must be at least 1 token."
-    limit, context = plugin_config.max_observation_tokens, config.engine.context_length
-    if limit is not None and context is not None and limit > context:
-        yield (
-            f"env.max_observation_tokens={limit} is above engine.context_length={context}, so an observation that is "
-            f"cut there leaves no room for an answer. Use {max(1, context // 4)}, or raise engine.context_length."
-        )
-    for key in ("step_timeout_s", "episode_timeout_s"):
-        if not getattr(plugin_config, key) > 0:
-            yield f"env.{key}={getattr(plugin_config, key)}: must be more than 0 seconds."
-    if plugin_config.max_retries < 0:
-        yield f"env.max_retries={plugin_config.max_retries}: must be at least 0 new starts."
-    if env.isolated:
-        yield from env_worker_problems(config)
-    for key, choices in (("tools_as", ("template", "text")), ("on_turn_cut", ("end", "continue"))):
-        if (value := getattr(plugin_config, key)) not in choices:
-            yield f"env.{key}={value}: use {' or '.join(choices)}."
 
 
 def _check_critic(config: RelaxConfig) -> Iterator[str]:
@@ -352,12 +310,14 @@ _CHECKS: tuple[Check, ...] = (
     _check_schedule,
     _check_stop_strings,
     _check_evaluation,
-    _check_turns,
+    turn_problems,
+    agent_problems,
 )
 _FILE_CHECKS: tuple[Check, ...] = (
     model_problems,
     modality_problems,
     freeze_problems,
     engine_file_problems,
+    agent_file_problems,
     _check_run_folder,
 )

@@ -22,9 +22,11 @@ PATHS = (
     "launcher.token_file",
     "engine.python",
     "engine.token_file",
+    "agent.cwd",
+    "agent.python",
 )
-_QUOTED = (*PATHS, "resume", "launcher.working_dir", "launcher.volume_path", "hydra.sweep.dir")
-_OPEN = ("eval.sets", "data.chat_template_kwargs", "data.config")  # whose keys are the user's own
+_QUOTED = (*PATHS, "resume", "agent.command", "launcher.working_dir", "launcher.volume_path", "hydra.sweep.dir")
+_OPEN = ("eval.sets", "data.chat_template_kwargs", "data.config", "agent.env")  # whose keys are the user's own
 _PLUGINS = tuple(key_of(kind) for kind in ALL_KINDS if kind != "sink")
 SINGLE, DOUBLE = "'", '"'
 _PLAIN_PATH = re.compile(r"[A-Za-z_/.][\w/.-]*")  # Hydra reads such a path as text with or without quotes

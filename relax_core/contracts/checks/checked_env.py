@@ -34,8 +34,9 @@ def checked_env(spec: EnvSpec) -> EnvSpec:
         given_messages = spec.messages
         source = PluginFunction("env", spec.name, given_messages)
         return replace(spec, messages=lambda row, config: _conversation(given_messages(row, config), source))
+    if spec.open is None:
+        return spec  # a program plays its episodes, and returns nothing to Relax's own functions
     given_open = spec.open
-    assert given_open is not None
     source = PluginFunction("env", spec.name, given_open)
 
     def checked_open(start: EpisodeStart, config: Any) -> BaseInteractionEnv:

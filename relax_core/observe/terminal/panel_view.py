@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from relax_core.contracts.bus import BusProgress
-from relax_core.observe.results.episode_results import ENDED
+from relax_core.observe.results.episode_results import AGENT, ENDED
 from relax_core.observe.results.reward_results import panel_lines
 from relax_core.observe.service.records import EVAL, ROLLOUT
 from relax_core.observe.terminal.formatting import block, duration, number, sparkline, staleness_shares
@@ -264,7 +264,10 @@ def _episodes(numbers: RunningNumbers) -> list[tuple[str, str]]:
         *([f"{newest['restarts']:.2g} new starts"] if newest["restarts"] else []),
     ]
     spent = [", ".join(f"{name} {newest[f'{name}_s']:.2g}" for name in ("engine", "queue", "env")) + " s"]
-    if newest["tool_calls"] or newest["failed_calls"]:
+    if f"{AGENT}requests" in newest:
+        played.append(f"{newest[f'{AGENT}segments']:.1f} segments")
+        spent.append(f"{newest[f'{AGENT}requests']:.1f} requests")
+    elif newest["tool_calls"] or newest["failed_calls"]:
         spent.append(f"{newest['tool_calls']:.1f} calls, {newest['failed_calls']:.1f} failed")
     shares = {name.removeprefix(ENDED): share for name, share in newest.items() if name.startswith(ENDED)}
     ends = [f"{share:.0%} {reason}" for reason, share in sorted(shares.items(), key=lambda one: -one[1])]

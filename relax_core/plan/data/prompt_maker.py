@@ -13,6 +13,7 @@ from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.media import MediaError, MediaKind, MediaSource
 from relax_core.data.generated import MEDIA_ROWS
 from relax_core.data.tokenizer import PromptTokenizer
+from relax_core.data.tool_calls.tool_parsers import AUTO, tool_parser
 from relax_core.families.architecture import AudioSettings, PatchSettings
 from relax_core.families.audio.audio_settings import EXTRACTOR_FILE, audio_tower_of
 from relax_core.families.folder import folder_architecture
@@ -54,6 +55,10 @@ def prompt_maker(config: RelaxConfig, *, headers: ItemHeaders | None = None) -> 
     tokenizer = _tokenizer(config)
     env = find_env(config.env.name)
     if tokenizer is None:
+        return None
+    if env.agent is not None:
+        if config.agent.tool_parser != AUTO:  # its requests say whether an agent has tools, so auto may find none
+            tool_parser(config.agent.tool_parser, template=tokenizer.template)
         return None
     if env.has_turns:
         ToolUse.of_env(env, config.env, tokenizer)

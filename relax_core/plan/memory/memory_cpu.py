@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
+from relax_core.config.checks.agent_keys import agent_words, agents_at_one_time
 from relax_core.config.reward_choice import may_be_isolated
 from relax_core.config.schema import ParallelConfig, RelaxConfig
 from relax_core.contracts.algorithm import Requirements
@@ -63,6 +64,7 @@ BASES = {  # MiB
 SIZED = ("supervisor", "Serve controller", "advantages", "rollout", "owner of an engine")  # by the configuration
 HEADERS, PARQUET = 23, 40  # for checking data with images and videos (Pillow, PyAV), or in Parquet files (pyarrow)
 SERVE_DEPLOYMENT, REWARD_WORKER, QUEUE_PROCESS = 164, 65, 250
+AGENT = 64  # a Python program with a client library, and its guard; one may use agent.memory_gib
 TORCH = 188  # for computing advantages with torch in the rollout
 KEPT_BY_ALLOCATOR = 0.5  # share of what a micro-batch allocates: pieces that glibc neither returns nor reuses
 SAMPLING_COPIES = 8  # float32 arrays [samples, vocabulary] of one decode step
@@ -98,6 +100,9 @@ def cpu_holders(
         isolated = cast(IsolatedConfig, config.env)
         count, most = roles["rollout"] * isolated.workers, round(isolated.worker_memory_gib * 1024)
         holders.append(_plain("environment worker", most, count=count))
+    env = find_env(config.env.name)
+    if env.agent is not None and agent_words(config, env):
+        holders.append(_plain("agent with its guard", AGENT, count=roles["rollout"] * agents_at_one_time(config)))
     if config.bus.storage_units is not None:
         holders.append(_plain("TransferQueue process", QUEUE_PROCESS, count=1 + config.bus.storage_units))
     holders.append(_trainer("actor", config, config.parallel, model, work, publishes=True))

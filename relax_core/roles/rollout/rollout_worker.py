@@ -9,6 +9,7 @@ import math
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import AsyncExitStack
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -20,7 +21,6 @@ from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.algorithm import AlgorithmSpec
 from relax_core.contracts.bus import Admission, BusClosed
 from relax_core.contracts.data import PromptSource
-from relax_core.contracts.engine import SamplingParams
 from relax_core.contracts.env import EnvSpec
 from relax_core.contracts.stop_signals import ignore_stop_signals
 from relax_core.data.eval_sets import eval_sets, held_out_count
@@ -41,7 +41,6 @@ from relax_core.roles.rollout.traced_rollout import TracedEnginePool, TracedRewa
 from relax_core.roles.rollout.versions_reached import CLOSED_S, VersionsReached
 from relax_core.rollout.bad_rows import BadRows
 from relax_core.rollout.env_workers.run_env import RunEnv
-from relax_core.rollout.episodes.episodes import EpisodePlayer
 from relax_core.rollout.episodes.group_assembly import GroupFilter, MakeExtras
 from relax_core.rollout.episodes.played_group import EarlyEnds
 from relax_core.rollout.evaluation.evaluator import Evaluator, eval_versions
@@ -91,22 +90,25 @@ class RolloutWorker(Worker):
         pool = self._pool()
         rewards = self._rewards()
         source = make_source(config.data, seed=config.seed, eval_rows=held_out_count(config))
-        run_env = RunEnv(config, log_dir=context.log_dir)
-        env = run_env.env
+        run_env = RunEnv(config, log_dir=context.log_dir, rank=self._rank)
         reclaimed = await self._reclaim(bus)
         encoders = await asyncio.to_thread(self._encoders, bus)
-        prompts = self._prompts(env, encoders, bus)
+        prompts = self._prompts(run_env.env, encoders, bus)
         spec = find_algorithm(config.algo.name)
         teachers = spec.requirements(config.algo).teacher
         advantages = group_advantages(spec, config) if computes_advantages_per_group(config) else None
-        evaluator = None
+        reached, evaluator = await self._versions(bus), None
         if self._rank == 0:
             await rewards.check_judges(config, partial(metrics.record, "judge_check", context.start_step))
             evaluator = await self._evaluator(
-                source, bus=bus, metrics=metrics, pool=pool, prompts=prompts, rewards=rewards, run_env=run_env
+                source, reached, metrics=metrics, pool=pool, prompts=prompts, rewards=rewards, run_env=run_env
             )
         settings = self._settings(prompts.tokenizer)
-        player = self._player(run_env, prompts, pool, settings.sampling) if env.has_turns else None
+        serving = AsyncExitStack()
+        await serving.enter_async_context(run_env.serving(prompts.tokenizer, token=context.token_file.read_text()))
+        player = run_env.player(
+            prompts, pool, settings.sampling, seed=config.seed, ends=self._early_ends(), reached=reached.wait
+        )
         loop = RolloutLoop(
             bus=bus,
             pool=pool,
@@ -139,29 +141,20 @@ class RolloutWorker(Worker):
         except* Exception as failures:
             raise first_cause(failures) from failures
         finally:
+            await serving.aclose()
             rewards.close()
             await rewards.close_judges()
             run_env.close()
             if encoders is not None:
                 encoders.close()
 
-    def _player(
-        self, run_env: RunEnv, prompts: PromptMaker, pool: EnginePool, sampling: SamplingParams
-    ) -> EpisodePlayer:
+    def _early_ends(self) -> EarlyEnds:
         config = self.context.config
         drops = config.mode.on_stale is OnStale.drop
-        return EpisodePlayer(
-            env=run_env.spec(episodes_per_group=sampling.n),
-            env_config=config.env,
-            prompts=prompts,
-            pool=pool,
-            sampling=sampling,
-            seed=config.seed,
-            ends=EarlyEnds(
-                quorum=config.rollout.quorum,
-                grace_s=config.rollout.quorum_grace_s,
-                most_lag=config.mode.max_staleness if drops else None,
-            ),
+        return EarlyEnds(
+            quorum=config.rollout.quorum,
+            grace_s=config.rollout.quorum_grace_s,
+            most_lag=config.mode.max_staleness if drops else None,
         )
 
     def _encoders(self, bus: RayBus) -> EncodePool | None:
@@ -332,11 +325,16 @@ class RolloutWorker(Worker):
             log.warning("the trainer did not get the evaluation of version %d: %s", version, error)
             return False
 
+    async def _versions(self, bus: RayBus) -> VersionsReached:
+        call_s = self.context.config.bus.call_timeout_s
+        now = (await asyncio.to_thread(bus.progress, timeout_s=call_s)).version
+        return VersionsReached(bus, version=now, call_timeout_s=call_s, stopping=lambda: self.stopping)
+
     async def _evaluator(
         self,
         source: PromptSource,
+        reached: VersionsReached,
         *,
-        bus: RayBus,
         metrics: MetricsClient,
         pool: EnginePool,
         prompts: PromptMaker,
@@ -344,9 +342,6 @@ class RolloutWorker(Worker):
         run_env: RunEnv,
     ) -> Evaluator:
         context, config = self.context, self.context.config
-        call_s = config.bus.call_timeout_s
-        now = (await asyncio.to_thread(bus.progress, timeout_s=call_s)).version
-        reached = VersionsReached(bus, version=now, call_timeout_s=call_s, stopping=lambda: self.stopping)
         planned = eval_versions(every=config.eval.every, start=context.start_step, total_steps=config.run.steps)
 
         versions = [version for version in planned if version >= reached.version]
@@ -361,12 +356,13 @@ class RolloutWorker(Worker):
                 pool=pool,
                 prompts=prompts,
                 rewards=rewards,
-                env=run_env.spec(episodes_per_group=config.eval.samples),
+                env=run_env,
                 media_folder=str(context.media_folder or ""),
             ),
             wait_version=reached.wait,
-            # Episodes that hold places in env workers while they wait for weights could take those that training needs.
-            steps_ahead=0 if run_env.env.isolated else 1,
+            # Episodes that hold places in env workers while they wait for weights could take those that training needs,
+            # and an agent would wait in vain.
+            steps_ahead=0 if run_env.env.isolated or run_env.env.agent is not None else 1,
             in_order=config.in_order,
             record=metrics.record,
             record_texts=lambda version, rows: metrics.record_texts("eval", version, rows),

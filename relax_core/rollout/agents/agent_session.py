@@ -89,7 +89,10 @@ class AgentSession:
     ``request_of(number, prompt, most)`` returns the engine's request for answer ``number`` with at most that many
     tokens, and ``on_response`` is called with its name when it is over. ``tie`` chooses among equally loaded engines,
     and a failure of the engines ends ``tasks``. ``on_end`` is called once if a limit ends the episode, with the names
-    of the engine's requests that are then under way.
+    of the engine's requests that are then under way. ``ends_early`` returns why no further answer may be asked for, and
+    the end that this is; a limit of the run's does so.
+
+    ``asked`` is set with the first request, and ``answered`` when its answer has ended.
     """
 
     def __init__(
@@ -102,19 +105,21 @@ class AgentSession:
         tasks: asyncio.TaskGroup,
         on_response: Callable[[str], None] = lambda rid: None,
         on_end: Callable[[list[str]], None] = lambda rids: None,
+        ends_early: Callable[[], tuple[Ended, str] | None] = lambda: None,
     ) -> None:
         self._form = form
         self.record = record
         self._request_of = request_of
         self._tie = tie
         self._tasks = tasks
-        self._on_response, self._on_end = on_response, on_end
+        self._on_response, self._on_end, self._ends_early = on_response, on_end, ends_early
         self._forest = MessageForest()
         self._prompts = SessionPrompts(form)
         self._turns: dict[ForestAnswer, OpenTurn] = {}
         self._ended: list[OpenTurn] = []  # in the order of their ends
         self.counts: Counter[str] = Counter()
         self.seen_s = time.monotonic()
+        self.asked, self.answered = asyncio.Event(), asyncio.Event()
         self.over = False
 
     @property
@@ -201,6 +206,7 @@ class AgentSession:
             began_s=time.time(),
         )
         self._turns[asked] = turn
+        self.asked.set()
         sampling = self._sample(turn, engine)
         try:
             turn.task = self._tasks.create_task(sampling)
@@ -240,6 +246,8 @@ class AgentSession:
                 raise
         finally:
             turn.grew.set()
+            self.answered.set()
+            self.seen_s = time.monotonic()
             self._on_response(turn.rid)
 
     def _take(self, turn: OpenTurn, response: Generated) -> None:
@@ -295,7 +303,7 @@ class AgentSession:
 
     # -- limits -------------------------------------------------------------------------------------------------------
     def _check_limits(self) -> None:
-        """Ends the episode if it has had all its turns or tokens."""
+        """Ends the episode if it has had all its turns or tokens, or may have no more."""
         limits = self._form.limits
         reason: Ended | None = None
         if len(self._turns) >= limits.turns:
@@ -304,6 +312,8 @@ class AgentSession:
         elif self.sampled_tokens >= limits.sampled_tokens:
             reason = "token_budget"
             words = f"the episode has sampled its {limits.sampled_tokens} tokens (rollout.max_new_tokens)"
+        elif (early := self._ends_early()) is not None:
+            reason, words = early
         if reason is not None:
             self._on_end(self.end(reason))
             raise RequestRefused(410, words, code=reason)

@@ -27,6 +27,7 @@ from relax_core.rollout.agents.answer_reading import GrowingText, Piece, Streame
 from relax_core.rollout.agents.anthropic_messages import MessagesEvents, messages_error, messages_reply, read_messages
 from relax_core.rollout.agents.chat_completions import ChatEvents, chat_error, chat_reply, read_chat
 from relax_core.rollout.agents.openai_responses import ResponsesEvents, read_responses, responses_reply
+from relax_core.rollout.agents.outside_agents import SESSIONS, OutsideAgents
 from relax_core.rollout.agents.session_table import SessionTable
 from relax_core.rollout.agents.turn_request import RequestRefused, TurnAnswer, TurnRequest
 
@@ -93,15 +94,25 @@ SHAPES: Mapping[str, Shape] = {
 
 
 class EndpointApp:
-    """Answers the clients of agents. ``model`` is the name that it tells of the policy."""
+    """Answers the clients of agents. ``model`` is the name that it tells of the policy.
+
+    ``outside`` gives sessions to agents that Relax did not start; None refuses them.
+    """
 
     def __init__(
-        self, sessions: SessionTable, tokenizer: PromptTokenizer, *, model: str, most_body_bytes: int = MOST_BODY_BYTES
+        self,
+        sessions: SessionTable,
+        tokenizer: PromptTokenizer,
+        *,
+        model: str,
+        most_body_bytes: int = MOST_BODY_BYTES,
+        outside: OutsideAgents | None = None,
     ) -> None:
         self._sessions = sessions
         self._tokenizer = tokenizer
         self._model = model
         self._most_body_bytes = most_body_bytes
+        self._outside = outside
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request."""
@@ -117,9 +128,14 @@ class EndpointApp:
             await _refuse(send, shape, error)
 
     async def _route(self, scope: Scope, path: str, shape: Shape, key: str, *, receive: Receive, send: Send) -> None:
+        if self._outside is not None and (path == SESSIONS or path.startswith(f"{SESSIONS}/")):
+            self._outside.check(scope["method"], path, token=key)
+            body = await read_body(scope, receive, limit=self._most_body_bytes)
+            await _send_json(send, self._outside.answer(path, body))
+            return
         models = path == "/v1/models" or path.startswith("/v1/models/")
         if path not in SHAPES and not models:
-            known = ", ".join((*SHAPES, "/v1/models"))
+            known = ", ".join((*SHAPES, "/v1/models", *(() if self._outside is None else (SESSIONS,))))
             raise RequestRefused(404, f"there is no route {path[:80]!r}; the routes are {known}", code="not_found")
         wanted = "GET" if models else "POST"
         if scope["method"] != wanted:

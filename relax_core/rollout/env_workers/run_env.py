@@ -1,14 +1,26 @@
-"""The environment of a run or of an evaluation, with the worker processes of its episodes if it is isolated."""
+"""The environment of a run or of an evaluation, with the processes that its episodes need."""
 
 from __future__ import annotations
 
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from relax_core.config.schema import RelaxConfig
-from relax_core.contracts.env import EnvSpec
+from relax_core.contracts.engine import SamplingParams
+from relax_core.data.tokenizer import PromptTokenizer
+from relax_core.engines.pool.engine_pool import EnginePool
 from relax_core.registry import find_env
 from relax_core.rollout.env_workers.env_workers import EnvWorkers
+from relax_core.rollout.episodes.episodes import EpisodePlayer
+from relax_core.rollout.episodes.played_group import EarlyEnds, GroupPlayer
+from relax_core.rollout.prompt_tokens import PromptMaker
+
+if TYPE_CHECKING:
+    from relax_core.rollout.agents.agent_host import AgentHost
 
 ENV_LOG = "env.log"  # the output of an isolated env's worker processes
 
@@ -16,11 +28,15 @@ ENV_LOG = "env.log"  # the output of an isolated env's worker processes
 class RunEnv:
     """Holds the env that ``config`` names; it must be closed, and be used by one event loop.
 
-    The output of worker processes goes to a file in ``log_dir``.
+    The output of worker processes goes to a file in ``log_dir``. ``rank`` is that of the rollout worker.
     """
 
-    def __init__(self, config: RelaxConfig, *, log_dir: Path) -> None:
+    def __init__(self, config: RelaxConfig, *, log_dir: Path, rank: int = 0) -> None:
         self.env = find_env(config.env.name)
+        self._config = config
+        self._log_dir = log_dir
+        self._rank = rank
+        self._agents: AgentHost | None = None
         self._workers = EnvWorkers(self.env, config.env, log_file=log_dir / ENV_LOG) if self.env.isolated else None
 
     def __enter__(self) -> RunEnv:
@@ -31,9 +47,62 @@ class RunEnv:
     ) -> None:
         self.close()
 
-    def spec(self, *, episodes_per_group: int) -> EnvSpec:
-        """Returns the env for groups of this size, whose episodes open where they have to."""
-        return self.env if self._workers is None else self._workers.spec(episodes_per_group=episodes_per_group)
+    @asynccontextmanager
+    async def serving(self, tokenizer: PromptTokenizer, *, token: str = "") -> AsyncIterator[None]:
+        """Serves the endpoint if agents play; they end with this context.
+
+        ``token`` is the run's, from which that of agents elsewhere is made; empty makes one.
+        """
+        if self.env.agent is None:
+            yield
+            return
+        # The server takes memory that only agents need.
+        from relax_core.rollout.agents.agent_host import agent_host
+        from relax_core.rollout.agents.outside_agents import sessions_token
+
+        async with agent_host(
+            self._config,
+            tokenizer,
+            folder=self._log_dir / f"agents-{self._rank}",
+            rank=self._rank,
+            token=sessions_token(token or secrets.token_hex()),
+        ) as self._agents:
+            yield
+
+    def player(
+        self,
+        prompts: PromptMaker,
+        pool: EnginePool,
+        sampling: SamplingParams,
+        *,
+        seed: int,
+        ends: EarlyEnds | None = None,
+        reached: Callable[[int], Awaitable[None]] | None = None,
+    ) -> GroupPlayer | None:
+        """Returns what plays groups of ``sampling.n`` episodes, or None if episodes have one turn.
+
+        `EpisodePlayer` explains ``sampling``, ``seed`` and ``ends``, and `AgentPlayer` explains ``reached``. With
+        agents, the context of `serving` must be open.
+        """
+        if not self.env.has_turns:
+            return None
+        if self.env.agent is not None:
+            from relax_core.rollout.agents.agent_player import agent_player
+
+            assert self._agents is not None, "agents play while `serving` is open"
+            return agent_player(
+                self._config, self._agents, prompts, pool, sampling, seed=seed, ends=ends, reached=reached
+            )
+        env = self.env if self._workers is None else self._workers.spec(episodes_per_group=sampling.n)
+        return EpisodePlayer(
+            env=env,
+            env_config=self._config.env,
+            prompts=prompts,
+            pool=pool,
+            sampling=sampling,
+            seed=seed,
+            ends=ends,
+        )
 
     def close(self) -> None:
         """Kills the worker processes with all of their children."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
@@ -37,7 +37,9 @@ class EpisodeRecord:
     answers that no client of an endpoint got; they are no turns. ``cut_observations`` counts
     observations that were longer than their limit. ``env_s`` is the time in seconds in the env's calls. ``tool_calls``
     counts the calls of tools, and ``failed_calls`` the responses with one that could not be read or has no such tool;
-    both and ``env_s`` go on over new starts. ``info`` has the numbers that the env gave, by name.
+    both and ``env_s`` go on over new starts. ``info`` has the numbers that the env gave, by name. ``own_reward`` is the
+    reward that an agent gave itself, None if the run's reward scores the episode. ``counts`` has the figures of an
+    agent's requests, by name, over all starts.
     """
 
     uid: str
@@ -57,6 +59,8 @@ class EpisodeRecord:
     tool_calls: int = 0
     failed_calls: int = 0
     info: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    own_reward: float | None = None
+    counts: Counter[str] = field(default_factory=Counter)
 
     @property
     def sampled_tokens(self) -> int:
@@ -73,7 +77,7 @@ class EpisodeRecord:
         self.orphan = 0
         self.restarts += 1
         self.messages, self.turns, self.texts, self.media = [], [], [], []
-        self.ended, self.failed, self.error, self.request = None, "", None, ""
+        self.ended, self.failed, self.error, self.request, self.own_reward = None, "", None, "", None
 
     @property
     def engine_s(self) -> float:
@@ -151,7 +155,8 @@ class PlayedFigures:
     ``turns`` has the number of responses of each episode, ``straggler_turns`` those of stragglers; ``totals`` sums up
     figures of the episodes by their names. ``prompt_tokens`` are those of all requests, and ``cached_tokens`` those of
     them whose keys and values the engine had kept.
-    ``ends`` counts the episodes by the reason of their end. ``info`` has the numbers that the env gave, by name.
+    ``ends`` counts the episodes by the reason of their end. ``info`` has the numbers that the env gave, by name, and
+    ``counts`` the sums of the figures of agents' requests.
     """
 
     turns: Sequence[int]
@@ -164,6 +169,7 @@ class PlayedFigures:
     totals: Mapping[str, float]
     ends: Mapping[str, int]
     info: Mapping[str, Sequence[float]]
+    counts: Mapping[str, int]
 
     @staticmethod
     def of(records: Sequence[EpisodeRecord], *, reward_s: float) -> PlayedFigures:
@@ -184,7 +190,16 @@ class PlayedFigures:
             totals={name: sum(float(getattr(record, name)) for record in records) for name in EPISODE_TOTALS},
             ends=Counter(record.ended or "" for record in records),
             info=info,
+            counts=_summed(record.counts for record in records),
         )
+
+
+def _summed(counts: Iterable[Mapping[str, int]]) -> Counter[str]:
+    """Returns the sums by name; a name whose sum is 0 stays."""
+    total: Counter[str] = Counter()
+    for one in counts:
+        total.update(one)
+    return total
 
 
 def played_values(played: Sequence[PlayedFigures]) -> dict[str, float]:
@@ -209,6 +224,9 @@ def played_values(played: Sequence[PlayedFigures]) -> dict[str, float]:
         **({"straggler_turns": fmean(slow)} if slow else {}),
         **{f"ended/{reason}": count / len(turns) for reason, count in sorted(ends.items())},
         **{f"env/{name}": sum(values) / len(values) for name, values in sorted(info.items())},
+        **{
+            f"agent/{name}": count / len(turns) for name, count in sorted(_summed(one.counts for one in played).items())
+        },
     }
 
 
@@ -221,9 +239,14 @@ async def episode_rewards(
     not count.
     """
     inputs = {record.uid: record.reward_input(row, where, media_folder=media_folder) for record in records}
-    whole = [record for record in records if not record.failed]
+    whole = [record for record in records if not record.failed and record.own_reward is None]
     outputs = await rewards.score([inputs[record.uid] for record in whole]) if whole else []
     scored = {record.uid: output for record, output in zip(whole, outputs, strict=True)}
+    for record in records:
+        if record.own_reward is not None and not record.failed:
+            why = f"the agent's own reward {record.own_reward:g}"
+            scored[record.uid] = RewardOutput(reward=record.own_reward, exact=record.own_reward == 1.0, why=why)
+            rewards.failures.record(inputs[record.uid], scored[record.uid])
     for record in records:
         if record.failed:
             output = scored[record.uid] = RewardOutput(reward=None, reason=record.failed)

@@ -35,11 +35,13 @@ from relax_core.rollout.episodes.env_calls import EnvCalls, EnvTooSlow
 from relax_core.rollout.episodes.episode_records import EpisodeRecord
 from relax_core.rollout.episodes.observations import shortened_observation
 from relax_core.rollout.episodes.played_group import (
+    STARTS_AGAIN,
     EarlyEnds,
     GroupStart,
     NextTurn,
     OpenEnv,
     PlayedGroup,
+    TooOld,
     end_stragglers,
 )
 from relax_core.rollout.episodes.shared_requests import Lockstep, SharedRequests, start_in
@@ -50,8 +52,6 @@ from relax_core.rollout.rewards.reward_inputs import response_text
 
 log = logging.getLogger(__name__)
 SHOWN = 200  # the characters of an opening that an error shows
-# What should not happen and may not happen again: the episode starts anew from reset. No step is repeated.
-STARTS_AGAIN: frozenset[Ended | None] = frozenset({"env_failed", "step_timeout"})
 
 
 class EpisodePlayer:
@@ -83,8 +83,7 @@ class EpisodePlayer:
         self._stop = sampling.stop
         self._seed = seed
         self._ends = ends or EarlyEnds()
-        self._newest_version = 0  # of all responses
-        self._told_stale = False
+        self._too_old = TooOld(self._ends.most_lag)
         self._limits = EpisodeLimits(
             turns=self._config.max_turns,
             sampled_tokens=sampling.max_new_tokens,
@@ -267,25 +266,11 @@ class EpisodePlayer:
                 record.media += new
 
     def _is_stale(self, start: GroupStart, record: EpisodeRecord) -> bool:
-        """Ends an episode that no train step can take any more, and says once what to change."""
-        most = self._ends.most_lag
-        if most is None or start.evaluation or not record.turns:
-            return False
-        oldest = min(int(turn.response.versions.min()) for turn in record.turns)
-        if self._newest_version - oldest <= most:
-            return False
-        words = f"its first tokens have version {oldest}, and the weights have version {self._newest_version}"
-        record.fail("stale", words)
-        if not self._told_stale:
-            self._told_stale = True
-            log.warning(
-                "episode %s ends after %d turns, because it is too old to be trained: %s. This is not said again. "
-                "Raise mode.max_staleness, use mode.on_stale=mask, or make episodes shorter.",
-                record.uid,
-                len(record.turns),
-                words,
-            )
-        return True
+        """Ends an episode that no train step can take any more."""
+        words = "" if start.evaluation else self._too_old.words(record)
+        if words:
+            record.fail("stale", words)
+        return bool(words)
 
     def _room(self, record: EpisodeRecord, prompt_ids: Sequence[int]) -> tuple[int, Ended]:
         """Returns how many tokens the next response may have, and the episode's end if it is cut there."""
@@ -320,7 +305,7 @@ class EpisodePlayer:
         record.request = ""
         start.on_response(request.rid)
         check_prompt_tokens(request, [response])
-        self._newest_version = max(self._newest_version, int(response.versions[-1]))
+        self._too_old.sampled(int(response.versions[-1]))
         played = PlayedTurn(
             prompt_ids=prompt_ids, response=response, media=request.media, began_s=began_s, ended_s=time.time()
         )

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from relax_core.contracts.data import DataRow
-from relax_core.contracts.env import REWARDED_ENDS, BaseInteractionEnv, Message
+from relax_core.contracts.env import REWARDED_ENDS, BaseInteractionEnv, Ended, Message
 from relax_core.contracts.media import MediaItem
 from relax_core.contracts.tree import group_uid
 from relax_core.data.turn_tokens import TurnTokens
@@ -18,6 +20,10 @@ from relax_core.rollout.episodes.shared_requests import Lockstep
 from relax_core.rollout.episodes.tool_use import ToolUse
 from relax_core.rollout.prompt_tokens import Prompt
 from relax_core.rollout.sample_seeds import sampling_seed
+
+log = logging.getLogger(__name__)
+# What should not happen and may not happen again: the episode starts anew. No step is repeated.
+STARTS_AGAIN: frozenset[Ended | None] = frozenset({"env_failed", "step_timeout"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +42,41 @@ class EarlyEnds:
     def needed(self, group_size: int) -> int:
         """Returns how many episodes of a group must end with a reward."""
         return math.ceil(round(self.quorum * group_size, 6))
+
+
+class TooOld:
+    """Knows the newest weight version that was seen, and which episodes no train step can take any more.
+
+    ``most_lag`` is `EarlyEnds.most_lag`.
+    """
+
+    def __init__(self, most_lag: int | None) -> None:
+        self._most_lag = most_lag
+        self._newest = 0
+        self._told = False
+
+    def sampled(self, version: int) -> None:
+        """Takes notice of the version of a response."""
+        self._newest = max(self._newest, version)
+
+    def words(self, record: EpisodeRecord) -> str:
+        """Returns why an episode is too old, empty if it is not; the log says once what to change."""
+        if self._most_lag is None or not record.turns:
+            return ""
+        oldest = min(int(turn.response.versions.min()) for turn in record.turns)
+        if self._newest - oldest <= self._most_lag:
+            return ""
+        words = f"its first tokens have version {oldest}, and the weights have version {self._newest}"
+        if not self._told:
+            self._told = True
+            log.warning(
+                "episode %s ends after %d turns, because it is too old to be trained: %s. This is not said again. "
+                "Raise mode.max_staleness, use mode.on_stale=mask, or make episodes shorter.",
+                record.uid,
+                len(record.turns),
+                words,
+            )
+        return words
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +141,20 @@ class PlayedGroup:
     opening: list[Message] = field(default_factory=list)
     prompt: Prompt | None = None
     between: TurnTokens | None = None
+
+
+class GroupPlayer(Protocol):
+    """Declares what the rollout and evaluations need of what plays the groups of an env of several turns."""
+
+    @property
+    def group_size(self) -> int:
+        """Returns the number of episodes of a group."""
+
+    async def play(self, start: GroupStart, tasks: asyncio.TaskGroup) -> list[EpisodeRecord]:
+        """Returns the ended episodes of a group in order; `SharedRequests.generate` explains ``tasks``."""
+
+    def lockstep(self, groups: Iterable[str]) -> Lockstep:
+        """Returns what sends the turns of these groups together."""
 
 
 @dataclass(eq=False, kw_only=True)

@@ -8,14 +8,14 @@ from collections.abc import Callable, Sequence
 from relax_core.config.checks.turn_keys import EVALUATED_TOGETHER
 from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.data import BadRow, EvalSet
-from relax_core.contracts.env import CUT_ENDS, EnvSpec
+from relax_core.contracts.env import CUT_ENDS
 from relax_core.contracts.reward import RewardOutput
 from relax_core.data.eval_sets import check_bad_rows
 from relax_core.engines.pool.engine_pool import EnginePool
 from relax_core.registry import find_env
+from relax_core.rollout.env_workers.run_env import RunEnv
 from relax_core.rollout.episodes.episode_records import EpisodeRecord, episode_rewards
-from relax_core.rollout.episodes.episodes import EpisodePlayer
-from relax_core.rollout.episodes.played_group import GroupStart, group_name
+from relax_core.rollout.episodes.played_group import GroupPlayer, GroupStart, group_name
 from relax_core.rollout.episodes.shared_requests import Lockstep
 from relax_core.rollout.evaluation.eval_metrics import Answer
 from relax_core.rollout.evaluation.evaluator import (
@@ -57,21 +57,22 @@ async def answer_sets(
     pool: EnginePool,
     prompts: PromptMaker,
     rewards: RewardPool,
-    env: EnvSpec,
+    env: RunEnv,
     on_progress: Callable[[int], None] = lambda count: None,
     media_folder: str = "",
 ) -> list[SetAnswers]:
     """Returns the answers to all sets with weights ``version`` or newer, by `ask` or, with several turns, `play_sets`.
 
-    ``env`` opens episodes in groups of eval.samples. ``on_progress`` is called with the number of data rows that were
+    ``on_progress`` is called with the number of data rows that were
     answered so far.
     """
     sampling = evaluation_sampling(config, prompts.tokenizer)
-    if env.has_turns:
+    player = env.player(prompts, pool, sampling, seed=0)
+    if player is not None:
         found = await play_sets(
             sets,
             version=version,
-            player=EpisodePlayer(env=env, env_config=config.env, prompts=prompts, pool=pool, sampling=sampling, seed=0),
+            player=player,
             prompts=prompts,
             rewards=rewards,
             most_bad=config.data.max_bad_rows,
@@ -99,7 +100,7 @@ async def play_sets(
     sets: Sequence[PreparedSet],
     *,
     version: int,
-    player: EpisodePlayer,
+    player: GroupPlayer,
     prompts: PromptMaker,
     rewards: RewardPool,
     most_bad: float,

@@ -56,6 +56,8 @@ def _try_env(request: Request, replies: BinaryIO) -> Iterator[str]:
     _send(replies, Stage(what=f"env.name={name}: its import", limit_s=START_S))
     spec = find_env(name)
     config = msgspec.msgpack.decode(packed, type=spec.config)
+    if spec.agent is not None:  # a program plays it, which only a run starts
+        return
     failed: list[str] = []
     for where, sent in request.rows:
         row = with_sources(sent)

@@ -302,12 +302,13 @@ def test_two_tools_of_one_name_are_refused() -> None:
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({}, "neither messages nor open"),
+        ({}, "none of messages, open and agent"),
         ({"messages": lambda row, config: [], "open": lambda start, config: None}, "both messages and open"),
         ({"open": lambda start, config: None}, "under InteractionConfig"),
-        ({"messages": lambda row, config: [], "state_keys": True}, "an env of one turn gives none"),
+        ({"agent": lambda config: []}, "under TurnsConfig"),
+        ({"messages": lambda row, config: [], "state_keys": True}, "only an env with open gives any"),
     ],
 )
-def test_an_env_is_one_of_two_functions(given: dict[str, Any], told: str) -> None:
+def test_an_env_is_one_of_three_functions(given: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=f"env mine: .*{told}"):
         EnvSpec(name="mine", summary="s", config=EnvConfig, **given)

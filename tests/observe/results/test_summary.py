@@ -190,7 +190,7 @@ def test_the_page_describes_every_field(make_record: MakeRecord, progress: BusPr
 def test_episodes_of_several_turns(make_record: MakeRecord, progress: BusProgress) -> None:
     """Of four episodes in two batches, three end with a reward; the cached tokens are 50 of 100 and 270 of 300."""
     common = {"turns/p50": 2, "turns/p90": 3, "turns/p99": 3, "restarts": 0, "cut_observations": 0, "engine_s": 0.5}
-    common |= {"env_s": 0.1, "tool_calls": 1.0, "failed_calls": 0.0}
+    common |= {"env_s": 0.1, "tool_calls": 1.0, "failed_calls": 0.0, "agent/requests": 2.5}
     batches = [
         {"samples": 1, "turns": 2, "queue_s": 0.1, "prompt_tokens": 100, "cached_share": 0.5, "ended/env_done": 1.0},
         {"samples": 3, "turns": 4, "queue_s": 0.3, "prompt_tokens": 300, "cached_share": 0.9}
@@ -202,3 +202,4 @@ def test_episodes_of_several_turns(make_record: MakeRecord, progress: BusProgres
     assert (episodes["turns"], episodes["turns_p99"]) == (3.5, 3.0)
     assert episodes["given_up"] == pytest.approx(0.25) and episodes["queue_s"] == pytest.approx(0.25)
     assert episodes["cached_share"] == pytest.approx(0.8) and episodes["engine_s"] == 0.5
+    assert episodes["agent"] == {"requests": 2.5}

@@ -296,6 +296,11 @@ def test_episodes_of_several_turns_have_lines_of_their_own_and_the_picture_still
     text = console.file.getvalue()
     assert len(text.splitlines()) <= 24
     assert "rewards       genrm 0.500, p99 90.0 ms" in text and "judges        main 12 verdicts, 3 wait" in text, text
+    agents = {"agent/requests": 2.5, "agent/segments": 1.5}
+    numbers.merge([make_record("rollout", 4, **seconds, **counts, **ends, **calls, **agents)])
+    console.print(picture(view(numbers, progress, ROLES)))
+    text = console.file.getvalue()
+    assert "80% of prompts cached · 1.5 segments" in text and "s · 2.5 requests" in text, text
 
 
 def test_a_step_that_compared_no_token_has_no_gap_and_none_of_an_earlier_one(make_record: MakeRecord) -> None:

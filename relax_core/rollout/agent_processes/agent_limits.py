@@ -1,0 +1,74 @@
+"""Kills agents whose processes use too much memory or are too many."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from relax_core.rollout.agent_processes.agent_process import AgentProcess
+
+CHECK_S = 1.0
+_GIB = 2**30
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TreeSize:
+    """Holds how many processes live below one, and their resident memory in bytes; shared pages count in each."""
+
+    processes: int
+    memory: int
+
+
+class AgentLimits:
+    """Holds the agents that run now, and kills those that are above a limit. `watch` must run beside them."""
+
+    def __init__(self, *, memory_gib: float, processes: int) -> None:
+        self._memory_gib = memory_gib
+        self._processes = processes
+        self.running: set[AgentProcess] = set()
+
+    async def watch(self) -> None:
+        """Looks at all agents every `CHECK_S` seconds, until it is cancelled."""
+        while True:
+            await asyncio.sleep(CHECK_S)
+            if self.running:
+                sizes = await asyncio.to_thread(tree_sizes, [one.guard_pid for one in self.running])
+                for one in list(self.running):
+                    if (size := sizes.get(one.guard_pid)) is not None and (why := self._over(size)):
+                        one.kill(why)
+
+    def _over(self, size: TreeSize) -> str:
+        if size.memory > self._memory_gib * _GIB:
+            used = size.memory / _GIB
+            return f"its processes used {used:.2f} GiB, more than agent.memory_gib={self._memory_gib:g}"
+        if size.processes > self._processes:
+            return f"it had {size.processes} processes, more than agent.processes={self._processes}"
+        return ""
+
+
+def tree_sizes(roots: Iterable[int]) -> Mapping[int, TreeSize]:
+    """Returns the size of what runs below each of these processes; one look at /proc serves all."""
+    children: dict[int, list[int]] = defaultdict(list)
+    memory: dict[int, int] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            with suppress(OSError):  # it has ended meanwhile
+                fields = (entry / "stat").read_bytes().rpartition(b")")[2].split()
+                if fields[0] not in (b"Z", b"X"):
+                    pid = int(entry.name)
+                    children[int(fields[1])].append(pid)
+                    memory[pid] = int(fields[21]) * _PAGE
+    sizes = {}
+    for root in roots:
+        below, rest = [], list(children[root])
+        while rest:
+            below.append(pid := rest.pop())
+            rest += children.get(pid, [])
+        sizes[root] = TreeSize(processes=len(below), memory=sum(memory[pid] for pid in below))
+    return sizes

@@ -1,0 +1,149 @@
+"""Owns one running agent: its answers, its end, and the guard that ends all of its processes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from relax_core.rollout.agent_processes import agent_guard
+
+_GUARD = Path(agent_guard.__file__)
+_MOST_LINE_BYTES = 4 << 20  # of what a guard tells; an answer or the kept output, written as JSON
+_EXIT_S = 30.0  # a guard ends its agent within the grace and `agent_guard._KILL_S`
+MOST_ANSWERS = 64  # of a warm agent that nobody has taken
+SHOWN = 2000  # the characters of an agent's output that an error shows
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentEnd:
+    """Says how an agent ended: its exit code, negative for a signal and None if unknown, and its newest output."""
+
+    code: int | None
+    output: str
+
+    def words(self) -> str:
+        """Returns the end in words, with the last of the output."""
+        if self.code is None:
+            how = "its guard was killed"
+        elif self.code < 0:
+            how = f"it was ended by {signal.Signals(-self.code).name}"
+        else:
+            how = f"it ended with exit code {self.code}"
+        return f"{how}; {shown_output(self.output)}"
+
+
+def shown_output(output: str) -> str:
+    """Returns the last `SHOWN` characters of an agent's output, in words."""
+    text = output.strip()
+    if not text:
+        return "it wrote nothing"
+    return f"the last that it wrote: {'[…]' if len(text) > SHOWN else ''}{text[-SHOWN:]}"
+
+
+class AgentProcess:
+    """Is one running agent. `start` makes it; `end` or `kill` must be called, and `wait` returns how it ended.
+
+    ``answers`` gets what a warm agent writes to stdout as JSON objects, each with its output until then. ``killed``
+    says why Relax killed it, and is empty otherwise. ``ended`` is set once nothing of it is left; ``reading`` is a task
+    that ends then.
+    """
+
+    def __init__(
+        self, guard: subprocess.Popen[bytes], to_guard: asyncio.WriteTransport, told: asyncio.StreamReader
+    ) -> None:
+        self._guard = guard
+        self._to_guard = to_guard
+        self._pid = 0
+        self._end: AgentEnd | None = None
+        self.answers: asyncio.Queue[tuple[dict[str, Any], str]] = asyncio.Queue(MOST_ANSWERS)
+        self.ended = asyncio.Event()
+        self.killed = ""
+        self.reading = asyncio.create_task(self._read(told))
+
+    @classmethod
+    async def start(
+        cls, command: Sequence[str], *, cwd: str, env: Mapping[str, str], grace_s: float, warm: bool = False
+    ) -> AgentProcess:
+        """Starts a command, whose environment is ``env`` alone, and which reads tasks from stdin if it is ``warm``.
+
+        Raises OSError if the folder ``cwd`` cannot be entered.
+        """
+        mode = "warm" if warm else "cold"
+        guard = subprocess.Popen(
+            [sys.executable, "-I", "-S", str(_GUARD), f"{grace_s:g}", mode, *command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            cwd=cwd,
+            env=dict(env),
+            bufsize=0,
+            start_new_session=True,  # Ctrl-C reaches only the run, which then ends its agents
+        )
+        assert guard.stdin is not None and guard.stdout is not None
+        loop, told = asyncio.get_running_loop(), asyncio.StreamReader(limit=_MOST_LINE_BYTES)
+        await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(told), guard.stdout)
+        to_guard, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, guard.stdin)
+        return cls(guard, to_guard, told)
+
+    @property
+    def guard_pid(self) -> int:
+        """Returns the number of the guard's process, of which all of the agent's processes are descendants."""
+        return self._guard.pid
+
+    def give(self, task: bytes) -> None:
+        """Gives a warm agent a task, one line of JSON."""
+        self._to_guard.write(b"T" + task + b"\n")
+
+    def end(self) -> None:
+        """Asks the agent to end, with SIGTERM; it is killed after the grace."""
+        self._to_guard.close()
+
+    def kill(self, why: str) -> None:
+        """Kills the agent at once with all of its processes."""
+        self.killed = self.killed or why
+        self._to_guard.write(b"K\n")
+
+    async def wait(self) -> AgentEnd:
+        """Returns how the agent ended, once nothing of it is left."""
+        await self.ended.wait()
+        assert self._end is not None
+        return self._end
+
+    async def _read(self, told: asyncio.StreamReader) -> None:
+        """Reads what the guard tells until it has ended."""
+        try:
+            while line := await told.readline():
+                self._hear(msgspec.json.decode(line))
+        finally:
+            self._clear_up()
+            self.ended.set()
+
+    def _hear(self, told: dict[str, Any]) -> None:
+        if "pid" in told:
+            self._pid = told["pid"]
+        elif "ended" in told:
+            self._end = AgentEnd(**told["ended"])
+        elif self.answers.full():
+            self.kill(f"it wrote more than {MOST_ANSWERS} answers that no task asked for")
+        else:
+            self.answers.put_nowait((told["answer"], told["output"]))
+
+    def _clear_up(self) -> None:
+        """Takes notice of the guard's end. A guard that was killed itself leaves processes of the agent's group."""
+        self._to_guard.close()
+        if self._end is None:
+            self._end = AgentEnd(code=None, output="")
+            self._guard.kill()
+            if self._pid:
+                with suppress(ProcessLookupError):
+                    os.killpg(self._pid, signal.SIGKILL)
+        self._guard.wait(_EXIT_S)

@@ -1,0 +1,144 @@
+"""Defines what an agent gets and gives: its task in a file or a line, its variables, and its result."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import stat
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from relax_core.contracts.data import DataRow
+from relax_core.contracts.env import Ended
+from relax_core.rollout.rewards.reward_inputs import without_bytes
+
+MOST_RESULT_BYTES = 1 << 20
+TASK_FILE, RESULT_FILE = "task.json", "result.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentTask:
+    """Is one attempt at an episode. ``key`` opens its session, and ``base_url`` is that of the endpoint.
+
+    ``attempt`` is the number of attempts before. ``evaluation`` is True if nothing of it is trained. ``began`` is set
+    when an agent has the task. ``quiet_s`` returns for how many seconds nothing was asked for in its session.
+    """
+
+    uid: str
+    attempt: int
+    row: DataRow
+    key: str
+    base_url: str
+    evaluation: bool
+    quiet_s: Callable[[], float] = lambda: 0.0
+    began: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def name(self) -> str:
+        """Returns a name of the attempt that no other attempt of the run has."""
+        return f"{self.uid}.{self.attempt}"
+
+    def row_json(self) -> bytes:
+        """Returns the data row as JSON."""
+        return msgspec.json.encode(without_bytes(self.row))
+
+    def urls(self) -> dict[str, str]:
+        """Returns the key and the base URLs as clients take them, by the names of their variables."""
+        return {
+            "OPENAI_BASE_URL": f"{self.base_url}/v1",
+            "OPENAI_API_KEY": self.key,
+            "ANTHROPIC_BASE_URL": self.base_url,
+            "ANTHROPIC_API_KEY": self.key,
+        }
+
+    def told(self) -> dict[str, Any]:
+        """Returns the task as agents get it that take task after task; its row is in ``task``."""
+        return {
+            "uid": self.uid,
+            "attempt": self.attempt,
+            "evaluation": self.evaluation,
+            "task": msgspec.json.decode(self.row_json()),
+            "base_url": f"{self.base_url}/v1",
+            "anthropic_base_url": self.base_url,
+            "api_key": self.key,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentResult:
+    """Says how an attempt ended. ``failed`` says why it has no reward, and is empty otherwise; ``ended`` is its end.
+
+    ``reward`` is the agent's own, None if it leaves that to the run's reward. ``metrics`` are its numbers, by name.
+    ``output`` is the newest of what it wrote.
+    """
+
+    reward: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    failed: str = ""
+    ended: Ended = "env_failed"
+    output: str = ""
+
+
+class AgentRunner(Protocol):
+    """Declares what gives tasks to agents."""
+
+    async def play(self, task: AgentTask) -> AgentResult:
+        """Returns how an agent ended the task. A call that is cancelled ends the agent, and does not wait for that."""
+
+    async def aclose(self) -> None:
+        """Ends all agents."""
+
+
+def result_of(told: Any, *, output: str = "", what: str) -> AgentResult:
+    """Returns the result that an agent gives as a JSON object; anything else is a failure in words.
+
+    ``reward`` is a finite number or null, ``metrics`` maps names to numbers, and ``error`` says why there is no reward.
+    Other keys are left alone.
+    """
+
+    def failed(words: str) -> AgentResult:
+        return AgentResult(failed=f"{what}: {words}", output=output)
+
+    if not isinstance(told, dict):
+        return failed('it is no JSON object, such as {"reward": 1.0}')
+    if error := told.get("error"):
+        return AgentResult(failed=f"the agent says: {str(error)[:1000]}", output=output)
+    reward, metrics = told.get("reward"), told.get("metrics") or {}
+    if reward is not None and not _is_number(reward):
+        return failed(f"reward={str(reward)[:80]}: give a finite number, or leave it out for the run's reward")
+    if not isinstance(metrics, dict) or not all(map(_is_number, metrics.values())):
+        return failed(f'metrics={str(metrics)[:80]}: give names with finite numbers, such as {{"calls": 2}}')
+    own = None if reward is None else float(reward)
+    return AgentResult(reward=own, metrics={str(name): float(one) for name, one in metrics.items()}, output=output)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def read_result(file: Path, *, output: str) -> AgentResult:
+    """Returns the result in a file that an agent may have written; without the file there is nothing in it."""
+    what = "RELAX_RESULT"
+    try:
+        descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return AgentResult(output=output)
+    except OSError as error:
+        return AgentResult(failed=f"{what}: {error.strerror}", output=output)
+    with os.fdopen(descriptor, "rb") as opened:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            return AgentResult(failed=f"{what}: it is no plain file", output=output)
+        content = opened.read(MOST_RESULT_BYTES + 1)
+    if len(content) > MOST_RESULT_BYTES:
+        return AgentResult(failed=f"{what}: it is larger than {MOST_RESULT_BYTES} bytes", output=output)
+    if not content.strip():
+        return AgentResult(output=output)
+    try:
+        return result_of(msgspec.json.decode(content), output=output, what=what)
+    except (msgspec.DecodeError, RecursionError) as error:
+        return AgentResult(failed=f"{what}: it is no JSON: {error}", output=output)

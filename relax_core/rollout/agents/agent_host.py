@@ -1,0 +1,122 @@
+"""Serves the endpoint of one rollout worker, and gives the attempts at episodes to its agents."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from relax_core.config.agent_schema import AgentConfig
+from relax_core.config.checks.agent_keys import agent_words, agents_at_one_time
+from relax_core.config.schema import RelaxConfig
+from relax_core.data.tokenizer import PromptTokenizer
+from relax_core.registry import find_env
+from relax_core.rollout.agent_processes.agent_runs import AgentRuns
+from relax_core.rollout.agent_processes.agent_tasks import AgentResult, AgentRunner, AgentTask
+from relax_core.rollout.agent_processes.agent_workers import AgentWorkers
+from relax_core.rollout.agents.agent_session import AgentSession
+from relax_core.rollout.agents.endpoint_app import EndpointApp
+from relax_core.rollout.agents.endpoint_server import served
+from relax_core.rollout.agents.outside_agents import SESSIONS, OutsideAgents, write_address
+from relax_core.rollout.agents.session_table import SessionTable
+from relax_core.rollout.episodes.episode_records import EpisodeRecord
+
+TOLD_FAILURES = 3  # attempts that failed whose whole output the log has
+_MEGABYTE = 10**6
+log = logging.getLogger(__name__)
+
+
+class AgentHost:
+    """Holds the sessions of one rollout worker, and plays attempts. `agent_host` makes it.
+
+    ``places`` lets ``at_once`` episodes be played at one time.
+    """
+
+    def __init__(
+        self, agent: AgentConfig, sessions: SessionTable, *, base_url: str, runner: AgentRunner, at_once: int
+    ) -> None:
+        self.sessions = sessions
+        self.base_url = base_url
+        self.places = asyncio.Semaphore(at_once)
+        self._agent = agent
+        self._runner = runner
+        self._failures = 0
+
+    async def played(self, task: AgentTask, session: AgentSession, over: asyncio.Event) -> AgentResult:
+        """Returns how an agent ended an attempt.
+
+        It has agent.timeout_s without the wait for its first answer, for which the engine may hold it, and
+        agent.grace_s behind the end that a limit makes, which sets ``over``.
+        """
+        playing = asyncio.create_task(self._runner.play(task))
+        limit_s, grace_s = self._agent.timeout_s, self._agent.grace_s
+        try:
+            await _until(playing, task.began)
+            in_time = await _until(playing, session.asked, timeout_s=limit_s)
+            if in_time:
+                await _until(playing, session.answered)
+                in_time = await _until(playing, over, timeout_s=limit_s)
+            if not in_time:
+                words = f"the agent has not ended within agent.timeout_s={limit_s:g} s"
+                return AgentResult(failed=words, ended="episode_timeout")
+            if not await _until(playing, timeout_s=grace_s):
+                return AgentResult(failed="the agent goes on behind the end of its episode")
+            return playing.result()
+        finally:
+            playing.cancel()
+
+    def tell_failure(self, record: EpisodeRecord, result: AgentResult) -> None:
+        """Writes the output of an attempt that failed to the log, if it is one of the first."""
+        self._failures += 1
+        if self._failures <= TOLD_FAILURES:
+            log.warning("%s: %s. All that its agent wrote:\n%s", record.uid, record.failed, result.output)
+
+
+async def _until(playing: asyncio.Task[AgentResult], *events: asyncio.Event, timeout_s: float | None = None) -> bool:
+    """Waits until an attempt has ended or an event is set; returns whether that came before the deadline."""
+    waits = [asyncio.create_task(one.wait()) for one in events]
+    try:
+        done, _ = await asyncio.wait([playing, *waits], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for one in waits:
+            one.cancel()
+    return bool(done)
+
+
+@asynccontextmanager
+async def agent_host(
+    config: RelaxConfig, tokenizer: PromptTokenizer, *, folder: Path, rank: int, token: str
+) -> AsyncIterator[AgentHost]:
+    """Serves the endpoint of rollout worker ``rank`` while the context is open; its agents end with it.
+
+    Agents have their files in ``folder``. ``token`` opens sessions for agents elsewhere, if there is no command. Raises
+    OSError if the address of the endpoint cannot be taken.
+    """
+    endpoint, at_once = config.endpoint, agents_at_one_time(config)
+    command = agent_words(config, find_env(config.env.name))
+    sessions = SessionTable(most=at_once)
+    outside = None if command else OutsideAgents(token=token, idle_s=endpoint.idle_s)
+    app = EndpointApp(
+        sessions,
+        tokenizer,
+        model=config.model.name,
+        most_body_bytes=endpoint.max_body_mb * _MEGABYTE,
+        outside=outside,
+    )
+    async with served(app, host=endpoint.host, port=endpoint.port and endpoint.port + rank) as base_url:
+        if outside is None:
+            log.info("the endpoint for agents is %s", base_url)
+        else:
+            file = write_address(Path(config.run.dir), rank=rank, base_url=base_url, token=token)
+            log.warning("agents elsewhere get their tasks at %s%s; the address is in %s", base_url, SESSIONS, file)
+        runner = outside or _runner(command, config.agent, folder)
+        try:
+            yield AgentHost(config.agent, sessions, base_url=base_url, runner=runner, at_once=at_once)
+        finally:
+            await runner.aclose()
+
+
+def _runner(command: Sequence[str], agent: AgentConfig, folder: Path) -> AgentRunner:
+    return AgentWorkers(command, agent, folder=folder) if agent.workers else AgentRuns(command, agent, folder=folder)

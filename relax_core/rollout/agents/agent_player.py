@@ -1,0 +1,220 @@
+"""Plays the episodes of a group with agents: each attempt has a session of its own at the endpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from functools import partial
+from typing import NoReturn, cast
+
+from relax_core.config.schema import RelaxConfig
+from relax_core.contracts.engine import PromptRequest, SamplingParams
+from relax_core.contracts.env import REWARDED_ENDS, Ended, EpisodeLimits, TurnsConfig
+from relax_core.contracts.tree import sample_uid
+from relax_core.engines.pool.engine_pool import EnginePool
+from relax_core.rollout.agent_processes.agent_process import shown_output
+from relax_core.rollout.agent_processes.agent_tasks import AgentResult, AgentTask
+from relax_core.rollout.agents.agent_host import AgentHost
+from relax_core.rollout.agents.agent_session import AgentSession
+from relax_core.rollout.agents.session_prompts import SessionForm, tool_form
+from relax_core.rollout.episodes.episode_records import EpisodeRecord
+from relax_core.rollout.episodes.played_group import STARTS_AGAIN, EarlyEnds, GroupStart, TooOld, end_stragglers
+from relax_core.rollout.episodes.shared_requests import SharedRequests, start_in
+from relax_core.rollout.prompt_tokens import PromptMaker
+
+# Figures of a session, by the names that metrics have.
+COUNTS = ("requests", "repeated", "foreign", "segments", "wishes", "cut_behind_stop")
+Reached = Callable[[int], Awaitable[None]]
+
+
+async def _at_once(version: int) -> None: ...
+
+
+class AgentPlayer:
+    """Plays the groups of an env whose episodes agents play. ``host`` gives them their tasks.
+
+    ``form`` is that of all sessions. ``group_size`` is the number of episodes a group, and ``max_retries`` that of new
+    starts of an episode whose agent failed. ``timeout_s`` limits an attempt without the wait for its first answer.
+    ``seed`` is the run's. ``ends`` says which episodes end early. ``reached(version)`` returns when the run has these
+    weights, so that no agent waits for them in vain.
+    """
+
+    def __init__(
+        self,
+        host: AgentHost,
+        form: SessionForm,
+        *,
+        group_size: int,
+        max_retries: int,
+        seed: int,
+        ends: EarlyEnds | None = None,
+        reached: Reached = _at_once,
+    ) -> None:
+        self._host = host
+        self._form = form
+        self.group_size = group_size
+        self._max_retries = max_retries
+        self._seed = seed
+        self._ends = ends or EarlyEnds()
+        self._reached = reached
+        self._too_old = TooOld(self._ends.most_lag)
+
+    async def play(self, start: GroupStart, tasks: asyncio.TaskGroup) -> list[EpisodeRecord]:
+        """Returns the ended episodes of a group in order; `SharedRequests.generate` explains ``tasks``."""
+        records = [EpisodeRecord(uid=sample_uid(start.uid, sample)) for sample in range(self.group_size)]
+        try:
+            await self._reached(start.min_version)
+            async with asyncio.TaskGroup() as playing:
+                own = {
+                    playing.create_task(self._play(start, record, sample, tasks)): record
+                    for sample, record in enumerate(records)
+                }
+                if self._ends.quorum < 1.0 and not start.evaluation:
+                    watch = end_stragglers(own, self._ends, give_up=_given_up, group_size=self.group_size)
+                    playing.create_task(watch)
+        except BaseExceptionGroup as failures:
+            raise failures.exceptions[0] from failures  # the first failure cancelled the other tasks
+        except asyncio.CancelledError:
+            for record in records:
+                if record.ended is None:
+                    record.fail("cancelled", "the group was given up")
+            start.on_cancelled(records)
+            raise
+        return records
+
+    def lockstep(self, groups: Iterable[str]) -> NoReturn:
+        """Is never called, because when agents ask depends on timing, and rollout.lockstep=true is refused."""
+        raise AssertionError("agents do not play in lockstep")
+
+    async def _play(self, start: GroupStart, record: EpisodeRecord, sample: int, tasks: asyncio.TaskGroup) -> None:
+        """Plays one episode until it has ended, with new attempts if its agent fails."""
+        while True:
+            async with self._host.places:
+                await self._attempt(start, record, sample, tasks)
+            if record.ended not in STARTS_AGAIN or record.restarts >= self._max_retries:
+                return
+            record.start_again()
+
+    async def _attempt(self, start: GroupStart, record: EpisodeRecord, sample: int, tasks: asyncio.TaskGroup) -> None:
+        """Plays one attempt, whose key opens its session and nothing else."""
+        over = asyncio.Event()
+        session = AgentSession(
+            self._form,
+            record,
+            request_of=partial(self._request, start, record, sample),
+            tie=start.index,
+            tasks=tasks,
+            on_response=partial(self._answered, start, record),
+            on_end=lambda rids: over.set(),
+            ends_early=lambda: None if start.evaluation else self._stale(record),
+        )
+        key = self._host.sessions.open(session)
+        task = AgentTask(
+            uid=record.uid,
+            attempt=start.attempt + record.restarts,
+            row=start.row,
+            key=key,
+            base_url=self._host.base_url,
+            evaluation=bool(start.evaluation),
+            quiet_s=lambda: 0.0 if session.under_way else time.monotonic() - session.seen_s,
+        )
+        began_s = time.monotonic()
+        try:
+            result = await self._host.played(task, session, over)
+        finally:
+            rids = session.end()
+            self._host.sessions.close(key)
+            record.counts.update({name: session.counts[name] for name in COUNTS})
+            record.env_s += max(0.0, time.monotonic() - began_s - record.engine_s)
+            if rids:  # a busy engine takes a while to say that it has ended them, and no group waits for that
+                start_in(tasks, self._form.requests.cancel(rids))
+        self._conclude(record, result)
+
+    def _request(
+        self, start: GroupStart, record: EpisodeRecord, sample: int, number: int, prompt_ids: list[int], most: int
+    ) -> PromptRequest:
+        """Returns the engine's request for answer ``number`` of an attempt, and reports it."""
+        again = f".{record.restarts}" if record.restarts else ""
+        request = PromptRequest(
+            rid=f"{start.rid}.{sample}.{number}{again}",
+            input_ids=prompt_ids,
+            sampling_seed=start.seed(self._seed, f"train/{sample}/{number}"),
+            min_version=start.min_version,
+            max_new_tokens=most,
+        )
+        start.on_request(request.rid)
+        return request
+
+    def _answered(self, start: GroupStart, record: EpisodeRecord, rid: str) -> None:
+        start.on_response(rid)
+        if record.turns:
+            self._too_old.sampled(int(record.turns[-1].response.versions[-1]))
+
+    def _stale(self, record: EpisodeRecord) -> tuple[Ended, str] | None:
+        words = self._too_old.words(record)
+        if not words:
+            return None
+        record.failed = words
+        return "stale", f"the episode is too old to be trained: {words}"
+
+    def _conclude(self, record: EpisodeRecord, result: AgentResult) -> None:
+        """Ends an episode by what its agent gave, unless a limit has ended it; the agent may have failed by that."""
+        limited = record.ended in REWARDED_ENDS
+        if record.ended is not None and not limited:
+            return
+        if result.failed and not limited:
+            record.fail(result.ended, result.failed)
+        elif not record.turns:
+            record.fail("env_failed", f"the agent took no answer of the model; {shown_output(result.output)}")
+        else:
+            record.ended = record.ended or "env_done"
+            if not result.failed:
+                record.own_reward = result.reward
+                record.take_info(result.metrics)
+        if record.failed:
+            self._host.tell_failure(record, result)
+
+
+def _given_up(records: Sequence[EpisodeRecord]) -> None:
+    """Does nothing, because an attempt that is cancelled ends its own requests."""
+
+
+def agent_player(
+    config: RelaxConfig,
+    host: AgentHost,
+    prompts: PromptMaker,
+    pool: EnginePool,
+    sampling: SamplingParams,
+    *,
+    seed: int,
+    ends: EarlyEnds | None = None,
+    reached: Reached | None = None,
+) -> AgentPlayer:
+    """Returns the player of a run's agents, whose groups have ``sampling.n`` episodes."""
+    env, agent = cast(TurnsConfig, config.env), config.agent
+    tools, refused = tool_form(prompts.tokenizer, parser=agent.tool_parser, as_text=env.tools_as == "text")
+    form = SessionForm(
+        prompts=prompts,
+        requests=SharedRequests(pool, sampling),
+        tools=tools,
+        tools_refused=refused,
+        limits=EpisodeLimits(
+            turns=env.max_turns,
+            sampled_tokens=sampling.max_new_tokens,
+            context_tokens=prompts.max_prompt_tokens + sampling.max_new_tokens,
+        ),
+        stop=tuple(sampling.stop),
+        max_turn_tokens=env.max_turn_tokens,
+        history="template" if agent.history == "template" else "continue",
+        sampling={"temperature": sampling.temperature, "top_p": sampling.top_p},
+    )
+    return AgentPlayer(
+        host,
+        form,
+        group_size=sampling.n,
+        max_retries=env.max_retries,
+        seed=seed,
+        ends=ends,
+        reached=reached or _at_once,
+    )

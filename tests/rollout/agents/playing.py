@@ -1,0 +1,198 @@
+"""Plays groups with real agents, sessions and the served endpoint, over engines that answer by a function."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from relax_core.config.agent_schema import AgentConfig
+from relax_core.contracts.engine import Generated, PromptRequest, SamplingParams
+from relax_core.contracts.env import EnvConfig, EnvSpec, EpisodeLimits
+from relax_core.data.tokenizer import PromptTokenizer
+from relax_core.rollout.agent_processes.agent_tasks import AgentRunner
+from relax_core.rollout.agents.agent_host import AgentHost
+from relax_core.rollout.agents.agent_player import AgentPlayer
+from relax_core.rollout.agents.endpoint_app import EndpointApp
+from relax_core.rollout.agents.endpoint_server import served
+from relax_core.rollout.agents.outside_agents import OutsideAgents
+from relax_core.rollout.agents.session_prompts import SessionForm, tool_form
+from relax_core.rollout.agents.session_table import SessionTable
+from relax_core.rollout.episodes.episode_records import EpisodeRecord
+from relax_core.rollout.episodes.played_group import EarlyEnds, GroupStart
+from relax_core.rollout.episodes.shared_requests import SharedRequests
+from relax_core.rollout.prompt_tokens import PromptMaker
+from tests.responses import response
+
+LONG_S = 120.0  # a deadline that only a hang reaches
+CONTEXT = 4096
+ENV = EnvSpec(name="none", summary="s", config=EnvConfig, messages=lambda row, config: [])
+Answer = Callable[[str], str]  # from the text of a prompt to that of the response; "HANG": none until it is given up
+
+
+def agent_settings(**given: Any) -> AgentConfig:
+    """Settings of agents with short times."""
+    defaults: dict[str, Any] = {
+        "workers": 0,
+        "timeout_s": LONG_S,
+        "memory_gib": 2.0,
+        "processes": 64,
+        "grace_s": 0.5,
+        "history": "continue",
+        "tool_parser": "auto",
+    }
+    return AgentConfig(**{**defaults, **given})
+
+
+def python_agent(tmp_path: Path, body: str, *, name: str = "agent.py") -> list[str]:
+    """The command of an agent that runs ``body``, in which ``ask(text)`` asks the model and ``result(…)`` ends well."""
+    (tmp_path / name).write_text(AGENT + body)
+    return [sys.executable, str(tmp_path / name)]
+
+
+AGENT = """import json, os, sys, time, urllib.request
+
+def post(body, path="/chat/completions"):
+    request = urllib.request.Request(
+        os.environ["OPENAI_BASE_URL"] + path,
+        data=json.dumps(body).encode(),
+        headers={"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]},
+    )
+    with urllib.request.urlopen(request, timeout=60) as reply:
+        return json.load(reply)
+
+def ask(*texts):
+    roles = ["user", "assistant"] * len(texts)
+    messages = [{"role": role, "content": text} for role, text in zip(roles, texts)]
+    return post({"messages": messages})["choices"][0]["message"]["content"]
+
+def result(**given):
+    with open(os.environ["RELAX_RESULT"], "w") as file:
+        json.dump(given, file)
+
+"""
+
+
+class AnsweringPool:
+    """Gives the responses that a function of the prompt's text says."""
+
+    def __init__(self, tokenizer: PromptTokenizer, answer: Answer) -> None:
+        self._tokenizer = tokenizer
+        self._answer = answer
+        self.requests: list[PromptRequest] = []
+        self.sampled = 0
+        self.cancelled: list[str] = []
+        self._given_up = asyncio.Event()
+
+    async def generate(
+        self, prompts: Sequence[PromptRequest], params: SamplingParams, *, places: Sequence[int], on_tokens: Any = None
+    ) -> AsyncIterator[tuple[int, list[Generated]]]:
+        self.requests += prompts
+        for number, prompt in enumerate(prompts):
+            text = self._answer(self._tokenizer.decode(prompt.input_ids))
+            if text == "HANG":
+                await self._given_up.wait()
+                continue
+            ids = [*self._tokenizer.encode_text(text), self._tokenizer.stop_token_ids[0]]
+            finish = "stop"
+            if prompt.max_new_tokens is not None and len(ids) > prompt.max_new_tokens:
+                ids, finish = ids[: prompt.max_new_tokens], "length"
+            self.sampled += len(ids)
+            one = response(ids, versions=0, rid=prompt.rid, prompt=number, finish_reason=finish)  # type: ignore[arg-type]
+            yield number, [msgspec.structs.replace(one, prompt_tokens=len(prompt.input_ids))]
+
+    async def cancel(self, rids: Sequence[str]) -> None:
+        self.cancelled += rids
+        self._given_up.set()
+
+
+@dataclass(kw_only=True)
+class Played:
+    """What a group left, and what its engines and endpoint saw."""
+
+    records: list[EpisodeRecord]
+    pool: AnsweringPool
+    cancelled: list[EpisodeRecord] = field(default_factory=list)
+
+    @property
+    def one(self) -> EpisodeRecord:
+        (record,) = self.records
+        return record
+
+
+def played(
+    tokenizer: PromptTokenizer,
+    runner: Callable[[AgentConfig], AgentRunner],
+    answer: Answer = lambda text: "yes",
+    *,
+    episodes: int = 1,
+    row: Mapping[str, Any] | None = None,
+    agent: AgentConfig | None = None,
+    limits: EpisodeLimits | None = None,
+    max_retries: int = 0,
+    at_once: int = 64,
+    ends: EarlyEnds | None = None,
+    beside: Callable[[asyncio.Task[Any], AnsweringPool], Any] | None = None,
+    at_url: Callable[[asyncio.Task[Any], AnsweringPool, str], Any] | None = None,
+    **form: Any,
+) -> Played:
+    """Plays one group; ``beside`` is awaited with its task and its engines while it is played.
+
+    ``at_url`` gets the endpoint's address, too.
+    """
+    settings, pool = agent or agent_settings(), AnsweringPool(tokenizer, answer)
+    found = Played(records=[], pool=pool)
+
+    async def run() -> None:
+        tools, refused = tool_form(tokenizer, parser="auto", as_text=False)
+        own = SessionForm(
+            prompts=PromptMaker(env=ENV, env_config=None, tokenizer=tokenizer, max_prompt_tokens=CONTEXT),
+            requests=SharedRequests(pool, SamplingParams(n=1, max_new_tokens=CONTEXT)),  # type: ignore[arg-type]
+            tools=tools,
+            tools_refused=refused,
+            limits=limits or EpisodeLimits(turns=100, sampled_tokens=CONTEXT, context_tokens=CONTEXT),
+            sampling={"temperature": 1.0},
+            **form,
+        )
+        sessions = SessionTable(most=at_once)
+        agents = runner(settings)
+        outside = agents if isinstance(agents, OutsideAgents) else None
+        app = EndpointApp(sessions, tokenizer, model="policy", outside=outside)
+        async with served(app) as url, asyncio.TaskGroup() as tasks:
+            host = AgentHost(settings, sessions, base_url=url, runner=agents, at_once=at_once)
+            player = AgentPlayer(
+                host, own, group_size=episodes, max_retries=max_retries, seed=0, ends=ends or EarlyEnds()
+            )
+            start = GroupStart(
+                index=3,
+                attempt=0,
+                row=dict(row or {"prompt": "p", "answer": "a"}),
+                where="row 3",
+                rid="r",
+                min_version=0,
+                on_cancelled=found.cancelled.extend,
+            )
+            playing = asyncio.create_task(player.play(start, tasks))
+            try:
+                if beside is not None:
+                    await beside(playing, pool)
+                if at_url is not None:
+                    await at_url(playing, pool, url)
+                found.records = await playing
+            except asyncio.CancelledError:
+                assert playing.cancelled()
+            finally:
+                await agents.aclose()
+            assert not len(sessions)
+
+    async def bounded() -> None:
+        async with asyncio.timeout(LONG_S):
+            await run()
+
+    asyncio.run(bounded())
+    return found

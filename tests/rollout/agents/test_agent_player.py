@@ -1,0 +1,156 @@
+"""Episodes that real processes play, from their task to the account of every token."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from relax_core.contracts.env import EpisodeLimits
+from relax_core.contracts.reward import RewardOutput
+from relax_core.data.tokenizer import PromptTokenizer
+from relax_core.rollout.agent_processes.agent_runs import AgentRuns
+from relax_core.rollout.agents.endpoint_app import SHAPES
+from relax_core.rollout.episodes.episode_records import EpisodeRecord, played_episodes
+from relax_core.rollout.episodes.token_accounts import token_accounts
+from relax_core.rollout.episodes.tree_builder import build_tree
+from tests.data.chat_templates import FAMILIES, write_folder
+from tests.rollout.agents.playing import CONTEXT, AnsweringPool, Played, agent_settings, played, python_agent
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PromptTokenizer:
+    return PromptTokenizer(write_folder(tmp_path_factory.mktemp("m") / "model", FAMILIES["strips_thinking"]))
+
+
+def runs(tmp_path: Path, body: str) -> Any:
+    command = python_agent(tmp_path, body)
+    return lambda agent: AgentRuns(command, agent, folder=tmp_path / "agents")
+
+
+def accounts(found: Played, *records: EpisodeRecord) -> dict[str, int]:
+    """The account of every token that the engines gave, for a group in which each episode with turns has a reward."""
+    own = records or tuple(found.records)
+    outputs = [RewardOutput(reward=None if one.failed else 1.0) for one in own]
+    episodes = played_episodes(own, outputs)
+    kept = [one for one in episodes if one.reward is not None]
+    counts = token_accounts(episodes, build_tree("g", kept) if kept else None)
+    assert counts["sampled"] == found.pool.sampled
+    return counts
+
+
+def test_an_agent_plays_an_episode_of_two_turns(tokenizer: PromptTokenizer, tmp_path: Path) -> None:
+    """It gets its task, its key and its names, asks twice in one conversation, and gives a reward and a number."""
+    body = """
+row = json.load(open(os.environ["RELAX_TASK"]))
+assert row == {"prompt": "2+2", "answer": "4", "level": 7}, row
+assert os.environ["RELAX_UID"] == "g00000003.0" and os.environ["RELAX_ATTEMPT"] == "0"
+assert os.environ["ANTHROPIC_API_KEY"] == os.environ["OPENAI_API_KEY"]
+assert os.environ["OPENAI_BASE_URL"] == os.environ["ANTHROPIC_BASE_URL"] + "/v1"
+first = ask("2+2 ?")
+result(reward=0.25, metrics={"asked": 2}, said=ask("2+2 ?", first, "sure ?"))
+"""
+    found = played(tokenizer, runs(tmp_path, body), row={"prompt": "2+2", "answer": "4", "level": 7})
+    record = found.one
+    assert (record.ended, record.own_reward, record.info["asked"], record.failed) == ("env_done", 0.25, [2.0], "")
+    assert len(record.turns) == 2 and record.counts["requests"] == 2 and record.counts["segments"] == 1
+    assert accounts(found)["trained"] == found.pool.sampled
+    assert not (tmp_path / "agents").exists()
+    assert len({one.rid for one in found.pool.requests}) == 2
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ("print('no model'); sys.exit(3)", "exit code 3; the last that it wrote: no model"),
+        ("ask('a'); raise ValueError('bad tool')", "ValueError: bad tool"),
+        ("print('bye')", "the agent took no answer of the model; the last that it wrote: bye"),
+        ("ask('a'); result(reward='much')", "reward=much: give a finite number"),
+        ("ask('a'); result(reward=float('nan'))", "RELAX_RESULT"),
+        ("ask('a'); result(metrics={'x': 'y'})", "metrics={'x': 'y'}: give names with finite numbers"),
+        ("ask('a'); open(os.environ['RELAX_RESULT'], 'w').write('[1]')", "it is no JSON object"),
+        ("ask('a'); os.symlink('/dev/zero', os.environ['RELAX_RESULT'])", "RELAX_RESULT: "),
+        ("ask('a'); os.mkfifo(os.environ['RELAX_RESULT'])", "it is no plain file"),
+        ("ask('a'); result(error='no docker')", "the agent says: no docker"),
+    ],
+)
+def test_an_agent_that_fails_has_no_reward(tokenizer: PromptTokenizer, tmp_path: Path, body: str, told: str) -> None:
+    record = played(tokenizer, runs(tmp_path, body)).one
+    assert record.ended == "env_failed" and told in record.failed and record.own_reward is None
+
+
+def test_a_failed_attempt_starts_again_with_another_key(tokenizer: PromptTokenizer, tmp_path: Path) -> None:
+    """The old key answers 410 on every route. Tokens of the first attempt are sampled and not chosen."""
+    body = f"""
+answer = ask("hello")
+if os.environ["RELAX_ATTEMPT"] == "0":
+    open({str(tmp_path / "key")!r}, "w").write(os.environ["OPENAI_API_KEY"])
+    sys.exit(1)
+os.environ["OPENAI_API_KEY"] = open({str(tmp_path / "key")!r}).read()
+for path in {[path.removeprefix("/v1") for path in SHAPES]!r}:
+    try:
+        post({{}}, path)
+    except urllib.error.HTTPError as error:
+        assert error.code == 410, error
+    else:
+        raise AssertionError(path)
+"""
+    found = played(tokenizer, runs(tmp_path, body), max_retries=1)
+    record = found.one
+    assert (record.ended, record.restarts, record.failed) == ("env_done", 1, ""), record.failed
+    assert [one.rid for one in found.pool.requests] == ["r.0.0", "r.0.0.1"]
+    counts = accounts(found)
+    assert counts["trained"] == counts["not_chosen"] == found.pool.sampled // 2
+
+
+def test_an_agent_that_hangs_ends_by_its_time(tokenizer: PromptTokenizer, tmp_path: Path) -> None:
+    found = played(
+        tokenizer, runs(tmp_path, "ask('a'); time.sleep(600)"), agent=agent_settings(timeout_s=1.5), max_retries=3
+    )
+    assert found.one.ended == "episode_timeout" and "agent.timeout_s=1.5" in found.one.failed
+    assert accounts(found)["no_reward"] == found.pool.sampled > 0
+
+
+def test_a_limit_ends_an_episode_with_a_reward_whatever_the_agent_does_then(
+    tokenizer: PromptTokenizer, tmp_path: Path
+) -> None:
+    """Its next request gets 410, so it dies; one that catches the error may still give a result."""
+    limits = EpisodeLimits(turns=2, sampled_tokens=CONTEXT, context_tokens=CONTEXT)
+    body = "for number in range(9): ask(str(number))"
+    record = played(tokenizer, runs(tmp_path, body), limits=limits).one
+    assert (record.ended, record.failed, len(record.turns), record.own_reward) == ("max_turns", "", 2, None)
+    body = """
+try:
+    for number in range(9): ask(str(number))
+except urllib.error.HTTPError as error:
+    assert error.code == 410
+    result(reward=number)
+"""
+    record = played(tokenizer, runs(tmp_path, body), limits=limits).one
+    assert (record.ended, record.failed, record.own_reward) == ("max_turns", "", 2.0)
+    body = """
+try:
+    for number in range(9): ask(str(number))
+except urllib.error.HTTPError:
+    time.sleep(600)
+"""
+    record = played(tokenizer, runs(tmp_path, body), limits=limits).one
+    assert (record.ended, record.failed, len(record.turns)) == ("max_turns", "", 2)
+
+
+def test_a_group_that_is_given_up_leaves_no_agent_and_no_request(tokenizer: PromptTokenizer, tmp_path: Path) -> None:
+    """The requests under way are cancelled, and no token is in no account."""
+
+    async def beside(playing: asyncio.Task[Any], pool: AnsweringPool) -> None:
+        while len(pool.requests) < 4:
+            await asyncio.sleep(0.01)
+        playing.cancel()
+
+    runner = runs(tmp_path, "ask('a'); ask('HANG')")
+    found = played(tokenizer, runner, lambda text: "HANG" if "HANG" in text else "yes", episodes=2, beside=beside)
+    assert not found.records and {one.ended for one in found.cancelled} == {"cancelled"}
+    assert sorted(found.pool.cancelled) == ["r.0.1", "r.1.1"]
+    assert accounts(found, *found.cancelled)["dropped"] == found.pool.sampled > 0
+    assert not (tmp_path / "agents").exists()
