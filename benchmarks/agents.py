@@ -83,7 +83,8 @@ def two_judges(*, swapped: bool) -> Words:
     """Returns the words of a run on both tasks, whose rows name a judge; with ``swapped`` that of the other task."""
 
     def words(folder: Path, seed: int) -> list[str]:
-        own = dict(zip(TASKS, reversed(TASKS) if swapped else TASKS, strict=True))
+        names = list(TASKS)
+        own = dict(zip(names, names[::-1] if swapped else names, strict=True))
         write_known_verdicts(folder / "known.jsonl", {task: task for task in TASKS})
         write_rows(folder / "train.jsonl", own, rows=TRAIN_ROWS, seed=seed, held_out=False)
         sets = []

@@ -138,18 +138,20 @@ def _in_session(
             session,
             RayWatch(session.daemons, frozen_after_s=config.run.heartbeat_timeout_s, lost=ray_lost),
         ):
+            model_folder = made_in_time(model, config, what=f"the model {config.model.builtin}")
+            known_teachers = made_in_time(teachers, config, what="a builtin teacher")
             context = RunContext(
                 config=config,
                 run_namespace=paths.namespace,
                 namespace=paths.namespace,
                 run_dir=run_dir,
-                model_folder=made_in_time(model, config, what=f"the model {config.model.builtin}"),
+                model_folder=model_folder,
                 weights_folder=paths.weights_folder,
                 token_file=session.token_file,
                 resume_from=resume.folder if resume else None,
                 start_step=resume.step if resume else 0,
                 data_digest=data_digest(config.data),
-                teacher_folders=made_in_time(teachers, config, what="a builtin teacher"),
+                teacher_folders=known_teachers,
                 judge_folders=made_in_time(judges, config, what="a builtin judge"),
             )
             return _run_services(context, resume, attempt, supervisor, session, panel, ray_lost=ray_lost)
