@@ -35,14 +35,18 @@ def assert_same_games(one: FinishedRun, other: FinishedRun) -> None:
 
 
 def episodes_of(run: FinishedRun) -> dict[str, tuple[object, ...]]:
-    """Returns how each episode went: rows, versions, ends and rewards of its turns, without their times."""
+    """Returns how each episode went: rows, versions, ends and rewards of its turns, without their times.
+
+    An episode that was put and not yet trained when the run stopped is played again, and goes as it went before.
+    """
     with LedgerFile(run.folder / "ledger.sqlite") as ledger:
         histories = [one for step in range(len(run.steps())) for one in ledger.samples({"step": step})]
     found: dict[str, tuple[object, ...]] = {}
     for one in histories:
-        (made,) = [event.made for event in one.events if event.made is not None and not event.undone]
-        turns = [(turn.start, turn.end, turn.versions, turn.finish, turn.reward) for turn in made.turns]
-        found[one.uid] = (made.leaves, made.reward, made.ended, turns)
+        for made in (event.made for event in one.events if event.made is not None and not event.undone):
+            turns = [(turn.start, turn.end, turn.versions, turn.finish, turn.reward) for turn in made.turns]
+            went = (made.leaves, made.reward, made.ended, turns)
+            assert found.setdefault(one.uid, went) == went
     return found
 
 
