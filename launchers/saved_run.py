@@ -14,8 +14,8 @@ from launchers.submitted import read_submitted
 from relax_core.config.choices import LauncherKind
 from relax_core.config.compose import settled
 from relax_core.config.errors import ConfigError
-from relax_core.config.launcher_schema import LauncherConfig
 from relax_core.config.schema import RelaxConfig
+from relax_core.config.sections.launcher_schema import LauncherConfig
 from relax_core.preflight import CHECKS, settle
 
 CONFIG_VARIABLE = "RELAX_SUBMITTED"  # the text of submitted.yaml, for a launcher that cannot send a file

@@ -18,8 +18,8 @@ from launchers.local import make_run_folder
 from launchers.submitted import write_whole
 from relax_core.config.choices import LauncherKind
 from relax_core.config.errors import ConfigError
-from relax_core.config.launcher_schema import SlurmLauncherConfig
 from relax_core.config.schema import FolderByTime, RelaxConfig
+from relax_core.config.sections.launcher_schema import SlurmLauncherConfig
 from relax_core.observe.results.summary import SUMMARY_FILE
 from relax_core.plan.plan_command import plan_run
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from relax_core.config.checks.launcher_keys import environment
-from relax_core.config.launcher_schema import RayJobLauncherConfig
 from relax_core.config.saved import REDACTED, to_yaml
 from relax_core.config.schema import RelaxConfig
+from relax_core.config.sections.launcher_schema import RayJobLauncherConfig
 from relax_core.control.host.ray_session import ONE_THREAD
 
 EXTRA_STOP_S = 30  # added to run.stop_timeout_s: after that Ray kills a job that does not stop

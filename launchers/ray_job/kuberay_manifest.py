@@ -11,8 +11,8 @@ import yaml
 
 from launchers.ray_job.entrypoint import entrypoint, launcher_of, refuse_secrets, variables
 from launchers.submitted import CONFIG_FILE, submitted_text
-from relax_core.config.launcher_schema import RayJobLauncherConfig
 from relax_core.config.schema import RelaxConfig
+from relax_core.config.sections.launcher_schema import RayJobLauncherConfig
 
 CONFIG_FOLDER = "/etc/relax"
 SHARED_MEMORY = "/dev/shm"

@@ -29,7 +29,7 @@ from launchers.slurm.child_process import Child, remove_run_folders
 from launchers.slurm.job_state import slurm_call
 from launchers.slurm.task_identity import TaskIdentity, task_folder
 from launchers.submitted import CONFIG_FILE, RunEnd, read_submitted, write_end, write_whole
-from relax_core.config.launcher_schema import SlurmLauncherConfig
+from relax_core.config.sections.launcher_schema import SlurmLauncherConfig
 from relax_core.control.host.ray_session import LOOPBACK_SWITCH, ONE_THREAD, QUIET, new_token_file
 from relax_core.control.host.run_paths import SHARED_MEMORY
 from relax_core.control.host.subreaper import become_subreaper, end_children

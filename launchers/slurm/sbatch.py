@@ -14,8 +14,8 @@ from launchers.slurm.job_state import SlurmRun
 from launchers.slurm.node_task import SlurmTask
 from launchers.submitted import JOB_FILE, make_folder, write_whole
 from relax_core.config.checks.launcher_keys import sbatch_arguments
-from relax_core.config.launcher_schema import SlurmLauncherConfig
 from relax_core.config.schema import RelaxConfig
+from relax_core.config.sections.launcher_schema import SlurmLauncherConfig
 
 if TYPE_CHECKING:
     from submitit import SlurmExecutor

@@ -20,12 +20,12 @@ from relax_core.config.checks.validate import PLANS, Check, problems_of
 from relax_core.config.command_line.error_messages import explain
 from relax_core.config.command_line.override_words import PATHS, CommandLine, hydra_words
 from relax_core.config.errors import ConfigError
-from relax_core.config.launcher_schema import LAUNCHERS
 from relax_core.config.options import conf_folder, plugin_options, shipped
 from relax_core.config.plugin_lists import with_absolute_paths
 from relax_core.config.plugin_types import give_task_to_source, typed_plugin
 from relax_core.config.schema import FolderByTime, RelaxConfig
 from relax_core.config.schema_keys import section_types, unknown_key
+from relax_core.config.sections.launcher_schema import LAUNCHERS
 from relax_core.config.sweep_runs import SweepFailed, SweepRuns
 from relax_core.registry import GROUP_KINDS, KINDS, is_file_plugin, short_name
 

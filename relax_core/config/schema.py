@@ -12,7 +12,6 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from relax_core.config.agent_schema import AgentConfig, EndpointConfig
 from relax_core.config.choices import (
     AdvantagesPlace,
     ModeName,
@@ -24,8 +23,9 @@ from relax_core.config.choices import (
     Surplus,
     WeightTransportName,
 )
-from relax_core.config.launcher_schema import LauncherConfig
 from relax_core.config.media_schema import MediaKeys, ModalityConfig
+from relax_core.config.sections.agent_schema import AgentConfig, EndpointConfig
+from relax_core.config.sections.launcher_schema import LauncherConfig
 from relax_core.contracts.env import TurnsConfig
 
 

@@ -9,8 +9,8 @@ from functools import cache
 
 from relax_core.config.command_line.synonyms import synonym
 from relax_core.config.errors import nearest
-from relax_core.config.launcher_schema import LAUNCHERS
 from relax_core.config.schema import RelaxConfig
+from relax_core.config.sections.launcher_schema import LAUNCHERS
 
 
 @cache

@@ -6,7 +6,6 @@ import shlex
 from collections.abc import Iterator
 from typing import cast
 
-from relax_core.config.checks.agent_keys import agent_words, agents_at_one_time
 from relax_core.config.checks.freeze_keys import frozen_parts
 from relax_core.config.choices import AUDIO, PROJECTOR, VISION, ModeName, Surplus
 from relax_core.config.schema import RelaxConfig
@@ -16,6 +15,7 @@ from relax_core.plan.memory.trainer_share import patches_of_micro_batch
 from relax_core.plan.model.dimensions import ModelDimensions
 from relax_core.plan.workload import Workload
 from relax_core.registry import find_env
+from relax_core.rollout.agents.run_agents import agent_words, agents_at_one_time
 
 
 def plural(count: int, noun: str) -> str:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from relax_core.config.choices import LauncherKind
 from relax_core.config.host_memory import available_bytes
-from relax_core.config.launcher_schema import RayJobLauncherConfig, SlurmLauncherConfig
 from relax_core.config.schema import RelaxConfig
+from relax_core.config.sections.launcher_schema import RayJobLauncherConfig, SlurmLauncherConfig
 from relax_core.plan.batch import plural
 from relax_core.plan.memory.media_terms import encode_worker_bytes, shared_item_bytes
 from relax_core.plan.memory.memory_terms import GIB

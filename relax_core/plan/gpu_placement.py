@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from relax_core.config.choices import ModeName
-from relax_core.config.launcher_schema import SlurmLauncherConfig
 from relax_core.config.schema import RelaxConfig
+from relax_core.config.sections.launcher_schema import SlurmLauncherConfig
 from relax_core.control.run.role_counts import layout_key, worker_group_layouts
 from relax_core.plan.model.dimensions import ModelDimensions
 from relax_core.roles.process.process_placement import engines_take_gpus, judges_take_gpus

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from relax_core.config.choices import LauncherKind
 from relax_core.config.errors import NotYet
-from relax_core.config.launcher_schema import RayJobLauncherConfig, SlurmLauncherConfig
 from relax_core.config.schema import PlacementConfig, RelaxConfig
+from relax_core.config.sections.launcher_schema import RayJobLauncherConfig, SlurmLauncherConfig
 
 TORCH_S = 60.0  # seconds for an interpreter to import torch and to ask the driver
 DEVICE_FILES = ("nvidia[0-9]*", "kfd", "dxg")  # files of NVIDIA, AMD, and either of them under Windows

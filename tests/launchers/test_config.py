@@ -17,9 +17,9 @@ from relax_core.config.checks.ranges import OF_LAUNCHER, RANGES
 from relax_core.config.choices import LauncherKind
 from relax_core.config.compose import config_from_yaml, load_config
 from relax_core.config.errors import ConfigError
-from relax_core.config.launcher_schema import LAUNCHERS, LauncherConfig
 from relax_core.config.options import conf_folder, yaml_options
 from relax_core.config.saved import to_whole_yaml
+from relax_core.config.sections.launcher_schema import LAUNCHERS, LauncherConfig
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from relax_core.config.agent_command import command_problem, command_words
-from relax_core.config.agent_schema import HISTORIES
+from relax_core.config.checks.agent_command import command_problem, command_words
 from relax_core.config.media_schema import MEDIA_TASKS
 from relax_core.config.schema import RelaxConfig
-from relax_core.contracts.env import EnvSpec
+from relax_core.config.sections.agent_schema import HISTORIES
 from relax_core.registry import find_env
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -59,22 +58,3 @@ def agent_file_problems(config: RelaxConfig) -> Iterator[str]:
         return  # `agent_problems` has reported it
     if words and (problem := command_problem(config.agent, words)) is not None:
         yield problem
-
-
-def agent_words(config: RelaxConfig, env: EnvSpec) -> list[str]:
-    """Returns the words of the command that plays this environment, none if agents elsewhere do."""
-    assert env.agent is not None
-    return command_words(config.agent, of_env=env.agent(config.env))
-
-
-def agents_at_one_time(config: RelaxConfig) -> int:
-    """Returns how many episodes the agents of one rollout worker play at one time, at most."""
-    most = config.endpoint.max_sessions or episodes_in_flight(config)
-    return min(most, config.agent.workers) if config.agent.workers else most
-
-
-def episodes_in_flight(config: RelaxConfig) -> int:
-    """Returns how many episodes of one rollout worker may have begun and not been trained."""
-    rollout = config.rollout
-    groups = -(-(rollout.prompts_per_step + rollout.spare_prompts) // rollout.workers)
-    return (config.mode.max_staleness + 1) * groups * config.algo.group_size

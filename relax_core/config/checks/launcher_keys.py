@@ -6,8 +6,13 @@ from collections.abc import Iterator
 from pathlib import PurePosixPath
 
 from relax_core.config.choices import LauncherKind
-from relax_core.config.launcher_schema import LAUNCHERS, LauncherConfig, RayJobLauncherConfig, SlurmLauncherConfig
 from relax_core.config.schema import RelaxConfig
+from relax_core.config.sections.launcher_schema import (
+    LAUNCHERS,
+    LauncherConfig,
+    RayJobLauncherConfig,
+    SlurmLauncherConfig,
+)
 
 _NAMES_OF_OURS = ("job-name", "output", "error", "signal", "nodes", "ntasks-per-node", "time", "open-mode", "array")
 _KEYS_OF_OURS = {  # options that have a key of their own

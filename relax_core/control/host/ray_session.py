@@ -14,8 +14,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from relax_core.config.launcher_schema import LauncherConfig
 from relax_core.config.schema import PlacementConfig
+from relax_core.config.sections.launcher_schema import LauncherConfig
 from relax_core.control.host.process_trees import kill_trees
 from relax_core.control.host.run_paths import RunPaths
 from relax_core.roles.process.process_placement import cluster_fault

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
-from relax_core.config.checks.agent_keys import agent_words, agents_at_one_time
 from relax_core.config.reward_choice import may_be_isolated
 from relax_core.config.schema import ParallelConfig, RelaxConfig
 from relax_core.contracts.algorithm import Requirements
@@ -40,6 +39,7 @@ from relax_core.plan.model.dimensions import ModelDimensions
 from relax_core.plan.model.model_source import teacher_dimensions
 from relax_core.plan.workload import Workload
 from relax_core.registry import find_engine, find_env
+from relax_core.rollout.agents.run_agents import agent_words, agents_at_one_time
 from relax_core.train.parallel.layout_arithmetic import critic_parallel, forward_parallel, one_rank, world_size
 
 TRAINER = 435

@@ -118,12 +118,7 @@ class RolloutWorker(Worker):
             settings=settings,
             record=self._record(metrics, rewards),
             gate=_no_gate if evaluator is None else evaluator.gate,
-            bad_rows=BadRows(
-                rows=len(source),
-                most=config.data.max_bad_rows,
-                report=lambda rows: metrics.record_texts(bad_rows_kind(self._rank), context.start_step, rows),
-                most_in_a_row=config.modality.max_bad_in_a_row,
-            ),
+            bad_rows=self._bad_rows(len(source), metrics),
             refuse=group_filter(spec, config.algo),
             teacher_of=None if teachers is None else teacher_chooser(teachers),
             weight_update_handler=self._weight_update_handler(bus, pool),
@@ -147,6 +142,15 @@ class RolloutWorker(Worker):
             run_env.close()
             if encoders is not None:
                 encoders.close()
+
+    def _bad_rows(self, rows: int, metrics: MetricsClient) -> BadRows:
+        config, step = self.context.config, self.context.start_step
+        return BadRows(
+            rows=rows,
+            most=config.data.max_bad_rows,
+            report=lambda bad: metrics.record_texts(bad_rows_kind(self._rank), step, bad),
+            most_in_a_row=config.modality.max_bad_in_a_row,
+        )
 
     def _early_ends(self) -> EarlyEnds:
         config = self.context.config

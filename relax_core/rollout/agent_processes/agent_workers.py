@@ -9,8 +9,8 @@ from pathlib import Path
 
 import msgspec
 
-from relax_core.config.agent_command import agent_environment
-from relax_core.config.agent_schema import AgentConfig
+from relax_core.config.checks.agent_command import agent_environment
+from relax_core.config.sections.agent_schema import AgentConfig
 from relax_core.rollout.agent_processes.agent_limits import AgentLimits
 from relax_core.rollout.agent_processes.agent_process import AgentProcess
 from relax_core.rollout.agent_processes.agent_tasks import AgentResult, AgentTask, result_of

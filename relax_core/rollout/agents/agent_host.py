@@ -8,9 +8,8 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from relax_core.config.agent_schema import AgentConfig
-from relax_core.config.checks.agent_keys import agent_words, agents_at_one_time
 from relax_core.config.schema import RelaxConfig
+from relax_core.config.sections.agent_schema import AgentConfig
 from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.registry import find_env
 from relax_core.rollout.agent_processes.agent_runs import AgentRuns
@@ -20,6 +19,7 @@ from relax_core.rollout.agents.agent_session import AgentSession
 from relax_core.rollout.agents.endpoint_app import EndpointApp
 from relax_core.rollout.agents.endpoint_server import served
 from relax_core.rollout.agents.outside_agents import SESSIONS, OutsideAgents, write_address
+from relax_core.rollout.agents.run_agents import agent_words, agents_at_one_time
 from relax_core.rollout.agents.session_table import SessionTable
 from relax_core.rollout.episodes.episode_records import EpisodeRecord
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from relax_core.config.agent_schema import AgentConfig
+from relax_core.config.sections.agent_schema import AgentConfig
 from relax_core.rollout.agent_processes.agent_tasks import AgentTask
 from relax_core.rollout.agent_processes.agent_workers import AgentWorkers
 from tests.rollout.agents.playing import LONG_S, agent_settings

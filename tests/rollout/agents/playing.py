@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from relax_core.config.agent_schema import AgentConfig
+from relax_core.config.sections.agent_schema import AgentConfig
 from relax_core.contracts.engine import Generated, PromptRequest, SamplingParams
 from relax_core.contracts.env import EnvConfig, EnvSpec, EpisodeLimits
 from relax_core.data.tokenizer import PromptTokenizer

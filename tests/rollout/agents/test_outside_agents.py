@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from relax_core.config.agent_schema import AgentConfig
+from relax_core.config.sections.agent_schema import AgentConfig
 from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.rollout.agents.outside_agents import (
     SESSIONS,

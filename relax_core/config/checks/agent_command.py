@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from relax_core.config.agent_schema import AgentConfig
+from relax_core.config.sections.agent_schema import AgentConfig
 
 _PYTHON = re.compile(r"python(3(\.\d+)?)?")
 # Where programs, files and words of the user's language are found. Any other variable may hold a secret.
