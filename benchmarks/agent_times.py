@@ -9,6 +9,10 @@ Counted are the answers with a reward that are trained in a second, over a rewar
 with the same reward as a rule; samples that are trained in a second, medians over the steps. On fewer than 4 cores the
 judge has no core of its own, and the figure says little.
 
+"warm worker": an agent that imports ``openai`` (benchmarks/openai_agent.py, three requests an episode, whose answers
+come at once), with two episodes at one time: two processes that take task after task, over a process an episode. The
+first two tasks start the processes and do not count.
+
 The other figures are those of `benchmarks.endpoint_times`. All ways take turns within an invocation.
 """
 
@@ -16,12 +20,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import tempfile
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -29,7 +35,7 @@ from typing import Any
 import msgspec
 
 from benchmarks.demo_seeds import run_demo
-from benchmarks.endpoint_times import Client, endpoint, request_cpu, stream
+from benchmarks.endpoint_times import AtOnce, Client, Sessions, endpoint, request_cpu, stream, with_sessions
 from benchmarks.over_sampling import GROUPS, TIMEOUT_S, TOKEN, StepAtOnce, no_gate, rename_weights
 from benchmarks.taught_models import judge_folder, judge_words
 from benchmarks.tiny_model import engine_config
@@ -47,6 +53,9 @@ from relax_core.engines.pool.engine_pool import EnginePool
 from relax_core.engines.protocol.engine_client import EngineClient
 from relax_core.preflight import settle
 from relax_core.registry import find_env, find_reward
+from relax_core.rollout.agent_processes.agent_runs import AgentRuns
+from relax_core.rollout.agent_processes.agent_tasks import AgentTask
+from relax_core.rollout.agent_processes.agent_workers import AgentWorkers
 from relax_core.rollout.bad_rows import BadRows
 from relax_core.rollout.prompt_admissions import RolloutLoopSettings
 from relax_core.rollout.prompt_tokens import PromptMaker
@@ -54,9 +63,11 @@ from relax_core.rollout.rewards.reward_pool import RewardPool
 from relax_core.rollout.rollout_loop import RolloutLoop
 from relax_core.rollout.weight_update_handler import WeightUpdateHandler
 from relax_core.tools.make_tiny import tiny_model_folder
+from relax_core.tools.tiny_tokenizer import tiny_prompt_tokenizer
 
 STEP_S, DEADLINE_S, HANGS_S, WORKERS = 1.0, 1.0, 600.0, 4
 STALENESS, GROUP_SIZE = 2, 16
+AT_ONCE, EPISODES = 2, 16  # of agents
 IN_FLIGHT = STALENESS + 2  # steps whose groups are in flight, admission being a step ahead
 ISOLATED = f"""
 import time
@@ -266,8 +277,57 @@ def judge(*, rounds: int, steps: int) -> float:
     return median(ratios)
 
 
+def warm_worker(*, rounds: int) -> float:
+    """Prints and returns episodes/s of warm agents over those of a process an episode."""
+    tokenizer = tiny_prompt_tokenizer(tools=True)
+    command = [sys.executable, str(Path(__file__).with_name("openai_agent.py")), "guess"]
+    settings = load_config(settle=settle).agent
+    rates: dict[str, list[float]] = {"a process an episode": [], "warm": []}
+
+    async def play(own: Sessions, way: str, folder: Path) -> None:
+        agent = replace(settings, workers=AT_ONCE if way == "warm" else 0)
+        make = AgentWorkers if agent.workers else AgentRuns
+        runner = make(command, agent, folder=folder / way.replace(" ", "-"))
+        free = asyncio.Semaphore(AT_ONCE)
+
+        async def one(number: int) -> None:
+            row = {"prompt": "", "answer": "", "seed": number}
+            key, uid = own.keys[number], own.records[number].uid
+            async with free:
+                result = await runner.play(
+                    AgentTask(uid=uid, attempt=0, row=row, key=key, base_url=own.url, evaluation=False)
+                )
+            assert not result.failed, result
+
+        try:
+            await asyncio.gather(*map(one, range(AT_ONCE)))
+            began = time.monotonic()
+            await asyncio.gather(*map(one, range(AT_ONCE, AT_ONCE + EPISODES)))
+            rates[way].append(EPISODES / (time.monotonic() - began))
+        finally:
+            await runner.aclose()
+
+    with tempfile.TemporaryDirectory(prefix="relax-agents-") as scratch:
+        for number in range(rounds):
+            for way in rates:
+                scene = partial(play, way=way, folder=Path(scratch) / str(number))
+                count = AT_ONCE + EPISODES
+                asyncio.run(
+                    with_sessions(tokenizer, AtOnce(tokenizer), scene, count=count, turn_tokens=64, context=1024)
+                )
+    plain, warm = rates.values()
+    ratios = [after / before for before, after in zip(plain, warm, strict=True)]
+    print(
+        f"  warm: {fmean(warm):.2f} episodes/s, a process an episode: {fmean(plain):.2f}; "
+        f"ratio {median(ratios):.1f} ({', '.join(f'{one:.1f}' for one in ratios)})",
+        flush=True,
+    )
+    return median(ratios)
+
+
 HANGING, JUDGE, ENDPOINT, REQUEST, STREAM = "hanging scorer", "judge", "endpoint", "request CPU", "stream"
-FIGURES = (HANGING, JUDGE, ENDPOINT, REQUEST, STREAM)
+WARM = "warm worker"
+FIGURES = (HANGING, JUDGE, ENDPOINT, REQUEST, STREAM, WARM)
 
 
 def measure(names: Sequence[str], *, rounds: int, steps: int) -> int:
@@ -293,6 +353,8 @@ def _missed(name: str, client: Client | None, *, rounds: int, steps: int) -> lis
         return _short("samples/s", hanging_scorer(rounds=rounds, steps=steps), least=0.9)
     if name == JUDGE:
         return _short("samples/s", judge(rounds=rounds, steps=steps), least=0.8)
+    if name == WARM:
+        return _short("episodes/s", warm_worker(rounds=rounds), least=3.0)
     assert client is not None
     if name == ENDPOINT:
         speed, prefill = endpoint(client, rounds=rounds)

@@ -2,8 +2,9 @@
 
 It writes "ready", reads jobs from stdin, one JSON object a line, and answers each with one line. A job has ``url``,
 ``keys`` (sessions, which play at the same time), ``openings`` (the first messages of each), ``turns``, ``more`` (the
-message behind each answer), and ``body`` (other fields of a request). The answer has ``seconds`` and, of streamed
-requests, ``first``: when the first delta with text came, by the monotonic clock.
+message behind each answer), and ``body`` (other fields of a request). The answer has ``seconds``,
+``histories`` (the messages of each session at its end) and, of streamed requests, ``first``: when the first delta with
+text came, by the monotonic clock.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ import aiohttp
 TIMEOUT_S = 600.0
 
 
-async def play(http: aiohttp.ClientSession, job: dict[str, Any], number: int, first: list[float]) -> None:
-    """Plays one session."""
+async def play(http: aiohttp.ClientSession, job: dict[str, Any], number: int, first: list[float]) -> list[Any]:
+    """Plays one session, and returns its messages."""
     key, messages = job["keys"][number], list(job["openings"][number])
     headers = {"Authorization": f"Bearer {key}"}
     for _ in range(job["turns"]):
@@ -33,6 +34,7 @@ async def play(http: aiohttp.ClientSession, job: dict[str, Any], number: int, fi
             else:
                 message = (await reply.json())["choices"][0]["message"]
         messages += [message, job["more"]]
+    return messages
 
 
 async def streamed(reply: aiohttp.ClientResponse, first: list[float]) -> str:
@@ -55,9 +57,9 @@ async def done(job: dict[str, Any]) -> dict[str, Any]:
     connector = aiohttp.TCPConnector(limit=len(job["keys"]))
     began = time.monotonic()
     async with aiohttp.ClientSession(timeout=limits, connector=connector) as http, asyncio.TaskGroup() as tasks:
-        for number in range(len(job["keys"])):
-            tasks.create_task(play(http, job, number, first))
-    return {"seconds": time.monotonic() - began, "first": first}
+        playing = [tasks.create_task(play(http, job, number, first)) for number in range(len(job["keys"]))]
+    histories = [one.result() for one in playing]
+    return {"seconds": time.monotonic() - began, "first": first, "histories": histories}
 
 
 def main() -> None:

@@ -3,9 +3,9 @@
 The client is plain aiohttp in a process of its own (`benchmarks.endpoint_client`). "endpoint": 64 sessions of 8 turns
 of at most 4 tokens over one embedded engine with a prefix cache, in turns with the same episodes of an environment in
 this process, which also says "go on" behind each answer. "request CPU": the CPU time of this process for a request, of
-which nothing but the endpoint takes any, because the answers come at once from a list; also with three tools and a
-history of 8,000 tokens. "stream": from the engine's first token, as it comes to this process, to the first delta in the
-client's; one request after the other.
+which nothing but the endpoint takes any, because the answers come at once from a list: the requests behind the first of
+sessions of 8 turns; also with three tools and a history of 8,000 tokens. "stream": from the engine's first token, as it
+comes to this process, to the first delta in the client's; one request after the other.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from relax_core.tools.tiny_tokenizer import tiny_prompt_tokenizer
 from tests.responses import response
 
 SESSIONS, TURNS, TURN_TOKENS, CONTEXT = 64, 8, 4, 256
-LONG_CONTEXT, HISTORY_TOKENS, REQUESTS = 1 << 15, 8000, 100
+LONG_CONTEXT, HISTORY_TOKENS, REQUESTS = 1 << 15, 8000, 96
 MORE = {"role": "user", "content": "go on"}
 TOOLS = [
     {
@@ -191,7 +191,9 @@ async def with_sessions(
     records = [EpisodeRecord(uid=f"g{number:08}.{place}") for place in range(count)]
 
     def request_of(uid: str, place: int, turn: int, ids: list[int], most: int) -> PromptRequest:
-        return PromptRequest(rid=f"{uid}.{turn}", input_ids=ids, sampling_seed=1000 * place + turn, max_new_tokens=most)
+        return PromptRequest(
+            rid=f"{uid}.{turn}", input_ids=ids, sampling_seed=10**6 * number + 1000 * place + turn, max_new_tokens=most
+        )
 
     async with asyncio.TaskGroup() as tasks, served(app) as url:
         sessions = [
@@ -236,9 +238,9 @@ def pool_of(client: EngineClient) -> FirstTokens:
     return pool
 
 
-def question(number: int) -> str:
-    """Returns the question of an episode."""
-    return f"rev {10_000 + 7 * number}"
+def question(number: int, index: int, *, way: int = 0) -> str:
+    """Returns the question of episode ``index`` of a round; no two rounds or ways have one in common."""
+    return f"rev {(2 * number + way) * SESSIONS + index:06}"
 
 
 async def episodes_in_process(pool: Any, tokenizer: PromptTokenizer, *, number: int) -> float:
@@ -255,7 +257,7 @@ async def episodes_in_process(pool: Any, tokenizer: PromptTokenizer, *, number: 
             start = GroupStart(
                 index=index,
                 attempt=0,
-                row={"prompt": question(index), "answer": ""},
+                row={"prompt": question(number, index), "answer": ""},
                 where="",
                 rid=f"p{number}.{index}",
                 min_version=0,
@@ -269,7 +271,7 @@ async def episodes_through_endpoint(pool: Any, tokenizer: PromptTokenizer, clien
     seconds = []
 
     async def scene(own: Sessions) -> None:
-        openings = [[{"role": "user", "content": question(index)}] for index in range(SESSIONS)]
+        openings = [[{"role": "user", "content": question(number, index, way=1)}] for index in range(SESSIONS)]
         job = {"url": own.url, "keys": own.keys, "openings": openings, "turns": TURNS, "more": MORE}
         found = await client.done(body={"max_tokens": TURN_TOKENS}, **job)
         seconds.append(found["seconds"])
@@ -322,6 +324,7 @@ def endpoint(client: Client, *, rounds: int) -> tuple[float, float]:
 def request_cpu(client: Client, *, rounds: int) -> tuple[float, float]:
     """Prints and returns the endpoint's CPU milliseconds for a request: a plain one, and one with tools and history."""
     tokenizer = tiny_prompt_tokenizer(tools=True)
+    sessions = REQUESTS // TURNS
     line = "the product of two numbers " * 4
     history = [{"role": "user" if place % 2 else "assistant", "content": line} for place in range(1, 1000)]
     width = len(tokenizer.encode(history[:2], plain=True)) / 2
@@ -335,14 +338,16 @@ def request_cpu(client: Client, *, rounds: int) -> tuple[float, float]:
         costs: list[float] = []
 
         async def scene(own: Sessions, opening: Any = opening, body: Any = body, costs: list[float] = costs) -> None:
-            job = {"url": own.url, "keys": own.keys, "openings": [opening], "more": MORE, "body": body}
-            await client.done(turns=1, **job)
-            for _ in range(rounds):
-                began = time.process_time()
-                await client.done(turns=REQUESTS, **job)
-                costs.append(1e3 * (time.process_time() - began) / REQUESTS)
+            job = {"url": own.url, "keys": own.keys, "more": MORE, "body": body}
+            begun = await client.done(turns=1, openings=[opening] * sessions, **job)
+            began = time.process_time()
+            await client.done(turns=TURNS - 1, openings=begun["histories"], **job)
+            costs.append(1e3 * (time.process_time() - began) / sessions / (TURNS - 1))
 
-        asyncio.run(with_sessions(tokenizer, AtOnce(tokenizer), scene, count=1, turn_tokens=64, context=LONG_CONTEXT))
+        for _ in range(rounds):
+            asyncio.run(
+                with_sessions(tokenizer, AtOnce(tokenizer), scene, count=sessions, turn_tokens=64, context=LONG_CONTEXT)
+            )
         figures.append(median(costs))
         print(f"  {name}: {figures[-1]:.2f} ms ({', '.join(f'{one:.2f}' for one in costs)})", flush=True)
     return figures[0], figures[1]
@@ -361,7 +366,7 @@ def stream(client: Client, *, rounds: int) -> float:
         async def scene(own: Sessions) -> None:
             for number in range(10 * rounds + 1):
                 pool.first.clear()
-                opening = [{"role": "user", "content": question(number)}]
+                opening = [{"role": "user", "content": question(number, 0)}]
                 job = {"url": own.url, "keys": own.keys, "openings": [opening], "turns": 1, "more": MORE}
                 found = await client.done(body={"stream": True, "max_tokens": 16}, **job)
                 if number and found["first"]:

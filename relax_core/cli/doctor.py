@@ -27,15 +27,13 @@ CORES, DISK_BYTES, SHARED_BYTES = 2, 2 << 30, 512 << 20
 _NVIDIA_S = 10.0
 _MEDIA_S = 60.0
 _INSTRUCTIONS = "if-verifiable"
-_REWARD_PACKAGES = {  # package → the rewards that need it, and the extra that installs it
-    "pylatexenc": ("deepscaler, geo3k and math with rule=boxed", "rewards"),
-    _INSTRUCTIONS: ("ifeval and ifbench", "rewards"),
-    "reasoning-gym": ("reasoning_gym with its data", "envs"),
-}
-_ENV_PACKAGES = {  # package → the environment that needs it, and the extra that installs it
-    "gymnasium": ("gymnasium", "envs"),
-    "TextArena": ("textarena", "envs"),
-    "mcp": ("mcp", "mcp"),
+_OPTIONAL = {  # package → what needs it, and the extra that installs it
+    "pylatexenc": ("reward=deepscaler, geo3k and math with rule=boxed", "rewards"),
+    _INSTRUCTIONS: ("reward=ifeval and ifbench", "rewards"),
+    "reasoning-gym": ("data=reasoning_gym with its reward", "envs"),
+    "gymnasium": ("env=gymnasium", "envs"),
+    "textarena": ("env=textarena", "envs"),
+    "mcp": ("env=mcp", "mcp"),
 }
 _NLTK_DATA = {
     "punkt": "tokenizers",
@@ -193,35 +191,24 @@ def _media() -> Iterator[Finding]:
     yield Finding(topic="media", verdict=Verdict.good, words=f"{done.stdout.strip()} are decoded")
 
 
-def _rewards() -> Iterator[Finding]:
-    """Says which optional packages and data of rewards are there."""
+def _optional() -> Iterator[Finding]:
+    """Says which optional packages of rewards and environments are there, and which data."""
     found = []
-    for package, (rewards, extra) in _REWARD_PACKAGES.items():
+    for package, (what, extra) in _OPTIONAL.items():
         if _is_installed(package):
             found.append(package)
             continue
-        words = f"{package} is missing. Only reward={rewards} needs it: pip install 'relax-core[{extra}]'"
-        yield Finding(topic="rewards", verdict=Verdict.note, words=words)
+        words = f"{package} is missing. Only {what} needs it: pip install 'relax-core[{extra}]'"
+        yield Finding(topic="optional", verdict=Verdict.note, words=words)
     missing = [one for one in _NLTK_DATA if not _has_nltk_data(one)] if _INSTRUCTIONS in found else []
     if missing:
         words = (
             f"data of nltk is missing: {', '.join(missing)}. Only some instructions of reward=ifeval and ifbench need "
             f"it: python -m nltk.downloader {' '.join(missing)}"
         )
-        yield Finding(topic="rewards", verdict=Verdict.note, words=words)
+        yield Finding(topic="optional", verdict=Verdict.note, words=words)
     if found:
-        yield Finding(topic="rewards", verdict=Verdict.good, words=f"{', '.join(found)} there")
-
-
-def _environments() -> Iterator[Finding]:
-    """Says which optional packages of environments are there."""
-    found = [package for package in _ENV_PACKAGES if _is_installed(package)]
-    for package, (env, extra) in _ENV_PACKAGES.items():
-        if package not in found:
-            words = f"{package} is missing. Only env={env} needs it: pip install 'relax-core[{extra}]'"
-            yield Finding(topic="environments", verdict=Verdict.note, words=words)
-    if found:
-        yield Finding(topic="environments", verdict=Verdict.good, words=f"{', '.join(found)} there")
+        yield Finding(topic="optional", verdict=Verdict.good, words=f"{', '.join(found)} there")
 
 
 def _is_installed(package: str) -> bool:
@@ -260,7 +247,6 @@ _CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     _ports,
     _gpus,
     _media,
-    _rewards,
-    _environments,
+    _optional,
     _stale_runs,
 )

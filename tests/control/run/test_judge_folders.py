@@ -11,8 +11,10 @@ from relax_core.config.compose import load_config
 from relax_core.config.schema import RelaxConfig
 from relax_core.control.run.judge_folders import judge_folders, judge_problems
 from relax_core.control.run.role_counts import roles_of
+from relax_core.plan.build_plan import make_plan
 from relax_core.plan.data.data_check import look_at_data
 from relax_core.plan.memory.judge_memory import judge_holders
+from relax_core.plan.plan_text import as_text
 from relax_core.tools.make_tiny import tiny_model_folder
 
 
@@ -41,6 +43,8 @@ def test_judges_have_engines_and_memory_of_their_own(model: Path, prompt: Path) 
     assert (holder.name, holder.count) == ("judge main", 2)
     weights = sum(file.stat().st_size for file in model.glob("*.safetensors"))
     assert holder.peak.terms["weights"] == pytest.approx(weights, rel=0.05)
+    plan = make_plan(config)
+    assert plan.roles["judge_engine"] == 2 and holder in plan.memory and "judge main" in as_text(plan)
     remote = config_of(prompt, "reward.judges.main.model=m", "reward.judges.main.url=http://127.0.0.1:1/v1")
     assert "judge_engine" not in roles_of(remote) and judge_holders(remote) == []
     assert "judge_engine" not in roles_of(load_config())
