@@ -64,14 +64,14 @@ def test_a_missing_decoder_is_a_note_and_a_broken_one_is_bad(
 
 
 def test_optional_packages_and_data_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    there = {"pylatexenc", "if-verifiable", "gymnasium"}
+    there = {"pylatexenc", "if-verifiable", "gymnasium", "mcp"}
     monkeypatch.setattr(doctor, "_is_installed", there.__contains__)
     monkeypatch.setattr(doctor, "_has_nltk_data", lambda name: name != "punkt")
     words = [one.words for one in doctor._optional()]
     assert "reasoning-gym is missing. Only data=reasoning_gym with its reward needs it: pip install" in words[0]
     assert "textarena is missing. Only env=textarena needs it: pip install 'relax-core[envs]'" in words[1]
     assert "data of nltk is missing: punkt. Only some instructions of reward=ifeval" in words[2]
-    assert words[3:] == ["pylatexenc, if-verifiable, gymnasium there"]
+    assert words[3:] == ["pylatexenc, if-verifiable, gymnasium, mcp there"]
 
 
 def test_versions_are_those_of_the_constraints() -> None:
