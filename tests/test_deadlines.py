@@ -61,6 +61,52 @@ REASONS = {
         "relax_core/rollout/episodes/played_group.py",
         "end_stragglers",
     ): "episodes of the group: each request and each call of an env has a deadline",
+    # `AgentHost.played` has the deadlines of an attempt and cancels what waits here; a guard ends its agent within
+    # agent.grace_s and its own limit, and what waits for that end is in a task of its own.
+    (
+        "relax_core/rollout/agent_processes/agent_process.py",
+        "AgentProcess.wait",
+    ): "the guard has the deadline for its agent's end",
+    (
+        "relax_core/rollout/agent_processes/agent_runs.py",
+        "AgentRuns.play",
+    ): "AgentHost.played cancels it behind agent.timeout_s",
+    (
+        "relax_core/rollout/agent_processes/agent_runs.py",
+        "AgentRuns._end",
+    ): "the guard was asked to end its agent, and has the deadline",
+    (
+        "relax_core/rollout/agent_processes/agent_runs.py",
+        "AgentRuns.aclose",
+    ): "the same",
+    (
+        "relax_core/rollout/agent_processes/agent_workers.py",
+        "AgentWorkers.play",
+    ): "a process becomes free when the attempt ends that has it, which has a deadline",
+    (
+        "relax_core/rollout/agent_processes/agent_workers.py",
+        "AgentWorkers._answer",
+    ): "AgentHost.played cancels it behind agent.timeout_s, _give_back behind the grace",
+    (
+        "relax_core/rollout/agent_processes/agent_workers.py",
+        "AgentWorkers._give_back",
+    ): "the guard was asked to end its agent, and has the deadline",
+    (
+        "relax_core/rollout/agent_processes/agent_workers.py",
+        "AgentWorkers.aclose",
+    ): "the same",
+    (
+        "relax_core/rollout/agents/agent_host.py",
+        "AgentHost.played",
+    ): "after done(): the attempt has ended",
+    (
+        "relax_core/rollout/agents/agent_host.py",
+        "_until",
+    ): "asyncio.wait beside it has the deadline; without one, an engine holds the first answer and has its own",
+    (
+        "relax_core/rollout/agents/outside_agents.py",
+        "OutsideAgents.play",
+    ): "an attempt at rest until an agent asks for it; the run's stall_timeout_s tells when none does",
     (
         "relax_core/rollout/episodes/shared_requests.py",
         "Lockstep.run",

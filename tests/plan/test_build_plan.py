@@ -304,3 +304,15 @@ def test_environment_workers_are_counted_with_their_memory_and_cores() -> None:
     assert (workers.count, workers.peak.bytes) == (2 * 3, GIB // 2)
     assert many.total_bytes - few.total_bytes == (2 * 3 - 2) * GIB // 2
     assert "6 processes for the environment (2 x env.workers=3)" in " ".join(many.episodes)
+
+
+def test_agents_are_counted_with_their_processes() -> None:
+    words = ["experiment=calculator", "env=agent", "agent.command=sleep 1", "rollout.workers=2"]
+    each, warm = (make_plan(load_config([*words, f"agent.workers={count}"])) for count in (0, 3))
+    (agents,) = (holder for holder in warm.memory if holder.name == "agent with its guard")
+    assert agents.count == 2 * 3
+    assert "6 processes take task after task: sleep 1" in " ".join(warm.episodes)
+    assert "each in a process of its own: sleep 1" in " ".join(each.episodes)
+    elsewhere = make_plan(load_config(["experiment=calculator", "env=agent", "endpoint.max_sessions=5"]))
+    assert "ask for up to 5 tasks at one time at 127.0.0.1, port any free one" in " ".join(elsewhere.episodes)
+    assert not [holder for holder in elsewhere.memory if holder.name == "agent with its guard"]

@@ -124,7 +124,7 @@ class AgentProcess:
             while line := await told.readline():
                 self._hear(msgspec.json.decode(line))
         finally:
-            self._clear_up()
+            await self._clear_up()
             self.ended.set()
 
     def _hear(self, told: dict[str, Any]) -> None:
@@ -137,7 +137,7 @@ class AgentProcess:
         else:
             self.answers.put_nowait((told["answer"], told["output"]))
 
-    def _clear_up(self) -> None:
+    async def _clear_up(self) -> None:
         """Takes notice of the guard's end. A guard that was killed itself leaves processes of the agent's group."""
         self._to_guard.close()
         if self._end is None:
@@ -146,4 +146,4 @@ class AgentProcess:
             if self._pid:
                 with suppress(ProcessLookupError):
                     os.killpg(self._pid, signal.SIGKILL)
-        self._guard.wait(_EXIT_S)
+        await asyncio.to_thread(self._guard.wait, _EXIT_S)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -24,7 +25,9 @@ from relax_core.rollout.agents.session_table import SessionTable
 from relax_core.rollout.episodes.episode_records import EpisodeRecord
 
 TOLD_FAILURES = 3  # attempts that failed whose whole output the log has
+END_S = 10.0  # a call of the runner that is cancelled returns at once
 _MEGABYTE = 10**6
+_ANY_ADDRESS = ("0.0.0.0", "::")
 log = logging.getLogger(__name__)
 
 
@@ -65,7 +68,8 @@ class AgentHost:
                 return AgentResult(failed="the agent goes on behind the end of its episode")
             return playing.result()
         finally:
-            playing.cancel()
+            playing.cancel()  # which ends the agent behind it
+            await asyncio.wait([playing], timeout=END_S)
 
     def tell_failure(self, record: EpisodeRecord, result: AgentResult) -> None:
         """Writes the output of an attempt that failed to the log, if it is one of the first."""
@@ -106,6 +110,8 @@ async def agent_host(
         outside=outside,
     )
     async with served(app, host=endpoint.host, port=endpoint.port and endpoint.port + rank) as base_url:
+        if endpoint.host in _ANY_ADDRESS:  # no address of this machine
+            base_url = f"http://{socket.gethostname()}:{base_url.rpartition(':')[2]}"
         if outside is None:
             log.info("the endpoint for agents is %s", base_url)
         else:

@@ -99,6 +99,12 @@ class AgentPlayer:
     async def _attempt(self, start: GroupStart, record: EpisodeRecord, sample: int, tasks: asyncio.TaskGroup) -> None:
         """Plays one attempt, whose key opens its session and nothing else."""
         over = asyncio.Event()
+        given_up: list[str] = []  # requests of the engine
+
+        def limited(rids: list[str]) -> None:
+            given_up.extend(rids)
+            over.set()
+
         session = AgentSession(
             self._form,
             record,
@@ -106,7 +112,7 @@ class AgentPlayer:
             tie=start.index,
             tasks=tasks,
             on_response=partial(self._answered, start, record),
-            on_end=lambda rids: over.set(),
+            on_end=limited,
             ends_early=lambda: None if start.evaluation else self._stale(record),
         )
         key = self._host.sessions.open(session)
@@ -123,12 +129,12 @@ class AgentPlayer:
         try:
             result = await self._host.played(task, session, over)
         finally:
-            rids = session.end()
+            given_up += session.end()
             self._host.sessions.close(key)
             record.counts.update({name: session.counts[name] for name in COUNTS})
             record.env_s += max(0.0, time.monotonic() - began_s - record.engine_s)
-            if rids:  # a busy engine takes a while to say that it has ended them, and no group waits for that
-                start_in(tasks, self._form.requests.cancel(rids))
+            if given_up:  # a busy engine takes a while to say that it has ended them, and no group waits for that
+                start_in(tasks, self._form.requests.cancel(given_up))
         self._conclude(record, result)
 
     def _request(

@@ -81,8 +81,10 @@ def result(**given):
 class AnsweringPool:
     """Gives the responses that a function of the prompt's text says."""
 
-    def __init__(self, tokenizer: PromptTokenizer, answer: Answer) -> None:
+    def __init__(self, tokenizer: PromptTokenizer, answer: Answer, *, ages: bool) -> None:
+        """``ages``: each response comes from newer weights than the one before."""
         self._tokenizer = tokenizer
+        self._ages = ages
         self._answer = answer
         self.requests: list[PromptRequest] = []
         self.sampled = 0
@@ -103,7 +105,8 @@ class AnsweringPool:
             if prompt.max_new_tokens is not None and len(ids) > prompt.max_new_tokens:
                 ids, finish = ids[: prompt.max_new_tokens], "length"
             self.sampled += len(ids)
-            one = response(ids, versions=0, rid=prompt.rid, prompt=number, finish_reason=finish)  # type: ignore[arg-type]
+            version = len(self.requests) if self._ages else 0
+            one = response(ids, versions=version, rid=prompt.rid, prompt=number, finish_reason=finish)  # type: ignore[arg-type]
             yield number, [msgspec.structs.replace(one, prompt_tokens=len(prompt.input_ids))]
 
     async def cancel(self, rids: Sequence[str]) -> None:
@@ -135,6 +138,7 @@ def played(
     agent: AgentConfig | None = None,
     limits: EpisodeLimits | None = None,
     max_retries: int = 0,
+    ages: bool = False,
     at_once: int = 64,
     ends: EarlyEnds | None = None,
     beside: Callable[[asyncio.Task[Any], AnsweringPool], Any] | None = None,
@@ -145,7 +149,7 @@ def played(
 
     ``at_url`` gets the endpoint's address, too.
     """
-    settings, pool = agent or agent_settings(), AnsweringPool(tokenizer, answer)
+    settings, pool = agent or agent_settings(), AnsweringPool(tokenizer, answer, ages=ages)
     found = Played(records=[], pool=pool)
 
     async def run() -> None:

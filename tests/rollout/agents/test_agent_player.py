@@ -14,6 +14,7 @@ from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.rollout.agent_processes.agent_runs import AgentRuns
 from relax_core.rollout.agents.endpoint_app import SHAPES
 from relax_core.rollout.episodes.episode_records import EpisodeRecord, played_episodes
+from relax_core.rollout.episodes.played_group import EarlyEnds
 from relax_core.rollout.episodes.token_accounts import token_accounts
 from relax_core.rollout.episodes.tree_builder import build_tree
 from tests.data.chat_templates import FAMILIES, write_folder
@@ -154,3 +155,68 @@ def test_a_group_that_is_given_up_leaves_no_agent_and_no_request(tokenizer: Prom
     assert sorted(found.pool.cancelled) == ["r.0.1", "r.1.1"]
     assert accounts(found, *found.cancelled)["dropped"] == found.pool.sampled > 0
     assert not (tmp_path / "agents").exists()
+
+
+def test_requests_at_one_time_and_a_client_that_hangs_up(tokenizer: PromptTokenizer, tmp_path: Path) -> None:
+    """A sub-agent beside the agent is a segment of its own; the answer that nobody waited for is no orphan, because its
+    client asks again; one that nobody asks for again is. Every token has one account."""
+    body = """
+import socket, threading
+
+def hang_up(text):
+    host, port = os.environ["ANTHROPIC_BASE_URL"].removeprefix("http://").split(":")
+    body = json.dumps({"messages": [{"role": "user", "content": text}]})
+    lines = ["POST /v1/chat/completions HTTP/1.1", "Host: x", "Authorization: Bearer " + os.environ["OPENAI_API_KEY"]]
+    lines += [f"Content-Length: {len(body)}", "", body]
+    with socket.create_connection((host, int(port))) as one:
+        one.sendall(chr(13).join([""] + [chr(10) + line for line in lines])[2:].encode())
+        time.sleep(0.3)
+
+answers = []
+threads = [threading.Thread(target=lambda: answers.append(ask(text))) for text in ("main", "helper")]
+[one.start() for one in threads]
+[one.join() for one in threads]
+hang_up("slow: asked again")
+assert ask("slow: asked again") == "yes"
+hang_up("slow: left alone")
+time.sleep(0.5)
+"""
+    found = played(tokenizer, runs(tmp_path, body))
+    record = found.one
+    assert record.failed == "" and record.ended == "env_done"
+    counts = accounts(found)
+    assert counts["trained"] + counts["orphan"] == found.pool.sampled
+    assert record.counts["repeated"] >= 1 or counts["orphan"]
+    assert len(record.turns) == record.counts["segments"] >= 3
+
+
+def test_stragglers_end_with_their_agents(tokenizer: PromptTokenizer, tmp_path: Path) -> None:
+    body = "ask('a'); time.sleep(600 if os.environ['RELAX_UID'].endswith('.1') else 0)"
+    found = played(tokenizer, runs(tmp_path, body), episodes=2, ends=EarlyEnds(quorum=0.5))
+    assert [one.ended for one in found.records] == ["env_done", "straggler"]
+    assert accounts(found)["sampled"] == found.pool.sampled
+
+
+def test_an_episode_that_is_too_old_ends_at_its_next_request(tokenizer: PromptTokenizer, tmp_path: Path) -> None:
+    body = "for number in range(9): ask(str(number))"
+    record = played(tokenizer, runs(tmp_path, body), ages=True, ends=EarlyEnds(most_lag=1)).one
+    assert (record.ended, len(record.turns)) == ("stale", 3) and "have version 1, and" in record.failed
+
+
+def test_the_first_three_failures_are_told_whole(
+    tokenizer: PromptTokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No more agents play at one time than may."""
+    body = f"""
+running = {str(tmp_path)!r} + "/running"
+assert not os.path.exists(running)
+open(running, "w").close()
+print("x" * 3000)
+os.remove(running)
+sys.exit(1)
+"""
+    found = played(tokenizer, runs(tmp_path, body), episodes=4, at_once=1)
+    assert {one.ended for one in found.records} == {"env_failed"}
+    assert all("exit code 1" in one.failed and len(one.failed) < 2500 for one in found.records), found.records
+    told = [one.getMessage() for one in caplog.records if "All that its agent wrote" in one.getMessage()]
+    assert len(told) == 3 and all("x" * 3000 in one for one in told)
