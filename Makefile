@@ -1,10 +1,13 @@
 # make run · make run-see · make run-omni · make run-episodes · make test · make test-chaos · make test-slurm · make test-soak · make env · make test-env · make lint · make clean
-# make sglang-cpu · make run-sglang · make test-sglang
+# make sglang-cpu · make run-sglang · make test-sglang · make agents-env · make test-agents
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 SGLANG := .venv-sglang
 SGLANG_PINS := relax_core/engines/sglang/cpu
+AGENTS := .venv-agents
+VERIFIERS := .venv-verifiers
+AGENTS_PINS := tests/agents_env
 ARGS ?=
 TORCH_ARGS ?=
 # Workers among which `make test` divides the tests; with 0, one process runs them all. Each has engines and runs of its own.
@@ -13,7 +16,7 @@ TEST_WORKERS ?= 2
 export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: env test-env run run-see run-omni run-episodes test test-chaos test-soak slurm test-slurm sandbox extras sglang-cpu run-sglang test-sglang lint clean
+.PHONY: env test-env run run-see run-omni run-episodes test test-chaos test-soak slurm test-slurm sandbox extras sglang-cpu run-sglang test-sglang agents-env test-agents lint clean
 .DEFAULT_GOAL := run
 
 env: $(VENV)/.relax-env
@@ -35,11 +38,11 @@ run-episodes: env
 	$(BIN)/python -m benchmarks.episodes --learn --seeds 1 --only number_guess calculator $(ARGS)
 
 test: test-env
-	@$(BIN)/python -m pytest -q -n $(TEST_WORKERS) -m "not soak and not slurm and not chaos and not sglang" $(ARGS)
+	@$(BIN)/python -m pytest -q -n $(TEST_WORKERS) -m "not soak and not slurm and not chaos and not sglang and not agents" $(ARGS)
 
 # Kills and freezes processes of running systems.
 test-chaos: test-env
-	@$(BIN)/python -m pytest -q -m "chaos and not soak and not sglang" $(ARGS)
+	@$(BIN)/python -m pytest -q -m "chaos and not soak and not sglang and not agents" $(ARGS)
 
 # What takes minutes, repeats a test with other seeds, or needs the network: for a night, not for a change.
 test-soak: test-env
@@ -76,6 +79,13 @@ run-sglang: env sglang-cpu
 test-sglang: test-env sglang-cpu
 	@$(BIN)/python -m pytest -q -m "sglang and not soak" -o faulthandler_timeout=600 tests $(ARGS)
 
+# Clients of agents and the packages of further environments, each with versions of its own (1.2 GB): they fit neither into
+# the environment of Relax nor all into one. A lock names every package, so pip need not resolve.
+agents-env: $(AGENTS)/.relax-agents $(VERIFIERS)/.relax-verifiers
+
+test-agents: test-env agents-env
+	@$(BIN)/python -m pytest -q -m "agents and not soak" tests/agents_env $(ARGS)
+
 lint: test-env
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -83,7 +93,7 @@ lint: test-env
 	$(BIN)/codespell
 
 clean:
-	rm -rf $(VENV) $(SGLANG) build dist outputs multirun .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(SGLANG) $(AGENTS) $(VERIFIERS) build dist outputs multirun .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
@@ -117,4 +127,14 @@ $(SGLANG)/.relax-sglang: $(SGLANG_PINS)/requirements.txt $(SGLANG_PINS)/requirem
 	$(SGLANG)/bin/python -m pip install -q $(TORCH_ARGS) torch==2.13.0
 	$(SGLANG)/bin/python -m pip install -q -r $(SGLANG_PINS)/requirements.txt
 	$(SGLANG)/bin/python -m pip install -q --no-deps -r $(SGLANG_PINS)/requirements-no-deps.txt
+	@touch $@
+
+$(AGENTS)/.relax-agents: $(AGENTS_PINS)/requirements.txt | $(BIN)/python
+	$(BIN)/python -m venv --clear $(AGENTS)
+	$(AGENTS)/bin/python -m pip install -q --no-deps --no-compile -r $<
+	@touch $@
+
+$(VERIFIERS)/.relax-verifiers: $(AGENTS_PINS)/requirements-verifiers.txt | $(BIN)/python
+	$(BIN)/python -m venv --clear $(VERIFIERS)
+	$(VERIFIERS)/bin/python -m pip install -q --no-deps --no-compile -r $<
 	@touch $@

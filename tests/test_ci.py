@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-STAGES = ["lint", "slurm", "test-slurm", "sandbox", "extras", "sglang", "test-chaos", "test"]
+STAGES = ["lint", "slurm", "test-slurm", "sandbox", "extras", "sglang", "agents", "test-chaos", "test"]
 STUB = """#!/usr/bin/env bash
 echo "stage {name} $*"
 [ "{name}" != "$FAILS" ]
@@ -24,6 +24,7 @@ def ci(folder: Path, *, fails: str = "") -> subprocess.CompletedProcess[str]:
     shutil.copy(ROOT / ".ci" / "run", folder / ".ci" / "run")
     programs = {
         folder / ".ci" / "sglang": STUB.format(name="sglang"),
+        folder / ".ci" / "agents": STUB.format(name="agents"),
         folder / "make": '#!/usr/bin/env bash\necho "stage $*"\n[ "$1" != "$FAILS" ]\n',
         folder / "id": "#!/usr/bin/env bash\necho 0\n",
     }
@@ -39,7 +40,7 @@ def test_all_stages_run_and_tell_their_seconds_before_the_last_one(tmp_path: Pat
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert re.findall(r"^stage (\S+)", done.stdout, re.MULTILINE) == STAGES
-    told = ["lint", "test-slurm", "test-sglang", "test-chaos"]
+    told = ["lint", "test-slurm", "test-sglang", "test-agents", "test-chaos"]
     assert [line.split()[1] for line in lines if re.fullmatch(r"relax: \S+ took \d+ s", line)] == told
     assert lines[-1] == "stage test ARGS=--durations=30"
 

@@ -7,13 +7,15 @@ white space, or changes ids. What was sampled is found again by what the message
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 Role = Literal["system", "user", "assistant", "tool"]
 Grade = Literal["same", "begins", "foreign"]
 Identity = tuple[Any, ...]
+_THINKING = re.compile(r"\s*<think>(.*?)</think>\s*(.*)", re.DOTALL)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,8 +69,15 @@ class Reply:
 def compared(message: ChatMessage, reply: Reply) -> tuple[Grade, str]:
     """Returns whether an assistant's message is this reply, begins with it, or is foreign, and the text behind it.
 
-    Thinking counts only if the client sends it.
+    Thinking counts only if the client sends it. Some clients write it in front of the text, between its tags.
     """
+    grade, rest = _compared(message, reply)
+    if grade == "foreign" and not message.reasoning and (apart := _THINKING.match(message.content)):
+        return _compared(replace(message, reasoning=apart[1], content=apart[2]), reply)
+    return grade, rest
+
+
+def _compared(message: ChatMessage, reply: Reply) -> tuple[Grade, str]:
     if called(message.calls) != called(reply.calls):
         return "foreign", ""
     if message.reasoning.strip() and message.reasoning.strip() != reply.reasoning.strip():

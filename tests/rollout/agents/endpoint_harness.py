@@ -66,11 +66,13 @@ class ScriptedPool:
             self.requests.append(prompt)
             self.stops.append(params.stop)
             if say.finish != "given up":
-                yield number, [await self._answer(number, prompt, say, on_tokens)]
+                yield number, [await self._answer(number, prompt, say, on_tokens, stop=params.stop)]
 
-    async def _answer(self, number: int, prompt: PromptRequest, say: Say, on_tokens: Any) -> Generated:
+    async def _answer(
+        self, number: int, prompt: PromptRequest, say: Say, on_tokens: Any, *, stop: Sequence[str]
+    ) -> Generated:
         ids = self._tokenizer.encode_text(say.text)
-        if say.finish == "stop" and not say.text.endswith("STOP"):
+        if say.finish == "stop" and not say.text.endswith(tuple(stop)):
             ids = [*ids, self._tokenizer.stop_token_ids[0]]
         if prompt.max_new_tokens is not None and len(ids) > prompt.max_new_tokens:
             ids, say = ids[: prompt.max_new_tokens], Say(text=say.text, finish="length", hold=say.hold)
@@ -152,18 +154,23 @@ def serve(
     tools_as_text: bool = False,
     sampling: SamplingParams = SAMPLING,
     long_s: float = LONG_S,
+    context: int = CONTEXT,
+    around: Callable[[EndpointApp], Any] = lambda app: app,
     **form: Any,
 ) -> None:
-    """Opens a session behind a served endpoint and runs ``scene`` with it."""
+    """Opens a session behind a served endpoint and runs ``scene`` with it.
+
+    ``around`` may put an application around the endpoint.
+    """
 
     async def run() -> None:
         tools, tools_refused = tool_form(tokenizer, parser="auto", as_text=tools_as_text)
         own = SessionForm(
-            prompts=PromptMaker(env=ENV, env_config=None, tokenizer=tokenizer, max_prompt_tokens=CONTEXT),
+            prompts=PromptMaker(env=ENV, env_config=None, tokenizer=tokenizer, max_prompt_tokens=context),
             requests=SharedRequests(pool, sampling),
             tools=tools,
             tools_refused=tools_refused,
-            limits=limits or EpisodeLimits(turns=100, sampled_tokens=4096, context_tokens=CONTEXT),
+            limits=limits or EpisodeLimits(turns=100, sampled_tokens=4096, context_tokens=context),
             sampling={"temperature": 1.0},
             **form,
         )
@@ -175,7 +182,7 @@ def serve(
         def request_of(number: int, ids: list[int], most: int) -> PromptRequest:
             return PromptRequest(rid=f"r.{number}", input_ids=ids, sampling_seed=number, max_new_tokens=most)
 
-        async with asyncio.TaskGroup() as tasks, served(app) as url, aiohttp.ClientSession() as http:
+        async with asyncio.TaskGroup() as tasks, served(around(app)) as url, aiohttp.ClientSession() as http:
             session = AgentSession(
                 own, record, request_of=request_of, tie=0, tasks=tasks, on_end=lambda rids: ended.append("end")
             )

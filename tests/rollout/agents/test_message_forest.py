@@ -50,6 +50,11 @@ STOPPED = reply("Thought: go\n<code>\nprint(1)\n", stop="</code>")
          THOUGHT, "same", ""),
         (dataclasses.replace(THOUGHT.message(), reasoning="hmm\n"), THOUGHT, "same", ""),
         (dataclasses.replace(THOUGHT.message(), reasoning="other"), THOUGHT, "foreign", ""),
+        # pydantic-ai puts thinking between its tags where it does not know that the model gives it apart.
+        (said("<think>\nhmm\n</think>Let me see. ", CALL), THOUGHT, "same", ""),
+        (said("<think>\nother\n</think>Let me see. ", CALL), THOUGHT, "foreign", ""),
+        (said("<think>\nhmm\n</think>\nYes. And so on."), reply("Yes.", reasoning="hmm"), "begins", " And so on."),
+        (said("<think>a</think>b"), reply("<think>a</think>b"), "same", ""),
         (said("Let me see. "), THOUGHT, "foreign", ""),
         (said("", dataclasses.replace(CALL, arguments='{"expression": "12*8"}')), THOUGHT, "foreign", ""),
         # smolagents' tool agent writes the calls as text.

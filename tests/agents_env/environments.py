@@ -1,0 +1,9 @@
+"""The environments of `make test-agents`: their packages do not fit into that of Relax, or not with each other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+AGENTS = str(ROOT / ".venv-agents" / "bin" / "python")  # clients of agents, and openenv
+VERIFIERS = str(ROOT / ".venv-verifiers" / "bin" / "python")  # verifiers wants an older openai and an older mcp
