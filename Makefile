@@ -84,7 +84,8 @@ test-sglang: test-env sglang-cpu
 agents-env: $(AGENTS)/.relax-agents $(VERIFIERS)/.relax-verifiers
 
 test-agents: test-env agents-env
-	@$(BIN)/python -m pytest -q -m "agents and not soak" tests/agents_env $(ARGS)
+	@$(BIN)/python -m pip install -q -c constraints.txt -e ".[mcp]"
+	@$(BIN)/python -m pytest -q -m "agents and not soak" tests/agents_env tests/envs $(ARGS)
 
 lint: test-env
 	$(BIN)/ruff check .
@@ -116,7 +117,7 @@ $(VENV)/.relax-omni: $(VENV)/.relax-env
 
 # The packages of further environments and rewards; one of them is compiled, which needs a C compiler.
 extras: test-env
-	$(BIN)/python -m pip install -q -c constraints.txt -e ".[envs,rewards]"
+	$(BIN)/python -m pip install -q -c constraints.txt -e ".[envs,rewards,mcp]"
 
 $(VENV)/.relax-test-env: $(VENV)/.relax-env
 	$(BIN)/python -m pip install -q -c constraints.txt -e ".[test,omni]"

@@ -32,6 +32,11 @@ _REWARD_PACKAGES = {  # package → the rewards that need it, and the extra that
     _INSTRUCTIONS: ("ifeval and ifbench", "rewards"),
     "reasoning-gym": ("reasoning_gym with its data", "envs"),
 }
+_ENV_PACKAGES = {  # package → the environment that needs it, and the extra that installs it
+    "gymnasium": ("gymnasium", "envs"),
+    "TextArena": ("textarena", "envs"),
+    "mcp": ("mcp", "mcp"),
+}
 _NLTK_DATA = {
     "punkt": "tokenizers",
     "punkt_tab": "tokenizers",
@@ -208,6 +213,17 @@ def _rewards() -> Iterator[Finding]:
         yield Finding(topic="rewards", verdict=Verdict.good, words=f"{', '.join(found)} there")
 
 
+def _environments() -> Iterator[Finding]:
+    """Says which optional packages of environments are there."""
+    found = [package for package in _ENV_PACKAGES if _is_installed(package)]
+    for package, (env, extra) in _ENV_PACKAGES.items():
+        if package not in found:
+            words = f"{package} is missing. Only env={env} needs it: pip install 'relax-core[{extra}]'"
+            yield Finding(topic="environments", verdict=Verdict.note, words=words)
+    if found:
+        yield Finding(topic="environments", verdict=Verdict.good, words=f"{', '.join(found)} there")
+
+
 def _is_installed(package: str) -> bool:
     try:
         version(package)
@@ -245,5 +261,6 @@ _CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     _gpus,
     _media,
     _rewards,
+    _environments,
     _stale_runs,
 )

@@ -22,6 +22,7 @@ from tests.data.test_plugin_source import ROWS, write_database
 
 OPTIONS = [(group, option) for group in groups() for option in yaml_options(group)]
 JUDGE = ["reward.judges.main.url=http://127.0.0.1:1/v1", "reward.judges.main.model=judge"]
+TOOLS = ["model=tiny_qwen3_tools", "engine.context_length=512", "eval.every=0"]
 ONLY_PLANNED = ("gpu", "qwen3_omni", *(option for option in yaml_options("experiment") if option.endswith("gpu")))
 NEEDS = {"deepscaler": "pylatexenc", "geo3k": "pylatexenc", "ifeval": "if_verifiable", "ifbench": "if_verifiable"}
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -38,7 +39,13 @@ def test_every_option_runs(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if f"{group}={option}" in ("env=gymnasium", "data=reasoning_gym", "reward=reasoning_gym", "env=textarena"):
+    if f"{group}={option}" in (
+        "env=gymnasium",
+        "data=reasoning_gym",
+        "reward=reasoning_gym",
+        "env=textarena",
+        "env=mcp",
+    ):
         pytest.importorskip(option)
     if group == "reward" and option in NEEDS:
         pytest.importorskip(NEEDS[option])
@@ -72,6 +79,8 @@ def test_every_option_runs(
         "data=reasoning_gym": ["reward=reasoning_gym"],
         "reward=reasoning_gym": ["data=reasoning_gym"],
         "env=textarena": ["reward=env"],
+        "env=mcp": ["env.servers.sum.command=python sum_server.py", "reward=math", "data=arithmetic", *TOOLS],
+        "env=openenv": ["env.url=http://127.0.0.1:1", "reward=env", *TOOLS],
         "env=python": ["env.sandbox=none"],  # this machine may refuse the sandbox
         "data=seeds": ["env=number_guess", "reward=env", "model.task=number_guess"],
         "reward=plugin": ["reward.name=math"],

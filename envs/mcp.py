@@ -1,0 +1,173 @@
+"""Tools of servers that speak the Model Context Protocol: programs that Relax starts, or addresses."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import os
+import shutil
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from envs.tool_servers.mcp_sessions import McpSessions, in_thread, listed_tools
+from envs.tool_servers.server_processes import PORT, McpServer, command_words
+from relax_core.contracts.env import Action, BaseInteractionEnv, EnvSpec, EpisodeStart, InteractionConfig, StepResult
+from relax_core.contracts.tool_use.tool_calls import ToolCall
+
+_NO_SERVER = "env.servers is empty: name a server, such as env.servers.sum.command='python sum_server.py'."
+
+
+@dataclass(frozen=True)
+class McpConfig(InteractionConfig):
+    """Holds the settings of the adapter.
+
+    ``servers`` are the servers by name. With ``prefix_tools`` each tool is offered as SERVER_TOOL; without it two tools
+    of one name are refused.
+    """
+
+    name: str = "mcp"
+    servers: dict[str, McpServer] = field(default_factory=dict)
+    prefix_tools: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Offered:
+    """Is one tool: the schema that the model reads, the server that has it, and the server's name of it."""
+
+    schema: dict[str, Any]
+    server: str
+    tool: str
+
+
+class McpTools(BaseInteractionEnv):
+    """Shows the row's prompt and calls the tools; a response without a call is the answer and ends the episode.
+
+    The env gives no reward: the answer's is that of a reward plug-in. Each episode has one session with each server. A
+    result that the server marks as an error, and arguments that it refuses, are the model's to read. A server that is
+    lost fails the episode, which starts again with a new session.
+    """
+
+    def __init__(self, start: EpisodeStart, config: McpConfig) -> None:
+        self._prompt = start.row["prompt"]
+        self._config = config
+        self._sessions = McpSessions(config.servers)
+        self._calls = self._failed = 0
+
+    async def reset(self) -> Any:
+        """Opens the sessions and returns the prompt of the data row."""
+        await asyncio.wrap_future(in_thread(self._sessions.open()))
+        return self._prompt
+
+    async def step(self, action: Action) -> StepResult:
+        """Returns what the tools say to the calls, or the end of the episode."""
+        if action.tool_calls:
+            texts = [await self._result(call) for call in action.tool_calls]
+            return StepResult(observation=[{"role": "tool", "content": text} for text in texts])
+        if action.parse_error:
+            return StepResult(observation=action.parse_error)
+        return StepResult(done=True, info={"tool_calls": self._calls, "failed_tool_calls": self._failed})
+
+    async def close(self) -> None:
+        """Closes the sessions and ends the processes that the episode has."""
+        await asyncio.wrap_future(in_thread(self._sessions.close()))
+
+    async def _result(self, call: ToolCall) -> str:
+        offered = _offered(self._config)
+        self._calls += 1
+        if (one := offered.get(call.name)) is None:
+            self._failed += 1
+            return f"There is no tool {call.name!r}. The tools are: {', '.join(offered)}."
+        failed, text = await asyncio.wrap_future(
+            in_thread(self._sessions.call(one.server, one.tool, dict(call.arguments)))
+        )
+        self._failed += failed
+        return text
+
+
+def tools(row: Mapping[str, Any], config: McpConfig) -> Sequence[dict[str, Any]]:
+    """Returns the tools of all servers, which are asked once in a process."""
+    return [one.schema for one in _offered(config).values()]
+
+
+_known: dict[str, dict[str, _Offered]] = {}
+_asking = threading.Lock()
+
+
+def _offered(config: McpConfig) -> dict[str, _Offered]:
+    """Returns the tools by the name that the model reads.
+
+    Raises ValueError for two tools of one name, and if there is no server or one does not answer.
+    """
+    if not config.servers:
+        raise ValueError(_NO_SERVER)
+    key = json.dumps([{name: asdict(one) for name, one in config.servers.items()}, config.prefix_tools], sort_keys=True)
+    with _asking:
+        if key not in _known:
+            asking = in_thread(listed_tools(config.servers))
+            try:
+                listed = asking.result(config.step_timeout_s)
+            except TimeoutError:
+                asking.cancel()
+                raise ValueError(
+                    f"env.servers: they did not tell their tools within env.step_timeout_s={config.step_timeout_s:g}."
+                ) from None
+            except RuntimeError as error:
+                raise ValueError(f"env.servers: {error}") from error
+            _known[key] = _by_name(listed, prefix=config.prefix_tools)
+        return _known[key]
+
+
+def _by_name(listed: Sequence[tuple[str, Any]], *, prefix: bool) -> dict[str, _Offered]:
+    offered: dict[str, _Offered] = {}
+    for server, tool in listed:
+        name = f"{server}_{tool.name}" if prefix else tool.name
+        if name in offered:
+            raise ValueError(
+                f"env.servers: {offered[name].server} and {server} both have a tool {name}. Use env.prefix_tools=true, "
+                "which puts the server's name in front of each, or leave out a server."
+            )
+        function = {"name": name, "description": tool.description or "", "parameters": tool.input_schema}
+        offered[name] = _Offered(schema={"type": "function", "function": function}, server=server, tool=tool.name)
+    return offered
+
+
+def check(config: McpConfig) -> None:
+    """Raises ValueError if the package is missing, and for servers that cannot be started or reached."""
+    if importlib.util.find_spec("mcp") is None:
+        raise ValueError("env=mcp needs the package mcp: pip install 'relax-core[mcp]'.")
+    if not config.servers:
+        raise ValueError(_NO_SERVER)
+    for name, server in config.servers.items():
+        key = f"env.servers.{name}"
+        if not server.command and not server.url:
+            raise ValueError(f"{key}: it has neither command nor url. Give it one of them.")
+        if server.url and not server.url.startswith(("http://", "https://")):
+            raise ValueError(f"{key}.url={server.url}: write http://HOST:PORT/PATH.")
+        if (PORT in server.url) != (PORT in server.command):
+            raise ValueError(f"{key}: {PORT} stands in one of command and url. Write it in both, or a port in both.")
+        if server.cwd is not None and not os.path.isdir(server.cwd):
+            raise ValueError(f"{key}.cwd={server.cwd} is no folder.")
+        if server.command:
+            _check_command(server.command, f"{key}.command")
+
+
+def _check_command(command: str, key: str) -> None:
+    try:
+        program = command_words(command)[0]
+    except ValueError as error:
+        raise ValueError(f"{key}={command}: {error}. Write a program and its arguments.") from error
+    if shutil.which(program) is None:
+        raise ValueError(f"{key}={command}: there is no program {program}.")
+
+
+SPEC = EnvSpec(
+    name="mcp",
+    summary="tools of servers that speak the Model Context Protocol",
+    config=McpConfig,
+    open=McpTools,
+    tools=tools,
+    check=check,
+)

@@ -1,0 +1,166 @@
+"""Sessions with servers that speak the Model Context Protocol, by the package `mcp`.
+
+They live in an event loop of their own in one thread of the process, because the package opens and closes a session in
+one task, and because tools are asked for outside of the rollout's event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import threading
+from collections.abc import Coroutine, Mapping
+from concurrent.futures import Future
+from contextlib import AsyncExitStack
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from envs.tool_servers.server_processes import HTTP_SERVERS, LastOutput, McpServer, guarded
+
+if TYPE_CHECKING:
+    from mcp import Client
+    from mcp.types import CallToolResult
+
+log = logging.getLogger(__name__)
+Result = TypeVar("Result")
+_CLOSE_S = 8.0  # the package waits 2 s for a server to end by itself, and twice as long again to end it
+
+
+@lru_cache(maxsize=1)
+def _loop() -> asyncio.AbstractEventLoop:
+    """Returns the event loop of sessions, which runs in a thread until the process ends."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True, name="MCP sessions").start()
+    return loop
+
+
+def in_thread(work: Coroutine[Any, Any, Result]) -> Future[Result]:
+    """Runs ``work`` in the thread of sessions."""
+    return asyncio.run_coroutine_threadsafe(work, _loop())
+
+
+class McpSessions:
+    """Is the sessions of one episode, one with each server. Its methods run in the thread of sessions."""
+
+    def __init__(self, servers: Mapping[str, McpServer]) -> None:
+        self._servers = servers
+        self.clients: dict[str, Client] = {}
+        self._outputs: dict[str, LastOutput] = {}
+        self._opened, self._closing = asyncio.Event(), asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    async def open(self) -> None:
+        """Opens the sessions. Raises RuntimeError if a server does not answer."""
+        self._task = asyncio.create_task(self._hold())
+        opened = asyncio.create_task(self._opened.wait())
+        try:
+            await asyncio.wait([self._task, opened], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            opened.cancel()
+        if self._task.done():
+            name = next((one for one in self._servers if one not in self.clients), "")
+            raise RuntimeError(f"the server {name} opens no session: {self._why(name, self._task.exception())}")
+
+    async def _hold(self) -> None:
+        """Opens and closes the sessions in one task, as the package wants."""
+        try:
+            async with AsyncExitStack() as stack:
+                for name, server in self._servers.items():
+                    self._outputs[name] = LastOutput()
+                    client = await _client(name, server, self._outputs[name])
+                    self.clients[name] = await stack.enter_async_context(client)
+                self._opened.set()
+                await self._closing.wait()
+        finally:
+            for output in self._outputs.values():
+                output.close()
+
+    async def call(self, server: str, tool: str, arguments: dict[str, Any]) -> tuple[bool, str]:
+        """Returns whether a call failed, and what the model reads. Raises RuntimeError if the server is lost."""
+        from mcp import MCPError
+        from mcp.types import INVALID_PARAMS
+
+        assert self._task is not None
+        calling = asyncio.create_task(self.clients[server].call_tool(tool, arguments))
+        try:
+            await asyncio.wait([calling, self._task], return_when=asyncio.FIRST_COMPLETED)
+            if not calling.done():  # the sessions have ended
+                raise RuntimeError(f"the server {server} is lost: {self._why(server, None)}")
+            result = await calling
+            return bool(result.is_error), _text(result)
+        except MCPError as error:
+            if error.code == INVALID_PARAMS:
+                return True, f"Wrong arguments for the tool {tool}: {error.message}"
+            raise RuntimeError(f"the server {server} is lost: {self._why(server, error)}") from error
+        finally:
+            calling.cancel()
+
+    async def close(self) -> None:
+        """Closes the sessions; a server that does not end is given up after a while."""
+        self._closing.set()
+        if self._task is None:
+            return
+        if not self._opened.is_set():
+            self._task.cancel()
+        done, late = await asyncio.wait([self._task], timeout=_CLOSE_S)
+        for task in late:
+            task.cancel()
+        for task in done:
+            if not task.cancelled() and (error := task.exception()) is not None and self._opened.is_set():
+                log.warning("a session with an MCP server did not close: %s", _words(error))
+
+    def _why(self, name: str, error: BaseException | None) -> str:
+        output = self._outputs[name].text() if name in self._outputs else ""
+        told = f" Its output ends with: {output}" if output else ""
+        return f"{_words(error) if error is not None else 'its session has ended'}.{told}"
+
+
+async def _client(name: str, server: McpServer, output: LastOutput) -> Client:
+    """Returns a client that is not open yet; a server of HTTP with a command runs then."""
+    from mcp import Client, StdioServerParameters, stdio_client
+
+    if server.url:
+        return Client(await HTTP_SERVERS.url(name, server) if server.command else server.url)
+    command = guarded(server.command)
+    parameters = StdioServerParameters(command=command[0], args=command[1:], env=dict(server.env), cwd=server.cwd)
+    return Client(stdio_client(parameters, errlog=output.file))
+
+
+async def listed_tools(servers: Mapping[str, McpServer]) -> list[tuple[str, Any]]:
+    """Returns the tools of all servers, each with its server's name."""
+    sessions, found = McpSessions(servers), []
+    try:
+        await sessions.open()
+        for name, client in sessions.clients.items():
+            page = await client.list_tools()
+            found += [(name, tool) for tool in page.tools]
+            while page.next_cursor:
+                page = await client.list_tools(cursor=page.next_cursor)
+                found += [(name, tool) for tool in page.tools]
+    finally:
+        await sessions.close()
+    return found
+
+
+def _text(result: CallToolResult) -> str:
+    """Returns a result as the model reads it: its texts, or its value; what is no text is named."""
+    from mcp.types import EmbeddedResource, TextContent, TextResourceContents
+
+    texts = []
+    for block in result.content:
+        if isinstance(block, TextContent):
+            texts.append(block.text)
+        elif isinstance(block, EmbeddedResource) and isinstance(block.resource, TextResourceContents):
+            texts.append(block.resource.text)
+        else:
+            texts.append(f"[a part of type {block.type} is left out]")
+    if not texts and result.structured_content is not None:
+        texts = [json.dumps(result.structured_content, ensure_ascii=False)]
+    return "\n".join(texts) or "[no output]"
+
+
+def _words(error: BaseException) -> str:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return f"{type(error).__name__}: {error}"

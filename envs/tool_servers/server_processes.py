@@ -1,0 +1,156 @@
+"""The programs of tool servers: how they start, what they print last, and how they end."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import json
+import logging
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+
+log = logging.getLogger(__name__)
+PORT = "{port}"
+_SHOWN = 800  # the last bytes of a server's output that an error shows
+_POLL_S = 0.05
+# The process ends with the thread that started it, also if that is killed: SIGKILL by prctl(PR_SET_PDEATHSIG).
+_GUARD = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execvp(sys.argv[1], sys.argv[1:])"
+
+
+@dataclass(frozen=True)
+class McpServer:
+    """Holds the settings of one server.
+
+    ``command`` is a program with its arguments, no shell; its first word "python" is this Python. Without a ``url`` the
+    program speaks over its stdin and stdout, and each episode has a process of its own. With a ``url`` it serves HTTP
+    there, and each rollout worker has one; "{port}" in both is a free port. A ``url`` alone is a server that runs
+    elsewhere. The program starts in the folder ``cwd``, and gets the variables ``env`` and few others.
+    """
+
+    command: str = ""
+    url: str = ""
+    cwd: str | None = None
+    env: dict[str, str] = field(default_factory=dict)
+
+
+class LastOutput:
+    """Is a pipe for the output of a server, of which the last bytes are kept."""
+
+    def __init__(self) -> None:
+        self._reader, writer = os.pipe()
+        os.set_blocking(self._reader, False)
+        self.file = os.fdopen(writer, "w")
+        self._kept, self._closed = b"", False
+        asyncio.get_running_loop().add_reader(self._reader, self._read)
+
+    def _read(self) -> None:
+        with suppress(BlockingIOError):
+            while part := os.read(self._reader, 1 << 16):
+                self._kept = (self._kept + part)[-_SHOWN:]
+
+    def text(self) -> str:
+        """Returns the last output."""
+        if not self._closed:
+            self._read()
+        return self._kept.decode(errors="replace").strip()
+
+    def close(self) -> None:
+        """Closes the pipe."""
+        asyncio.get_running_loop().remove_reader(self._reader)
+        self.file.close()
+        self._read()
+        self._closed = True
+        os.close(self._reader)
+
+
+def command_words(command: str) -> list[str]:
+    """Returns a program with its arguments; the word "python" is this Python. Raises ValueError for an open quote."""
+    program, *arguments = shlex.split(command)
+    return [sys.executable if program == "python" else program, *arguments]
+
+
+def guarded(command: str) -> list[str]:
+    """Returns the words of a program that ends with the thread that starts it, also if that is killed."""
+    return [sys.executable, "-I", "-S", "-c", _GUARD, *command_words(command)]
+
+
+@dataclass(eq=False, kw_only=True)
+class _Running:
+    """Is the process of a server of HTTP."""
+
+    process: subprocess.Popen[bytes]
+    url: str
+    output: LastOutput
+
+
+class HttpServers:
+    """Holds the servers of HTTP that this process has started, and starts one again that has ended."""
+
+    def __init__(self) -> None:
+        self._running: dict[str, _Running] = {}
+        self._locks: dict[str, asyncio.Lock] = {}
+
+    async def url(self, name: str, server: McpServer) -> str:
+        """Returns the address at which the server takes connections."""
+        key = json.dumps(asdict(server), sort_keys=True)
+        async with self._locks.setdefault(key, asyncio.Lock()):
+            running = self._running.get(key)
+            if running is not None and (code := running.process.poll()) is not None:
+                log.warning("the MCP server %s ended with %d and starts again: %s", name, code, running.output.text())
+                running.output.close()
+                running = None
+            if running is None:
+                running = self._running[key] = _started(server)
+            await _until_it_listens(name, running)
+            return running.url
+
+    def kill(self) -> None:
+        """Kills all servers as groups."""
+        for running in self._running.values():
+            with suppress(ProcessLookupError):
+                os.killpg(running.process.pid, signal.SIGKILL)
+
+
+def _started(server: McpServer) -> _Running:
+    from mcp.client.stdio import get_default_environment
+
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = str(probe.getsockname()[1])
+    output = LastOutput()
+    process = subprocess.Popen(
+        guarded(server.command.replace(PORT, port)),
+        stdin=subprocess.DEVNULL,
+        stdout=output.file,
+        stderr=output.file,
+        cwd=server.cwd,
+        env=get_default_environment() | dict(server.env),
+        start_new_session=True,
+    )
+    return _Running(process=process, url=server.url.replace(PORT, port), output=output)
+
+
+async def _until_it_listens(name: str, running: _Running) -> None:
+    """Waits until a server takes connections; whoever opens the session has the deadline."""
+    from urllib.parse import urlsplit
+
+    where = urlsplit(running.url)
+    while True:
+        if (code := running.process.poll()) is not None:
+            raise RuntimeError(f"the server {name} ended with {code}: {running.output.text()}")
+        try:
+            _, writer = await asyncio.open_connection(where.hostname, where.port)
+        except OSError:
+            await asyncio.sleep(_POLL_S)
+            continue
+        writer.close()
+        return
+
+
+HTTP_SERVERS = HttpServers()
+atexit.register(HTTP_SERVERS.kill)

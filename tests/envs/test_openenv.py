@@ -1,0 +1,233 @@
+"""The adapter against a server of the real package openenv, which has an environment of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import time
+import urllib.request
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from envs.openenv import OpenEnvConfig, OpenEnvEpisode, check, tools
+from relax_core.contracts.env import Action, EpisodeStart, StepResult
+from relax_core.contracts.tool_use.tool_calls import ToolCall
+from tests.agents_env.environments import AGENTS
+from tests.ports import free_port
+
+ROOT = Path(__file__).resolve().parents[2]
+START_S = 120.0  # the package takes seconds to import, more on a loaded machine
+
+
+@contextmanager
+def served(*, sessions: int) -> Iterator[str]:
+    port = free_port()
+    command = [AGENTS, ROOT / "examples/openenv/guess_server.py", f"--port={port}", f"--sessions={sessions}"]
+    with subprocess.Popen(command) as server:
+        try:
+            until = time.monotonic() + START_S
+            while time.monotonic() < until and server.poll() is None:
+                with suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/schema", timeout=5):
+                    break
+                time.sleep(0.1)
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            server.kill()
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    """A server with one session, so that an episode that keeps one is found."""
+    with served(sessions=1) as address:
+        yield address
+
+
+def played(scene: Callable[[], Awaitable[None]]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(START_S):
+            await scene()
+
+    asyncio.run(bounded())
+
+
+def episode(config: OpenEnvConfig, *, seed: int = 1, **row: Any) -> OpenEnvEpisode:
+    return OpenEnvEpisode(EpisodeStart(row=row, group_seed=seed, episode_seed=2), config)
+
+
+async def guess(env: OpenEnvEpisode, number: Any) -> StepResult:
+    return await env.step(
+        Action(text="", stopped=True, tool_calls=(ToolCall(name="act", arguments={"number": number}),))
+    )
+
+
+@pytest.mark.agents
+def test_an_episode_is_a_session_that_is_played_to_its_end_and_given_back(url: str) -> None:
+    config = OpenEnvConfig(url=url, observation_field="text")
+    (tool,) = tools({}, config)
+    assert tool["function"]["name"] == "act" and tool["function"]["description"] == "A guess."
+    assert set(tool["function"]["parameters"]["properties"]) == {"number"}
+
+    async def won(seed: int) -> list[str]:
+        env, told = episode(config, seed=seed), []
+        try:
+            assert await env.reset() == "Guess a number from 1 to 9."
+            for number in range(1, 10):
+                step = await guess(env, number)
+                (message,) = step.observation
+                told.append(message["content"])
+                if step.done:
+                    assert step.reward == 1.0 and told[-1] == "right"
+                    return told
+                assert step.reward == 0.0
+        finally:
+            await env.close()
+        raise AssertionError(told)
+
+    async def scene() -> None:
+        rounds = [await won(seed) for seed in (1, 1, 2, 3, 4)]  # the server has one session
+        assert rounds[0] == rounds[1] and len({len(one) for one in rounds}) > 1  # the seed is the group's
+
+    played(scene)
+
+
+@pytest.mark.agents
+def test_mistakes_of_the_model_are_read_and_failures_of_the_environment_fail_the_episode(url: str) -> None:
+    async def scene() -> None:
+        config = OpenEnvConfig(url=url, reset={"highest": 3}, row_fields=["highest"])
+        env = episode(config, highest=5)
+        try:
+            assert json.loads(await env.reset())["text"] == "Guess a number from 1 to 5."
+            (wrong,) = (await guess(env, "many")).observation
+            assert "The action cannot be read" in wrong["content"] and "number" in wrong["content"]
+            assert (await env.step(Action(text="2", stopped=True))).observation.startswith("Call the tool act")
+            with pytest.raises(RuntimeError, match="the game is broken"):
+                await guess(env, -1)
+        finally:
+            await env.close()
+        as_text = episode(OpenEnvConfig(url=url, text_field="number", observation_field="text", tool_parser="none"))
+        try:
+            await as_text.reset()
+            assert (await as_text.step(Action(text="9", content="9", stopped=True))).observation in ("lower", "right")
+        finally:
+            await as_text.close()
+        other = episode(OpenEnvConfig(url=url, observation_field="board"))
+        try:
+            with pytest.raises(
+                RuntimeError, match=r"env\.observation_field=board: an observation of this server has text"
+            ):
+                await other.reset()
+        finally:
+            await other.close()
+
+    played(scene)
+
+
+@pytest.mark.agents
+def test_a_server_without_a_free_session_is_asked_until_it_has_one(url: str) -> None:
+    async def scene() -> None:
+        first, second = (episode(OpenEnvConfig(url=url)) for _ in range(2))
+        late = episode(OpenEnvConfig(url=url, step_timeout_s=0.5))
+        await first.reset()
+        try:
+            with pytest.raises(RuntimeError, match=r"opens no session.*CAPACITY_REACHED"):
+                await late.reset()
+            waiting = asyncio.create_task(second.reset())
+            await asyncio.sleep(0.3)
+            assert not waiting.done()
+            await first.close()
+            assert "Guess" in await waiting
+        finally:
+            for one in (first, second, late):
+                await one.close()
+
+    played(scene)
+
+
+class Relay:
+    """A relay of bytes that can stop to pass them on, as a network does that loses a connection without a word."""
+
+    def __init__(self, url: str) -> None:
+        self._port = int(url.rpartition(":")[2])
+        self.silent = asyncio.Event()
+
+    async def open(self) -> str:
+        self._server = await asyncio.start_server(self._take, "127.0.0.1", 0)
+        return f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+
+    async def _take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._port)
+        await asyncio.gather(self._pass(reader, far_writer), self._pass(far_reader, writer))
+
+    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while part := await reader.read(1 << 16):
+            if not self.silent.is_set():
+                writer.write(part)
+        writer.close()
+
+
+@pytest.mark.agents
+def test_a_half_open_connection_is_found_and_its_session_given_back(url: str) -> None:
+    async def scene() -> None:
+        relay = Relay(url)
+        config = OpenEnvConfig(url=await relay.open(), heartbeat_s=1.0)
+        env = episode(config)
+        await env.reset()
+        relay.silent.set()
+        began = time.monotonic()
+        with pytest.raises(RuntimeError, match="is lost"):
+            await guess(env, 1)
+        assert time.monotonic() - began < 10
+        await env.close()
+        after = episode(OpenEnvConfig(url=url))  # the one session of the server is free again
+        assert "Guess" in await after.reset()
+        await after.close()
+
+    played(scene)
+
+
+@pytest.mark.agents
+def test_a_step_that_is_cancelled_closes_its_connection(url: str) -> None:
+    async def scene() -> None:
+        env = episode(OpenEnvConfig(url=url))
+        await env.reset()
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.5):
+                await guess(env, 30)  # the server takes 3 s
+        began = time.monotonic()
+        await env.close()
+        assert time.monotonic() - began < 5
+        after = episode(OpenEnvConfig(url=url))
+        assert "Guess" in await after.reset()
+        await after.close()
+
+    played(scene)
+
+
+def test_a_server_that_does_not_answer_is_told() -> None:
+    async def scene() -> None:
+        env = episode(OpenEnvConfig(url=f"http://127.0.0.1:{free_port()}"))
+        with pytest.raises(RuntimeError, match="does not answer"):
+            await env.reset()
+        await env.close()
+
+    played(scene)
+    with pytest.raises(ValueError, match="gives no schema of an action"):
+        tools({}, OpenEnvConfig(url=f"http://127.0.0.1:{free_port()}"))
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (OpenEnvConfig(), r"env\.url=: write the address"),
+        (OpenEnvConfig(url="ws://a"), r"env\.url=ws://a: write the address"),
+        (OpenEnvConfig(url="http://a", heartbeat_s=0.0), r"env\.heartbeat_s=0: it is"),
+    ],
+)
+def test_settings_without_sense_are_refused(config: OpenEnvConfig, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        check(config)
