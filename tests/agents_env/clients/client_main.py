@@ -1,7 +1,7 @@
 """Holds conversations with a client library in the environment of agents: ``python client_main.py MODULE``.
 
-Each line of stdin is a JSON object {"mode", "url", "key"}, and each line of stdout is the answer to one: {"answer": text} or
-{"error": text}. It imports only the module of the one library, and nothing of Relax.
+Each line of stdin is a JSON object {"mode", "url", "key"}, and each line of stdout is what the program then has, as
+{"answer": text} or {"error": text}. It imports only the module of the one library, and nothing of Relax.
 """
 
 from __future__ import annotations
