@@ -60,7 +60,9 @@ class Cooling(WarmStart):
 
 
 JUDGE = Cooling(steps=800, seed=0, lr=3e-3, warmup_steps=50)
-POLICY = WarmStart(steps=120, seed=8)
+# After these steps greedy answers solve some 0.4 of the one task and 0.3 of the other, which is learnt faster.
+POLICIES = {"both": WarmStart(steps=105, seed=8), "guess": WarmStart(steps=150, seed=0)}
+REV_SHARE = 0.7
 HELD_OUT_PAIRS, HELD_OUT_SLOTS = 512, 16
 RECIPE_VERSION = 1  # to be raised when a change of this file gives other models
 _MAKE_DEADLINE_S = 3600.0
@@ -151,7 +153,7 @@ def policy_folder(task: str) -> Path:
 
 def _made(kind: str, task: str) -> Path:
     """Returns the folder of a model, which is made if it is not there."""
-    recipe = JUDGE if kind == "judge" else POLICY
+    recipe = JUDGE if kind == "judge" else POLICIES[task]
     text = f"{RECIPE_VERSION}/{asdict(recipe)}/{PROMPT.read_text(encoding='utf-8')}"
     key = hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
     root = default_cache_root()
@@ -206,6 +208,10 @@ def _judged_example(rng: random.Random, task: str) -> tuple[str, str]:
     return f"{question} {response}", judgement(answer, response)
 
 
+def _mixed_question(rng: random.Random) -> tuple[str, str]:
+    return question_of(rng, "rev" if rng.random() < REV_SHARE else "inc")
+
+
 def guess_example(rng: random.Random) -> tuple[str, str]:
     """Returns a turn of a game of benchmarks/openai_agent.py, and the scripted player's guess."""
     number, so_far = rng.randint(1, HIGHEST), list[tuple[int, str]]()
@@ -224,15 +230,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--judge", choices=list(TASKS), help="the task that a judge knows")
-    which.add_argument("--policy", choices=["both", "guess"], help="the tasks of a policy")
+    which.add_argument("--policy", choices=list(POLICIES), help="the tasks of a policy")
     parser.add_argument("--into", type=Path, required=True)
     arguments = parser.parse_args()
     if arguments.judge is not None:
         write_model(arguments.into, JUDGE, lambda rng: _judged_example(rng, arguments.judge))
-    elif arguments.policy == "both":
-        write_model(arguments.into, POLICY, lambda rng: question_of(rng, rng.choice(list(TASKS))))
     else:
-        write_model(arguments.into, POLICY, guess_example)
+        example = guess_example if arguments.policy == "guess" else _mixed_question
+        write_model(arguments.into, POLICIES[arguments.policy], example)
 
 
 if __name__ == "__main__":

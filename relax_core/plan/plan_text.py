@@ -100,16 +100,20 @@ def _memory(plan: Plan) -> Iterator[str]:
     on_gpus = any(holder.limit for holder in plan.memory)
     yield "peak of each GPU, by phase" if on_gpus else "peak resident memory of each process, by phase"
     for holder in plan.memory:
-        if on_gpus or len(holder.phases) > 1:
+        if on_gpus or not _only_imports(holder):
             yield from _holder(holder)
     if not on_gpus:
-        small = [holder for holder in plan.memory if len(holder.phases) == 1]
+        small = [holder for holder in plan.memory if _only_imports(holder)]
         rest = sum(holder.count * holder.peak.bytes for holder in small)
         yield f"{sum(holder.count for holder in small)} other processes: {size_words(rest)}, their imports"
         free = f", {size_words(plan.free_bytes)} are free" if plan.free_bytes is not None else ""
         yield f"all at their peaks at the same time: {size_words(plan.total_bytes)}{free}"
     fits = f", {plan.cache_tokens_fit} would fit" if plan.cache_tokens_fit is not None else ""
     yield f"KV cache of an engine: {plan.cache_tokens} tokens{fits}"
+
+
+def _only_imports(holder: Holder) -> bool:
+    return all(not size or name == "imports" for phase in holder.phases for name, size in phase.terms.items())
 
 
 def _holder(holder: Holder) -> Iterator[str]:
