@@ -199,7 +199,7 @@ def test_each_token_of_all_episodes_is_in_one_account(engine: Engine, folder: Pa
         renamed(engine)(version)
         if version == steps * 4 // 5:  # from here on an episode of the weights before is too old
             assert bus.player is not None
-            bus.player._ends = dataclasses.replace(bus.player._ends, most_lag=0)
+            bus.player._too_old._most_lag = 0
 
     bus = DropBus(steps=steps, groups_per_step=GROUPS, group_size=EPISODES, max_staleness=1, on_step=on_step)
     played: list[Played] = []
