@@ -118,7 +118,7 @@ class OpenEnvEpisode(BaseInteractionEnv):
                 await http.close()
 
     async def _connect(self) -> None:
-        self._http = aiohttp.ClientSession()
+        self._http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(connect=self._config.step_timeout_s))
         try:
             self._socket = await self._http.ws_connect(
                 f"{self._config.url.rstrip('/')}/ws",

@@ -28,7 +28,16 @@ REASONS = {
         "relax_core/engines/embedded/scheduler/scheduler.py",
         "Scheduler._receive",
     ): "the engine's thread at rest; it alone reads",
+    # A session of an env in a task of its own: the call that waits for it has env.step_timeout_s, and ends it.
+    ("envs/tool_servers/mcp_sessions.py", "McpSessions.open"): "reset has the deadline of a call of the env",
+    (
+        "envs/tool_servers/mcp_sessions.py",
+        "McpSessions._hold",
+    ): "the sessions at rest; close() wakes it, with a deadline",
+    ("envs/tool_servers/mcp_sessions.py", "McpSessions.call"): "step has the deadline of a call of the env",
     # Work that is already done when it is asked for.
+    ("envs/tool_servers/mcp_sessions.py", "McpSessions.close"): "of a task in done",
+    ("envs/openenv.py", "OpenEnvEpisode._ask"): "the WebSocket's last error, which it has or has not",
     ("relax_core/roles/rollout/rollout_worker.py", "RolloutWorker._evaluate"): "after done(): the task has ended",
     ("relax_core/engines/pool/engine_pool.py", "EnginePool._abort"): "after done(): the calls have ended",
     ("relax_core/engines/pool/engine_pool.py", "_log_failures"): "a done callback: the calls have ended",

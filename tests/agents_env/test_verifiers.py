@@ -1,4 +1,4 @@
-"""A taskset of the real package verifiers is played by the example's agent over the endpoint."""
+"""A taskset of the real package verifiers is played by the program of env=verifiers over the endpoint."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from envs.verifiers import VerifiersConfig, command
 from relax_core.data.tokenizer import PromptTokenizer
 from tests.agents_env.environments import ROOT, VERIFIERS
 from tests.data.chat_templates import FAMILIES, write_folder
@@ -16,6 +17,7 @@ from tests.rollout.agents.endpoint_harness import ScriptedPool, Served, serve
 
 pytestmark = pytest.mark.agents
 CALL = '<tool_call>\n{"name": "calc", "arguments": {"numbers": [2, 3]}}\n</tool_call>'
+SUMS = ROOT / "examples" / "verifiers" / "sum_tasks.py"
 ANSWER_S = 240.0
 
 
@@ -26,18 +28,18 @@ def test_a_task_is_played_in_one_segment_and_rewarded_by_its_taskset(tmp_path: P
     task, result = tmp_path / "task.json", tmp_path / "result.json"
     task.write_text(json.dumps({"prompt": "", "seed": 11}))  # the task 2 of nine
 
+    words = command(VerifiersConfig(taskset=str(SUMS), harness=str(SUMS)))
+
     async def scene(one: Served) -> None:
         given = {
             "PATH": os.environ["PATH"],
             "HOME": str(tmp_path),
-            "PYTHONPATH": str(ROOT / "examples" / "verifiers"),
             "OPENAI_BASE_URL": f"{one.url}/v1",
             "OPENAI_API_KEY": one.key,
             "RELAX_TASK": str(task),
             "RELAX_RESULT": str(result),
         }
-        agent = ROOT / "examples" / "agents" / "verifiers_agent.py"
-        process = await asyncio.create_subprocess_exec(VERIFIERS, agent, "sum_tasks", "sum_tasks", env=given)
+        process = await asyncio.create_subprocess_exec(VERIFIERS, *words[1:], env=given)
         try:
             assert await asyncio.wait_for(process.wait(), ANSWER_S) == 0
         finally:

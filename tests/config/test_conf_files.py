@@ -80,6 +80,7 @@ def test_every_option_runs(
         "reward=reasoning_gym": ["data=reasoning_gym"],
         "env=textarena": ["reward=env"],
         "env=mcp": ["env.servers.sum.command=python sum_server.py", "reward=math", "data=arithmetic", *TOOLS],
+        "env=verifiers": ["env.taskset=gsm8k", "reward=env", "data=seeds", *TOOLS],
         "env=openenv": ["env.url=http://127.0.0.1:1", "reward=env", *TOOLS],
         "env=python": ["env.sandbox=none"],  # this machine may refuse the sandbox
         "data=seeds": ["env=number_guess", "reward=env", "model.task=number_guess"],

@@ -1,10 +1,9 @@
-"""An agent that plays one task of a taskset of the package verifiers 0.4; the reward is the taskset's own.
+"""The agent of env=verifiers: it plays one task of a taskset of the package verifiers 0.4, and returns its reward.
 
-    python verifiers_agent.py TASKSET [HARNESS]
+    python verifiers_program.py TASKSET HARNESS
 
-TASKSET and HARNESS are names as the package knows them, or modules that can be imported. The task is the row's column
-"task", or its "seed", as a number in the taskset. It runs where verifiers is installed, which needs an environment of
-its own: env=agent agent.python=.venv-verifiers/bin/python.
+TASKSET and HARNESS are names as the package knows them, or paths of files that end in .py. The task is the row's column
+"task", or its "seed", as a number in the taskset. It runs in the Python of agent.python, and imports nothing of Relax.
 """
 
 from __future__ import annotations
@@ -48,8 +47,17 @@ async def play(row: dict[str, Any], taskset: str, harness: str) -> dict[str, Any
     return {"reward": trace.reward, "metrics": {"turns": trace.num_turns}}
 
 
+def importable(name: str) -> str:
+    """Returns the name of a module; that of a file becomes one."""
+    if not name.endswith(".py"):
+        return name
+    sys.path.append(str(Path(name).parent))
+    return Path(name).stem
+
+
 def main() -> None:
-    taskset, harness, *_ = [*sys.argv[1:], "null"]
+    """Plays the task in the file RELAX_TASK."""
+    taskset, harness = map(importable, sys.argv[1:])
     row = json.loads(Path(os.environ["RELAX_TASK"]).read_text())
     result = asyncio.run(play(row, taskset, harness))
     Path(os.environ["RELAX_RESULT"]).write_text(json.dumps(result))

@@ -1,0 +1,53 @@
+"""Tasksets of the package verifiers 0.4, whose own program asks Relax's endpoint for the answers of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from relax_core.contracts.env import EnvSpec, TurnsConfig
+
+PROGRAM = Path(__file__).parent / "programs" / "verifiers_program.py"
+
+
+@dataclass(frozen=True)
+class VerifiersConfig(TurnsConfig):
+    """Holds the settings of the adapter.
+
+    ``taskset`` and ``harness`` are names as the package knows them, or paths of files that end in .py. The package runs
+    in the Python of agent.python, since it does not fit into the environment of Relax.
+    """
+
+    name: str = "verifiers"
+    taskset: str = ""
+    harness: str = "null"
+    max_turns: int = 64
+
+
+def command(config: VerifiersConfig) -> Sequence[str]:
+    """Returns the words of the program that plays a task."""
+    return ["python", str(PROGRAM), _absolute(config.taskset), _absolute(config.harness)]
+
+
+def _absolute(name: str) -> str:
+    return str(Path(name).absolute()) if name.endswith(".py") else name
+
+
+def check(config: VerifiersConfig) -> None:
+    """Raises ValueError for a taskset that is not named, and for a file that is not there."""
+    if not config.taskset:
+        raise ValueError("env.taskset is empty: name a taskset of verifiers, or the path of a file that holds one.")
+    for key in ("taskset", "harness"):
+        name = getattr(config, key)
+        if name.endswith(".py") and not Path(name).is_file():
+            raise ValueError(f"env.{key}={name}: there is no such file.")
+
+
+SPEC = EnvSpec(
+    name="verifiers",
+    summary="tasksets of the package verifiers, in an environment of their own (agent.python)",
+    config=VerifiersConfig,
+    agent=command,
+    check=check,
+)
