@@ -22,6 +22,7 @@ from tests.data.test_plugin_source import ROWS, write_database
 
 OPTIONS = [(group, option) for group in groups() for option in yaml_options(group)]
 JUDGE = ["reward.judges.main.url=http://127.0.0.1:1/v1", "reward.judges.main.model=judge"]
+GAME = ["model.task=number_guess", "engine.context_length=2048"]  # of an env that brings its rows and its reward
 TOOLS = ["model=tiny_qwen3_tools", "engine.context_length=512", "eval.every=0"]
 ONLY_PLANNED = ("gpu", "qwen3_omni", *(option for option in yaml_options("experiment") if option.endswith("gpu")))
 NEEDS = {"deepscaler": "pylatexenc", "geo3k": "pylatexenc", "ifeval": "if_verifiable", "ifbench": "if_verifiable"}
@@ -74,11 +75,11 @@ def test_every_option_runs(
         "algo=plugin": ["algo.name=grpo"],
         "env=number_guess": ["reward=env"],
         "env=calculator": ["reward=env", "model=tiny_qwen3_tools"],
-        "env=gymnasium": ["reward=env"],
+        "env=gymnasium": GAME,
         "env=picture_tools": ["reward=env", "model=tiny_qwen3_vl", "data=see", "env.tools_as=text"],
         "data=reasoning_gym": ["reward=reasoning_gym"],
         "reward=reasoning_gym": ["data=reasoning_gym"],
-        "env=textarena": ["reward=env"],
+        "env=textarena": GAME,
         "env=mcp": ["env.servers.sum.command=python sum_server.py", "reward=math", "data=arithmetic", *TOOLS],
         "env=verifiers": ["env.taskset=gsm8k", "reward=env", "data=seeds", *TOOLS],
         "env=openenv": ["env.url=http://127.0.0.1:1", "reward=env", *TOOLS],
@@ -119,12 +120,20 @@ def test_a_plugins_yaml_has_its_config_and_their_defaults(kind: Kind) -> None:
         values = OmegaConf.load(conf_folder() / kind / f"{name}.yaml")
         fields = {field.name: field for field in dataclasses.fields(find(kind, name).config)}
         assert isinstance(values, DictConfig)
-        assert set(values) == set(fields)
-        for key in map(str, values):
+        assert set(values) - {"defaults"} == set(fields)
+        for key in fields:
             default = fields[key].default
             follows = OmegaConf.is_interpolation(values, key)  # another key of the run
             if key != "name" and default is not dataclasses.MISSING and not follows:
                 assert values[key] == pytest.approx(default), f"{kind}={name}: {key}"
+
+
+@pytest.mark.parametrize("env", ["gymnasium", "textarena"])
+def test_a_game_brings_its_rows_and_its_reward_unless_others_are_chosen(env: str) -> None:
+    own = compose([f"env={env}"])
+    assert (own.data.name, own.reward.name) == ("seeds", "env")
+    others = compose([f"env={env}", "data=file", "reward=math"])
+    assert (others.data.name, others.reward.name) == ("file", "math")
 
 
 @pytest.mark.parametrize("chosen", ["algo", "algo.name"])
