@@ -20,7 +20,8 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "episodes.md"
 COMMANDS = re.findall(r"^ {4}(\S.*)$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
 RUNS = [command for command in COMMANDS if command.startswith("python -m relax_core ")]
 OF_ENVS = re.findall(r"^ {4}python -m relax_core (\S.*)$", PAGE.with_name("envs.md").read_text("utf-8"), re.MULTILINE)
-ASKS_A_SERVER = ("env=mcp", "env=openenv")  # tests/envs has servers for these
+# tests/envs has servers for these, and the last one needs the environment of `make agents-env`.
+ASKS_A_SERVER = ("env=mcp", "env=openenv", "env=verifiers")
 PACKAGES = {"env=gymnasium": "gymnasium", "env=textarena": "textarena", "data=reasoning_gym": "reasoning_gym"}
 
 
