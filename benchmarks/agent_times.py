@@ -19,6 +19,7 @@ The other figures are those of `benchmarks.endpoint_times`. All ways take turns 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import sys
 import tempfile
@@ -173,6 +174,7 @@ def hanging_scorer(*, rounds: int, steps: int) -> float:
                 finally:
                     process.stop(timeout_s=5.0)
                 rates[name].append(bus.rate())
+                print(f"  {name}: {rates[name][-1]:.1f} samples/s", flush=True)
     names, ratios = list(ways), []
     for plain, hung in zip(names[::2], names[1::2], strict=True):
         own = [after / before for before, after in zip(rates[plain], rates[hung], strict=True)]
@@ -332,6 +334,7 @@ FIGURES = (HANGING, JUDGE, ENDPOINT, REQUEST, STREAM, WARM)
 
 def measure(names: Sequence[str], *, rounds: int, steps: int) -> int:
     """Prints the figures with these names, and which miss their reach; returns 1 if one does."""
+    logging.getLogger("relax_core").setLevel(logging.ERROR)  # each answer that hangs would be told
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}", flush=True)
     missed = []
     client = Client() if {ENDPOINT, REQUEST, STREAM} & set(names) else None
