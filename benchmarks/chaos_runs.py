@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -36,7 +37,7 @@ TITLES = {  # kind → what its process is called
     CONTROLLER: "-m relax_core ",
     ENCODE_WORKER: "relax_core.data.media.encode_worker_main",
     ENV_WORKER: "relax_core.rollout.env_workers.env_worker_main",
-    AGENT: str(CALCULATOR),  # its guard, which is older, has the words of its command, too
+    AGENT: f"{sys.executable} {CALCULATOR}",  # its guard, which is older, has these words, too
     AGENT_GUARD: "agent_guard.py",
 }
 RAY = ("gcs", "raylet")  # with one of them its controller ends, and another makes a new Ray

@@ -81,9 +81,10 @@ def result(**given):
 class AnsweringPool:
     """Gives the responses that a function of the prompt's text says."""
 
-    def __init__(self, tokenizer: PromptTokenizer, answer: Answer, *, ages: bool) -> None:
-        """``ages``: each response comes from newer weights than the one before."""
+    def __init__(self, tokenizer: PromptTokenizer, answer: Answer, *, ages: bool, holds: Callable[[str], bool]) -> None:
+        """``ages``: each response comes from newer weights than the one before. ``holds``: it does not come yet."""
         self._tokenizer = tokenizer
+        self._holds = holds
         self._ages = ages
         self._answer = answer
         self.requests: list[PromptRequest] = []
@@ -96,7 +97,10 @@ class AnsweringPool:
     ) -> AsyncIterator[tuple[int, list[Generated]]]:
         self.requests += prompts
         for number, prompt in enumerate(prompts):
-            text = self._answer(self._tokenizer.decode(prompt.input_ids))
+            asked = self._tokenizer.decode(prompt.input_ids)
+            while self._holds(asked):
+                await asyncio.sleep(0.01)
+            text = self._answer(asked)
             if text == "HANG":
                 await self._given_up.wait()
                 continue
@@ -139,6 +143,7 @@ def played(
     limits: EpisodeLimits | None = None,
     max_retries: int = 0,
     ages: bool = False,
+    holds: Callable[[str], bool] = lambda text: False,
     at_once: int = 64,
     ends: EarlyEnds | None = None,
     beside: Callable[[asyncio.Task[Any], AnsweringPool], Any] | None = None,
@@ -149,7 +154,7 @@ def played(
 
     ``at_url`` gets the endpoint's address, too.
     """
-    settings, pool = agent or agent_settings(), AnsweringPool(tokenizer, answer, ages=ages)
+    settings, pool = agent or agent_settings(), AnsweringPool(tokenizer, answer, ages=ages, holds=holds)
     found = Played(records=[], pool=pool)
 
     async def run() -> None:

@@ -157,37 +157,41 @@ def test_a_group_that_is_given_up_leaves_no_agent_and_no_request(tokenizer: Prom
     assert not (tmp_path / "agents").exists()
 
 
-def test_requests_at_one_time_and_a_client_that_hangs_up(tokenizer: PromptTokenizer, tmp_path: Path) -> None:
-    """A sub-agent beside the agent is a segment of its own; the answer that nobody waited for is no orphan, because its
-    client asks again; one that nobody asks for again is. Every token has one account."""
-    body = """
-import socket, threading
+def test_requests_at_one_time_and_clients_that_hang_up(tokenizer: PromptTokenizer, tmp_path: Path) -> None:
+    """A helper beside the agent is a segment of its own. An answer whose client hung up is given to the one that asks
+    again, and else an orphan: each token has one account."""
+    answered = tmp_path / "answered"  # the engines hold the answers to "slow" without it
+    body = f"""
+import pathlib, socket, threading
+answered = pathlib.Path({str(answered)!r})
 
 def hang_up(text):
     host, port = os.environ["ANTHROPIC_BASE_URL"].removeprefix("http://").split(":")
-    body = json.dumps({"messages": [{"role": "user", "content": text}]})
+    body = json.dumps({{"messages": [{{"role": "user", "content": text}}]}})
     lines = ["POST /v1/chat/completions HTTP/1.1", "Host: x", "Authorization: Bearer " + os.environ["OPENAI_API_KEY"]]
-    lines += [f"Content-Length: {len(body)}", "", body]
+    lines += [f"Content-Length: {{len(body)}}", "", body]
     with socket.create_connection((host, int(port))) as one:
-        one.sendall(chr(13).join([""] + [chr(10) + line for line in lines])[2:].encode())
+        one.sendall((chr(13) + chr(10)).join(lines).encode())
         time.sleep(0.3)
 
-answers = []
-threads = [threading.Thread(target=lambda: answers.append(ask(text))) for text in ("main", "helper")]
+threads = [threading.Thread(target=ask, args=[text]) for text in ("main", "helper")]
 [one.start() for one in threads]
 [one.join() for one in threads]
 hang_up("slow: asked again")
+threading.Timer(0.3, answered.touch).start()
 assert ask("slow: asked again") == "yes"
+answered.unlink()
 hang_up("slow: left alone")
-time.sleep(0.5)
+answered.touch()
+time.sleep(0.3)
+assert ask("main", "yes", "and on") == "yes"
 """
-    found = played(tokenizer, runs(tmp_path, body))
+    found = played(tokenizer, runs(tmp_path, body), holds=lambda text: "slow" in text and not answered.exists())
     record = found.one
     assert record.failed == "" and record.ended == "env_done"
     counts = accounts(found)
-    assert counts["trained"] + counts["orphan"] == found.pool.sampled
-    assert record.counts["repeated"] >= 1 or counts["orphan"]
-    assert len(record.turns) == record.counts["segments"] >= 3
+    assert (len(record.turns), record.counts["segments"], record.counts["repeated"]) == (4, 3, 1)
+    assert counts["trained"] == 4 * counts["orphan"] > 0
 
 
 def test_stragglers_end_with_their_agents(tokenizer: PromptTokenizer, tmp_path: Path) -> None:

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
 
 from relax_core.config.sections.agent_schema import AgentConfig
 from relax_core.data.tokenizer import PromptTokenizer
+from relax_core.rollout.agent_processes.agent_tasks import AgentTask
 from relax_core.rollout.agents.outside_agents import (
     SESSIONS,
     OutsideAgents,
     sessions_token,
     write_address,
 )
+from relax_core.rollout.agents.turn_request import RequestRefused
 from tests.data.chat_templates import FAMILIES, write_folder
 from tests.rollout.agents.playing import AnsweringPool, Played, played
 
@@ -130,6 +135,53 @@ def test_an_agent_that_falls_silent_ends_its_attempt(tokenizer: PromptTokenizer)
     assert (record.ended, record.own_reward, record.restarts) == ("env_done", 1.0, 1)
     record = scene(tokenizer, lambda agent, playing: agent.open(), idle_s=0.1).one
     assert record.ended == "env_failed" and "endpoint.idle_s=0.1" in record.failed
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(), lambda one: st.lists(one), max_leaves=4
+)
+BODIES = st.binary() | st.dictionaries(
+    st.sampled_from(["reward", "metrics", "error", "uid"]) | st.text(),
+    json_values | st.dictionaries(st.text(), json_values),
+).map(lambda given: json.dumps(given).encode())
+
+
+def fuzz(examples: int) -> None:
+    """Sends bodies to the three routes of one session: each is answered or refused in words."""
+
+    async def opened() -> tuple[OutsideAgents, str, asyncio.Task[Any]]:
+        agents = OutsideAgents(token=TOKEN, idle_s=60.0)
+        task = AgentTask(uid="g0.0", attempt=0, row={}, key="k", base_url="http://x", evaluation=False)
+        playing = asyncio.create_task(agents.play(task))
+        await asyncio.sleep(0)
+        return agents, agents.answer(SESSIONS, b"")["session"], playing
+
+    with asyncio.Runner() as runner:
+        agents, name, playing = runner.run(opened())
+
+        @settings(
+            max_examples=examples, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
+        )
+        @given(st.sampled_from([SESSIONS, f"{SESSIONS}/{name}/reward", f"{SESSIONS}/x/end"]) | st.text(), BODIES)
+        def answered(path: str, body: bytes) -> None:
+            try:
+                status, words = 200, agents.answer(path, body)["session"]
+            except RequestRefused as error:
+                status, words = error.status, str(error)
+            assert (status, words) == (200, name) or (status in (400, 404, 410, 429) and words)
+
+        answered()
+        assert agents.answer(f"{SESSIONS}/{name}/end", b'{"reward": 2, "metrics": null, "error": null}')["ended"]
+        assert runner.run(asyncio.wait_for(playing, 60.0)).reward == 2.0
+
+
+def test_any_body_is_answered_or_refused() -> None:
+    fuzz(200)
+
+
+@pytest.mark.soak
+def test_ten_thousand_bodies_are_answered() -> None:
+    fuzz(10_000)
 
 
 def test_the_address_and_the_token_are_for_this_user_alone(tmp_path: Path) -> None:
