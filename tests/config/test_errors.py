@@ -88,8 +88,8 @@ LOCKSTEP = ["env=number_guess", "reward=env", "mode.max_staleness=0", "rollout.l
         ("algo=plugin", "algo.name has no value"),
         (
             "env.name=nowhere",
-            "env.name=nowhere is not known. What exists: calculator, gymnasium, number_guess, picture_tools, python, "
-            "single_turn, textarena.",
+            "env.name=nowhere is not known. What exists: agent, calculator, gymnasium, mcp, number_guess, openenv, "
+            "picture_tools, python, single_turn, textarena, verifiers.",
         ),
         ("reward.name=maths", "Nearest: math."),
         ("algo.name=/nowhere/x.py", "algo.name=/nowhere/x.py: no such file."),
