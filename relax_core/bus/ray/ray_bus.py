@@ -235,6 +235,11 @@ class RayBus:
         """Waits until the version is not ``since_version``, the bus is closed or ``timeout_s`` is over."""
         return _decode(self._call("wait_progress", since_version, timeout_s, timeout_s=timeout_s), BusProgress)
 
+    async def wait_progress_async(self, since_version: int, *, timeout_s: float) -> BusProgress:
+        """Waits as `wait_progress` does, without a thread, so that a worker which fails need not wait for its end."""
+        call = self._call_async("wait_progress", since_version, timeout_s, timeout_s=timeout_s)
+        return _decode(await call, BusProgress)
+
     def snapshot(self, *, timeout_s: float) -> bytes:
         """Returns the state for a checkpoint, as msgpack."""
         return _decode(self._call("snapshot", timeout_s, timeout_s=timeout_s), bytes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,21 @@ def test_wait_progress(bus: RayBus) -> None:
     assert bus.wait_progress(0, timeout_s=T).version == 1
     bus.close(reason="the end", timeout_s=T)
     assert bus.wait_progress(1, timeout_s=T).version == 1
+
+
+def test_an_event_loop_ends_though_a_wait_for_progress_was_cancelled(bus: RayBus) -> None:
+    async def scene() -> bool:
+        waiting = asyncio.create_task(bus.wait_progress_async(0, timeout_s=600.0))
+        await asyncio.wait([waiting], timeout=0.2)
+        waiting.cancel()
+        await asyncio.wait([waiting], timeout=T)
+        return waiting.cancelled()
+
+    ended: list[bool] = []
+    loop = threading.Thread(target=lambda: ended.append(asyncio.run(scene())), daemon=True)
+    loop.start()
+    loop.join(60)
+    assert ended == [True], "a thread that waits for the bus would hold the loop up for 600 s"
 
 
 CALLS: list[Callable[[RayBus], object]] = [
