@@ -101,7 +101,7 @@ ENV_RUNS = {
             *("experiment=calculator", "env=agent", "env.max_retries=3"),
             *_SMALL,
             *(f"agent.command=python {CALCULATOR}", "agent.workers=4", "agent.timeout_s=30"),
-            f"agent.env.{MARK}=${{oc.env:{MARK}}}",  # by which `LiveRun` knows the processes of its run
+            f"agent.env.{MARK}=${{oc.env:{MARK},none}}",  # by which `LiveRun` knows the processes of its run
         ),
         own=(AGENT, AGENT_GUARD),
     ),
