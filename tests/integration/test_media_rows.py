@@ -199,7 +199,9 @@ def test_bad_pictures_cost_their_prompts_alone_and_no_file_holds_base64(
     assert [one["reason"] for one in named] == [f"bad_media:{BAD[number][0]}" for number in sorted(BAD)[:5]]
     assert "files/nowhere.png" in named[0]["text"] and "files/cut.png" in named[3]["text"]
     gap = run.summary["logprob_gap"]
-    assert gap["tokens"] > 0 and gap["max"] <= TOLERANCE
+    # The largest one is that of one token of 1,550, and differs with the processor that trained the model's warm start:
+    # 2e-6 to 2.9e-5 were seen. tests/train/test_parity_media.py holds 2e-5 for models of random weights.
+    assert gap["tokens"] > 0 and gap["mean"] <= TOLERANCE / 20 and gap["max"] <= 5 * TOLERANCE
     assert any(values["grad_norm"] > 0.0 for values in run.steps())
     records = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
     figures = [one["values"] for one in records if one["source"] == "rollout"]
