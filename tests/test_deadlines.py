@@ -28,7 +28,19 @@ REASONS = {
         "relax_core/engines/embedded/scheduler/scheduler.py",
         "Scheduler._receive",
     ): "the engine's thread at rest; it alone reads",
+    (
+        "relax_core/gateway/server.py",
+        "serve",
+    ): "the gateway's process at rest; its supervisor ends it by closing its stdin",
+    (
+        "relax_core/roles/rollout/rollout_worker.py",
+        "RolloutWorker._run_loops",
+    ): "the worker's own work: each of its waits has a deadline, and the task group ends all of them",
     # Work that is already done when it is asked for.
+    (
+        "relax_core/control/engines/engine_changes.py",
+        "EngineChanges._tick_joining",
+    ): "after done(): the comparison has ended",
     ("relax_core/roles/rollout/rollout_worker.py", "RolloutWorker._evaluate"): "after done(): the task has ended",
     ("relax_core/engines/pool/engine_pool.py", "EnginePool._abort"): "after done(): the calls have ended",
     ("relax_core/engines/pool/engine_pool.py", "_log_failures"): "a done callback: the calls have ended",
@@ -82,6 +94,7 @@ REASONS = {
     ("relax_core/weights/group.py", "WeightGroup._broadcast"): "the group was made with a deadline",
     ("relax_core/train/hf/weight_gather.py", "_run"): "the trainer's group was made with a deadline",
     ("relax_core/engines/pool/fan_out.py", "fan_out"): "each call has its engine client's deadlines",
+    ("relax_core/control/engines/engine_probe.py", "EngineProbe._compare"): "the same",
     (
         "relax_core/rollout/item_cache.py",
         "ItemCache.items",
