@@ -25,6 +25,7 @@ from relax_core.config.choices import (
     WeightTransportName,
 )
 from relax_core.config.media_schema import MediaKeys, ModalityConfig
+from relax_core.config.tracker_schema import TrackerConfig
 from relax_core.contracts.env import InteractionConfig
 
 
@@ -174,16 +175,6 @@ class DataConfig:
     media_root: str | None = None
     row_group_mb: int = 32
     config: dict[str, Any] = field(default_factory=dict)  # of a plug-in source, typed by its own dataclass
-
-
-@dataclass
-class TrackerConfig:
-    """Holds the keys of `tracker`."""
-
-    name: str = MISSING
-    tensorboard: bool = MISSING
-    jsonl: bool = MISSING
-    sinks: Any = None  # plug-ins: a list of names and paths, or a mapping from each of them to its configuration
 
 
 @dataclass
