@@ -35,9 +35,8 @@ class AgentPlayer:
     """Plays the groups of an env whose episodes agents play. ``host`` gives them their tasks.
 
     ``form`` is that of all sessions. ``group_size`` is the number of episodes a group, and ``max_retries`` that of new
-    starts of an episode whose agent failed. ``timeout_s`` limits an attempt without the wait for its first answer.
-    ``seed`` is the run's. ``ends`` says which episodes end early. ``reached(version)`` returns when the run has these
-    weights, so that no agent waits for them in vain.
+    starts of an episode whose agent failed. ``seed`` is the run's. ``ends`` says which episodes end early.
+    ``reached(version)`` returns when the run has these weights, so that no agent waits for them in vain.
     """
 
     def __init__(
@@ -76,10 +75,7 @@ class AgentPlayer:
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from failures  # the first failure cancelled the other tasks
         except asyncio.CancelledError:
-            for record in records:
-                if record.ended is None:
-                    record.fail("cancelled", "the group was given up")
-            start.on_cancelled(records)
+            start.cancelled(records)
             raise
         return records
 

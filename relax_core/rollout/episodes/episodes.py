@@ -119,10 +119,7 @@ class EpisodePlayer:
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from failures  # the first failure cancelled the other tasks
         except asyncio.CancelledError:
-            for record in records:
-                if record.ended is None:
-                    record.fail("cancelled", "the group was given up")
-            start.on_cancelled(records)
+            start.cancelled(records)
             raise
         finally:
             if start.lockstep is not None:

@@ -107,6 +107,13 @@ class GroupStart:
         """Returns the uid of the group, which holds its media."""
         return group_name(self.evaluation, self.index)
 
+    def cancelled(self, records: Sequence[EpisodeRecord]) -> None:
+        """Ends the episodes of a group that is given up, and tells ``on_cancelled``."""
+        for record in records:
+            if record.ended is None:
+                record.fail("cancelled", "the group was given up")
+        self.on_cancelled(records)
+
     def seed(self, of_run: int, purpose: str) -> int:
         """Returns the seed of the group for a purpose, such as "env"."""
         return sampling_seed(of_run, index=self.index, purpose=f"{self.evaluation}/{purpose}".removeprefix("/"))

@@ -6,12 +6,13 @@ import asyncio
 import time
 import zlib
 from collections.abc import Mapping, Sequence
-from statistics import fmean, quantiles
+from statistics import fmean
 
 from relax_core.contracts.judging.judge import JudgeSetup, Verdict
 from relax_core.rollout.judges.judge_prompts import JudgePrompt
 from relax_core.rollout.judges.judge_servers import JudgeRefused, JudgeServer
 from relax_core.rollout.judges.verdict_parsers import verdict_parser
+from relax_core.rollout.rewards.reward_figures import times
 
 AGAIN_TEMPERATURE = 0.7  # least temperature of the second try: a greedy judge would write the same again
 CANCELLED_S = 5.0  # in which questions that were given up have ended
@@ -47,8 +48,7 @@ class JudgeFigures:
         ms = self._ms
         values = {"queue": float(self.under_way), "verdicts": float(len(ms))}
         if ms:
-            ranked = quantiles(ms, n=100, method="inclusive") if len(ms) > 1 else ms * 99
-            values |= {"none": self._none / len(ms), "ms_p50": ranked[49], "ms_p99": ranked[98]}
+            values |= {"none": self._none / len(ms), **times(ms)}
         if self._texts:
             values |= {"texts": float(self._texts), "tokens": float(self._tokens)}
             values["unreadable"] = self._unreadable / self._texts
