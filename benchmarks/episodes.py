@@ -32,6 +32,7 @@ HERE = Path(__file__).parent
 STEPS_OF_A_MEAN = 50
 STEPS_OF_A_POINT = 5  # of a curve
 LARGEST_FALL = 0.05  # of the last 50 steps from the best 50
+DEADLINE_S = 3600.0  # of a run, which other work on the machine may slow down
 Figures = dict[str, float]
 
 
@@ -101,7 +102,7 @@ def main() -> int:
                 figures = finished.get(words)
                 if figures is None:
                     folder = Path(scratch) / f"{name.replace(', ', '-').replace(' ', '-')}-{seed}"
-                    summary, won = run_demo(folder, words), shares_won(folder)
+                    summary, won = run_demo(folder, words, deadline_s=DEADLINE_S), shares_won(folder)
                     figures = figures_of(summary, won)
                     if arguments.results is not None:
                         record = {"name": name, "words": words, "figures": figures, "won": won}

@@ -163,8 +163,8 @@ _PACKAGE = "a package has the name of the env that needs it"
 _PLAYED = "a scripted player of this env makes the warm start of a builtin model"
 NAMED = {
     ("relax_core/data/generated.py", "reverse_digits"): "a generated task has the name of the reward that scores it",
-    ("relax_core/data/generated.py", "number_guess"): _PLAYED,
-    ("relax_core/data/generated.py", "calculator"): _PLAYED,
+    ("relax_core/config/choices.py", "number_guess"): _PLAYED,
+    ("relax_core/config/choices.py", "calculator"): _PLAYED,
     ("relax_core/cli/doctor.py", "gymnasium"): _PACKAGE,
     ("relax_core/cli/doctor.py", "textarena"): _PACKAGE,
     ("relax_core/cli/doctor.py", "mcp"): _PACKAGE,

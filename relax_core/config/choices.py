@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from enum import Enum
 
+SEEDS = "seeds"  # data.task: rows for envs that need no data; each has a number of its own, in the order of the rows
+NUMBER_GUESS, CALCULATOR = "number_guess", "calculator"  # envs whose games are a builtin model's warm start
+
 
 class ModeName(Enum):
     """Names the ways in which rollout and trainer share time."""

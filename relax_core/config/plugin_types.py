@@ -10,6 +10,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from relax_core.config.choices import CALCULATOR, NUMBER_GUESS, SEEDS
 from relax_core.config.command_line.error_messages import explain_value
 from relax_core.config.errors import ConfigError, nearest
 from relax_core.config.schema import RelaxConfig
@@ -106,9 +107,12 @@ def _nested(schema: DictConfig, key: str, value: Any, *, section: str) -> tuple[
 def give_task_to_source(config: RelaxConfig) -> None:
     """Makes data.task a setting of Relax's own data sources that have tasks; elsewhere it names a generated task.
 
-    A builtin model whose warm start would be that task gets another one. Raises `ConfigError` for two tasks.
+    A builtin model whose warm start would be that task gets another one: for rows that are only seeds that of the env,
+    if there is one. Raises `ConfigError` for two tasks.
     """
     data = config.data
+    if data.task == SEEDS and config.model.task == SEEDS:
+        config.model.task = config.env.name if config.env.name in (NUMBER_GUESS, CALCULATOR) else WARM_START_OF_SOURCES
     if data.task is None or not is_builtin("data", data.name):
         return
     if data.config.get("task", data.task) != data.task:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from relax_core.config.choices import SEEDS
 from relax_core.config.media_schema import FOUR_MODALITIES, MEDIA_TASKS, SEE, TONE_OF_PICTURE
 from relax_core.contracts.media import MediaSource
 from relax_core.data.tasks.modality_tasks import MODALITY_PARTS, modality_example
@@ -21,8 +22,6 @@ from relax_core.data.tasks.tone_files import TONE_VARIANTS, TONES
 Split = Literal["train", "eval"]
 
 REVERSE_DIGITS, ARITHMETIC = "reverse_digits", "arithmetic"  # the tasks, as data.task names them
-NUMBER_GUESS, CALCULATOR = "number_guess", "calculator"  # environments with data=seeds, for which a warm start exists
-SEEDS = "seeds"  # rows for environments that need no data: each has a number of its own, in the order of the rows
 REVERSED_DIGITS = 5
 _EVAL_SEED = 0  # every run seed has the same evaluation rows, so that two runs can be compared
 _HELD_OUT_SLOTS = 16

@@ -13,8 +13,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from relax_core.config.choices import CALCULATOR, NUMBER_GUESS
 from relax_core.contracts.env import EnvSpec, EpisodeStart, InteractionConfig
-from relax_core.data.generated import CALCULATOR, NUMBER_GUESS
 from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.data.tool_calls.tool_parsers import read_action, tool_parser
 from relax_core.data.turn_tokens import TurnTokens

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from relax_core.config.choices import CALCULATOR, NUMBER_GUESS
 from relax_core.config.media_schema import FOUR_MODALITIES, TONE_OF_PICTURE
-from relax_core.data.generated import ARITHMETIC, CALCULATOR, NUMBER_GUESS, REVERSE_DIGITS, SEE, Example, example
+from relax_core.data.generated import ARITHMETIC, REVERSE_DIGITS, SEE, Example, example
 from relax_core.families.tiny_configs import (
     EXPERTS,
     HYBRID,

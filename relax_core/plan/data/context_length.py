@@ -1,6 +1,7 @@
 """Derives `engine.context_length` if it is not set, and `engine.prefix_cache_tokens`.
 
-The context holds the longest prompt and a response; the prefix cache holds some groups of the longest episodes.
+The context holds the longest prompt and a response, and the longest observations of an env behind each turn but the
+last; the prefix cache holds some groups of the longest episodes.
 """
 
 from __future__ import annotations
@@ -8,9 +9,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import cast
 
 from relax_core.config.choices import LauncherKind
 from relax_core.config.schema import RelaxConfig
+from relax_core.contracts.env import InteractionConfig
 from relax_core.data.eval_sets import asks_held_out, eval_sets
 from relax_core.data.sources import make_source
 from relax_core.families.hf_config import language_values, read_hf_config
@@ -22,7 +25,7 @@ from relax_core.rollout.prompt_tokens import PromptMaker
 
 ROUND_TO = 64  # tokens; a derived context is a multiple of it, as is the embedded engine's cache
 KEPT_GROUPS = 4  # groups of the longest episodes whose keys and values an engine keeps between their turns
-UNKNOWN_PROMPT = 512  # tokens if there is no data or no tokenizer yet: such a run can be planned and cannot start
+UNKNOWN_PROMPT = 512  # tokens of an env's opening, and of a prompt if there is no data or no tokenizer yet
 
 Longest = Callable[[RelaxConfig, PromptMaker], int]  # returns the tokens of a prompt; raises ValueError or OSError
 
@@ -60,7 +63,8 @@ def _settle_length(config: RelaxConfig, longest: Longest) -> tuple[RelaxConfig, 
         prompts = prompt_maker(config)
     except ValueError as error:
         return _with_context(config, UNKNOWN_PROMPT), [str(error)]
-    if find_env(config.env.name).has_turns and config.engine.context_length is None:
+    env = find_env(config.env.name)
+    if env.agent is not None and config.engine.context_length is None:
         told = (
             f"engine.context_length=null with env.name={config.env.name}: how long its turns make a prompt is not "
             "known. Give the tokens of the longest episode, rollout.max_new_tokens of its last turn included, e.g. "
@@ -76,6 +80,8 @@ def _settle_length(config: RelaxConfig, longest: Longest) -> tuple[RelaxConfig, 
         tokens = longest(config, prompts)
     except (ValueError, OSError):  # the check of the data reports it
         tokens = 0
+    if env.has_turns:  # an opening is made when its episode starts, and may be longer than the row's prompt
+        tokens = max(tokens, UNKNOWN_PROMPT)
     return _with_context(config, tokens or UNKNOWN_PROMPT), problems
 
 
@@ -102,9 +108,19 @@ def _vocabulary_problems(config: RelaxConfig, prompts: PromptMaker) -> Iterator[
 def _with_context(config: RelaxConfig, prompt_tokens: int) -> RelaxConfig:
     if config.engine.context_length is not None:
         return config
-    wanted = -(-(prompt_tokens + config.rollout.max_new_tokens) // ROUND_TO) * ROUND_TO
+    wanted = prompt_tokens + config.rollout.max_new_tokens + _observed(config)
+    wanted = -(-wanted // ROUND_TO) * ROUND_TO
     context = min(wanted, positions(config) or wanted)
     return dataclasses.replace(config, engine=dataclasses.replace(config.engine, context_length=context))
+
+
+def _observed(config: RelaxConfig) -> int:
+    """Returns how many tokens the observations behind all turns but the last have at most; 0 for an agent."""
+    env = find_env(config.env.name)
+    if not env.has_turns or env.agent is not None:
+        return 0
+    turns = cast(InteractionConfig, config.env)
+    return (turns.max_turns - 1) * turns.observation_tokens
 
 
 def _with_prefix_cache(config: RelaxConfig) -> RelaxConfig:
@@ -118,5 +134,5 @@ def _with_prefix_cache(config: RelaxConfig) -> RelaxConfig:
         return config
     tokens = 0
     if find_env(config.env.name).has_turns:
-        tokens = KEPT_GROUPS * config.algo.group_size * engine.context_tokens
+        tokens = min(KEPT_GROUPS * config.algo.group_size * engine.context_tokens, engine.max_total_tokens)
     return dataclasses.replace(config, engine=dataclasses.replace(engine, prefix_cache_tokens=tokens))

@@ -248,11 +248,16 @@ def test_an_evaluation_alone_has_the_context_of_its_sets(model: Path, tmp_path: 
     assert config.engine.context_length == 832  # 300 + 8 tokens, 512 for the response: 820, rounded up
 
 
-def test_an_env_with_turns_needs_a_context_that_is_given() -> None:
-    words = ("env=number_guess", "reward=env", "eval.every=0")
-    with pytest.raises(
-        ConfigError, match=r"engine\.context_length=null with env\.name=number_guess: how long its turns"
-    ):
-        load_config(words, checks=CHECKS, settle=settle)
+def test_the_context_of_an_env_with_turns_holds_its_longest_observations() -> None:
+    words = ("env=number_guess", "reward=env", "data=seeds", "eval.every=0", "rollout.max_new_tokens=16")
+    turns = ("env.max_turns=3", "env.max_observation_tokens=100")
+    config = load_config((*words, *turns), checks=CHECKS, settle=settle)
+    assert config.engine.context_length == 768  # 512 for the opening, 200 observed behind two turns, 16 sampled: 728
     config = load_config((*words, "engine.context_length=192"), checks=CHECKS, settle=settle)
     assert config.engine.context_length == 192
+
+
+def test_an_agent_needs_a_context_that_is_given() -> None:
+    words = ("env=agent", "agent.command=true", "eval.every=0")
+    with pytest.raises(ConfigError, match=r"engine\.context_length=null with env\.name=agent: how long its turns"):
+        load_config(words, checks=CHECKS, settle=settle)
