@@ -18,6 +18,7 @@ from envs.openenv import OpenEnvConfig, OpenEnvEpisode, check, tools
 from relax_core.contracts.env import Action, EpisodeStart, StepResult
 from relax_core.contracts.tool_use.tool_calls import ToolCall
 from tests.agents_env.environments import AGENTS
+from tests.integration.live_run import run_to_end
 from tests.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -231,3 +232,38 @@ def test_a_server_that_does_not_answer_is_told() -> None:
 def test_settings_without_sense_are_refused(config: OpenEnvConfig, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         check(config)
+
+
+@pytest.mark.agents
+@pytest.mark.integration
+def test_a_run_trains_on_the_games_of_a_server(tmp_path: Path) -> None:
+    """The warm start of number_guess answers with numbers, which are the actions."""
+    with served(sessions=64) as address:
+        run = run_to_end(
+            tmp_path / "run",
+            "env=openenv",
+            f"env.url={address}",
+            "env.text_field=number",
+            "env.observation_field=text",
+            "env.reset.highest=7",
+            "env.max_turns=3",
+            "env.max_observation_tokens=64",
+            "env.tool_parser=none",
+            "data=seeds",
+            "reward=env",
+            "model.task=number_guess",
+            "algo.group_size=8",
+            "rollout.prompts_per_step=4",
+            "rollout.max_new_tokens=12",
+            "run.steps=3",
+            "run.save_every=0",
+            "run.export_hf=false",
+            "eval.every=0",
+        )
+    assert run.code == 0, run.output
+    run.assert_books_closed()
+    assert run.summary["ledger"]["trained"] == 3 * 4 * 8
+    assert run.summary["logprob_gap"]["max"] <= 2e-5
+    rewards = [values["reward"] for values in run.steps()]
+    assert 0.0 < sum(rewards) / len(rewards) < 1.0, "some numbers are found"
+    assert run.summary["episodes"]["turns"] > 1.0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -78,3 +80,34 @@ def test_a_server_of_somebody_elses_is_met_by_its_address_and_left_running(tmp_p
         assert process.poll() is None
     finally:
         process.stop(timeout_s=10.0)
+
+
+def test_a_judge_on_a_server_of_its_own_gives_the_rewards(tmp_path: Path) -> None:
+    """The tiny judge's verdict is the number that it writes; where it writes none there is no reward."""
+    judge = tmp_path / "judge"
+    shutil.copytree(tiny_model_folder("tiny_qwen3", task="reverse_digits"), judge)
+    (tmp_path / "prompt.jinja").write_text("rev {{ response }}")
+    (tmp_path / "known.jsonl").write_text(json.dumps({"question": "rev 12", "answer": "12", "verdict": 0}))
+    run = run_to_end(
+        tmp_path / "judged",
+        *SGLANG,
+        "reward=genrm",
+        f"reward.judges.main.model={judge}",
+        "reward.judges.main.engine=sglang",
+        f"reward.judges.main.prompt={tmp_path / 'prompt.jinja'}",
+        "reward.judges.main.parse=number 0..99999999",
+        "reward.judges.main.max_new_tokens=9",
+        f"reward.check.path={tmp_path / 'known.jsonl'}",
+        "reward.check.min=0.0",
+        "reward.max_failed=1.0",
+        "rollout.max_failed_groups=100000",
+        "run.steps=4",
+        "eval.every=0",
+        "run.save_every=0",
+        deadline_s=900.0,
+    )
+    assert run.code == 0, run.output
+    run.assert_books_closed()
+    assert run.summary["ledger"]["trained"] > 0
+    judged = run.summary["judges"]["main"]
+    assert judged["verdicts"] > 0 and judged["none"] < 1.0
