@@ -30,7 +30,7 @@ from relax_core.tools.tiny_vision import SeenBatch, SeenExamples, answer_logits,
 from relax_core.tools.tiny_warm_start import WARM_STARTS, SeeWarmStart
 
 TASK = "see"
-WHOLE = [VISION, VISION_EXPERTS, *(pytest.param(name, marks=pytest.mark.soak) for name in (HYBRID, HYBRID_EXPERTS))]
+WHOLE = [VISION, *(pytest.param(name, marks=pytest.mark.soak) for name in (VISION_EXPERTS, HYBRID, HYBRID_EXPERTS))]
 
 
 @pytest.fixture(scope="module", params=VISION_NAMES)
