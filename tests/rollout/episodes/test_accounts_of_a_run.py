@@ -61,10 +61,14 @@ class CancellingPool(EnginePool):
 
 
 class DropBus(CoreBus):
-    """Keeps the reason of each group that the rollout drops before the last step is done."""
+    """Keeps the reason of each group that the rollout drops before the last step is done.
 
-    def __init__(self, **given: Any) -> None:
+    From the weights ``stale_at`` on, an episode of the weights before is too old.
+    """
+
+    def __init__(self, *, stale_at: int, **given: Any) -> None:
         super().__init__(**given)
+        self.stale_at = stale_at
         self.lost: dict[str, str] = {}
         self.player: EpisodePlayer | None = None
 
@@ -97,9 +101,22 @@ class Played:
     ends: set[str]
 
 
-def misfortunes() -> Callable[[EpisodeStart, Any], BaseInteractionEnv]:
-    """Returns an env in which whole groups and single episodes fail, hang, are slow and rewrite their history."""
+def misfortunes(bus: DropBus, *, stale_at: int) -> Callable[[EpisodeStart, Any], BaseInteractionEnv]:
+    """Returns an env in which whole groups and single episodes fail, hang, are slow and rewrite their history.
+
+    One group of the weights before ``stale_at`` plays on when these have sampled.
+    """
     spared: dict[int, int] = {}  # by group, the episode that does not fail
+    outlasting: set[int] = set()
+
+    async def outlast(index: int) -> None:
+        assert bus.player is not None
+        versions = [group.admission.min_version for group in bus.core.groups.values() if group.admission.index == index]
+        if versions == [stale_at - 1] and outlasting <= {index}:  # the step before stale_at does not wait for it
+            outlasting.add(index)
+            while bus.player._too_old._newest < stale_at:
+                await asyncio.sleep(0.005)
+
     of_groups = {7: "hang", 17: "slow", 27: "fail", 37: "fail but one"}
     of_episodes = ["fail once"] * 6 + ["hang"] * 5 + ["forget"] * 15 + [""] * 74
 
@@ -110,13 +127,15 @@ def misfortunes() -> Callable[[EpisodeStart, Any], BaseInteractionEnv]:
             self.fate = of_groups.get(index % 40) or self.draw.choice(of_episodes)
             if self.fate == "fail but one":
                 self.fate = "" if spared.setdefault(index, start.episode_seed) == start.episode_seed else "fail"
-            self.start, self.played = start, 0
+            self.start, self.index, self.played = start, index, 0
 
         async def reset(self) -> Any:
             return str(self.start.row["prompt"])
 
         async def step(self, action: Action) -> StepResult:
             self.played += 1
+            if self.played == 1 and not self.fate:
+                await outlast(self.index)
             if self.fate == "fail" or (self.fate == "fail once" and self.played == 2 and not self.start.attempt):
                 raise OSError("the game server is gone")
             if self.fate == "hang" and self.played == 2:
@@ -160,7 +179,7 @@ async def run_all(engine: Engine, folder: Path, bus: DropBus) -> Played:
             pool,
             rewards,
             records,
-            env=env_of(misfortunes()),
+            env=env_of(misfortunes(bus, stale_at=bus.stale_at)),
             env_config=InteractionConfig(
                 name="mine", max_turn_tokens=6, on_turn_cut="continue", step_timeout_s=4.0, episode_timeout_s=5.0
             ),
@@ -197,11 +216,12 @@ def test_each_token_of_all_episodes_is_in_one_account(engine: Engine, folder: Pa
 
     def on_step(version: int) -> None:
         renamed(engine)(version)
-        if version == steps * 4 // 5:  # from here on an episode of the weights before is too old
+        if version == bus.stale_at:
             assert bus.player is not None
             bus.player._too_old._most_lag = 0
 
-    bus = DropBus(steps=steps, groups_per_step=GROUPS, group_size=EPISODES, max_staleness=1, on_step=on_step)
+    settings = {"groups_per_step": GROUPS, "group_size": EPISODES, "max_staleness": 1}
+    bus = DropBus(stale_at=steps * 4 // 5, steps=steps, on_step=on_step, **settings)
     played: list[Played] = []
 
     async def scene() -> None:
