@@ -82,6 +82,7 @@ def test_a_server_of_somebody_elses_is_met_by_its_address_and_left_running(tmp_p
         process.stop(timeout_s=10.0)
 
 
+@pytest.mark.soak
 def test_a_judge_on_a_server_of_its_own_gives_the_rewards(tmp_path: Path) -> None:
     """The tiny judge's verdict is the number that it writes; where it writes none there is no reward."""
     judge = tmp_path / "judge"
