@@ -163,14 +163,17 @@ def test_a_group_waits_for_no_engine_that_ends_the_requests_of_stragglers(
 
 
 class NewWeights(Echo):
-    """The engine serves version 3 from the second turn on."""
+    """The engine serves version 3 once all episodes have their first response."""
 
     turns = 3
     engine: Engine
+    first_responses: threading.Barrier
     renaming = threading.Lock()
 
-    def step(self, action: Action) -> StepResult:
-        with self.renaming:  # the episodes' steps run in threads
+    def step(self, action: Action) -> StepResult:  # the episodes' steps run in threads
+        if self.played == 0:
+            self.first_responses.wait(60.0)
+        with self.renaming:
             if self.engine.version < 3:
                 self.engine.post("/update_weight_version", {"new_version": 3})
         return super().step(action)
@@ -195,7 +198,7 @@ def test_an_episode_too_old_to_be_trained_ends_at_its_next_turn(
     turns: int,
 ) -> None:
     class Renamed(NewWeights):
-        pass
+        first_responses = threading.Barrier(EPISODES)
 
     Renamed.engine = engine
     with caplog.at_level(logging.WARNING):
