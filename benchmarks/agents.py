@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import agent_times
-from benchmarks.demo_seeds import run_demo
+from benchmarks.demo_seeds import LEARNING_DEADLINE_S, run_demo
 from benchmarks.taught_models import (
     TASKS,
     judge_folder,
@@ -36,7 +36,7 @@ from benchmarks.taught_models import (
 from relax_core.observe.service.sinks import read_metrics
 
 HERE = Path(__file__).parent
-RIGHT_VERDICTS, DEADLINE_S = 0.98, 3600.0
+RIGHT_VERDICTS = 0.98
 TRAIN_ROWS, HELD_OUT_ROWS = 8192, 128
 AGENT_WORKERS = 8
 Figures = dict[str, float]
@@ -193,7 +193,7 @@ def learnt(case: Case, seed: int, overrides: Sequence[str]) -> Figures:
     with tempfile.TemporaryDirectory(prefix="agents-") as scratch:
         folder = Path(scratch)
         words = [*case.words(folder, seed), *overrides, f"seed={seed}"]
-        summary = run_demo(folder / "run", words, deadline_s=DEADLINE_S)
+        summary = run_demo(folder / "run", words, deadline_s=LEARNING_DEADLINE_S)
         accuracy = [one.values["accuracy"] for one in read_metrics(folder / "run") if one.source == "judge_check"]
     return figures_of(summary) | {"judge": accuracy[-1] if accuracy else 1.0}
 

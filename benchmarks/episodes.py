@@ -24,7 +24,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from benchmarks.demo_seeds import run_demo
+from benchmarks.demo_seeds import LEARNING_DEADLINE_S, run_demo
 from benchmarks.episode_times import measure
 from relax_core.observe.service.sinks import read_metrics
 
@@ -32,7 +32,6 @@ HERE = Path(__file__).parent
 STEPS_OF_A_MEAN = 50
 STEPS_OF_A_POINT = 5  # of a curve
 LARGEST_FALL = 0.05  # of the last 50 steps from the best 50
-DEADLINE_S = 3600.0  # of a run, which other work on the machine may slow down
 Figures = dict[str, float]
 
 
@@ -102,7 +101,7 @@ def main() -> int:
                 figures = finished.get(words)
                 if figures is None:
                     folder = Path(scratch) / f"{name.replace(', ', '-').replace(' ', '-')}-{seed}"
-                    summary, won = run_demo(folder, words, deadline_s=DEADLINE_S), shares_won(folder)
+                    summary, won = run_demo(folder, words, deadline_s=LEARNING_DEADLINE_S), shares_won(folder)
                     figures = figures_of(summary, won)
                     if arguments.results is not None:
                         record = {"name": name, "words": words, "figures": figures, "won": won}

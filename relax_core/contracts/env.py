@@ -126,6 +126,11 @@ class InteractionConfig(TurnsConfig):
         """Returns the most tokens that the texts of an observation have."""
         return OBSERVATION_TOKENS if self.max_observation_tokens is None else self.max_observation_tokens
 
+    @property
+    def most_observed_tokens(self) -> int:
+        """Returns the most tokens that all observations of an episode have; none follows its last turn."""
+        return (self.max_turns - 1) * self.observation_tokens
+
 
 @dataclass(frozen=True)
 class IsolatedConfig(InteractionConfig):

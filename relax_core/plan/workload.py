@@ -133,8 +133,7 @@ def observed_tokens(config: RelaxConfig, *, prompt: int) -> int:
     room = config.engine.context_tokens - prompt - config.rollout.max_new_tokens
     if spec.agent is not None:  # it may send anything
         return max(0, room)
-    env = cast(InteractionConfig, config.env)
-    return max(0, min((env.max_turns - 1) * env.observation_tokens, room))
+    return max(0, min(cast(InteractionConfig, config.env).most_observed_tokens, room))
 
 
 @dataclass(frozen=True, kw_only=True)

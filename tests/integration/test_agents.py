@@ -82,13 +82,9 @@ class Elsewhere(threading.Thread):
                 result = play(given["task"], given["base_url"], given["api_key"])
                 assert self._post(f"/{given['session']}/end", result)["ended"]
                 self.played.append(given["uid"])
-            except FileNotFoundError:  # the endpoint is not there yet
-                time.sleep(0.2)
-            except urllib.error.HTTPError as error:  # no task waits, or the attempt has ended
-                if error.code not in (410, 429, 503):
+            except OSError as error:  # no endpoint yet or any more, no task waits, or the attempt has ended
+                if isinstance(error, urllib.error.HTTPError) and error.code not in (410, 429, 503):
                     raise
-                time.sleep(0.2)
-            except OSError:  # the run ends
                 time.sleep(0.2)
 
     def _post(self, path: str, body: Any = None) -> dict[str, Any]:

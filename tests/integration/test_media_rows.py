@@ -225,7 +225,7 @@ def test_bad_pictures_cost_their_prompts_alone_and_no_file_holds_base64(
 def test_a_time_shared_run_that_stops_and_goes_on_is_the_same_to_the_bit(
     straight: FinishedRun, rows: tuple[Path, dict[str, int]], tmp_path: Path
 ) -> None:
-    """One proof of three equalities: two runs, another mode, and a stop with a resume."""
+    """The weights equal those of an asynchronous run that does not stop: the mode and the resume change no bit."""
     held = HeldTraining(tmp_path, updates=5)
     overrides = (*strict_overrides(rows[0]), "mode=colocate", *held.overrides)
     with LiveRun(tmp_path / "run", *overrides) as live:

@@ -63,8 +63,7 @@ def _settle_length(config: RelaxConfig, longest: Longest) -> tuple[RelaxConfig, 
         prompts = prompt_maker(config)
     except ValueError as error:
         return _with_context(config, UNKNOWN_PROMPT), [str(error)]
-    env = find_env(config.env.name)
-    if env.agent is not None and config.engine.context_length is None:
+    if find_env(config.env.name).agent is not None and config.engine.context_length is None:
         told = (
             f"engine.context_length=null with env.name={config.env.name}: how long its turns make a prompt is not "
             "known. Give the tokens of the longest episode, rollout.max_new_tokens of its last turn included, e.g. "
@@ -80,8 +79,6 @@ def _settle_length(config: RelaxConfig, longest: Longest) -> tuple[RelaxConfig, 
         tokens = longest(config, prompts)
     except (ValueError, OSError):  # the check of the data reports it
         tokens = 0
-    if env.has_turns:  # an opening is made when its episode starts, and may be longer than the row's prompt
-        tokens = max(tokens, UNKNOWN_PROMPT)
     return _with_context(config, tokens or UNKNOWN_PROMPT), problems
 
 
@@ -119,8 +116,7 @@ def _observed(config: RelaxConfig) -> int:
     env = find_env(config.env.name)
     if not env.has_turns or env.agent is not None:
         return 0
-    turns = cast(InteractionConfig, config.env)
-    return (turns.max_turns - 1) * turns.observation_tokens
+    return cast(InteractionConfig, config.env).most_observed_tokens
 
 
 def _with_prefix_cache(config: RelaxConfig) -> RelaxConfig:

@@ -22,7 +22,7 @@ from relax_core.rollout.prompt_tokens import Prompt
 from relax_core.rollout.sample_seeds import sampling_seed
 
 log = logging.getLogger(__name__)
-# What should not happen and may not happen again: the episode starts anew. No step is repeated.
+# Ends of an attempt after which the episode starts again from its reset, because the failure may not occur twice.
 STARTS_AGAIN: frozenset[Ended | None] = frozenset({"env_failed", "step_timeout"})
 
 

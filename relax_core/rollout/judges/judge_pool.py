@@ -39,7 +39,7 @@ class JudgeFigures:
         self._none += not given
 
     def take(self) -> dict[str, float]:
-        """Returns the figures and begins anew.
+        """Returns the figures since the last call.
 
         ``queue`` is the number of questions that wait now, ``verdicts`` that of questions that ended, and ``none`` the
         share of these without a verdict. ``texts`` is the number of the judge's texts, and ``unreadable`` the share of

@@ -37,7 +37,7 @@ class RewardFigures:
                     self._causes[output.cause if _CAUSE.fullmatch(output.cause) else UNSCORABLE] += 1
 
     def take(self) -> dict[str, float]:
-        """Returns the figures and begins anew; none if no answer was scored.
+        """Returns the figures since the last call; none if no answer was scored.
 
         ``answers`` counts them. ``mean`` is that of the answers with a reward, ``none`` the share of the others, and
         ``none/CAUSE`` the share that has none for this cause. ``ms_p50`` and ``ms_p99`` are of the time of an answer.

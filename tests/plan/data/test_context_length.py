@@ -1,4 +1,4 @@
-"""What the prompts need is known before the start, and the context follows from it."""
+"""The context is derived from the prompts before the start of a run."""
 
 from __future__ import annotations
 

@@ -101,10 +101,10 @@ class Played:
     ends: set[str]
 
 
-def misfortunes(bus: DropBus, *, stale_at: int) -> Callable[[EpisodeStart, Any], BaseInteractionEnv]:
+def misfortunes(bus: DropBus) -> Callable[[EpisodeStart, Any], BaseInteractionEnv]:
     """Returns an env in which whole groups and single episodes fail, hang, are slow and rewrite their history.
 
-    One group of the weights before ``stale_at`` plays on when these have sampled.
+    One group of the weights before ``bus.stale_at`` plays on when these have sampled.
     """
     spared: dict[int, int] = {}  # by group, the episode that does not fail
     outlasting: set[int] = set()
@@ -112,9 +112,10 @@ def misfortunes(bus: DropBus, *, stale_at: int) -> Callable[[EpisodeStart, Any],
     async def outlast(index: int) -> None:
         assert bus.player is not None
         versions = [group.admission.min_version for group in bus.core.groups.values() if group.admission.index == index]
-        if versions == [stale_at - 1] and outlasting <= {index}:  # the step before stale_at does not wait for it
+        # No earlier step waits for a group whose first weights are those just before.
+        if versions == [bus.stale_at - 1] and outlasting <= {index}:
             outlasting.add(index)
-            while bus.player._too_old._newest < stale_at:
+            while bus.player._too_old._newest < bus.stale_at:
                 await asyncio.sleep(0.005)
 
     of_groups = {7: "hang", 17: "slow", 27: "fail", 37: "fail but one"}
@@ -179,7 +180,7 @@ async def run_all(engine: Engine, folder: Path, bus: DropBus) -> Played:
             pool,
             rewards,
             records,
-            env=env_of(misfortunes(bus, stale_at=bus.stale_at)),
+            env=env_of(misfortunes(bus)),
             env_config=InteractionConfig(
                 name="mine", max_turn_tokens=6, on_turn_cut="continue", step_timeout_s=4.0, episode_timeout_s=5.0
             ),
