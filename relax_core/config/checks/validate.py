@@ -45,6 +45,7 @@ _BUILT = {
     "modality": ("auto", "text"),
     "tracker": ("default",),
     "placement": ("cpu", "gpu"),
+    "gateway": ("none", "local"),
 }
 PLANS = (False, True, "json")
 MOST_STOP_STRINGS, MOST_STOP_BYTES = 16, 1024  # the prefixes that an engine accepts
@@ -170,6 +171,11 @@ def _check_engine(config: RelaxConfig) -> Iterator[str]:
         yield f"engine.host={engine.host}: engines listen on loopback only. Use 127.0.0.1."
     if engine.port and engine.port + engine.count - 1 > 65535:
         yield f"engine.port={engine.port} with engine.count={engine.count} passes port 65535. Use engine.port=0."
+    if config.gateway.name != "none" and engine.count > engine.elastic.max_count:
+        yield (
+            f"engine.count={engine.count} with engine.elastic.max_count={engine.elastic.max_count}: the run begins "
+            f"with more engines than it may have. Use engine.elastic.max_count={engine.count} or more."
+        )
     if engine.max_running_samples < group_size:
         yield (
             f"engine.max_running_samples={engine.max_running_samples} cannot hold one group of "

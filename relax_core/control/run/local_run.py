@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar
 
 from relax_core.config.schema import RelaxConfig
+from relax_core.control.engines.engine_set import EngineSet
 from relax_core.control.health.ray_watch import RayWatch
 from relax_core.control.health.worker_states import RunFailed, run_failed
 from relax_core.control.host.ray_session import RaySession, RayUnstarted
@@ -23,10 +24,12 @@ from relax_core.control.run.judge_folders import judge_folders
 from relax_core.control.run.recovery_log import FROM_CHECKPOINT, Recoveries, recoveries_file
 from relax_core.control.run.resume import ResumePoint
 from relax_core.control.run.role_counts import roles_of
+from relax_core.control.run.run_view import RunView
 from relax_core.control.run.teacher_folders import teacher_folders
 from relax_core.control.supervision.supervisor import Attempt
 from relax_core.control.supervision.supervisor_pipe import SupervisorPipe
 from relax_core.data.data_identity import data_digest
+from relax_core.gateway.order_book import OrderBook
 from relax_core.observe.service.metrics_actor import MetricsClient, start_metrics
 from relax_core.observe.service.records import last_step
 from relax_core.observe.service.sinks import read_metrics
@@ -182,7 +185,6 @@ def _run_services(
     ray_lost: Callable[[str], NoReturn],
 ) -> _Outcome:
     from relax_core.control.run.recovery import RunParts, run_services
-    from relax_core.control.run.run_view import RunView
     from relax_core.control.run.serve_deployments import ServeDeployments
 
     config = context.config
@@ -207,6 +209,7 @@ def _run_services(
                 recoveries.load()
                 at_step = max(last_step(earlier), context.start_step)
                 recoveries.begin(FROM_CHECKPOINT, attempt.causes[-1], at_step=at_step, from_step=context.start_step)
+            book, engines = _engines(context, attempt, undo)
             serve_deployments = ServeDeployments(context, recoveries=recoveries, ray_lost=ray_lost)
             undo.callback(serve_deployments.close, timeout_s=config.run.stop_timeout_s)
             parts = RunParts(
@@ -217,6 +220,8 @@ def _run_services(
                 recoveries=recoveries,
                 supervisor=supervisor,
                 ray_lost=ray_lost,
+                engines=engines,
+                book=book,
             )
             try:
                 end = run_services(context, resume, parts)
@@ -229,6 +234,19 @@ def _run_services(
             records=collected(end.progress),
             recoveries=recoveries.as_records(),
         )
+
+
+def _engines(context: RunContext, attempt: Attempt, undo: ExitStack) -> tuple[OrderBook | None, EngineSet]:
+    """Returns the order book, None without a gateway, and the engines of the run; ``undo`` ends what is open."""
+    from relax_core.control.engines.engine_orders import open_book
+
+    config = context.config
+    if config.gateway.name == "none":
+        return None, EngineSet(config.engine.count)
+    book, engines = open_book(context.run_dir, count=config.engine.count, anew=attempt.number == 0)
+    undo.callback(book.close)
+    undo.callback(book.end_orders)
+    return book, engines
 
 
 def _start_metrics(context: RunContext) -> MetricsClient:

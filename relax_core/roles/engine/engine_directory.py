@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,8 @@ from relax_core.contracts.engine import EngineUnreachable
 from relax_core.engines.build_client import build_client
 from relax_core.engines.protocol.engine_client import EngineClient
 from relax_core.roles.process.failure import failure_line
-from relax_core.roles.process.role_context import RunContext, worker_name
+from relax_core.roles.process.role_context import ENGINE, RunContext, worker_name
+from relax_core.weights.engine_members import MemberList
 
 OWNER_S = 0.25  # a running owner returns its engine's address within this time
 
@@ -40,6 +41,11 @@ def engine_client(
     )
 
 
+def member_list(context: RunContext) -> MemberList:
+    """Returns what reads the list of the engines that sample."""
+    return MemberList(context.weights_folder, count=context.config.engine.count)
+
+
 class EngineDirectory:
     """Holds clients of the run's engines, by number.
 
@@ -48,12 +54,11 @@ class EngineDirectory:
     engines serve, by default the run's.
     """
 
-    def __init__(
-        self, context: RunContext, *, role: str = "engine", model_folders: Sequence[Path] | None = None
-    ) -> None:
+    def __init__(self, context: RunContext, *, role: str = ENGINE, model_folders: Sequence[Path] | None = None) -> None:
         self._context = context
         self._role = role
-        self._folders = model_folders or [context.model_folder] * context.config.engine.count
+        self._folders = model_folders
+        self._members = member_list(context) if role == ENGINE else None
         self._clients: dict[int, EngineClient] = {}
         self._asked: dict[int, Any] = {}  # engine → the reference of its owner's answer
         self._lock = threading.Lock()  # serialises `reachable`
@@ -80,17 +85,27 @@ class EngineDirectory:
         return owner.endpoint.remote(timeout_s)
 
     def _new_client(self, engine: int, url: str) -> EngineClient:
-        return engine_client(self._context, url, model_folder=self._folders[engine])
+        return engine_client(self._context, url, model_folder=self._folders[engine] if self._folders else None)
+
+    def _numbers(self) -> Collection[int]:
+        """Returns the engines that `reachable` looks for: those that serve or have served prompts."""
+        if self._members is not None:
+            return self._members.read().started
+        return range(len(self._folders or ()))
 
     def reachable(self) -> list[EngineClient]:
-        """Returns clients of the engines that are up.
+        """Returns clients of the engines that are up, without those that still join.
 
         The owners of engines without a known address are asked for it. A silent owner is waited for once, for
         `OWNER_S`, and its answer is used when it arrives.
         """
         with self._lock:
-            asked = {}
-            for engine in set(range(len(self._folders))) - self._clients.keys() - self._asked.keys():
+            asked: dict[int, Any] = {}
+            numbers = self._numbers()
+            for known in (self._clients, self._asked):
+                for engine in known.keys() - set(numbers):
+                    del known[engine]
+            for engine in set(numbers) - self._clients.keys() - self._asked.keys():
                 with suppress(ValueError):  # the engine has no owner yet
                     asked[engine] = self._ask(engine, timeout_s=0.0)
             if asked:

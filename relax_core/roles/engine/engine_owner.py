@@ -20,7 +20,7 @@ from relax_core.roles.engine.engine_directory import engine_client
 from relax_core.roles.engine.engine_health import EngineHealth, how_it_ended
 from relax_core.roles.process.process_placement import node_address, node_id
 from relax_core.roles.process.role_context import RunContext
-from relax_core.roles.process.worker import Worker
+from relax_core.roles.process.worker import EngineReport, Worker, WorkerStatus
 from relax_core.weights.version_folder import PublishedUnreadable, read_latest, read_pushed, reading
 
 WATCH_S = 0.25  # how often the owner checks its engine, and how late a new engine may get weights
@@ -75,6 +75,7 @@ class EngineOwner(Worker):
         self._rank = rank
         self._address = threading.Event()
         self._url = ""
+        self._serving = -1
         self._reconciler = WeightReconciler(context.config.engine.sync_timeout_s)
         super().__init__(name, context)
 
@@ -83,6 +84,11 @@ class EngineOwner(Worker):
         if not self._address.wait(timeout_s):
             raise EngineError(f"{self.name} is not up after {timeout_s:.0f} s; see {self._log_file}")
         return self._url
+
+    def status(self) -> WorkerStatus:
+        """Returns the worker's status with its engine."""
+        report = EngineReport(url=self._url, version=self._serving) if self._address.is_set() else None
+        return replace(super().status(), engine=report)
 
     def media_node(self) -> str:
         """Returns Ray's id of the node in whose media folder the engine reads, "" if it reads in none of its own."""
@@ -111,8 +117,8 @@ class EngineOwner(Worker):
         )
 
     def _first_port(self) -> int:
-        port = self.context.config.engine.port
-        return port + self._rank if port else 0
+        engine = self.context.config.engine
+        return engine.port + self._rank if engine.port and self._rank < engine.count else 0
 
     def _launch(self, port: int) -> EngineProcess:
         return EngineProcess.start(self._engine_launch(port))
@@ -158,6 +164,7 @@ class EngineOwner(Worker):
                 f"{self.name}: its engine process ended {self.restarts} times, more than run.max_restarts={limit}; "
                 f"the last one {how}; see {self._log_file}"
             )
+        self._serving = -1
         self.set_state("starting", f"its engine process {how}; restart {self.restarts}")
         return self._launch(process.port)
 
@@ -168,7 +175,7 @@ class EngineOwner(Worker):
             if latest is None:
                 self.set_state("waiting", "for the first published weights")
                 return
-            serving = int(client.model_info()["weight_version"])
+            serving = self._serving = int(client.model_info()["weight_version"])
             pushed = read_pushed(self.context.weights_folder)
             if self._reconciler.due(serving, latest.version, pushed=pushed, now=time.monotonic()):
                 time.sleep(WATCH_S / 5)  # the trainer's push may be on its way right now
@@ -182,4 +189,5 @@ class EngineOwner(Worker):
         except (EngineError, PublishedUnreadable) as error:
             self.set_state("waiting", str(error))
             return
+        self._serving = serving
         self.set_state("running", f"{self._url} weights {serving}")

@@ -1,0 +1,26 @@
+"""Defines the keys of `gateway`, and of `engine.elastic`, which say how engines come and go at its orders."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from omegaconf import MISSING
+
+
+@dataclass
+class GatewayConfig:
+    """Holds the keys of `gateway`."""
+
+    name: str = MISSING
+    host: str = MISSING
+    port: int = MISSING
+    allowed_hosts: list[str] = field(default_factory=list)
+
+
+@dataclass
+class ElasticConfig:
+    """Holds the keys of `engine.elastic`."""
+
+    max_count: int = MISSING
+    drain_timeout_s: float = MISSING
+    probe_tolerance: float = MISSING

@@ -1,0 +1,231 @@
+"""Declares the gateway's routes: each reads the order book, or adds an order that the controller executes."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Literal
+
+from fastapi import Body, FastAPI, Header, Path, Query, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from relax_core.gateway.gateway_settings import Limits
+from relax_core.gateway.json_bodies import (
+    DryRun,
+    EngineAnswer,
+    EngineList,
+    Health,
+    OrderAnswer,
+    OrderList,
+    RunAnswer,
+    ScaleInOf,
+    ScaleInTo,
+    ScaleOut,
+    engine_answer,
+    engine_id,
+    order_answer,
+    run_answer,
+)
+from relax_core.gateway.limits import OrderChecks
+from relax_core.gateway.openapi import describe
+from relax_core.gateway.order_book import EngineRow, Kind, Order, OrderBook, OrderRefused, State
+from relax_core.gateway.problems import Refusal, responses
+
+RETRY_S = "5"  # Retry-After of an order that waits for another one, in seconds
+Key = Annotated[str | None, Header(alias="Idempotency-Key", min_length=1, max_length=200)]
+OrderId = Annotated[str, Path(max_length=200)]
+Limit = Annotated[int, Query(ge=1, le=200)]
+Offset = Annotated[int, Query(ge=0, le=1_000_000)]
+Answer = OrderAnswer | DryRun
+Ways = Literal["scale_out", "scale_in"]
+
+
+def application(book: OrderBook, limits: Limits) -> FastAPI:
+    """Returns the gateway's application over the run's order book, which `relax_core.gateway.guard.Guard` guards."""
+    app = FastAPI(title="Relax gateway", docs_url=None, redoc_url=None, responses=responses())
+    app.add_exception_handler(RequestValidationError, _malformed)
+    app.add_exception_handler(Refusal, _refused)
+    app.add_exception_handler(HTTPException, _no_route)
+    app.add_exception_handler(sqlite3.OperationalError, _locked)
+    _add_run(app, book)
+    _add_engines(app, book)
+    checks = OrderChecks(limits)
+    _add_scale_out(app, book, checks)
+    _add_scale_in(app, book, checks)
+    for kind in ("scale_out", "scale_in"):
+        _add_orders(app, book, kind)
+    describe(app)
+    return app
+
+
+# -- refusals ---------------------------------------------------------------------------------------------------------
+async def _malformed(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    key = ".".join(str(part) for part in first["loc"] if part not in ("body", "query", "path", "header"))
+    value = repr(first.get("input"))[:200]
+    return Refusal(400, first["msg"], key=key or None, value=value, fix="see /openapi.json").response()
+
+
+async def _refused(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, Refusal)
+    return error.response()
+
+
+async def _no_route(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)
+    refusal = Refusal(
+        error.status_code, str(error.detail), headers=dict(error.headers or {}), fix="see /openapi.json for the routes"
+    )
+    return refusal.response()
+
+
+async def _locked(request: Request, error: Exception) -> JSONResponse:
+    return Refusal(503, f"the order book does not answer: {error}", headers={"Retry-After": RETRY_S}).response()
+
+
+# -- the run ----------------------------------------------------------------------------------------------------------
+def _add_run(app: FastAPI, book: OrderBook) -> None:
+    @app.get("/healthz")
+    async def healthz() -> Health:
+        """Says that the gateway answers; it is open to everybody."""
+        return Health()
+
+    @app.get("/run")
+    async def run() -> RunAnswer:
+        """Returns where the run stands."""
+        row = book.run()
+        if row is None:
+            raise Refusal(503, "the run is starting", headers={"Retry-After": RETRY_S})
+        return run_answer(row)
+
+    @app.post("/run/stop", status_code=202)
+    async def stop(response: Response) -> OrderAnswer:
+        """Asks the run to end with a checkpoint once a train step is done; asking again returns the same order."""
+        order = next((one for one in book.open_orders() if one.kind == "stop"), None)
+        return order_answer(order or book.place("stop", {}, decide=lambda engines: "PENDING")[0])
+
+
+def _add_engines(app: FastAPI, book: OrderBook) -> None:
+    @app.get("/rollout/engines")
+    async def engines() -> EngineList:
+        """Returns the engines that the run has or had."""
+        return EngineList(engines=[engine_answer(row) for row in book.engines()])
+
+    @app.get("/rollout/engines/{engine}", responses=responses(404))
+    async def engine(engine: OrderId) -> EngineAnswer:
+        """Returns one engine."""
+        row = next((one for one in book.engines() if engine_id(one.number) == engine), None)
+        if row is None:
+            raise Refusal(404, "this run has no such engine", key="engine", value=engine[:100])
+        return engine_answer(row)
+
+
+# -- orders for engines -----------------------------------------------------------------------------------------------
+def _add_scale_out(app: FastAPI, book: OrderBook, checks: OrderChecks) -> None:
+    @app.post("/rollout/scale_out", status_code=202, responses={200: {"model": Answer}, **responses(409, 413, 415)})
+    async def scale_out(body: ScaleOut, response: Response, key: Key = None) -> Answer:
+        """Orders so many engines in all. With the engines there already the answer is 200 and NOOP."""
+        checks.check(book.run())
+        checks.check_target(body.num_replicas)
+
+        def decide(engines: Sequence[EngineRow]) -> State:
+            return "PENDING" if _present(engines) < body.num_replicas else "NOOP"
+
+        if body.dry_run:
+            rows = book.engines()
+            now = _present(rows)
+            return _dry(response, decide(rows), now=now, then=max(now, body.num_replicas), gone=[])
+        return _place(book, "scale_out", body.model_dump(), decide=decide, key=key, response=response)
+
+
+def _add_scale_in(app: FastAPI, book: OrderBook, checks: OrderChecks) -> None:
+    @app.post("/rollout/scale_in", status_code=202, responses={200: {"model": Answer}, **responses(404, 409, 413, 415)})
+    async def scale_in(body: Annotated[ScaleInTo | ScaleInOf, Body()], response: Response, key: Key = None) -> Answer:
+        """Orders engines to go: so many that ``num_replicas`` stay, or the named ones."""
+        checks.check(book.run())
+        named = [int(one.partition("-")[2]) for one in body.engine_ids] if isinstance(body, ScaleInOf) else []
+        if isinstance(body, ScaleInTo):
+            checks.check_target(body.num_replicas)
+
+        def going(engines: Sequence[EngineRow]) -> list[int]:
+            if isinstance(body, ScaleInOf):
+                return checks.added(engines, named)
+            return checks.newest(engines, target=body.num_replicas)
+
+        if body.dry_run:
+            rows = book.engines()
+            gone, now = going(rows), _present(rows)
+            return _dry(response, "PENDING" if gone else "NOOP", now=now, then=now - len(gone), gone=gone)
+        fields = {"num_replicas": None, "engine_ids": None, **body.model_dump()}
+        fields |= {"engine_ids": named} if named else {}
+        decide: Callable[[Sequence[EngineRow]], State] = lambda engines: "PENDING" if going(engines) else "NOOP"  # noqa: E731
+        return _place(book, "scale_in", fields, decide=decide, key=key, response=response)
+
+
+def _present(engines: Sequence[EngineRow]) -> int:
+    return sum(row.present for row in engines)
+
+
+def _dry(
+    response: Response, state: Literal["PENDING", "NOOP"] | State, *, now: int, then: int, gone: list[int]
+) -> DryRun:
+    response.status_code = 200
+    status: Literal["PENDING", "NOOP"] = "PENDING" if state == "PENDING" else "NOOP"
+    return DryRun(status=status, engines_now=now, engines_then=then, engine_ids=[engine_id(one) for one in gone])
+
+
+def _place(
+    book: OrderBook,
+    kind: Kind,
+    body: dict[str, Any],
+    *,
+    decide: Callable[[Sequence[EngineRow]], State],
+    key: str | None,
+    response: Response,
+) -> OrderAnswer:
+    try:
+        order, _ = book.place(kind, body, decide=decide, key=key)
+    except OrderRefused as refused:
+        headers = {"Retry-After": RETRY_S} if refused.busy else None
+        raise Refusal(409, str(refused), headers=headers, request_id=refused.busy) from refused
+    response.status_code = 200 if order.state == "NOOP" else 202
+    response.headers["Location"] = f"/rollout/{kind}/{order.id}"
+    return order_answer(order)
+
+
+def _add_orders(app: FastAPI, book: OrderBook, kind: Ways) -> None:
+    """Adds the routes that list, show and cancel the orders of a kind."""
+
+    def known(request_id: str) -> Order:
+        order = book.order(request_id)
+        if order is None or order.kind != kind:
+            raise Refusal(404, f"this run has no such order of kind {kind}", key="request_id", value=request_id[:100])
+        return order
+
+    @app.get(f"/rollout/{kind}", operation_id=f"list_{kind}")
+    async def orders(status: State | None = None, limit: Limit = 50, offset: Offset = 0) -> OrderList:
+        """Returns the orders, and with ``status`` those in this state, the newest first."""
+        found = book.orders(kind, state=status, limit=limit, offset=offset)
+        return OrderList(requests=[order_answer(one) for one in found], limit=limit, offset=offset)
+
+    @app.get(f"/rollout/{kind}/{{request_id}}", operation_id=f"get_{kind}", responses=responses(404))
+    async def order(request_id: OrderId) -> OrderAnswer:
+        """Returns one order."""
+        return order_answer(known(request_id))
+
+    @app.post(
+        f"/rollout/{kind}/{{request_id}}/cancel",
+        operation_id=f"cancel_{kind}",
+        status_code=202,
+        responses=responses(404, 409),
+    )
+    async def cancel(request_id: OrderId) -> OrderAnswer:
+        """Asks for the cancellation of an order; what it has done is taken back."""
+        known(request_id)
+        try:
+            return order_answer(book.ask_cancel(request_id))
+        except OrderRefused as refused:
+            raise Refusal(409, str(refused), request_id=request_id) from refused

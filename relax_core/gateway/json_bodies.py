@@ -1,0 +1,166 @@
+"""Declares the JSON bodies of the gateway's routes. Types are strict: the number 0 is no false, and 1.0 is no 1."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from relax_core.gateway.order_book import EngineRow, Order, RunRow, State
+
+MOST_SECONDS = 86400.0
+Seconds = Annotated[float, Field(gt=0, le=MOST_SECONDS, allow_inf_nan=False)]
+EngineId = Annotated[str, Field(pattern=r"^engine-[0-9]{1,9}$")]
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+
+class ScaleOut(_Body):
+    """Asks for so many engines in all, those of the start included.
+
+    ``partial`` says what happens to the others if one of the new engines fails.
+    """
+
+    num_replicas: Annotated[int, Field(ge=1, le=1_000_000)]
+    model_name: Literal["default"] = "default"
+    timeout_secs: Seconds = 600.0
+    partial: Literal["rollback_all", "keep_partial"] = "rollback_all"
+    dry_run: bool = False
+
+
+class ScaleInTo(_Body):
+    """Asks for so few engines in all, those of the start included; the newest ones go.
+
+    With ``force`` samples under way are moved to other engines at once, and otherwise after ``timeout_secs`` seconds,
+    by default engine.elastic.drain_timeout_s.
+    """
+
+    num_replicas: Annotated[int, Field(ge=1, le=1_000_000)]
+    force: bool = False
+    timeout_secs: Seconds | None = None
+    dry_run: bool = False
+
+
+class ScaleInOf(_Body):
+    """Asks these engines to go."""
+
+    engine_ids: Annotated[list[EngineId], Field(min_length=1, max_length=64)]
+    force: bool = False
+    timeout_secs: Seconds | None = None
+    dry_run: bool = False
+
+
+class StateAt(BaseModel):
+    """Says when an order came into a state, as a Unix time in seconds."""
+
+    state: State
+    at: float
+
+
+class OrderAnswer(BaseModel):
+    """Is an order. ``failure`` says which engine failed and why, "" if none did."""
+
+    request_id: str
+    kind: Literal["scale_out", "scale_in", "stop"]
+    status: State
+    body: dict[str, Any]
+    engine_ids: list[str]
+    failure: str
+    cancel_requested: bool
+    history: list[StateAt]
+
+
+class OrderList(BaseModel):
+    """Is a page of orders, the newest first."""
+
+    requests: list[OrderAnswer]
+    limit: int
+    offset: int
+
+
+class DryRun(BaseModel):
+    """Says what an order would do: which engines would go, or how many would come."""
+
+    dry_run: Literal[True] = True
+    status: Literal["PENDING", "NOOP"]
+    engines_now: int
+    engines_then: int
+    engine_ids: list[str]
+
+
+class EngineAnswer(BaseModel):
+    """Is an engine that the run has or had.
+
+    ``state`` is joining, serving, leaving, moving (its samples go to other engines), left, or failed. ``since`` is the
+    Unix time in seconds from which on it has it. ``weight_version`` is -1 while it has no weights.
+    """
+
+    id: str
+    url: str
+    origin: Literal["start", "added"]
+    state: str
+    since: float
+    weight_version: int
+    restarts: int
+    last_failure: str
+
+
+class EngineList(BaseModel):
+    """Is the list of the engines in the order of their numbers."""
+
+    engines: list[EngineAnswer]
+
+
+class RunAnswer(BaseModel):
+    """Says where the run stands; ``at`` is the Unix time in seconds of this state."""
+
+    at: float
+    step: int
+    steps: int
+    stopping: bool
+
+
+class Health(BaseModel):
+    """Says that the gateway answers."""
+
+    status: Literal["ok"] = "ok"
+
+
+def engine_id(number: int) -> str:
+    """Returns an engine's id by its number."""
+    return f"engine-{number}"
+
+
+def order_answer(order: Order) -> OrderAnswer:
+    """Returns what a client gets of an order."""
+    return OrderAnswer(
+        request_id=order.id,
+        kind=order.kind,
+        status=order.state,
+        body=order.body,
+        engine_ids=[engine_id(number) for number in order.engines],
+        failure=order.failure,
+        cancel_requested=order.cancel,
+        history=[StateAt(state=one.state, at=one.at) for one in order.history],
+    )
+
+
+def engine_answer(row: EngineRow) -> EngineAnswer:
+    """Returns what a client gets of an engine."""
+    return EngineAnswer(
+        id=engine_id(row.number),
+        url=row.url,
+        origin="start" if row.origin == "start" else "added",
+        state=row.state,
+        since=row.since,
+        weight_version=row.version,
+        restarts=row.restarts,
+        last_failure=row.failure,
+    )
+
+
+def run_answer(row: RunRow) -> RunAnswer:
+    """Returns what a client gets of the run."""
+    return RunAnswer(at=row.at, step=row.step, steps=row.steps, stopping=row.stopping)

@@ -1,0 +1,63 @@
+"""Says which orders a run takes, and why it takes no others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from relax_core.gateway.gateway_settings import Limits
+from relax_core.gateway.order_book import EngineRow, RunRow
+from relax_core.gateway.problems import Refusal
+
+
+class OrderChecks:
+    """Refuses the orders that a run with these limits does not take."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+
+    def check(self, run: RunRow | None) -> None:
+        """Refuses an order for engines that this run never takes, or not now."""
+        if self.limits.refusal:
+            raise Refusal(400, self.limits.refusal)
+        if run is None:
+            raise Refusal(503, "the run is starting", headers={"Retry-After": "5"}, fix="ask again in a few seconds")
+        if run.stopping:
+            raise Refusal(503, "the run is ending", headers={"Retry-After": "60"})
+
+    def check_target(self, engines: int) -> None:
+        """Refuses a number of engines that this run cannot have."""
+        if engines < self.limits.start:
+            raise Refusal(
+                400,
+                f"the run keeps the {self.limits.start} engines of its start",
+                key="num_replicas",
+                value=str(engines),
+                fix=f"send at least {self.limits.start}",
+            )
+        if engines > self.limits.most:
+            raise Refusal(
+                400,
+                f"engine.elastic.max_count={self.limits.most} is the largest number of engines",
+                key="num_replicas",
+                value=str(engines),
+                fix=f"send at most {self.limits.most}, or raise the key and start again",
+            )
+
+    def newest(self, engines: Sequence[EngineRow], *, target: int) -> list[int]:
+        """Returns the engines that go if so few stay; the newest go first."""
+        present = [row.number for row in engines if row.present]
+        return [number for number in present if number >= self.limits.start][max(0, target - self.limits.start) :]
+
+    def added(self, engines: Sequence[EngineRow], numbers: Sequence[int]) -> list[int]:
+        """Returns those of these engines that are present; refuses unknown ones and those of the start."""
+        rows = {row.number: row for row in engines}
+        for number in numbers:
+            name = f"engine-{number}"
+            if number not in rows:
+                raise Refusal(404, f"{name} is no engine of this run", key="engine_ids", value=name)
+            if rows[number].origin == "start":
+                fix = "leave it out"
+                raise Refusal(
+                    400, f"{name} is an engine of the start, which stays", key="engine_ids", value=name, fix=fix
+                )
+        return [number for number in dict.fromkeys(numbers) if rows[number].present]

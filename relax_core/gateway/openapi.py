@@ -1,0 +1,47 @@
+"""Completes the OpenAPI schema of the gateway: refusals, the token, exclusive bodies, and links between routes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+
+from relax_core.gateway.guard import OPEN
+from relax_core.gateway.problems import Problem
+
+ORDERS = ("scale_out", "scale_in")
+
+
+def describe(app: FastAPI) -> None:
+    """Makes ``/openapi.json`` say what FastAPI does not see; malformed requests get 400 and not 422."""
+    schema = get_openapi(title=app.title, version="1", routes=app.routes)
+    parts = schema.setdefault("components", {})
+    schemas = parts.setdefault("schemas", {})
+    for name in ("HTTPValidationError", "ValidationError"):
+        schemas.pop(name, None)
+    schemas["Problem"] = Problem.model_json_schema()
+    parts["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
+    for path, methods in schema["paths"].items():
+        for operation in methods.values():
+            operation["responses"].pop("422", None)
+            if path != OPEN:
+                operation["security"] = [{"token": []}]
+    for kind in ORDERS:
+        _link(schema["paths"], kind)
+    body = schema["paths"]["/rollout/scale_in"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    body["oneOf"] = body.pop("anyOf")
+    body.pop("title", None)
+    app.openapi = lambda: schema  # type: ignore[method-assign]
+
+
+def _link(paths: dict[str, Any], kind: str) -> None:
+    """Says that the id in an order's answer is the id that the other routes take."""
+    for answer in ("200", "202"):
+        paths[f"/rollout/{kind}"]["post"]["responses"][answer]["links"] = {
+            f"{verb}_{kind}": {
+                "operationId": f"{verb}_{kind}",
+                "parameters": {"request_id": "$response.body#/request_id"},
+            }
+            for verb in ("get", "cancel")
+        }

@@ -1,0 +1,148 @@
+"""Orders of the book are executed over real actors, by one controller and by the one after it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from relax_core.control.engines.engine_orders import EngineOrders, open_book
+from relax_core.gateway.order_book import Kind, Order, State
+from relax_core.roles.process.worker import EngineReport
+from tests.control.engines.changes_harness import Run, run
+
+__all__ = ["run"]
+DEFAULTS = {"timeout_secs": 600.0, "partial": "rollback_all"}
+
+
+class Ordered:
+    """Holds the orders of a run; the controller is the test, which ticks."""
+
+    def __init__(self, run: Run, folder: Path) -> None:
+        self.run = run
+        folder.mkdir()
+        self.book, run.engines = open_book(folder, count=1, anew=True)
+        self.stops = 0
+        self.begin(folder)
+
+    def begin(self, folder: Path) -> None:
+        """Begins an attempt with the engines that there are."""
+        self.run.begin(folder)
+        self.orders = EngineOrders(self.book, self.run.changes, self.run.engines, steps=10, stop=self.stop)
+
+    def stop(self) -> None:
+        self.stops += 1
+
+    def place(self, kind: Kind, state: State = "PENDING", **body: Any) -> str:
+        return self.book.place(kind, body, decide=lambda engines: state)[0].id
+
+    def order(self, name: str) -> Order:
+        order = self.book.order(name)
+        assert order is not None
+        return order
+
+    def tick(self, *, trained: bool = True) -> None:
+        self.run.tick()
+        self.orders.tick(self.run.health.beats, step=3, trained=trained, stopping=self.stops > 0)
+
+    def until(self, name: str, state: State) -> Order:
+        def reached() -> bool:
+            self.orders.tick(self.run.health.beats, step=3, trained=True, stopping=False)
+            return self.order(name).state == state
+
+        self.run.tick_until(f"{self.order(name)}", reached)
+        return self.order(name)
+
+    def serve(self, number: int) -> None:
+        self.tick()
+        self.run.tell(number, engine=EngineReport(url=f"http://h:{number}", version=4))
+
+
+@pytest.fixture
+def ordered(run: Run, tmp_path: Path) -> Iterator[Ordered]:
+    ordered = Ordered(run, tmp_path / "run")
+    run.publish(4)
+    run.tell(0, engine=EngineReport(url="http://h:0", version=4))
+    yield ordered
+    ordered.book.close()
+
+
+def states(order: Order) -> list[str]:
+    return [one.state for one in order.history]
+
+
+def test_engines_are_added_taken_out_and_kept(ordered: Ordered) -> None:
+    out = ordered.place("scale_out", num_replicas=3, **DEFAULTS)
+    ordered.until(out, "HEALTH_CHECKING")
+    for number in (1, 2):
+        ordered.serve(number)
+    order = ordered.until(out, "ACTIVE")
+    assert order.engines == [1, 2] and not order.failure
+    assert states(order) == ["PENDING", "CREATING", "HEALTH_CHECKING", "WEIGHT_SYNCING", "READY", "ACTIVE"]
+    ordered.tick()
+    rows = {row.number: row for row in ordered.book.engines()}
+    assert {number: row.state for number, row in rows.items()} == {0: "serving", 1: "serving", 2: "serving"}
+    assert (rows[2].origin, rows[2].version, rows[2].url) == ("added", 4, "http://h:2")
+
+    kept = ordered.place("scale_in", num_replicas=1, engine_ids=None, force=False, timeout_secs=None)
+    ordered.until(kept, "DRAINING")
+    ordered.book.ask_cancel(kept)
+    assert ordered.until(kept, "CANCELLED").engines == [] and ordered.run.states()[2] == "serving"
+
+    ray.get(ordered.run.services.rollouts[1].owe.remote(0))
+    gone = ordered.place("scale_in", num_replicas=2, engine_ids=None, force=False, timeout_secs=None)
+    order = ordered.until(gone, "COMPLETED")
+    assert order.engines == [2] and states(order) == ["PENDING", "DRAINING", "REMOVING", "COMPLETED"]
+    named = ordered.place("scale_in", num_replicas=None, engine_ids=[0, 1], force=True, timeout_secs=None)
+    assert ordered.until(named, "COMPLETED").engines == [1], "an engine of the start stays"
+    ordered.tick()
+    assert [row.state for row in ordered.book.engines()] == ["serving", "left", "left"]
+
+
+def test_an_order_that_fails_or_is_cancelled_is_rolled_back(ordered: Ordered) -> None:
+    ray.get(ordered.run.services.rollouts[1].owe.remote(0))
+    out = ordered.place("scale_out", num_replicas=3, **DEFAULTS)
+    ordered.serve(1)
+    ordered.run.tick_until("it does not serve", lambda: ordered.run.states()[1] == "serving")
+    ordered.run.tell(2, state="failed", detail="no memory is left", error="…")
+    order = ordered.until(out, "FAILED")
+    assert order.failure == "no memory is left" and ordered.run.states() == {0: "serving"}
+
+    cancelled = ordered.place("scale_out", num_replicas=2, **DEFAULTS)
+    ordered.until(cancelled, "CREATING" if ordered.order(cancelled).state == "PENDING" else "HEALTH_CHECKING")
+    ordered.book.ask_cancel(cancelled)
+    assert ordered.until(cancelled, "CANCELLED").engines == [3], "numbers are never used twice"
+    kept = ordered.place("scale_out", num_replicas=3, timeout_secs=600.0, partial="keep_partial")
+    ordered.serve(4)
+    ordered.serve(5)
+    ordered.run.tell(5, state="failed", detail="no memory is left", error="…")
+    order = ordered.until(kept, "ACTIVE")
+    assert order.engines == [4] and ordered.run.states() == {0: "serving", 4: "serving"}
+
+
+def test_the_next_controller_goes_on_and_the_next_command_begins_anew(ordered: Ordered, tmp_path: Path) -> None:
+    """A controller is lost right after it has written what it is about to do, and again while an engine joins."""
+    out = ordered.place("scale_out", num_replicas=2, **DEFAULTS)
+    ordered.book.move(ordered.order(out), "CREATING", engines=[1])
+    for _ in range(2):
+        ordered.book.close()
+        ordered.book, ordered.run.engines = open_book(tmp_path / "run", count=1, anew=False)
+        ordered.begin(tmp_path / "run")
+        ordered.tick()
+        assert ordered.run.states() == {0: "serving", 1: "joining"}
+    ordered.serve(1)
+    assert ordered.until(out, "ACTIVE").engines == [1]
+    stop = ordered.place("stop")
+    ordered.tick(trained=False)
+    assert ordered.order(stop).state == "PENDING" and not ordered.stops, "no step is done, so there is no checkpoint"
+    ordered.tick()
+    ordered.tick()
+    assert ordered.order(stop).state == "STOPPING" and ordered.stops == 1
+    running = ordered.place("scale_out", num_replicas=3, **DEFAULTS)
+    ordered.book.close()
+    ordered.book, engines = open_book(tmp_path / "run", count=1, anew=True)
+    assert ordered.order(stop).state == "COMPLETED" and ordered.order(running).state == "FAILED"
+    assert engines.present() == [0] and engines.reserve(1) == [2]

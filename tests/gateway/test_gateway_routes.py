@@ -1,0 +1,173 @@
+"""The routes of the gateway over a real order book, without a socket: answers, refusals, and what the schema says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+import relax_core.gateway.guard as guard
+from relax_core.gateway.gateway_routes import application
+from relax_core.gateway.gateway_settings import Limits
+from relax_core.gateway.guard import Guard
+from relax_core.gateway.order_book import EngineRow, OrderBook, RunRow
+from relax_core.gateway.problems import PROBLEM
+
+TOKEN = {"Authorization": "Bearer secret"}
+
+
+class Gateway:
+    """Holds the application of a run with one engine of the start and one that was added."""
+
+    def __init__(self, folder: Path, limits: Limits) -> None:
+        self.book = OrderBook(folder)
+        self.app = application(self.book, limits)
+        self.client = TestClient(Guard(self.app, token="secret", hosts=["gpu7"]), base_url="http://127.0.0.1:7788")
+        self.book.write_run(RunRow(at=1.0, step=4, steps=9, stopping=False))
+        origins = {0: "start", 1: "added"}
+        rows = [EngineRow(number=one, origin=origin, state="serving", since=1.0) for one, origin in origins.items()]
+        self.book.write_engines(rows)
+
+    def ask(self, method: str, path: str, **options: Any) -> tuple[int, Any]:
+        answer = self.client.request(method, path, **{"headers": TOKEN, **options})
+        assert answer.status_code < 400 or answer.headers["content-type"] == PROBLEM, answer.text
+        return answer.status_code, answer.json()
+
+    def order(self, way: str, **body: Any) -> tuple[int, Any]:
+        return self.ask("POST", f"/rollout/{way}", json=body)
+
+
+@pytest.fixture
+def gateway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gateway]:
+    monkeypatch.setattr(guard, "REQUESTS_A_SECOND", 10**6)
+    gateway = Gateway(tmp_path, Limits(start=1, most=4))
+    yield gateway
+    gateway.book.close()
+
+
+def test_an_order_is_placed_once_shown_listed_and_cancelled(gateway: Gateway) -> None:
+    assert gateway.order("scale_out", num_replicas=3, dry_run=True) == (
+        200,
+        {"dry_run": True, "status": "PENDING", "engines_now": 2, "engines_then": 3, "engine_ids": []},
+    )
+    answer = gateway.client.post(
+        "/rollout/scale_out", headers=TOKEN | {"Idempotency-Key": "k"}, json={"num_replicas": 3}
+    )
+    order = answer.json()
+    assert (answer.status_code, order["status"], order["engine_ids"]) == (202, "PENDING", [])
+    assert answer.headers["location"] == f"/rollout/scale_out/{order['request_id']}"
+    again = gateway.client.post(
+        "/rollout/scale_out", headers=TOKEN | {"Idempotency-Key": "k"}, json={"num_replicas": 3}
+    )
+    assert again.json() == order
+    other = gateway.client.post(
+        "/rollout/scale_out", headers=TOKEN | {"Idempotency-Key": "k"}, json={"num_replicas": 4}
+    )
+    assert other.status_code == 409
+    status, problem = gateway.order("scale_in", num_replicas=1)
+    assert (status, problem["request_id"]) == (409, order["request_id"])
+    assert gateway.ask("GET", "/rollout/scale_out?status=PENDING")[1]["requests"] == [order]
+    assert gateway.ask("GET", f"/rollout/scale_in/{order['request_id']}")[0] == 404, "it is no order of that kind"
+    status, cancelled = gateway.ask("POST", f"/rollout/scale_out/{order['request_id']}/cancel")
+    assert status == 202 and cancelled["cancel_requested"]
+    gateway.book.move(gateway.book.open_orders()[0], "CANCELLED")
+    assert gateway.ask("POST", f"/rollout/scale_out/{order['request_id']}/cancel")[0] == 409
+    status, noop = gateway.order("scale_out", num_replicas=2)
+    assert (status, noop["status"]) == (200, "NOOP")
+    assert gateway.ask("GET", f"/rollout/scale_out/{noop['request_id']}") == (200, noop)
+
+
+def test_engines_go_by_number_or_by_name(gateway: Gateway) -> None:
+    assert gateway.order("scale_in", num_replicas=1, dry_run=True)[1]["engine_ids"] == ["engine-1"]
+    assert gateway.order("scale_in", num_replicas=2)[1]["status"] == "NOOP"
+    status, problem = gateway.order("scale_in", engine_ids=["engine-0"])
+    assert (status, problem["value"]) == (400, "engine-0") and "stays" in problem["detail"]
+    assert gateway.order("scale_in", engine_ids=["engine-7"])[0] == 404
+    status, order = gateway.order("scale_in", engine_ids=["engine-1"], force=True)
+    assert status == 202 and order["body"]["engine_ids"] == [1]
+    assert gateway.ask("GET", "/rollout/engines/engine-1")[1]["origin"] == "added"
+    assert gateway.ask("GET", "/rollout/engines/engine-2")[0] == 404
+    assert [one["id"] for one in gateway.ask("GET", "/rollout/engines")[1]["engines"]] == ["engine-0", "engine-1"]
+
+
+def test_the_run_is_shown_and_stopped_once(gateway: Gateway) -> None:
+    assert gateway.ask("GET", "/run") == (200, {"at": 1.0, "step": 4, "steps": 9, "stopping": False})
+    status, order = gateway.ask("POST", "/run/stop")
+    assert status == 202 and gateway.ask("POST", "/run/stop")[1] == order
+    gateway.book.write_run(RunRow(at=2.0, step=5, steps=9, stopping=True))
+    assert gateway.order("scale_out", num_replicas=4)[0] == 503
+
+
+@pytest.mark.parametrize(
+    ("body", "key"),
+    [
+        (b"{no", None),
+        (b"[]", None),
+        (b"{}", "num_replicas"),
+        (b'{"num_replicas": true}', "num_replicas"),
+        (b'{"num_replicas": "3"}', "num_replicas"),
+        (b'{"num_replicas": 0}', "num_replicas"),
+        (b'{"num_replicas": -1}', "num_replicas"),
+        (b'{"num_replicas": 5}', "num_replicas"),
+        (b'{"num_replicas": 3, "timeout_secs": NaN}', "timeout_secs"),
+        (b'{"num_replicas": 3, "dry_run": 0}', "dry_run"),
+        (b'{"num_replicas": 3, "engines": 4}', "engines"),
+        (b'{"num_replicas": 3, "model_name": "other"}', "model_name"),
+    ],
+)
+def test_a_body_that_is_wrong_is_refused_by_its_key(gateway: Gateway, body: bytes, key: str | None) -> None:
+    headers = TOKEN | {"Content-Type": "application/json"}
+    status, problem = gateway.ask("POST", "/rollout/scale_out", headers=headers, content=body)
+    assert status == 400 and problem["status"] == 400 and problem["detail"]
+    assert key is None or problem["key"] == key
+    assert not gateway.book.open_orders()
+
+
+def test_the_run_keeps_the_engines_of_its_start(tmp_path: Path) -> None:
+    two = Gateway(tmp_path, Limits(start=2, most=4))
+    for way in ("scale_out", "scale_in"):
+        status, problem = two.order(way, num_replicas=1)
+        assert (status, problem["fix"]) == (400, "send at least 2")
+    two.book.close()
+    (tmp_path / "colocate").mkdir()
+    colocate = Gateway(
+        tmp_path / "colocate", Limits(start=1, most=4, refusal="mode=colocate: no engine comes or goes.")
+    )
+    assert colocate.order("scale_out", num_replicas=2)[1]["detail"] == "mode=colocate: no engine comes or goes."
+    colocate.book.close()
+
+
+def test_who_may_come_in(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    for path, methods in json.loads(gateway.client.get("/openapi.json", headers=TOKEN).text)["paths"].items():
+        for method in methods:
+            for headers in ({}, {"Authorization": "Bearer other"}, {"Cookie": "token=secret"}):
+                status = gateway.ask(method.upper(), f"{path}?token=secret", headers=headers)[0]
+                assert status == (200 if path == "/healthz" else 401), path
+    assert gateway.ask("GET", "/openapi.json", headers={})[0] == 401
+    assert gateway.ask("GET", "/nothing")[0] == 404 and gateway.ask("PUT", "/run")[0] == 405
+    for host, status in {"evil.example": 403, "": 403, "gpu7": 200, "LOCALHOST:1": 200, "[::1]:7788": 200}.items():
+        assert gateway.ask("GET", "/run", headers=TOKEN | {"Host": host})[0] == status, host
+    form = {"headers": TOKEN, "data": {"num_replicas": "3"}}
+    assert gateway.ask("POST", "/rollout/scale_out", **form)[0] == 415
+    large = {"headers": TOKEN | {"Content-Type": "application/json"}, "content": b" " * (guard.BODY_BYTES + 1)}
+    assert gateway.ask("POST", "/rollout/scale_out", **large)[0] == 413
+    monkeypatch.setattr(guard, "REQUESTS_A_SECOND", 0)
+    assert gateway.ask("GET", "/healthz")[0] == 429
+
+
+def test_the_schema_says_what_the_routes_do(gateway: Gateway) -> None:
+    schema = gateway.ask("GET", "/openapi.json")[1]
+    assert "422" not in json.dumps(schema)
+    for path, methods in schema["paths"].items():
+        for operation in methods.values():
+            assert ("security" in operation) == (path != "/healthz")
+            assert {"400", "401", "403", "429", "503"} <= operation["responses"].keys()
+    body = schema["paths"]["/rollout/scale_in"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert len(body["oneOf"]) == 2
+    for way in ("scale_out", "scale_in"):
+        links = schema["paths"][f"/rollout/{way}"]["post"]["responses"]["202"]["links"]
+        assert links[f"get_{way}"]["parameters"] == {"request_id": "$response.body#/request_id"}
