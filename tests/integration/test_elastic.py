@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import urllib.request
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from relax_core.bus.ledger.ledger_reader import LedgerFile
+from relax_core.gateway.gateway_client import GatewayClient
 from tests.integration.live_run import ENGINE, LiveRun
 
 pytestmark = pytest.mark.integration
@@ -27,15 +26,7 @@ OVERRIDES = (
 
 def ask(folder: Path, method: str, route: str, **body: Any) -> Any:
     """Returns the answer of the run's gateway."""
-    address = json.loads((folder / "gateway.json").read_text())
-    request = urllib.request.Request(
-        address["url"] + route,
-        method=method,
-        data=json.dumps(body).encode() if body else None,
-        headers={"Authorization": f"Bearer {address['token']}", "Content-Type": "application/json"},
-    )
-    with urllib.request.urlopen(request, timeout=60.0) as reply:
-        return json.load(reply)
+    return GatewayClient(folder).ask(method, route, body or None)
 
 
 def wait_order(live: LiveRun, way: str, order: dict[str, Any], status: str) -> dict[str, Any]:
