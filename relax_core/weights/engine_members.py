@@ -36,6 +36,11 @@ class EngineMembers(msgspec.Struct, frozen=True, kw_only=True):
 
     members: tuple[EngineMember, ...]
 
+    @property
+    def numbers(self) -> list[int]:
+        """Returns the numbers of all engines."""
+        return [member.number for member in self.members]
+
     def in_state(self, *states: MemberState) -> list[int]:
         """Returns the numbers of the engines in these states."""
         return [member.number for member in self.members if member.state in states]

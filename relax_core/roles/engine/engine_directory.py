@@ -60,6 +60,8 @@ class EngineDirectory:
         self._folders = model_folders
         self._members = member_list(context) if role == ENGINE else None
         self._clients: dict[int, EngineClient] = {}
+        self._urls: dict[int, str] = {}  # of the clients that there are or were
+        self._left: list[str] = []  # addresses of engines that have left since the last `left`
         self._asked: dict[int, Any] = {}  # engine → the reference of its owner's answer
         self._lock = threading.Lock()  # serialises `reachable`
         self._connecting: dict[int, threading.Lock] = defaultdict(threading.Lock)  # so that an engine has one client
@@ -85,6 +87,7 @@ class EngineDirectory:
         return owner.endpoint.remote(timeout_s)
 
     def _new_client(self, engine: int, url: str) -> EngineClient:
+        self._urls[engine] = url
         return engine_client(self._context, url, model_folder=self._folders[engine] if self._folders else None)
 
     def _numbers(self) -> Collection[int]:
@@ -102,9 +105,8 @@ class EngineDirectory:
         with self._lock:
             asked: dict[int, Any] = {}
             numbers = self._numbers()
-            for known in (self._clients, self._asked):
-                for engine in known.keys() - set(numbers):
-                    del known[engine]
+            for engine in (self._urls.keys() | self._asked.keys()) - set(numbers):
+                self._leave(engine)
             for engine in set(numbers) - self._clients.keys() - self._asked.keys():
                 with suppress(ValueError):  # the engine has no owner yet
                     asked[engine] = self._ask(engine, timeout_s=0.0)
@@ -117,6 +119,28 @@ class EngineDirectory:
                     with suppress(RayError):  # the engine is not up or its owner has died: the next call asks again
                         self._clients[engine] = self._new_client(engine, ray.get(answer, timeout=OWNER_S))
             return [self._clients[engine] for engine in sorted(self._clients)]
+
+    def _leave(self, engine: int) -> None:
+        """Closes the client of an engine that has left, after its call that is in progress."""
+        client = self._clients.pop(engine, None)
+        if (url := self._urls.pop(engine, None)) is not None:
+            self._left.append(url)
+        self._asked.pop(engine, None)
+        if client is not None:
+            threading.Thread(target=client.close, name=f"close {client.url}", daemon=True).start()
+
+    def left(self) -> list[str]:
+        """Returns the addresses of the engines that `reachable` has found to have left since the last call."""
+        with self._lock:
+            left, self._left = self._left, []
+            return left
+
+    async def close_client(self, engine: int) -> None:
+        """Closes the client of an engine that has left; call it in the event loop of `client_async`."""
+        if (client := self._clients.get(engine)) is not None:
+            await client.aclose()
+        self._leave(engine)
+        self._left.clear()
 
     async def client_async(self, engine: int, refresh: bool) -> EngineClient:
         """Returns an engine's client without blocking the event loop; ``refresh`` asks for the address again."""

@@ -30,6 +30,7 @@ from relax_core.engines.pool.engine_pool import EnginePool
 from relax_core.observe.service.metrics_actor import MetricsClient, MetricsUnavailable
 from relax_core.observe.service.records import bad_rows_kind
 from relax_core.registry import find_algorithm, find_reward
+from relax_core.roles.engine.engine_directory import EngineDirectory
 from relax_core.roles.engine.judge_engine import run_judges
 from relax_core.roles.process.discovery import discover_bus, discover_metrics, discover_worker
 from relax_core.roles.process.failure import first_cause
@@ -86,8 +87,9 @@ class RolloutWorker(Worker):
         context, config = self.context, self.context.config
         bus = discover_bus(self.context, self.waiting)
         metrics = discover_metrics(self.context)
-        pool = traced_pool(context, self.waiting)
-        self._follower = await engine_follower(context, pool)
+        directory = EngineDirectory(context)
+        pool = traced_pool(context, directory, self.waiting)
+        self._follower = await engine_follower(context, pool, directory)
         rewards = self._rewards()
         source = make_source(config.data, seed=config.seed, eval_rows=held_out_count(config))
         run_env = RunEnv(config, log_dir=context.log_dir, rank=self._rank)

@@ -87,12 +87,12 @@ class TracedEnginePool(EnginePool):
             await groups.aclose()
 
 
-def traced_pool(context: RunContext, waiting: Waiting) -> TracedEnginePool:
-    """Returns the pool of the engines of the configuration."""
+def traced_pool(context: RunContext, directory: EngineDirectory, waiting: Waiting) -> TracedEnginePool:
+    """Returns the pool of the engines of the configuration, whose clients are those of ``directory``."""
     config, media = context.config, engine_media(context)
     return TracedEnginePool(
         config.engine.count,
-        EngineDirectory(context).client_async,
+        directory.client_async,
         timeout_s=config.engine.start_timeout_s + OWNER_FIRST_S,
         silent_s=config.engine.silent_s,
         by_load=not config.in_order,  # with in_order the same seed gives the same bits for any timing
