@@ -30,6 +30,7 @@ from relax_core.control.supervision.supervisor import Attempt
 from relax_core.control.supervision.supervisor_pipe import SupervisorPipe
 from relax_core.data.data_identity import data_digest
 from relax_core.gateway.order_book import OrderBook
+from relax_core.gateway.order_history import order_history
 from relax_core.observe.service.metrics_actor import MetricsClient, start_metrics
 from relax_core.observe.service.records import last_step
 from relax_core.observe.service.sinks import read_metrics
@@ -91,6 +92,8 @@ def _write_end(outcome: _Outcome, config: RelaxConfig, *, started: float) -> dic
     meta = {"outcome": word, "wall_s": time.time() - started, "overrides": sys.argv[1:]}
     meta |= {"seed": config.seed, "repeatable": config.repeatable, "recoveries": list(outcome.recoveries)}
     meta["keep_best"] = config.run.keep_best
+    if config.gateway.name != "none":
+        meta |= order_history(Path(config.run.dir), repeatable=config.repeatable)
     if (sandbox := getattr(config.env, "sandbox", None)) is not None:  # of an environment that runs the model's code
         meta["sandbox"] = sandbox
     return write_end(Path(config.run.dir), outcome.records, meta=meta, started=started)
@@ -238,14 +241,14 @@ def _run_services(
 
 def _engines(context: RunContext, attempt: Attempt, undo: ExitStack) -> tuple[OrderBook | None, EngineSet]:
     """Returns the order book, None without a gateway, and the engines of the run; ``undo`` ends what is open."""
-    from relax_core.control.engines.engine_orders import open_book
+    from relax_core.control.engines.engine_orders import end_book, open_book
 
     config = context.config
     if config.gateway.name == "none":
         return None, EngineSet(config.engine.count)
     book, engines = open_book(context.run_dir, count=config.engine.count, anew=attempt.number == 0)
     undo.callback(book.close)
-    undo.callback(book.end_orders)
+    undo.callback(end_book, book)
     return book, engines
 
 
