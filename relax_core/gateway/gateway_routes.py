@@ -6,13 +6,15 @@ import sqlite3
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal
 
-from fastapi import Body, FastAPI, Header, Path, Query, Request, Response
+from fastapi import Body, Depends, FastAPI, Header, Path, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from relax_core.gateway.gateway_settings import Limits
 from relax_core.gateway.json_bodies import (
+    CancelMany,
+    CancelManyAnswer,
     DryRun,
     EngineAnswer,
     EngineList,
@@ -24,13 +26,12 @@ from relax_core.gateway.json_bodies import (
     ScaleInTo,
     ScaleOut,
     engine_answer,
-    engine_id,
     order_answer,
     run_answer,
 )
 from relax_core.gateway.limits import OrderChecks
 from relax_core.gateway.openapi import describe
-from relax_core.gateway.order_book import EngineRow, Kind, Order, OrderBook, OrderRefused, State
+from relax_core.gateway.order_book import EngineRow, Kind, Order, OrderBook, OrderRefused, State, engine_id
 from relax_core.gateway.problems import Refusal, responses
 
 RETRY_S = "5"  # Retry-After of an order that waits for another one, in seconds
@@ -44,11 +45,18 @@ Ways = Literal["scale_out", "scale_in"]
 
 def application(book: OrderBook, limits: Limits) -> FastAPI:
     """Returns the gateway's application over the run's order book, which `relax_core.gateway.guard.Guard` guards."""
-    app = FastAPI(title="Relax gateway", docs_url=None, redoc_url=None, responses=responses())
+    app = FastAPI(
+        title="Relax gateway",
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        responses=responses(),
+        dependencies=[Depends(_known_query)],
+    )
     app.add_exception_handler(RequestValidationError, _malformed)
     app.add_exception_handler(Refusal, _refused)
     app.add_exception_handler(HTTPException, _no_route)
-    app.add_exception_handler(sqlite3.OperationalError, _locked)
+    app.add_exception_handler(sqlite3.Error, _unusable_book)
     _add_run(app, book)
     _add_engines(app, book)
     checks = OrderChecks(limits)
@@ -56,8 +64,17 @@ def application(book: OrderBook, limits: Limits) -> FastAPI:
     _add_scale_in(app, book, checks)
     for kind in ("scale_out", "scale_in"):
         _add_orders(app, book, kind)
-    describe(app)
+    _add_cancel_many(app, book)
+    describe(app, limits)
     return app
+
+
+async def _known_query(request: Request) -> None:
+    """Refuses a query with a key that the route does not have."""
+    known = {one.alias for one in request.scope["route"].dependant.query_params}
+    if unknown := sorted(request.query_params.keys() - known):
+        fix = f"send {', '.join(sorted(known))}" if known else "send no query"
+        raise Refusal("malformed", "the query has a key that this route does not know", key=unknown[0][:100], fix=fix)
 
 
 # -- refusals ---------------------------------------------------------------------------------------------------------
@@ -66,7 +83,7 @@ async def _malformed(request: Request, error: Exception) -> JSONResponse:
     first = error.errors()[0]
     key = ".".join(str(part) for part in first["loc"] if part not in ("body", "query", "path", "header"))
     value = repr(first.get("input"))[:200]
-    return Refusal(400, first["msg"], key=key or None, value=value, fix="see /openapi.json").response()
+    return Refusal("malformed", first["msg"], key=key or None, value=value, fix="see /openapi.json").response()
 
 
 async def _refused(request: Request, error: Exception) -> JSONResponse:
@@ -76,14 +93,14 @@ async def _refused(request: Request, error: Exception) -> JSONResponse:
 
 async def _no_route(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
-    refusal = Refusal(
-        error.status_code, str(error.detail), headers=dict(error.headers or {}), fix="see /openapi.json for the routes"
-    )
-    return refusal.response()
+    name = {404: "unknown-route", 405: "unknown-method"}.get(error.status_code, "malformed")
+    headers = dict(error.headers or {})
+    return Refusal(name, str(error.detail), headers=headers, fix="see /openapi.json for the routes").response()
 
 
-async def _locked(request: Request, error: Exception) -> JSONResponse:
-    return Refusal(503, f"the order book does not answer: {error}", headers={"Retry-After": RETRY_S}).response()
+async def _unusable_book(request: Request, error: Exception) -> JSONResponse:
+    words = f"the order book does not answer: {error}"
+    return Refusal("order-book-busy", words, headers={"Retry-After": RETRY_S}).response()
 
 
 # -- the run ----------------------------------------------------------------------------------------------------------
@@ -98,7 +115,7 @@ def _add_run(app: FastAPI, book: OrderBook) -> None:
         """Returns where the run stands."""
         row = book.run()
         if row is None:
-            raise Refusal(503, "the run is starting", headers={"Retry-After": RETRY_S})
+            raise Refusal("run-starts", "the run is starting", headers={"Retry-After": RETRY_S})
         return run_answer(row)
 
     @app.post("/run/stop", status_code=202)
@@ -119,7 +136,7 @@ def _add_engines(app: FastAPI, book: OrderBook) -> None:
         """Returns one engine."""
         row = next((one for one in book.engines() if engine_id(one.number) == engine), None)
         if row is None:
-            raise Refusal(404, "this run has no such engine", key="engine", value=engine[:100])
+            raise Refusal("unknown-id", "this run has no such engine", key="engine", value=engine[:100])
         return engine_answer(row)
 
 
@@ -189,8 +206,10 @@ def _place(
     try:
         order, _ = book.place(kind, body, decide=decide, key=key)
     except OrderRefused as refused:
-        headers = {"Retry-After": RETRY_S} if refused.busy else None
-        raise Refusal(409, str(refused), headers=headers, request_id=refused.busy) from refused
+        if refused.busy is None:
+            raise Refusal("other-body", str(refused), key="Idempotency-Key", value=key) from refused
+        headers = {"Retry-After": RETRY_S}
+        raise Refusal("order-under-way", str(refused), headers=headers, request_id=refused.busy) from refused
     response.status_code = 200 if order.state == "NOOP" else 202
     response.headers["Location"] = f"/rollout/{kind}/{order.id}"
     return order_answer(order)
@@ -202,7 +221,8 @@ def _add_orders(app: FastAPI, book: OrderBook, kind: Ways) -> None:
     def known(request_id: str) -> Order:
         order = book.order(request_id)
         if order is None or order.kind != kind:
-            raise Refusal(404, f"this run has no such order of kind {kind}", key="request_id", value=request_id[:100])
+            words = f"this run has no such order of kind {kind}"
+            raise Refusal("unknown-id", words, key="request_id", value=request_id[:100])
         return order
 
     @app.get(f"/rollout/{kind}", operation_id=f"list_{kind}")
@@ -228,4 +248,12 @@ def _add_orders(app: FastAPI, book: OrderBook, kind: Ways) -> None:
         try:
             return order_answer(book.ask_cancel(request_id))
         except OrderRefused as refused:
-            raise Refusal(409, str(refused), request_id=request_id) from refused
+            raise Refusal("order-ended", str(refused), request_id=request_id) from refused
+
+
+def _add_cancel_many(app: FastAPI, book: OrderBook) -> None:
+    @app.post("/rollout/scale_out_cancel", responses=responses(413, 415))
+    async def cancel_many(body: CancelMany) -> CancelManyAnswer:
+        """Asks for the cancellation of all orders that add engines and are open, or of those in one state."""
+        found = book.cancel_many("scale_out", state=body.status_filter, dry_run=body.dry_run)
+        return CancelManyAnswer(dry_run=body.dry_run, requests=[order_answer(one) for one in found])

@@ -21,13 +21,14 @@ class Guard:
 
     ``hosts`` are names under which the gateway is reached beside those of loopback: a page whose name was pointed at
     this machine has another Host header. The token is never looked for in a URL or a cookie, so no page can send it.
+    Requests without the token are counted apart, so that they do not keep out those that have it.
     """
 
     def __init__(self, app: ASGIApp, *, token: str, hosts: Collection[str]) -> None:
         self._app = app
         self._authorization = f"Bearer {token}".encode()
         self._hosts = {*LOOPBACK_NAMES, *(host.lower() for host in hosts)}
-        self._second, self._requests = 0, 0
+        self._second, self._requests = 0, {False: 0, True: 0}  # by whether they showed the token
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request."""
@@ -36,7 +37,7 @@ class Guard:
             self._check(scope)
             connection = scope.get("connection")  # it is missing where no server is, as in a test
             if scope["path"] != OPEN and connection is not None and not connection.showed_token():
-                raise Refusal(503, "too many requests are under way", headers={"Retry-After": "1"})
+                raise Refusal("too-many-connections", "too many requests are under way", headers={"Retry-After": "1"})
             body = await _read_body(scope, receive)
         except Refusal as refusal:
             await refusal.response()(scope, receive, send)
@@ -58,25 +59,26 @@ class Guard:
         name = host if host.endswith("]") else host.rpartition(":")[0] or host
         if name not in self._hosts:
             raise Refusal(
-                403,
+                "unknown-host",
                 "the Host header names no host of this gateway",
                 key="Host",
                 value=host[:100],
                 fix="name the host in gateway.allowed_hosts",
             )
-        second = int(time.monotonic())
-        self._requests = self._requests + 1 if second == self._second else 1
-        self._second = second
-        if self._requests > REQUESTS_A_SECOND:
+        knows_token = compare_digest(headers.get(b"authorization", b""), self._authorization)
+        if (second := int(time.monotonic())) != self._second:
+            self._second, self._requests = second, dict.fromkeys(self._requests, 0)
+        self._requests[knows_token] += 1
+        if self._requests[knows_token] > REQUESTS_A_SECOND:
             raise Refusal(
-                429,
+                "too-many-requests",
                 f"more than {REQUESTS_A_SECOND} requests in one second",
                 headers={"Retry-After": "1"},
                 fix="ask less often",
             )
-        if scope["path"] != OPEN and not compare_digest(headers.get(b"authorization", b""), self._authorization):
+        if scope["path"] != OPEN and not knows_token:
             raise Refusal(
-                401,
+                "no-token",
                 "this route wants the token of this run",
                 headers={"WWW-Authenticate": "Bearer"},
                 key="Authorization",
@@ -95,11 +97,15 @@ async def _read_body(scope: Scope, receive: Receive) -> bytes | None:
         parts.append(message.get("body", b""))
         size += len(parts[-1])
         if size > BODY_BYTES:
-            raise Refusal(413, f"a body has at most {BODY_BYTES} bytes", fix="send less")
+            raise Refusal("too-large", f"a body has at most {BODY_BYTES} bytes", fix="send less")
         more = message.get("more_body", False)
     kind = headers.get(b"content-type", b"").decode("latin-1").partition(";")[0].strip().lower()
     if size and kind != "application/json":
         raise Refusal(
-            415, "a body is JSON", key="Content-Type", value=kind[:100], fix="send Content-Type: application/json"
+            "no-json",
+            "a body is JSON",
+            key="Content-Type",
+            value=kind[:100],
+            fix="send Content-Type: application/json",
         )
     return b"".join(parts)

@@ -1,14 +1,22 @@
-"""Declares the JSON bodies of the gateway's routes. Types are strict: the number 0 is no false, and 1.0 is no 1."""
+"""Declares the JSON bodies of the gateway's routes. Types are strict: 0 is no false, and "1" is no 1."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from relax_core.gateway.order_book import EngineRow, Order, RunRow, State
+from relax_core.gateway.order_book import EngineRow, Order, RunRow, State, engine_id
 
 MOST_SECONDS = 86400.0
+
+
+def _whole(value: object) -> object:
+    """Returns a number without a fraction as an integer, as JSON Schema reads it: 2.0 is 2."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Replicas = Annotated[int, BeforeValidator(_whole), Field(ge=1, le=1_000_000)]
 Seconds = Annotated[float, Field(gt=0, le=MOST_SECONDS, allow_inf_nan=False)]
 EngineId = Annotated[str, Field(pattern=r"^engine-[0-9]{1,9}$")]
 
@@ -23,7 +31,7 @@ class ScaleOut(_Body):
     ``partial`` says what happens to the others if one of the new engines fails.
     """
 
-    num_replicas: Annotated[int, Field(ge=1, le=1_000_000)]
+    num_replicas: Replicas
     model_name: Literal["default"] = "default"
     timeout_secs: Seconds = 600.0
     partial: Literal["rollback_all", "keep_partial"] = "rollback_all"
@@ -37,7 +45,7 @@ class ScaleInTo(_Body):
     by default engine.elastic.drain_timeout_s.
     """
 
-    num_replicas: Annotated[int, Field(ge=1, le=1_000_000)]
+    num_replicas: Replicas
     force: bool = False
     timeout_secs: Seconds | None = None
     dry_run: bool = False
@@ -49,6 +57,13 @@ class ScaleInOf(_Body):
     engine_ids: Annotated[list[EngineId], Field(min_length=1, max_length=64)]
     force: bool = False
     timeout_secs: Seconds | None = None
+    dry_run: bool = False
+
+
+class CancelMany(_Body):
+    """Asks for the cancellation of the open orders that add engines, or of those in the state ``status_filter``."""
+
+    status_filter: State | None = None
     dry_run: bool = False
 
 
@@ -80,6 +95,13 @@ class OrderList(BaseModel):
     offset: int
 
 
+class CancelManyAnswer(BaseModel):
+    """Holds the orders whose cancellation was asked for, or with ``dry_run`` would be; their ends follow."""
+
+    dry_run: bool
+    requests: list[OrderAnswer]
+
+
 class DryRun(BaseModel):
     """Says what an order would do: which engines would go, or how many would come."""
 
@@ -94,10 +116,13 @@ class EngineAnswer(BaseModel):
     """Is an engine that the run has or had.
 
     ``state`` is joining, serving, leaving, moving (its samples go to other engines), left, or failed. ``since`` is the
-    Unix time in seconds from which on it has it. ``weight_version`` is -1 while it has no weights.
+    Unix time in seconds from which on it has it. ``weight_version`` is -1 while it has no weights. ``from_step`` and
+    ``to_step`` are the train steps under way when it began to serve and when it left. Samples that run and wait, and
+    tokens a second, are null where they are not known.
     """
 
     id: str
+    kind: str
     url: str
     origin: Literal["start", "added"]
     state: str
@@ -105,6 +130,11 @@ class EngineAnswer(BaseModel):
     weight_version: int
     restarts: int
     last_failure: str
+    from_step: int | None
+    to_step: int | None
+    samples_running: int | None
+    samples_waiting: int | None
+    tokens_per_s: float | None
 
 
 class EngineList(BaseModel):
@@ -128,11 +158,6 @@ class Health(BaseModel):
     status: Literal["ok"] = "ok"
 
 
-def engine_id(number: int) -> str:
-    """Returns an engine's id by its number."""
-    return f"engine-{number}"
-
-
 def order_answer(order: Order) -> OrderAnswer:
     """Returns what a client gets of an order."""
     return OrderAnswer(
@@ -151,6 +176,7 @@ def engine_answer(row: EngineRow) -> EngineAnswer:
     """Returns what a client gets of an engine."""
     return EngineAnswer(
         id=engine_id(row.number),
+        kind=row.kind,
         url=row.url,
         origin="start" if row.origin == "start" else "added",
         state=row.state,
@@ -158,6 +184,11 @@ def engine_answer(row: EngineRow) -> EngineAnswer:
         weight_version=row.version,
         restarts=row.restarts,
         last_failure=row.failure,
+        from_step=row.from_step,
+        to_step=row.to_step,
+        samples_running=row.running,
+        samples_waiting=row.waiting,
+        tokens_per_s=row.tokens_per_s,
     )
 
 

@@ -18,17 +18,19 @@ class OrderChecks:
     def check(self, run: RunRow | None) -> None:
         """Refuses an order for engines that this run never takes, or not now."""
         if self.limits.refusal:
-            raise Refusal(400, self.limits.refusal)
+            raise Refusal("not-in-this-run", self.limits.refusal)
         if run is None:
-            raise Refusal(503, "the run is starting", headers={"Retry-After": "5"}, fix="ask again in a few seconds")
+            raise Refusal(
+                "run-starts", "the run is starting", headers={"Retry-After": "5"}, fix="ask again in a few seconds"
+            )
         if run.stopping:
-            raise Refusal(503, "the run is ending", headers={"Retry-After": "60"})
+            raise Refusal("run-ends", "the run is ending", headers={"Retry-After": "60"})
 
     def check_target(self, engines: int) -> None:
         """Refuses a number of engines that this run cannot have."""
         if engines < self.limits.start:
             raise Refusal(
-                400,
+                "too-few-engines",
                 f"the run keeps the {self.limits.start} engines of its start",
                 key="num_replicas",
                 value=str(engines),
@@ -36,7 +38,7 @@ class OrderChecks:
             )
         if engines > self.limits.most:
             raise Refusal(
-                400,
+                "too-many-engines",
                 f"engine.elastic.max_count={self.limits.most} is the largest number of engines",
                 key="num_replicas",
                 value=str(engines),
@@ -54,10 +56,13 @@ class OrderChecks:
         for number in numbers:
             name = f"engine-{number}"
             if number not in rows:
-                raise Refusal(404, f"{name} is no engine of this run", key="engine_ids", value=name)
+                raise Refusal("unknown-id", f"{name} is no engine of this run", key="engine_ids", value=name)
             if rows[number].origin == "start":
-                fix = "leave it out"
                 raise Refusal(
-                    400, f"{name} is an engine of the start, which stays", key="engine_ids", value=name, fix=fix
+                    "engine-of-the-start",
+                    f"{name} is an engine of the start, which stays",
+                    key="engine_ids",
+                    value=name,
+                    fix="leave it out",
                 )
         return [number for number in dict.fromkeys(numbers) if rows[number].present]

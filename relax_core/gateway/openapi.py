@@ -7,20 +7,26 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
+from relax_core.gateway.gateway_settings import Limits
 from relax_core.gateway.guard import OPEN
 from relax_core.gateway.problems import Problem
 
 ORDERS = ("scale_out", "scale_in")
 
 
-def describe(app: FastAPI) -> None:
-    """Makes ``/openapi.json`` say what FastAPI does not see; malformed requests get 400 and not 422."""
+def describe(app: FastAPI, limits: Limits) -> None:
+    """Makes ``/openapi.json`` say what FastAPI does not see; malformed requests get 400 and not 422.
+
+    The numbers of engines that a run with these ``limits`` takes are those of the schema.
+    """
     schema = get_openapi(title=app.title, version="1", routes=app.routes)
     parts = schema.setdefault("components", {})
     schemas = parts.setdefault("schemas", {})
     for name in ("HTTPValidationError", "ValidationError"):
         schemas.pop(name, None)
     schemas["Problem"] = Problem.model_json_schema()
+    for name in ("ScaleOut", "ScaleInTo"):
+        schemas[name]["properties"]["num_replicas"] |= {"minimum": limits.start, "maximum": limits.most}
     parts["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
     for path, methods in schema["paths"].items():
         for operation in methods.values():

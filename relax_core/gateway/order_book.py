@@ -18,7 +18,7 @@ from typing import Any, Literal
 import msgspec
 
 FILE = "operations.sqlite"
-BUSY_S = 10.0  # how long a transaction waits for that of the other process, which takes milliseconds
+BUSY_S = 10.0  # how long opening the book waits for the transaction of the other process, which takes milliseconds
 KEPT_KEYS = 1000  # newest idempotency keys that are remembered
 
 Kind = Literal["scale_out", "scale_in", "stop"]
@@ -87,17 +87,25 @@ class EngineRow(msgspec.Struct, frozen=True, kw_only=True):
     """Is one engine that the run has or had, as the controller sees it.
 
     ``state`` is that of `relax_core.weights.engine_members.EngineMember`, or "left" or "failed"; ``since`` is the Unix
-    time in seconds from which on it has it. ``version`` is that of its weights, -1 without any.
+    time in seconds from which on it has it. ``version`` is that of its weights, -1 without any. ``from_step`` and
+    ``to_step`` are the train steps that were under way when it began to serve and when it left, None before.
+    ``running`` and ``waiting`` are samples; they and ``tokens_per_s`` are None where they are not known.
     """
 
     number: int
     origin: str
     state: str
     since: float
+    kind: str = ""
     url: str = ""
     version: int = -1
     restarts: int = 0
     failure: str = ""
+    from_step: int | None = None
+    to_step: int | None = None
+    running: int | None = None
+    waiting: int | None = None
+    tokens_per_s: float | None = None
 
     @property
     def present(self) -> bool:
@@ -114,6 +122,11 @@ class RunRow(msgspec.Struct, frozen=True, kw_only=True):
     stopping: bool
 
 
+def engine_id(number: int) -> str:
+    """Returns the id of an engine, which clients use, by its number."""
+    return f"engine-{number}"
+
+
 class OrderRefused(Exception):
     """Says why an order is not taken; ``busy`` is the id of the order that must end first, or None."""
 
@@ -123,13 +136,18 @@ class OrderRefused(Exception):
 
 
 class OrderBook:
-    """Opens the orders of the run in ``folder``; one thread at a time may use it."""
+    """Opens the orders of the run in ``folder``; one thread at a time may use it.
 
-    def __init__(self, folder: Path) -> None:
+    A transaction waits at most ``busy_s`` seconds for one of the other process. Then, and if the file cannot be
+    written, it raises sqlite3.OperationalError and has not happened.
+    """
+
+    def __init__(self, folder: Path, *, busy_s: float = BUSY_S) -> None:
         self._database = sqlite3.connect(folder / FILE, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
         self._database.execute("PRAGMA journal_mode = WAL")
         self._database.execute("PRAGMA synchronous = NORMAL")  # a killed process loses nothing
         self._database.executescript(TABLES)
+        self._database.execute(f"PRAGMA busy_timeout = {round(1000 * busy_s)}")
 
     def close(self) -> None:
         """Closes the file."""
@@ -192,6 +210,22 @@ class OrderBook:
             database.execute("UPDATE orders SET cancel = 1 WHERE id = ?", (name,))
         return self._known(name)
 
+    def cancel_many(self, kind: Kind, *, state: State | None, dry_run: bool) -> list[Order]:
+        """Asks for the cancellation of the open orders of a kind, in ``state`` if it is given, and returns them.
+
+        With ``dry_run`` nothing changes.
+        """
+        with self._changing() as database:
+            found = [
+                order
+                for order in self.open_orders()
+                if order.kind == kind and order.state not in UNCANCELLABLE and state in (None, order.state)
+            ]
+            if not dry_run:
+                for order in found:
+                    database.execute("UPDATE orders SET cancel = 1 WHERE id = ?", (order.id,))
+        return [self._known(order.id) for order in found]
+
     # -- both ---------------------------------------------------------------------------------------------------------
     def order(self, name: str) -> Order | None:
         """Returns an order by its id, or None."""
@@ -211,6 +245,10 @@ class OrderBook:
             limit,
             offset,
         )
+
+    def newest_orders(self, most: int) -> list[Order]:
+        """Returns the newest orders of all kinds, the newest first, ``most`` at most."""
+        return self._orders("ORDER BY number DESC LIMIT ?", most)
 
     def open_orders(self) -> list[Order]:
         """Returns the orders that have not ended, the oldest first."""
@@ -241,6 +279,13 @@ class OrderBook:
         """Returns the engines that the run has or had in the order of their numbers."""
         rows = self._database.execute("SELECT row FROM engines ORDER BY number")
         return [msgspec.json.decode(row, type=EngineRow) for (row,) in rows]
+
+    def newest_engine(self) -> int:
+        """Returns the largest number that an engine of any row or order has, -1 without any."""
+        rows = self._database.execute("SELECT number FROM engines").fetchall()
+        orders = self._database.execute("SELECT engines FROM orders").fetchall()
+        ordered = (number for (engines,) in orders for number in msgspec.json.decode(engines, type=list[int]))
+        return max([*(number for (number,) in rows), *ordered], default=-1)
 
     def run(self) -> RunRow | None:
         """Returns where the run stands, or None before the controller has written it."""

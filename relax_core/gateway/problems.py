@@ -9,16 +9,41 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 
 PROBLEM = "application/problem+json"
+TYPE = "urn:relax:problem:"  # the type of a problem is this and its name
+STATUS_OF = {
+    "malformed": 400,
+    "unfit-address": 400,
+    "not-in-this-run": 400,  # the run's configuration takes no such order
+    "too-few-engines": 400,
+    "too-many-engines": 400,
+    "no-token": 401,
+    "unknown-host": 403,
+    "unknown-id": 404,
+    "unknown-route": 404,
+    "unknown-method": 405,
+    "order-under-way": 409,
+    "other-body": 409,  # of an Idempotency-Key
+    "order-ended": 409,
+    "engine-of-the-start": 409,  # it stays
+    "too-large": 413,
+    "no-json": 415,
+    "too-many-requests": 429,
+    "run-starts": 503,
+    "run-ends": 503,
+    "order-book-busy": 503,
+    "too-many-connections": 503,
+}
 
 
 class Problem(BaseModel):
     """Is the body of every refusal.
 
-    ``key`` and ``value`` name the part of the request that is wrong, ``fix`` what to send instead, and ``request_id``
-    the order that is in the way; each is null where it says nothing.
+    ``type`` names what is wrong and is one of those in docs/elastic.md. ``key`` and ``value`` name the part of the
+    request that is wrong, ``fix`` what to send instead, and ``request_id`` the order that is in the way; each is null
+    where it says nothing.
     """
 
-    type: str = "about:blank"
+    type: str
     title: str
     status: int
     detail: str
@@ -29,18 +54,20 @@ class Problem(BaseModel):
 
 
 class Refusal(Exception):
-    """Ends a request with a problem. ``headers`` are further headers of the answer."""
+    """Ends a request with the problem ``name`` of `STATUS_OF`. ``headers`` are further headers of the answer."""
 
-    def __init__(self, status: int, detail: str, *, headers: dict[str, str] | None = None, **named: str | None) -> None:
+    def __init__(self, name: str, detail: str, *, headers: dict[str, str] | None = None, **named: str | None) -> None:
         super().__init__(detail)
-        self.status = status
+        self.status = STATUS_OF[name]
+        self._type = TYPE + name
         self.headers = headers or {}
         self._named = named
 
     def response(self) -> JSONResponse:
         """Returns the answer."""
         title = HTTPStatus(self.status).phrase
-        problem = Problem.model_validate({**self._named, "title": title, "status": self.status, "detail": str(self)})
+        words = {"type": self._type, "title": title, "status": self.status, "detail": str(self)}
+        problem = Problem.model_validate({**self._named, **words})
         return JSONResponse(problem.model_dump(), status_code=self.status, headers=self.headers, media_type=PROBLEM)
 
 

@@ -24,6 +24,7 @@ from relax_core.gateway.order_book import OrderBook
 
 PORTS = 100  # ports from gateway.port on that are tried
 KEEP_ALIVE_S = 30
+BUSY_S = 2.0  # how long a request waits for a transaction of the controller
 GRACE_S = 1  # seconds that open requests get when the gateway ends
 
 
@@ -66,7 +67,7 @@ async def serve(settings: GatewaySettings) -> None:
     listener = bind(settings)
     port = listener.getsockname()[1]
     address = GatewayAddress(url=f"http://{settings.host}:{port}", token=settings.token, pid=os.getpid())
-    book = OrderBook(folder)
+    book = OrderBook(folder, busy_s=BUSY_S)
     connections = OpenConnections(connection_limit())
     server = _Server(
         uvicorn.Config(
@@ -89,9 +90,21 @@ async def serve(settings: GatewaySettings) -> None:
     sweeping = asyncio.create_task(connections.sweep())
     write_address(folder, address)
     print(msgspec.json.encode(address).decode(), flush=True)
-    closed = asyncio.create_task(asyncio.to_thread(sys.stdin.buffer.read))
+    closed = asyncio.create_task(_closed_stdin())
     await asyncio.wait({serving, closed}, return_when=asyncio.FIRST_COMPLETED)
     server.should_exit = True
-    sweeping.cancel()
-    await asyncio.wait({serving}, timeout=GRACE_S + 1.0)
+    for task in (sweeping, closed):
+        task.cancel()
+    ended, _ = await asyncio.wait({serving}, timeout=GRACE_S + 1.0)
     book.close()
+    for task in ended:
+        task.result()  # a server that failed ends the process with its error
+
+
+async def _closed_stdin() -> None:
+    """Returns when the supervisor has closed standard input, without a thread that would outlive the server."""
+    reader = asyncio.StreamReader()
+    protocol = asyncio.StreamReaderProtocol(reader)
+    await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, sys.stdin.buffer)
+    while await reader.read(1024):
+        pass

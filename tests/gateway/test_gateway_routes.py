@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,8 @@ import relax_core.gateway.guard as guard
 from relax_core.gateway.gateway_routes import application
 from relax_core.gateway.gateway_settings import Limits
 from relax_core.gateway.guard import Guard
-from relax_core.gateway.order_book import EngineRow, OrderBook, RunRow
-from relax_core.gateway.problems import PROBLEM
+from relax_core.gateway.order_book import FILE, EngineRow, OrderBook, RunRow
+from relax_core.gateway.problems import PROBLEM, STATUS_OF, TYPE
 
 TOKEN = {"Authorization": "Bearer secret"}
 
@@ -34,7 +36,9 @@ class Gateway:
 
     def ask(self, method: str, path: str, **options: Any) -> tuple[int, Any]:
         answer = self.client.request(method, path, **{"headers": TOKEN, **options})
-        assert answer.status_code < 400 or answer.headers["content-type"] == PROBLEM, answer.text
+        if answer.status_code >= 400:
+            assert answer.headers["content-type"] == PROBLEM, answer.text
+            assert STATUS_OF[answer.json()["type"].removeprefix(TYPE)] == answer.status_code
         return answer.status_code, answer.json()
 
     def order(self, way: str, **body: Any) -> tuple[int, Any]:
@@ -85,7 +89,7 @@ def test_engines_go_by_number_or_by_name(gateway: Gateway) -> None:
     assert gateway.order("scale_in", num_replicas=1, dry_run=True)[1]["engine_ids"] == ["engine-1"]
     assert gateway.order("scale_in", num_replicas=2)[1]["status"] == "NOOP"
     status, problem = gateway.order("scale_in", engine_ids=["engine-0"])
-    assert (status, problem["value"]) == (400, "engine-0") and "stays" in problem["detail"]
+    assert (status, problem["value"]) == (409, "engine-0") and "stays" in problem["detail"]
     assert gateway.order("scale_in", engine_ids=["engine-7"])[0] == 404
     status, order = gateway.order("scale_in", engine_ids=["engine-1"], force=True)
     assert status == 202 and order["body"]["engine_ids"] == [1]
@@ -117,6 +121,13 @@ def test_the_run_is_shown_and_stopped_once(gateway: Gateway) -> None:
         (b'{"num_replicas": 3, "dry_run": 0}', "dry_run"),
         (b'{"num_replicas": 3, "engines": 4}', "engines"),
         (b'{"num_replicas": 3, "model_name": "other"}', "model_name"),
+        (b'{"num_replicas": 3, "model_name": "\\ud800"}', "model_name"),
+        (b'{"num_replicas": 3, "\\ud800": 1}', None),
+        (b'{"num_replicas": ' + b"9" * 5000 + b"}", None),
+        (b'{"num_replicas": 1e400}', "num_replicas"),
+        (b"[" * 60000, None),
+        (b"\xff\xfe", None),
+        (b"", None),
     ],
 )
 def test_a_body_that_is_wrong_is_refused_by_its_key(gateway: Gateway, body: bytes, key: str | None) -> None:
@@ -146,9 +157,13 @@ def test_who_may_come_in(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> N
         for method in methods:
             for headers in ({}, {"Authorization": "Bearer other"}, {"Cookie": "token=secret"}):
                 status = gateway.ask(method.upper(), f"{path}?token=secret", headers=headers)[0]
-                assert status == (200 if path == "/healthz" else 401), path
+                assert status == (400 if path == "/healthz" else 401), path
+    assert gateway.ask("GET", "/healthz", headers={}) == (200, {"status": "ok"})
     assert gateway.ask("GET", "/openapi.json", headers={})[0] == 401
     assert gateway.ask("GET", "/nothing")[0] == 404 and gateway.ask("PUT", "/run")[0] == 405
+    assert gateway.ask("GET", "/run?step=1")[1]["key"] == "step" and gateway.ask("GET", "/run?")[0] == 200
+    assert gateway.ask("GET", "/rollout/scale_in?limit=1&Limit=2")[1]["fix"] == "send limit, offset, status"
+    assert gateway.ask("GET", "/run/")[0] == 404, "no answer sends a client to another address"
     for host, status in {"evil.example": 403, "": 403, "gpu7": 200, "LOCALHOST:1": 200, "[::1]:7788": 200}.items():
         assert gateway.ask("GET", "/run", headers=TOKEN | {"Host": host})[0] == status, host
     form = {"headers": TOKEN, "data": {"num_replicas": "3"}}
@@ -157,6 +172,43 @@ def test_who_may_come_in(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> N
     assert gateway.ask("POST", "/rollout/scale_out", **large)[0] == 413
     monkeypatch.setattr(guard, "REQUESTS_A_SECOND", 0)
     assert gateway.ask("GET", "/healthz")[0] == 429
+
+
+def test_requests_without_the_token_do_not_keep_out_those_with_it(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guard, "REQUESTS_A_SECOND", 10)
+    monkeypatch.setattr(guard.time, "monotonic", lambda: 7.5)
+    statuses = [gateway.ask("GET", "/run", headers={})[0] for _ in range(11)]
+    assert statuses == [401] * 10 + [429] and gateway.ask("GET", "/run")[0] == 200
+
+
+def test_a_book_that_another_process_holds_gives_503_and_no_order(tmp_path: Path) -> None:
+    gateway = Gateway(tmp_path, Limits(start=1, most=4))
+    gateway.book._database.execute("PRAGMA busy_timeout = 1")
+    with closing(sqlite3.connect(tmp_path / FILE, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        status, problem = gateway.order("scale_out", num_replicas=3)
+        assert (status, problem["type"]) == (503, TYPE + "order-book-busy")
+        assert gateway.ask("GET", "/rollout/scale_out")[1]["requests"] == [], "reading waits for nobody"
+        other.execute("ROLLBACK")
+    assert gateway.order("scale_out", num_replicas=3)[0] == 202
+    gateway.book.close()
+
+
+def test_open_orders_that_add_engines_are_cancelled_together(gateway: Gateway) -> None:
+    order = gateway.order("scale_out", num_replicas=3)[1]
+    cancel = "/rollout/scale_out_cancel"
+    assert gateway.ask("POST", cancel, json={"status_filter": "CREATING"})[1]["requests"] == []
+    dry = gateway.ask("POST", cancel, json={"status_filter": "PENDING", "dry_run": True})[1]
+    assert dry == {"dry_run": True, "requests": [order]}
+    asked = gateway.ask("POST", cancel, json={})[1]["requests"]
+    assert [one["request_id"] for one in asked] == [order["request_id"]] and asked[0]["cancel_requested"]
+    gateway.book.move(gateway.book.open_orders()[0], "CANCELLED")
+    assert gateway.ask("POST", cancel, json={})[1]["requests"] == []
+    gateway.order("scale_in", num_replicas=1)
+    assert gateway.ask("POST", cancel, json={})[1]["requests"] == [], "an order of the other kind stays"
+    assert gateway.ask("POST", cancel, json={"status_filter": "NEVER"})[0] == 400
 
 
 def test_the_schema_says_what_the_routes_do(gateway: Gateway) -> None:
@@ -168,6 +220,8 @@ def test_the_schema_says_what_the_routes_do(gateway: Gateway) -> None:
             assert {"400", "401", "403", "429", "503"} <= operation["responses"].keys()
     body = schema["paths"]["/rollout/scale_in"]["post"]["requestBody"]["content"]["application/json"]["schema"]
     assert len(body["oneOf"]) == 2
+    replicas = schema["components"]["schemas"]["ScaleOut"]["properties"]["num_replicas"]
+    assert (replicas["minimum"], replicas["maximum"]) == (1, 4), "the limits of the run"
     for way in ("scale_out", "scale_in"):
         links = schema["paths"][f"/rollout/{way}"]["post"]["responses"]["202"]["links"]
         assert links[f"get_{way}"]["parameters"] == {"request_id": "$response.body#/request_id"}

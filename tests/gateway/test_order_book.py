@@ -71,6 +71,7 @@ def test_the_book_says_which_engines_the_run_has(tmp_path: Path) -> None:
     book.write_run(RunRow(at=2.0, step=3, steps=9, stopping=False))
     seen: list[EngineRow] = []
     other.place("scale_in", BODY, decide=lambda engines: "PENDING" if seen.extend(engines) is None else "NOOP")
+    assert book.newest_engine() == 1
     assert seen == rows and other.run() == RunRow(at=2.0, step=3, steps=9, stopping=False)
     book.end_orders()
     assert [row.state for row in other.engines()] == ["serving", "left"]

@@ -13,6 +13,7 @@ from pathlib import Path
 from relax_core.config.checks.agent_keys import agent_file_problems, agent_problems
 from relax_core.config.checks.engine_keys import engine_file_problems, engine_name_problems, engine_problems
 from relax_core.config.checks.freeze_keys import freeze_problems
+from relax_core.config.checks.gateway_keys import gateway_problems
 from relax_core.config.checks.launcher_keys import launcher_problems
 from relax_core.config.checks.modality_keys import modality_problems
 from relax_core.config.checks.model_folder import model_problems
@@ -171,11 +172,6 @@ def _check_engine(config: RelaxConfig) -> Iterator[str]:
         yield f"engine.host={engine.host}: engines listen on loopback only. Use 127.0.0.1."
     if engine.port and engine.port + engine.count - 1 > 65535:
         yield f"engine.port={engine.port} with engine.count={engine.count} passes port 65535. Use engine.port=0."
-    if config.gateway.name != "none" and engine.count > engine.elastic.max_count:
-        yield (
-            f"engine.count={engine.count} with engine.elastic.max_count={engine.elastic.max_count}: the run begins "
-            f"with more engines than it may have. Use engine.elastic.max_count={engine.count} or more."
-        )
     if engine.max_running_samples < group_size:
         yield (
             f"engine.max_running_samples={engine.max_running_samples} cannot hold one group of "
@@ -312,6 +308,7 @@ _CHECKS: tuple[Check, ...] = (
     _check_rollout,
     transport_problems,
     engine_problems,
+    gateway_problems,
     _check_data,
     _check_schedule,
     _check_stop_strings,

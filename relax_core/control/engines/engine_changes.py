@@ -157,7 +157,7 @@ class EngineChanges:
         """Moves each engine on by its owner's newest heartbeat; ``ended`` are the owners that have ended, and why."""
         for number in self._engines.added("joining", "serving", "leaving", "moving"):
             if why := ended.get(worker_name(ENGINE, number)):
-                self._fail(number, why)
+                self.fail(number, why)
         for number, joining in list(self._joining.items()):
             self._tick_joining(number, joining, beats)
         for number, leaving in list(self._leaving.items()):
@@ -173,7 +173,7 @@ class EngineChanges:
             joining.stage = "HEALTH_CHECKING" if report is None else "WEIGHT_SYNCING"
         if joining.probed is not None and joining.probed.done():
             if why := joining.probed.result():
-                self._fail(number, why)
+                self.fail(number, why)
             else:
                 del self._joining[number]
                 self._engines.set_state(number, "serving")
@@ -187,7 +187,7 @@ class EngineChanges:
         elif self._clock() > joining.deadline:
             had = "is not up" if report is None else f"serves weights {report.version} and not {joining.wanted}"
             had = "was not compared with another engine" if ready else had
-            self._fail(number, f"{worker_name(ENGINE, number)} {had} after {self._join_timeout_s:g} s")
+            self.fail(number, f"it {had} after {self._join_timeout_s:g} s")
 
     def _reference(self, beats: Mapping[str, Beat]) -> str | None:
         """Returns the address of an engine of the start that has weights, or None."""
@@ -223,7 +223,8 @@ class EngineChanges:
             log.info("%s: %s", worker_name(ENGINE, number), error)
             return False
 
-    def _fail(self, number: int, why: str) -> None:
+    def fail(self, number: int, why: str) -> None:
+        """Takes an added engine out at once because it failed; ``why`` says how."""
         log.warning("%s leaves the run: %s", worker_name(ENGINE, number), why)
         self._joining.pop(number, None)
         self._leaving.pop(number, None)

@@ -6,6 +6,8 @@ another attempt, or another controller, goes on with the orders that are open.
 
 from __future__ import annotations
 
+import logging
+import sqlite3
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -19,6 +21,8 @@ from relax_core.gateway.order_book import EngineRow, Order, OrderBook, RunRow, S
 from relax_core.roles.process.role_context import ENGINE, worker_name
 
 WRITE_S = 1.0  # the longest time after which the book says where the run stands
+BUSY_S = 0.25  # how long the controller waits for a transaction of the gateway
+log = logging.getLogger(__name__)
 
 
 def open_book(run_dir: Path, *, count: int, anew: bool) -> tuple[OrderBook, EngineSet]:
@@ -27,26 +31,41 @@ def open_book(run_dir: Path, *, count: int, anew: bool) -> tuple[OrderBook, Engi
     ``count`` is that of the configuration. ``anew`` says that a command begins: then what an earlier one has left open
     is ended, and the run has the engines of the configuration.
     """
-    book = OrderBook(run_dir)
+    book = OrderBook(run_dir, busy_s=BUSY_S)
     if anew:
         book.end_orders()
     rows = [row for row in book.engines() if row.origin == "added"]
-    ordered = [number for order in book.open_orders() for number in order.engines]
-    used = max([*(row.number for row in rows), *ordered], default=-1)
-    engines = EngineSet(count, added=[row.number for row in rows if row.present], used=used)
+    engines = EngineSet(count, added=[row.number for row in rows if row.present], used=book.newest_engine())
     engines.failures |= {row.number: row.failure for row in rows if row.state == "failed"}
     return book, engines
+
+
+def end_book(book: OrderBook) -> None:
+    """Ends what is open because the run has ended; if the book cannot be used now, the next command's start does it."""
+    try:
+        book.end_orders()
+    except sqlite3.OperationalError as error:
+        log.warning("orders for engines stay open until the next command in this folder: %s", error)
 
 
 class EngineOrders:
     """Moves the open orders on for one attempt of the services.
 
-    ``changes`` and ``engines`` are those of the attempt and of the run. ``stop`` asks the run to end with a checkpoint.
+    ``changes`` and ``engines`` are those of the attempt and of the run; ``kind`` is that of the engines, and ``steps``
+    is run.steps. ``stop`` asks the run to end with a checkpoint.
     """
 
     def __init__(
-        self, book: OrderBook, changes: EngineChanges, engines: EngineSet, *, steps: int, stop: Callable[[], None]
+        self,
+        book: OrderBook,
+        changes: EngineChanges,
+        engines: EngineSet,
+        *,
+        kind: str,
+        steps: int,
+        stop: Callable[[], None],
     ) -> None:
+        self._kind = kind
         self._book = book
         self._changes = changes
         self._engines = engines
@@ -55,9 +74,24 @@ class EngineOrders:
         self._rows = {row.number: row for row in book.engines()}
         self._written = 0.0
         self._run: RunRow | None = None
+        self._unwritable = ""  # why the last tick could not use the book
 
     def tick(self, beats: Mapping[str, Beat], *, step: int, trained: bool, stopping: bool) -> None:
-        """Moves each open order on; ``trained`` says that a train step of this start is done."""
+        """Moves each open order on; ``trained`` says that a train step of this start is done.
+
+        A book that another process holds, or that cannot be written, is named in the log. Training goes on, and so do
+        the orders at the first tick that can use the book.
+        """
+        try:
+            self._tick(beats, step=step, trained=trained, stopping=stopping)
+        except sqlite3.OperationalError as error:
+            if str(error) != self._unwritable:
+                log.warning("orders for engines wait, because the order book cannot be used: %s", error)
+            self._unwritable = str(error)
+        else:
+            self._unwritable = ""
+
+    def _tick(self, beats: Mapping[str, Beat], *, step: int, trained: bool, stopping: bool) -> None:
         self._write(beats, step=step, stopping=stopping)
         for order in self._book.open_orders():
             match order.kind:
@@ -81,7 +115,7 @@ class EngineOrders:
     def _tick_out(self, order: Order) -> None:
         if order.cancel:
             self._take_back(order, "CANCELLED")
-        elif order.failure:
+        elif order.failure and not (_keeps(order) and set(order.engines) - self._engines.failures.keys()):
             self._take_back(order, "FAILED")
         elif order.state == "PENDING":
             missing = int(order.body["num_replicas"]) - len(self._engines.present())
@@ -90,14 +124,13 @@ class EngineOrders:
             self._follow(order)
 
     def _follow(self, order: Order) -> None:
-        """Writes the state of an order whose engines join; one of them that fails fails the order."""
-        if failed := [number for number in order.engines if number in self._engines.failures]:
-            why = "; ".join(self._engines.failures[number] for number in failed)
-            kept = [number for number in order.engines if number not in failed]
-            if order.body["partial"] == "rollback_all" or not kept:
-                self._book.move(order, order.state, failure=why)
-                return
-            order = self._book.move(order, order.state, engines=kept)
+        """Writes the state of an order whose engines join; one that fails or is late fails the order.
+
+        With partial=keep_partial the other engines of the order go on, and the order fails only without any.
+        """
+        if failures := {one: why for one, why in self._engines.failures.items() if one in order.engines}:
+            self._give_up(order, failures)
+            return
         for number in set(order.engines) - set(self._engines.present()):
             self._changes.join(number)  # a new order, or a controller was killed before it had started the engine
         age_s = time.time() - order.history[0].at
@@ -105,20 +138,28 @@ class EngineOrders:
         if set(stages) <= {"ACTIVE"}:
             self._book.move(self._book.move(order, "READY"), "ACTIVE")
         elif age_s > (limit := float(order.body["timeout_secs"])):
-            late = ", ".join(worker_name(ENGINE, one) for one in order.engines if self._changes.stage(one) != "ACTIVE")
-            self._book.move(order, order.state, failure=f"{late} did not serve within timeout_secs={limit:g}")
+            for number in order.engines:
+                if self._changes.stage(number) != "ACTIVE":
+                    self._changes.fail(number, f"it did not serve within timeout_secs={limit:g}")
         else:
             order_of: list[State] = ["CREATING", "HEALTH_CHECKING", "WEIGHT_SYNCING", "ACTIVE"]
             least = min(stages, key=order_of.index)
             if order_of.index(least) > order_of.index(order.state):
                 self._book.move(order, least)
 
+    def _give_up(self, order: Order, failures: Mapping[int, str]) -> None:
+        """Writes why engines of an order do not join; those that are kept stay in the order."""
+        words = [f"{worker_name(ENGINE, number)}: {why}" for number, why in failures.items()]
+        text = "; ".join([order.failure, *words] if order.failure else words)
+        kept = [number for number in order.engines if number not in failures]
+        engines = kept if _keeps(order) and kept else order.engines
+        self._book.move(order, order.state, engines=engines, failure=text)
+
     def _take_back(self, order: Order, end: State) -> None:
         """Takes the engines of an order out again, and ends the order when they are gone."""
-        leaving = self._changes.leaving()
         for number in set(order.engines) & set(self._engines.present()):
             self._changes.leave(number)
-        if not (set(order.engines) & ({*self._engines.present(), *leaving})):
+        if not set(order.engines) & {*self._engines.present(), *self._changes.leaving()}:
             self._book.move(order, end)
 
     # -- engines that go ----------------------------------------------------------------------------------------------
@@ -154,13 +195,20 @@ class EngineOrders:
     def _write(self, beats: Mapping[str, Beat], *, step: int, stopping: bool) -> None:
         """Writes changes of the engines' states at once, and everything else once a second if it has changed."""
         now = time.time()
-        rows = {member.number: self._row(member.number, member.state, beats, now) for member in self._engines.members()}
+        rows = {
+            one.number: self._row(one.number, one.state, beats, now=now, step=step) for one in self._engines.members()
+        }
+        for number in self._engines.failures.keys() - rows.keys() - self._rows.keys():  # it failed before it had a row
+            self._rows[number] = EngineRow(number=number, origin="added", state="joining", since=now)
         for number, row in self._rows.items():
             if number not in rows:
                 failure = self._engines.failures.get(number, "")
                 state = "failed" if failure else "left"
-                since = row.since if row.state == state else now
-                rows[number] = msgspec.structs.replace(row, state=state, since=since, failure=failure)
+                if row.state != state:
+                    to_step = None if row.from_step is None else step
+                    row = msgspec.structs.replace(row, state=state, since=now, to_step=to_step)
+                    row = msgspec.structs.replace(row, running=None, waiting=None, tokens_per_s=None)
+                rows[number] = msgspec.structs.replace(row, failure=failure)
         moved = any(number not in self._rows or self._rows[number].state != row.state for number, row in rows.items())
         if not moved and now - self._written < WRITE_S:
             return
@@ -173,10 +221,11 @@ class EngineOrders:
             self._book.write_run(run)
             self._run = run
 
-    def _row(self, number: int, state: str, beats: Mapping[str, Beat], now: float) -> EngineRow:
+    def _row(self, number: int, state: str, beats: Mapping[str, Beat], *, now: float, step: int) -> EngineRow:
         beat, known = beats.get(worker_name(ENGINE, number)), self._rows.get(number)
         status = None if beat is None or beat.life != "alive" else beat.status
         report = None if status is None else status.engine
+        from_step = None if known is None else known.from_step
         return EngineRow(
             number=number,
             origin="start" if number < self._engines.count else "added",
@@ -186,4 +235,14 @@ class EngineOrders:
             version=-1 if report is None else report.version,
             restarts=0 if status is None else status.restarts,
             failure="" if status is None else status.last_restart,
+            kind=self._kind,
+            from_step=step if from_step is None and state != "joining" else from_step,
+            running=None if report is None else report.running,
+            waiting=None if report is None else report.waiting,
+            tokens_per_s=None if report is None else report.tokens_per_s,
         )
+
+
+def _keeps(order: Order) -> bool:
+    """Says whether the engines of an order stay of which others failed."""
+    return bool(order.body["partial"] == "keep_partial")

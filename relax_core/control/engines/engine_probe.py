@@ -5,6 +5,7 @@ The digest of the weights says that they arrived whole. A wrong dtype, quantisat
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,11 +18,13 @@ from relax_core.contracts.engine import EngineError
 from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.engines.protocol.score_calls import TokenScores, TokensToScore
 from relax_core.roles.engine.engine_directory import engine_client
+from relax_core.roles.process.failure import failure_line
 from relax_core.roles.process.role_context import RunContext
 
 PROBE_TOKENS = 64
 PROBE_S = 30.0  # in this time both engines have scored the tokens under one version
 TRY_S = 0.05
+log = logging.getLogger(__name__)
 STRIDE = 7919  # a prime, so that the tokens are spread over any vocabulary
 
 
@@ -48,8 +51,9 @@ class EngineProbe:
         def run() -> None:
             try:
                 found.set_result(self._compare(url, reference))
-            except Exception as error:  # the reader of the future gets it
-                found.set_exception(error)
+            except Exception as error:  # an engine that cannot be compared does not serve, and the run goes on
+                log.exception("the comparison of engine %s ended early", url)
+                found.set_result(f"engine {url} was not compared with {reference}: {failure_line(error)}")
 
         threading.Thread(target=run, name="engine-probe", daemon=True).start()
         return found

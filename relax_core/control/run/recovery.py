@@ -172,8 +172,15 @@ def _engine_orders(context: RunContext, changes: EngineChanges, parts: RunParts)
     """Returns what executes the orders of the run's book, or None without a gateway."""
     if parts.book is None:
         return None
-    steps = context.config.run.steps
-    return EngineOrders(parts.book, changes, parts.engines, steps=steps, stop=parts.supervisor.order_stop)
+    config = context.config
+    return EngineOrders(
+        parts.book,
+        changes,
+        parts.engines,
+        kind=config.engine.name,
+        steps=config.run.steps,
+        stop=parts.supervisor.order_stop,
+    )
 
 
 def _run_once(context: RunContext, point: ResumePoint | None, parts: RunParts, *, number: int) -> RunEnd:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -65,12 +65,13 @@ class GatewayProcess:
         self._folder = Path(config.run.dir)
         self._log = self._folder / "logs" / "gateway.log"
         self._log.parent.mkdir(parents=True, exist_ok=True)
-        self._restarts_left = config.run.max_restarts
+        self._restarts_left = self._most_restarts = config.run.max_restarts
+        self._given_up = False
         self._settings = GatewaySettings(
             folder=str(self._folder),
             host=config.gateway.host,
             port=config.gateway.port,
-            hosts=list(config.gateway.allowed_hosts),
+            hosts=[*config.gateway.allowed_hosts, config.gateway.host],
             token=secrets.token_urlsafe(32),
             limits=limits_of(config),
         )
@@ -94,13 +95,14 @@ class GatewayProcess:
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=log,
+                    bufsize=0,
                     start_new_session=True,
                 )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
         assert process.stdin is not None
-        process.stdin.write(msgspec.json.encode(self._settings) + b"\n")
-        process.stdin.flush()
+        with suppress(BrokenPipeError):  # it has died already, which `check` and `_first_address` see
+            process.stdin.write(msgspec.json.encode(self._settings) + b"\n")
         return process
 
     def _first_address(self) -> GatewayAddress:
@@ -118,11 +120,20 @@ class GatewayProcess:
         lines = [f"gateway: {address.url}; its token is in {self._folder / FILE}"]
         if os.environ.get("SSH_CONNECTION"):
             lines.append(f"from your machine: ssh -L {port}:{self._settings.host}:{port} {socket.gethostname()}")
-        print("\n".join(f"relax: {line}" for line in lines), file=sys.stderr, flush=True)
+        _report(*lines)
 
     def check(self) -> None:
         """Starts the gateway again if it has died, at most run.max_restarts times, under its port and its token."""
-        if self._process.poll() is None or time.monotonic() - self._started < AGAIN_S or not self._restarts_left:
+        code = self._process.poll()
+        if code is None or self._given_up or time.monotonic() - self._started < AGAIN_S:
+            return
+        if not self._restarts_left:
+            self._given_up = True
+            (self._folder / FILE).unlink(missing_ok=True)
+            _report(
+                f"the gateway ended with exit code {code} after run.max_restarts={self._most_restarts} restarts, and "
+                f"the run takes no more orders; see {self._log}"
+            )
             return
         self._restarts_left -= 1
         self._started = time.monotonic()
@@ -145,3 +156,7 @@ class GatewayProcess:
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
             pipe.close()
+
+
+def _report(*lines: str) -> None:
+    print("\n".join(f"relax: {line}" for line in lines), file=sys.stderr, flush=True)

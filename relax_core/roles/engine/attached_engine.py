@@ -32,6 +32,7 @@ class AttachedEngineOwner(EngineOwner):
             try:
                 client.ready()
                 self._reconcile(client)
+                self._measure(client)
             except EngineUnreachable as error:
                 self.set_state("waiting", str(error))
             self._stopping.wait(WATCH_S)

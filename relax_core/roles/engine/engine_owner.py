@@ -12,6 +12,7 @@ import threading
 import time
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from relax_core.contracts.engine import EngineError, EngineUnreachable
 from relax_core.engines.engine_process import EngineLaunch, EngineProcess
@@ -24,6 +25,7 @@ from relax_core.roles.process.worker import EngineReport, Worker, WorkerStatus
 from relax_core.weights.version_folder import PublishedUnreadable, read_latest, read_pushed, reading
 
 WATCH_S = 0.25  # how often the owner checks its engine, and how late a new engine may get weights
+LOAD_S = 1.0  # how often it asks for the load, with a gateway
 
 
 class WeightReconciler:
@@ -68,6 +70,32 @@ class WeightReconciler:
         return now - self._behind[1] >= self._retry_after_s
 
 
+class LoadMeter:
+    """Asks an engine for its load every `LOAD_S` seconds; ``newest`` are the fields of an `EngineReport`."""
+
+    def __init__(self) -> None:
+        self.newest: dict[str, Any] = {}
+        self._asked = -LOAD_S
+        self._tokens: tuple[float, int] | None = None  # when it was asked, and how many tokens it had sampled
+
+    def measure(self, client: EngineClient, *, now: float) -> None:
+        """Asks if it is time to; an engine that does not answer has no load."""
+        if now - self._asked < LOAD_S:
+            return
+        self._asked = now
+        try:
+            load = client.loads()
+        except EngineError:
+            self.newest, self._tokens = {}, None
+            return
+        found: dict[str, Any] = {"running": int(load["running"]), "waiting": int(load["queued"])}
+        if (count := load.get("generated_tokens")) is not None:
+            if self._tokens is not None and count >= self._tokens[1]:  # fewer than before: the engine was restarted
+                found["tokens_per_s"] = (count - self._tokens[1]) / (now - self._tokens[0])
+            self._tokens = now, int(count)
+        self.newest = found
+
+
 class EngineOwner(Worker):
     """Owns engine ``rank``, whose address does not change when the engine process restarts."""
 
@@ -76,6 +104,7 @@ class EngineOwner(Worker):
         self._address = threading.Event()
         self._url = ""
         self._serving = -1
+        self._meter = LoadMeter()
         self._reconciler = WeightReconciler(context.config.engine.sync_timeout_s)
         super().__init__(name, context)
 
@@ -87,7 +116,9 @@ class EngineOwner(Worker):
 
     def status(self) -> WorkerStatus:
         """Returns the worker's status with its engine."""
-        report = EngineReport(url=self._url, version=self._serving) if self._address.is_set() else None
+        if not self._address.is_set():
+            return super().status()
+        report = EngineReport(url=self._url, version=self._serving, **self._meter.newest)
         return replace(super().status(), engine=report)
 
     def media_node(self) -> str:
@@ -139,6 +170,7 @@ class EngineOwner(Worker):
                     health = self._watch_over(process)
                     client = engine_client(self.context, self._url)
                 self._reconcile(client)
+                self._measure(client)
                 self._stopping.wait(WATCH_S)
         finally:
             health.end()
@@ -167,6 +199,11 @@ class EngineOwner(Worker):
         self._serving = -1
         self.set_state("starting", f"its engine process {how}; restart {self.restarts}")
         return self._launch(process.port)
+
+    def _measure(self, client: EngineClient) -> None:
+        """Asks the engine for its load, which the gateway tells; without one nobody reads it."""
+        if self.context.config.gateway.name != "none":
+            self._meter.measure(client, now=time.monotonic())
 
     def _reconcile(self, client: EngineClient) -> None:
         """Sends the newest published weights to the engine if the trainer's own push does not reach it."""

@@ -45,10 +45,17 @@ class Wait:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineReport:
-    """Is what an engine's owner tells of its engine: the address, and the version of the weights, -1 without any."""
+    """Is what an engine's owner tells of its engine: the address, and the version of the weights, -1 without any.
+
+    ``running`` and ``waiting`` are samples, and ``tokens_per_s`` tokens that it samples. The three are None while
+    nobody asked for them, and the last one where the engine does not count its tokens.
+    """
 
     url: str
     version: int
+    running: int | None = None
+    waiting: int | None = None
+    tokens_per_s: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

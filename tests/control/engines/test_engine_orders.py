@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import sqlite3
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
 
-from relax_core.control.engines.engine_orders import EngineOrders, open_book
-from relax_core.gateway.order_book import Kind, Order, State
+from relax_core.control.engines.engine_orders import EngineOrders, end_book, open_book
+from relax_core.gateway.order_book import FILE, Kind, Order, State
 from relax_core.roles.process.worker import EngineReport
 from tests.control.engines.changes_harness import Run, run
 
@@ -31,7 +34,9 @@ class Ordered:
     def begin(self, folder: Path) -> None:
         """Begins an attempt with the engines that there are."""
         self.run.begin(folder)
-        self.orders = EngineOrders(self.book, self.run.changes, self.run.engines, steps=10, stop=self.stop)
+        self.orders = EngineOrders(
+            self.book, self.run.changes, self.run.engines, kind="embedded", steps=10, stop=self.stop
+        )
 
     def stop(self) -> None:
         self.stops += 1
@@ -58,7 +63,7 @@ class Ordered:
 
     def serve(self, number: int) -> None:
         self.tick()
-        self.run.tell(number, engine=EngineReport(url=f"http://h:{number}", version=4))
+        self.run.tell(number, engine=EngineReport(url=f"http://h:{number}", version=4, running=2, waiting=7))
 
 
 @pytest.fixture
@@ -86,6 +91,7 @@ def test_engines_are_added_taken_out_and_kept(ordered: Ordered) -> None:
     rows = {row.number: row for row in ordered.book.engines()}
     assert {number: row.state for number, row in rows.items()} == {0: "serving", 1: "serving", 2: "serving"}
     assert (rows[2].origin, rows[2].version, rows[2].url) == ("added", 4, "http://h:2")
+    assert (rows[2].kind, rows[2].from_step, rows[2].to_step, rows[2].waiting) == ("embedded", 3, None, 7)
 
     kept = ordered.place("scale_in", num_replicas=1, engine_ids=None, force=False, timeout_secs=None)
     ordered.until(kept, "DRAINING")
@@ -100,6 +106,7 @@ def test_engines_are_added_taken_out_and_kept(ordered: Ordered) -> None:
     assert ordered.until(named, "COMPLETED").engines == [1], "an engine of the start stays"
     ordered.tick()
     assert [row.state for row in ordered.book.engines()] == ["serving", "left", "left"]
+    assert [row.to_step for row in ordered.book.engines()] == [None, 3, 3]
 
 
 def test_an_order_that_fails_or_is_cancelled_is_rolled_back(ordered: Ordered) -> None:
@@ -109,7 +116,7 @@ def test_an_order_that_fails_or_is_cancelled_is_rolled_back(ordered: Ordered) ->
     ordered.run.tick_until("it does not serve", lambda: ordered.run.states()[1] == "serving")
     ordered.run.tell(2, state="failed", detail="no memory is left", error="…")
     order = ordered.until(out, "FAILED")
-    assert order.failure == "no memory is left" and ordered.run.states() == {0: "serving"}
+    assert order.failure == "engine-2: no memory is left" and ordered.run.states() == {0: "serving"}
 
     cancelled = ordered.place("scale_out", num_replicas=2, **DEFAULTS)
     ordered.until(cancelled, "CREATING" if ordered.order(cancelled).state == "PENDING" else "HEALTH_CHECKING")
@@ -121,6 +128,34 @@ def test_an_order_that_fails_or_is_cancelled_is_rolled_back(ordered: Ordered) ->
     ordered.run.tell(5, state="failed", detail="no memory is left", error="…")
     order = ordered.until(kept, "ACTIVE")
     assert order.engines == [4] and ordered.run.states() == {0: "serving", 4: "serving"}
+    assert order.failure == "engine-5: no memory is left", "the order says what it did not do"
+    late = ordered.place("scale_out", num_replicas=4, timeout_secs=600.0, partial="keep_partial")
+    ordered.serve(6)
+    ordered.run.tick_until("it does not serve", lambda: ordered.run.states()[6] == "serving")
+    body = {"num_replicas": 4, "timeout_secs": 1e-3, "partial": "keep_partial"}
+    ordered.book._database.execute("UPDATE orders SET body = ? WHERE id = ?", (json.dumps(body), late))
+    order = ordered.until(late, "ACTIVE")
+    assert order.engines == [6] and order.failure == "engine-7: it did not serve within timeout_secs=0.001"
+    ordered.tick()
+    failed = {row.number: row.failure for row in ordered.book.engines() if row.state == "failed"}
+    assert failed[5] == "no memory is left" and failed.keys() == {2, 5, 7}, "each number that was given out is told of"
+
+
+def test_a_book_that_another_process_holds_delays_orders_and_nothing_else(
+    ordered: Ordered, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    out = ordered.place("scale_out", num_replicas=2, **DEFAULTS)
+    with closing(sqlite3.connect(tmp_path / "run" / FILE, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        ordered.tick()
+        ordered.tick()
+        assert ordered.run.states() == {0: "serving"}, "nothing is done that the book does not say"
+        end_book(ordered.book)
+        other.execute("ROLLBACK")
+    words = [record.getMessage() for record in caplog.records]
+    assert sum("orders for engines wait" in word for word in words) == 1 and "stay open" in words[-1]
+    ordered.serve(1)
+    assert ordered.until(out, "ACTIVE").engines == [1]
 
 
 def test_the_next_controller_goes_on_and_the_next_command_begins_anew(ordered: Ordered, tmp_path: Path) -> None:

@@ -15,9 +15,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from relax_core.config.compose import load_config
 from relax_core.control.host.process_trees import process_state
-from relax_core.control.supervision.gateway_process import limits_of
+from relax_core.control.supervision.gateway_process import gateway, limits_of
 from relax_core.gateway.gateway_settings import FILE
 from relax_core.gateway.order_book import OrderBook, RunRow
 from tests.control import supervised
@@ -90,3 +92,20 @@ def test_a_run_without_a_gateway_imports_no_web_framework() -> None:
 def test_runs_that_take_no_order_for_engines_say_why() -> None:
     assert not limits_of(load_config()).refusal
     assert "mode=colocate" in limits_of(load_config(["mode=colocate"])).refusal
+
+
+def test_a_gateway_that_dies_too_often_is_told_of_and_the_run_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = load_config(["gateway=local", "gateway.port=0", "run.max_restarts=0", f"run.dir={tmp_path}"])
+    with gateway(config) as process:
+        assert process is not None
+        process.check()
+        assert (tmp_path / FILE).exists()
+        os.kill(process.pid, signal.SIGKILL)
+        eventually("it is not noticed", lambda: process.check() is None and not (tmp_path / FILE).exists())
+        process.check()
+    words = capsys.readouterr().err
+    assert (
+        words.count("the run takes no more orders") == 1 and "ended with exit code -9 after run.max_restarts=0" in words
+    )
