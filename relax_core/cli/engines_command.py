@@ -2,6 +2,7 @@
 
   relax engines RUN                        the engines that the run has or had
   relax engines RUN add 2                  two more engines
+  relax engines RUN add http://HOST:PORT   a server that somebody else started joins, in a run with engine.urls
   relax engines RUN remove 1               the newest engine goes
   relax engines RUN remove engine-3        this one goes
   relax engines RUN cancel REQUEST_ID      takes an order back that has not ended
@@ -51,8 +52,11 @@ def main(words: Sequence[str]) -> int:
 def _act(client: GatewayClient, given: argparse.Namespace) -> int:
     match given.action:
         case "add":
-            target = len(_present(client)) + _number(given)
-            body = {"num_replicas": target, "partial": "keep_partial" if given.keep_partial else "rollback_all"}
+            body: dict[str, Any] = {"partial": "keep_partial" if given.keep_partial else "rollback_all"}
+            if given.what and all("://" in word for word in given.what):
+                body["engine_urls"] = given.what
+            else:
+                body["num_replicas"] = len(_present(client)) + _number(given)
             return _order(client, "scale_out", body, follow=not given.no_wait)
         case "remove":
             return _order(client, "scale_in", _remove_body(client, given), follow=not given.no_wait)

@@ -13,6 +13,7 @@ from starlette.exceptions import HTTPException
 
 from relax_core.gateway.gateway_settings import Limits
 from relax_core.gateway.json_bodies import (
+    TAGS,
     CancelMany,
     CancelManyAnswer,
     DryRun,
@@ -22,9 +23,12 @@ from relax_core.gateway.json_bodies import (
     OrderAnswer,
     OrderList,
     RunAnswer,
+    ScaleIn,
     ScaleInOf,
     ScaleInTo,
     ScaleOut,
+    ScaleOutBy,
+    ScaleOutTo,
     engine_answer,
     order_answer,
     run_answer,
@@ -40,6 +44,7 @@ OrderId = Annotated[str, Path(max_length=200)]
 Limit = Annotated[int, Query(ge=1, le=200)]
 Offset = Annotated[int, Query(ge=0, le=1_000_000)]
 Answer = OrderAnswer | DryRun
+PLACES = ("body", "query", "path", "header", *TAGS)  # parts of an error's place that are no keys of a client's
 Ways = Literal["scale_out", "scale_in"]
 
 
@@ -81,7 +86,7 @@ async def _known_query(request: Request) -> None:
 async def _malformed(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
-    key = ".".join(str(part) for part in first["loc"] if part not in ("body", "query", "path", "header"))
+    key = ".".join(str(part) for part in first["loc"] if part not in PLACES)
     value = repr(first.get("input"))[:200]
     return Refusal("malformed", first["msg"], key=key or None, value=value, fix="see /openapi.json").response()
 
@@ -143,24 +148,36 @@ def _add_engines(app: FastAPI, book: OrderBook) -> None:
 # -- orders for engines -----------------------------------------------------------------------------------------------
 def _add_scale_out(app: FastAPI, book: OrderBook, checks: OrderChecks) -> None:
     @app.post("/rollout/scale_out", status_code=202, responses={200: {"model": Answer}, **responses(409, 413, 415)})
-    async def scale_out(body: ScaleOut, response: Response, key: Key = None) -> Answer:
-        """Orders so many engines in all. With the engines there already the answer is 200 and NOOP."""
+    async def scale_out(body: Annotated[ScaleOut, Body()], response: Response, key: Key = None) -> Answer:
+        """Orders so many engines in all, or servers to join. With the engines there already: 200 and NOOP."""
         checks.check(book.run())
-        checks.check_target(body.num_replicas)
+        by_url = isinstance(body, ScaleOutBy)
+        urls = await checks.addresses(body.engine_urls) if isinstance(body, ScaleOutBy) else []
+        if isinstance(body, ScaleOutTo):
+            checks.check_more()
+            checks.check_target(body.num_replicas)
+
+        def missing(engines: Sequence[EngineRow]) -> int:
+            if isinstance(body, ScaleOutTo):
+                return max(0, body.num_replicas - _present(engines))
+            more = len(_unknown(book, engines, urls))
+            checks.check_room(engines, more)
+            return more
 
         def decide(engines: Sequence[EngineRow]) -> State:
-            return "PENDING" if _present(engines) < body.num_replicas else "NOOP"
+            return "PENDING" if missing(engines) else "NOOP"
 
         if body.dry_run:
             rows = book.engines()
-            now = _present(rows)
-            return _dry(response, decide(rows), now=now, then=max(now, body.num_replicas), gone=[])
-        return _place(book, "scale_out", body.model_dump(), decide=decide, key=key, response=response)
+            now, more = _present(rows), missing(rows)
+            return _dry(response, "PENDING" if more else "NOOP", now=now, then=now + more, gone=[])
+        fields = body.model_dump() | ({"engine_urls": urls} if by_url else {})
+        return _place(book, "scale_out", fields, decide=decide, key=key, response=response, queues=by_url)
 
 
 def _add_scale_in(app: FastAPI, book: OrderBook, checks: OrderChecks) -> None:
     @app.post("/rollout/scale_in", status_code=202, responses={200: {"model": Answer}, **responses(404, 409, 413, 415)})
-    async def scale_in(body: Annotated[ScaleInTo | ScaleInOf, Body()], response: Response, key: Key = None) -> Answer:
+    async def scale_in(body: Annotated[ScaleIn, Body()], response: Response, key: Key = None) -> Answer:
         """Orders engines to go: so many that ``num_replicas`` stay, or the named ones."""
         checks.check(book.run())
         named = [int(one.partition("-")[2]) for one in body.engine_ids] if isinstance(body, ScaleInOf) else []
@@ -180,6 +197,14 @@ def _add_scale_in(app: FastAPI, book: OrderBook, checks: OrderChecks) -> None:
         fields |= {"engine_ids": named} if named else {}
         decide: Callable[[Sequence[EngineRow]], State] = lambda engines: "PENDING" if going(engines) else "NOOP"  # noqa: E731
         return _place(book, "scale_in", fields, decide=decide, key=key, response=response)
+
+
+def _unknown(book: OrderBook, engines: Sequence[EngineRow], urls: Sequence[str]) -> list[str]:
+    """Returns the addresses of servers that neither are in nor are about to join by an open order."""
+    known = {row.url for row in engines if row.present}
+    for order in book.open_orders():
+        known |= set(order.body.get("engine_urls") or ())
+    return [url for url in urls if url not in known]
 
 
 def _present(engines: Sequence[EngineRow]) -> int:
@@ -202,9 +227,10 @@ def _place(
     decide: Callable[[Sequence[EngineRow]], State],
     key: str | None,
     response: Response,
+    queues: bool = False,
 ) -> OrderAnswer:
     try:
-        order, _ = book.place(kind, body, decide=decide, key=key)
+        order, _ = book.place(kind, body, decide=decide, key=key, queues=queues)
     except OrderRefused as refused:
         if refused.busy is None:
             raise Refusal("other-body", str(refused), key="Idempotency-Key", value=key) from refused

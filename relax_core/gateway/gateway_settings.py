@@ -11,12 +11,16 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Holds what the configuration says of engines that come and go.
 
     ``start`` is engine.count and ``most`` is engine.elastic.max_count. ``refusal`` says why this run can neither add
-    nor take out engines, "" if it can.
+    nor take out engines, ``no_more`` why it starts no engines, and ``no_urls`` why it takes no servers of somebody
+    else; each is "" if it can. ``hosts`` is engine.elastic.allowed_hosts.
     """
 
     start: int
     most: int
     refusal: str = ""
+    no_more: str = ""
+    no_urls: str = ""
+    hosts: list[str] = []
 
 
 class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
 from relax_core.gateway.order_book import EngineRow, Order, RunRow, State, engine_id
 
@@ -18,6 +18,7 @@ def _whole(value: object) -> object:
 
 Replicas = Annotated[int, BeforeValidator(_whole), Field(ge=1, le=1_000_000)]
 Seconds = Annotated[float, Field(gt=0, le=MOST_SECONDS, allow_inf_nan=False)]
+EngineUrl = Annotated[str, Field(min_length=1, max_length=200)]
 EngineId = Annotated[str, Field(pattern=r"^engine-[0-9]{1,9}$")]
 
 
@@ -25,13 +26,26 @@ class _Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
 
 
-class ScaleOut(_Body):
+class ScaleOutTo(_Body):
     """Asks for so many engines in all, those of the start included.
 
     ``partial`` says what happens to the others if one of the new engines fails.
     """
 
     num_replicas: Replicas
+    model_name: Literal["default"] = "default"
+    timeout_secs: Seconds = 600.0
+    partial: Literal["rollback_all", "keep_partial"] = "rollback_all"
+    dry_run: bool = False
+
+
+class ScaleOutBy(_Body):
+    """Asks servers that somebody else started, named by ``http://HOST:PORT``, to join. Those that are in are left out.
+
+    ``partial`` says what happens to the others if one of them fails.
+    """
+
+    engine_urls: Annotated[list[EngineUrl], Field(min_length=1, max_length=64)]
     model_name: Literal["default"] = "default"
     timeout_secs: Seconds = 600.0
     partial: Literal["rollback_all", "keep_partial"] = "rollback_all"
@@ -58,6 +72,18 @@ class ScaleInOf(_Body):
     force: bool = False
     timeout_secs: Seconds | None = None
     dry_run: bool = False
+
+
+TAGS = ("by_number", "by_name")  # of the two kinds of target, which an error's place then names
+
+
+def _kind(key: str) -> Discriminator:
+    """Tells the kinds of target apart by the ``key`` of the second one, so that errors are about the right one."""
+    return Discriminator(lambda body: TAGS[isinstance(body, dict) and key in body])
+
+
+ScaleOut = Annotated[Annotated[ScaleOutTo, Tag(TAGS[0])] | Annotated[ScaleOutBy, Tag(TAGS[1])], _kind("engine_urls")]
+ScaleIn = Annotated[Annotated[ScaleInTo, Tag(TAGS[0])] | Annotated[ScaleInOf, Tag(TAGS[1])], _kind("engine_ids")]
 
 
 class CancelMany(_Body):
@@ -124,7 +150,7 @@ class EngineAnswer(BaseModel):
     id: str
     kind: str
     url: str
-    origin: Literal["start", "added"]
+    origin: Literal["start", "added", "external"]
     state: str
     since: float
     weight_version: int
@@ -178,7 +204,7 @@ def engine_answer(row: EngineRow) -> EngineAnswer:
         id=engine_id(row.number),
         kind=row.kind,
         url=row.url,
-        origin="start" if row.origin == "start" else "added",
+        origin=row.origin,
         state=row.state,
         since=row.since,
         weight_version=row.version,

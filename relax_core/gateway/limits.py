@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from relax_core.gateway.engine_urls import engine_address
 from relax_core.gateway.gateway_settings import Limits
 from relax_core.gateway.order_book import EngineRow, RunRow
 from relax_core.gateway.problems import Refusal
@@ -25,6 +26,30 @@ class OrderChecks:
             )
         if run.stopping:
             raise Refusal("run-ends", "the run is ending", headers={"Retry-After": "60"})
+
+    def check_more(self) -> None:
+        """Refuses to start engines in a run that starts none."""
+        if self.limits.no_more:
+            raise Refusal("not-in-this-run", self.limits.no_more)
+
+    async def addresses(self, urls: Sequence[str]) -> list[str]:
+        """Returns the addresses of servers that are to join, each once; refuses those that this run does not take."""
+        if self.limits.no_urls:
+            raise Refusal("not-in-this-run", self.limits.no_urls)
+        found = [await engine_address(url, allowed_hosts=self.limits.hosts) for url in urls]
+        return list(dict.fromkeys(found))
+
+    def check_room(self, engines: Sequence[EngineRow], more: int) -> None:
+        """Refuses so many engines more than there are if the run cannot have them."""
+        present = sum(row.present for row in engines)
+        if present + more > self.limits.most:
+            raise Refusal(
+                "no-room",
+                f"the run has {present} engines, and engine.elastic.max_count={self.limits.most}",
+                key="engine_urls",
+                value=str(more),
+                fix="send fewer addresses, or raise the key and start again",
+            )
 
     def check_target(self, engines: int) -> None:
         """Refuses a number of engines that this run cannot have."""

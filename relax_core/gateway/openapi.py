@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from fastapi import FastAPI
@@ -17,7 +18,8 @@ ORDERS = ("scale_out", "scale_in")
 def describe(app: FastAPI, limits: Limits) -> None:
     """Makes ``/openapi.json`` say what FastAPI does not see; malformed requests get 400 and not 422.
 
-    The numbers of engines that a run with these ``limits`` takes are those of the schema.
+    The numbers of engines that a run with these ``limits`` takes are those of the schema, and so are the hosts of
+    servers that it takes. A kind of target that it never takes is not in the schema.
     """
     schema = get_openapi(title=app.title, version="1", routes=app.routes)
     parts = schema.setdefault("components", {})
@@ -25,7 +27,7 @@ def describe(app: FastAPI, limits: Limits) -> None:
     for name in ("HTTPValidationError", "ValidationError"):
         schemas.pop(name, None)
     schemas["Problem"] = Problem.model_json_schema()
-    for name in ("ScaleOut", "ScaleInTo"):
+    for name in ("ScaleOutTo", "ScaleInTo"):
         schemas[name]["properties"]["num_replicas"] |= {"minimum": limits.start, "maximum": limits.most}
     parts["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
     for path, methods in schema["paths"].items():
@@ -35,9 +37,15 @@ def describe(app: FastAPI, limits: Limits) -> None:
                 operation["security"] = [{"token": []}]
     for kind in ORDERS:
         _link(schema["paths"], kind)
-    body = schema["paths"]["/rollout/scale_in"]["post"]["requestBody"]["content"]["application/json"]["schema"]
-    body["oneOf"] = body.pop("anyOf")
-    body.pop("title", None)
+    hosts = "|".join(re.escape(host) for host in limits.hosts)
+    schemas["ScaleOutBy"]["properties"]["engine_urls"]["items"]["pattern"] = f"^http://({hosts}):[1-9][0-9]{{0,3}}/?$"
+    for kind in ORDERS:
+        body = schema["paths"][f"/rollout/{kind}"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        kinds = body.pop("anyOf", None) or body.pop("oneOf")
+        if kind == "scale_out" and (limits.no_more or limits.no_urls):
+            kinds = kinds[1:] if limits.no_more else kinds[:1]
+        body["oneOf"] = kinds
+        body.pop("title", None)
     app.openapi = lambda: schema  # type: ignore[method-assign]
 
 

@@ -19,12 +19,14 @@ import msgspec
 
 FILE = "operations.sqlite"
 BUSY_S = 10.0  # how long opening the book waits for the transaction of the other process, which takes milliseconds
+MOST_QUEUED = 64  # open orders for engines beside a new one that may wait for them
 KEPT_KEYS = 1000  # newest idempotency keys that are remembered
 
 Kind = Literal["scale_out", "scale_in", "stop"]
 State = Literal[
     "PENDING",
     "CREATING",
+    "CONNECTING",
     "HEALTH_CHECKING",
     "WEIGHT_SYNCING",
     "READY",
@@ -93,7 +95,7 @@ class EngineRow(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     number: int
-    origin: str
+    origin: Literal["start", "added", "external"]
     state: str
     since: float
     kind: str = ""
@@ -171,11 +173,13 @@ class OrderBook:
         *,
         decide: Callable[[Sequence[EngineRow]], State],
         key: str | None = None,
+        queues: bool = False,
     ) -> tuple[Order, bool]:
         """Adds an order and returns it with True; or returns the order that the same ``key`` has added, with False.
 
         ``decide`` gets the engines of the run and returns the first state, PENDING or NOOP, or raises `OrderRefused`.
-        Raises `OrderRefused` if an order for engines is under way, or if ``key`` belongs to another body.
+        Raises `OrderRefused` if an order for engines is under way, or if ``key`` belongs to another body. An order that
+        ``queues`` waits for `MOST_QUEUED` others.
         """
         request = f"{kind} {msgspec.json.encode(body, order='deterministic').decode()}"
         with self._changing() as database:
@@ -184,8 +188,9 @@ class OrderBook:
                 if known[0] != request:
                     raise OrderRefused("this Idempotency-Key came with another order. Use a new key for a new order.")
                 return self._known(known[1]), False
-            busy = next((one.id for one in self.open_orders() if kind != "stop" and one.kind != "stop"), None)
-            if busy is not None:
+            ahead = [] if kind == "stop" else [one.id for one in self.open_orders() if one.kind != "stop"]
+            if len(ahead) > (MOST_QUEUED if queues else 0):
+                busy = ahead[0]
                 raise OrderRefused(f"order {busy} is under way. Wait until it has ended, or cancel it.", busy=busy)
             state, name = decide(self.engines()), uuid.uuid4().hex
             database.execute(
@@ -327,5 +332,5 @@ class OrderBook:
                 self.move(order, "COMPLETED")
             else:
                 self.move(order, "FAILED", failure="the run ended before the order did")
-        gone = [row for row in self.engines() if row.origin == "added" and row.state not in ("left", "failed")]
+        gone = [row for row in self.engines() if row.origin != "start" and row.state not in ("left", "failed")]
         self.write_engines([msgspec.structs.replace(row, state="left", since=time.time()) for row in gone])

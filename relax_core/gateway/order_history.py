@@ -48,5 +48,5 @@ def order_history(run_dir: Path, *, repeatable: bool) -> dict[str, Any]:
         for order in reversed(orders)
     ]
     told: dict[str, Any] = {"engines": engines, "operations": operations}
-    served = [row.from_step for row in rows if row.origin == "added" and row.from_step is not None]
+    served = [row.from_step for row in rows if row.origin != "start" and row.from_step is not None]
     return told | ({"repeatable": False, "repeatable_steps": min(served)} if repeatable and served else {})

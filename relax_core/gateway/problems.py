@@ -12,7 +12,7 @@ PROBLEM = "application/problem+json"
 TYPE = "urn:relax:problem:"  # the type of a problem is this and its name
 STATUS_OF = {
     "malformed": 400,
-    "unfit-address": 400,
+    "unfit-address": 400,  # one of engine_urls
     "not-in-this-run": 400,  # the run's configuration takes no such order
     "too-few-engines": 400,
     "too-many-engines": 400,
@@ -24,6 +24,7 @@ STATUS_OF = {
     "order-under-way": 409,
     "other-body": 409,  # of an Idempotency-Key
     "order-ended": 409,
+    "no-room": 409,  # for so many servers more
     "engine-of-the-start": 409,  # it stays
     "too-large": 413,
     "no-json": 415,

@@ -16,7 +16,8 @@ from relax_core.weights.version_folder import PublishedUnreadable, read_digested
 
 ENGINES = "engines.json"
 
-Origin = Literal["start", "added"]  # an engine of the configuration, or one that was ordered while the run trained
+# An engine of the configuration; one that the run started while it trained; a server of somebody else that joined then.
+Origin = Literal["start", "added", "external"]
 # joining: it gets its first weights and no prompts. serving: it gets prompts. leaving: it finishes its open samples.
 # moving: its open samples are aborted and go on in other engines.
 MemberState = Literal["joining", "serving", "leaving", "moving"]
@@ -24,11 +25,15 @@ log = logging.getLogger(__name__)
 
 
 class EngineMember(msgspec.Struct, frozen=True, kw_only=True):
-    """Is one engine of the run; ``number`` belongs to no other engine of the run, also after this one has left."""
+    """Is one engine of the run; ``number`` belongs to no other engine of the run, also after this one has left.
+
+    ``url`` is the address of an external one, "" for all others.
+    """
 
     number: int
     origin: Origin = "start"
     state: MemberState = "serving"
+    url: str = ""
 
 
 class EngineMembers(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,6 +45,10 @@ class EngineMembers(msgspec.Struct, frozen=True, kw_only=True):
     def numbers(self) -> list[int]:
         """Returns the numbers of all engines."""
         return [member.number for member in self.members]
+
+    def url_of(self, number: int) -> str:
+        """Returns the address of an external engine, "" for any other number."""
+        return next((member.url for member in self.members if member.number == number), "")
 
     def in_state(self, *states: MemberState) -> list[int]:
         """Returns the numbers of the engines in these states."""

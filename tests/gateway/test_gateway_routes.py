@@ -53,6 +53,46 @@ def gateway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gateway
     gateway.book.close()
 
 
+@pytest.fixture
+def attached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gateway]:
+    """Is the gateway of a run with engine.urls."""
+    monkeypatch.setattr(guard, "REQUESTS_A_SECOND", 10**6)
+    limits = Limits(start=1, most=4, no_more="engine.urls: send engine_urls.", hosts=["127.0.0.1", "localhost"])
+    gateway = Gateway(tmp_path, limits)
+    yield gateway
+    gateway.book.close()
+
+
+def test_servers_join_by_their_addresses_one_order_after_the_other(attached: Gateway) -> None:
+    assert attached.order("scale_out", num_replicas=3)[1]["detail"] == "engine.urls: send engine_urls."
+    one, same, two = "http://localhost:30000/", "http://127.0.0.1:30000", "http://127.0.0.1:30001"
+    dry = attached.order("scale_out", engine_urls=[one, same, two], dry_run=True)[1]
+    assert (dry["status"], dry["engines_now"], dry["engines_then"]) == ("PENDING", 2, 4)
+    status, first = attached.order("scale_out", engine_urls=[one, same])
+    assert status == 202 and first["body"]["engine_urls"] == [same]
+    status, noop = attached.order("scale_out", engine_urls=[same])
+    assert (status, noop["status"]) == (200, "NOOP"), "it is about to join"
+    status, second = attached.order("scale_out", engine_urls=[same, two])
+    assert status == 202 and second["status"] == "PENDING", "it waits for the first one"
+    assert attached.order("scale_in", num_replicas=1)[1]["request_id"] == first["request_id"]
+    status, problem = attached.order("scale_out", engine_urls=[f"http://127.0.0.1:{port}" for port in range(1, 4)])
+    assert (status, problem["type"]) == (409, TYPE + "no-room")
+    for order in attached.book.open_orders():
+        attached.book.move(order, "ACTIVE")
+    attached.book.write_engines([EngineRow(number=2, origin="external", state="serving", since=1.0, url=same)])
+    assert attached.order("scale_out", engine_urls=[one])[1]["status"] == "NOOP"
+
+
+def test_addresses_that_are_no_servers_are_refused_with_the_address(gateway: Gateway, attached: Gateway) -> None:
+    for url in ("file:///etc/passwd", "http://169.254.169.254:80", "http://10.0.0.1:30000"):
+        status, problem = attached.order("scale_out", engine_urls=["http://127.0.0.1:30000", url])
+        assert (status, problem["key"], problem["value"]) == (400, "engine_urls", url)
+    assert attached.order("scale_out", engine_urls=[])[0] == 400
+    assert attached.order("scale_out", engine_urls=["http://127.0.0.1:1"] * 65)[0] == 400
+    assert attached.order("scale_out", engine_urls=["http://127.0.0.1:1"], num_replicas=2)[0] == 400
+    assert not attached.book.open_orders()
+
+
 def test_an_order_is_placed_once_shown_listed_and_cancelled(gateway: Gateway) -> None:
     assert gateway.order("scale_out", num_replicas=3, dry_run=True) == (
         200,
@@ -218,9 +258,10 @@ def test_the_schema_says_what_the_routes_do(gateway: Gateway) -> None:
         for operation in methods.values():
             assert ("security" in operation) == (path != "/healthz")
             assert {"400", "401", "403", "429", "503"} <= operation["responses"].keys()
-    body = schema["paths"]["/rollout/scale_in"]["post"]["requestBody"]["content"]["application/json"]["schema"]
-    assert len(body["oneOf"]) == 2
-    replicas = schema["components"]["schemas"]["ScaleOut"]["properties"]["num_replicas"]
+    for way in ("scale_out", "scale_in"):
+        body = schema["paths"][f"/rollout/{way}"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        assert len(body["oneOf"]) == 2 and not body.keys() & {"anyOf", "discriminator"}
+    replicas = schema["components"]["schemas"]["ScaleOutTo"]["properties"]["num_replicas"]
     assert (replicas["minimum"], replicas["maximum"]) == (1, 4), "the limits of the run"
     for way in ("scale_out", "scale_in"):
         links = schema["paths"][f"/rollout/{way}"]["post"]["responses"]["202"]["links"]

@@ -44,6 +44,6 @@ def test_no_number_belongs_to_two_engines_of_a_run(tmp_path: Path) -> None:
     assert engines.added("joining") == [first], "it has no weights of this attempt; one that was leaving has left"
     assert MemberList(tmp_path / "1", count=1).read().started == [0]
     assert engines.reserve(1) == [third + 1] and engines.failures == {third: "it ended"}
-    assert EngineSet(1, added=[first], used=7).reserve(2) == [8, 9], "another controller goes on with the numbers"
+    assert EngineSet(1, added={first: ""}, used=7).reserve(2) == [8, 9], "another controller goes on with the numbers"
     with pytest.raises(AssertionError):
         engines.remove(0)

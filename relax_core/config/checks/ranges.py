@@ -83,6 +83,7 @@ RANGES: dict[str, Range] = {
     "engine.silent_s": _POSITIVE,
     "engine.elastic.max_count": _COUNT,
     "engine.elastic.drain_timeout_s": _FROM_ZERO,
+    "engine.elastic.lost_after_s": _POSITIVE,
     "engine.elastic.probe_tolerance": _POSITIVE,
     "gateway.port": Range(0, 65535, why="0 takes any free port"),
     "bus.lease_s": _POSITIVE,

@@ -23,4 +23,6 @@ class ElasticConfig:
 
     max_count: int = MISSING
     drain_timeout_s: float = MISSING
+    allowed_hosts: list[str] = field(default_factory=list)
+    lost_after_s: float = MISSING
     probe_tolerance: float = MISSING

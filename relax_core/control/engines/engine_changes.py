@@ -116,9 +116,9 @@ class EngineChanges:
     def _deadline_of_join(self) -> _Joining:
         return _Joining(deadline=self._clock() + self._join_timeout_s)
 
-    def join(self, number: int) -> None:
-        """Starts an engine with a reserved number, which joins."""
-        self._engines.add(number)
+    def join(self, number: int, url: str = "") -> None:
+        """Starts an engine with a reserved number, which joins; one with a ``url`` runs already."""
+        self._engines.add(number, url)
         self._joining[number] = self._deadline_of_join()
         self._services.start_engine(number)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import sqlite3
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -19,6 +19,7 @@ from relax_core.control.engines.engine_set import EngineSet
 from relax_core.control.health.heartbeats import Beat
 from relax_core.gateway.order_book import EngineRow, Order, OrderBook, RunRow, State
 from relax_core.roles.process.role_context import ENGINE, worker_name
+from relax_core.weights.engine_members import EngineMember
 
 WRITE_S = 1.0  # the longest time after which the book says where the run stands
 BUSY_S = 0.25  # how long the controller waits for a transaction of the gateway
@@ -34,8 +35,9 @@ def open_book(run_dir: Path, *, count: int, anew: bool) -> tuple[OrderBook, Engi
     book = OrderBook(run_dir, busy_s=BUSY_S)
     if anew:
         book.end_orders()
-    rows = [row for row in book.engines() if row.origin == "added"]
-    engines = EngineSet(count, added=[row.number for row in rows if row.present], used=book.newest_engine())
+    rows = [row for row in book.engines() if row.origin != "start"]
+    present = {row.number: row.url if row.origin == "external" else "" for row in rows if row.present}
+    engines = EngineSet(count, added=present, used=book.newest_engine())
     engines.failures |= {row.number: row.failure for row in rows if row.state == "failed"}
     return book, engines
 
@@ -93,14 +95,18 @@ class EngineOrders:
 
     def _tick(self, beats: Mapping[str, Beat], *, step: int, trained: bool, stopping: bool) -> None:
         self._write(beats, step=step, stopping=stopping)
-        for order in self._book.open_orders():
-            match order.kind:
-                case "stop":
-                    self._tick_stop(order, trained=trained, stopping=stopping)
-                case "scale_out":
-                    self._tick_out(order)
-                case "scale_in":
-                    self._tick_in(order)
+        orders = self._book.open_orders()
+        for order in orders:
+            if order.kind == "stop":
+                self._tick_stop(order, trained=trained, stopping=stopping)
+        for place, order in enumerate(one for one in orders if one.kind != "stop"):
+            if place:  # it waits for the first one
+                if order.cancel:
+                    self._book.move(order, "CANCELLED")
+            elif order.kind == "scale_out":
+                self._tick_out(order)
+            else:
+                self._tick_in(order)
 
     def _tick_stop(self, order: Order, *, trained: bool, stopping: bool) -> None:
         if order.state == "STOPPING" and stopping:
@@ -117,11 +123,29 @@ class EngineOrders:
             self._take_back(order, "CANCELLED")
         elif order.failure and not (_keeps(order) and set(order.engines) - self._engines.failures.keys()):
             self._take_back(order, "FAILED")
+        elif order.state == "PENDING" and order.body.get("engine_urls"):
+            self._follow(self._book.move(order, "CONNECTING", engines=self._numbered(order.body["engine_urls"])))
         elif order.state == "PENDING":
             missing = int(order.body["num_replicas"]) - len(self._engines.present())
             self._follow(self._book.move(order, "CREATING", engines=self._engines.reserve(max(0, missing))))
         else:
             self._follow(order)
+
+    def _numbered(self, urls: Sequence[str]) -> list[int]:
+        """Returns a number for each server, and writes which address has it before any of them joins.
+
+        A server that is in was brought in by this order, before a controller was killed.
+        """
+        numbers = {member.url: member.number for member in self._engines.members() if member.url}
+        new = {url: self._engines.reserve(1)[0] for url in urls if url not in numbers}
+        rows = [
+            EngineRow(number=number, origin="external", state="joining", since=time.time(), kind=self._kind, url=url)
+            for url, number in new.items()
+        ]
+        if rows:
+            self._book.write_engines(rows)
+        self._rows |= {row.number: row for row in rows}
+        return [(numbers | new)[url] for url in urls]
 
     def _follow(self, order: Order) -> None:
         """Writes the state of an order whose engines join; one that fails or is late fails the order.
@@ -132,7 +156,9 @@ class EngineOrders:
             self._give_up(order, failures)
             return
         for number in set(order.engines) - set(self._engines.present()):
-            self._changes.join(number)  # a new order, or a controller was killed before it had started the engine
+            row = self._rows.get(number)  # of an external engine, which has one before it joins
+            # The order is new, or a controller was killed before it had started the engine.
+            self._changes.join(number, "" if row is None or row.origin != "external" else row.url)
         age_s = time.time() - order.history[0].at
         stages: list[State] = [self._changes.stage(number) for number in order.engines]
         if set(stages) <= {"ACTIVE"}:
@@ -142,7 +168,7 @@ class EngineOrders:
                 if self._changes.stage(number) != "ACTIVE":
                     self._changes.fail(number, f"it did not serve within timeout_secs={limit:g}")
         else:
-            order_of: list[State] = ["CREATING", "HEALTH_CHECKING", "WEIGHT_SYNCING", "ACTIVE"]
+            order_of: list[State] = ["CREATING", "CONNECTING", "HEALTH_CHECKING", "WEIGHT_SYNCING", "ACTIVE"]
             least = min(stages, key=order_of.index)
             if order_of.index(least) > order_of.index(order.state):
                 self._book.move(order, least)
@@ -195,9 +221,7 @@ class EngineOrders:
     def _write(self, beats: Mapping[str, Beat], *, step: int, stopping: bool) -> None:
         """Writes changes of the engines' states at once, and everything else once a second if it has changed."""
         now = time.time()
-        rows = {
-            one.number: self._row(one.number, one.state, beats, now=now, step=step) for one in self._engines.members()
-        }
+        rows = {one.number: self._row(one, beats, now=now, step=step) for one in self._engines.members()}
         for number in self._engines.failures.keys() - rows.keys() - self._rows.keys():  # it failed before it had a row
             self._rows[number] = EngineRow(number=number, origin="added", state="joining", since=now)
         for number, row in self._rows.items():
@@ -221,17 +245,18 @@ class EngineOrders:
             self._book.write_run(run)
             self._run = run
 
-    def _row(self, number: int, state: str, beats: Mapping[str, Beat], *, now: float, step: int) -> EngineRow:
+    def _row(self, member: EngineMember, beats: Mapping[str, Beat], *, now: float, step: int) -> EngineRow:
+        number, state = member.number, member.state
         beat, known = beats.get(worker_name(ENGINE, number)), self._rows.get(number)
         status = None if beat is None or beat.life != "alive" else beat.status
         report = None if status is None else status.engine
         from_step = None if known is None else known.from_step
         return EngineRow(
             number=number,
-            origin="start" if number < self._engines.count else "added",
+            origin=member.origin,
             state=state,
             since=now if known is None or known.state != state else known.since,
-            url="" if report is None else report.url,
+            url=member.url if report is None else report.url,
             version=-1 if report is None else report.version,
             restarts=0 if status is None else status.restarts,
             failure="" if status is None else status.last_restart,

@@ -48,14 +48,23 @@ def gateway(config: RelaxConfig) -> Iterator[GatewayProcess | None]:
 
 def limits_of(config: RelaxConfig) -> Limits:
     """Returns which orders for engines a run takes."""
-    refusal = ""
+    engine, refusal, no_more, no_urls = config.engine, "", "", ""
     if config.mode.name is ModeName.colocate:
         refusal = "mode=colocate: engines and trainer take turns in the same memory, so no engine comes or goes."
-    elif config.engine.urls:
-        refusal = "engine.urls: somebody else started this run's engines, and the run starts no others."
-    elif config.placement.gpus_per_node:
-        refusal = "placement.gpus_per_node: engines on GPUs are placed at the start, and none comes or goes."
-    return Limits(start=config.engine.count, most=config.engine.elastic.max_count, refusal=refusal)
+    if engine.urls:
+        no_more = "engine.urls: somebody else started this run's engines. Start another server and send engine_urls."
+    else:
+        no_urls = "engine_urls: this run started its engines itself. Servers of others join runs with engine.urls only."
+        if config.placement.gpus_per_node:
+            no_more = "placement.gpus_per_node: engines on GPUs are placed at the start, and none comes or goes."
+    return Limits(
+        start=engine.count,
+        most=engine.elastic.max_count,
+        refusal=refusal,
+        no_more=no_more,
+        no_urls=no_urls,
+        hosts=engine.elastic.allowed_hosts,
+    )
 
 
 class GatewayProcess:

@@ -6,6 +6,7 @@ import json
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +157,37 @@ def test_a_book_that_another_process_holds_delays_orders_and_nothing_else(
     assert sum("orders for engines wait" in word for word in words) == 1 and "stay open" in words[-1]
     ordered.serve(1)
     assert ordered.until(out, "ACTIVE").engines == [1]
+
+
+def test_servers_join_by_their_addresses_in_turn(ordered: Ordered, tmp_path: Path) -> None:
+    """A controller is lost after it has written which numbers they get, and goes on with the same ones."""
+    body = {"timeout_secs": 600.0, "partial": "rollback_all"}
+    place = partial(ordered.book.place, "scale_out", decide=lambda engines: "PENDING", queues=True)
+    asked = (["http://h:1", "http://h:2"], ["http://h:3"], ["http://h:4"])
+    first, second, third = (place({**body, "engine_urls": urls})[0].id for urls in asked)
+    ordered.orders._numbered(["http://h:1", "http://h:2"])
+    for _ in range(2):
+        ordered.book.close()
+        ordered.book, ordered.run.engines = open_book(tmp_path / "run", count=1, anew=False)
+        ordered.begin(tmp_path / "run")
+        ordered.tick()
+        order = ordered.order(first)
+        assert order.state == "CONNECTING" and order.engines == [1, 2]
+    members = ordered.run.members.read()
+    assert [(one.origin, one.url) for one in members.members[1:]] == [("external", f"http://h:{n}") for n in (1, 2)]
+    assert ordered.order(second).state == "PENDING", "it waits"
+    ordered.book.ask_cancel(third)
+    ordered.tick()
+    assert ordered.order(third).state == "CANCELLED", "it need not wait for that"
+    for number in (1, 2):
+        ordered.serve(number)
+    assert states(ordered.until(first, "ACTIVE"))[:3] == ["PENDING", "CONNECTING", "HEALTH_CHECKING"]
+    ordered.tick()
+    ordered.serve(3)
+    assert ordered.until(second, "ACTIVE").engines == [3]
+    ordered.tick()
+    rows = {row.number: row for row in ordered.book.engines()}
+    assert (rows[3].origin, rows[3].url) == ("external", "http://h:3")
 
 
 def test_the_next_controller_goes_on_and_the_next_command_begins_anew(ordered: Ordered, tmp_path: Path) -> None:

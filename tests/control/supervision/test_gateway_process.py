@@ -92,6 +92,8 @@ def test_a_run_without_a_gateway_imports_no_web_framework() -> None:
 def test_runs_that_take_no_order_for_engines_say_why() -> None:
     assert not limits_of(load_config()).refusal
     assert "mode=colocate" in limits_of(load_config(["mode=colocate"])).refusal
+    ours = limits_of(load_config())
+    assert "engine_urls" in ours.no_urls and not ours.no_more and ours.hosts == ["127.0.0.1", "localhost"]
 
 
 def test_a_gateway_that_dies_too_often_is_told_of_and_the_run_goes_on(
