@@ -43,6 +43,10 @@ REASONS = {
         "relax_core/roles/rollout/rollout_worker.py",
         "RolloutWorker._run_loops",
     ): "the worker's own work: each of its waits has a deadline, and the task group ends all of them",
+    (
+        "relax_core/gateway/limits.py",
+        "OrderChecks.addresses",
+    ): "each address has RESOLVE_S in engine_address, which names it",
     # Work that is already done when it is asked for.
     ("envs/tool_servers/mcp_sessions.py", "McpSessions.close"): "of a task in done",
     ("envs/openenv.py", "OpenEnvEpisode._ask"): "the WebSocket's last error, which it has or has not",

@@ -4,7 +4,7 @@
   relax engines RUN add 2                  two more engines
   relax engines RUN add http://HOST:PORT   a server that somebody else started joins, in a run with engine.urls
   relax engines RUN remove 1               the newest engine goes
-  relax engines RUN remove engine-3        this one goes
+  relax engines RUN remove engine-3        this one goes; a server that joined may be named by its address, too
   relax engines RUN cancel REQUEST_ID      takes an order back that has not ended
   relax engines RUN watch                  shows the engines once a second
 
@@ -81,6 +81,8 @@ def _number(given: argparse.Namespace) -> int:
 def _remove_body(client: GatewayClient, given: argparse.Namespace) -> dict[str, Any]:
     if given.what and all(word.startswith("engine-") for word in given.what):
         return {"engine_ids": given.what, "force": given.force}
+    if given.what and all("://" in word for word in given.what):
+        return {"engine_urls": given.what, "force": given.force}
     present, gone = _present(client), _number(given)
     if gone >= len(present):
         raise ValueError(f"remove {gone}: the run has {len(present)} engines, and those of its start stay")

@@ -25,7 +25,7 @@ from relax_core.config.choices import (
 )
 from relax_core.config.media_schema import MediaKeys, ModalityConfig
 from relax_core.config.sections.agent_schema import AgentConfig, EndpointConfig
-from relax_core.config.sections.gateway_schema import ElasticConfig, GatewayConfig
+from relax_core.config.sections.gateway_schema import AutoscalerConfig, ElasticConfig, GatewayConfig
 from relax_core.config.sections.launcher_schema import LauncherConfig
 from relax_core.contracts.env import TurnsConfig
 
@@ -126,6 +126,7 @@ class EngineConfig:
     silent_s: float = MISSING
     weight_transport: WeightTransportName = MISSING
     elastic: ElasticConfig = field(default_factory=ElasticConfig)
+    autoscaler: AutoscalerConfig = field(default_factory=AutoscalerConfig)
     # Only engine=sglang reads these; with another engine they keep these values.
     python: str | None = None
     urls: list[str] = field(default_factory=list)

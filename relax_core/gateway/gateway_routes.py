@@ -11,6 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
+from relax_core.gateway.autoscaler_routes import add_autoscaler
 from relax_core.gateway.gateway_settings import Limits
 from relax_core.gateway.json_bodies import (
     TAGS,
@@ -24,6 +25,7 @@ from relax_core.gateway.json_bodies import (
     OrderList,
     RunAnswer,
     ScaleIn,
+    ScaleInAt,
     ScaleInOf,
     ScaleInTo,
     ScaleOut,
@@ -37,6 +39,7 @@ from relax_core.gateway.limits import OrderChecks
 from relax_core.gateway.openapi import describe
 from relax_core.gateway.order_book import EngineRow, Kind, Order, OrderBook, OrderRefused, State, engine_id
 from relax_core.gateway.problems import Refusal, responses
+from relax_core.gateway.scale_book import ScaleBook
 
 RETRY_S = "5"  # Retry-After of an order that waits for another one, in seconds
 Key = Annotated[str | None, Header(alias="Idempotency-Key", min_length=1, max_length=200)]
@@ -48,8 +51,11 @@ PLACES = ("body", "query", "path", "header", *TAGS)  # parts of an error's place
 Ways = Literal["scale_out", "scale_in"]
 
 
-def application(book: OrderBook, limits: Limits) -> FastAPI:
-    """Returns the gateway's application over the run's order book, which `relax_core.gateway.guard.Guard` guards."""
+def application(book: OrderBook, scale_book: ScaleBook, limits: Limits) -> FastAPI:
+    """Returns the gateway's application over the run's order book and the autoscaler's decisions.
+
+    `relax_core.gateway.guard.Guard` guards it.
+    """
     app = FastAPI(
         title="Relax gateway",
         docs_url=None,
@@ -70,6 +76,7 @@ def application(book: OrderBook, limits: Limits) -> FastAPI:
     for kind in ("scale_out", "scale_in"):
         _add_orders(app, book, kind)
     _add_cancel_many(app, book)
+    add_autoscaler(app, scale_book, limits)
     describe(app, limits)
     return app
 
@@ -180,14 +187,18 @@ def _add_scale_in(app: FastAPI, book: OrderBook, checks: OrderChecks) -> None:
     async def scale_in(body: Annotated[ScaleIn, Body()], response: Response, key: Key = None) -> Answer:
         """Orders engines to go: so many that ``num_replicas`` stay, or the named ones."""
         checks.check(book.run())
-        named = [int(one.partition("-")[2]) for one in body.engine_ids] if isinstance(body, ScaleInOf) else []
-        if isinstance(body, ScaleInTo):
+        named: list[int] = []
+        if isinstance(body, ScaleInOf):
+            named = [int(one.partition("-")[2]) for one in body.engine_ids]
+        elif isinstance(body, ScaleInAt):
+            named = checks.at(book.engines(), await checks.addresses(body.engine_urls))
+        else:
             checks.check_target(body.num_replicas)
 
         def going(engines: Sequence[EngineRow]) -> list[int]:
-            if isinstance(body, ScaleInOf):
-                return checks.added(engines, named)
-            return checks.newest(engines, target=body.num_replicas)
+            if isinstance(body, ScaleInTo):
+                return checks.newest(engines, target=body.num_replicas)
+            return checks.added(engines, named)
 
         if body.dry_run:
             rows = book.engines()

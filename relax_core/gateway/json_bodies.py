@@ -74,16 +74,71 @@ class ScaleInOf(_Body):
     dry_run: bool = False
 
 
-TAGS = ("by_number", "by_name")  # of the two kinds of target, which an error's place then names
+class ScaleInAt(_Body):
+    """Asks the servers with these addresses, which joined by them, to go."""
+
+    engine_urls: Annotated[list[EngineUrl], Field(min_length=1, max_length=64)]
+    force: bool = False
+    timeout_secs: Seconds | None = None
+    dry_run: bool = False
 
 
-def _kind(key: str) -> Discriminator:
-    """Tells the kinds of target apart by the ``key`` of the second one, so that errors are about the right one."""
-    return Discriminator(lambda body: TAGS[isinstance(body, dict) and key in body])
+TAGS = ("by_number", "by_name", "by_address")  # of the kinds of target, which an error's place then names
 
 
-ScaleOut = Annotated[Annotated[ScaleOutTo, Tag(TAGS[0])] | Annotated[ScaleOutBy, Tag(TAGS[1])], _kind("engine_urls")]
-ScaleIn = Annotated[Annotated[ScaleInTo, Tag(TAGS[0])] | Annotated[ScaleInOf, Tag(TAGS[1])], _kind("engine_ids")]
+def _kind(body: object) -> str:
+    """Tells the kinds of target apart by their own key, so that errors are about the right one."""
+    keys = body if isinstance(body, dict) else ()
+    return TAGS[2] if "engine_urls" in keys else TAGS[1] if "engine_ids" in keys else TAGS[0]
+
+
+ScaleOut = Annotated[
+    Annotated[ScaleOutTo, Tag(TAGS[0])] | Annotated[ScaleOutBy, Tag(TAGS[2])],
+    Discriminator(_kind),
+]
+ScaleIn = Annotated[
+    Annotated[ScaleInTo, Tag(TAGS[0])] | Annotated[ScaleInOf, Tag(TAGS[1])] | Annotated[ScaleInAt, Tag(TAGS[2])],
+    Discriminator(_kind),
+]
+
+
+class AutoscalerSwitch(_Body):
+    """Turns the autoscaler on or off."""
+
+    enabled: bool
+
+
+class AutoscalerAnswer(BaseModel):
+    """Says whether the autoscaler is on."""
+
+    enabled: bool
+
+
+class DecisionAnswer(BaseModel):
+    """Is what the autoscaler saw and decided at one time.
+
+    ``wait_share`` is the share of the train steps' time in which the trainer waited, ``waiting`` the mean number of
+    samples that waited in engines, and ``idle_share`` the share of the time in which no engine had one. They are null
+    while the window is not full. ``request_id`` is the order that it placed.
+    """
+
+    at: float
+    action: Literal["out", "in", "none"]
+    reason: str
+    engines: int
+    target: int
+    wait_share: float | None
+    waiting: float | None
+    idle_share: float | None
+    request_id: str | None
+
+
+class DecisionList(BaseModel):
+    """Is a page of decisions that changed the number of engines, the newest first."""
+
+    decisions: list[DecisionAnswer]
+    limit: int
+    offset: int
 
 
 class CancelMany(_Body):

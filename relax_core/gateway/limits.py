@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
 from relax_core.gateway.engine_urls import engine_address
@@ -36,7 +37,7 @@ class OrderChecks:
         """Returns the addresses of servers that are to join, each once; refuses those that this run does not take."""
         if self.limits.no_urls:
             raise Refusal("not-in-this-run", self.limits.no_urls)
-        found = [await engine_address(url, allowed_hosts=self.limits.hosts) for url in urls]
+        found = await asyncio.gather(*(engine_address(url, allowed_hosts=self.limits.hosts) for url in urls))
         return list(dict.fromkeys(found))
 
     def check_room(self, engines: Sequence[EngineRow], more: int) -> None:
@@ -74,6 +75,16 @@ class OrderChecks:
         """Returns the engines that go if so few stay; the newest go first."""
         present = [row.number for row in engines if row.present]
         return [number for number in present if number >= self.limits.start][max(0, target - self.limits.start) :]
+
+    def at(self, engines: Sequence[EngineRow], addresses: Sequence[str]) -> list[int]:
+        """Returns the newest engine that has or had each address; refuses an address that no engine had."""
+        newest = {row.url: row.number for row in engines if row.origin == "external"}
+        for address in addresses:
+            if address not in newest:
+                raise Refusal(
+                    "unknown-id", f"no engine of this run joined by {address}", key="engine_urls", value=address
+                )
+        return [newest[address] for address in addresses]
 
     def added(self, engines: Sequence[EngineRow], numbers: Sequence[int]) -> list[int]:
         """Returns those of these engines that are present; refuses unknown ones and those of the start."""

@@ -38,12 +38,15 @@ def describe(app: FastAPI, limits: Limits) -> None:
     for kind in ORDERS:
         _link(schema["paths"], kind)
     hosts = "|".join(re.escape(host) for host in limits.hosts)
-    schemas["ScaleOutBy"]["properties"]["engine_urls"]["items"]["pattern"] = f"^http://({hosts}):[1-9][0-9]{{0,3}}/?$"
+    for name in ("ScaleOutBy", "ScaleInAt"):
+        schemas[name]["properties"]["engine_urls"]["items"]["pattern"] = f"^http://({hosts}):[1-9][0-9]{{0,3}}/?$"
     for kind in ORDERS:
         body = schema["paths"][f"/rollout/{kind}"]["post"]["requestBody"]["content"]["application/json"]["schema"]
         kinds = body.pop("anyOf", None) or body.pop("oneOf")
-        if kind == "scale_out" and (limits.no_more or limits.no_urls):
-            kinds = kinds[1:] if limits.no_more else kinds[:1]
+        if limits.no_urls:
+            kinds = kinds[:-1]  # by address
+        elif kind == "scale_out" and limits.no_more:
+            kinds = kinds[1:]
         body["oneOf"] = kinds
         body.pop("title", None)
     app.openapi = lambda: schema  # type: ignore[method-assign]

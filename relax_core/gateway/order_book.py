@@ -19,6 +19,7 @@ import msgspec
 
 FILE = "operations.sqlite"
 BUSY_S = 10.0  # how long opening the book waits for the transaction of the other process, which takes milliseconds
+CONTROLLER_BUSY_S = 0.25  # how long the controller waits for a transaction of the gateway
 MOST_QUEUED = 64  # open orders for engines beside a new one that may wait for them
 KEPT_KEYS = 1000  # newest idempotency keys that are remembered
 
@@ -333,4 +334,12 @@ class OrderBook:
             else:
                 self.move(order, "FAILED", failure="the run ended before the order did")
         gone = [row for row in self.engines() if row.origin != "start" and row.state not in ("left", "failed")]
-        self.write_engines([msgspec.structs.replace(row, state="left", since=time.time()) for row in gone])
+        run, now = self.run(), time.time()
+        self.write_engines(
+            [
+                msgspec.structs.replace(
+                    row, state="left", since=now, to_step=None if run is None or row.from_step is None else run.step
+                )
+                for row in gone
+            ]
+        )

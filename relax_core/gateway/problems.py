@@ -24,6 +24,7 @@ STATUS_OF = {
     "order-under-way": 409,
     "other-body": 409,  # of an Idempotency-Key
     "order-ended": 409,
+    "no-autoscaler": 409,  # in a run that starts no engines
     "no-room": 409,  # for so many servers more
     "engine-of-the-start": 409,  # it stays
     "too-large": 413,

@@ -21,6 +21,7 @@ from relax_core.gateway.gateway_routes import application
 from relax_core.gateway.gateway_settings import FILE, GatewayAddress, GatewaySettings
 from relax_core.gateway.guard import Guard
 from relax_core.gateway.order_book import OrderBook
+from relax_core.gateway.scale_book import ScaleBook
 
 PORTS = 100  # ports from gateway.port on that are tried
 KEEP_ALIVE_S = 30
@@ -67,11 +68,11 @@ async def serve(settings: GatewaySettings) -> None:
     listener = bind(settings)
     port = listener.getsockname()[1]
     address = GatewayAddress(url=f"http://{settings.host}:{port}", token=settings.token, pid=os.getpid())
-    book = OrderBook(folder, busy_s=BUSY_S)
+    book, scale_book = OrderBook(folder, busy_s=BUSY_S), ScaleBook(folder, busy_s=BUSY_S)
     connections = OpenConnections(connection_limit())
     server = _Server(
         uvicorn.Config(
-            Guard(application(book, settings.limits), token=settings.token, hosts=settings.hosts),
+            Guard(application(book, scale_book, settings.limits), token=settings.token, hosts=settings.hosts),
             http=cast("type[asyncio.Protocol]", partial(Connection, connections)),
             ws="none",
             lifespan="off",
@@ -97,6 +98,7 @@ async def serve(settings: GatewaySettings) -> None:
         task.cancel()
     ended, _ = await asyncio.wait({serving}, timeout=GRACE_S + 1.0)
     book.close()
+    scale_book.close()
     for task in ended:
         task.result()  # a server that failed ends the process with its error
 

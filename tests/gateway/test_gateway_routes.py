@@ -18,6 +18,7 @@ from relax_core.gateway.gateway_settings import Limits
 from relax_core.gateway.guard import Guard
 from relax_core.gateway.order_book import FILE, EngineRow, OrderBook, RunRow
 from relax_core.gateway.problems import PROBLEM, STATUS_OF, TYPE
+from relax_core.gateway.scale_book import ScaleBook, ScaleDecision
 
 TOKEN = {"Authorization": "Bearer secret"}
 
@@ -27,7 +28,8 @@ class Gateway:
 
     def __init__(self, folder: Path, limits: Limits) -> None:
         self.book = OrderBook(folder)
-        self.app = application(self.book, limits)
+        self.scale_book = ScaleBook(folder)
+        self.app = application(self.book, self.scale_book, limits)
         self.client = TestClient(Guard(self.app, token="secret", hosts=["gpu7"]), base_url="http://127.0.0.1:7788")
         self.book.write_run(RunRow(at=1.0, step=4, steps=9, stopping=False))
         origins = {0: "start", 1: "added"}
@@ -81,6 +83,13 @@ def test_servers_join_by_their_addresses_one_order_after_the_other(attached: Gat
         attached.book.move(order, "ACTIVE")
     attached.book.write_engines([EngineRow(number=2, origin="external", state="serving", since=1.0, url=same)])
     assert attached.order("scale_out", engine_urls=[one])[1]["status"] == "NOOP"
+    assert attached.order("scale_in", engine_urls=[two])[0] == 404
+    assert attached.order("scale_in", engine_urls=[one, same], dry_run=True)[1]["engine_ids"] == ["engine-2"]
+    status, order = attached.order("scale_in", engine_urls=[one])
+    assert status == 202 and order["body"]["engine_ids"] == [2]
+    attached.book.move(attached.book.open_orders()[0], "COMPLETED")
+    attached.book.write_engines([EngineRow(number=2, origin="external", state="left", since=1.0, url=same)])
+    assert attached.order("scale_in", engine_urls=[one])[1]["status"] == "NOOP", "it has left already"
 
 
 def test_addresses_that_are_no_servers_are_refused_with_the_address(gateway: Gateway, attached: Gateway) -> None:
@@ -136,6 +145,26 @@ def test_engines_go_by_number_or_by_name(gateway: Gateway) -> None:
     assert gateway.ask("GET", "/rollout/engines/engine-1")[1]["origin"] == "added"
     assert gateway.ask("GET", "/rollout/engines/engine-2")[0] == 404
     assert [one["id"] for one in gateway.ask("GET", "/rollout/engines")[1]["engines"]] == ["engine-0", "engine-1"]
+
+
+def test_the_autoscaler_is_turned_on_and_says_what_it_decided(gateway: Gateway, attached: Gateway) -> None:
+    assert gateway.ask("GET", "/autoscaler/status") == (200, {"enabled": False})
+    assert gateway.ask("GET", "/autoscaler/conditions")[0] == 404
+    assert gateway.ask("POST", "/autoscaler/enable", json={"enabled": 1})[0] == 400
+    assert gateway.ask("POST", "/autoscaler/enable", json={"enabled": True}) == (200, {"enabled": True})
+    assert gateway.ask("GET", "/autoscaler/status") == (200, {"enabled": True})
+    none = ScaleDecision(at=1.0, action="none", reason="the window is not full yet", engines=2, target=2)
+    out = ScaleDecision(
+        at=2.0, action="out", reason="it waits", engines=2, target=3, wait_share=0.3, waiting=4, idle_share=0, order="x"
+    )
+    for decision in (out, none):
+        gateway.scale_book.write(decision)
+    assert gateway.ask("GET", "/autoscaler/conditions")[1]["reason"] == none.reason
+    (told,) = gateway.ask("GET", "/autoscaler/scale_history")[1]["decisions"]
+    assert (told["action"], told["target"], told["request_id"], told["wait_share"]) == ("out", 3, "x", 0.3)
+    assert gateway.ask("GET", "/autoscaler/scale_history?offset=1")[1]["decisions"] == []
+    assert attached.ask("POST", "/autoscaler/enable", json={"enabled": True})[0] == 409, "this run starts no engines"
+    assert attached.ask("POST", "/autoscaler/enable", json={"enabled": False})[0] == 200
 
 
 def test_the_run_is_shown_and_stopped_once(gateway: Gateway) -> None:
@@ -260,7 +289,10 @@ def test_the_schema_says_what_the_routes_do(gateway: Gateway) -> None:
             assert {"400", "401", "403", "429", "503"} <= operation["responses"].keys()
     for way in ("scale_out", "scale_in"):
         body = schema["paths"][f"/rollout/{way}"]["post"]["requestBody"]["content"]["application/json"]["schema"]
-        assert len(body["oneOf"]) == 2 and not body.keys() & {"anyOf", "discriminator"}
+        assert len(body["oneOf"]) == {"scale_out": 2, "scale_in": 3}[way] and not body.keys() & {
+            "anyOf",
+            "discriminator",
+        }
     replicas = schema["components"]["schemas"]["ScaleOutTo"]["properties"]["num_replicas"]
     assert (replicas["minimum"], replicas["maximum"]) == (1, 4), "the limits of the run"
     for way in ("scale_out", "scale_in"):

@@ -63,7 +63,7 @@ def test_a_key_gives_the_same_answer_to_the_same_body(tmp_path: Path, monkeypatc
 def test_the_book_says_which_engines_the_run_has(tmp_path: Path) -> None:
     book, other = OrderBook(tmp_path), OrderBook(tmp_path)
     rows = [
-        EngineRow(number=number, origin=origin, state="serving", since=1.0)
+        EngineRow(number=number, origin=origin, state="serving", since=1.0, from_step=2)
         for number, origin in enumerate(["start", "added"])
     ]
     book.write_engines(rows)
@@ -74,7 +74,7 @@ def test_the_book_says_which_engines_the_run_has(tmp_path: Path) -> None:
     assert book.newest_engine() == 1
     assert seen == rows and other.run() == RunRow(at=2.0, step=3, steps=9, stopping=False)
     book.end_orders()
-    assert [row.state for row in other.engines()] == ["serving", "left"]
+    assert [(row.state, row.to_step) for row in other.engines()] == [("serving", None), ("left", 3)]
     assert [one.state for one in other.orders("scale_in", state=None, limit=9, offset=0)] == ["FAILED"]
     book.close()
     other.close()

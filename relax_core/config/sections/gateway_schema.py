@@ -1,4 +1,4 @@
-"""Defines the keys of `gateway`, and of `engine.elastic`, which say how engines come and go at its orders."""
+"""Defines the keys of `gateway`, `engine.elastic` and `engine.autoscaler`, which say how engines come and go."""
 
 from __future__ import annotations
 
@@ -26,3 +26,13 @@ class ElasticConfig:
     allowed_hosts: list[str] = field(default_factory=list)
     lost_after_s: float = MISSING
     probe_tolerance: float = MISSING
+
+
+@dataclass
+class AutoscalerConfig:
+    """Holds the keys of `engine.autoscaler`."""
+
+    enabled: bool = MISSING
+    min_count: int = MISSING
+    window_s: float = MISSING
+    cooldown_s: float = MISSING

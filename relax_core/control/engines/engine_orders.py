@@ -17,12 +17,11 @@ import msgspec
 from relax_core.control.engines.engine_changes import EngineChanges
 from relax_core.control.engines.engine_set import EngineSet
 from relax_core.control.health.heartbeats import Beat
-from relax_core.gateway.order_book import EngineRow, Order, OrderBook, RunRow, State
+from relax_core.gateway.order_book import CONTROLLER_BUSY_S, EngineRow, Order, OrderBook, RunRow, State
 from relax_core.roles.process.role_context import ENGINE, worker_name
 from relax_core.weights.engine_members import EngineMember
 
 WRITE_S = 1.0  # the longest time after which the book says where the run stands
-BUSY_S = 0.25  # how long the controller waits for a transaction of the gateway
 log = logging.getLogger(__name__)
 
 
@@ -32,7 +31,7 @@ def open_book(run_dir: Path, *, count: int, anew: bool) -> tuple[OrderBook, Engi
     ``count`` is that of the configuration. ``anew`` says that a command begins: then what an earlier one has left open
     is ended, and the run has the engines of the configuration.
     """
-    book = OrderBook(run_dir, busy_s=BUSY_S)
+    book = OrderBook(run_dir, busy_s=CONTROLLER_BUSY_S)
     if anew:
         book.end_orders()
     rows = [row for row in book.engines() if row.origin != "start"]

@@ -16,6 +16,7 @@ from relax_core.control.supervision.supervisor_pipe import SupervisorPipe
 from relax_core.roles.process.role_context import RunContext, worker_name
 
 if TYPE_CHECKING:  # these modules import Ray, which reads the path of its token when it is imported
+    from relax_core.control.engines.autoscaler import Autoscaler
     from relax_core.control.engines.engine_changes import EngineChanges
     from relax_core.control.engines.engine_orders import EngineOrders
     from relax_core.control.health.bus_watch import BusWatch
@@ -62,6 +63,7 @@ class Controller:
         watchdog: Watchdog,
         engines: EngineChanges,
         orders: EngineOrders | None = None,
+        autoscaler: Autoscaler | None = None,
         supervisor: SupervisorPipe,
     ) -> None:
         self._context = context
@@ -74,6 +76,7 @@ class Controller:
         self._watchdog = watchdog
         self._engines = engines
         self._orders = orders
+        self._autoscaler = autoscaler
         self._supervisor = supervisor
         self._step = context.start_step
         self._progress = 0
@@ -120,6 +123,8 @@ class Controller:
         if self._orders is not None:
             trained = self._step > self._context.start_step
             self._orders.tick(self._health.beats, step=self._step, trained=trained, stopping=stopping)
+        if self._autoscaler is not None:
+            self._autoscaler.tick(self._view.records, self._health.beats, stopping=stopping)
 
     def _stop(self) -> None:
         """Asks the services to stop, or reports that no train step is done, so that the supervisor kills them.

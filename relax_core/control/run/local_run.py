@@ -29,8 +29,9 @@ from relax_core.control.run.teacher_folders import teacher_folders
 from relax_core.control.supervision.supervisor import Attempt
 from relax_core.control.supervision.supervisor_pipe import SupervisorPipe
 from relax_core.data.data_identity import data_digest
-from relax_core.gateway.order_book import OrderBook
+from relax_core.gateway.order_book import CONTROLLER_BUSY_S, OrderBook
 from relax_core.gateway.order_history import order_history
+from relax_core.gateway.scale_book import ScaleBook
 from relax_core.observe.service.metrics_actor import MetricsClient, start_metrics
 from relax_core.observe.service.records import last_step
 from relax_core.observe.service.sinks import read_metrics
@@ -207,11 +208,7 @@ def _run_services(
                 heartbeat_timeout_s=config.run.heartbeat_timeout_s,
                 signal_watch=SignalWatch(steps=config.run.watch_steps, max_new_tokens=config.rollout.max_new_tokens),
             )
-            recoveries = Recoveries(recoveries_file(context.run_dir), report=view.report)
-            if attempt.causes:
-                recoveries.load()
-                at_step = max(last_step(earlier), context.start_step)
-                recoveries.begin(FROM_CHECKPOINT, attempt.causes[-1], at_step=at_step, from_step=context.start_step)
+            recoveries = _recoveries(context, attempt, view, at_step=max(last_step(earlier), context.start_step))
             book, engines = _engines(context, attempt, undo)
             serve_deployments = ServeDeployments(context, recoveries=recoveries, ray_lost=ray_lost)
             undo.callback(serve_deployments.close, timeout_s=config.run.stop_timeout_s)
@@ -225,6 +222,7 @@ def _run_services(
                 ray_lost=ray_lost,
                 engines=engines,
                 book=book,
+                scale_book=_scale_book(context, attempt, undo),
             )
             try:
                 end = run_services(context, resume, parts)
@@ -239,6 +237,15 @@ def _run_services(
         )
 
 
+def _recoveries(context: RunContext, attempt: Attempt, view: RunView, *, at_step: int) -> Recoveries:
+    """Returns the recoveries of the run; another attempt is one more, after ``at_step`` train steps."""
+    recoveries = Recoveries(recoveries_file(context.run_dir), report=view.report)
+    if attempt.causes:
+        recoveries.load()
+        recoveries.begin(FROM_CHECKPOINT, attempt.causes[-1], at_step=at_step, from_step=context.start_step)
+    return recoveries
+
+
 def _engines(context: RunContext, attempt: Attempt, undo: ExitStack) -> tuple[OrderBook | None, EngineSet]:
     """Returns the order book, None without a gateway, and the engines of the run; ``undo`` ends what is open."""
     from relax_core.control.engines.engine_orders import end_book, open_book
@@ -250,6 +257,17 @@ def _engines(context: RunContext, attempt: Attempt, undo: ExitStack) -> tuple[Or
     undo.callback(book.close)
     undo.callback(end_book, book)
     return book, engines
+
+
+def _scale_book(context: RunContext, attempt: Attempt, undo: ExitStack) -> ScaleBook | None:
+    """Returns the autoscaler's decisions, None without a gateway; a new command turns it on or off as configured."""
+    if context.config.gateway.name == "none":
+        return None
+    book = ScaleBook(context.run_dir, busy_s=CONTROLLER_BUSY_S)
+    undo.callback(book.close)
+    if attempt.number == 0:
+        book.enable(context.config.engine.autoscaler.enabled)
+    return book
 
 
 def _start_metrics(context: RunContext) -> MetricsClient:

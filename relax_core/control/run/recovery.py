@@ -20,6 +20,7 @@ from ray.exceptions import RayError
 from relax_core.bus.ledger.journal import LedgerUnwritable
 from relax_core.config.checks.modality_keys import media_kinds
 from relax_core.contracts.bus import BusLost, BusTimeout
+from relax_core.control.engines.autoscaler import Autoscaler
 from relax_core.control.engines.engine_changes import EngineChanges
 from relax_core.control.engines.engine_orders import EngineOrders
 from relax_core.control.engines.engine_probe import EngineProbe
@@ -37,6 +38,7 @@ from relax_core.control.run.serve_deployments import ServeDeployments
 from relax_core.control.run.services import Services
 from relax_core.control.supervision.supervisor_pipe import SupervisorPipe
 from relax_core.gateway.order_book import OrderBook
+from relax_core.gateway.scale_book import ScaleBook
 from relax_core.observe.service.metrics_actor import MetricsClient, MetricsUnavailable
 from relax_core.roles.process.role_context import RunContext
 
@@ -51,7 +53,7 @@ class RunParts:
 
     ``marked`` waits until the metrics service has recorded the run's first step. ``ray_lost`` ends this process, so
     that the supervisor starts another one with a new Ray. ``engines`` are those of the run, and ``book`` holds
-    the orders for them, None without a gateway.
+    the orders for them and ``scale_book`` the autoscaler's decisions; both are None without a gateway.
     """
 
     metrics: MetricsClient
@@ -63,6 +65,7 @@ class RunParts:
     ray_lost: Callable[[str], NoReturn]
     engines: EngineSet
     book: OrderBook | None
+    scale_book: ScaleBook | None
 
 
 def attempt(context: RunContext, number: int, point: ResumePoint | None) -> RunContext:
@@ -183,6 +186,13 @@ def _engine_orders(context: RunContext, changes: EngineChanges, parts: RunParts)
     )
 
 
+def _autoscaler(context: RunContext, parts: RunParts) -> Autoscaler | None:
+    """Returns what orders engines by itself, if it is on; None without a gateway."""
+    if parts.book is None or parts.scale_book is None:
+        return None
+    return Autoscaler(context.config, parts.book, parts.scale_book)
+
+
 def _run_once(context: RunContext, point: ResumePoint | None, parts: RunParts, *, number: int) -> RunEnd:
     settings = context.config.run
     parts.engines.begin(context.weights_folder)
@@ -210,6 +220,7 @@ def _run_once(context: RunContext, point: ResumePoint | None, parts: RunParts, *
                 watchdog=Watchdog(context, services),
                 engines=changes,
                 orders=_engine_orders(context, changes, parts),
+                autoscaler=_autoscaler(context, parts),
                 supervisor=parts.supervisor,
             ).run()
     except ServicesLost:

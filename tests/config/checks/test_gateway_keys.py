@@ -12,6 +12,9 @@ from relax_core.config.errors import ConfigError
     ("overrides", "words"),
     [
         (["engine.count=3", "engine.elastic.max_count=2"], "Use engine.elastic.max_count=3 or more"),
+        (["engine.autoscaler.min_count=17"], "engine.autoscaler.min_count=17 is more than"),
+        (["engine.autoscaler.enabled=true", "mode=colocate"], "with mode=colocate, in which no engine comes or goes"),
+        (["engine.autoscaler.enabled=true", "gateway=none"], "with gateway=none: it orders engines through"),
         (["gateway.host=example.org"], "gateway.host=example.org is no IPv4 address"),
         (["gateway.host=::1"], "gateway.host=::1 is no IPv4 address"),
         (["gateway.port=65536"], "gateway.port=65536"),

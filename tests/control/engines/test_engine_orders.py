@@ -181,7 +181,7 @@ def test_servers_join_by_their_addresses_in_turn(ordered: Ordered, tmp_path: Pat
     assert ordered.order(third).state == "CANCELLED", "it need not wait for that"
     for number in (1, 2):
         ordered.serve(number)
-    assert states(ordered.until(first, "ACTIVE"))[:3] == ["PENDING", "CONNECTING", "HEALTH_CHECKING"]
+    assert states(ordered.until(first, "ACTIVE"))[:2] == ["PENDING", "CONNECTING"]
     ordered.tick()
     ordered.serve(3)
     assert ordered.until(second, "ACTIVE").engines == [3]
