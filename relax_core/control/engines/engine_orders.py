@@ -135,7 +135,8 @@ class EngineOrders:
 
         A server that is in was brought in by this order, before a controller was killed.
         """
-        numbers = {member.url: member.number for member in self._engines.members() if member.url}
+        present = set(self._engines.present())
+        numbers = {one.url: one.number for one in self._engines.members() if one.url and one.number in present}
         new = {url: self._engines.reserve(1)[0] for url in urls if url not in numbers}
         rows = [
             EngineRow(number=number, origin="external", state="joining", since=time.time(), kind=self._kind, url=url)
@@ -158,7 +159,7 @@ class EngineOrders:
             row = self._rows.get(number)  # of an external engine, which has one before it joins
             # The order is new, or a controller was killed before it had started the engine.
             self._changes.join(number, "" if row is None or row.origin != "external" else row.url)
-        age_s = time.time() - order.history[0].at
+        age_s = time.time() - order.history[:2][-1].at  # since it was its turn
         stages: list[State] = [self._changes.stage(number) for number in order.engines]
         if set(stages) <= {"ACTIVE"}:
             self._book.move(self._book.move(order, "READY"), "ACTIVE")

@@ -175,7 +175,8 @@ def test_servers_join_by_their_addresses_in_turn(ordered: Ordered, tmp_path: Pat
         assert order.state == "CONNECTING" and order.engines == [1, 2]
     members = ordered.run.members.read()
     assert [(one.origin, one.url) for one in members.members[1:]] == [("external", f"http://h:{n}") for n in (1, 2)]
-    assert ordered.order(second).state == "PENDING", "it waits"
+    assert ordered.order(second).state == "PENDING", "it waits, and its time does not run"
+    ordered.book._database.execute("UPDATE states SET at = at - 10000 WHERE id = ?", (second,))
     ordered.book.ask_cancel(third)
     ordered.tick()
     assert ordered.order(third).state == "CANCELLED", "it need not wait for that"
