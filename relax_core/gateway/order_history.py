@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,10 @@ from relax_core.gateway.order_book import OrderBook, engine_id
 MOST_ORDERS = 1000  # the newest ones
 
 
-def order_history(run_dir: Path, *, repeatable: bool) -> dict[str, Any]:
+def order_history(run_dir: Path, *, sampled: Mapping[str, tuple[int, int]], repeatable: bool) -> dict[str, Any]:
     """Returns ``engines`` and ``operations`` of the run's order book, and what is left of ``repeatable``.
 
+    ``sampled`` has the samples and the tokens of each engine by its id; one that is missing has sampled nothing.
     A run that would be repeatable is no longer so once an added engine has served, because the answers of engines that
     share prompts depend on which are there. ``repeatable_steps`` is then the number of train steps before.
     """
@@ -31,6 +33,8 @@ def order_history(run_dir: Path, *, repeatable: bool) -> dict[str, Any]:
             "state": row.state,
             "from_step": row.from_step,
             "to_step": row.to_step,
+            "samples": sampled.get(engine_id(row.number), (0, 0))[0],
+            "tokens": sampled.get(engine_id(row.number), (0, 0))[1],
             "restarts": row.restarts,
             "last_failure": row.failure,
         }

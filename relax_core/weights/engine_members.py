@@ -21,6 +21,7 @@ Origin = Literal["start", "added", "external"]
 # joining: it gets its first weights and no prompts. serving: it gets prompts. leaving: it finishes its open samples.
 # moving: its open samples are aborted and go on in other engines.
 MemberState = Literal["joining", "serving", "leaving", "moving"]
+STARTED: tuple[MemberState, ...] = ("serving", "leaving", "moving")  # it has served prompts
 log = logging.getLogger(__name__)
 
 
@@ -57,7 +58,7 @@ class EngineMembers(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def started(self) -> list[int]:
         """Returns the numbers of the engines that have served prompts, to which the trainer pushes its weights."""
-        return self.in_state("serving", "leaving", "moving")
+        return self.in_state(*STARTED)
 
 
 def start_members(count: int) -> EngineMembers:

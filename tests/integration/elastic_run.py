@@ -81,14 +81,14 @@ class ElasticRun:
 
     def order(self, way: str, body: Mapping[str, Any], *, victim: str = "", state: str = "") -> dict[str, Any]:
         """Gives an order, kills ``victim`` once the order is in ``state`` or beyond, and returns the order's end."""
-        older = self.pids(ENGINE) | self.pids(OWNER)
+        older = self.of_engines()
         order = self.ask("POST", f"/rollout/{way}", body, key=uuid.uuid4().hex)
         if victim:
             beyond: Sequence[str] = (state, "REMOVING")
             if state in JOINING:
                 beyond = JOINING[JOINING.index(state) :]
             self.follow(way, order, *beyond)
-            self.kill(victim, older=older if way == "scale_out" else self._of_the_start())
+            self.kill(victim, older=older if way == "scale_out" else self._of_the_start(), joins=way == "scale_out")
         ended = self.follow(way, order)
         assert ended["status"] != "FAILED" or ended["failure"], ended
         return ended
@@ -97,8 +97,26 @@ class ElasticRun:
         """Returns the processes with these words in their command lines."""
         return {pid for pid, line in self.live.processes().items() if command in line}
 
-    def kill(self, victim: str, *, older: set[int]) -> None:
-        """Kills a process; ``older`` are the engines and owners that were there before the order."""
+    def of_engines(self) -> set[int]:
+        """Returns the processes of all engines and of their owners."""
+        return self.pids(ENGINE) | self.pids(OWNER)
+
+    def newcomers(self, command: str, *, older: set[int]) -> set[int]:
+        """Waits for a process with these words beside ``older`` ones, and returns all of them."""
+        found: set[int] = set()
+
+        def there() -> bool:
+            found.update(self.pids(command) - older)
+            return bool(found)
+
+        self.live.wait_for(f"a new process {command}", there)
+        return found
+
+    def kill(self, victim: str, *, older: set[int], joins: bool) -> None:
+        """Kills a process.
+
+        ``older`` are the engines and owners that are not meant. An engine that does not join but leaves may have left.
+        """
         match victim:
             case "gateway":
                 os.kill(json.loads((self.live.folder / "gateway.json").read_text())["pid"], signal.SIGKILL)
@@ -110,14 +128,7 @@ class ElasticRun:
                 self.live.kill(TRAINER)
             case "owner" | "newcomer":
                 command = OWNER if victim == "owner" else ENGINE
-                found: set[int] = set()
-
-                def there() -> bool:
-                    found.update(self.pids(command) - older)
-                    return bool(found)
-
-                self.live.wait_for(f"a new process {command}", there)
-                for pid in found:
+                for pid in self.newcomers(command, older=older) if joins else self.pids(command) - older:
                     with suppress(ProcessLookupError):  # it has left meanwhile
                         os.kill(pid, signal.SIGKILL)
             case _:

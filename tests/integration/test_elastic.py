@@ -38,5 +38,9 @@ def test_engines_come_and_go_and_nothing_is_lost(tmp_path: Path) -> None:
     assert books["issued"] == books["trained"] + books["open"] + sum(books["dropped"].values()), books
     assert set(run.persisted("trained").values()) == {1}
     assert run.summary["outcome"] == "stopped" and run.checkpoints()
+    shares = {one["id"]: one["samples"] for one in run.summary["engines"]}
+    assert all(shares[f"engine-{number}"] > 0 for number in range(3)), shares
+    assert sum(shares.values()) >= books["trained"], "each sample has one response, which one engine finished"
+    assert all(one["tokens"] >= one["samples"] for one in run.summary["engines"])
     assert run.summary["recoveries"] == [], "no change of the engines was a failure"
     assert not (run.folder / "gateway.json").exists()

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar
 
+from relax_core.bus.ledger.ledger_reader import LedgerFile
 from relax_core.config.schema import RelaxConfig
 from relax_core.control.engines.engine_set import EngineSet
 from relax_core.control.health.ray_watch import RayWatch
@@ -94,10 +95,20 @@ def _write_end(outcome: _Outcome, config: RelaxConfig, *, started: float) -> dic
     meta |= {"seed": config.seed, "repeatable": config.repeatable, "recoveries": list(outcome.recoveries)}
     meta["keep_best"] = config.run.keep_best
     if config.gateway.name != "none":
-        meta |= order_history(Path(config.run.dir), repeatable=config.repeatable)
+        run_dir = Path(config.run.dir)
+        meta |= order_history(run_dir, sampled=_sampled(run_dir), repeatable=config.repeatable)
     if (sandbox := getattr(config.env, "sandbox", None)) is not None:  # of an environment that runs the model's code
         meta["sandbox"] = sandbox
     return write_end(Path(config.run.dir), outcome.records, meta=meta, started=started)
+
+
+def _sampled(run_dir: Path) -> dict[str, tuple[int, int]]:
+    """Returns how many samples and tokens each engine has sampled, by the ledger; nothing before there is one."""
+    try:
+        with LedgerFile(run_dir / "ledger.sqlite") as ledger:
+            return {engine: (share.samples, share.tokens) for engine, share in ledger.engine_shares().items()}
+    except FileNotFoundError:
+        return {}
 
 
 def _report_failure(outcome: _Outcome, config: RelaxConfig, *, started: float) -> None:

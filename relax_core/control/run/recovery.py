@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -40,7 +41,7 @@ from relax_core.control.supervision.supervisor_pipe import SupervisorPipe
 from relax_core.gateway.order_book import OrderBook
 from relax_core.gateway.scale_book import ScaleBook
 from relax_core.observe.service.metrics_actor import MetricsClient, MetricsUnavailable
-from relax_core.roles.process.role_context import RunContext
+from relax_core.roles.process.role_context import ENGINE, RunContext
 
 MEDIA = "media"  # the name of the folder of media items
 METRICS_S = 10.0
@@ -183,6 +184,7 @@ def _engine_orders(context: RunContext, changes: EngineChanges, parts: RunParts)
         kind=config.engine.name,
         steps=config.run.steps,
         stop=parts.supervisor.order_stop,
+        record=partial(parts.metrics.record, ENGINE),
     )
 
 

@@ -8,7 +8,9 @@ from contextlib import suppress
 from relax_core.contracts.engine import EngineError, EngineUnreachable
 from relax_core.registry import find_engine
 from relax_core.roles.engine.engine_directory import engine_client, member_list
+from relax_core.roles.engine.engine_fit import engine_needs, fit_problem
 from relax_core.roles.engine.engine_owner import WATCH_S, EngineOwner
+from relax_core.roles.engine.held_server import held_server
 
 LEAVE_S = 5.0  # how long an engine that leaves may take to forget its weights
 
@@ -26,14 +28,21 @@ class AttachedEngineOwner(EngineOwner):
         return ""
 
     def work(self) -> None:
-        """Checks the engine and keeps its weights up to date until the run stops."""
-        engine = self.context.config.engine
+        """Holds the engine for this run, checks it, and keeps its weights up to date until the run stops."""
         joined = member_list(self.context).read().url_of(self._rank)
-        self._url = joined or engine.urls[self._rank].rstrip("/")
-        client = engine_client(self.context, self._url)
+        url = joined or self.context.config.engine.urls[self._rank].rstrip("/")
+        with held_server(url, run_dir=self.context.run_dir):
+            self._own(url, joined=bool(joined))
+
+    def _own(self, url: str, *, joined: bool) -> None:
+        engine = self.context.config.engine
+        self._url = url
+        client = engine_client(self.context, url)
         attach = find_engine(engine.name).attach
         assert attach is not None, "engine.urls is a key of kinds of engine with attach only"
         attach(client, engine.start_timeout_s, self.context.config.rollout)
+        if joined and (problem := fit_problem(client.server_info(), engine_needs(self.context))) is not None:
+            raise EngineError(f"engine {url}: {problem}")
         self._address.set()
         answered = time.monotonic()
         while not self.stopping:

@@ -30,13 +30,20 @@ class Ordered:
         folder.mkdir()
         self.book, run.engines = open_book(folder, count=1, anew=True)
         self.stops = 0
+        self.records: list[tuple[int, dict[str, float]]] = []
         self.begin(folder)
 
     def begin(self, folder: Path) -> None:
         """Begins an attempt with the engines that there are."""
         self.run.begin(folder)
         self.orders = EngineOrders(
-            self.book, self.run.changes, self.run.engines, kind="embedded", steps=10, stop=self.stop
+            self.book,
+            self.run.changes,
+            self.run.engines,
+            kind="embedded",
+            steps=10,
+            stop=self.stop,
+            record=lambda step, numbers: self.records.append((step, dict(numbers))),
         )
 
     def stop(self) -> None:
@@ -53,6 +60,16 @@ class Ordered:
     def tick(self, *, trained: bool = True) -> None:
         self.run.tick()
         self.orders.tick(self.run.health.beats, step=3, trained=trained, stopping=self.stops > 0)
+
+    def numbers(self, *, step: int) -> dict[str, float]:
+        """Returns what is recorded of the engines after so many train steps."""
+
+        def recorded() -> bool:
+            self.orders.tick(self.run.health.beats, step=step, trained=True, stopping=False)
+            return self.records[-1][0] == step
+
+        self.run.tick_until(f"a record of step {step}", recorded)
+        return self.records[-1][1]
 
     def until(self, name: str, state: State) -> Order:
         def reached() -> bool:
@@ -93,6 +110,14 @@ def test_engines_are_added_taken_out_and_kept(ordered: Ordered) -> None:
     assert {number: row.state for number, row in rows.items()} == {0: "serving", 1: "serving", 2: "serving"}
     assert (rows[2].origin, rows[2].version, rows[2].url) == ("added", 4, "http://h:2")
     assert (rows[2].kind, rows[2].from_step, rows[2].to_step, rows[2].waiting) == ("embedded", 3, None, 7)
+    numbers = ordered.numbers(step=4)
+    assert {name: numbers[f"engine-2/{name}"] for name in ("version", "running", "waiting", "restarts")} == {
+        "version": 4,
+        "running": 2,
+        "waiting": 7,
+        "restarts": 0,
+    }
+    assert "engine-1/version" in numbers and "engine-2/tokens_per_s" not in numbers
 
     kept = ordered.place("scale_in", num_replicas=1, engine_ids=None, force=False, timeout_secs=None)
     ordered.until(kept, "DRAINING")
