@@ -35,9 +35,25 @@ REASONS = {
         "McpSessions._hold",
     ): "the sessions at rest; close() wakes it, with a deadline",
     ("envs/tool_servers/mcp_sessions.py", "McpSessions.call"): "step has the deadline of a call of the env",
+    (
+        "relax_core/gateway/server.py",
+        "serve",
+    ): "the gateway's process at rest; its supervisor ends it by closing its stdin",
+    (
+        "relax_core/roles/rollout/rollout_worker.py",
+        "RolloutWorker._run_loops",
+    ): "the worker's own work: each of its waits has a deadline, and the task group ends all of them",
+    (
+        "relax_core/gateway/limits.py",
+        "OrderChecks.addresses",
+    ): "each address has RESOLVE_S in engine_address, which names it",
     # Work that is already done when it is asked for.
     ("envs/tool_servers/mcp_sessions.py", "McpSessions.close"): "of a task in done",
     ("envs/openenv.py", "OpenEnvEpisode._ask"): "the WebSocket's last error, which it has or has not",
+    (
+        "relax_core/control/engines/engine_changes.py",
+        "EngineChanges._tick_joining",
+    ): "after done(): the comparison has ended",
     ("relax_core/roles/rollout/rollout_worker.py", "RolloutWorker._evaluate"): "after done(): the task has ended",
     ("relax_core/engines/pool/engine_pool.py", "EnginePool._abort"): "after done(): the calls have ended",
     ("relax_core/engines/pool/engine_pool.py", "_log_failures"): "a done callback: the calls have ended",
@@ -137,6 +153,7 @@ REASONS = {
     ("relax_core/weights/group.py", "WeightGroup._broadcast"): "the group was made with a deadline",
     ("relax_core/train/hf/weight_gather.py", "_run"): "the trainer's group was made with a deadline",
     ("relax_core/engines/pool/fan_out.py", "fan_out"): "each call has its engine client's deadlines",
+    ("relax_core/control/engines/engine_probe.py", "EngineProbe._compare"): "the same",
     (
         "relax_core/rollout/item_cache.py",
         "ItemCache.items",

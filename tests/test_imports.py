@@ -36,6 +36,7 @@ LEVELS = {
     "data": 2,
     "observe": 2,
     "rollout": 3,
+    "gateway": 3,
     "train": 3,
     "tools": 3,
     "roles": 4,

@@ -25,6 +25,7 @@ from relax_core.config.choices import (
 )
 from relax_core.config.media_schema import MediaKeys, ModalityConfig
 from relax_core.config.sections.agent_schema import AgentConfig, EndpointConfig
+from relax_core.config.sections.gateway_schema import AutoscalerConfig, ElasticConfig, GatewayConfig
 from relax_core.config.sections.launcher_schema import LauncherConfig
 from relax_core.contracts.env import TurnsConfig
 
@@ -124,6 +125,8 @@ class EngineConfig:
     sync_timeout_s: float = MISSING
     silent_s: float = MISSING
     weight_transport: WeightTransportName = MISSING
+    elastic: ElasticConfig = field(default_factory=ElasticConfig)
+    autoscaler: AutoscalerConfig = field(default_factory=AutoscalerConfig)
     # Only engine=sglang reads these; with another engine they keep these values.
     python: str | None = None
     urls: list[str] = field(default_factory=list)
@@ -329,6 +332,7 @@ class RelaxConfig:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     run: RunSettings = field(default_factory=RunSettings)
     eval: EvalConfig = field(default_factory=EvalConfig)
+    gateway: GatewayConfig = field(default_factory=GatewayConfig)
 
     @property
     def in_order(self) -> bool:

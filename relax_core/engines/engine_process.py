@@ -91,7 +91,7 @@ class EngineProcess:
             process = _spawn(launch, scratch)
             undo.callback(_end_rest, process, scratch)
             assert process.stdout is not None
-            line = _first_line(process.stdout, deadline=time.monotonic() + launch.engine.start_timeout_s)
+            line = first_line(process.stdout, deadline=time.monotonic() + launch.engine.start_timeout_s)
             if not line.endswith(b"\n"):
                 ended = process.poll() is not None or not _kill(process)
                 why = (
@@ -147,7 +147,7 @@ def _remove(scratch: Path | None) -> None:
         engine_scratch.remove_scratch(scratch)
 
 
-def _first_line(stream: IO[bytes], *, deadline: float) -> bytes:
+def first_line(stream: IO[bytes], *, deadline: float) -> bytes:
     """Returns the first line, or the part of it that came before the stream's end or the deadline."""
     line = b""
     while not line.endswith(b"\n"):

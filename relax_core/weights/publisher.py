@@ -104,8 +104,8 @@ class WeightPublisher:
         self._transport = transport
         self._writer = VersionWriter(folder, frozen=frozen if transport.by_file else (), model_folder=model_folder)
         self._calls = calls or CallQueues()
-        self._silent: frozenset[str] = frozenset()  # engines that were behind and have answered nothing since
         self._lock = threading.Lock()  # guards the attributes below
+        self._silent: frozenset[str] = frozenset()  # engines that were behind and have answered nothing since
         self._in_flight: dict[str, int] = {}  # engine url → the version that it has not answered
         self._unreported: list[Future[_Outcome]] = []
         self._pushed = -1
@@ -133,9 +133,9 @@ class WeightPublisher:
             behind = frozenset(self._in_flight)
             ended = [future for future in self._unreported if future.done()]
             self._unreported = [future for future in self._unreported if not future.done()]
-        outcomes = [future.result() for future in ended]
-        answered = {one.url for one in outcomes if not isinstance(one.refusal, EngineUnreachable)}
-        self._silent = (self._silent | behind) - answered
+            outcomes = [future.result() for future in ended]
+            answered = {one.url for one in outcomes if not isinstance(one.refusal, EngineUnreachable)}
+            self._silent = (self._silent | behind) - answered
         return SyncReport(
             version=push.manifest.version,
             bytes=push.manifest.total_bytes,
@@ -145,6 +145,10 @@ class WeightPublisher:
             refused={one.url: str(one.refusal) for one in outcomes if one.refusal is not None},
             behind=behind,
         )
+
+    def forget(self, url: str) -> None:
+        """Forgets an engine that has left, once the push that may be in progress has ended, without waiting for it."""
+        self._calls.put(url, partial(self._forget, url))
 
     # -- In other threads ---------------------------------------------------------------------------------------------
     def _start(self, push: Push) -> None:
@@ -181,6 +185,11 @@ class WeightPublisher:
                 self._record_pushed(version)
         push_ms = 1e3 * (time.monotonic() - push.began)
         return _Outcome(url=receiver.url, push_ms=push_ms, stall_ms=stall_ms, refusal=refusal)
+
+    def _forget(self, url: str) -> None:
+        self._transport.forget(url)
+        with self._lock:
+            self._silent -= {url}
 
     def _record_pushed(self, version: int) -> None:
         """Records that this version's push has ended, so owners know that it did not reach engines still behind."""

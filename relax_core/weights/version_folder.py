@@ -33,7 +33,7 @@ def read_latest(folder: Path) -> WeightManifest | None:
 
     Raises `PublishedUnreadable` if the file is still damaged after several reads.
     """
-    return _read(folder / LATEST, type=WeightManifest)
+    return read_digested(folder / LATEST, type=WeightManifest)
 
 
 def read_pushed(folder: Path) -> int:
@@ -41,11 +41,15 @@ def read_pushed(folder: Path) -> int:
 
     An engine that has not answered an older version's push did not get this one. Raises as `read_latest` does.
     """
-    pushed = _read(folder / PUSHED, type=int)
+    pushed = read_digested(folder / PUSHED, type=int)
     return -1 if pushed is None else pushed
 
 
-def _read(path: Path, *, type: type[Content]) -> Content | None:
+def read_digested(path: Path, *, type: type[Content]) -> Content | None:
+    """Returns the content of a file that `replace_digested` wrote, or None if there is none.
+
+    Raises `PublishedUnreadable` if the file is still damaged after several reads.
+    """
     for attempt in range(READS):
         if attempt:
             time.sleep(READ_AGAIN_S)
@@ -73,7 +77,7 @@ def reading(folder: Path, *, reader: str) -> Iterator[WeightManifest]:
         while latest is None:
             newest = read_latest(folder)
             assert newest is not None, "no version was published yet"
-            _replace(mark, newest.version)
+            replace_digested(mark, newest.version)
             if _stays(Path(newest.path)):
                 latest = newest
             elif newest == missing:
@@ -111,7 +115,7 @@ class VersionFolder:
 
     def replace(self, name: str, content: object) -> None:
         """Writes a file of the folder, which appears complete or not at all."""
-        _replace(self._folder / name, content)
+        replace_digested(self._folder / name, content)
 
     def remove_old(self, *, keep: Collection[int]) -> None:
         """Removes all versions except the newest `KEPT_VERSIONS`, those in ``keep``, and those that are being read."""
@@ -149,7 +153,8 @@ class VersionFolder:
         return found
 
 
-def _replace(path: Path, content: object) -> None:
+def replace_digested(path: Path, content: object) -> None:
+    """Writes a file that carries a digest of its content; it appears complete or not at all."""
     partial = path.with_name(f".{path.name}.partial")  # Its name does not look like a reader's mark.
     partial.write_bytes(encode_digested(content))
     os.replace(partial, path)

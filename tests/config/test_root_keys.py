@@ -32,10 +32,11 @@ ROOT_KEYS = (
     "rollout",
     "run",
     "eval",
+    "gateway",
 )
 GROUPS = {
     *("algo", "model", "modality", "parallel", "placement", "mode", "engine", "bus", "data"),
-    *("reward", "env", "tracker", "launcher", "experiment"),
+    *("reward", "env", "tracker", "launcher", "experiment", "gateway"),
 }
 
 

@@ -61,6 +61,15 @@ def killed_once(folder: Path, paths: RunPaths, attempt: Attempt, supervisor: Sup
     return 7
 
 
+def dies_when_told_and_then_waits(folder: Path, paths: RunPaths, attempt: Attempt, supervisor: SupervisorPipe) -> int:
+    told = "first" if attempt.number == 0 else "second"
+    (folder / "ready").write_text(str(os.getpid()))
+    wait_for(lambda: (folder / told).exists())
+    if attempt.number == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return 7
+
+
 def always_killed(folder: Path, paths: RunPaths, attempt: Attempt, supervisor: SupervisorPipe) -> int:
     os.kill(os.getpid(), signal.SIGSEGV)
     return 0

@@ -275,6 +275,28 @@ def test_a_push_that_ends_late_takes_nothing_back(tmp_path: Path, wait_until: Ca
     publisher.close()
 
 
+def test_an_engine_that_has_left_is_forgotten_once_its_push_has_ended(
+    tmp_path: Path, wait_until: Callable[..., None]
+) -> None:
+    """Another engine that gets its address is then waited for."""
+    forgotten: list[str] = []
+
+    class Transport(SharedMemoryTransport):
+        def forget(self, url: str) -> None:
+            forgotten.append(url)
+
+    gate = threading.Event()
+    receivers = [Slow("leaves", gate), Slow("stays")]
+    publisher = WeightPublisher(tmp_path, lambda: receivers, transport=Transport())
+    assert publisher.publish(1, [("a", torch.ones(2))]).result(timeout=0.2).behind == {"leaves"}
+    publisher.forget("leaves")
+    publisher.forget("unknown")
+    wait_until(lambda: forgotten == ["unknown"], what="a queue of its own")
+    gate.set()
+    wait_until(lambda: forgotten == ["unknown", "leaves"] and not publisher._silent, what="the end of its push")
+    publisher.close()
+
+
 def test_a_fault_of_our_own_is_raised(tmp_path: Path) -> None:
     broken = Slow("broken")
     broken.update_weights = lambda manifest: {}  # type: ignore[method-assign]

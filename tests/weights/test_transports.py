@@ -232,7 +232,7 @@ def test_an_engine_that_is_killed_in_the_middle_of_a_broadcast_holds_up_nobody(
 
 
 def test_an_engine_that_was_restarted_joins_anew_and_a_late_one_reads_the_file(
-    start_engine: Callable[..., Engine], tmp_path: Path, model_folder: Path
+    start_engine: Callable[..., Engine], tmp_path: Path, model_folder: Path, wait_until: Callable[..., None]
 ) -> None:
     engine = start_engine(port=free_port())
     publisher = publisher_of("gloo", tmp_path / "weights", lambda: [engine.client], model_folder)
@@ -246,4 +246,6 @@ def test_an_engine_that_was_restarted_joins_anew_and_a_late_one_reads_the_file(
     serves(again, 2)
     assert publish(publisher, 3).refused == {}
     serves(again, 3)
+    publisher.forget(engine.process.url)
+    wait_until(lambda: not publisher._transport._groups, what="the end of our side of the group")  # type: ignore[attr-defined]
     publisher.close()

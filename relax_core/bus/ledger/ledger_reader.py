@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -64,6 +64,16 @@ class FileCounts(msgspec.Struct, frozen=True, kw_only=True):
     open: dict[str, int]
     lost: list[str]
     trained_twice: list[str]
+
+
+class EngineShare(msgspec.Struct, kw_only=True):
+    """Says how many samples have a response that an engine has finished, and how many tokens these responses have.
+
+    A response that another engine had begun counts as a whole.
+    """
+
+    samples: int = 0
+    tokens: int = 0
 
 
 class LedgerFile:
@@ -170,6 +180,17 @@ class LedgerFile:
             lost=sorted(lost, key=_issue_order),
             trained_twice=sorted((uid for uid, times in trained.items() if times > 1), key=_issue_order),
         )
+
+    def engine_shares(self) -> dict[str, EngineShare]:
+        """Returns the share of each engine in all groups that were put on the bus, those that were undone included."""
+        shares: defaultdict[str, EngineShare] = defaultdict(EngineShare)
+        for (episodes,) in self._database.execute("SELECT episodes FROM generated"):
+            for one in decode_episodes(episodes):
+                for engine in {turn.engine for turn in one.turns}:
+                    shares[engine].samples += 1
+                for turn in one.turns:
+                    shares[turn.engine].tokens += sum(tokens for _, tokens in turn.versions)
+        return dict(shares)
 
     def _all_events(self) -> Iterator[tuple[str, str, str, str, float]]:
         return self._database.execute("SELECT event, uid, group_uid, reason, time FROM events ORDER BY id")

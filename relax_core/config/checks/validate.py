@@ -13,6 +13,7 @@ from pathlib import Path
 from relax_core.config.checks.agent_keys import agent_file_problems, agent_problems
 from relax_core.config.checks.engine_keys import engine_file_problems, engine_name_problems, engine_problems
 from relax_core.config.checks.freeze_keys import freeze_problems
+from relax_core.config.checks.gateway_keys import gateway_problems
 from relax_core.config.checks.launcher_keys import launcher_problems
 from relax_core.config.checks.modality_keys import modality_problems
 from relax_core.config.checks.model_folder import model_problems
@@ -45,6 +46,7 @@ _BUILT = {
     "modality": ("auto", "text"),
     "tracker": ("default",),
     "placement": ("cpu", "gpu"),
+    "gateway": ("none", "local"),
 }
 PLANS = (False, True, "json")
 MOST_STOP_STRINGS, MOST_STOP_BYTES = 16, 1024  # the prefixes that an engine accepts
@@ -306,6 +308,7 @@ _CHECKS: tuple[Check, ...] = (
     _check_rollout,
     transport_problems,
     engine_problems,
+    gateway_problems,
     _check_data,
     _check_schedule,
     _check_stop_strings,

@@ -43,6 +43,7 @@ _GROUPS = {
     "engine": "what generates",
     "env": "what a sample does between prompt and reward",
     "experiment": "settings of several groups under one name; what you type beside it wins",
+    "gateway": "whether programs and people give the run orders over HTTP",
     "launcher": "where the run is started",
     "modality": "what goes into the model beside text",
     "mode": "whether rollout and trainer take turns, and how old a trained token may be",

@@ -46,7 +46,13 @@ class Heartbeats:
         self._beats: dict[str, Beat] = {}
 
     def poll(self, workers: Mapping[str, Any], *, timeout_s: float) -> dict[str, Beat]:
-        """Calls ``workers`` (name → handle) and returns their states after at most ``timeout_s`` seconds."""
+        """Calls ``workers`` (name → handle) and returns their states after at most ``timeout_s`` seconds.
+
+        A worker that is no longer among them is forgotten.
+        """
+        for name in self._beats.keys() - workers.keys():
+            del self._beats[name]
+            self._asked.pop(name, None)
         for name, worker in workers.items():
             if name not in self._asked:
                 self._asked[name] = worker.status.remote()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol
 
 from relax_core.control.health.heartbeats import Beat, Heartbeats
-from relax_core.control.health.worker_states import RoleWatch, verdict
+from relax_core.control.health.worker_states import RoleWatch, ended, verdict
 from relax_core.control.host.process_trees import EXITED, OwnedProcesses, process_state
 from relax_core.control.run.recovery_log import IN_PLACE, Recoveries
 from relax_core.observe.terminal.role_states import RoleState
@@ -21,6 +21,9 @@ class Killable(Protocol):
 
     def handles(self) -> Mapping[str, Any]:
         """Returns the Ray handle of every worker, by its name."""
+
+    def dispensable(self) -> Collection[str]:
+        """Returns the workers whose end is no failure of the run."""
 
     def kill_frozen(self, name: str, status: WorkerStatus) -> None:
         """Kills a worker that does not answer."""
@@ -51,11 +54,12 @@ class HealthManager:
         self._restarting: set[str] = set()
         self._killed: dict[str, str] = {}
         self._killed_at: dict[str, float] = {}
-        self._killed_pids: set[int] = set()
+        self._killed_pids: dict[str, int] = {}
         self._suspicious = False
         self._owned = OwnedProcesses()
         self.beats: dict[str, Beat] = {}
         self.roles: list[RoleState] = []
+        self.ended: dict[str, str] = {}  # dispensable workers that do not work any more, and why
 
     def check(self, *, bus_lost: str | None, step: int) -> None:
         """Polls the workers and kills frozen ones.
@@ -65,7 +69,10 @@ class HealthManager:
         Raises `ServicesLost` if all services have to start again, and `RunFailed` for an error that a role's own code
         raised.
         """
+        before = self.beats
         self.beats = self._heartbeats.poll(self._services.handles(), timeout_s=POLL_S)
+        for name in before.keys() - self.beats.keys():
+            self._forget(name)
         self.roles = self._watch.roles(self.beats)
         for beat in self.beats.values():
             status = beat.status
@@ -75,10 +82,13 @@ class HealthManager:
         for beat in self.beats.values():
             if beat.life == "alive" and beat.status is not None and beat.silent_s > self._heartbeat_timeout_s:
                 self._kill_frozen(beat, beat.status)
-        failure = verdict(self.beats, bus=bus_lost, killed=self._killed, sure=self._suspicious)
+        dispensable = self._services.dispensable()
+        self.ended = {name: why for name in dispensable if name in self.beats and (why := ended(self.beats[name]))}
+        needed = {name: beat for name, beat in self.beats.items() if name not in dispensable}
+        failure = verdict(needed, bus=bus_lost, killed=self._killed, sure=self._suspicious)
         if failure is not None:
             raise failure
-        self._suspicious = any(role.state == "failed" for role in self.roles)
+        self._suspicious = any(role.state == "failed" and role.name in needed for role in self.roles)
         self._record_restarts(step)
 
     def done(self, name: str) -> bool:
@@ -91,12 +101,21 @@ class HealthManager:
         beat = self.beats.get(name)
         return beat.status.progress if beat is not None and beat.status is not None else 0
 
+    def _forget(self, name: str) -> None:
+        """Forgets a worker that has left the run, and kills what it owned."""
+        self._owned.forget(name)
+        self._watch.forget(name)
+        self._restarting.discard(name)
+        known: dict[str, Any]
+        for known in (self._restarts, self._killed, self._killed_at, self._killed_pids):
+            known.pop(name, None)
+
     def _kill_frozen(self, beat: Beat, status: WorkerStatus) -> None:
         here = status.host == process_host()
         state = process_state(status.pid) if here else "on another host"
-        if status.pid in self._killed_pids or state in EXITED:  # Ray has not noticed its end yet
+        if self._killed_pids.get(beat.name) == status.pid or state in EXITED:  # Ray has not noticed its end yet
             return
-        self._killed_pids.add(status.pid)
+        self._killed_pids[beat.name] = status.pid
         self._killed_at[beat.name] = time.monotonic()
         self._killed[beat.name] = (
             f"froze (no answer for {beat.silent_s:.0f} s, state {state}) and was killed by SIGKILL"

@@ -46,6 +46,11 @@ class RoleWatch:
         self._pids: dict[str, int] = {}
         self._restarts: dict[str, int] = {}
 
+    def forget(self, name: str) -> None:
+        """Forgets a worker that has left the run."""
+        self._pids.pop(name, None)
+        self._restarts.pop(name, None)
+
     def roles(self, beats: Mapping[str, Beat]) -> list[RoleState]:
         """Returns the workers' states as the panel shows them."""
         return [self._role(beat) for beat in beats.values()]
@@ -99,6 +104,14 @@ def verdict(beats: Mapping[str, Beat], *, bus: str | None, killed: Mapping[str, 
     if first_failed.lost is not None:
         return ServicesLost(text, log=first_failed.error or "")
     return RunFailed(text, log=first_failed.error or "", worker=first_failed.name) if sure else None
+
+
+def ended(beat: Beat) -> str:
+    """Returns why this worker does not work any more, or "" while it does."""
+    if beat.life == "dead":
+        return "its process has exited and was restarted too often"
+    failed = _failed(beat)
+    return "" if failed is None else failed.detail
 
 
 def _failed(beat: Beat) -> WorkerStatus | None:

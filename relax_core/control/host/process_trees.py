@@ -79,6 +79,11 @@ class OwnedProcesses:
             process = known[0] if known is not None else psutil.Process(owner)
             self._owners[name] = process, [seen.get(pid) or psutil.Process(pid) for pid in owned]
 
+    def forget(self, name: str) -> None:
+        """Kills the processes that the owner of this name owned, and forgets it."""
+        if name in self._owners:
+            self._end(name)
+
     def end_adopted_processes(self) -> None:
         """Kills the processes whose owners have exited."""
         for name in [name for name, (owner, _) in self._owners.items() if _has_exited(owner)]:

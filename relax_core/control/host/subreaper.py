@@ -27,22 +27,22 @@ def become_subreaper() -> None:
     prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def end_children() -> None:
-    """Kills all descendants of this process and waits until they have exited.
+def end_children(*, spare: int | None = None) -> None:
+    """Kills all descendants of this process but the child ``spare``, and waits until they have exited.
 
     Raises RuntimeError, which names the processes that SIGKILL does not end within `EXIT_TIMEOUT_S` seconds.
     """
     import psutil
 
     began = time.monotonic()
-    while children := psutil.Process().children(recursive=True):
+    while children := [one for one in psutil.Process().children(recursive=True) if one.pid != spare]:
         if time.monotonic() - began > EXIT_TIMEOUT_S:
             names = ", ".join(f"{child.pid} ({child.name()})" for child in children)
             raise RuntimeError(f"processes of the run that SIGKILL does not end within {EXIT_TIMEOUT_S:.0f} s: {names}")
         for child in children:
             with suppress(psutil.NoSuchProcess):
                 child.kill()
-        with suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
+        for child in children:
+            with suppress(ChildProcessError):  # the child of a child
+                os.waitpid(child.pid, os.WNOHANG)
         time.sleep(POLL_S)

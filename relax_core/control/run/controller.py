@@ -16,6 +16,9 @@ from relax_core.control.supervision.supervisor_pipe import SupervisorPipe
 from relax_core.roles.process.role_context import RunContext, worker_name
 
 if TYPE_CHECKING:  # these modules import Ray, which reads the path of its token when it is imported
+    from relax_core.control.engines.autoscaler import Autoscaler
+    from relax_core.control.engines.engine_changes import EngineChanges
+    from relax_core.control.engines.engine_orders import EngineOrders
     from relax_core.control.health.bus_watch import BusWatch
     from relax_core.control.health.watchdog import Watchdog
     from relax_core.control.health.worker_health import HealthManager
@@ -58,6 +61,9 @@ class Controller:
         view: RunView,
         health: HealthManager,
         watchdog: Watchdog,
+        engines: EngineChanges,
+        orders: EngineOrders | None = None,
+        autoscaler: Autoscaler | None = None,
         supervisor: SupervisorPipe,
     ) -> None:
         self._context = context
@@ -68,6 +74,9 @@ class Controller:
         self._view = view
         self._health = health
         self._watchdog = watchdog
+        self._engines = engines
+        self._orders = orders
+        self._autoscaler = autoscaler
         self._supervisor = supervisor
         self._step = context.start_step
         self._progress = 0
@@ -93,6 +102,7 @@ class Controller:
                 self._check()
                 if self._health.done(TRAINER):
                     break
+            self._tick_engines(stopping=stopping_since is not None)
             self._show("stopping: a checkpoint is written" if stopping_since is not None else "")
             if stopping_since is not None and time.monotonic() - stopping_since > settings.stop_timeout_s:
                 raise RunFailed(f"the trainer did not stop within run.stop_timeout_s={settings.stop_timeout_s:.0f} s")
@@ -107,12 +117,22 @@ class Controller:
         stopped = not finished and self._supervisor.stop_requested()
         return RunEnd(stopped=stopped, progress=self._last_progress())
 
+    def _tick_engines(self, *, stopping: bool) -> None:
+        """Moves the engines that come and go on, and the orders for them."""
+        self._engines.tick(self._health.beats, ended=self._health.ended)
+        if self._orders is not None:
+            trained = self._step > self._context.start_step
+            self._orders.tick(self._health.beats, step=self._step, trained=trained, stopping=stopping)
+        if self._autoscaler is not None:
+            self._autoscaler.tick(self._view.records, self._health.beats, stopping=stopping)
+
     def _stop(self) -> None:
         """Asks the services to stop, or reports that no train step is done, so that the supervisor kills them.
 
         The trainer reports the metrics of a step just before the bus has the step, so the bus gets a second for it.
         """
-        if self._context.config.launcher.ray_address is None and not self._supervisor.trained:
+        has_own_ray = self._context.config.launcher.ray_address is None
+        if has_own_ray and not self._supervisor.trained and not self._supervisor.ordered:
             start = self._context.start_step
             try:
                 progress = self._services.bus.wait_progress(start, timeout_s=FIRST_STEP_S)

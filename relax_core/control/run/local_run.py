@@ -13,7 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar
 
+from relax_core.bus.ledger.ledger_reader import LedgerFile
 from relax_core.config.schema import RelaxConfig
+from relax_core.control.engines.engine_set import EngineSet
 from relax_core.control.health.ray_watch import RayWatch
 from relax_core.control.health.worker_states import RunFailed, run_failed
 from relax_core.control.host.ray_session import RaySession, RayUnstarted
@@ -23,10 +25,14 @@ from relax_core.control.run.judge_folders import judge_folders
 from relax_core.control.run.recovery_log import FROM_CHECKPOINT, Recoveries, recoveries_file
 from relax_core.control.run.resume import ResumePoint
 from relax_core.control.run.role_counts import roles_of
+from relax_core.control.run.run_view import RunView
 from relax_core.control.run.teacher_folders import teacher_folders
 from relax_core.control.supervision.supervisor import Attempt
 from relax_core.control.supervision.supervisor_pipe import SupervisorPipe
 from relax_core.data.data_identity import data_digest
+from relax_core.gateway.order_book import CONTROLLER_BUSY_S, OrderBook
+from relax_core.gateway.order_history import order_history
+from relax_core.gateway.scale_book import ScaleBook
 from relax_core.observe.service.metrics_actor import MetricsClient, start_metrics
 from relax_core.observe.service.records import last_step
 from relax_core.observe.service.sinks import read_metrics
@@ -88,9 +94,21 @@ def _write_end(outcome: _Outcome, config: RelaxConfig, *, started: float) -> dic
     meta = {"outcome": word, "wall_s": time.time() - started, "overrides": sys.argv[1:]}
     meta |= {"seed": config.seed, "repeatable": config.repeatable, "recoveries": list(outcome.recoveries)}
     meta["keep_best"] = config.run.keep_best
+    if config.gateway.name != "none":
+        run_dir = Path(config.run.dir)
+        meta |= order_history(run_dir, sampled=_sampled(run_dir), repeatable=config.repeatable)
     if (sandbox := getattr(config.env, "sandbox", None)) is not None:  # of an environment that runs the model's code
         meta["sandbox"] = sandbox
     return write_end(Path(config.run.dir), outcome.records, meta=meta, started=started)
+
+
+def _sampled(run_dir: Path) -> dict[str, tuple[int, int]]:
+    """Returns how many samples and tokens each engine has sampled, by the ledger; nothing before there is one."""
+    try:
+        with LedgerFile(run_dir / "ledger.sqlite") as ledger:
+            return {engine: (share.samples, share.tokens) for engine, share in ledger.engine_shares().items()}
+    except FileNotFoundError:
+        return {}
 
 
 def _report_failure(outcome: _Outcome, config: RelaxConfig, *, started: float) -> None:
@@ -182,7 +200,6 @@ def _run_services(
     ray_lost: Callable[[str], NoReturn],
 ) -> _Outcome:
     from relax_core.control.run.recovery import RunParts, run_services
-    from relax_core.control.run.run_view import RunView
     from relax_core.control.run.serve_deployments import ServeDeployments
 
     config = context.config
@@ -202,11 +219,8 @@ def _run_services(
                 heartbeat_timeout_s=config.run.heartbeat_timeout_s,
                 signal_watch=SignalWatch(steps=config.run.watch_steps, max_new_tokens=config.rollout.max_new_tokens),
             )
-            recoveries = Recoveries(recoveries_file(context.run_dir), report=view.report)
-            if attempt.causes:
-                recoveries.load()
-                at_step = max(last_step(earlier), context.start_step)
-                recoveries.begin(FROM_CHECKPOINT, attempt.causes[-1], at_step=at_step, from_step=context.start_step)
+            recoveries = _recoveries(context, attempt, view, at_step=max(last_step(earlier), context.start_step))
+            book, engines = _engines(context, attempt, undo)
             serve_deployments = ServeDeployments(context, recoveries=recoveries, ray_lost=ray_lost)
             undo.callback(serve_deployments.close, timeout_s=config.run.stop_timeout_s)
             parts = RunParts(
@@ -217,6 +231,9 @@ def _run_services(
                 recoveries=recoveries,
                 supervisor=supervisor,
                 ray_lost=ray_lost,
+                engines=engines,
+                book=book,
+                scale_book=_scale_book(context, attempt, undo),
             )
             try:
                 end = run_services(context, resume, parts)
@@ -229,6 +246,39 @@ def _run_services(
             records=collected(end.progress),
             recoveries=recoveries.as_records(),
         )
+
+
+def _recoveries(context: RunContext, attempt: Attempt, view: RunView, *, at_step: int) -> Recoveries:
+    """Returns the recoveries of the run; another attempt is one more, after ``at_step`` train steps."""
+    recoveries = Recoveries(recoveries_file(context.run_dir), report=view.report)
+    if attempt.causes:
+        recoveries.load()
+        recoveries.begin(FROM_CHECKPOINT, attempt.causes[-1], at_step=at_step, from_step=context.start_step)
+    return recoveries
+
+
+def _engines(context: RunContext, attempt: Attempt, undo: ExitStack) -> tuple[OrderBook | None, EngineSet]:
+    """Returns the order book, None without a gateway, and the engines of the run; ``undo`` ends what is open."""
+    from relax_core.control.engines.engine_orders import end_book, open_book
+
+    config = context.config
+    if config.gateway.name == "none":
+        return None, EngineSet(config.engine.count)
+    book, engines = open_book(context.run_dir, count=config.engine.count, anew=attempt.number == 0)
+    undo.callback(book.close)
+    undo.callback(end_book, book)
+    return book, engines
+
+
+def _scale_book(context: RunContext, attempt: Attempt, undo: ExitStack) -> ScaleBook | None:
+    """Returns the autoscaler's decisions, None without a gateway; a new command turns it on or off as configured."""
+    if context.config.gateway.name == "none":
+        return None
+    book = ScaleBook(context.run_dir, busy_s=CONTROLLER_BUSY_S)
+    undo.callback(book.close)
+    if attempt.number == 0:
+        book.enable(context.config.engine.autoscaler.enabled)
+    return book
 
 
 def _start_metrics(context: RunContext) -> MetricsClient:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -20,6 +21,11 @@ from ray.exceptions import RayError
 from relax_core.bus.ledger.journal import LedgerUnwritable
 from relax_core.config.checks.modality_keys import media_kinds
 from relax_core.contracts.bus import BusLost, BusTimeout
+from relax_core.control.engines.autoscaler import Autoscaler
+from relax_core.control.engines.engine_changes import EngineChanges
+from relax_core.control.engines.engine_orders import EngineOrders
+from relax_core.control.engines.engine_probe import EngineProbe
+from relax_core.control.engines.engine_set import EngineSet
 from relax_core.control.health.bus_watch import BusWatch
 from relax_core.control.health.watchdog import Watchdog
 from relax_core.control.health.worker_health import HealthManager
@@ -32,8 +38,10 @@ from relax_core.control.run.run_view import RunView
 from relax_core.control.run.serve_deployments import ServeDeployments
 from relax_core.control.run.services import Services
 from relax_core.control.supervision.supervisor_pipe import SupervisorPipe
+from relax_core.gateway.order_book import OrderBook
+from relax_core.gateway.scale_book import ScaleBook
 from relax_core.observe.service.metrics_actor import MetricsClient, MetricsUnavailable
-from relax_core.roles.process.role_context import RunContext
+from relax_core.roles.process.role_context import ENGINE, RunContext
 
 MEDIA = "media"  # the name of the folder of media items
 METRICS_S = 10.0
@@ -45,7 +53,8 @@ class RunParts:
     """Holds the parts of a run that exist beside all attempts of its services.
 
     ``marked`` waits until the metrics service has recorded the run's first step. ``ray_lost`` ends this process, so
-    that the supervisor starts another one with a new Ray.
+    that the supervisor starts another one with a new Ray. ``engines`` are those of the run, and ``book`` holds
+    the orders for them and ``scale_book`` the autoscaler's decisions; both are None without a gateway.
     """
 
     metrics: MetricsClient
@@ -55,6 +64,9 @@ class RunParts:
     recoveries: Recoveries
     supervisor: SupervisorPipe
     ray_lost: Callable[[str], NoReturn]
+    engines: EngineSet
+    book: OrderBook | None
+    scale_book: ScaleBook | None
 
 
 def attempt(context: RunContext, number: int, point: ResumePoint | None) -> RunContext:
@@ -148,10 +160,47 @@ def _exhausted(lost: ServicesLost, recoveries: Recoveries, *, limit: int) -> Run
     return RunFailed(text, log=lost.log)
 
 
+def _engine_changes(context: RunContext, services: Services, parts: RunParts) -> EngineChanges:
+    elastic = context.config.engine.elastic
+    return EngineChanges(
+        parts.engines,
+        services,
+        folder=context.weights_folder,
+        join_timeout_s=context.config.engine.start_timeout_s,
+        drain_timeout_s=elastic.drain_timeout_s,
+        probe=EngineProbe(context, tolerance=elastic.probe_tolerance),
+    )
+
+
+def _engine_orders(context: RunContext, changes: EngineChanges, parts: RunParts) -> EngineOrders | None:
+    """Returns what executes the orders of the run's book, or None without a gateway."""
+    if parts.book is None:
+        return None
+    config = context.config
+    return EngineOrders(
+        parts.book,
+        changes,
+        parts.engines,
+        kind=config.engine.name,
+        steps=config.run.steps,
+        stop=parts.supervisor.order_stop,
+        record=partial(parts.metrics.record, ENGINE),
+    )
+
+
+def _autoscaler(context: RunContext, parts: RunParts) -> Autoscaler | None:
+    """Returns what orders engines by itself, if it is on; None without a gateway."""
+    if parts.book is None or parts.scale_book is None:
+        return None
+    return Autoscaler(context.config, parts.book, parts.scale_book)
+
+
 def _run_once(context: RunContext, point: ResumePoint | None, parts: RunParts, *, number: int) -> RunEnd:
     settings = context.config.run
+    parts.engines.begin(context.weights_folder)
+    snapshot = point.snapshot if point else None
     try:
-        services = Services(context, point.snapshot if point else None, before_rollout=parts.marked)
+        services = Services(context, snapshot, engines=parts.engines, before_rollout=parts.marked)
     except (BusLost, BusTimeout, RayError) as error:
         lost = ServicesLost(f"the services did not start: {error}")
         if number > 0 and context.config.launcher.ray_address is None:  # a new start in this Ray was not enough
@@ -159,6 +208,7 @@ def _run_once(context: RunContext, point: ResumePoint | None, parts: RunParts, *
         raise lost from error
     if parts.recoveries.count(FROM_CHECKPOINT) == 0:  # after a recovery, Serve deployments wait for the next train step
         parts.serve_deployments.follow(context.namespace)
+    changes = _engine_changes(context, services, parts)
     try:
         with BusWatch(services.bus, heartbeat_timeout_s=settings.heartbeat_timeout_s) as bus:
             end = Controller(
@@ -170,6 +220,9 @@ def _run_once(context: RunContext, point: ResumePoint | None, parts: RunParts, *
                 view=parts.view,
                 health=HealthManager(services, parts.recoveries, heartbeat_timeout_s=settings.heartbeat_timeout_s),
                 watchdog=Watchdog(context, services),
+                engines=changes,
+                orders=_engine_orders(context, changes, parts),
+                autoscaler=_autoscaler(context, parts),
                 supervisor=parts.supervisor,
             ).run()
     except ServicesLost:

@@ -23,9 +23,10 @@ LATE_S = 10.0  # the user sees a message when the metrics service is silent for 
 class RunView:
     """Feeds the panel.
 
-    ``step`` is the number of train steps done; ``progress`` is the newest answer of any bus. A metrics service that
-    gives no answer for ``heartbeat_timeout_s`` seconds is started again, and reads the records in the run's files.
-    ``signal_watch`` reports when the run trains without a learning signal.
+    ``step`` is the number of train steps done, ``records`` are the metrics that the newest `show` has got, and
+    ``progress`` is the newest answer of any bus. A metrics service that gives no answer for ``heartbeat_timeout_s``
+    seconds is started again, and reads the records in the run's files. ``signal_watch`` reports when the run trains
+    without a learning signal.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class RunView:
     ) -> None:
         self.step = step
         self.progress: BusProgress | None = None
+        self.records: list[MetricRecord] = []
         self._panel = panel
         self._metrics = metrics
         self._log = log_dir / EVENTS_LOG
@@ -72,6 +74,7 @@ class RunView:
                 self.report(f"the metrics actor gave no answer for {silent_s:.0f} s; started again in place")
                 self._metrics.restart()
                 self._answered = time.monotonic()  # the new service has the whole timeout again
+        self.records = records
         for line in self._signal_watch.lines(records):
             self.report(line)
         self.step = step

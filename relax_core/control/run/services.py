@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from typing import Any
@@ -14,6 +14,7 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 from relax_core.bus.factory import create_bus
 from relax_core.bus.ray.ray_bus import RayBus
 from relax_core.contracts.bus import BusLost
+from relax_core.control.engines.engine_set import EngineSet
 from relax_core.control.host.process_trees import kill, kill_trees
 from relax_core.control.run.role_counts import roles_of
 from relax_core.roles.annotators.advantages_worker import AdvantagesWorker
@@ -23,7 +24,7 @@ from relax_core.roles.engine.attached_engine import AttachedEngineOwner
 from relax_core.roles.engine.engine_owner import EngineOwner
 from relax_core.roles.engine.judge_engine import JudgeEngineOwner
 from relax_core.roles.process.process_placement import node_options, rank_options, reserve_ranks, worker_gpus
-from relax_core.roles.process.role_context import BUS, JUDGE_ENGINE, TEACHER_ENGINE, RunContext, worker_name
+from relax_core.roles.process.role_context import BUS, ENGINE, JUDGE_ENGINE, TEACHER_ENGINE, RunContext, worker_name
 from relax_core.roles.process.worker import WorkerStatus, process_host
 from relax_core.roles.rollout.rollout_worker import RolloutWorker
 from relax_core.roles.trainer.critic_trainer import CriticTrainer
@@ -63,12 +64,21 @@ class Services:
     """Holds the bus and the workers of one attempt, which start at the same time and discover each other.
 
     Raises the errors of the bus's start. The metrics service and the Serve deployments belong to the run and exist
-    longer. ``before_rollout`` is called before the rollout workers start, because no worker reports metrics earlier.
+    longer. ``engines`` are those that the attempt begins with. ``before_rollout`` is called before the rollout workers
+    start, because no worker reports metrics earlier.
     """
 
-    def __init__(self, context: RunContext, snapshot: bytes | None, *, before_rollout: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        context: RunContext,
+        snapshot: bytes | None,
+        *,
+        engines: EngineSet,
+        before_rollout: Callable[[], None],
+    ) -> None:
         config = context.config
         self._context = context
+        self._engines = engines
         self.roles = roles_of(config)
         self._statuses: dict[str, WorkerStatus] = {}
         self.workers: dict[str, Any] = {}
@@ -88,7 +98,8 @@ class Services:
             if role in OTHER_RANKS and self.roles[role] > 1:
                 config = self._context.config
                 self._reserved[role] = reserve_ranks(config.launcher, config.placement, self.roles[role])
-            for rank in range(self.roles[role]):
+            ranks = [one.number for one in self._engines.members()] if role == ENGINE else range(self.roles[role])
+            for rank in ranks:
                 self.workers[worker_name(role, rank)] = self._start(role, rank)
 
     def _create_bus(self, snapshot: bytes | None) -> RayBus:
@@ -148,9 +159,37 @@ class Services:
         """Returns the Ray handle of every worker, by its name."""
         return self.workers
 
+    def start_engine(self, number: int) -> None:
+        """Starts the owner of an engine while the services run."""
+        self.workers[worker_name(ENGINE, number)] = self._start(ENGINE, number)
+
+    def stop_engine(self, number: int, *, timeout_s: float) -> Any:
+        """Asks an engine's owner to end its engine and itself; returns the Ray reference of the answer."""
+        owner = self.workers[worker_name(ENGINE, number)]
+        owner.request_stop.remote()
+        return owner.join.remote(timeout_s)
+
+    def remove_engine(self, number: int) -> None:
+        """Kills what is left of an engine on this machine and forgets it."""
+        name = worker_name(ENGINE, number)
+        ray.kill(self.workers.pop(name))
+        status = self._statuses.pop(name, None)
+        if status is not None and status.host == process_host():
+            kill_trees((status.pid, *status.child_pids))
+
+    def open_samples(self, number: int) -> list[Any]:
+        """Asks each rollout worker how many samples an engine owes it; returns the Ray references of the answers."""
+        rollouts = [self.workers[worker_name("rollout", rank)] for rank in range(self.roles["rollout"])]
+        return [worker.open_samples.remote(number) for worker in rollouts]
+
+    def dispensable(self) -> Collection[str]:
+        """Returns the owners of added engines, also of those that have left the list and are about to end."""
+        needed = {worker_name(ENGINE, number) for number in range(self.roles[ENGINE])}
+        return {name for name in self.workers if name.rpartition("-")[0] == ENGINE} - needed
+
     def record_statuses(self, statuses: Mapping[str, WorkerStatus]) -> None:
         """Records the process ids of the workers, which `kill` needs."""
-        self._statuses |= statuses
+        self._statuses |= {name: status for name, status in statuses.items() if name in self.workers}
 
     def request_stop(self) -> None:
         """Asks the trainer to end after the current step, with a checkpoint."""

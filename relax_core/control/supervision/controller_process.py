@@ -82,10 +82,11 @@ class ControllerProcess:
         os.close(write_to)
         os.close(read_from)
 
-    def wait(self, *, frozen_after_s: float) -> ControllerEnd:
+    def wait(self, *, frozen_after_s: float, meanwhile: Callable[[], None] | None = None) -> ControllerEnd:
         """Waits until the controller has ended, or until a stop requires that everything ends now.
 
-        It kills a controller that sends no heartbeat for ``frozen_after_s`` seconds.
+        It kills a controller that sends no heartbeat for ``frozen_after_s`` seconds. ``meanwhile`` is called several
+        times a second.
         """
         checked, silent_s = time.monotonic(), 0.0
         try:
@@ -95,6 +96,8 @@ class ControllerProcess:
                     while select.select([self._read_from], [], [], 0)[0] and self._listen():
                         pass
                     return self._end(os.waitstatus_to_exitcode(status))
+                if meanwhile is not None:
+                    meanwhile()
                 spoke = bool(select.select([self._read_from], [], [], POLL_S)[0])
                 now = time.monotonic()
                 checked, silent_s = now, 0.0 if spoke else silent_s + min(now - checked, LONGEST_GAP_S)

@@ -24,6 +24,7 @@ from relax_core.control.host.subreaper import become_subreaper, end_children
 from relax_core.control.run.recovery_log import FROM_CHECKPOINT, Recoveries, recoveries_file
 from relax_core.control.run.resume import ResumePoint, find_resume_point
 from relax_core.control.supervision.controller_process import FAILED, ControllerProcess
+from relax_core.control.supervision.gateway_process import GatewayProcess, GatewayUnstarted, gateway
 from relax_core.control.supervision.signals import StopSignals
 from relax_core.control.supervision.supervisor_pipe import SupervisorPipe
 from relax_core.observe.terminal.standard_streams import RUN_TIMEOUT_S, unread_streams
@@ -59,19 +60,30 @@ def supervise(config: RelaxConfig, resume: ResumePoint | None, run_once: RunOnce
         _remove_stale_runs()
         become_subreaper()
         recoveries_file(Path(config.run.dir)).unlink(missing_ok=True)  # an earlier command wrote it
-        with StopSignals() as signals:
-            return _supervise(config, resume, run_once, signals)
+        try:
+            with StopSignals() as signals, gateway(config) as gateway_process:
+                return _supervise(config, resume, run_once, signals, gateway_process)
+        except GatewayUnstarted as error:
+            _report(f"failed: {error}")
+            return FAILED
 
 
-def _supervise(config: RelaxConfig, resume: ResumePoint | None, run_once: RunOnce, signals: StopSignals) -> int:
+def _supervise(
+    config: RelaxConfig,
+    resume: ResumePoint | None,
+    run_once: RunOnce,
+    signals: StopSignals,
+    gateway_process: GatewayProcess | None,
+) -> int:
     attempt = Attempt(number=0, started=next(_STARTS)())
     ray_starts = 0
     while True:
         with run_paths(run_dir=Path(config.run.dir), shared=_is_shared(config)) as paths:
             main = partial(run_once, config, resume, paths, attempt)
             controller = ControllerProcess(main, signals, has_own_ray=config.launcher.ray_address is None)
-            end = controller.wait(frozen_after_s=config.run.heartbeat_timeout_s)
-            _end_rest()
+            watch = None if gateway_process is None else gateway_process.check
+            end = controller.wait(frozen_after_s=config.run.heartbeat_timeout_s, meanwhile=watch)
+            _end_rest(gateway_process)
         if end.how == "ended":
             return end.code
         if sys.stdout.isatty():
@@ -117,10 +129,10 @@ def _remove_stale_runs() -> None:
         _report(f"a stale run cannot be removed: {error}")
 
 
-def _end_rest() -> None:
-    """Kills the remaining processes. All processes that had to end in order have exited."""
+def _end_rest(gateway_process: GatewayProcess | None) -> None:
+    """Kills the remaining processes but the gateway. All processes that had to end in order have exited."""
     try:
-        end_children()
+        end_children(spare=None if gateway_process is None else gateway_process.pid)
     except RuntimeError as error:
         _report(str(error))
 

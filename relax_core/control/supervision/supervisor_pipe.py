@@ -27,13 +27,13 @@ class SupervisorPipe:
     """Is the controller's side of the pipes.
 
     It may be used from any thread. ``stop_signal`` is the number of the signal that stops the run, or None. It is
-    SIGTERM if the supervisor has exited. ``trained`` is True after `report_trained`. ``write_to`` and ``read_from`` are
-    file descriptors.
+    SIGTERM if the supervisor has exited. ``ordered`` is True after `order_stop`, ``trained`` after `report_trained`.
+    ``write_to`` and ``read_from`` are file descriptors.
     """
 
     def __init__(self, *, write_to: int, read_from: int) -> None:
         self.stop_signal: int | None = None
-        self.trained = False
+        self.trained = self.ordered = False
         self._write_to, self._read_from = write_to, read_from
         self._lock = threading.Lock()
         self._ended = self._watches_steps = False
@@ -41,6 +41,11 @@ class SupervisorPipe:
     def start(self) -> None:
         """Starts the thread that sends heartbeats and receives messages."""
         threading.Thread(target=self._exchange, name="supervisor-pipe", daemon=True).start()
+
+    def order_stop(self) -> None:
+        """Stops the run with a checkpoint, as SIGTERM does, because an order from outside says so."""
+        if self.stop_signal is None:
+            self.ordered, self.stop_signal = True, signal.SIGTERM
 
     def stop_requested(self) -> bool:
         """Is True once the run shall stop."""

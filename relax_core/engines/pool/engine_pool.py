@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -17,7 +17,7 @@ from relax_core.contracts.engine import EngineError, EngineUnreachable, Generate
 from relax_core.contracts.media import MediaItem
 from relax_core.engines.pool.engine_watch import LOAD_POLL_S, ClientFor, EngineWatch
 from relax_core.engines.pool.fan_out import FanOut, fan_out
-from relax_core.engines.pool.open_prompts import OpenPrompt, prompt_cost
+from relax_core.engines.pool.open_prompts import OpenPrompt, owed_rids, prompt_cost
 from relax_core.engines.pool.prompt_routing import Router
 from relax_core.engines.protocol.engine_client import EngineClient
 from relax_core.engines.protocol.frames import StreamEnd
@@ -75,7 +75,7 @@ class _Ask:
 
 
 class EnginePool:
-    """Distributes prompts over ``count`` engines.
+    """Distributes prompts over engines, at first engines 0 to ``count`` - 1; `change_engines` changes which.
 
     ``client_for(engine, anew)`` returns the engine's client and may wait for an engine that is starting; after a
     failure ``anew`` is True, and the engine's address is looked up again. ``timeout_s`` is how long no engine at all
@@ -100,7 +100,6 @@ class EnginePool:
         bring_media: BringMedia | None = None,
         item_work: Callable[[MediaItem], float] | None = None,
     ) -> None:
-        self._count = count
         self._item_work = item_work or (lambda item: 0.0)
         self._bring_media = bring_media
         self._client_for = client_for
@@ -144,7 +143,7 @@ class EnginePool:
         ]
         self._open |= {prompt.request.rid: (prompt, prompt_batch) for prompt in opened}
         try:
-            if self._count > 1:
+            if len(self._watch.engines) > 1:
                 prompt_batch.start(self._watch_engines())
             self._send(prompt_batch, opened)
             while prompt_batch.left:
@@ -187,6 +186,9 @@ class EnginePool:
 
     async def _ask(self, prompt_batch: _PromptBatch, engine: int, prompts: Sequence[OpenPrompt]) -> None:
         """Sends one request to one engine; samples that do not come back finished are asked for again."""
+        if not self._watch.takes_prompts(engine):  # the engines have changed since it was chosen
+            self._send(prompt_batch, prompts)
+            return
         requests: list[PromptRequest] = []
         owners: list[OpenPrompt] = []
         tickets: dict[OpenPrompt, int] = {}
@@ -288,12 +290,12 @@ class EnginePool:
             newest = max(prompt.request.min_version, min_version)
             prompt.request = msgspec.structs.replace(prompt.request, min_version=newest)
             prompt.excused = True
-        await self._abort(_by_engine(chosen))
+        await self._abort(owed_rids(chosen))
 
     async def cancel(self, rids: Iterable[str]) -> None:
         """Gives these prompts up; their calls of `generate` go on without them, and the engines abort them."""
         chosen = [self._open[rid] for rid in rids if rid in self._open]
-        owed = _by_engine([prompt for prompt, _ in chosen])
+        owed = owed_rids([prompt for prompt, _ in chosen])
         for prompt, prompt_batch in chosen:
             self._close(prompt)
             prompt_batch.events.put_nowait(None)
@@ -321,10 +323,36 @@ class EnginePool:
         if words := (await asyncio.to_thread(fan_out, calls)).words():
             log.warning("kept prefixes: %s", words)
 
+    # -- engines that come and go -------------------------------------------------------------------------------------
+    async def change_engines(
+        self, serving: Collection[int], *, leaving: Collection[int], moved: Collection[int]
+    ) -> None:
+        """Sets which engines get prompts, and which finish what they have.
+
+        ``serving`` get prompts. ``leaving`` get no new ones; those of them in ``moved`` also abort their open samples,
+        which other engines continue from their prefixes. Any other engine is gone, and what it owed is asked of others.
+        """
+        several = len(self._watch.engines) > 1
+        gone = set(self._watch.engines) - {*serving, *leaving}
+        self._router.change_engines(serving, leaving=leaving)
+        self._watch.change_engines({*serving, *leaving}, leaving=leaving)
+        if not several and len(self._watch.engines) > 1:
+            for prompt_batch in {one for _, one in self._open.values()}:
+                prompt_batch.start(self._watch_engines())
+        for engine in gone:
+            self._fell_silent(engine, EngineUnreachable(f"{engine_name(engine)} has left the run"))
+        held = [prompt.request.rid for prompt, _ in self._open.values() if prompt.engine in moved and prompt.asked]
+        if held:
+            await self.abort(held, min_version=0)
+
+    def open_samples(self, engine: int) -> int:
+        """Returns how many samples the engine still has to return."""
+        return sum(len(prompt.asked) for prompt, _ in self._open.values() if prompt.engine == engine)
+
     # -- watching the engines -----------------------------------------------------------------------------------------
     async def _watch_engines(self) -> None:
         """Watches several engines: whether they answer, their loads and weights; moves prompts off a straggler."""
-        while True:
+        while len(self._watch.engines) > 1:
             self._watch.ping(self._fell_silent)
             self._watch.poll_loads(self._heard)
             stragglers = set(self._watch.stragglers())
@@ -358,15 +386,6 @@ def _telling(
             on_tokens(prompt.index, sample, requests[number].generated + start, ids)
 
     return tell
-
-
-def _by_engine(prompts: Iterable[OpenPrompt]) -> dict[int, list[str]]:
-    """Maps each engine to the rids of the prompts that it still has to answer."""
-    owed: dict[int, list[str]] = {}
-    for prompt in prompts:
-        if prompt.engine is not None and prompt.asked:
-            owed.setdefault(prompt.engine, []).append(prompt.request.rid)
-    return owed
 
 
 def _log_failures(aborting: asyncio.Future[FanOut[None]]) -> None:

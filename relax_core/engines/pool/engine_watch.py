@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
+from typing import Any
 
 from relax_core.contracts.engine import EngineError, EngineUnreachable
 from relax_core.engines.protocol.engine_client import EngineClient
@@ -25,7 +26,7 @@ class _Loss:
 
 
 class EngineWatch:
-    """Watches the engines of one pool.
+    """Watches the engines of one pool, at first engines 0 to ``count`` - 1.
 
     ``client_for``, ``timeout_s`` and ``silent_s`` are those of `EnginePool`. ``max_lag`` is how many weight versions
     an engine may be behind another; an engine that is further behind for more than ``lag_s`` seconds is a straggler.
@@ -34,7 +35,8 @@ class EngineWatch:
     def __init__(
         self, count: int, client_for: ClientFor, *, timeout_s: float, silent_s: float, max_lag: int, lag_s: float
     ) -> None:
-        self._count = count
+        self.engines = list(range(count))  # those that are watched, in order
+        self._leaving: frozenset[int] = frozenset()  # those of them that get no new prompts
         self._client_for = client_for
         self._timeout_s = timeout_s
         self._silent_s = silent_s
@@ -50,30 +52,51 @@ class EngineWatch:
         self._polling: set[int] = set()  # engines whose load is being polled
         self._pinging: set[int] = set()  # engines whose answer to a ping is awaited
 
+    def change_engines(self, engines: Collection[int], *, leaving: Collection[int]) -> None:
+        """Watches ``engines`` from now on, of which those in ``leaving`` get no new prompts; forgets all others."""
+        assert set(engines) > set(leaving), "at least one engine gets prompts"
+        self.engines, self._leaving = sorted(engines), frozenset(leaving)
+        known: dict[int, Any]
+        for known in (self._down, self._versions, self._behind_since):
+            for engine in known.keys() - set(engines):
+                del known[engine]
+        self._note_usable()
+
+    def takes_prompts(self, engine: int) -> bool:
+        """Is True if the engine may get new prompts whenever it answers."""
+        return engine in self.engines and engine not in self._leaving
+
+    def _note_usable(self) -> None:
+        if self.usable():
+            self._some_up.set()
+        else:
+            self._some_up.clear()
+
     # -- engines that are down ----------------------------------------------------------------------------------------
     def usable(self) -> list[int]:
         """Returns the engines that may get prompts now; none while all are down."""
-        up, stragglers = self._up(), self.stragglers()
+        up, stragglers = [engine for engine in self._up() if engine not in self._leaving], self.stragglers()
         return [engine for engine in up if engine not in stragglers] or up
 
     def _up(self) -> list[int]:
-        return [engine for engine in range(self._count) if engine not in self._down]
+        return [engine for engine in self.engines if engine not in self._down]
 
     def lost(self, engine: int, error: EngineError) -> None:
         """Records that the engine does not answer; it gets no prompts until a probe finds that it does."""
-        if engine in self._down:
+        if engine in self._down or engine not in self.engines:
             return
         self._down[engine] = _Loss(time.monotonic(), error)
         self._versions.pop(engine, None)
         self._behind_since.pop(engine, None)
-        if len(self._down) == self._count:
-            self._some_up.clear()
+        self._note_usable()
         self._start(self._probe(engine))
 
     async def _probe(self, engine: int) -> None:
         loss = self._down[engine]
         while True:
             await asyncio.sleep(PROBE_S)
+            if self._down.get(engine) is not loss:  # the engine has left
+                return
             try:
                 client = await self._client_for(engine, True)
             except EngineError as error:
@@ -85,15 +108,16 @@ class EngineWatch:
             except EngineError as error:
                 loss.error = error
                 await client.aclose()  # the next probe gets a new client
-        del self._down[engine]
-        self._some_up.set()
+        if self._down.get(engine) is loss:
+            del self._down[engine]
+            self._note_usable()
 
     def ping(self, silent: Callable[[int, EngineUnreachable], None]) -> None:
         """Starts to ask each of several engines whether it still answers, without waiting.
 
         ``silent`` gets each engine that does not answer within ``silent_s`` seconds, and the reason.
         """
-        if self._count > 1:
+        if len(self.engines) > 1:
             for engine in self._up():
                 if engine not in self._pinging:
                     self._pinging.add(engine)
@@ -131,7 +155,7 @@ class EngineWatch:
     # -- engines with old weights -------------------------------------------------------------------------------------
     def serves(self, engine: int, version: int) -> None:
         """Records that the engine serves weights ``version``."""
-        if version > self._versions.get(engine, -1):
+        if engine in self.engines and version > self._versions.get(engine, -1):
             self._versions[engine] = version
             self._record_lags()
 
@@ -164,7 +188,7 @@ class EngineWatch:
         asked again, because each poll holds a thread that other calls need.
         """
         now = time.monotonic()
-        if self._count > 1 and now - self._polled >= LOAD_POLL_S:
+        if len(self.engines) > 1 and now - self._polled >= LOAD_POLL_S:
             self._polled = now
             for engine in self._up():
                 if engine not in self._polling:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -115,6 +115,15 @@ class OpenPrompt:
 def prompt_cost(request: PromptRequest, item_work: Callable[[MediaItem], float]) -> float:
     """Returns what a prompt's prefill costs in tokens; ``item_work`` returns the towers' work for an item in tokens."""
     return len(request.input_ids) + sum(item_work(one.item) for one in request.media)
+
+
+def owed_rids(prompts: Iterable[OpenPrompt]) -> dict[int, list[str]]:
+    """Maps each engine to the rids of the prompts that it still has to answer."""
+    owed: dict[int, list[str]] = {}
+    for prompt in prompts:
+        if prompt.engine is not None and prompt.asked:
+            owed.setdefault(prompt.engine, []).append(prompt.request.rid)
+    return owed
 
 
 def cut(one: Generated, tokens: int) -> Generated:

@@ -9,8 +9,9 @@ what engines saw under older weights, which they have dropped and which a resume
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections import OrderedDict, defaultdict
+from collections.abc import Collection, Sequence
+from typing import Any
 
 from relax_core.engines.pool.open_prompts import OpenPrompt
 from relax_core.engines.protocol.prefix_blocks import prefix_blocks
@@ -21,18 +22,26 @@ KNOWN_BLOCKS = 1 << 16  # newest prefix blocks that are remembered for each engi
 
 
 class Router:
-    """Chooses engines for prompts.
+    """Chooses engines for prompts, at first among engines 0 to ``count`` - 1.
 
     With ``by_load``, new prompts go to the engine with the fewest outstanding tokens, so that a slow or busy engine
     gets fewer. Without it, only the prompts that are routed together are spread evenly.
     """
 
     def __init__(self, count: int, *, by_load: bool) -> None:
-        self.count = count
+        self._place = {engine: engine for engine in range(count)}  # engine → its place among the engines
         self._by_load = by_load
-        self._outstanding = [0.0] * count  # tokens that this pool has asked for
-        self._others = [0.0] * count  # tokens that other clients have asked for, as the engine reports
-        self._blocks: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(count)]
+        self._outstanding: defaultdict[int, float] = defaultdict(float)  # tokens that this pool has asked for
+        self._others: defaultdict[int, float] = defaultdict(float)  # tokens of other clients, as the engine reports
+        self._blocks: defaultdict[int, OrderedDict[int, None]] = defaultdict(OrderedDict)
+
+    def change_engines(self, engines: Collection[int], *, leaving: Collection[int]) -> None:
+        """Sets the engines that may be chosen, and forgets all others but those in ``leaving``."""
+        self._place = {engine: place for place, engine in enumerate(sorted(engines))}
+        known: dict[int, Any]
+        for known in (self._outstanding, self._others, self._blocks):
+            for engine in known.keys() - {*engines, *leaving}:
+                del known[engine]
 
     def choose(self, prompts: Sequence[OpenPrompt], *, usable: Sequence[int]) -> list[int]:
         """Returns one of the ``usable`` engines for each prompt; call `asked` for each request that is sent then."""
@@ -59,7 +68,7 @@ class Router:
             most = max(known.values())
             if most * PREFIX_BLOCK >= max(LONG_PREFIX, len(input_ids) / 2):
                 candidates = [engine for engine in near if known[engine] == most]
-        engine = min(candidates, key=lambda one: (loads[one], (one - prompt.tie) % self.count))
+        engine = min(candidates, key=lambda one: (loads[one], (self._place[one] - prompt.tie) % len(self._place)))
         self._remember(engine, blocks)
         return engine
 
@@ -78,7 +87,7 @@ class Router:
 
     def answered(self, engine: int, prompt: OpenPrompt) -> None:
         """Remembers that the engine has finished a prompt's one response, from which an episode's next turn goes on."""
-        if self.count > 1 and prompt.n == 1:
+        if len(self._place) > 1 and prompt.n == 1 and engine in self._place:
             token_ids = prompt.request.input_ids + prompt.done[0].output_ids.tolist()
             self._remember(engine, self._named(prompt, token_ids))
 
@@ -94,8 +103,10 @@ class Router:
 
     def came_back(self, engine: int, tokens: float) -> None:
         """Subtracts tokens that the engine has returned or lost."""
-        self._outstanding[engine] -= tokens
+        if engine in self._outstanding:  # an engine that has left is forgotten
+            self._outstanding[engine] -= tokens
 
     def others(self, engine: int, tokens: float) -> None:
         """Sets how many tokens other clients have asked of the engine."""
-        self._others[engine] = tokens
+        if engine in self._place:
+            self._others[engine] = tokens

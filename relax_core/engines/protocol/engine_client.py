@@ -105,6 +105,7 @@ class EngineClient(WeightCalls):
                 f"{self.url}/generate",
                 data=_encoder.encode(body),
                 headers={"Content-Type": "application/json", "Accept": f"{MSGPACK}, {EVENT_STREAM}"},
+                allow_redirects=False,  # the token is for this address
             ) as response:
                 if response.status != 200:
                     raise self._refusal("/generate", response.status, await response.read())
@@ -202,7 +203,7 @@ class EngineClient(WeightCalls):
 
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         try:
-            async with self._http_session().get(f"{self.url}/ready", timeout=timeout):
+            async with self._http_session().get(f"{self.url}/ready", timeout=timeout, allow_redirects=False):
                 return
         except TimeoutError as error:
             raise EngineUnreachable(f"engine {self.url} /ready: no answer within {timeout_s:g} s") from error

@@ -35,12 +35,14 @@ class TokenScores:
 
     ``logprobs`` is float32 ``[tokens]``, one for each scored token. ``top_ids`` int32 and ``top_logprobs`` float32,
     ``[tokens, top_k]``, are the top-k tokens at its position, most likely first. If its kept set has fewer tokens, the
-    ids end in -1 and the log-probs in `OUTSIDE`.
+    ids end in -1 and the log-probs in `OUTSIDE`. ``version`` is that of the weights that scored, -1 if the engine does
+    not tell a number.
     """
 
     logprobs: np.ndarray
     top_ids: np.ndarray
     top_logprobs: np.ndarray
+    version: int = -1
 
 
 class _Entry(msgspec.Struct, array_like=True, gc=False):
@@ -57,6 +59,7 @@ class _TopEntry(msgspec.Struct, array_like=True, gc=False):
 class _Meta(msgspec.Struct):
     input_token_logprobs: list[_Entry]
     prompt_tokens: int = 0
+    weight_version: str = ""
     input_top_logprobs: list[list[_TopEntry] | None] | None = None
 
 
@@ -121,4 +124,5 @@ def _scores(meta: _Meta, item: TokensToScore, *, top_k: int, fewer: bool) -> Tok
     ids[present] = [entry.token_id for entry in entries]
     values = np.full((expected, top_k), OUTSIDE, dtype=np.float32)
     values[present] = [entry.logprob for entry in entries]
-    return TokenScores(logprobs=np.array(logprobs, dtype=np.float32), top_ids=ids, top_logprobs=values)
+    version = int(meta.weight_version) if meta.weight_version.isdecimal() else -1
+    return TokenScores(logprobs=np.array(logprobs, dtype=np.float32), top_ids=ids, top_logprobs=values, version=version)

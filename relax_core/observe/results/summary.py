@@ -22,7 +22,11 @@ from relax_core.observe.service.records import ACTOR, EVAL, ROLLOUT, MetricRecor
 SUMMARY_FILE = "summary.json"
 WARM_UP_STEPS = 5  # medians leave these steps out, because caches fill and pools grow in them
 STEP_PARTS = ("wait", "bus", "decode", "train", "sync", "checkpoint")  # consecutive parts of the trainer's step
-OWN_FIELDS = ("outcome", "wall_s", "first_step_s", "recoveries", "records_dropped", "bad_rows", "keep_best")
+ENGINE_FIELDS = ("engines", "operations")  # of a run with a gateway
+OWN_FIELDS = (
+    *("outcome", "wall_s", "first_step_s", "recoveries", "records_dropped", "bad_rows", "keep_best"),
+    *ENGINE_FIELDS,
+)
 MEAN_STEPS = 10  # "first" and "last" are means of this number of steps
 QUANTILES = ("p10", "p50", "p90")
 
@@ -32,10 +36,9 @@ Values = Mapping[str, float]
 def build_summary(records: Iterable[MetricRecord], *, progress: BusProgress, meta: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the figures of a run as docs/summary.md describes them.
 
-    A figure without data is None. ``records`` are all records, in order. ``meta`` has wall_s and first_step_s, in
-    seconds (first_step_s is None if no step was finished), and outcome ("finished", "stopped" or "failed: <first
-    cause>"). It may have recoveries and records_dropped (by sink). The other fields of ``meta`` go under "run", where
-    the report reads the list of overrides.
+    A figure without data is None. ``records`` are all records, in order. ``meta`` has wall_s and first_step_s in
+    seconds (None if no step was finished), outcome ("finished", "stopped" or "failed: <first cause>"), and what else of
+    `OWN_FIELDS` there is. Its other fields go under "run", where the report reads the list of overrides.
     """
     outcome = meta["outcome"]
     assert outcome in ("finished", "stopped") or outcome.startswith("failed: "), outcome
@@ -85,6 +88,7 @@ def build_summary(records: Iterable[MetricRecord], *, progress: BusProgress, met
         "logprob_gap": _logprob_gap(actor),
         "step_ms": _step_ms(settled, prompt_batches[WARM_UP_STEPS:]),
         "recoveries": list(meta.get("recoveries", ())),
+        **{name: meta[name] for name in ENGINE_FIELDS if name in meta},
         "records_dropped": dict(meta.get("records_dropped", {})),
         "run": {key: value for key, value in meta.items() if key not in OWN_FIELDS},
         "versions": library_versions(),

@@ -189,6 +189,8 @@ def _figures(summary: Mapping[str, Any]) -> Table:
         table.add_row("metrics", Text(f"records missing: {missing}"))
     if "repeatable" in summary["run"]:
         effect = "repeats this run" if summary["run"]["repeatable"] else "gives another run, which depends on timing"
+        if (steps := summary["run"].get("repeatable_steps")) is not None:
+            effect = f"repeats {steps} train steps of this run; then an engine joined"
         table.add_row("seed", f"the same seed, {summary['run']['seed']}, {effect}")
     return table
 

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from relax_core.contracts.engine import EngineUnreachable
+import time
+from contextlib import suppress
+
+from relax_core.contracts.engine import EngineError, EngineUnreachable
 from relax_core.registry import find_engine
-from relax_core.roles.engine.engine_directory import engine_client
+from relax_core.roles.engine.engine_directory import engine_client, member_list
+from relax_core.roles.engine.engine_fit import engine_needs, fit_problem
 from relax_core.roles.engine.engine_owner import WATCH_S, EngineOwner
+from relax_core.roles.engine.held_server import held_server
+
+LEAVE_S = 5.0  # how long an engine that leaves may take to forget its weights
 
 
 class AttachedEngineOwner(EngineOwner):
-    """Owns the engine at ``engine.urls[rank]``.
+    """Owns the engine at ``engine.urls[rank]``, or one that joined a run under way by its address.
 
-    If the engine does not answer, the owner waits until the user has restarted it. The engine gets the newest weights
-    before it gets prompts.
+    If an engine of the start does not answer, the owner waits until the user has restarted it. One that joined is lost
+    after ``engine.elastic.lost_after_s`` seconds; when it leaves, it goes on running and forgets its weights. An engine
+    gets the newest weights before it gets prompts.
     """
 
     def media_node(self) -> str:
@@ -20,18 +28,35 @@ class AttachedEngineOwner(EngineOwner):
         return ""
 
     def work(self) -> None:
-        """Checks the engine and keeps its weights up to date until the run stops."""
+        """Holds the engine for this run, checks it, and keeps its weights up to date until the run stops."""
+        joined = member_list(self.context).read().url_of(self._rank)
+        url = joined or self.context.config.engine.urls[self._rank].rstrip("/")
+        with held_server(url, run_dir=self.context.run_dir):
+            self._own(url, joined=bool(joined))
+
+    def _own(self, url: str, *, joined: bool) -> None:
         engine = self.context.config.engine
-        self._url = engine.urls[self._rank].rstrip("/")
-        client = engine_client(self.context, self._url)
+        self._url = url
+        client = engine_client(self.context, url)
         attach = find_engine(engine.name).attach
         assert attach is not None, "engine.urls is a key of kinds of engine with attach only"
         attach(client, engine.start_timeout_s, self.context.config.rollout)
+        if joined and (problem := fit_problem(client.server_info(), engine_needs(self.context))) is not None:
+            raise EngineError(f"engine {url}: {problem}")
         self._address.set()
+        answered = time.monotonic()
         while not self.stopping:
             try:
                 client.ready()
+                answered = time.monotonic()
                 self._reconcile(client)
+                self._measure(client)
             except EngineUnreachable as error:
+                if joined and time.monotonic() - answered > (lost_s := engine.elastic.lost_after_s):
+                    words = f"it did not answer for engine.elastic.lost_after_s={lost_s:g}: {error}"
+                    raise EngineUnreachable(words) from error
                 self.set_state("waiting", str(error))
             self._stopping.wait(WATCH_S)
+        if joined:
+            with suppress(EngineError):  # it may have ended; whoever takes it next attaches to it anew
+                attach(client, LEAVE_S, self.context.config.rollout)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,8 @@ from relax_core.contracts.engine import EngineUnreachable
 from relax_core.engines.build_client import build_client
 from relax_core.engines.protocol.engine_client import EngineClient
 from relax_core.roles.process.failure import failure_line
-from relax_core.roles.process.role_context import RunContext, worker_name
+from relax_core.roles.process.role_context import ENGINE, RunContext, worker_name
+from relax_core.weights.engine_members import MemberList
 
 OWNER_S = 0.25  # a running owner returns its engine's address within this time
 
@@ -40,6 +41,11 @@ def engine_client(
     )
 
 
+def member_list(context: RunContext) -> MemberList:
+    """Returns what reads the list of the engines that sample."""
+    return MemberList(context.weights_folder, count=context.config.engine.count)
+
+
 class EngineDirectory:
     """Holds clients of the run's engines, by number.
 
@@ -48,13 +54,14 @@ class EngineDirectory:
     engines serve, by default the run's.
     """
 
-    def __init__(
-        self, context: RunContext, *, role: str = "engine", model_folders: Sequence[Path] | None = None
-    ) -> None:
+    def __init__(self, context: RunContext, *, role: str = ENGINE, model_folders: Sequence[Path] | None = None) -> None:
         self._context = context
         self._role = role
-        self._folders = model_folders or [context.model_folder] * context.config.engine.count
+        self._folders = model_folders
+        self._members = member_list(context) if role == ENGINE else None
         self._clients: dict[int, EngineClient] = {}
+        self._urls: dict[int, str] = {}  # of the clients that there are or were
+        self._left: list[str] = []  # addresses of engines that have left since the last `left`
         self._asked: dict[int, Any] = {}  # engine → the reference of its owner's answer
         self._lock = threading.Lock()  # serialises `reachable`
         self._connecting: dict[int, threading.Lock] = defaultdict(threading.Lock)  # so that an engine has one client
@@ -80,17 +87,27 @@ class EngineDirectory:
         return owner.endpoint.remote(timeout_s)
 
     def _new_client(self, engine: int, url: str) -> EngineClient:
-        return engine_client(self._context, url, model_folder=self._folders[engine])
+        self._urls[engine] = url
+        return engine_client(self._context, url, model_folder=self._folders[engine] if self._folders else None)
+
+    def _numbers(self) -> Collection[int]:
+        """Returns the engines that `reachable` looks for: those that serve or have served prompts."""
+        if self._members is not None:
+            return self._members.read().started
+        return range(len(self._folders or ()))
 
     def reachable(self) -> list[EngineClient]:
-        """Returns clients of the engines that are up.
+        """Returns clients of the engines that are up, without those that still join.
 
         The owners of engines without a known address are asked for it. A silent owner is waited for once, for
         `OWNER_S`, and its answer is used when it arrives.
         """
         with self._lock:
-            asked = {}
-            for engine in set(range(len(self._folders))) - self._clients.keys() - self._asked.keys():
+            asked: dict[int, Any] = {}
+            numbers = self._numbers()
+            for engine in (self._urls.keys() | self._asked.keys()) - set(numbers):
+                self._leave(engine)
+            for engine in set(numbers) - self._clients.keys() - self._asked.keys():
                 with suppress(ValueError):  # the engine has no owner yet
                     asked[engine] = self._ask(engine, timeout_s=0.0)
             if asked:
@@ -102,6 +119,28 @@ class EngineDirectory:
                     with suppress(RayError):  # the engine is not up or its owner has died: the next call asks again
                         self._clients[engine] = self._new_client(engine, ray.get(answer, timeout=OWNER_S))
             return [self._clients[engine] for engine in sorted(self._clients)]
+
+    def _leave(self, engine: int) -> None:
+        """Closes the client of an engine that has left, after its call that is in progress."""
+        client = self._clients.pop(engine, None)
+        if (url := self._urls.pop(engine, None)) is not None:
+            self._left.append(url)
+        self._asked.pop(engine, None)
+        if client is not None:
+            threading.Thread(target=client.close, name=f"close {client.url}", daemon=True).start()
+
+    def left(self) -> list[str]:
+        """Returns the addresses of the engines that `reachable` has found to have left since the last call."""
+        with self._lock:
+            left, self._left = self._left, []
+            return left
+
+    async def close_client(self, engine: int) -> None:
+        """Closes the client of an engine that has left; call it in the event loop of `client_async`."""
+        if (client := self._clients.get(engine)) is not None:
+            await client.aclose()
+        self._leave(engine)
+        self._left.clear()
 
     async def client_async(self, engine: int, refresh: bool) -> EngineClient:
         """Returns an engine's client without blocking the event loop; ``refresh`` asks for the address again."""

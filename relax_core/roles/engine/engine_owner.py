@@ -12,6 +12,7 @@ import threading
 import time
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from relax_core.contracts.engine import EngineError, EngineUnreachable
 from relax_core.engines.engine_process import EngineLaunch, EngineProcess
@@ -20,10 +21,11 @@ from relax_core.roles.engine.engine_directory import engine_client
 from relax_core.roles.engine.engine_health import EngineHealth, how_it_ended
 from relax_core.roles.process.process_placement import node_address, node_id
 from relax_core.roles.process.role_context import RunContext
-from relax_core.roles.process.worker import Worker
+from relax_core.roles.process.worker import EngineReport, Worker, WorkerStatus
 from relax_core.weights.version_folder import PublishedUnreadable, read_latest, read_pushed, reading
 
 WATCH_S = 0.25  # how often the owner checks its engine, and how late a new engine may get weights
+LOAD_S = 1.0  # how often it asks for the load, with a gateway
 
 
 class WeightReconciler:
@@ -68,6 +70,32 @@ class WeightReconciler:
         return now - self._behind[1] >= self._retry_after_s
 
 
+class LoadMeter:
+    """Asks an engine for its load every `LOAD_S` seconds; ``newest`` are the fields of an `EngineReport`."""
+
+    def __init__(self) -> None:
+        self.newest: dict[str, Any] = {}
+        self._asked = -LOAD_S
+        self._tokens: tuple[float, int] | None = None  # when it was asked, and how many tokens it had sampled
+
+    def measure(self, client: EngineClient, *, now: float) -> None:
+        """Asks if it is time to; an engine that does not answer has no load."""
+        if now - self._asked < LOAD_S:
+            return
+        self._asked = now
+        try:
+            load = client.loads()
+        except EngineError:
+            self.newest, self._tokens = {}, None
+            return
+        found: dict[str, Any] = {"running": int(load["running"]), "waiting": int(load["queued"])}
+        if (count := load.get("generated_tokens")) is not None:
+            if self._tokens is not None and count >= self._tokens[1]:  # fewer than before: the engine was restarted
+                found["tokens_per_s"] = (count - self._tokens[1]) / (now - self._tokens[0])
+            self._tokens = now, int(count)
+        self.newest = found
+
+
 class EngineOwner(Worker):
     """Owns engine ``rank``, whose address does not change when the engine process restarts."""
 
@@ -75,6 +103,8 @@ class EngineOwner(Worker):
         self._rank = rank
         self._address = threading.Event()
         self._url = ""
+        self._serving = -1
+        self._meter = LoadMeter()
         self._reconciler = WeightReconciler(context.config.engine.sync_timeout_s)
         super().__init__(name, context)
 
@@ -83,6 +113,13 @@ class EngineOwner(Worker):
         if not self._address.wait(timeout_s):
             raise EngineError(f"{self.name} is not up after {timeout_s:.0f} s; see {self._log_file}")
         return self._url
+
+    def status(self) -> WorkerStatus:
+        """Returns the worker's status with its engine."""
+        if not self._address.is_set():
+            return super().status()
+        report = EngineReport(url=self._url, version=self._serving, **self._meter.newest)
+        return replace(super().status(), engine=report)
 
     def media_node(self) -> str:
         """Returns Ray's id of the node in whose media folder the engine reads, "" if it reads in none of its own."""
@@ -111,8 +148,8 @@ class EngineOwner(Worker):
         )
 
     def _first_port(self) -> int:
-        port = self.context.config.engine.port
-        return port + self._rank if port else 0
+        engine = self.context.config.engine
+        return engine.port + self._rank if engine.port and self._rank < engine.count else 0
 
     def _launch(self, port: int) -> EngineProcess:
         return EngineProcess.start(self._engine_launch(port))
@@ -133,6 +170,7 @@ class EngineOwner(Worker):
                     health = self._watch_over(process)
                     client = engine_client(self.context, self._url)
                 self._reconcile(client)
+                self._measure(client)
                 self._stopping.wait(WATCH_S)
         finally:
             health.end()
@@ -158,8 +196,14 @@ class EngineOwner(Worker):
                 f"{self.name}: its engine process ended {self.restarts} times, more than run.max_restarts={limit}; "
                 f"the last one {how}; see {self._log_file}"
             )
+        self._serving = -1
         self.set_state("starting", f"its engine process {how}; restart {self.restarts}")
         return self._launch(process.port)
+
+    def _measure(self, client: EngineClient) -> None:
+        """Asks the engine for its load, which the gateway tells; without one nobody reads it."""
+        if self.context.config.gateway.name != "none":
+            self._meter.measure(client, now=time.monotonic())
 
     def _reconcile(self, client: EngineClient) -> None:
         """Sends the newest published weights to the engine if the trainer's own push does not reach it."""
@@ -168,7 +212,7 @@ class EngineOwner(Worker):
             if latest is None:
                 self.set_state("waiting", "for the first published weights")
                 return
-            serving = int(client.model_info()["weight_version"])
+            serving = self._serving = int(client.model_info()["weight_version"])
             pushed = read_pushed(self.context.weights_folder)
             if self._reconciler.due(serving, latest.version, pushed=pushed, now=time.monotonic()):
                 time.sleep(WATCH_S / 5)  # the trainer's push may be on its way right now
@@ -182,4 +226,5 @@ class EngineOwner(Worker):
         except (EngineError, PublishedUnreadable) as error:
             self.set_state("waiting", str(error))
             return
+        self._serving = serving
         self.set_state("running", f"{self._url} weights {serving}")

@@ -48,6 +48,7 @@ class RunContext:
 
 BUS = "bus"
 METRICS = "metrics"
+ENGINE = "engine"  # the role whose workers each own an engine that samples
 TEACHER_ENGINE = "teacher_engine"  # the role whose workers each own a teacher's engine
 JUDGE_ENGINE = "judge_engine"  # the role whose workers each own an engine of a judge
 

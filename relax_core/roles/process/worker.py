@@ -44,6 +44,21 @@ class Wait:
 
 
 @dataclass(frozen=True, kw_only=True)
+class EngineReport:
+    """Is what an engine's owner tells of its engine: the address, and the version of the weights, -1 without any.
+
+    ``running`` and ``waiting`` are samples, and ``tokens_per_s`` tokens that it samples. The three are None while
+    nobody asked for them, and the last one where the engine does not count its tokens.
+    """
+
+    url: str
+    version: int
+    running: int | None = None
+    waiting: int | None = None
+    tokens_per_s: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class WorkerStatus:
     """Is the status of a worker.
 
@@ -51,7 +66,8 @@ class WorkerStatus:
     failed, and ``error`` its traceback. ``lost`` is what the worker lost if the failure is not its own. ``host`` names
     where ``pid`` is valid. ``child_pids`` are processes that it owns; ``restarts`` counts how often such a process
     restarted, and ``last_restart`` says how it had ended. ``waits`` are the worker's waits, the oldest first.
-    ``progress`` grows while the worker does long work of its own that the run waits for.
+    ``progress`` grows while the worker does long work of its own that the run waits for. ``engine`` is the engine of an
+    owner of one that is up.
     """
 
     name: str
@@ -67,6 +83,7 @@ class WorkerStatus:
     child_pids: tuple[int, ...] = ()
     waits: tuple[Wait, ...] = ()
     progress: int = 0
+    engine: EngineReport | None = None
 
 
 @functools.cache

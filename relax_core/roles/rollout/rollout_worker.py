@@ -31,13 +31,13 @@ from relax_core.observe.service.metrics_actor import MetricsClient, MetricsUnava
 from relax_core.observe.service.records import bad_rows_kind
 from relax_core.registry import find_algorithm, find_reward
 from relax_core.roles.engine.engine_directory import EngineDirectory
-from relax_core.roles.engine.engine_media import engine_media
 from relax_core.roles.engine.judge_engine import run_judges
 from relax_core.roles.process.discovery import discover_bus, discover_metrics, discover_worker
 from relax_core.roles.process.failure import first_cause
 from relax_core.roles.process.role_context import RunContext, worker_name
 from relax_core.roles.process.worker import Worker
-from relax_core.roles.rollout.traced_rollout import TracedEnginePool, TracedRewardPool, record_with_rewards
+from relax_core.roles.rollout.engine_follower import EngineFollower, engine_follower
+from relax_core.roles.rollout.traced_rollout import TracedRewardPool, record_with_rewards, traced_pool
 from relax_core.roles.rollout.versions_reached import CLOSED_S, VersionsReached
 from relax_core.rollout.bad_rows import BadRows
 from relax_core.rollout.env_workers.run_env import RunEnv
@@ -49,7 +49,7 @@ from relax_core.rollout.group_advantages import advantage_extras, computes_advan
 from relax_core.rollout.held_items import HeldItems
 from relax_core.rollout.item_cache import ItemCache
 from relax_core.rollout.judges.judge_choice import judge_plan
-from relax_core.rollout.media_encoding import MEGABYTE, item_work_of, open_encoders
+from relax_core.rollout.media_encoding import MEGABYTE, open_encoders
 from relax_core.rollout.prompt_admissions import RolloutLoopSettings
 from relax_core.rollout.prompt_tokens import PromptMaker
 from relax_core.rollout.rewards.reward_pool import RewardPool
@@ -64,7 +64,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 REWARD_LOG = "reward.log"  # the output of an isolated reward's worker processes
-OWNER_FIRST_S = 10.0  # the owner of an engine that does not start reports it first, because it knows the cause
 
 
 class RolloutWorker(Worker):
@@ -76,6 +75,7 @@ class RolloutWorker(Worker):
     def __init__(self, name: str, context: RunContext, rank: int) -> None:
         self._rank = rank  # set before the loop starts, because the loop reads it
         self._evaluated = threading.Event()
+        self._follower: EngineFollower | None = None
         ignore_stop_signals()  # users' envs and rewards could otherwise end on them
         super().__init__(name, context)
 
@@ -87,7 +87,9 @@ class RolloutWorker(Worker):
         context, config = self.context, self.context.config
         bus = discover_bus(self.context, self.waiting)
         metrics = discover_metrics(self.context)
-        pool = self._pool()
+        directory = EngineDirectory(context)
+        pool = traced_pool(context, directory, self.waiting)
+        self._follower = await engine_follower(context, pool, directory)
         rewards = self._rewards()
         source = make_source(config.data, seed=config.seed, eval_rows=held_out_count(config))
         run_env = RunEnv(config, log_dir=context.log_dir, rank=self._rank)
@@ -127,12 +129,9 @@ class RolloutWorker(Worker):
         )
         self.set_state("running")
         try:
-            async with asyncio.TaskGroup() as group:
-                if advantages is not None:  # torch is imported before the engine has its first weights
-                    group.create_task(asyncio.to_thread(importlib.import_module, "torch"))
-                if evaluator is not None:
-                    group.create_task(self._evaluate(evaluator, metrics))
-                group.create_task(self._sample(loop, reclaimed))
+            await self._run_loops(
+                loop, evaluator, reclaimed=reclaimed, metrics=metrics, needs_torch=advantages is not None
+            )
         except* Exception as failures:
             raise first_cause(failures) from failures
         finally:
@@ -142,6 +141,31 @@ class RolloutWorker(Worker):
             run_env.close()
             if encoders is not None:
                 encoders.close()
+
+    async def _run_loops(
+        self,
+        loop: RolloutLoop,
+        evaluator: Evaluator | None,
+        *,
+        reclaimed: list[Admission] | BusClosed,
+        metrics: MetricsClient,
+        needs_torch: bool,
+    ) -> None:
+        """Samples and evaluates, and follows the list of the engines until both have ended."""
+        assert self._follower is not None
+        async with asyncio.TaskGroup() as group:
+            following = group.create_task(self._follower.follow())
+            if needs_torch:  # torch is imported before the engine has its first weights
+                group.create_task(asyncio.to_thread(importlib.import_module, "torch"))
+            work = [] if evaluator is None else [group.create_task(self._evaluate(evaluator, metrics))]
+            work.append(group.create_task(self._sample(loop, reclaimed)))
+            await asyncio.wait(work)
+            following.cancel()
+
+    def open_samples(self, engine: int) -> int:
+        """Returns how many samples this engine owes to this worker, which sends it no more if it is to leave."""
+        timeout_s = self.context.config.bus.call_timeout_s
+        return 0 if self._follower is None else self._follower.open_samples(engine, timeout_s=timeout_s)
 
     def _bad_rows(self, rows: int, metrics: MetricsClient) -> BadRows:
         config, step = self.context.config, self.context.start_step
@@ -195,22 +219,6 @@ class RolloutWorker(Worker):
             most_bytes=config.modality.cache_mb * MEGABYTE,
             let_go=held.let_go,
             on_encoded=thumbnails.add if self._rank == 0 else lambda item: None,
-        )
-
-    def _pool(self) -> TracedEnginePool:
-        context, config = self.context, self.context.config
-        media = engine_media(context)
-        return TracedEnginePool(
-            config.engine.count,
-            EngineDirectory(context).client_async,
-            timeout_s=config.engine.start_timeout_s + OWNER_FIRST_S,
-            silent_s=config.engine.silent_s,
-            by_load=not config.in_order,  # with in_order the same seed gives the same bits for any timing
-            max_lag=config.mode.max_staleness,
-            lag_s=config.engine.sync_timeout_s,
-            waiting=self.waiting,
-            bring_media=None if media is None else media.bring_requests,
-            item_work=None if context.media_folder is None else item_work_of(config, model_folder=context.model_folder),
         )
 
     def _rewards(self) -> TracedRewardPool:

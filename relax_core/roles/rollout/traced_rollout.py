@@ -16,13 +16,18 @@ from relax_core.engines.pool.engine_pool import BringMedia, EnginePool, OnEnd
 from relax_core.engines.pool.engine_watch import ClientFor
 from relax_core.engines.protocol.request_body import OnTokens
 from relax_core.observe.service.metrics_actor import MetricsClient
+from relax_core.roles.engine.engine_directory import EngineDirectory
+from relax_core.roles.engine.engine_media import engine_media
+from relax_core.roles.process.role_context import RunContext
 from relax_core.roles.process.traced_bus import Waiting
 from relax_core.rollout.judges.judge_check import check_judges
 from relax_core.rollout.judges.judge_pool import JudgePool
+from relax_core.rollout.media_encoding import item_work_of
 from relax_core.rollout.rewards.hang_watch import OnHang
 from relax_core.rollout.rewards.reward_pool import RewardPool
 from relax_core.rollout.rollout_loop import Record
 
+OWNER_FIRST_S = 10.0  # the owner of an engine that does not start reports it first, because it knows the cause
 JUDGED_ROWS = 8  # groups of a train step whose first answers are kept with what the judges wrote
 JUDGED = "judged"  # kind of texts with what judges wrote of answers
 
@@ -80,6 +85,23 @@ class TracedEnginePool(EnginePool):
                 yield group
         finally:
             await groups.aclose()
+
+
+def traced_pool(context: RunContext, directory: EngineDirectory, waiting: Waiting) -> TracedEnginePool:
+    """Returns the pool of the engines of the configuration, whose clients are those of ``directory``."""
+    config, media = context.config, engine_media(context)
+    return TracedEnginePool(
+        config.engine.count,
+        directory.client_async,
+        timeout_s=config.engine.start_timeout_s + OWNER_FIRST_S,
+        silent_s=config.engine.silent_s,
+        by_load=not config.in_order,  # with in_order the same seed gives the same bits for any timing
+        max_lag=config.mode.max_staleness,
+        lag_s=config.engine.sync_timeout_s,
+        waiting=waiting,
+        bring_media=None if media is None else media.bring_requests,
+        item_work=None if context.media_folder is None else item_work_of(config, model_folder=context.model_folder),
+    )
 
 
 class TracedRewardPool(RewardPool):

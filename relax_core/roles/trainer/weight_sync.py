@@ -35,6 +35,9 @@ class Engines(Protocol):
     def reachable(self) -> list[EngineClient]:
         """Returns clients of the engines that are up."""
 
+    def left(self) -> list[str]:
+        """Returns the addresses of the engines that `reachable` has found to have left since the last call."""
+
     def forget(self, url: str) -> None:
         """Forgets this engine's address, so that the next use asks for it."""
 
@@ -66,7 +69,7 @@ class WeightSync:
         self._calls = CallQueues()
         self._publisher = WeightPublisher(
             context.weights_folder,
-            self._engines.reachable,
+            self._receivers,
             transport=transport,
             model_folder=context.model_folder,
             calls=self._calls,
@@ -76,6 +79,14 @@ class WeightSync:
         self._behind: frozenset[str] = frozenset()
         self._named: set[str] = set()  # engines whose delay was logged
         self._resumes: dict[str, Future[dict[str, Any]]] = {}  # engine url → its newest `resume_memory`
+
+    def _receivers(self) -> list[EngineClient]:
+        """Returns the engines that get a version, and forgets those that have left."""
+        found = self._engines.reachable()
+        for url in self._engines.left():
+            self._publisher.forget(url)
+            self._named.discard(url)
+        return found
 
     def publish(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Publishes the weights; their push runs beside the trainer, so call `end_push` before the next version."""

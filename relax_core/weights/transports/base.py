@@ -73,5 +73,8 @@ class WeightTransport(Protocol):
     def push(self, receiver: WeightReceiver, manifest: WeightManifest) -> dict[str, Any]:
         """Returns the engine's answer when it serves the version; raises EngineError if it does not."""
 
+    def forget(self, url: str) -> None:
+        """Releases what the transport holds for an engine that has left; no push to it is in progress."""
+
     def close(self) -> None:
         """Releases what the transport holds."""

@@ -65,6 +65,9 @@ class SharedMemoryTransport:
         """Returns the engine's answer when it serves the version."""
         return receiver.update_weights(manifest)
 
+    def forget(self, url: str) -> None:
+        """Does nothing, because nothing is held for one engine."""
+
     def close(self) -> None:
         """Does nothing."""
 
@@ -80,6 +83,9 @@ class DiskTransport:
     def push(self, receiver: WeightReceiver, manifest: WeightManifest) -> dict[str, Any]:
         """Returns the engine's answer when it serves the version."""
         return receiver.update_weights_from_disk(manifest)
+
+    def forget(self, url: str) -> None:
+        """Does nothing, because nothing is held for one engine."""
 
     def close(self) -> None:
         """Does nothing."""

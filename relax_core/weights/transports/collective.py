@@ -54,6 +54,12 @@ class CollectiveTransport:
             self._send(receiver, manifest)  # The engine was restarted, and its new process is in no group.
         return receiver.end_weight_update(version=manifest.version, digest=manifest.digest)
 
+    def forget(self, url: str) -> None:
+        """Ends this process's side of the group with an engine that has left."""
+        _, group = self._groups.pop(url, (None, None))
+        if group is not None:
+            group.abort()
+
     def close(self) -> None:
         """Ends this process's side of the groups; an engine's side ends with its process."""
         for _, group in self._groups.values():

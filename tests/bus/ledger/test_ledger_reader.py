@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from relax_core.bus.ledger.ledger_reader import SETTLE_S, LedgerFile, SampleHistory
+from relax_core.bus.ledger.ledger_reader import SETTLE_S, EngineShare, LedgerFile, SampleHistory
 from tests.bus.make_rows import for_actor, uids_of
 from tests.bus.persisted_run import PersistedRun, T, generated_row
 
@@ -51,6 +51,10 @@ def test_a_life_has_every_event_and_what_the_rollout_told(run: PersistedRun) -> 
     (turn,) = made.turns
     assert (turn.engine, turn.finish, turn.versions) == ("engine-0", "stop", [(0, 2), (1, 1)])
     assert [event.reason for event in life.events] == ["", "", "", "released", "delivery 2", ""]
+    with run.file() as file:
+        shares = file.engine_shares()
+    samples = len(uids_of(first)) + len(uids_of(second))
+    assert shares == {"engine-0": EngineShare(samples=samples, tokens=3 * samples)}
     assert first.group_uid != second.group_uid
 
 

@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,9 @@ class Services:
 
     def handles(self) -> Mapping[str, Any]:
         return self.workers
+
+    def dispensable(self) -> Collection[str]:
+        return set()
 
     def kill_frozen(self, name: str, status: WorkerStatus) -> None:
         kill(status.pid)

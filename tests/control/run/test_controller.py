@@ -59,6 +59,7 @@ def controller(health: Any, folder: Path) -> Controller:
         view=nothing,
         health=health,
         watchdog=nothing,
+        engines=nothing,
         supervisor=nothing,
     )
 

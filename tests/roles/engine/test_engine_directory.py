@@ -11,6 +11,7 @@ import ray
 from relax_core.config.compose import load_config
 from relax_core.roles.engine.engine_directory import EngineDirectory
 from relax_core.roles.process.role_context import worker_name
+from relax_core.weights.engine_members import start_members, write_members
 from tests.roles.engine.test_engine_owner import context_of
 
 
@@ -60,6 +61,9 @@ def test_a_silent_owner_is_asked_once_and_holds_up_nobody(
         wait_until(lambda: [one.url for one in directory.reachable()] == both, what="the late address")
         directory.forget("http://h:0")
         wait_until(lambda: [one.url for one in directory.reachable()] == both, what="the address again")
+        write_members(context.weights_folder, start_members(1).members)
+        assert [one.url for one in directory.reachable()] == ["http://h:0"], "an engine that has left is no receiver"
+        assert directory.left() == ["http://h:1"] and directory.left() == []
     finally:
         for owner in owners:
             ray.kill(owner)

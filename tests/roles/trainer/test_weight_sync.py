@@ -49,6 +49,9 @@ class Engines:
     def reachable(self) -> list[EngineClient]:
         return self.clients
 
+    def left(self) -> list[str]:
+        return []
+
     def forget(self, url: str) -> None:
         raise AssertionError(f"{url} was forgotten")
 

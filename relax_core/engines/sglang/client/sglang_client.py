@@ -255,7 +255,7 @@ class SglangClient(SglangWeightCalls, EngineClient):
 
     async def _weight_version(self) -> int:
         try:
-            async with self._http_session().get(f"{self.url}/model_info") as response:
+            async with self._http_session().get(f"{self.url}/model_info", allow_redirects=False) as response:
                 if response.status != 200:
                     raise self._refusal("/model_info", response.status, await response.read())
                 return version_number(_info_decoder.decode(await response.read()).weight_version)

@@ -1,0 +1,274 @@
+"""Engines that come and go in a real run of the demo: ``python -m benchmarks.elastic --adds 20 --stop 30 --cycles 50``.
+
+``--adds N`` adds one engine and takes it out again, N times, in one run under load (the engine of the start takes 16
+samples at once and is slower than the trainer). Printed are the seconds from POST to each state and to the engine's
+first group on the bus, how long it takes to leave, and the train steps while engines join beside those of the same run
+without any change.
+
+``--cycles N`` adds one to three engines and takes them out, N times, and in turn cancels an order or kills a process
+with SIGKILL while an engine joins or leaves. Printed are how each cycle went, the samples that were lost or trained
+twice, and the memory of controller, rollout and trainer before and after.
+
+``--stop SECONDS`` stops a newcomer by SIGSTOP for so long, in each state of its joining and when it serves and leaves.
+Printed are the longest train steps meanwhile beside those of the same run without any change.
+
+``--pairs N`` runs the demo with a gateway that nobody asks and without one, in turns, N times each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import psutil
+
+from relax_core.control.supervision.controller_process import CONTROLLER
+from tests.integration.elastic_run import JOINING, OVERRIDES, OWNER, TRAINER, ElasticRun
+from tests.integration.live_run import ENGINE, ROLLOUT, FinishedRun, LiveRun, run_to_end
+
+WARM_STEPS = 30
+QUIET_STEPS = 200  # train steps without any change of the engines, to which the others are compared
+MOST = 4  # engines at once, that of the start included
+ADD_RUN = (*OVERRIDES, "run.save_every=0")
+PAIR_RUN = ("run.steps=300", "eval.every=0", "run.save_every=0", "run.export_hf=false")
+CYCLE_RUN = (
+    *OVERRIDES,
+    "run.save_every=10",
+    "run.max_restarts=1000",
+    "run.max_recoveries=1000",
+    "engine.elastic.drain_timeout_s=5",
+)
+KILLED = ("newcomer", "owner", "gateway", "rollout", "trainer", "controller")
+CANCEL = "cancel"
+HARMS = [
+    *itertools.product((CANCEL, *KILLED), ("CREATING", "HEALTH_CHECKING", "WEIGHT_SYNCING")),
+    *itertools.product((CANCEL, *KILLED), ("DRAINING",)),
+]
+
+
+def words(seconds: Sequence[float]) -> str:
+    """Says the median and the worst of some seconds."""
+    return f"median {median(seconds):.2f} s, worst {max(seconds):.2f} s ({len(seconds)} times)"
+
+
+def books(run: FinishedRun) -> str:
+    """Says what the ledger of a run counts."""
+    found = run.summary["ledger"]
+    return f"{found['issued']} samples, {found['lost']} lost, {found['trained_twice']} trained twice"
+
+
+def said(steps: Sequence[float]) -> str:
+    """Says how long train steps took, in milliseconds."""
+    if not steps:
+        return "no train step"
+    ordered = sorted(steps)
+    p99 = ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
+    return f"{len(ordered)} train steps: median {median(ordered):.0f} ms, p99 {p99:.0f}, longest {ordered[-1]:.0f}"
+
+
+# -- adding under load ------------------------------------------------------------------------------------------------
+def step_ms(folder: Path) -> list[tuple[float, float]]:
+    """Returns when each train step was recorded, as a Unix time in seconds, and how long it took in milliseconds."""
+    lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    records = [json.loads(line) for line in lines if line.endswith("\n")]
+    return [(one["time_s"], one["values"]["step_ms"]) for one in records if one["source"] == "actor"]
+
+
+def adds(folder: Path, *, times: int, overrides: Sequence[str]) -> bool:
+    """Measures ``times`` engines that join and leave; returns whether no sample was lost."""
+    came: dict[str, list[float]] = {}
+    left: list[float] = []
+    spans: list[tuple[float, float]] = []
+    with LiveRun(folder, *ADD_RUN, *overrides) as live:
+        live.wait_step(WARM_STEPS)
+        quiet_from = time.time()
+        live.wait_step(WARM_STEPS + QUIET_STEPS)
+        quiet = (quiet_from, time.time())
+        elastic = ElasticRun(live)
+        for _ in range(times):
+            began = time.time()
+            order = elastic.order("scale_out", {"num_replicas": 2})
+            assert order["status"] == "ACTIVE", order
+            for change in order["history"]:
+                came.setdefault(change["state"], []).append(change["at"] - began)
+            group = elastic.first_group(order["engine_ids"][0])
+            came.setdefault("first group on the bus", []).append(group - began)
+            spans.append((began, order["history"][-1]["at"]))
+            began = time.time()
+            order = elastic.order("scale_in", {"num_replicas": 1})
+            assert order["status"] == "COMPLETED", order
+            left.append(order["history"][-1]["at"] - began)
+            elastic.wait_alone()
+        elastic.ask("POST", "/run/stop")
+        run = live.finish()
+    for state, seconds in came.items():
+        print(f"POST to {state}: {words(seconds)}")
+    print(f"POST to COMPLETED of the scale-in: {words(left)}")
+    steps = step_ms(folder)
+    for name, times_of in (("without any change", [quiet]), ("while an engine joins", spans)):
+        print(said([ms for at, ms in steps if any(begin <= at <= end for begin, end in times_of)]), name)
+    print(books(run), flush=True)
+    return run.summary["ledger"]["lost"] == run.summary["ledger"]["trained_twice"] == 0
+
+
+# -- engines that stand still ------------------------------------------------------------------------------------------
+def stops(folder: Path, *, seconds: float, overrides: Sequence[str]) -> bool:
+    """Stops newcomers for some seconds, one in each state; returns whether no sample was lost."""
+    spans: dict[str, tuple[float, float]] = {}
+    ends: dict[str, str] = {}
+    with LiveRun(folder, *ADD_RUN, "run.heartbeat_timeout_s=600", *overrides) as live:
+        live.wait_step(WARM_STEPS)
+        began = time.time()
+        live.wait_step(WARM_STEPS + QUIET_STEPS)
+        spans["without any change"] = began, time.time()
+        elastic = ElasticRun(live)
+        for state in ("CREATING", "HEALTH_CHECKING", "WEIGHT_SYNCING", "ACTIVE", "DRAINING"):
+            older = elastic.of_engines()
+            order = elastic.ask("POST", "/rollout/scale_out", {"num_replicas": 2})
+            elastic.follow("scale_out", order, "ACTIVE" if state == "DRAINING" else state)
+            pids = elastic.newcomers(OWNER if state == "CREATING" else ENGINE, older=older)
+            if state == "DRAINING":
+                elastic.first_group(elastic.follow("scale_out", order)["engine_ids"][0])
+                order = elastic.ask("POST", "/rollout/scale_in", {"num_replicas": 1})
+            for pid in pids:
+                os.kill(pid, signal.SIGSTOP)
+            began = time.time()
+            time.sleep(seconds)
+            spans[f"stopped in {state}"] = began, time.time()
+            for pid in pids:
+                with suppress(ProcessLookupError):  # it was taken out meanwhile
+                    os.kill(pid, signal.SIGCONT)
+            way = "scale_in" if state == "DRAINING" else "scale_out"
+            ends[f"stopped in {state}"] = elastic.follow(way, order)["status"]
+            elastic.order("scale_in", {"num_replicas": 1})
+            elastic.wait_alone()
+        elastic.ask("POST", "/run/stop")
+        run = live.finish()
+    steps = step_ms(folder)
+    for name, (begin, end) in spans.items():
+        print(f"{said([ms for at, ms in steps if begin <= at <= end])} {name}; {ends.get(name, '')}".rstrip("; "))
+    print(books(run), flush=True)
+    return run.summary["ledger"]["lost"] == run.summary["ledger"]["trained_twice"] == 0
+
+
+# -- cycles with kills ------------------------------------------------------------------------------------------------
+def memory(live: LiveRun) -> dict[str, float]:
+    """Returns the resident memory of three processes in MB."""
+    found = {}
+    for pid, line in live.processes().items():
+        try:
+            process = psutil.Process(pid)
+            name = CONTROLLER if process.name() == CONTROLLER else line
+            for kind in (CONTROLLER, ROLLOUT, TRAINER):
+                if kind in name:
+                    found[kind.removeprefix("ray::")] = process.memory_info().rss / 1e6
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+def cycle(elastic: ElasticRun, harm: tuple[str, str], *, engines: int) -> str:
+    """Adds engines and takes them out, with one harm meanwhile; returns how both orders ended."""
+    victim, state = harm
+    ends = []
+    for way, target in (("scale_out", 1 + engines), ("scale_in", 1)):
+        body = {"num_replicas": target}
+        if (state in JOINING) != (way == "scale_out"):
+            order = elastic.order(way, body)
+        elif victim == CANCEL:
+            order = cancelled(elastic, way, body, state=state)
+        else:
+            order = elastic.order(way, body, victim=victim, state=state)
+        ends.append(f"{way} {order['status']}" + (f" ({order['failure']})" if order["failure"] else ""))
+    if elastic.engines() != ["engine-0"]:  # the scale-in was cancelled
+        elastic.order("scale_in", {"num_replicas": 1, "force": True})
+    elastic.wait_alone()
+    return ", ".join(ends)
+
+
+def cancelled(elastic: ElasticRun, way: str, body: dict[str, Any], *, state: str) -> dict[str, Any]:
+    """Gives an order, cancels it in a state or when it has just left it, and returns its end."""
+    order = elastic.follow(way, elastic.ask("POST", f"/rollout/{way}", body), state)
+    elastic.ask("POST", f"/rollout/{way}/{order['request_id']}/cancel", refusals=(409,))
+    return elastic.follow(way, order)
+
+
+def cycles(folder: Path, *, times: int, seed: int, overrides: Sequence[str]) -> bool:
+    """Goes through ``times`` cycles; returns whether all ended and no sample was lost."""
+    chance = random.Random(seed)
+    planned = [HARMS[number % len(HARMS)] for number in range(times)]
+    chance.shuffle(planned)
+    with LiveRun(folder, *CYCLE_RUN, *overrides) as live:
+        live.wait_step(WARM_STEPS)
+        elastic = ElasticRun(live)
+        before: dict[str, float] = {}
+        for number, harm in enumerate(planned, start=1):
+            engines, began = chance.randint(1, MOST - 1), time.monotonic()
+            how = cycle(elastic, harm, engines=engines)
+            took = time.monotonic() - began
+            print(f"{number:>3}. {engines} engines, {' in '.join(harm)}: {how}; {took:.0f} s", flush=True)
+            before = before or memory(live)
+        after = memory(live)
+        step = elastic.ask("GET", "/run")["step"]
+        live.wait_step(step + 2)
+        elastic.ask("POST", "/run/stop")
+        run = live.finish()
+    for kind, megabytes in before.items():
+        print(f"{kind}: {megabytes:.0f} MB after the first cycle, {after[kind]:.0f} MB after the last")
+    print(books(run), flush=True)
+    return run.summary["ledger"]["lost"] == run.summary["ledger"]["trained_twice"] == 0
+
+
+# -- a gateway that nobody asks ---------------------------------------------------------------------------------------
+def pairs(folder: Path, *, times: int, overrides: Sequence[str]) -> bool:
+    """Compares samples a second with and without a gateway."""
+    rates: dict[str, list[float]] = {"local": [], "none": []}
+    for turn in range(times):
+        for name in sorted(rates, reverse=turn % 2 == 0):
+            settings = (f"gateway={name}", f"seed={turn}", *PAIR_RUN, *overrides)
+            rates[name].append(run_to_end(folder / f"{name}-{turn}", *settings).summary["samples_per_s"])
+    ratios = [one / other for one, other in zip(rates["local"], rates["none"], strict=True)]
+    print(f"samples/s with a gateway over without one: {', '.join(f'{one:.3f}' for one in ratios)}")
+    print(
+        f"  median {median(ratios):.4f} ({times} pairs), {median(rates['none']):.0f} samples/s without one", flush=True
+    )
+    return True
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--adds", type=int, default=0, help="how often one engine is added and taken out")
+    parser.add_argument("--cycles", type=int, default=0, help="how often engines come and go while something dies")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("overrides", nargs="*", help="key=value of the runs")
+    parser.add_argument("--stop", type=float, default=0.0, help="seconds for which newcomers are stopped")
+    parser.add_argument("--pairs", type=int, default=0, help="pairs of runs with and without a gateway")
+    given = parser.parse_args()
+    print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}", flush=True)
+    good = True
+    with tempfile.TemporaryDirectory(prefix="relax-elastic-") as folder:
+        if given.adds:
+            good &= adds(Path(folder) / "adds", times=given.adds, overrides=given.overrides)
+        if given.stop:
+            good &= stops(Path(folder) / "stops", seconds=given.stop, overrides=given.overrides)
+        if given.pairs:
+            good &= pairs(Path(folder), times=given.pairs, overrides=given.overrides)
+        if given.cycles:
+            good &= cycles(Path(folder) / "cycles", times=given.cycles, seed=given.seed, overrides=given.overrides)
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,4 @@
+"""Engines that join and leave a run while it trains.
+
+Start reading in ``engine_changes.py``.
+"""

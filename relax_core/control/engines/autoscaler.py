@@ -1,0 +1,219 @@
+"""Orders more engines while the trainer waits for samples, and fewer while it does not and engines are idle.
+
+It looks at what matters to the run: the share of the train steps' time in which the trainer waits. Busy engines are no
+reason for more of them while the trainer waits for nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import sqlite3
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from relax_core.config.schema import RelaxConfig
+from relax_core.control.health.heartbeats import Beat
+from relax_core.gateway.order_book import OrderBook, OrderRefused, State
+from relax_core.gateway.scale_book import ScaleBook, ScaleDecision
+from relax_core.observe.service.records import ACTOR, MetricRecord
+
+OUT_WAIT, IN_WAIT = 0.20, 0.05  # shares of the steps' time: above the first one more engine, below the second one fewer
+IN_IDLE = 0.5  # an engine goes only if all were idle for more than this share of the time
+LOAD_S = 1.0  # how often the load of the engines is noted, and a decision is made
+HELD = 10  # cooldowns for which a number of engines that was too small is not gone back to
+TIMEOUT_S = 600.0  # of an order
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Signals:
+    """Holds the numbers of one window, which are those of `ScaleDecision`."""
+
+    wait_share: float
+    waiting: float
+    idle_share: float
+
+
+class SignalWindow:
+    """Holds what was seen in the newest ``window_s`` seconds; all times are in seconds of one clock."""
+
+    def __init__(self, window_s: float) -> None:
+        self._window_s = window_s
+        self._since: float | None = None
+        self._steps: deque[tuple[float, float, float]] = deque()  # when it ended, its seconds, those of waiting
+        self._loads: deque[tuple[float, int, int]] = deque()  # when, samples that ran, samples that waited
+
+    def clear(self) -> None:
+        """Forgets everything, because the number of engines changes."""
+        self._since = None
+        self._steps.clear()
+        self._loads.clear()
+
+    def add_step(self, now: float, *, step_s: float, wait_s: float) -> None:
+        """Notes a train step that has ended."""
+        self._steps.append((now, step_s, wait_s))
+
+    def add_load(self, now: float, *, running: int, waiting: int) -> None:
+        """Notes the samples of all engines together."""
+        self._since = now if self._since is None else self._since
+        self._loads.append((now, running, waiting))
+
+    def signals(self, now: float) -> Signals | None:
+        """Returns the numbers, or None while the window is not full or no train step ended in it."""
+        for seen in (self._steps, self._loads):
+            while seen and seen[0][0] < now - self._window_s:
+                seen.popleft()
+        if self._since is None or now - self._since < self._window_s or not self._steps or not self._loads:
+            return None
+        steps_s = sum(step_s for _, step_s, _ in self._steps)
+        return Signals(
+            wait_share=sum(wait_s for *_, wait_s in self._steps) / steps_s if steps_s else 0.0,
+            waiting=sum(waiting for *_, waiting in self._loads) / len(self._loads),
+            idle_share=sum(not running + waiting for _, running, waiting in self._loads) / len(self._loads),
+        )
+
+
+class ScaleRules:
+    """Decides about the number of engines, which stays between ``least`` and ``most``.
+
+    After a change nothing changes for ``cooldown_s`` seconds. A number of engines from which the run had to go up again
+    is not gone back to for `HELD` cooldowns, so a load between two numbers does not make engines come and go.
+    """
+
+    def __init__(self, *, least: int, most: int, cooldown_s: float) -> None:
+        assert least <= most
+        self._least, self._most = least, most
+        self._cooldown_s = cooldown_s
+        self._changed = -math.inf
+        self._too_few: dict[int, float] = {}  # a number of engines that was too small → when that was seen
+
+    def decide(self, now: float, *, engines: int, signals: Signals | None) -> tuple[int, str]:
+        """Returns how many engines the run is to have, and why; call `changed` if that comes about."""
+        if signals is None:
+            return engines, "the window is not full yet"
+        told = f"the trainer waits {signals.wait_share:.0%} of its steps' time"
+        if now - self._changed < self._cooldown_s:
+            return engines, f"{told}; the last change is less than cooldown_s={self._cooldown_s:g} ago"
+        if signals.wait_share > OUT_WAIT:
+            if not signals.waiting:
+                return engines, f"{told}, but no sample waits in an engine, so one more would get none"
+            if engines >= self._most:
+                return engines, f"{told}; more than {self._most} engines are not allowed or would get no samples"
+            return engines + 1, f"{told}, more than {OUT_WAIT:.0%}, and {signals.waiting:.1f} samples wait in engines"
+        if signals.wait_share < IN_WAIT and signals.idle_share > IN_IDLE:
+            told += f", less than {IN_WAIT:.0%}, and engines were idle {signals.idle_share:.0%} of the time"
+            if engines <= self._least:
+                return engines, f"{told}; {self._least} engines stay"
+            if now - self._too_few.get(engines - 1, -math.inf) < HELD * self._cooldown_s:
+                return engines, f"{told}; {engines - 1} engines were too few before"
+            return engines - 1, told
+        return engines, told
+
+    def changed(self, now: float, *, engines: int, target: int) -> None:
+        """Notes that the number of engines changes."""
+        self._changed = now
+        if target > engines:
+            self._too_few[engines] = now
+
+
+def usable_engines(config: RelaxConfig) -> int:
+    """Returns how many engines the samples in flight can fill; more of them would have nothing to do."""
+    rollout = config.rollout
+    groups = (1 + config.mode.max_staleness) * rollout.prompts_per_step + rollout.spare_prompts
+    return math.ceil(groups * config.algo.group_size / config.engine.max_running_samples)
+
+
+class Autoscaler:
+    """Looks at one run and orders engines through its order book, as a client would.
+
+    ``clock`` returns monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        config: RelaxConfig,
+        orders: OrderBook,
+        decisions: ScaleBook,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        settings = config.engine.autoscaler
+        least = max(config.engine.count, settings.min_count)
+        most = max(least, min(config.engine.elastic.max_count, usable_engines(config)))
+        self._rules = ScaleRules(least=least, most=most, cooldown_s=settings.cooldown_s)
+        self._window = SignalWindow(settings.window_s)
+        self._orders, self._decisions, self._clock = orders, decisions, clock
+        self._looked = -math.inf
+        self._began = time.time()
+
+    def tick(self, records: Iterable[MetricRecord], beats: Mapping[str, Beat], *, stopping: bool) -> None:
+        """Notes what has happened, and decides once a second; ``records`` are the new ones.
+
+        Where the book cannot be used now, the next second decides.
+        """
+        now = self._clock()
+        for record in records:
+            if record.source == ACTOR and record.time_s >= self._began:  # not those of an attempt before
+                values = record.values
+                self._window.add_step(now, step_s=values["step_ms"] / 1e3, wait_s=values["wait_ms"] / 1e3)
+        if now - self._looked < LOAD_S:
+            return
+        self._looked = now
+        try:
+            if not self._decisions.enabled() or stopping:
+                self._window.clear()
+                return
+            self._note_load(now, beats)
+            self._decide(now)
+        except sqlite3.OperationalError as error:
+            log.info("the autoscaler waits, because the order book cannot be used: %s", error)
+
+    def _note_load(self, now: float, beats: Mapping[str, Beat]) -> None:
+        statuses = [beat.status for beat in beats.values() if beat.life == "alive" and beat.status is not None]
+        loads = [one.engine for one in statuses if one.engine is not None and one.engine.running is not None]
+        if loads:
+            waiting = sum(one.waiting or 0 for one in loads)
+            self._window.add_load(now, running=sum(one.running or 0 for one in loads), waiting=waiting)
+
+    def _decide(self, now: float) -> None:
+        engines = sum(row.present for row in self._orders.engines())
+        if busy := next((one.id for one in self._orders.open_orders()), None):
+            self._window.clear()
+            reason = f"order {busy} is under way"
+            self._decisions.write(
+                ScaleDecision(at=time.time(), action="none", reason=reason, engines=engines, target=engines)
+            )
+            return
+        signals = self._window.signals(now)
+        target, reason = self._rules.decide(now, engines=engines, signals=signals)
+        decision = ScaleDecision(
+            at=time.time(),
+            action="none" if target == engines else "out" if target > engines else "in",
+            reason=reason,
+            engines=engines,
+            target=target,
+            wait_share=None if signals is None else signals.wait_share,
+            waiting=None if signals is None else signals.waiting,
+            idle_share=None if signals is None else signals.idle_share,
+            order="" if target == engines else self._place(target, more=target > engines),
+        )
+        if target != engines:
+            self._rules.changed(now, engines=engines, target=target)
+            self._window.clear()
+        self._decisions.write(decision)
+
+    def _place(self, target: int, *, more: bool) -> str:
+        """Places the order and returns its id; "" if a client was faster."""
+        pending: Callable[..., State] = lambda engines: "PENDING"  # noqa: E731
+        body = (
+            {"num_replicas": target, "partial": "rollback_all", "timeout_secs": TIMEOUT_S}
+            if more
+            else {"num_replicas": target, "engine_ids": None, "force": False, "timeout_secs": None}
+        )
+        try:
+            return self._orders.place("scale_out" if more else "scale_in", body, decide=pending)[0].id
+        except OrderRefused:
+            return ""

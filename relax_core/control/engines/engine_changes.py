@@ -1,0 +1,242 @@
+"""Brings engines into a running attempt of the services and takes them out again, without waiting for them.
+
+An engine that joins gets prompts only once it serves the newest published weights. An engine that leaves gets no new
+prompts; it finishes its open samples, or other engines continue them. Then its owner and its processes end.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import ray
+from ray.exceptions import RayError
+
+from relax_core.control.engines.engine_set import EngineSet
+from relax_core.control.health.heartbeats import Beat
+from relax_core.roles.process.role_context import ENGINE, worker_name
+from relax_core.roles.process.worker import EngineReport
+from relax_core.weights.version_folder import PublishedUnreadable, read_latest
+
+STOP_S = 10.0  # how long an owner may take to end its engine before both are killed
+# Its owner starts; the owner starts the engine and asks whether it answers; it gets its weights; it serves.
+JoinStage = Literal["CREATING", "HEALTH_CHECKING", "WEIGHT_SYNCING", "ACTIVE"]
+MOVE_S = 10.0  # how long the samples of a leaving engine may take to be aborted before it counts as lost
+log = logging.getLogger(__name__)
+
+
+class Probe(Protocol):
+    """Declares the part of `relax_core.control.engines.engine_probe.EngineProbe` that is used here."""
+
+    def start(self, url: str, *, reference: str) -> Future[str]:
+        """Starts a comparison; its result is "", or why the engine at ``url`` must not serve."""
+
+
+class EngineServices(Protocol):
+    """Declares the part of the services that is used here."""
+
+    def start_engine(self, number: int) -> None:
+        """Starts the owner of an engine."""
+
+    def stop_engine(self, number: int, *, timeout_s: float) -> Any:
+        """Asks an engine's owner to end; returns the Ray reference of the answer."""
+
+    def remove_engine(self, number: int) -> None:
+        """Kills what is left of an engine and forgets it."""
+
+    def open_samples(self, number: int) -> list[Any]:
+        """Asks each rollout worker how many samples an engine owes it; returns the Ray references of the answers."""
+
+
+@dataclass(kw_only=True)
+class _Joining:
+    """Is an engine that joins until ``deadline``.
+
+    ``wanted`` is the version that was the newest when it was up. ``probed`` is its comparison with another engine.
+    """
+
+    deadline: float
+    wanted: int | None = None
+    stage: JoinStage = "CREATING"
+    probed: Future[str] | None = None
+
+
+@dataclass(kw_only=True)
+class _Leaving:
+    """Is an engine that leaves; ``asked`` are the answers of the rollout workers that are awaited."""
+
+    move_at: float
+    asked: list[Any] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Ending:
+    """Is an engine that is in no list any more, whose owner ends."""
+
+    answer: Any
+    deadline: float
+
+
+class EngineChanges:
+    """Moves engines of one attempt on at each `tick`, which takes milliseconds.
+
+    ``folder`` holds the attempt's published weights. ``join_timeout_s`` is how long an engine may take to join, and
+    ``drain_timeout_s`` how long one that leaves may take to finish its open samples; what is open then is moved to
+    other engines. ``probe`` compares an engine that has its weights with one of the start. ``clock`` returns monotonic
+    seconds.
+    """
+
+    def __init__(
+        self,
+        engines: EngineSet,
+        services: EngineServices,
+        *,
+        folder: Path,
+        join_timeout_s: float,
+        drain_timeout_s: float,
+        probe: Probe,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._engines = engines
+        self._services = services
+        self._folder = folder
+        self._join_timeout_s = join_timeout_s
+        self._drain_timeout_s = drain_timeout_s
+        self._probe = probe
+        self._clock = clock
+        self._joining = {one: self._deadline_of_join() for one in engines.added("joining")}
+        self._leaving: dict[int, _Leaving] = {}
+        self._ending: dict[int, _Ending] = {}
+
+    def _deadline_of_join(self) -> _Joining:
+        return _Joining(deadline=self._clock() + self._join_timeout_s)
+
+    def join(self, number: int, url: str = "") -> None:
+        """Starts an engine with a reserved number, which joins; one with a ``url`` runs already."""
+        self._engines.add(number, url)
+        self._joining[number] = self._deadline_of_join()
+        self._services.start_engine(number)
+
+    def stage(self, number: int) -> JoinStage:
+        """Returns how far an engine has come that joins, or has joined."""
+        return self._joining[number].stage if number in self._joining else "ACTIVE"
+
+    def leave(self, number: int, *, at_once: bool = False, timeout_s: float | None = None) -> None:
+        """Lets an added engine leave; with ``at_once`` its open samples are moved now. One that joins ends now.
+
+        ``timeout_s`` replaces ``drain_timeout_s``.
+        """
+        if self._joining.pop(number, None) is not None:
+            self._remove(number)
+            return
+        self._engines.set_state(number, "moving" if at_once else "leaving")
+        drain_s = self._drain_timeout_s if timeout_s is None else timeout_s
+        self._leaving[number] = _Leaving(move_at=self._clock() + (0.0 if at_once else drain_s))
+
+    def stay(self, number: int) -> bool:
+        """Lets an engine serve again that leaves; returns False if it has left the list already."""
+        if self._leaving.pop(number, None) is None:
+            return False
+        self._engines.set_state(number, "serving")
+        return True
+
+    def draining(self) -> Collection[int]:
+        """Returns the engines that leave and can still stay."""
+        return self._leaving.keys()
+
+    def leaving(self) -> Collection[int]:
+        """Returns the engines whose leaving has not ended, those whose processes end included."""
+        return {*self._leaving, *self._ending}
+
+    def tick(self, beats: Mapping[str, Beat], *, ended: Mapping[str, str]) -> None:
+        """Moves each engine on by its owner's newest heartbeat; ``ended`` are the owners that have ended, and why."""
+        for number in self._engines.added("joining", "serving", "leaving", "moving"):
+            if why := ended.get(worker_name(ENGINE, number)):
+                self.fail(number, why)
+        for number, joining in list(self._joining.items()):
+            self._tick_joining(number, joining, beats)
+        for number, leaving in list(self._leaving.items()):
+            self._tick_leaving(number, leaving)
+        for number, ending in list(self._ending.items()):
+            if self._clock() > ending.deadline or ray.wait([ending.answer], timeout=0)[0]:
+                del self._ending[number]
+                self._services.remove_engine(number)
+
+    def _tick_joining(self, number: int, joining: _Joining, beats: Mapping[str, Beat]) -> None:
+        beat, report = beats.get(worker_name(ENGINE, number)), _report(beats, number)
+        if beat is not None and beat.life == "alive":
+            joining.stage = "HEALTH_CHECKING" if report is None else "WEIGHT_SYNCING"
+        if joining.probed is not None and joining.probed.done():
+            if why := joining.probed.result():
+                self.fail(number, why)
+            else:
+                del self._joining[number]
+                self._engines.set_state(number, "serving")
+            return
+        if joining.wanted is None and report is not None:
+            joining.wanted = self._newest()
+        ready = report is not None and joining.wanted is not None and report.version >= joining.wanted
+        if report is not None and ready and joining.probed is None:
+            if (reference := self._reference(beats)) is not None:
+                joining.probed = self._probe.start(report.url, reference=reference)
+        elif self._clock() > joining.deadline:
+            had = "is not up" if report is None else f"serves weights {report.version} and not {joining.wanted}"
+            had = "was not compared with another engine" if ready else had
+            self.fail(number, f"it {had} after {self._join_timeout_s:g} s")
+
+    def _reference(self, beats: Mapping[str, Beat]) -> str | None:
+        """Returns the address of an engine of the start that has weights, or None."""
+        reports = (_report(beats, number) for number in range(self._engines.count))
+        return next((one.url for one in reports if one is not None and one.version >= 0), None)
+
+    def _newest(self) -> int | None:
+        try:
+            latest = read_latest(self._folder)
+        except PublishedUnreadable as error:
+            log.warning("%s", error)
+            return None
+        return None if latest is None else latest.version
+
+    def _tick_leaving(self, number: int, leaving: _Leaving) -> None:
+        now = self._clock()
+        if self._owes_nothing(number, leaving) or now > leaving.move_at + MOVE_S:
+            del self._leaving[number]
+            self._remove(number)
+        elif now >= leaving.move_at and number not in self._engines.added("moving"):
+            self._engines.set_state(number, "moving")
+
+    def _owes_nothing(self, number: int, leaving: _Leaving) -> bool:
+        """Asks the rollout workers again and again, and is True when all have answered that it owes them nothing."""
+        if not leaving.asked:
+            leaving.asked = self._services.open_samples(number)
+        if len(ray.wait(leaving.asked, num_returns=len(leaving.asked), timeout=0)[0]) < len(leaving.asked):
+            return False
+        answers, leaving.asked = leaving.asked, []
+        try:
+            return not any(ray.get(answers, timeout=0))
+        except RayError as error:  # a rollout worker restarts, and its successor is asked
+            log.info("%s: %s", worker_name(ENGINE, number), error)
+            return False
+
+    def fail(self, number: int, why: str) -> None:
+        """Takes an added engine out at once because it failed; ``why`` says how."""
+        log.warning("%s leaves the run: %s", worker_name(ENGINE, number), why)
+        self._joining.pop(number, None)
+        self._leaving.pop(number, None)
+        self._remove(number, failure=why)
+
+    def _remove(self, number: int, *, failure: str = "") -> None:
+        self._engines.remove(number, failure=failure)
+        answer = self._services.stop_engine(number, timeout_s=STOP_S)
+        self._ending[number] = _Ending(answer=answer, deadline=self._clock() + STOP_S)
+
+
+def _report(beats: Mapping[str, Beat], number: int) -> EngineReport | None:
+    """Returns what the owner of an engine tells of it, or None if the owner or the engine is not up."""
+    beat = beats.get(worker_name(ENGINE, number))
+    return beat.status.engine if beat is not None and beat.life == "alive" and beat.status is not None else None

@@ -1,0 +1,291 @@
+"""Executes the orders of the run's order book: engines are added and taken out, and the run is stopped.
+
+The controller calls it a few times a second. It keeps nothing that is not in the book or in the set of engines, so
+another attempt, or another controller, goes on with the orders that are open.
+"""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from relax_core.control.engines.engine_changes import EngineChanges
+from relax_core.control.engines.engine_set import EngineSet
+from relax_core.control.health.heartbeats import Beat
+from relax_core.gateway.order_book import CONTROLLER_BUSY_S, EngineRow, Order, OrderBook, RunRow, State, engine_id
+from relax_core.roles.process.role_context import ENGINE, worker_name
+from relax_core.weights.engine_members import STARTED, EngineMember
+
+WRITE_S = 1.0  # the longest time after which the book says where the run stands
+log = logging.getLogger(__name__)
+
+
+def open_book(run_dir: Path, *, count: int, anew: bool) -> tuple[OrderBook, EngineSet]:
+    """Opens the order book of a run and returns it with the engines that the book says the run has.
+
+    ``count`` is that of the configuration. ``anew`` says that a command begins: then what an earlier one has left open
+    is ended, and the run has the engines of the configuration.
+    """
+    book = OrderBook(run_dir, busy_s=CONTROLLER_BUSY_S)
+    if anew:
+        book.end_orders()
+    rows = [row for row in book.engines() if row.origin != "start"]
+    present = {row.number: row.url if row.origin == "external" else "" for row in rows if row.present}
+    engines = EngineSet(count, added=present, used=book.newest_engine())
+    engines.failures |= {row.number: row.failure for row in rows if row.state == "failed"}
+    return book, engines
+
+
+def end_book(book: OrderBook) -> None:
+    """Ends what is open because the run has ended; if the book cannot be used now, the next command's start does it."""
+    try:
+        book.end_orders()
+    except sqlite3.OperationalError as error:
+        log.warning("orders for engines stay open until the next command in this folder: %s", error)
+
+
+class EngineOrders:
+    """Moves the open orders on for one attempt of the services.
+
+    ``changes`` and ``engines`` are those of the attempt and of the run; ``kind`` is that of the engines, and ``steps``
+    is run.steps. ``stop`` asks the run to end with a checkpoint. ``record`` records numbers of engines after so many
+    train steps.
+    """
+
+    def __init__(
+        self,
+        book: OrderBook,
+        changes: EngineChanges,
+        engines: EngineSet,
+        *,
+        kind: str,
+        steps: int,
+        stop: Callable[[], None],
+        record: Callable[[int, Mapping[str, float]], None],
+    ) -> None:
+        self._kind = kind
+        self._record = record
+        self._recorded = -1  # train steps done when the numbers of engines were recorded last
+        self._book = book
+        self._changes = changes
+        self._engines = engines
+        self._steps = steps
+        self._stop = stop
+        self._rows = {row.number: row for row in book.engines()}
+        self._written = 0.0
+        self._run: RunRow | None = None
+        self._unwritable = ""  # why the last tick could not use the book
+
+    def tick(self, beats: Mapping[str, Beat], *, step: int, trained: bool, stopping: bool) -> None:
+        """Moves each open order on; ``trained`` says that a train step of this start is done.
+
+        A book that another process holds, or that cannot be written, is named in the log. Training goes on, and so do
+        the orders at the first tick that can use the book.
+        """
+        try:
+            self._tick(beats, step=step, trained=trained, stopping=stopping)
+        except sqlite3.OperationalError as error:
+            if str(error) != self._unwritable:
+                log.warning("orders for engines wait, because the order book cannot be used: %s", error)
+            self._unwritable = str(error)
+        else:
+            self._unwritable = ""
+
+    def _tick(self, beats: Mapping[str, Beat], *, step: int, trained: bool, stopping: bool) -> None:
+        self._write(beats, step=step, stopping=stopping)
+        orders = self._book.open_orders()
+        for order in orders:
+            if order.kind == "stop":
+                self._tick_stop(order, trained=trained, stopping=stopping)
+        for place, order in enumerate(one for one in orders if one.kind != "stop"):
+            if place:  # it waits for the first one
+                if order.cancel:
+                    self._book.move(order, "CANCELLED")
+            elif order.kind == "scale_out":
+                self._tick_out(order)
+            else:
+                self._tick_in(order)
+
+    def _tick_stop(self, order: Order, *, trained: bool, stopping: bool) -> None:
+        if order.state == "STOPPING" and stopping:
+            return
+        if order.cancel:
+            self._book.move(order, "CANCELLED")
+        elif trained or stopping:
+            self._book.move(order, "STOPPING")
+            self._stop()
+
+    # -- engines that come --------------------------------------------------------------------------------------------
+    def _tick_out(self, order: Order) -> None:
+        if order.cancel:
+            self._take_back(order, "CANCELLED")
+        elif order.failure and not (_keeps(order) and set(order.engines) - self._engines.failures.keys()):
+            self._take_back(order, "FAILED")
+        elif order.state == "PENDING" and order.body.get("engine_urls"):
+            self._follow(self._book.move(order, "CONNECTING", engines=self._numbered(order.body["engine_urls"])))
+        elif order.state == "PENDING":
+            missing = int(order.body["num_replicas"]) - len(self._engines.present())
+            self._follow(self._book.move(order, "CREATING", engines=self._engines.reserve(max(0, missing))))
+        else:
+            self._follow(order)
+
+    def _numbered(self, urls: Sequence[str]) -> list[int]:
+        """Returns a number for each server, and writes which address has it before any of them joins.
+
+        A server that is in was brought in by this order, before a controller was killed.
+        """
+        present = set(self._engines.present())
+        numbers = {one.url: one.number for one in self._engines.members() if one.url and one.number in present}
+        new = {url: self._engines.reserve(1)[0] for url in urls if url not in numbers}
+        rows = [
+            EngineRow(number=number, origin="external", state="joining", since=time.time(), kind=self._kind, url=url)
+            for url, number in new.items()
+        ]
+        if rows:
+            self._book.write_engines(rows)
+        self._rows |= {row.number: row for row in rows}
+        return [(numbers | new)[url] for url in urls]
+
+    def _follow(self, order: Order) -> None:
+        """Writes the state of an order whose engines join; one that fails or is late fails the order.
+
+        With partial=keep_partial the other engines of the order go on, and the order fails only without any.
+        """
+        if failures := {one: why for one, why in self._engines.failures.items() if one in order.engines}:
+            self._give_up(order, failures)
+            return
+        for number in set(order.engines) - set(self._engines.present()):
+            row = self._rows.get(number)  # of an external engine, which has one before it joins
+            # The order is new, or a controller was killed before it had started the engine.
+            self._changes.join(number, "" if row is None or row.origin != "external" else row.url)
+        age_s = time.time() - order.history[:2][-1].at  # since it was its turn
+        stages: list[State] = [self._changes.stage(number) for number in order.engines]
+        if set(stages) <= {"ACTIVE"}:
+            self._book.move(self._book.move(order, "READY"), "ACTIVE")
+        elif age_s > (limit := float(order.body["timeout_secs"])):
+            for number in order.engines:
+                if self._changes.stage(number) != "ACTIVE":
+                    self._changes.fail(number, f"it did not serve within timeout_secs={limit:g}")
+        else:
+            order_of: list[State] = ["CREATING", "CONNECTING", "HEALTH_CHECKING", "WEIGHT_SYNCING", "ACTIVE"]
+            least = min(stages, key=order_of.index)
+            if order_of.index(least) > order_of.index(order.state):
+                self._book.move(order, least)
+
+    def _give_up(self, order: Order, failures: Mapping[int, str]) -> None:
+        """Writes why engines of an order do not join; those that are kept stay in the order."""
+        words = [f"{worker_name(ENGINE, number)}: {why}" for number, why in failures.items()]
+        text = "; ".join([order.failure, *words] if order.failure else words)
+        kept = [number for number in order.engines if number not in failures]
+        engines = kept if _keeps(order) and kept else order.engines
+        self._book.move(order, order.state, engines=engines, failure=text)
+
+    def _take_back(self, order: Order, end: State) -> None:
+        """Takes the engines of an order out again, and ends the order when they are gone."""
+        for number in set(order.engines) & set(self._engines.present()):
+            self._changes.leave(number)
+        if not set(order.engines) & {*self._engines.present(), *self._changes.leaving()}:
+            self._book.move(order, end)
+
+    # -- engines that go ----------------------------------------------------------------------------------------------
+    def _tick_in(self, order: Order) -> None:
+        if order.state == "PENDING":
+            if order.cancel:
+                self._book.move(order, "CANCELLED")
+                return
+            order = self._book.move(order, "DRAINING", engines=self._chosen(order))
+        if not order.cancel:
+            for number in set(order.engines) & set(self._engines.present()):
+                self._changes.leave(number, at_once=bool(order.body["force"]), timeout_s=order.body["timeout_secs"])
+        open_ones = set(order.engines) & set(self._changes.draining())
+        if order.cancel and order.state == "DRAINING":
+            for number in open_ones:
+                self._changes.stay(number)
+            left = [number for number in order.engines if number not in open_ones]
+            self._book.move(order, "CANCELLED", engines=left)
+        elif not set(order.engines) & set(self._changes.leaving()):
+            self._book.move(self._book.move(order, "REMOVING"), "COMPLETED")
+        elif not open_ones:
+            self._book.move(order, "REMOVING")
+
+    def _chosen(self, order: Order) -> list[int]:
+        """Returns the engines that go: the named ones, or the newest ones beyond the number that stays."""
+        added = [one for one in self._engines.present() if one >= self._engines.count]
+        if order.body.get("engine_ids"):
+            return [number for number in order.body["engine_ids"] if number in added]
+        more = len(self._engines.present()) - int(order.body["num_replicas"])
+        return added[max(0, len(added) - more) :] if more > 0 else []
+
+    # -- what the book says of the run --------------------------------------------------------------------------------
+    def _write(self, beats: Mapping[str, Beat], *, step: int, stopping: bool) -> None:
+        """Writes changes of the engines' states at once, and everything else once a second if it has changed."""
+        now = time.time()
+        rows = {one.number: self._row(one, beats, now=now, step=step) for one in self._engines.members()}
+        for number in self._engines.failures.keys() - rows.keys() - self._rows.keys():  # it failed before it had a row
+            self._rows[number] = EngineRow(number=number, origin="added", state="joining", since=now)
+        for number, row in self._rows.items():
+            if number not in rows:
+                failure = self._engines.failures.get(number, "")
+                state = "failed" if failure else "left"
+                if row.state != state:
+                    to_step = None if row.from_step is None else step
+                    row = msgspec.structs.replace(row, state=state, since=now, to_step=to_step)
+                    row = msgspec.structs.replace(row, running=None, waiting=None, tokens_per_s=None)
+                rows[number] = msgspec.structs.replace(row, failure=failure)
+        moved = any(number not in self._rows or self._rows[number].state != row.state for number, row in rows.items())
+        if not moved and now - self._written < WRITE_S:
+            return
+        self._written = now
+        if changed := [row for number, row in rows.items() if row != self._rows.get(number)]:
+            self._book.write_engines(changed)
+        self._rows = rows
+        run = RunRow(at=now, step=step, steps=self._steps, stopping=stopping)
+        if self._run is None or msgspec.structs.replace(run, at=self._run.at) != self._run:
+            self._book.write_run(run)
+            self._run = run
+        if step != self._recorded:
+            self._recorded = step
+            self._record(step, _numbers(rows.values()))
+
+    def _row(self, member: EngineMember, beats: Mapping[str, Beat], *, now: float, step: int) -> EngineRow:
+        number, state = member.number, member.state
+        beat, known = beats.get(worker_name(ENGINE, number)), self._rows.get(number)
+        status = None if beat is None or beat.life != "alive" else beat.status
+        report = None if status is None else status.engine
+        from_step = None if known is None else known.from_step
+        return EngineRow(
+            number=number,
+            origin=member.origin,
+            state=state,
+            since=now if known is None or known.state != state else known.since,
+            url=member.url if report is None else report.url,
+            version=-1 if report is None else report.version,
+            restarts=0 if status is None else status.restarts,
+            failure="" if status is None else status.last_restart,
+            kind=self._kind,
+            from_step=step if from_step is None and state != "joining" else from_step,
+            running=None if report is None else report.running,
+            waiting=None if report is None else report.waiting,
+            tokens_per_s=None if report is None else report.tokens_per_s,
+        )
+
+
+def _numbers(rows: Iterable[EngineRow]) -> dict[str, float]:
+    """Returns what is known of the engines that serve or have served prompts and are still in, by id and name."""
+    found: dict[str, float | None] = {}
+    for row in rows:
+        if row.state in STARTED:
+            told = {"version": row.version, "running": row.running, "waiting": row.waiting, "restarts": row.restarts}
+            numbers: dict[str, float | None] = {**told, "tokens_per_s": row.tokens_per_s}
+            found |= {f"{engine_id(row.number)}/{name}": value for name, value in numbers.items()}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _keeps(order: Order) -> bool:
+    """Says whether the engines of an order stay of which others failed."""
+    return bool(order.body["partial"] == "keep_partial")

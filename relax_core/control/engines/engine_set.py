@@ -1,0 +1,81 @@
+"""Holds the engines of a run over all attempts of its services, and writes their list for the other processes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from relax_core.weights.engine_members import EngineMember, MemberState, start_members, write_members
+
+
+class EngineSet:
+    """Holds the engines of the configuration, which never leave, and those that were added.
+
+    ``count`` is the number of the former. ``added`` has the numbers of engines that a controller before this one had
+    added, and the address of each external one, "" for the others. ``used`` is the largest number that an engine of the
+    run has ever had. The numbers from there on are free, and each is given out once.
+    """
+
+    def __init__(self, count: int, *, added: Mapping[int, str] | None = None, used: int = -1) -> None:
+        self.count = count
+        self.failures: dict[int, str] = {}  # added engines that were removed because they failed, and why
+        self._members = {member.number: member for member in start_members(count).members}
+        self._members |= {number: _joining(number, url) for number, url in (added or {}).items()}
+        self._next = max([used, *self._members]) + 1
+        self._folder: Path | None = None
+
+    def begin(self, folder: Path) -> None:
+        """Writes the list for a new attempt of the services, whose weights are published in ``folder``.
+
+        Engines that were leaving have left. Added ones join again, because they have the weights of no attempt before.
+        """
+        self._folder = folder
+        kept = [one for one in self._members.values() if one.state in ("joining", "serving")]
+        self._members = {one.number: one if one.origin == "start" else _joining(one.number, one.url) for one in kept}
+        self._write()
+
+    def reserve(self, engines: int) -> list[int]:
+        """Returns the numbers of so many engines that may be added."""
+        first, self._next = self._next, self._next + engines
+        return list(range(first, self._next))
+
+    def add(self, number: int, url: str = "") -> None:
+        """Adds an engine with a reserved number, which joins; ``url`` is the address of an external one."""
+        assert number < self._next and number not in self._members
+        self._members[number] = _joining(number, url)
+        self._write()
+
+    def set_state(self, number: int, state: MemberState) -> None:
+        """Changes the state of an added engine."""
+        assert self._members[number].origin != "start"
+        self._members[number] = msgspec.structs.replace(self._members[number], state=state)
+        self._write()
+
+    def remove(self, number: int, *, failure: str = "") -> None:
+        """Removes an added engine; ``failure`` says why if it failed."""
+        assert self._members.pop(number).origin != "start"
+        if failure:
+            self.failures[number] = failure
+        self._write()
+
+    def members(self) -> list[EngineMember]:
+        """Returns all engines in the order of their numbers."""
+        return [self._members[number] for number in sorted(self._members)]
+
+    def present(self) -> list[int]:
+        """Returns the numbers of the engines that serve or join, in order."""
+        return [one.number for one in self.members() if one.state in ("joining", "serving")]
+
+    def added(self, *states: MemberState) -> list[int]:
+        """Returns the numbers of the added and external engines in these states."""
+        return [one.number for one in self.members() if one.origin != "start" and one.state in states]
+
+    def _write(self) -> None:
+        if self._folder is not None:
+            write_members(self._folder, self._members.values())
+
+
+def _joining(number: int, url: str) -> EngineMember:
+    return EngineMember(number=number, origin="external" if url else "added", state="joining", url=url)

@@ -1,0 +1,171 @@
+"""Starts the gateway as a child process of the supervisor, starts it again if it dies, and ends it with the run."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import msgspec
+
+from relax_core.config.choices import ModeName
+from relax_core.config.schema import RelaxConfig
+from relax_core.contracts.stop_signals import STOP_SIGNALS
+from relax_core.engines.engine_process import first_line
+from relax_core.gateway.gateway_settings import FILE, GatewayAddress, GatewaySettings, Limits
+
+START_S = 60.0
+STOP_S = 5.0
+AGAIN_S = 1.0  # seconds between two starts of a gateway that dies
+
+
+class GatewayUnstarted(RuntimeError):
+    """Says why the gateway did not start."""
+
+
+@contextmanager
+def gateway(config: RelaxConfig) -> Iterator[GatewayProcess | None]:
+    """Runs the gateway of a run while the block runs; yields None with gateway=none.
+
+    Raises GatewayUnstarted if it does not start.
+    """
+    if config.gateway.name == "none":
+        yield None
+        return
+    process = GatewayProcess(config)
+    try:
+        yield process
+    finally:
+        process.stop()
+
+
+def limits_of(config: RelaxConfig) -> Limits:
+    """Returns which orders for engines a run takes."""
+    engine, refusal, no_more, no_urls = config.engine, "", "", ""
+    if config.mode.name is ModeName.colocate:
+        refusal = "mode=colocate: engines and trainer take turns in the same memory, so no engine comes or goes."
+    if engine.urls:
+        no_more = "engine.urls: somebody else started this run's engines. Start another server and send engine_urls."
+    else:
+        no_urls = "engine_urls: this run started its engines itself. Servers of others join runs with engine.urls only."
+        if config.placement.gpus_per_node:
+            no_more = "placement.gpus_per_node: engines on GPUs are placed at the start, and none comes or goes."
+    return Limits(
+        start=engine.count,
+        most=engine.elastic.max_count,
+        refusal=refusal,
+        no_more=no_more,
+        no_urls=no_urls,
+        hosts=engine.elastic.allowed_hosts,
+    )
+
+
+class GatewayProcess:
+    """Owns the gateway's process, which has the stop signals blocked, so that only the supervisor handles them."""
+
+    def __init__(self, config: RelaxConfig) -> None:
+        self._folder = Path(config.run.dir)
+        self._log = self._folder / "logs" / "gateway.log"
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        self._restarts_left = self._most_restarts = config.run.max_restarts
+        self._given_up = False
+        self._settings = GatewaySettings(
+            folder=str(self._folder),
+            host=config.gateway.host,
+            port=config.gateway.port,
+            hosts=[*config.gateway.allowed_hosts, config.gateway.host],
+            token=secrets.token_urlsafe(32),
+            limits=limits_of(config),
+        )
+        self._process = self._start()
+        self._started = time.monotonic()
+        address = self._first_address()
+        self._settings = msgspec.structs.replace(self._settings, port=int(address.url.rpartition(":")[2]), exact=True)
+        self._greet(address)
+
+    @property
+    def pid(self) -> int:
+        """Returns the process id of the gateway."""
+        return self._process.pid
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        try:
+            with self._log.open("ab") as log:
+                process = subprocess.Popen(
+                    [sys.executable, "-m", "relax_core.gateway"],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=log,
+                    bufsize=0,
+                    start_new_session=True,
+                )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
+        assert process.stdin is not None
+        with suppress(BrokenPipeError):  # it has died already, which `check` and `_first_address` see
+            process.stdin.write(msgspec.json.encode(self._settings) + b"\n")
+        return process
+
+    def _first_address(self) -> GatewayAddress:
+        assert self._process.stdout is not None
+        line = first_line(self._process.stdout, deadline=time.monotonic() + START_S)
+        if not line.endswith(b"\n"):
+            code = self._process.poll()
+            how = f"no answer in {START_S:g} s" if code is None else f"it ended with exit code {code}"
+            self.stop()
+            raise GatewayUnstarted(f"the gateway did not start: {how}; see {self._log}")
+        return msgspec.json.decode(line, type=GatewayAddress)
+
+    def _greet(self, address: GatewayAddress) -> None:
+        port = self._settings.port
+        lines = [f"gateway: {address.url}; its token is in {self._folder / FILE}"]
+        if os.environ.get("SSH_CONNECTION"):
+            lines.append(f"from your machine: ssh -L {port}:{self._settings.host}:{port} {socket.gethostname()}")
+        _report(*lines)
+
+    def check(self) -> None:
+        """Starts the gateway again if it has died, at most run.max_restarts times, under its port and its token."""
+        code = self._process.poll()
+        if code is None or self._given_up or time.monotonic() - self._started < AGAIN_S:
+            return
+        if not self._restarts_left:
+            self._given_up = True
+            (self._folder / FILE).unlink(missing_ok=True)
+            _report(
+                f"the gateway ended with exit code {code} after run.max_restarts={self._most_restarts} restarts, and "
+                f"the run takes no more orders; see {self._log}"
+            )
+            return
+        self._restarts_left -= 1
+        self._started = time.monotonic()
+        self._close_pipes()
+        self._process = self._start()
+
+    def stop(self) -> None:
+        """Ends the gateway by closing its stdin, after some seconds by SIGKILL, and removes its address."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait(STOP_S)
+        self._close_pipes()
+        (self._folder / FILE).unlink(missing_ok=True)
+
+    def _close_pipes(self) -> None:
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+
+def _report(*lines: str) -> None:
+    print("\n".join(f"relax: {line}" for line in lines), file=sys.stderr, flush=True)

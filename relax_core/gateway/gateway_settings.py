@@ -1,0 +1,47 @@
+"""Holds what the gateway of a run is started with, and where it says how to reach it. It imports no web framework."""
+
+from __future__ import annotations
+
+import msgspec
+
+FILE = "gateway.json"  # in the run's folder
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """Holds what the configuration says of engines that come and go.
+
+    ``start`` is engine.count and ``most`` is engine.elastic.max_count. ``refusal`` says why this run can neither add
+    nor take out engines, ``no_more`` why it starts no engines, and ``no_urls`` why it takes no servers of somebody
+    else; each is "" if it can. ``hosts`` is engine.elastic.allowed_hosts.
+    """
+
+    start: int
+    most: int
+    refusal: str = ""
+    no_more: str = ""
+    no_urls: str = ""
+    hosts: list[str] = []
+
+
+class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Holds what the gateway of one run is started with.
+
+    ``folder`` is the run's. ``port`` is the first one that is tried, 0 takes any; with ``exact`` no other is tried.
+    ``hosts`` are further names in the Host header. ``token`` is what its clients show.
+    """
+
+    folder: str
+    host: str
+    port: int
+    hosts: list[str]
+    token: str
+    limits: Limits
+    exact: bool = False
+
+
+class GatewayAddress(msgspec.Struct, frozen=True, kw_only=True):
+    """Is the content of ``gateway.json``, which only the user may read."""
+
+    url: str
+    token: str
+    pid: int

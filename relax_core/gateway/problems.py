@@ -1,0 +1,85 @@
+"""Refuses HTTP requests with ``application/problem+json``: what is wrong, with key, value and fix."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+from typing import Any
+
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel
+
+PROBLEM = "application/problem+json"
+TYPE = "urn:relax:problem:"  # the type of a problem is this and its name
+STATUS_OF = {
+    "malformed": 400,
+    "unfit-address": 400,  # one of engine_urls
+    "not-in-this-run": 400,  # the run's configuration takes no such order
+    "too-few-engines": 400,
+    "too-many-engines": 400,
+    "no-token": 401,
+    "unknown-host": 403,
+    "unknown-id": 404,
+    "unknown-route": 404,
+    "unknown-method": 405,
+    "order-under-way": 409,
+    "other-body": 409,  # of an Idempotency-Key
+    "order-ended": 409,
+    "no-autoscaler": 409,  # in a run that starts no engines
+    "no-room": 409,  # for so many servers more
+    "engine-of-the-start": 409,  # it stays
+    "too-large": 413,
+    "no-json": 415,
+    "too-many-requests": 429,
+    "run-starts": 503,
+    "run-ends": 503,
+    "order-book-busy": 503,
+    "too-many-connections": 503,
+}
+
+
+class Problem(BaseModel):
+    """Is the body of every refusal.
+
+    ``type`` names what is wrong and is one of those in docs/elastic.md. ``key`` and ``value`` name the part of the
+    request that is wrong, ``fix`` what to send instead, and ``request_id`` the order that is in the way; each is null
+    where it says nothing.
+    """
+
+    type: str
+    title: str
+    status: int
+    detail: str
+    key: str | None = None
+    value: str | None = None
+    fix: str | None = None
+    request_id: str | None = None
+
+
+class Refusal(Exception):
+    """Ends a request with the problem ``name`` of `STATUS_OF`. ``headers`` are further headers of the answer."""
+
+    def __init__(self, name: str, detail: str, *, headers: dict[str, str] | None = None, **named: str | None) -> None:
+        super().__init__(detail)
+        self.status = STATUS_OF[name]
+        self._type = TYPE + name
+        self.headers = headers or {}
+        self._named = named
+
+    def response(self) -> JSONResponse:
+        """Returns the answer."""
+        title = HTTPStatus(self.status).phrase
+        words = {"type": self._type, "title": title, "status": self.status, "detail": str(self)}
+        problem = Problem.model_validate({**self._named, **words})
+        return JSONResponse(problem.model_dump(), status_code=self.status, headers=self.headers, media_type=PROBLEM)
+
+
+def responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """Returns what the schema says of the refusals of a route; each route has those of the first line."""
+    every = (400, 401, 403, 429, 503)
+    return {
+        status: {"description": HTTPStatus(status).phrase, "content": {PROBLEM: {"schema": _SCHEMA}}}
+        for status in (*every, *statuses)
+    }
+
+
+_SCHEMA = {"$ref": "#/components/schemas/Problem"}

@@ -1,0 +1,112 @@
+"""Serves the gateway on a port of this machine, and writes where it is into ``gateway.json`` of the run's folder."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import cast
+
+import msgspec
+import uvicorn
+
+from relax_core.engines.http_server.connections import BACKLOG, Connection, OpenConnections, connection_limit
+from relax_core.gateway.gateway_routes import application
+from relax_core.gateway.gateway_settings import FILE, GatewayAddress, GatewaySettings
+from relax_core.gateway.guard import Guard
+from relax_core.gateway.order_book import OrderBook
+from relax_core.gateway.scale_book import ScaleBook
+
+PORTS = 100  # ports from gateway.port on that are tried
+KEEP_ALIVE_S = 30
+BUSY_S = 2.0  # how long a request waits for a transaction of the controller
+GRACE_S = 1  # seconds that open requests get when the gateway ends
+
+
+class _Server(uvicorn.Server):
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leaves signals to the supervisor."""
+        yield
+
+
+def bind(settings: GatewaySettings) -> socket.socket:
+    """Returns a listener on the first free port. Raises OSError if there is none."""
+    ports = [settings.port] if settings.exact or not settings.port else range(settings.port, settings.port + PORTS)
+    for port in ports:
+        try:
+            listener = socket.create_server((settings.host, port), backlog=BACKLOG)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or port == ports[-1]:
+                raise
+            continue
+        # Connections inherit it. asyncio does not set it for a listener that it is given.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return listener
+    raise AssertionError("the last port raises")
+
+
+def write_address(folder: Path, address: GatewayAddress) -> None:
+    """Writes ``gateway.json``, which appears as a whole and is never readable by others."""
+    partial_file = folder / f".{FILE}.partial"
+    partial_file.unlink(missing_ok=True)
+    descriptor = os.open(partial_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with open(descriptor, "wb") as file:
+        file.write(msgspec.json.encode(address))
+    os.replace(partial_file, folder / FILE)
+
+
+async def serve(settings: GatewaySettings) -> None:
+    """Serves until standard input is closed. The first line on standard output is the address, in JSON."""
+    folder = Path(settings.folder)
+    listener = bind(settings)
+    port = listener.getsockname()[1]
+    address = GatewayAddress(url=f"http://{settings.host}:{port}", token=settings.token, pid=os.getpid())
+    book, scale_book = OrderBook(folder, busy_s=BUSY_S), ScaleBook(folder, busy_s=BUSY_S)
+    connections = OpenConnections(connection_limit())
+    server = _Server(
+        uvicorn.Config(
+            Guard(application(book, scale_book, settings.limits), token=settings.token, hosts=settings.hosts),
+            http=cast("type[asyncio.Protocol]", partial(Connection, connections)),
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level="error",
+            access_log=False,
+            server_header=False,
+            date_header=False,
+            proxy_headers=False,
+            backlog=BACKLOG,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=GRACE_S,
+        )
+    )
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    sweeping = asyncio.create_task(connections.sweep())
+    write_address(folder, address)
+    print(msgspec.json.encode(address).decode(), flush=True)
+    closed = asyncio.create_task(_closed_stdin())
+    await asyncio.wait({serving, closed}, return_when=asyncio.FIRST_COMPLETED)
+    server.should_exit = True
+    for task in (sweeping, closed):
+        task.cancel()
+    ended, _ = await asyncio.wait({serving}, timeout=GRACE_S + 1.0)
+    book.close()
+    scale_book.close()
+    for task in ended:
+        task.result()  # a server that failed ends the process with its error
+
+
+async def _closed_stdin() -> None:
+    """Returns when the supervisor has closed standard input, without a thread that would outlive the server."""
+    reader = asyncio.StreamReader()
+    protocol = asyncio.StreamReaderProtocol(reader)
+    await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, sys.stdin.buffer)
+    while await reader.read(1024):
+        pass

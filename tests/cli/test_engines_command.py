@@ -1,0 +1,164 @@
+"""`relax engines` against a real gateway, whose controller is a thread of the test."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from relax_core.__main__ import main
+from relax_core.config.compose import load_config
+from relax_core.control.supervision.gateway_process import GatewayProcess, gateway
+from relax_core.gateway.gateway_client import GatewayClient, GatewayUnreachable
+from relax_core.gateway.gateway_settings import FILE
+from relax_core.gateway.order_book import EngineRow, Order, OrderBook, RunRow
+
+DEADLINE_S = 120.0
+
+
+class Controller:
+    """Moves the orders of the book on; an order for four engines fails, and with ``slow`` none ends."""
+
+    def __init__(self, folder: Path) -> None:
+        self.slow = threading.Event()
+        self._ended = threading.Event()
+        self._book = OrderBook(folder)
+        self._book.write_run(RunRow(at=1.0, step=4, steps=9, stopping=False))
+        self._has([0])
+        self._thread = threading.Thread(target=self._work)
+        self._thread.start()
+
+    def end(self) -> None:
+        self._ended.set()
+        self._thread.join(DEADLINE_S)
+        self._book.close()
+
+    def _work(self) -> None:
+        while not self._ended.wait(0.02):
+            for order in self._book.open_orders():
+                self._tick(order)
+
+    def _tick(self, order: Order) -> None:
+        if order.cancel:
+            self._book.move(order, "CANCELLED")
+        elif self.slow.is_set():
+            self._book.move(order, "CREATING", engines=[2])
+        elif order.body["num_replicas"] == 4:
+            self._book.move(order, "FAILED", engines=[2, 3], failure="engine-3: no memory is left")
+        elif order.kind == "scale_out":
+            self._has([0, 1])
+            self._book.move(self._book.move(order, "CREATING", engines=[1]), "ACTIVE")
+        else:
+            self._has([0])
+            self._book.move(self._book.move(order, "DRAINING", engines=[1]), "COMPLETED")
+
+    def _has(self, present: list[int]) -> None:
+        self._book.write_engines(
+            [
+                EngineRow(
+                    number=one,
+                    origin="added" if one else "start",
+                    state="serving" if one in present else "left",
+                    since=1.0,
+                    url=f"http://h:{one}",
+                )
+                for one in (0, 1)
+                if one in present or one in {row.number for row in self._book.engines()}
+            ]
+        )
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Controller, GatewayProcess]]:
+    folder = tmp_path_factory.mktemp("run")
+    with gateway(load_config(["gateway=local", "gateway.port=0", f"run.dir={folder}"])) as process:
+        assert process is not None
+        controller = Controller(folder)
+        yield folder, controller, process
+        controller.end()
+
+
+def test_engines_are_shown_added_and_taken_out(
+    run: tuple[Path, Controller, GatewayProcess], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # the token is for the gateway alone
+    folder = str(run[0])
+    assert main(["engines", folder]) == 0
+    assert capsys.readouterr().out.splitlines()[0] == "step 4 of 9"
+    assert main(["engines", folder, "add", "1"]) == 0
+    words = capsys.readouterr().out.split()
+    assert [word for word in words if word.isupper()] == ["PENDING", "CREATING", "ACTIVE"] and words[-1] == "engine-1"
+    assert main(["engines", folder, "remove", "engine-1"]) == 0
+    capsys.readouterr()
+    assert main(["engines", folder, "add", "3", "--keep-partial"]) == 1
+    assert "engine-3: no memory is left" in capsys.readouterr().err
+    assert main(["engines", folder]) == 0
+    assert "http://h:1" in capsys.readouterr().out.splitlines()[-1], "engines that have left come last"
+
+    run[1].slow.set()
+    assert main(["engines", folder, "add", "1", "--no-wait"]) == 0
+    order = capsys.readouterr().out.split()[1].rstrip(":")
+    assert main(["engines", folder]) == 0 and order in capsys.readouterr().out
+    assert main(["engines", folder, "add", "1"]) == 2
+    assert f"order {order} is under way" in capsys.readouterr().err
+    assert main(["engines", folder, "cancel", order]) == 0
+    run[1].slow.clear()
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["add"], "name how many engines"),
+        (["add", "0"], "name how many engines"),
+        (["add", "many"], "name how many engines"),
+        (["add", "100"], "is the largest number of engines"),
+        (["remove", "1"], "those of its start stay"),
+        (["remove", "engine-0"], "is an engine of the start"),
+        (["remove", "engine-9"], "is no engine of this run"),
+        (["cancel"], "name one order"),
+        (["cancel", "../../run/stop"], "name one order"),
+        (["cancel", "0123"], "no such order"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_in_words(
+    run: tuple[Path, Controller, GatewayProcess], words: list[str], why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["engines", str(run[0]), *words]) == 2
+    assert why in capsys.readouterr().err
+
+
+def test_a_gateway_that_starts_again_answers_a_request_once(run: tuple[Path, Controller, GatewayProcess]) -> None:
+    folder, _, process = run
+    client = GatewayClient(folder)
+    order = client.ask("POST", "/rollout/scale_in", {"num_replicas": 1}, key="k")
+    os.kill(process.pid, signal.SIGKILL)
+    checking = threading.Event()
+
+    def check() -> None:
+        while not checking.wait(0.1):
+            process.check()
+
+    thread = threading.Thread(target=check)
+    thread.start()
+    deadline = time.monotonic() + DEADLINE_S
+    try:
+        while True:
+            try:
+                again = client.ask("POST", "/rollout/scale_in", {"num_replicas": 1}, key="k")
+                break
+            except GatewayUnreachable:  # a loaded machine starts it more slowly than a person waits
+                assert time.monotonic() < deadline
+    finally:
+        checking.set()
+        thread.join(DEADLINE_S)
+    assert again["request_id"] == order["request_id"]
+
+
+def test_a_folder_without_a_gateway_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["engines", str(tmp_path)]) == 2
+    assert f"{tmp_path / FILE} does not exist: no run with gateway=local" in capsys.readouterr().err

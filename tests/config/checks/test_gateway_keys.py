@@ -1,0 +1,34 @@
+"""What a run with a gateway refuses before anything starts."""
+
+from __future__ import annotations
+
+import pytest
+
+from relax_core.config.compose import load_config
+from relax_core.config.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["engine.count=3", "engine.elastic.max_count=2"], "Use engine.elastic.max_count=3 or more"),
+        (["engine.autoscaler.min_count=17"], "engine.autoscaler.min_count=17 is more than"),
+        (["engine.autoscaler.enabled=true", "mode=colocate"], "with mode=colocate, in which no engine comes or goes"),
+        (["engine.autoscaler.enabled=true", "gateway=none"], "with gateway=none: it orders engines through"),
+        (["gateway.host=example.org"], "gateway.host=example.org is no IPv4 address"),
+        (["gateway.host=::1"], "gateway.host=::1 is no IPv4 address"),
+        (["gateway.port=65536"], "gateway.port=65536"),
+        (["gateway.allowed_hosts=['http://gpu7']"], "which is no host name"),
+        (["gateway.allowed_hosts=['gpu7:7788']"], "which is no host name"),
+    ],
+)
+def test_a_gateway_that_nobody_could_reach_is_refused(overrides: list[str], words: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_config(["gateway=local", *overrides])
+    assert words in str(refused.value)
+
+
+def test_a_gateway_may_listen_beside_loopback_and_without_one_nothing_is_checked() -> None:
+    config = load_config(["gateway=local", "gateway.host=10.0.0.5", "gateway.allowed_hosts=[gpu7.cluster]"])
+    assert config.gateway.allowed_hosts == ["gpu7.cluster"]
+    assert load_config(["gateway.host=nowhere"]).gateway.name == "none"

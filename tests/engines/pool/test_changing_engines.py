@@ -1,0 +1,110 @@
+"""Engines come and go while the pool generates: no sample is lost, none is drawn twice."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+
+from relax_core.contracts.engine import Generated, PromptRequest, SamplingParams
+from relax_core.engines.pool.engine_pool import EnginePool
+from relax_core.engines.pool.prompt_routing import Router
+from tests.contracts.engine.harness import EOS, Engine, prompts_of
+from tests.engines.pool.test_prompt_routing import prompt
+from tests.engines.pool_harness import SHORT, Directory, collect_groups, decodes, generate, until
+
+LONG = SamplingParams(n=3, max_new_tokens=250, banned_token_ids=[EOS])
+SEED = 72  # with it all random numbers are 2e-5 away from the edge to another token
+
+
+def prompts() -> list[PromptRequest]:
+    return prompts_of([5, 6], [7], [8, 9], [10], seed=SEED)
+
+
+def test_an_engine_that_leaves_hands_its_samples_on_from_their_prefixes(
+    start_slow_engine: Callable[[], Engine],
+) -> None:
+    """It is brought in while a call runs, gets prompts, leaves in the middle of them, and comes under a new number."""
+    first, second = start_slow_engine(), start_slow_engine()
+    calm = dict(generate(Directory(first), prompts(), LONG))
+    directory = Directory(first, second, second)
+
+    async def scene() -> dict[int, list[Generated]]:
+        pool = EnginePool(1, directory.client_for, timeout_s=60.0)
+        held = asyncio.ensure_future(collect_groups(pool.generate(prompts_of([3]), LONG, places=[0])))
+        await until("the first call has not begun", lambda: pool.open_samples(0) == 3)
+        await pool.change_engines([0, 1], leaving=[], moved=[])
+        second.client.pause("in_place")
+        collecting = asyncio.ensure_future(collect_groups(pool.generate(prompts(), LONG, places=range(4))))
+        await until("the newcomer has no share", lambda: pool.open_samples(1) >= 6)
+        await until("it does not decode", decodes(second))
+
+        await pool.change_engines([0], leaving=[1], moved=[])
+        later = asyncio.ensure_future(collect_groups(pool.generate(prompts_of([4]), SHORT, places=[1])))
+        await until("the prompt is not asked for", lambda: pool.open_samples(0) > 0)
+        owed = pool.open_samples(1)
+        assert owed >= 6, "it goes on with what it has"
+        await pool.change_engines([0], leaving=[1], moved=[1])
+        await until("it still owes samples", lambda: pool.open_samples(1) == 0)
+        await pool.change_engines([0], leaving=[], moved=[])
+        found = await collecting
+        assert {one.engine for one in (await later)[0]} == {"engine-0"}
+        await held
+        second.client.resume()
+        await pool.change_engines([0, 2], leaving=[], moved=[])
+        again = await collect_groups(pool.generate(prompts_of([5], [6]), SHORT, places=[0, 1]))
+        assert {one.engine for responses in again.values() for one in responses} == {"engine-0", "engine-2"}
+        await directory.close()
+        return found
+
+    found = asyncio.run(scene())
+    assert sorted(found) == [0, 1, 2, 3]
+    for index, responses in found.items():
+        for one, quiet in zip(responses, calm[index], strict=True):
+            assert one.output_ids.tolist() == quiet.output_ids.tolist()
+            assert one.logprobs == pytest.approx(quiet.logprobs, abs=2e-5)
+    went_on = [request for engine, request in directory.requests if engine == 0 and request.generated]
+    assert len(went_on) >= 6, "prefixes are kept"
+
+
+def test_what_an_engine_owes_that_is_gone_is_asked_of_others(start_engine: Callable[..., Engine]) -> None:
+    """It leaves the list without notice, as after a loss; a call that began with several engines goes on with one."""
+    first, second = start_engine(), start_engine()
+    given = prompts_of([5, 6], [7, 8], [9, 10], [11, 12])
+    directory = Directory(first, second)
+
+    async def scene() -> dict[int, list[Generated]]:
+        pool = EnginePool(2, directory.client_for, timeout_s=60.0)
+        second.client.pause("in_place")
+        collecting = asyncio.ensure_future(collect_groups(pool.generate(given, SHORT, places=range(4))))
+        await until("it has its share", lambda: second.client.loads()["queued"] == 6)
+        await pool.change_engines([0], leaving=[], moved=[])
+        found = await collecting
+        assert not pool._watch._down, "nobody waits for its return"
+        await directory.close()
+        return found
+
+    found = asyncio.run(scene())
+    assert {one.engine for responses in found.values() for one in responses} == {"engine-0"}
+    assert Counter(one.rid for _, one in directory.came) == {one.rid: 3 for one in given}
+
+
+def test_a_router_counts_places_among_the_engines_that_are_there() -> None:
+    """Without the load, prompts are spread evenly also over numbers with a gap, and a forgotten engine has no load."""
+    router = Router(2, by_load=False)
+    router.change_engines([0, 1, 5], leaving=[])
+    assert router.choose([prompt(index) for index in range(6)], usable=[0, 1, 5]) == [0, 1, 5, 0, 1, 5]
+    busy = Router(1, by_load=True)
+    busy.change_engines([0, 1], leaving=[])
+    busy.asked(1, 100.0)
+    busy.change_engines([0], leaving=[1])
+    busy.came_back(1, 40.0)
+    busy.change_engines([0, 1], leaving=[])  # it stays after all
+    busy.asked(0, 70.0)
+    assert busy.choose([prompt(0)], usable=[0, 1]) == [1], "60 tokens are left there"
+    busy.change_engines([0], leaving=[])
+    busy.came_back(1, 60.0)
+    busy.change_engines([0, 1], leaving=[])
+    assert busy.choose([prompt(0)], usable=[0, 1]) == [1], "nothing is known of it"

@@ -1,0 +1,168 @@
+"""A run with a gateway, seen as its users see it: orders for engines, and who is killed while one is under way."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sqlite3
+import uuid
+from collections.abc import Mapping, Sequence
+from contextlib import closing, suppress
+from typing import Any
+
+from relax_core.contracts.columns import decode_episodes
+from relax_core.gateway.gateway_client import GatewayClient, GatewayRefused, GatewayUnreachable
+from tests.integration.live_run import ENGINE, ROLLOUT, LiveRun
+
+OVERRIDES = (
+    "gateway=local",
+    "gateway.port=0",
+    "run.steps=100000",
+    "run.export_hf=false",
+    "engine.max_running_samples=16",  # one engine is slower than training, so all of them get prompts
+    "eval.every=0",
+)
+JOINING = ("PENDING", "CREATING", "HEALTH_CHECKING", "WEIGHT_SYNCING", "READY", "ACTIVE")
+ENDED = ("ACTIVE", "COMPLETED", "NOOP", "FAILED", "CANCELLED")
+OWNER, TRAINER = "ray::EngineOwner", "ray::PolicyTrainer"
+
+
+class ElasticRun:
+    """Holds a run with one engine of the start, to which engines are added and from which they are taken."""
+
+    def __init__(self, live: LiveRun) -> None:
+        self.live = live
+        self._client = GatewayClient(live.folder)
+        self._seen = 0  # the newest group of the ledger that `first_group` has looked at
+
+    def ask(
+        self,
+        method: str,
+        route: str,
+        body: Mapping[str, Any] | None = None,
+        *,
+        key: str = "",
+        refusals: Sequence[int] = (),
+    ) -> Any:
+        """Returns the answer of the gateway, which may be starting again, or whose run may be.
+
+        A refusal with a status in ``refusals`` is an answer, too.
+        """
+        answers: list[Any] = []
+
+        def answered() -> bool:
+            try:
+                answers.append(self._client.ask(method, route, None if body is None else dict(body), key=key))
+            except GatewayUnreachable:
+                return False
+            except GatewayRefused as refused:
+                if refused.problem["status"] in refusals:
+                    answers.append(refused.problem)
+                    return True
+                if refused.problem["status"] not in (429, 503):
+                    raise
+                return False
+            return True
+
+        self.live.wait_for(f"an answer to {route}", answered)
+        return answers[-1]
+
+    def follow(self, way: str, order: Mapping[str, Any], *states: str) -> dict[str, Any]:
+        """Returns the order once it is in one of ``states`` or has ended."""
+        newest: dict[str, Any] = {}
+
+        def reached() -> bool:
+            newest.update(self.ask("GET", f"/rollout/{way}/{order['request_id']}"))
+            return newest["status"] in (*states, *ENDED)
+
+        self.live.wait_for(f"{way} to be {' or '.join(states) or 'at its end'}", reached)
+        return newest
+
+    def order(self, way: str, body: Mapping[str, Any], *, victim: str = "", state: str = "") -> dict[str, Any]:
+        """Gives an order, kills ``victim`` once the order is in ``state`` or beyond, and returns the order's end."""
+        older = self.of_engines()
+        order = self.ask("POST", f"/rollout/{way}", body, key=uuid.uuid4().hex)
+        if victim:
+            beyond: Sequence[str] = (state, "REMOVING")
+            if state in JOINING:
+                beyond = JOINING[JOINING.index(state) :]
+            self.follow(way, order, *beyond)
+            self.kill(victim, older=older if way == "scale_out" else self._of_the_start(), joins=way == "scale_out")
+        ended = self.follow(way, order)
+        assert ended["status"] != "FAILED" or ended["failure"], ended
+        return ended
+
+    def pids(self, command: str) -> set[int]:
+        """Returns the processes with these words in their command lines."""
+        return {pid for pid, line in self.live.processes().items() if command in line}
+
+    def of_engines(self) -> set[int]:
+        """Returns the processes of all engines and of their owners."""
+        return self.pids(ENGINE) | self.pids(OWNER)
+
+    def newcomers(self, command: str, *, older: set[int]) -> set[int]:
+        """Waits for a process with these words beside ``older`` ones, and returns all of them."""
+        found: set[int] = set()
+
+        def there() -> bool:
+            found.update(self.pids(command) - older)
+            return bool(found)
+
+        self.live.wait_for(f"a new process {command}", there)
+        return found
+
+    def kill(self, victim: str, *, older: set[int], joins: bool) -> None:
+        """Kills a process.
+
+        ``older`` are the engines and owners that are not meant. An engine that does not join but leaves may have left.
+        """
+        match victim:
+            case "gateway":
+                os.kill(json.loads((self.live.folder / "gateway.json").read_text())["pid"], signal.SIGKILL)
+            case "controller":
+                self.live.kill_controller()
+            case "rollout":
+                self.live.kill(ROLLOUT)
+            case "trainer":
+                self.live.kill(TRAINER)
+            case "owner" | "newcomer":
+                command = OWNER if victim == "owner" else ENGINE
+                for pid in self.newcomers(command, older=older) if joins else self.pids(command) - older:
+                    with suppress(ProcessLookupError):  # it has left meanwhile
+                        os.kill(pid, signal.SIGKILL)
+            case _:
+                raise AssertionError(victim)
+
+    def _of_the_start(self) -> set[int]:
+        """Returns the processes of the engine that never leaves: the oldest engine and the oldest owner."""
+        return {min(pids) for command in (ENGINE, OWNER) if (pids := self.pids(command))}
+
+    def engines(self) -> list[str]:
+        """Returns the ids of the engines that serve or join."""
+        rows = self.ask("GET", "/rollout/engines")["engines"]
+        return [row["id"] for row in rows if row["state"] in ("joining", "serving")]
+
+    def wait_alone(self) -> None:
+        """Waits until the engine of the start is the only one, and no process of another is left."""
+        self.live.wait_for("one engine", lambda: self.engines() == ["engine-0"] and len(self.pids(ENGINE)) == 1)
+
+    def first_group(self, engine: str) -> float:
+        """Waits for a group on the bus with a response of this engine; returns the Unix time at which it came there.
+
+        Groups are looked at once, so ask for the engines in the order in which they joined.
+        """
+        came: list[float] = []
+
+        def found() -> bool:
+            with closing(sqlite3.connect(f"file:{self.live.folder / 'ledger.sqlite'}?mode=ro", uri=True)) as ledger:
+                new = "SELECT id, episodes FROM generated WHERE id > ? ORDER BY id"
+                for event, episodes in ledger.execute(new, (self._seen,)).fetchall():
+                    self._seen = event
+                    if any(turn.engine == engine for one in decode_episodes(episodes) for turn in one.turns):
+                        came.extend(ledger.execute("SELECT time FROM events WHERE id = ?", (event,)).fetchone())
+                        return True
+            return False
+
+        self.live.wait_for(f"a group of {engine}", found)
+        return came[0]

@@ -1,0 +1,46 @@
+"""Engines are added to a run and taken out of it over HTTP while it trains, and then it is stopped the same way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.integration.elastic_run import OVERRIDES, ElasticRun
+from tests.integration.live_run import ENGINE, LiveRun
+
+pytestmark = pytest.mark.integration
+
+
+def test_engines_come_and_go_and_nothing_is_lost(tmp_path: Path) -> None:
+    with LiveRun(tmp_path / "run", *OVERRIDES, "run.save_every=0") as live:
+        live.wait_step(1)
+        elastic = ElasticRun(live)
+        out = elastic.order("scale_out", {"num_replicas": 3})
+        assert out["status"] == "ACTIVE" and out["engine_ids"] == ["engine-1", "engine-2"], out
+        assert len(elastic.pids(ENGINE)) == 3
+        for engine in out["engine_ids"]:
+            elastic.first_group(engine)
+        one = elastic.order("scale_in", {"num_replicas": 2})
+        assert one["status"] == "COMPLETED" and one["engine_ids"] == ["engine-2"], one
+        assert len(elastic.pids(ENGINE)) == 2
+        forced = elastic.order("scale_in", {"engine_ids": ["engine-1"], "force": True})
+        assert forced["status"] == "COMPLETED" and len(elastic.pids(ENGINE)) == 1, forced
+        rows = {row["id"]: row["state"] for row in elastic.ask("GET", "/rollout/engines")["engines"]}
+        assert rows == {"engine-0": "serving", "engine-1": "left", "engine-2": "left"}
+        again = elastic.order("scale_out", {"num_replicas": 2})
+        assert again["status"] == "ACTIVE" and again["engine_ids"] == ["engine-3"], again
+        assert elastic.ask("POST", "/run/stop")["kind"] == "stop"
+        run = live.finish()
+    assert run.code == 128 + 15, run.output
+    books = run.summary["ledger"]
+    assert books["lost"] == books["trained_twice"] == 0, books
+    assert books["issued"] == books["trained"] + books["open"] + sum(books["dropped"].values()), books
+    assert set(run.persisted("trained").values()) == {1}
+    assert run.summary["outcome"] == "stopped" and run.checkpoints()
+    shares = {one["id"]: one["samples"] for one in run.summary["engines"]}
+    assert all(shares[f"engine-{number}"] > 0 for number in range(3)), shares
+    assert sum(shares.values()) >= books["trained"], "each sample has one response, which one engine finished"
+    assert all(one["tokens"] >= one["samples"] for one in run.summary["engines"])
+    assert run.summary["recoveries"] == [], "no change of the engines was a failure"
+    assert not (run.folder / "gateway.json").exists()

@@ -1,0 +1,69 @@
+"""A process is killed while an engine joins or leaves: the order ends and says how, and no sample is lost."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.integration.elastic_run import JOINING, OVERRIDES, ElasticRun
+from tests.integration.live_run import LiveRun
+
+pytestmark = [pytest.mark.integration, pytest.mark.chaos]
+
+KILLS = (
+    *OVERRIDES,
+    "run.save_every=5",
+    "run.max_restarts=20",
+    "run.max_recoveries=20",
+    "engine.elastic.drain_timeout_s=5",
+)
+IN_PLACE = [
+    ("gateway", "CREATING"),
+    ("owner", "CREATING"),
+    ("newcomer", "HEALTH_CHECKING"),
+    ("rollout", "HEALTH_CHECKING"),
+    ("owner", "WEIGHT_SYNCING"),
+    ("newcomer", "WEIGHT_SYNCING"),
+    ("gateway", "DRAINING"),
+    ("rollout", "DRAINING"),
+    ("newcomer", "DRAINING"),
+]
+FROM_CHECKPOINT = [
+    ("trainer", "HEALTH_CHECKING"),
+    ("controller", "CREATING"),
+    ("controller", "WEIGHT_SYNCING"),
+    ("controller", "DRAINING"),
+    ("trainer", "DRAINING"),
+]
+
+
+@pytest.mark.parametrize("kills", [IN_PLACE, FROM_CHECKPOINT], ids=["in_place", "from_checkpoint"])
+def test_an_order_ends_whoever_is_killed(kills: Sequence[tuple[str, str]], tmp_path: Path) -> None:
+    with LiveRun(tmp_path / "run", *KILLS) as live:
+        live.wait_step(6)  # there is a checkpoint
+        elastic = ElasticRun(live)
+        for victim, state in kills:
+            joining = state in JOINING
+            killed = {"victim": victim, "state": state}
+            out = elastic.order("scale_out", {"num_replicas": 2}, **killed if joining else {})
+            assert out["status"] in (("ACTIVE", "FAILED") if joining else ("ACTIVE",)), (victim, state, out)
+            assert len(elastic.engines()) == (2 if out["status"] == "ACTIVE" else 1), (victim, state, out)
+            if out["status"] == "ACTIVE":
+                gone = elastic.order("scale_in", {"num_replicas": 1}, **{} if joining else killed)
+                assert gone["status"] in ("COMPLETED", "NOOP"), (victim, state, gone)
+            elastic.wait_alone()
+        step = elastic.ask("GET", "/run")["step"]
+        live.wait_step(step + 2)
+        elastic.ask("POST", "/run/stop")
+        run = live.finish()
+    assert run.code == 128 + signal.SIGTERM, run.output
+    books = run.summary["ledger"]
+    assert books["lost"] == books["trained_twice"] == 0, books
+    assert books["issued"] == books["trained"] + books["open"] + sum(books["dropped"].values()), books
+    ids = [one["id"] for one in run.summary["engines"]]
+    assert ids == sorted(set(ids), key=lambda name: int(name.partition("-")[2])), "no number is used twice"
+    for one in run.summary["engines"][1:]:
+        assert one["state"] == "left" or (one["state"] == "failed" and one["last_failure"]), one
