@@ -16,7 +16,7 @@ TEST_WORKERS ?= 2
 export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: env test-env run run-see run-omni run-episodes test test-chaos test-soak slurm test-slurm sandbox extras sglang-cpu run-sglang test-sglang agents-env test-agents lint clean
+.PHONY: env test-env run run-see run-omni run-episodes test test-chaos test-soak slurm test-slurm sandbox dashboard-browser extras sglang-cpu run-sglang test-sglang agents-env test-agents lint clean
 .DEFAULT_GOAL := run
 
 env: $(VENV)/.relax-env
@@ -56,6 +56,15 @@ slurm:
 	  else \
 	    echo "relax: Slurm is missing. Install it as root (Debian, Ubuntu: apt-get install slurm-wlm munge) and run" \
 	         "make test-slurm as root" >&2; exit 1; \
+	  fi; }
+
+# A browser for tests/dashboard/test_page.py, which is skipped without one. The page itself needs the user's own alone.
+dashboard-browser:
+	@command -v chromium >/dev/null || { \
+	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq chromium >/dev/null; \
+	  else \
+	    echo "relax: Chromium is missing. Install it as root (Debian, Ubuntu: apt-get install chromium)" >&2; exit 1; \
 	  fi; }
 
 # bubblewrap, in which env=python runs the code of a model; tests of the sandbox are skipped without it.

@@ -20,6 +20,10 @@ REASONS = {
         "Journal._write_forever",
     ): "a daemon thread at rest; close() joins it with a deadline",
     (
+        "relax_core/observe/samples/sample_log.py",
+        "SampleLog._write_forever",
+    ): "a daemon thread at rest; close() wakes it and joins it with a deadline",
+    (
         "relax_core/observe/service/sink_thread.py",
         "SinkThread._next_batch",
     ): "a daemon thread at rest; begin_close() wakes it",

@@ -38,6 +38,7 @@ LEVELS = {
     "rollout": 3,
     "train": 3,
     "tools": 3,
+    "dashboard": 3,
     "roles": 4,
     "control": 5,
     "plan": 6,

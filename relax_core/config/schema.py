@@ -26,6 +26,7 @@ from relax_core.config.choices import (
 from relax_core.config.media_schema import MediaKeys, ModalityConfig
 from relax_core.config.sections.agent_schema import AgentConfig, EndpointConfig
 from relax_core.config.sections.launcher_schema import LauncherConfig
+from relax_core.config.sections.tracker_schema import TrackerConfig
 from relax_core.contracts.env import TurnsConfig
 
 
@@ -175,16 +176,6 @@ class DataConfig:
     media_root: str | None = None
     row_group_mb: int = 32
     config: dict[str, Any] = field(default_factory=dict)  # of a plug-in source, typed by its own dataclass
-
-
-@dataclass
-class TrackerConfig:
-    """Holds the keys of `tracker`."""
-
-    name: str = MISSING
-    tensorboard: bool = MISSING
-    jsonl: bool = MISSING
-    sinks: Any = None  # plug-ins: a list of names and paths, or a mapping from each of them to its configuration
 
 
 DEFAULT_WARMUP_STEPS = 10

@@ -20,6 +20,7 @@ from relax_core.contracts.reward import RewardOutput
 from relax_core.contracts.tree import TRUNCATED, group_uid, sample_uid
 from relax_core.engines.pool.engine_pool import EnginePool
 from relax_core.engines.protocol.frames import StreamEnd
+from relax_core.observe.samples.sample_log import SampleLog
 from relax_core.rollout.bad_rows import BadRows
 from relax_core.rollout.episodes.episode_records import (
     EpisodeRecord,
@@ -63,6 +64,7 @@ class RolloutLoop:
     rows that cannot be used. ``teacher_of`` chooses the teacher of a data row for algorithms with teachers.
     ``weight_update_handler`` is set if groups may end or restart with a weight version. ``advantages`` computes a
     complete group's advantages if no role does so. ``player`` plays the episodes of an env of several turns.
+    ``samples`` keeps what becomes of every group.
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class RolloutLoop:
         weight_update_handler: WeightUpdateHandler | None = None,
         advantages: MakeExtras | None = None,
         player: GroupPlayer | None = None,
+        samples: SampleLog | None = None,
     ) -> None:
         self._bus = bus
         self._pool = pool
@@ -94,6 +97,7 @@ class RolloutLoop:
         self._weight_update_handler = weight_update_handler
         self._advantages = advantages
         self._player = player
+        self._samples, self._lost = samples, None if samples is None else samples.lost
         self._admissions = PromptAdmissions(
             bus=bus,
             source=source,
@@ -307,6 +311,7 @@ class RolloutLoop:
             mask_off_policy=self._settings.mask_off_policy,
             mask_truncated=self._settings.mask_truncated,
             extras=self._advantages,
+            lost=self._lost,
             account=self._sampled_tokens.update,
         )
         await self._hand_on(done, tasks)
@@ -355,6 +360,7 @@ class RolloutLoop:
             mask_off_policy=self._settings.mask_off_policy,
             mask_truncated=self._settings.mask_truncated,
             extras=self._advantages,
+            lost=self._lost,
         )
         await self._hand_on(done, tasks)
         return reward_s
@@ -365,6 +371,8 @@ class RolloutLoop:
             await self._bus.drop_async(done.group_uid, reason=done.reason, timeout_s=self._settings.call_timeout_s)
             self._prompts.release(done.group_uid)
             return
+        if self._samples is not None:
+            self._samples.put(done)
         self._staged.append(done)
         if not self._flushing:
             self._flushing = True

@@ -10,7 +10,7 @@ import pytest
 
 from relax_core.config.compose import load_config
 from relax_core.config.errors import ConfigError
-from relax_core.config.schema import TrackerConfig
+from relax_core.config.sections.tracker_schema import TrackerConfig
 from relax_core.observe.service.metrics_service import MetricsService
 from relax_core.observe.service.sinks import make_sinks, read_metrics
 

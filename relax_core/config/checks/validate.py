@@ -26,6 +26,7 @@ from relax_core.config.errors import NotYet
 from relax_core.config.plugin_lists import plugins_of
 from relax_core.config.plugin_types import plugin_config
 from relax_core.config.schema import RelaxConfig
+from relax_core.config.sections.tracker_schema import kept_groups
 from relax_core.registry import (
     find_algorithm,
     find_data_source,
@@ -112,9 +113,10 @@ def _check_plugins(config: RelaxConfig) -> Iterator[str]:
 
 
 def _check_sinks(config: RelaxConfig) -> Iterator[str]:
-    """Each sink is imported and its configuration checked; none is opened, since that may reach a network."""
+    """Checks the keys of the tracker. Each sink is imported and none is opened, since that may reach a network."""
     key = "tracker.sinks"
     try:
+        kept_groups(config.tracker, groups_per_step=config.rollout.prompts_per_step)
         for name, values in plugins_of(config.tracker.sinks, key=key):
             if is_builtin("sink", name):
                 yield f"{key}: {name} has a key of its own. Use tracker.{name}=true."

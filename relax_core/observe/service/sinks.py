@@ -22,7 +22,7 @@ from relax_core.observe.plugin_sink import PluginSink
 from relax_core.observe.service.records import HistogramRecord, MetricRecord, Record, TextRecord, is_resume
 
 if TYPE_CHECKING:
-    from relax_core.config.schema import TrackerConfig
+    from relax_core.config.sections.tracker_schema import TrackerConfig
 
 METRICS_FILE = "metrics.jsonl"
 TEXTS_FILE = "texts.jsonl"

@@ -36,6 +36,7 @@ from relax_core.roles.engine.judge_engine import run_judges
 from relax_core.roles.process.discovery import discover_bus, discover_metrics, discover_worker
 from relax_core.roles.process.failure import first_cause
 from relax_core.roles.process.role_context import RunContext, worker_name
+from relax_core.roles.process.sample_logs import open_samples
 from relax_core.roles.process.worker import Worker
 from relax_core.roles.rollout.traced_rollout import TracedEnginePool, TracedRewardPool, record_with_rewards
 from relax_core.roles.rollout.versions_reached import CLOSED_S, VersionsReached
@@ -64,6 +65,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 REWARD_LOG = "reward.log"  # the output of an isolated reward's worker processes
+CLOSE_SAMPLES_S = 10.0
 OWNER_FIRST_S = 10.0  # the owner of an engine that does not start reports it first, because it knows the cause
 
 
@@ -109,6 +111,7 @@ class RolloutWorker(Worker):
         player = run_env.player(
             prompts, pool, settings.sampling, seed=config.seed, ends=self._early_ends(), reached=reached.wait
         )
+        samples = open_samples(context, self.name, tokenizer=self._rank == 0)
         loop = RolloutLoop(
             bus=bus,
             pool=pool,
@@ -124,6 +127,7 @@ class RolloutWorker(Worker):
             weight_update_handler=self._weight_update_handler(bus, pool),
             advantages=advantages,
             player=player,
+            samples=samples,
         )
         self.set_state("running")
         try:
@@ -137,11 +141,9 @@ class RolloutWorker(Worker):
             raise first_cause(failures) from failures
         finally:
             await serving.aclose()
-            rewards.close()
-            await rewards.close_judges()
-            run_env.close()
-            if encoders is not None:
-                encoders.close()
+            await _close(rewards, run_env, encoders)
+            if samples is not None:
+                await asyncio.to_thread(samples.close, timeout_s=CLOSE_SAMPLES_S)
 
     def _bad_rows(self, rows: int, metrics: MetricsClient) -> BadRows:
         config, step = self.context.config, self.context.start_step
@@ -375,6 +377,14 @@ class RolloutWorker(Worker):
 
 
 async def _no_gate(version: int) -> None: ...
+
+
+async def _close(rewards: TracedRewardPool, run_env: RunEnv, encoders: EncodePool | None) -> None:
+    rewards.close()
+    await rewards.close_judges()
+    run_env.close()
+    if encoders is not None:
+        encoders.close()
 
 
 def group_advantages(spec: AlgorithmSpec, config: RelaxConfig) -> MakeExtras:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from relax_core.config.schema import TrackerConfig
+from relax_core.config.sections.tracker_schema import TrackerConfig
 from relax_core.observe.service.records import RESUMED, RUN, HistogramRecord, MetricRecord, TextRecord
 from relax_core.observe.service.sinks import JsonlSink, TensorBoardSink, make_sinks, read_metrics, read_texts
 

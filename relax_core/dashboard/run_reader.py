@@ -1,0 +1,163 @@
+"""Answers the page's questions about one run from the files in its folder, and keeps what it has read of them."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import msgspec
+import yaml
+
+from relax_core.dashboard.ledger_drops import event_counts, take_drops
+from relax_core.dashboard.run_folders import SUMMARY, inside, run_id, run_state
+from relax_core.dashboard.run_series import RunSeries
+from relax_core.observe.samples.sample_index import FORMAT, SampleIndex
+from relax_core.observe.samples.sample_records import SAMPLES_FOLDER
+
+CONFIG, PLAN = "config.yaml", "plan.json"
+REST = 100  # a slow answer is computed anew once 100 times as long as it took has passed
+MOST_REFRESHES = 64  # of the samples of one call, some 16 MiB each
+MOST_TEXT_BYTES = 4 * 2**20
+Answer = TypeVar("Answer")
+
+
+class Rested(Generic[Answer]):
+    """Keeps an answer for as long as makes its computation 1% of the time, and for a second at least."""
+
+    def __init__(self, compute: Callable[[], Answer]) -> None:
+        self._compute, self._until = compute, 0.0
+        self._answer: Answer | None = None
+
+    def __call__(self) -> Answer:
+        """Returns the answer, computed anew if it is old enough."""
+        began = time.monotonic()
+        if self._answer is None or began >= self._until:
+            self._answer = self._compute()
+            took = time.monotonic() - began
+            self._until = began + max(1.0, REST * took)
+        return self._answer
+
+
+class RunReader:
+    """Reads one run's folder. Its methods are thread-safe; ``cache`` is the folder of the index files."""
+
+    def __init__(self, run_dir: Path, cache: Path | None) -> None:
+        self.run_dir, self.run_id = run_dir, run_id(run_dir)
+        self._cache = cache
+        self._lock = threading.Lock()
+        self._read = RunSeries(run_dir)
+        self._index: SampleIndex | None = None
+        self._events = Rested(lambda: event_counts(run_dir))
+        self._state = Rested(lambda: run_state(run_dir))
+        self._staleness = Rested(self._count_staleness)
+        self._drops = Rested(self._take_drops)
+
+    def series(self) -> RunSeries:
+        """Returns the run's numbers as of now."""
+        with self._lock:
+            while self._read.refresh():
+                pass
+            return self._read
+
+    def samples(self) -> SampleIndex | None:
+        """Returns the index of the run's samples as of now, or None if it has none."""
+        with self._lock:
+            if self._index is None:
+                folder = self.run_dir / SAMPLES_FOLDER
+                if not folder.is_dir() or folder.resolve().parent != self.run_dir.resolve():
+                    return None
+                name = f"{self.run_id}-{folder.stat().st_ino}-{FORMAT}.sqlite"
+                self._index = SampleIndex(self.run_dir, None if self._cache is None else self._cache / name)
+            for _ in range(MOST_REFRESHES):
+                if not self._index.refresh():
+                    break
+            self._drops()
+            return self._index
+
+    def overview(self) -> dict[str, Any]:
+        """Returns what the head of the page shows: state, progress, expected end, newest values, ledger."""
+        series, config, index = self.series(), self.config(), self.samples()
+        total = _number(_at(config, "run", "steps"))
+        state, step_s, done = self._state(), series.step_s(), series.steps_done
+        live = state == "live" and step_s is not None and total is not None
+        return {
+            "id": self.run_id,
+            "folder": str(self.run_dir),
+            "name": str(config.get("name") or self.run_dir.name),
+            "state": state,
+            "steps_done": done,
+            "steps": total,
+            "step_s": step_s,
+            "left_s": step_s * max(0, int(total or 0) - done) if live and step_s is not None else None,
+            "ended_s": series.ended_s(),
+            "resumes": series.resumes,
+            "tags": series.tags(),
+            "ledger": self._events(),
+            "samples": None if index is None else index.overview(),
+            "staleness": self._staleness(),
+            "problems": [*([series.problem] if series.problem else []), *(index.problems() if index else [])],
+        }
+
+    def pulse(self) -> dict[str, Any]:
+        """Returns the little that tells an open page whether there is something new."""
+        series = self.series()
+        return {"state": self._state(), "steps_done": series.steps_done, "points": len(series.tags())}
+
+    def config(self) -> dict[str, Any]:
+        """Returns the run's configuration, empty if there is none that can be read."""
+        try:
+            found = yaml.safe_load(self.text(CONFIG))
+        except (OSError, ValueError, yaml.YAMLError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    def summary(self) -> dict[str, Any]:
+        """Returns summary.json, empty if there is none that can be read."""
+        try:
+            return msgspec.json.decode(self.text(SUMMARY).encode(), type=dict[str, Any])
+        except (OSError, ValueError):
+            return {}
+
+    def text(self, name: str) -> str:
+        """Returns a file's text, of a large one the first 4 MiB. Raises FileNotFoundError and NotInside."""
+        with inside(self.run_dir, name).open("rb") as file:
+            return file.read(MOST_TEXT_BYTES).decode("utf-8", "replace")
+
+    def close(self) -> None:
+        """Closes the index."""
+        with self._lock:
+            if self._index is not None:
+                self._index.close()
+                self._index = None
+
+    def _count_staleness(self) -> dict[str, int]:
+        if self._index is not None:
+            counts = self._index.staleness()
+            if counts:
+                return counts
+        return dict(_at(self.summary(), "staleness", "histogram") or {})
+
+    def _take_drops(self) -> bool:
+        assert self._index is not None, "the samples are open"
+        take_drops(self.run_dir, self._index)
+        return True
+
+
+def cache_folder() -> Path:
+    """Returns the folder in the user's cache that keeps the indices of runs."""
+    root = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(root) / "relax" / "dashboard"
+
+
+def _at(values: Any, *keys: str) -> Any:
+    for key in keys:
+        values = values.get(key) if isinstance(values, dict) else None
+    return values
+
+
+def _number(value: Any) -> int | None:
+    return value if isinstance(value, int) else None

@@ -1,0 +1,171 @@
+"""Makes what the page shows of samples: a list with the beginning of each text, and single samples by token."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from relax_core.contracts import columns as c
+from relax_core.contracts.tree import Episode, TokenTree
+from relax_core.observe.samples.sample_index import SampleIndex, every_id
+from relax_core.observe.samples.sample_reader import (
+    SampleText,
+    TokensRemoved,
+    read_made_tree,
+    read_numbers_at,
+    read_trained,
+)
+from relax_core.observe.samples.sample_records import MadeRecord, TokensAt
+
+SEARCHED = 2000  # samples whose text one search reads, the newest that fit the other filters
+PREVIEW = 160  # characters of an answer in a list
+MOST_TOKENS = 20_000  # of one sample on the page: its first and its last half of them
+MOST_GROUP = 64
+
+
+class SampleViews:
+    """Reads the samples of one run for the page."""
+
+    def __init__(self, run_dir: Path, index: SampleIndex) -> None:
+        self._run_dir, self._index = run_dir, index
+        try:
+            self._text: SampleText | None = SampleText(run_dir)
+        except (FileNotFoundError, ValueError):
+            self._text = None
+        self._made = lru_cache(maxsize=64)(self._read_made)
+
+    def listed(self, filters: Mapping[str, str | float], *, order: str, first: int, most: int) -> dict[str, Any]:
+        """Returns how many samples fit, and some of them with the beginning of their answers."""
+        count, rows = self._index.find(filters, order=order, first=first, most=most)
+        return {"count": count, "rows": [self._with_preview(row) for row in rows], "searched": None}
+
+    def searched(self, filters: Mapping[str, str | float], words: str, *, most: int) -> dict[str, Any]:
+        """Returns the newest samples whose prompt or answer contains ``words``, in any case."""
+        wanted, found, searched = words.casefold(), [], 0
+        for row in every_id(self._index, filters, most=SEARCHED):
+            searched += 1
+            prompt, answer = self._texts(row)
+            if wanted in f"{prompt}{answer}".casefold():
+                found.append({**row, "answer": answer[:PREVIEW]})
+                if len(found) == most:
+                    break
+        return {"count": len(found), "rows": found, "searched": searched}
+
+    def group(self, uid: str) -> dict[str, Any]:
+        """Returns the samples of a group side by side, with their whole text."""
+        _, rows = self._index.find({"group": uid}, order="oldest", most=MOST_GROUP)
+        texts = [self._texts(row) for row in rows]
+        prompt = texts[0][0] if texts else ""
+        return {
+            "group": uid,
+            "prompt": prompt,
+            "rows": [{**row, "answer": answer} for row, (_, answer) in zip(rows, texts, strict=True)],
+        }
+
+    def sample(self, number: int) -> dict[str, Any] | None:
+        """Returns a sample with its tokens; ``gone`` says why it has none. None if there is no such sample."""
+        row = self._index.sample(number)
+        if row is None:
+            return None
+        try:
+            return {**row, **self._tokens(row), "gone": ""}
+        except (TokensRemoved, ValueError) as error:
+            return {**row, "tokens": [], "turns": [], "media": [], "gone": str(error)}
+
+    # -- one sample ---------------------------------------------------------------------------------------------------
+    def _read_made(self, file: str, offset: int, size: int) -> TokenTree:
+        record = read_numbers_at(self._run_dir, TokensAt(file, offset, size))
+        if not isinstance(record, MadeRecord):
+            raise ValueError(f"{file}: the record at byte {offset} has no samples")
+        return read_made_tree(self._run_dir, record)
+
+    def _tree(self, row: Mapping[str, Any]) -> tuple[TokenTree, np.ndarray]:
+        """Returns the tree of a sample's group, and the rows on the sample's path."""
+        tree = self._made(row["made_file"], row["made_offset"], row["made_size"])
+        return tree, tree.rows_of([row["number"]])
+
+    def _texts(self, row: Mapping[str, Any]) -> tuple[str, str]:
+        """Returns the text before the first sampled token, and the text from it on; a reason in place of lost ones."""
+        try:
+            tree, rows = self._tree(row)
+        except (TokensRemoved, ValueError) as error:
+            return "", f"({error})"
+        sampled = np.flatnonzero(tree.versions[rows] >= 0)
+        first = int(sampled[0]) if len(sampled) else len(rows)
+        ids = tree.token_ids[rows]
+        return self._words(ids[:first]), self._words(ids[first:])
+
+    def _words(self, ids: np.ndarray) -> str:
+        return " ".join(map(str, ids.tolist())) if self._text is None else self._text.text(ids.tolist())
+
+    def _with_preview(self, row: dict[str, Any]) -> dict[str, Any]:
+        return {**row, "answer": self._texts(row)[1][:PREVIEW]}
+
+    def _tokens(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        tree, rows = self._tree(row)
+        episode = tree.episodes[row["number"]]
+        sampled = tree.versions[rows] >= 0
+        columns = self._of_sampled(tree, row, rows[sampled])
+        ids = tree.token_ids[rows].tolist()
+        pieces = [str(one) for one in ids] if self._text is None else self._text.pieces(ids)
+        tokens, place = [], -1
+        for number, (token, piece) in enumerate(zip(ids, pieces, strict=True)):
+            shown: dict[str, Any] = {"id": token, "text": piece}
+            if sampled[number]:
+                place += 1
+                shown |= {name: _finite(values[place]) for name, values in columns.items()}
+            tokens.append(shown)
+        left_out = max(0, len(tokens) - MOST_TOKENS)
+        if left_out:
+            tokens = [*tokens[: MOST_TOKENS // 2], *tokens[-MOST_TOKENS // 2 :]]
+        own = set(rows.tolist())
+        media = [
+            {"kind": str(one.item.kind), "digest": one.item.digest, "rows": one.end - one.start}
+            for one in tree.media
+            if one.start in own
+        ]
+        return {"tokens": tokens, "left_out": left_out, "turns": _turns(episode), "media": media}
+
+    def _of_sampled(self, tree: TokenTree, row: Mapping[str, Any], rows: np.ndarray) -> dict[str, list[Any]]:
+        """Returns name → one value for each sampled token of the sample, in order of rows."""
+        columns: dict[str, list[Any]] = {
+            "logprob": tree.logprobs[rows].tolist(),
+            "version": tree.versions[rows].tolist(),
+            "trained": tree.loss_mask[rows].tolist(),
+        }
+        if c.ADVANTAGES in tree.extras:
+            mine = tree.tokens[0] == row["number"]
+            columns["advantage"] = tree.extras[c.ADVANTAGES][mine].tolist()
+        if row["trained_file"] is not None:
+            at = TokensAt(row["trained_file"], row["trained_offset"], row["trained_size"])
+            part = read_trained(self._run_dir, at, first=row["trained_first"], count=len(rows))
+            columns["advantage"] = part.advantages.tolist()
+            columns["trainer_logprob"] = part.logprobs.tolist()
+            columns["gap"] = (part.logprobs - tree.logprobs[rows]).tolist()
+            columns["trained"] = part.trained.tolist()
+        return columns
+
+
+def _turns(episode: Episode) -> list[dict[str, Any]]:
+    return [
+        {
+            "tokens": turn.end - turn.start,
+            "engine": turn.engine,
+            "versions": turn.versions,
+            "finish": turn.finish,
+            "reward": turn.reward,
+            "seconds": turn.ended_s - turn.began_s if turn.began_s else None,
+            "tools": turn.tools,
+            "env_ms": turn.env_ms,
+        }
+        for turn in episode.turns
+    ]
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,300 @@
+"""Keeps an index of a run's samples in a SQLite file of its own, which is made of the run's files and can be made anew.
+
+`SampleIndex.refresh` takes in what the files have gained since the last call. The rows answer any filter without a look
+at the run's files; these are opened for the tokens of single samples.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from relax_core.contracts.columns import decode_episodes
+from relax_core.contracts.tree import Episode
+from relax_core.observe.samples.sample_reader import decode_numbers, numbers_files, read_frames
+from relax_core.observe.samples.sample_records import (
+    SAMPLES_FOLDER,
+    AttemptRecord,
+    Frame,
+    MadeRecord,
+    Numbers,
+    TrainedRecord,
+)
+
+FORMAT = 1  # part of the file's name: another format makes another index
+MOST_ROWS = 500
+_TABLES = """
+    CREATE TABLE IF NOT EXISTS files (name TEXT PRIMARY KEY, offset INTEGER, started REAL, problem TEXT);
+    CREATE TABLE IF NOT EXISTS attempts (attempt TEXT PRIMARY KEY, start_step INTEGER, time REAL);
+    CREATE TABLE IF NOT EXISTS ledger (id INTEGER PRIMARY KEY CHECK (id = 0), position INTEGER, restores INTEGER);
+    CREATE TABLE IF NOT EXISTS waiting (uid TEXT PRIMARY KEY, fields BLOB);
+    CREATE TABLE IF NOT EXISTS samples (
+        id INTEGER PRIMARY KEY, uid TEXT, group_uid TEXT, state TEXT, reason TEXT, step INTEGER, reward REAL,
+        length INTEGER, ended TEXT, version INTEGER, staleness INTEGER, engine TEXT, turns INTEGER, time REAL,
+        trained_time REAL, parts TEXT, number INTEGER,
+        made_file TEXT, made_offset INTEGER, made_size INTEGER,
+        trained_file TEXT, trained_offset INTEGER, trained_size INTEGER, trained_first INTEGER
+    );
+    CREATE INDEX IF NOT EXISTS by_uid ON samples (uid);
+    CREATE INDEX IF NOT EXISTS by_group ON samples (group_uid);
+    CREATE INDEX IF NOT EXISTS by_step ON samples (step);
+    CREATE INDEX IF NOT EXISTS by_reason ON samples (reason) WHERE reason != '';
+    CREATE INDEX IF NOT EXISTS by_reward ON samples (reward);
+"""
+# Filter → the condition that it sets; a filter of two ends has the names with _min and _max.
+_EQUAL = {"uid": "uid", "group": "group_uid", "state": "state", "reason": "reason", "engine": "engine"}
+_BETWEEN = ("step", "reward", "length", "version", "staleness")
+FILTERS = (*_EQUAL, *(f"{name}_{end}" for name in _BETWEEN for end in ("min", "max")))
+ORDERS = {"newest": "id DESC", "oldest": "id", "reward": "reward", "-reward": "reward DESC", "-length": "length DESC"}
+
+
+class SampleIndex:
+    """Is the index of one run's samples; ``path`` is its file, or None for memory. Its methods are thread-safe."""
+
+    def __init__(self, run_dir: Path, path: Path | None) -> None:
+        self._run_dir = run_dir
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._lock = threading.Lock()
+        self._database = sqlite3.connect(":memory:" if path is None else path, check_same_thread=False)
+        self._database.row_factory = sqlite3.Row
+        self._database.executescript(f"PRAGMA journal_mode=WAL; PRAGMA synchronous=OFF; {_TABLES}")
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._database.close()
+
+    def refresh(self) -> int:
+        """Takes in what the run's files have gained, at most some 16 MiB a file, and returns the number of records."""
+        with self._lock, self._database:
+            known = {row["name"]: row for row in self._database.execute("SELECT * FROM files")}
+            opened = []
+            for name in numbers_files(self._run_dir):
+                if name not in known:
+                    started = self._started(name)
+                    if started is None:
+                        continue
+                    self._database.execute("INSERT INTO files VALUES (?, 0, ?, '')", (name, started))
+                    opened.append((started, name, 0))
+                elif not known[name]["problem"]:
+                    opened.append((known[name]["started"], name, known[name]["offset"]))
+            return sum(self._take_in(name, offset) for _, name, offset in sorted(opened))
+
+    def take_ledger(self, dropped: Iterable[tuple[str, str]]) -> None:
+        """Marks samples that the bus dropped after they were put on it, by uid and reason."""
+        with self._lock, self._database:
+            self._database.executemany(
+                "UPDATE samples SET state = 'dropped', reason = ? WHERE id = "
+                "(SELECT MAX(id) FROM samples WHERE uid = ?) AND state IN ('put', 'masked')",
+                [(reason, uid) for uid, reason in dropped],
+            )
+
+    def ledger_position(self) -> tuple[int, int]:
+        """Returns what `set_ledger_position` was given last: the newest event's id, and the number of restores."""
+        with self._lock:
+            row = self._database.execute("SELECT position, restores FROM ledger").fetchone()
+        return (0, 0) if row is None else (row["position"], row["restores"])
+
+    def set_ledger_position(self, position: int, restores: int) -> None:
+        """Records how far the events of the ledger were taken in."""
+        with self._lock, self._database:
+            self._database.execute("INSERT OR REPLACE INTO ledger VALUES (0, ?, ?)", (position, restores))
+
+    def problems(self) -> list[str]:
+        """Returns one sentence for each file that cannot be read on."""
+        with self._lock:
+            return [row[0] for row in self._database.execute("SELECT problem FROM files WHERE problem != ''")]
+
+    def find(
+        self, filters: Mapping[str, str | float], *, order: str = "newest", first: int = 0, most: int = 50
+    ) -> tuple[int, list[dict[str, Any]]]:
+        """Returns how many samples fit all filters, and ``most`` of them from ``first`` on in this order.
+
+        Raises ValueError, which lists what there is, for an unknown filter or order.
+        """
+        unknown = [name for name in filters if name not in FILTERS]
+        if unknown or order not in ORDERS:
+            raise ValueError(f"{', '.join(unknown) or order}: filters are {', '.join(FILTERS)}; orders {list(ORDERS)}")
+        where = [f"{_EQUAL[name]} = ?" if name in _EQUAL else _bound(name) for name in filters] or ["TRUE"]
+        condition, values = " AND ".join(where), tuple(filters.values())
+        with self._lock:
+            count = self._database.execute(f"SELECT COUNT(*) FROM samples WHERE {condition}", values).fetchone()[0]
+            rows = self._database.execute(
+                f"SELECT * FROM samples WHERE {condition} ORDER BY {ORDERS[order]} LIMIT ? OFFSET ?",
+                (*values, min(most, MOST_ROWS), first),
+            ).fetchall()
+        return count, [_shown(row) for row in rows]
+
+    def sample(self, number: int) -> dict[str, Any] | None:
+        """Returns the row with this id, or None."""
+        with self._lock:
+            row = self._database.execute("SELECT * FROM samples WHERE id = ?", (number,)).fetchone()
+        return None if row is None else _shown(row)
+
+    def overview(self) -> dict[str, Any]:
+        """Returns counts by state, reason and engine, and the least and largest step, version and reward."""
+        with self._lock:
+            counts = {
+                name: dict(
+                    self._database.execute(
+                        f"SELECT {name}, COUNT(*) FROM samples WHERE {name} != '' GROUP BY {name}"
+                    ).fetchall()
+                )
+                for name in ("state", "reason", "engine")
+            }
+            ends = self._database.execute(
+                "SELECT MIN(step), MAX(step), MIN(version), MAX(version), MIN(reward), MAX(reward) FROM samples"
+            ).fetchone()
+        names = ("step_min", "step_max", "version_min", "version_max", "reward_min", "reward_max")
+        return {**counts, **dict(zip(names, ends, strict=True))}
+
+    def staleness(self) -> dict[str, int]:
+        """Returns how many trained samples had each staleness."""
+        with self._lock:
+            rows = self._database.execute(
+                "SELECT staleness, COUNT(*) FROM samples WHERE state = 'trained' GROUP BY staleness ORDER BY staleness"
+            ).fetchall()
+        return {str(row[0]): row[1] for row in rows}
+
+    # -- what the files gain ------------------------------------------------------------------------------------------
+    def _started(self, name: str) -> float | None:
+        try:
+            frames = read_frames(self._run_dir / SAMPLES_FOLDER / name, 0, most_bytes=4096)
+            first = decode_numbers(frames[0]) if frames else None
+        except ValueError as error:
+            self._database.execute("INSERT INTO files VALUES (?, 0, 0, ?)", (name, f"{name}: {error}"))
+            return None
+        return first.time_s if isinstance(first, AttemptRecord) else None
+
+    def _take_in(self, name: str, offset: int) -> int:
+        done = 0
+        try:
+            for frame in read_frames(self._run_dir / SAMPLES_FOLDER / name, offset):
+                self._add(decode_numbers(frame), _At(name, frame))
+                offset, done = frame.offset + frame.size, done + 1
+        except ValueError as error:
+            self._database.execute("UPDATE files SET problem = ? WHERE name = ?", (f"{name}: {error}", name))
+        self._database.execute("UPDATE files SET offset = ? WHERE name = ?", (offset, name))
+        return done
+
+    def _add(self, record: Numbers, at: _At) -> None:
+        match record:
+            case AttemptRecord():
+                self._begin_attempt(record)
+            case MadeRecord():
+                self._add_made(record, at)
+            case TrainedRecord():
+                self._add_trained(record)
+
+    def _begin_attempt(self, record: AttemptRecord) -> None:
+        """Marks what an earlier attempt did after the step from which this one goes on."""
+        known = [row["attempt"] for row in self._database.execute("SELECT attempt FROM attempts")]
+        if record.attempt in known:
+            return
+        values = (record.attempt, record.start_step, record.time_s)
+        self._database.execute("INSERT INTO attempts VALUES (?, ?, ?)", values)
+        if not known:
+            return
+        start = record.start_step
+        cut = self._database.execute(
+            "SELECT MAX(trained_time) FROM samples WHERE step = ? AND state != 'undone'", (start - 1,)
+        ).fetchone()[0]
+        self._database.execute("UPDATE samples SET state = 'undone' WHERE step >= ?", (start,))
+        if start == 0 or cut is not None:
+            self._database.execute(
+                "UPDATE samples SET state = 'undone' WHERE time > ? AND state IN ('put', 'dropped')", (cut or 0.0,)
+            )
+
+    def _add_made(self, record: MadeRecord, at: _At) -> None:
+        episodes = decode_episodes(bytes(record.episodes))
+        versions: Sequence[int | None] = record.versions or [None] * len(episodes)
+        rows = [
+            (one.uid, *_made_values(one, record, version), number, at.name, at.frame.offset, at.frame.size)
+            for number, (one, version) in enumerate(zip(episodes, versions, strict=True))
+        ]
+        self._database.executemany(
+            "UPDATE samples SET state = 'undone' WHERE uid = ? AND state != 'undone'", [row[:1] for row in rows]
+        )
+        self._database.executemany(
+            "INSERT INTO samples (uid, group_uid, state, reason, reward, length, ended, version, engine, turns, time, "
+            f"parts, number, made_file, made_offset, made_size) VALUES ({', '.join('?' * 16)})",
+            rows,
+        )
+        for row in rows:
+            if self._database.execute("SELECT 1 FROM waiting LIMIT 1").fetchone() is None:
+                return
+            for (fields,) in self._database.execute("SELECT fields FROM waiting WHERE uid = ?", row[:1]).fetchall():
+                self._set_trained([tuple(msgspec.msgpack.decode(fields))])
+                self._database.execute("DELETE FROM waiting WHERE uid = ?", row[:1])
+
+    def _add_trained(self, record: TrainedRecord) -> None:
+        assert record.tokens is not None, "every record in a file says where its tokens stand"
+        first, rows = 0, []
+        parts = zip(record.uids, record.lengths, record.trained, record.versions, strict=True)
+        for uid, length, trained, version in parts:
+            state = "trained" if trained else "masked"
+            at = (record.tokens.file, record.tokens.offset, record.tokens.size, first)
+            rows.append((state, record.step, version, record.step - version, record.time_s, *at, uid))
+            first += length
+        self._set_trained(rows)
+
+    def _set_trained(self, rows: Sequence[tuple[Any, ...]]) -> None:
+        for row in rows:
+            done = self._database.execute(
+                "UPDATE samples SET state = ?, step = ?, version = ?, staleness = ?, trained_time = ?, "
+                "trained_file = ?, trained_offset = ?, trained_size = ?, trained_first = ? "
+                "WHERE id = (SELECT MAX(id) FROM samples WHERE uid = ?)",
+                row,
+            )
+            if not done.rowcount:
+                fields = msgspec.msgpack.encode(row)
+                self._database.execute("INSERT OR REPLACE INTO waiting VALUES (?, ?)", (row[-1], fields))
+
+
+@dataclass(frozen=True)
+class _At:
+    name: str
+    frame: Frame
+
+
+def _made_values(one: Episode, record: MadeRecord, version: int | None) -> tuple[Any, ...]:
+    reason = record.dropped.get(one.uid, "")
+    return (
+        record.group_uid,
+        "dropped" if reason else "put",
+        reason,
+        one.reward,
+        sum(turn.end - turn.start for turn in one.turns),
+        one.ended,
+        version,
+        one.turns[0].engine if one.turns else "",
+        len(one.turns),
+        record.time_s,
+        msgspec.json.encode(one.parts).decode(),
+    )
+
+
+def _bound(name: str) -> str:
+    column, _, end = name.rpartition("_")
+    return f"{column} {'>=' if end == 'min' else '<='} ?"
+
+
+def _shown(row: sqlite3.Row) -> dict[str, Any]:
+    shown = dict(row)
+    shown["parts"] = msgspec.json.decode(shown["parts"])
+    return shown
+
+
+def every_id(index: SampleIndex, filters: Mapping[str, str | float], *, most: int) -> Iterator[dict[str, Any]]:
+    """Yields the newest ``most`` samples that fit the filters, page by page."""
+    for first in range(0, most, MOST_ROWS):
+        _, rows = index.find(filters, first=first, most=min(MOST_ROWS, most - first))
+        yield from rows
+        if len(rows) < MOST_ROWS:
+            return

@@ -1,0 +1,43 @@
+"""Opens the files in which a process of the run keeps the samples that it makes or trains."""
+
+from __future__ import annotations
+
+import shutil
+
+from relax_core.config.sections.tracker_schema import kept_groups
+from relax_core.observe.samples.sample_log import SampleLog
+from relax_core.observe.samples.sample_records import SAMPLES_FOLDER, TOKENIZER_FOLDER
+from relax_core.roles.process.role_context import RunContext
+
+MEGABYTE = 2**20
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+
+
+def open_samples(context: RunContext, name: str, *, tokenizer: bool = False) -> SampleLog | None:
+    """Returns the log of the worker ``name``, or None if the run keeps no samples.
+
+    With ``tokenizer`` the model's tokenizer is copied beside the samples, so that their text can be read wherever the
+    run's folder is copied to. ``tracker.samples_max_mb`` is divided among the processes that make or train samples.
+    """
+    config = context.config
+    groups = config.rollout.prompts_per_step
+    first = kept_groups(config.tracker, groups_per_step=groups)
+    if not first:
+        return None
+    folder = context.run_dir / SAMPLES_FOLDER
+    if tokenizer:
+        target = folder / TOKENIZER_FOLDER
+        target.mkdir(parents=True, exist_ok=True)
+        for file in TOKENIZER_FILES:
+            if (context.model_folder / file).is_file():
+                shutil.copyfile(context.model_folder / file, target / file)
+    writers = config.rollout.workers + config.parallel.dp
+    return SampleLog(
+        folder,
+        worker=name,
+        attempt=context.namespace,
+        start_step=context.start_step,
+        first=first,
+        every=groups,
+        max_bytes=config.tracker.samples_max_mb * MEGABYTE // writers,
+    )
