@@ -35,6 +35,7 @@ from relax_core.rollout.episodes.group_assembly import (
     MakeExtras,
     complete_episodes,
     complete_group,
+    tell_lost,
 )
 from relax_core.rollout.episodes.played_group import GroupPlayer, GroupStart
 from relax_core.rollout.episodes.shared_requests import BatchOrder, Lockstep, LockstepOrder, start_in
@@ -255,10 +256,12 @@ class RolloutLoop:
             values["aborts"] = self._weight_update_handler.aborts
         self._record("rollout", max(one.newest_version for one in played), values | self._admissions.media_figures())
 
-    def _count_cancelled(self, records: Sequence[EpisodeRecord]) -> None:
-        """Counts the episodes of a group that is given up, and their tokens, none of which is trained."""
+    def _count_cancelled(self, index: int, records: Sequence[EpisodeRecord]) -> None:
+        """Counts the episodes of a group that is given up, and their tokens, none of which is trained; keeps them."""
         episodes = played_episodes(records, [RewardOutput(reward=None)] * len(records))
         self._sampled_tokens.update(token_accounts(episodes, None))
+        if self._lost is not None:
+            tell_lost(self._lost, group_uid(index), episodes, {}, others="cancelled")
         self._cancelled.append(PlayedFigures.of(records, reward_s=0.0))
 
     async def _play_and_stage(
@@ -281,7 +284,7 @@ class RolloutLoop:
             min_version=prompt.request.min_version,
             on_request=(lambda rid: None) if handler is None else partial(handler.turn_begins, prompt.index),
             on_response=(lambda rid: None) if handler is None else partial(handler.turn_ends, prompt.index),
-            on_cancelled=self._count_cancelled,
+            on_cancelled=partial(self._count_cancelled, prompt.index),
             lockstep=lockstep,
         )
         try:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -23,8 +23,17 @@ from relax_core.train.rank_setup import RankSetup
 from relax_core.train.step.pipeline_schedule import MicroBatch
 from relax_core.train.step.step_sums import micro_batch_sums
 
-# Gets the train step, the groups of a micro-batch, and the log-probs of their tokens, float32 [tokens].
-OnTrained = Callable[[int, Sequence[TokenTree], np.ndarray], None]
+CLOSE_SAMPLES_S = 10.0
+
+
+class TrainedLog(Protocol):
+    """Declares what keeps the samples that a rank trains."""
+
+    def trained(self, step: int, groups: Sequence[TokenTree], logprobs: np.ndarray) -> None:
+        """Keeps a micro-batch: the train step, the groups, and the log-probs of their tokens, float32 ``[tokens]``."""
+
+    def close(self, *, timeout_s: float) -> None:
+        """Writes what waits."""
 
 
 class TopLogprobs(NamedTuple):
@@ -45,8 +54,8 @@ class MegatronBackend(MegatronRank):
 
     ``temperature`` is the sampling temperature at which log-probs are computed. If ``trainable`` is False the back end
     serves actor_fwd, reference and teacher roles. Log-probs and entropies are those of the distribution that was
-    sampled from: only over the groups' kept sets if they have them, and without the banned tokens. ``on_trained`` is
-    called for each micro-batch on the one rank of a replica that counts it.
+    sampled from: only over the groups' kept sets if they have them, and without the banned tokens. ``samples`` gets
+    each micro-batch on the one rank of a replica that counts it.
     """
 
     def __init__(
@@ -56,12 +65,12 @@ class MegatronBackend(MegatronRank):
         temperature: float,
         trainable: bool = True,
         media: MediaReader | None = None,
-        on_trained: OnTrained | None = None,
+        samples: TrainedLog | None = None,
     ) -> None:
         if temperature <= 0:
             raise ValueError(f"rollout.temperature={temperature}: training needs more than 0; 1.0 is usual.")
         super().__init__(setup, trainable=trainable, media=media)
-        self._on_trained = on_trained if reports() else None
+        self._samples = samples if reports() else None
         self._inverse_temperature = 1.0 / temperature
         self._vocab_size = self.architecture.vocab_size
         self._wants_entropy = self.trainable and self._algorithm.requirements(self._config).entropy
@@ -81,9 +90,14 @@ class MegatronBackend(MegatronRank):
             sums.gap_sum, sums.gap_tokens = float(gap.sum(dtype=np.float64)), gap.size
             sums.gap_max = float(gap.max(initial=0.0))
             self._sums.add(sums)
-            if self._on_trained is not None:
-                self._on_trained(self._step, batch.groups, logprobs)
+            if self._samples is not None:
+                self._samples.trained(self._step, batch.groups, logprobs)
         return outputs.loss_sum
+
+    def close_samples(self) -> None:
+        """Writes the samples that wait; no train step may follow."""
+        if self._samples is not None:
+            self._samples.close(timeout_s=CLOSE_SAMPLES_S)
 
     def logprobs(self, groups: Sequence[TokenTree]) -> list[np.ndarray]:
         """Returns the current weights' log-probs: float32 ``[rows]`` a group, 0 at rows that were not sampled."""

@@ -27,17 +27,19 @@ from relax_core.observe.samples.sample_records import (
     TrainedRecord,
 )
 
-FORMAT = 1  # part of the file's name: another format makes another index
+FORMAT = 2  # part of the file's name: another format makes another index
 MOST_ROWS = 500
+ENGINE_POINTS = 200
 _TABLES = """
     CREATE TABLE IF NOT EXISTS files (name TEXT PRIMARY KEY, offset INTEGER, started REAL, problem TEXT);
     CREATE TABLE IF NOT EXISTS attempts (attempt TEXT PRIMARY KEY, start_step INTEGER, time REAL);
     CREATE TABLE IF NOT EXISTS ledger (id INTEGER PRIMARY KEY CHECK (id = 0), position INTEGER, restores INTEGER);
     CREATE TABLE IF NOT EXISTS waiting (uid TEXT PRIMARY KEY, fields BLOB);
+    CREATE TABLE IF NOT EXISTS drops (uid TEXT PRIMARY KEY, reason TEXT);
     CREATE TABLE IF NOT EXISTS samples (
         id INTEGER PRIMARY KEY, uid TEXT, group_uid TEXT, state TEXT, reason TEXT, step INTEGER, reward REAL,
         length INTEGER, ended TEXT, version INTEGER, staleness INTEGER, engine TEXT, turns INTEGER, time REAL,
-        trained_time REAL, parts TEXT, number INTEGER,
+        trained_time REAL, parts TEXT, why TEXT, number INTEGER,
         made_file TEXT, made_offset INTEGER, made_size INTEGER,
         trained_file TEXT, trained_offset INTEGER, trained_size INTEGER, trained_first INTEGER
     );
@@ -48,10 +50,16 @@ _TABLES = """
     CREATE INDEX IF NOT EXISTS by_reward ON samples (reward);
 """
 # Filter → the condition that it sets; a filter of two ends has the names with _min and _max.
-_EQUAL = {"uid": "uid", "group": "group_uid", "state": "state", "reason": "reason", "engine": "engine"}
+_EQUAL = {name: name for name in ("uid", "group", "state", "reason", "engine", "ended")} | {"group": "group_uid"}
 _BETWEEN = ("step", "reward", "length", "version", "staleness")
 FILTERS = (*_EQUAL, *(f"{name}_{end}" for name in _BETWEEN for end in ("min", "max")))
 ORDERS = {"newest": "id DESC", "oldest": "id", "reward": "reward", "-reward": "reward DESC", "-length": "length DESC"}
+
+
+_DROP = (
+    "UPDATE samples SET state = 'dropped', reason = ? WHERE id = ? "
+    "AND (state IN ('put', 'masked') OR reason = 'cancelled')"  # the rollout does not know why the bus gave a group up
+)
 
 
 class SampleIndex:
@@ -86,14 +94,20 @@ class SampleIndex:
                     opened.append((known[name]["started"], name, known[name]["offset"]))
             return sum(self._take_in(name, offset) for _, name, offset in sorted(opened))
 
-    def take_ledger(self, dropped: Iterable[tuple[str, str]]) -> None:
-        """Marks samples that the bus dropped after they were put on it, by uid and reason."""
+    def take_ledger(self, dropped: Iterable[tuple[str, str]], *, anew: bool = False) -> None:
+        """Marks samples that the bus dropped after they were put on it, by uid and reason.
+
+        A sample that no file has yet is marked once it has come. With ``anew`` what was given before is void.
+        """
         with self._lock, self._database:
-            self._database.executemany(
-                "UPDATE samples SET state = 'dropped', reason = ? WHERE id = "
-                "(SELECT MAX(id) FROM samples WHERE uid = ?) AND state IN ('put', 'masked')",
-                [(reason, uid) for uid, reason in dropped],
-            )
+            if anew:
+                self._database.execute("DELETE FROM drops")
+            for uid, reason in dropped:
+                known = self._database.execute("SELECT MAX(id) FROM samples WHERE uid = ?", (uid,)).fetchone()[0]
+                if known is None:
+                    self._database.execute("INSERT OR REPLACE INTO drops VALUES (?, ?)", (uid, reason))
+                else:
+                    self._database.execute(_DROP, (reason, known))
 
     def ledger_position(self) -> tuple[int, int]:
         """Returns what `set_ledger_position` was given last: the newest event's id, and the number of restores."""
@@ -112,17 +126,28 @@ class SampleIndex:
             return [row[0] for row in self._database.execute("SELECT problem FROM files WHERE problem != ''")]
 
     def find(
-        self, filters: Mapping[str, str | float], *, order: str = "newest", first: int = 0, most: int = 50
+        self,
+        filters: Mapping[str, str | float],
+        *,
+        order: str = "newest",
+        first: int = 0,
+        most: int = 50,
+        before: int | None = None,
     ) -> tuple[int, list[dict[str, Any]]]:
         """Returns how many samples fit all filters, and ``most`` of them from ``first`` on in this order.
+
+        With ``before`` only samples with a smaller id count.
 
         Raises ValueError, which lists what there is, for an unknown filter or order.
         """
         unknown = [name for name in filters if name not in FILTERS]
         if unknown or order not in ORDERS:
             raise ValueError(f"{', '.join(unknown) or order}: filters are {', '.join(FILTERS)}; orders {list(ORDERS)}")
-        where = [f"{_EQUAL[name]} = ?" if name in _EQUAL else _bound(name) for name in filters] or ["TRUE"]
-        condition, values = " AND ".join(where), tuple(filters.values())
+        where = [f"{_EQUAL[name]} = ?" if name in _EQUAL else _bound(name) for name in filters]
+        values = tuple(filters.values())
+        if before is not None:
+            where, values = [*where, "id < ?"], (*values, before)
+        condition = " AND ".join(where) or "TRUE"
         with self._lock:
             count = self._database.execute(f"SELECT COUNT(*) FROM samples WHERE {condition}", values).fetchone()[0]
             rows = self._database.execute(
@@ -161,6 +186,36 @@ class SampleIndex:
                 "SELECT staleness, COUNT(*) FROM samples WHERE state = 'trained' GROUP BY staleness ORDER BY staleness"
             ).fetchall()
         return {str(row[0]): row[1] for row in rows}
+
+    def engines(self) -> list[dict[str, Any]]:
+        """Returns what each engine sampled, by the first turn of a sample: counts, means, and tokens a second in time.
+
+        ``times`` are the ends of at most `ENGINE_POINTS` equal pieces of the run's time, in Unix seconds, and ``rates``
+        the sampled tokens a second in them.
+        """
+        with self._lock:
+            first, last = self._database.execute("SELECT MIN(time), MAX(time) FROM samples").fetchone()
+            rows = self._database.execute(
+                "SELECT engine, COUNT(*) AS samples, SUM(length) AS tokens, AVG(length) AS mean_length, "
+                "AVG(reward) AS reward, MIN(time) AS first_s, MAX(time) AS last_s, MAX(version) AS version "
+                "FROM samples WHERE engine != '' GROUP BY engine ORDER BY engine"
+            ).fetchall()
+            piece = max(1.0, ((last or 0.0) - (first or 0.0)) / ENGINE_POINTS)
+            sums = self._database.execute(
+                "SELECT engine, CAST((time - ?) / ? AS INTEGER) AS place, SUM(length) FROM samples "
+                "WHERE engine != '' GROUP BY engine, place",
+                (first, piece),
+            ).fetchall()
+        places = range(max((place for _, place, _ in sums), default=-1) + 1)
+        of = {(engine, place): tokens / piece for engine, place, tokens in sums}
+        return [
+            {
+                **dict(row),
+                "times": [first + piece * (place + 1) for place in places],
+                "rates": [of.get((row["engine"], place), 0.0) for place in places],
+            }
+            for row in rows
+        ]
 
     # -- what the files gain ------------------------------------------------------------------------------------------
     def _started(self, name: str) -> float | None:
@@ -219,19 +274,25 @@ class SampleIndex:
             for number, (one, version) in enumerate(zip(episodes, versions, strict=True))
         ]
         self._database.executemany(
-            "UPDATE samples SET state = 'undone' WHERE uid = ? AND state != 'undone'", [row[:1] for row in rows]
+            "UPDATE samples SET state = 'undone' WHERE uid = ? AND state NOT IN ('undone', 'dropped')",
+            [row[:1] for row in rows],
         )
         self._database.executemany(
             "INSERT INTO samples (uid, group_uid, state, reason, reward, length, ended, version, engine, turns, time, "
-            f"parts, number, made_file, made_offset, made_size) VALUES ({', '.join('?' * 16)})",
+            f"parts, why, number, made_file, made_offset, made_size) VALUES ({', '.join('?' * 17)})",
             rows,
         )
-        for row in rows:
-            if self._database.execute("SELECT 1 FROM waiting LIMIT 1").fetchone() is None:
-                return
-            for (fields,) in self._database.execute("SELECT fields FROM waiting WHERE uid = ?", row[:1]).fetchall():
-                self._set_trained([tuple(msgspec.msgpack.decode(fields))])
-                self._database.execute("DELETE FROM waiting WHERE uid = ?", row[:1])
+        for name, column in (("waiting", "fields"), ("drops", "reason")):
+            if self._database.execute(f"SELECT 1 FROM {name} LIMIT 1").fetchone() is None:
+                continue
+            for uid, *_ in rows:
+                came = self._database.execute(f"DELETE FROM {name} WHERE uid = ? RETURNING {column}", (uid,)).fetchall()
+                for (value,) in came:
+                    if name == "waiting":
+                        self._set_trained([tuple(msgspec.msgpack.decode(value))])
+                    else:
+                        newest = "(SELECT MAX(id) FROM samples WHERE uid = ?)"
+                        self._database.execute(_DROP.replace("id = ?", f"id = {newest}"), (value, uid))
 
     def _add_trained(self, record: TrainedRecord) -> None:
         assert record.tokens is not None, "every record in a file says where its tokens stand"
@@ -277,6 +338,7 @@ def _made_values(one: Episode, record: MadeRecord, version: int | None) -> tuple
         len(one.turns),
         record.time_s,
         msgspec.json.encode(one.parts).decode(),
+        one.why,
     )
 
 
@@ -291,10 +353,14 @@ def _shown(row: sqlite3.Row) -> dict[str, Any]:
     return shown
 
 
-def every_id(index: SampleIndex, filters: Mapping[str, str | float], *, most: int) -> Iterator[dict[str, Any]]:
-    """Yields the newest ``most`` samples that fit the filters, page by page."""
+def every_id(
+    index: SampleIndex, filters: Mapping[str, str | float], *, most: int, before: int | None = None
+) -> Iterator[dict[str, Any]]:
+    """Yields the newest ``most`` samples that fit the filters, page by page; with ``before`` those with smaller ids."""
     for first in range(0, most, MOST_ROWS):
-        _, rows = index.find(filters, first=first, most=min(MOST_ROWS, most - first))
+        asked = min(MOST_ROWS, most - first)
+        _, rows = index.find(filters, most=asked, before=before)
         yield from rows
-        if len(rows) < MOST_ROWS:
+        if len(rows) < asked:
             return
+        before = rows[-1]["id"]

@@ -175,7 +175,6 @@ class SampleFiles:
         if tokens.size >= self._part_bytes:
             tokens.close()
             self._tokens, self._part = None, self._part + 1
-            self._remove_oldest()
 
     def close(self) -> None:
         """Closes the files."""
@@ -196,13 +195,15 @@ class SampleFiles:
     def _open_tokens(self) -> AppendFile:
         if self._tokens is None:
             name = f"{self._stem}{TOKENS_MARK}{self._part:04d}{NUMBERS_SUFFIX}"
+            self._remove_oldest()
             self._tokens = AppendFile(self.folder / name, lines=False)
         return self._tokens
 
     def _remove_oldest(self) -> None:
+        """Removes the oldest tokens, also those of earlier starts, until one more file of them has room."""
         parts = sorted(self.folder.glob(f"{self._worker}.*{TOKENS_MARK}*{NUMBERS_SUFFIX}"))
         sizes = [path.stat().st_size for path in parts]
-        while len(parts) > 1 and sum(sizes) > self._max_bytes - self._part_bytes:
+        while parts and sum(sizes) > self._max_bytes - self._part_bytes:
             parts.pop(0).unlink(missing_ok=True)
             sizes.pop(0)
 

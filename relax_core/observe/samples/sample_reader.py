@@ -41,9 +41,18 @@ class TokensRemoved(Exception):
 
 
 def numbers_files(run_dir: Path) -> list[str]:
-    """Returns the names of the files with numbers in a run's folder of samples, sorted; none without such a folder."""
+    """Returns the names of the files with numbers in a run's folder of samples, sorted; none without such a folder.
+
+    Links and whatever is no plain file are left out.
+    """
     folder = run_dir / SAMPLES_FOLDER
-    return sorted(path.name for path in folder.glob(f"*{NUMBERS_SUFFIX}") if TOKENS_MARK not in path.name)
+    return sorted(
+        path.name for path in folder.glob(f"*{NUMBERS_SUFFIX}") if TOKENS_MARK not in path.name and _is_plain(path)
+    )
+
+
+def _is_plain(path: Path) -> bool:
+    return path.is_file() and not path.is_symlink()
 
 
 def read_frames(path: Path, offset: int, *, most_bytes: int = READ_BYTES) -> list[Frame]:
@@ -108,8 +117,11 @@ def read_trained(run_dir: Path, at: TokensAt, *, first: int, count: int) -> Trai
 def _payload(run_dir: Path, at: TokensAt) -> bytes:
     if not _OWN_NAME.fullmatch(at.file):
         raise TokensRemoved(f"{at.file!r} is no name of a file of samples")
+    path = run_dir / SAMPLES_FOLDER / at.file
+    if path.exists() and not _is_plain(path):
+        raise TokensRemoved(f"{at.file} is no plain file")
     try:
-        with (run_dir / SAMPLES_FOLDER / at.file).open("rb") as file:
+        with path.open("rb") as file:
             file.seek(at.offset)
             data = file.read(at.size)
     except FileNotFoundError as error:
@@ -130,7 +142,7 @@ class SampleText:
         from tokenizers import Tokenizer
 
         path = run_dir / SAMPLES_FOLDER / TOKENIZER_FOLDER / "tokenizer.json"
-        if not path.is_file():
+        if not _is_plain(path):
             raise FileNotFoundError(path)
         try:
             tokenizer = Tokenizer.from_file(str(path))

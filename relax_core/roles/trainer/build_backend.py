@@ -20,8 +20,9 @@ from relax_core.roles.process.sample_logs import open_samples
 from relax_core.train.parallel.layout_arithmetic import critic_parallel, forward_parallel, one_rank
 
 if TYPE_CHECKING:
+    from relax_core.observe.samples.sample_log import SampleLog
     from relax_core.train.critic_backend import CriticBackend
-    from relax_core.train.policy_backend import MegatronBackend, OnTrained
+    from relax_core.train.policy_backend import MegatronBackend
     from relax_core.train.rank_setup import RankSetup
 
 
@@ -39,7 +40,7 @@ def build_role_backend(context: RunContext, role: str, *, rank: int, store_addre
     if role != "actor":
         return _build(context, setup, trainable=False)
     samples = open_samples(context, worker_name(role, rank))
-    return _build(context, setup, trainable=True, on_trained=None if samples is None else samples.trained)
+    return _build(context, setup, trainable=True, samples=samples)
 
 
 def build_teacher(context: RunContext, folder: Path) -> MegatronBackend:
@@ -53,14 +54,14 @@ def build_teacher(context: RunContext, folder: Path) -> MegatronBackend:
 
 
 def _build(
-    context: RunContext, setup: RankSetup, *, trainable: bool, on_trained: OnTrained | None = None
+    context: RunContext, setup: RankSetup, *, trainable: bool, samples: SampleLog | None = None
 ) -> MegatronBackend:
     # Imported here, because the controller and the Serve deployments import the roles without torch and Megatron.
     from relax_core.train.policy_backend import MegatronBackend
 
     temperature = context.config.rollout.temperature
     media = _media_reader(context)
-    return MegatronBackend(setup, temperature=temperature, trainable=trainable, media=media, on_trained=on_trained)
+    return MegatronBackend(setup, temperature=temperature, trainable=trainable, media=media, samples=samples)
 
 
 def build_critic(context: RunContext) -> CriticBackend:

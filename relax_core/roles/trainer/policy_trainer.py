@@ -133,6 +133,7 @@ class PolicyTrainer(Worker):
             log.info("stopped after step %d", self._version)
         self._save(self._version)
         self._checkpoints.finish()
+        self._worker_group.close_samples()
         if self._config.run.export_hf:
             self._export_hf()
 

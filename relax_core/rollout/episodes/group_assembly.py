@@ -214,8 +214,7 @@ def complete_episodes(
     dropped = {one.uid: one.dropped or REWARD_FAILED for one in episodes if one.reward is None}
     whole = len(kept) < min(MIN_SAMPLES, len(episodes))
     if lost is not None and dropped:
-        gone = [one for one in episodes if whole or one.reward is None]
-        lost(build_tree(uid, gone), {one.uid: dropped.get(one.uid, REWARD_FAILED) for one in gone})
+        tell_lost(lost, uid, [one for one in episodes if whole or one.reward is None], dropped)
     if whole:
         account(token_accounts(episodes, None))
         return DroppedGroup(group_uid=uid, reason=next(iter(dropped.values())))  # of the first episode that was lost
@@ -234,6 +233,18 @@ def complete_episodes(
     done = _complete(tree, index=index, dropped=dropped, refuse=refuse, teacher=teacher, extras=extras, lost=lost)
     account(token_accounts(episodes, tree if isinstance(done, CompleteGroup) else None))
     return done
+
+
+def tell_lost(
+    lost: Lost, uid: str, episodes: Sequence[PlayedEpisode], reasons: Mapping[str, str], *, others: str = REWARD_FAILED
+) -> None:
+    """Gives ``lost`` the tree of those episodes of group ``uid`` that have sampled tokens, if there are any.
+
+    ``reasons`` maps an episode's uid to why it is dropped, and ``others`` is the reason of those that it does not name.
+    """
+    gone = [one for one in episodes if one.turns and all(len(turn.response.output_ids) for turn in one.turns)]
+    if gone:
+        lost(build_tree(uid, gone), {one.uid: reasons.get(one.uid, others) for one in gone})
 
 
 def _complete(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,22 @@ def test_samples_that_are_dropped_have_their_reasons(tmp_path: Path) -> None:
     assert index.overview()["state"] == {"dropped": 3, "put": 1}
 
 
+def test_a_drop_that_the_ledger_tells_before_the_samples_come_is_not_lost(tmp_path: Path) -> None:
+    log = open_log(tmp_path)
+    index = SampleIndex(tmp_path, None)
+    index.take_ledger([("g00000000.1", "stale"), ("g00000001.0", "over_sampled")])
+    log.put(group(0))
+    log.lost(tree(1), dict.fromkeys(["g00000001.0", "g00000001.1"], "cancelled"))
+    log.close(timeout_s=60.0)
+    fates = [("put", ""), ("dropped", "stale"), ("dropped", "over_sampled"), ("dropped", "cancelled")]
+    assert [(one["state"], one["reason"]) for one in found(index)] == fates
+    log = open_log(tmp_path)
+    log.put(group(1))
+    log.close(timeout_s=60.0)
+    fates += [("put", ""), ("put", "")]
+    assert [(one["state"], one["reason"]) for one in found(index)] == fates, "the group was played again"
+
+
 def test_a_resume_marks_what_it_undid(tmp_path: Path) -> None:
     """The checkpoint is that of one step: step 1 and the groups made after it are undone, and made anew."""
     rollout, actor = open_log(tmp_path), open_log(tmp_path, "actor-0")
@@ -168,6 +185,36 @@ def test_the_oldest_tokens_go_first_and_numbers_stay(tmp_path: Path, monkeypatch
         else:
             with pytest.raises(TokensRemoved, match="samples_max_mb"):
                 read_made_tree(tmp_path, record)
+
+
+def test_the_tokens_of_all_starts_together_have_the_limit(tmp_path: Path) -> None:
+    for start in range(40):  # each start ends before a part is full
+        log = open_log(tmp_path, max_bytes=16 * 400)
+        log.put(group(start))
+        log.close(timeout_s=60.0)
+    tokens = list((tmp_path / SAMPLES_FOLDER).glob("*tokens*"))
+    assert sum(path.stat().st_size for path in tokens) <= 16 * 400
+    index = SampleIndex(tmp_path, None)
+    index.refresh()
+    assert index.find({})[0] == 80
+
+
+def test_a_link_among_the_samples_is_not_followed(tmp_path: Path) -> None:
+    log = open_log(tmp_path / "run")
+    log.put(group(0))
+    log.close(timeout_s=60.0)
+    (row,) = found(SampleIndex(tmp_path / "run", None))[:1]
+    folder = tmp_path / "run" / SAMPLES_FOLDER
+    (tokens,) = folder.glob("*tokens*")
+    tokens.rename(tmp_path / "elsewhere")
+    tokens.symlink_to(tmp_path / "elsewhere")
+    (folder / "actor-0.0000.msgpack").symlink_to(folder / "rollout-0.0000.msgpack")
+    os.mkfifo(folder / "actor-1.0000.msgpack")  # whoever opens it waits
+    assert numbers_files(tmp_path / "run") == ["rollout-0.0000.msgpack"]
+    record = read_numbers_at(tmp_path / "run", TokensAt(row["made_file"], row["made_offset"], row["made_size"]))
+    assert isinstance(record, MadeRecord)
+    with pytest.raises(TokensRemoved, match="no plain file"):
+        read_made_tree(tmp_path / "run", record)
 
 
 def test_a_half_written_record_waits_and_a_foreign_one_is_named(tmp_path: Path) -> None:
