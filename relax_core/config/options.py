@@ -65,6 +65,7 @@ COMMANDS = {
         "dashboard [FOLDER ...]",
         "a page in the browser: curves, samples, logs of any runs (docs/dashboard.md)",
     ),
+    "trace": ("trace RUN [--steps A:B]", "what a run did over time, for ui.perfetto.dev"),
     "export": ("export CHECKPOINT OUT", "a checkpoint as a Hugging Face folder"),
     "check-model": ("check-model FOLDER", "whether the trainer can load a Hugging Face folder"),
     "doctor": ("doctor [--clean]", "whether a run could work here; what killed runs left (removes it)"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
+import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,11 @@ from starlette.staticfiles import StaticFiles
 
 from relax_core.bus.ledger.ledger_reader import LedgerFile
 from relax_core.dashboard.ledger_drops import readable_ledger
-from relax_core.dashboard.page_guard import COOKIE, Guard, Session
+from relax_core.dashboard.page_guard import Guard, Session, cookie_name
 from relax_core.dashboard.run_folders import NotInside, find_runs, inside, run_state
 from relax_core.dashboard.run_logs import log_chunk, log_files, search_log
 from relax_core.dashboard.run_reader import CONFIG, PLAN, RunReader
+from relax_core.dashboard.run_timeline import make_timeline
 from relax_core.dashboard.sample_views import SampleViews
 from relax_core.observe.samples.sample_index import FILTERS
 
@@ -30,7 +32,7 @@ PULSE_S = 1.0
 MOST_BODY = 4096
 MOST_FIRST = 2**40
 MOST_TAGS, MOST_LISTED = 80, 100
-_TEXT_FILTERS = ("uid", "group", "state", "reason", "engine")
+_TEXT_FILTERS = ("uid", "group", "state", "reason", "engine", "ended")
 
 
 class Dashboard:
@@ -46,6 +48,8 @@ class Dashboard:
         on_exchange: Callable[[], None] = lambda: None,
     ) -> None:
         self._folders, self._cache, self._session, self._on_exchange = folders, cache, session, on_exchange
+        self._port = port
+        self._lock = threading.Lock()
         self._readers: dict[str, RunReader] = {}
         self._views: dict[str, SampleViews] = {}
         pages = {
@@ -58,6 +62,9 @@ class Dashboard:
             "/logs": lambda run, query: log_files(run.run_dir),
             "/log": _log,
             "/lineage": _lineage,
+            "/timeline": _timeline,
+            "/batch": self._batch,
+            "/engines": _engines,
         }
         routes = [
             Route("/", _index),
@@ -89,12 +96,13 @@ class Dashboard:
         return answer
 
     def _reader(self, run: str) -> RunReader:
-        if run not in self._readers:
-            path = find_runs(self._folders).get(run)
-            if path is None:
-                raise HTTPException(404, "There is no such run. It may have been moved or removed.")
-            self._readers[run] = RunReader(path, self._cache)
-        return self._readers[run]
+        with self._lock:
+            if run not in self._readers:
+                path = find_runs(self._folders).get(run)
+                if path is None:
+                    raise HTTPException(404, "There is no such run. It may have been moved or removed.")
+                self._readers[run] = RunReader(path, self._cache)
+            return self._readers[run]
 
     async def _exchange(self, request: Request) -> Response:
         body = b""
@@ -106,7 +114,7 @@ class Dashboard:
         if cookie is None:
             raise HTTPException(401, "This link was used already. Open the one that the command printed last.")
         response = Response(status_code=204)
-        response.set_cookie(COOKIE, cookie, httponly=True, samesite="strict", path="/")
+        response.set_cookie(cookie_name(self._port()), cookie, httponly=True, samesite="strict", path="/")
         self._on_exchange()
         return response
 
@@ -136,15 +144,17 @@ class Dashboard:
         index = run.samples()
         if index is None:
             raise FileNotFoundError("This run keeps no samples (tracker.samples=0, or an older Relax made it).")
-        if run.run_id not in self._views:
-            self._views[run.run_id] = SampleViews(run.run_dir, index)
-        return self._views[run.run_id]
+        with self._lock:
+            if run.run_id not in self._views:
+                self._views[run.run_id] = SampleViews(run.run_dir, index)
+            return self._views[run.run_id]
 
     def _samples(self, run: RunReader, query: Mapping[str, str]) -> dict[str, Any]:
         views, filters = self._sample_views(run), _filters(query)
         most = min(MOST_LISTED, int(query.get("most", "50")))
         if words := query.get("words", ""):
-            return views.searched(filters, words, most=most)
+            before = query.get("before", "")
+            return views.searched(filters, words, most=most, before=int(before) if before else None)
         first = min(MOST_FIRST, max(0, int(query.get("first", "0"))))
         return views.listed(filters, order=query.get("order", "newest"), first=first, most=most)
 
@@ -153,6 +163,18 @@ class Dashboard:
         if found is None:
             raise FileNotFoundError("There is no such sample.")
         return found
+
+    def _batch(self, run: RunReader, query: Mapping[str, str]) -> dict[str, Any]:
+        step, lives = int(query.get("step", "-1")), run.batch(int(query.get("step", "-1")))
+        turns: dict[str, list[Any]] = {}
+        if run.samples() is not None:
+            views = self._sample_views(run)
+            for group in dict.fromkeys(life.group for life in lives):
+                turns |= views.turn_times(group)
+        return {
+            "step": step,
+            "rows": [{**msgspec.to_builtins(life), "turns": turns.get(life.uid, [])} for life in lives],
+        }
 
     def _group(self, run: RunReader, query: Mapping[str, str]) -> dict[str, Any]:
         return self._sample_views(run).group(query.get("uid", ""))
@@ -200,6 +222,19 @@ def _log(run: RunReader, query: Mapping[str, str]) -> dict[str, Any]:
         return search_log(run.run_dir, name, words)
     start = query.get("from")
     return log_chunk(run.run_dir, name, None if start is None else int(start))
+
+
+def _timeline(run: RunReader, query: Mapping[str, str]) -> dict[str, Any]:
+    ends = [int(query[name]) if query.get(name) else None for name in ("first", "last")]
+    found = make_timeline(run.series().timed, first=ends[0], last=ends[1])
+    if found is None:
+        raise FileNotFoundError("No train step in this range has ended yet.")
+    return {**msgspec.to_builtins(found), "steps_done": run.series().steps_done}
+
+
+def _engines(run: RunReader, query: Mapping[str, str]) -> list[dict[str, Any]]:
+    index = run.samples()
+    return [] if index is None else run.engines()
 
 
 def _lineage(run: RunReader, query: Mapping[str, str]) -> dict[str, Any]:

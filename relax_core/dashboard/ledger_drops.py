@@ -55,13 +55,11 @@ def take_drops(run_dir: Path, index: SampleIndex) -> None:
         rows = database.execute(
             "SELECT uid, reason FROM events WHERE id > ? AND id <= ? AND event = 'dropped'", (position, last)
         ).fetchall()
-    except (
-        sqlite3.Error
-    ):  # the run is writing for longer than BUSY_S, or the file is damaged: the next call tries again
+    except sqlite3.Error:  # the run writes for longer than BUSY_S, or the file is damaged: the next call tries again
         return
     finally:
         database.close()
-    index.take_ledger(rows)
+    index.take_ledger(rows, anew=position == 0)
     index.set_ledger_position(last, restores)
 
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 import hmac
 import secrets
 from collections.abc import Awaitable, Callable, MutableMapping
-from http.cookies import CookieError, SimpleCookie
 from typing import Any
 
-COOKIE = "relax_dashboard"
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -44,13 +42,18 @@ class Session:
         self.link_token = secrets.token_urlsafe(32)
         return self._cookie
 
-    def knows(self, cookie_header: str) -> bool:
-        """Returns whether a request's cookies have the session's value."""
-        try:
-            found = SimpleCookie(cookie_header).get(COOKIE)
-        except CookieError:
-            return False
-        return found is not None and hmac.compare_digest(found.value.encode(), self._cookie.encode())
+    def knows(self, cookie_header: str, *, name: str) -> bool:
+        """Returns whether the cookie ``name`` of a request has the session's value."""
+        for part in cookie_header.split(";"):
+            key, _, value = part.strip().partition("=")
+            if key == name and hmac.compare_digest(value.encode(), self._cookie.encode()):
+                return True
+        return False
+
+
+def cookie_name(port: int) -> str:
+    """Returns the name of the cookie of the server at ``port``: a browser sends a host's cookies to all its ports."""
+    return f"relax_dashboard_{port}"
 
 
 class Guard:
@@ -96,6 +99,7 @@ class Guard:
         if origin is not None and origin.removeprefix("http://") not in hosts:
             return 403, "Another site's page asks. Only the dashboard's own page may."
         path = scope["path"]
-        if path.startswith("/api/") and path != "/api/session" and not self._session.knows(fields.get(b"cookie", "")):
+        cookies, name = fields.get(b"cookie", ""), cookie_name(self._port())
+        if path.startswith("/api/") and path != "/api/session" and not self._session.knows(cookies, name=name):
             return 401, "Open the link that the command printed last."
         return None

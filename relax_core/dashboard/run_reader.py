@@ -7,16 +7,18 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import msgspec
 import yaml
 
+from relax_core.dashboard.batch_lives import SampleLife, batch_lives
 from relax_core.dashboard.ledger_drops import event_counts, take_drops
 from relax_core.dashboard.run_folders import SUMMARY, inside, run_id, run_state
 from relax_core.dashboard.run_series import RunSeries
 from relax_core.observe.samples.sample_index import FORMAT, SampleIndex
 from relax_core.observe.samples.sample_records import SAMPLES_FOLDER
+from relax_core.observe.service.records import ACTOR
 
 CONFIG, PLAN = "config.yaml", "plan.json"
 REST = 100  # a slow answer is computed anew once 100 times as long as it took has passed
@@ -35,11 +37,11 @@ class Rested(Generic[Answer]):
     def __call__(self) -> Answer:
         """Returns the answer, computed anew if it is old enough."""
         began = time.monotonic()
-        if self._answer is None or began >= self._until:
+        if began >= self._until:
             self._answer = self._compute()
             took = time.monotonic() - began
             self._until = began + max(1.0, REST * took)
-        return self._answer
+        return cast(Answer, self._answer)
 
 
 class RunReader:
@@ -54,6 +56,8 @@ class RunReader:
         self._events = Rested(lambda: event_counts(run_dir))
         self._state = Rested(lambda: run_state(run_dir))
         self._staleness = Rested(self._count_staleness)
+        self._counts = Rested(self._count_samples)
+        self.engines = Rested(self._count_engines)
         self._drops = Rested(self._take_drops)
 
     def series(self) -> RunSeries:
@@ -97,7 +101,7 @@ class RunReader:
             "resumes": series.resumes,
             "tags": series.tags(),
             "ledger": self._events(),
-            "samples": None if index is None else index.overview(),
+            "samples": self._counts(),
             "staleness": self._staleness(),
             "problems": [*([series.problem] if series.problem else []), *(index.problems() if index else [])],
         }
@@ -140,6 +144,22 @@ class RunReader:
             if counts:
                 return counts
         return dict(_at(self.summary(), "staleness", "histogram") or {})
+
+    def batch(self, step: int) -> list[SampleLife]:
+        """Returns the lives of the samples that ended at a train step. Raises FileNotFoundError if it has not ended."""
+        ends = {one.step: one for one in self.series().timed if one.source == ACTOR and "step" in one.ms}
+        if step not in ends:
+            raise FileNotFoundError(f"Train step {step} has not ended.")
+        staleness = _number(_at(self.config(), "mode", "max_staleness")) or 0
+        before = ends.get(step - staleness - 3)
+        from_s = 0.0 if before is None else before.end_s - before.ms["step"] / 1e3
+        return batch_lives(self.run_dir, step=step, from_s=from_s, to_s=ends[step].end_s)
+
+    def _count_engines(self) -> list[dict[str, Any]]:
+        return [] if self._index is None else self._index.engines()
+
+    def _count_samples(self) -> dict[str, Any] | None:
+        return None if self._index is None else self._index.overview()
 
     def _take_drops(self) -> bool:
         assert self._index is not None, "the samples are open"

@@ -37,12 +37,14 @@ def make_run(folder: Path) -> Path:
 
 def _metrics(folder: Path) -> None:
     service = MetricsService([JsonlSink(folder)], batch_s=0.0)
-    service.record("actor", 0, {"reward": 0.0, "loss": 1.0, "logprob_gap_max": float("nan")})
-    service.record("actor", 1, {"reward": 0.1, "loss": 0.5})
-    service.record("actor", 2, {"reward": 0.2, "loss": 0.4})
+    times = {"step_ms": 8.0, "wait_ms": 6.0, "train_ms": 1.5}
+    service.record("rollout", 0, {"generate_ms": 4.0, "samples": 8.0})
+    service.record("actor", 0, {"reward": 0.0, "loss": 1.0, "logprob_gap_max": float("nan"), **times})
+    service.record("actor", 1, {"reward": 0.1, "loss": 0.5, **times})
+    service.record("actor", 2, {"reward": 0.2, "loss": 0.4, **times})
     service.mark_resume(2)
-    service.record("actor", 2, {"reward": 0.25, "loss": 0.4})
-    service.record("actor", 3, {"reward": 0.3, "loss": 0.3})
+    service.record("actor", 2, {"reward": 0.25, "loss": 0.4, **times})
+    service.record("actor", 3, {"reward": 0.3, "loss": 0.3, **times})
     service.close(timeout_s=60.0)
 
 
@@ -57,6 +59,7 @@ def _samples(folder: Path) -> None:
         rollout.put(
             CompleteGroup(group_uid=tree.group_uid, index=index, uids=uids, versions=[index] * 2, columns=columns)
         )
+        journal.append("issued", tree.group_uid, uids, versions=[index] * 2)
         journal.append("put", tree.group_uid, uids, versions=[index] * 2, persisted=(columns[c.EPISODES],))
         stale = index == 0
         part = tree.take([0]) if stale else tree

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from relax_core.dashboard.dashboard_command import main
-from relax_core.dashboard.page_guard import COOKIE, POLICY
+from relax_core.dashboard.page_guard import POLICY, cookie_name
 from relax_core.dashboard.run_folders import NotInside, find_runs, inside, run_id, run_state
 from relax_core.dashboard.run_logs import log_chunk, log_files, search_log
 from relax_core.dashboard.run_reader import RunReader
@@ -54,7 +54,7 @@ def test_a_link_works_once_and_its_cookie_is_out_of_reach_of_scripts(run_dir: Pa
         assert "httponly" in flags
         assert "samesite=strict" in flags
         assert made.ask("/api/session", data=token)[0] == 401
-        assert made.ask("/api/runs", Cookie=f"{COOKIE}=guess")[0] == 401
+        assert made.ask("/api/runs", Cookie=f"{cookie_name(made.port)}=guess")[0] == 401
         assert made.ask("/api/runs", Cookie=headers["set-cookie"].split(";")[0])[0] == 200
     finally:
         made.stop()
@@ -83,7 +83,7 @@ def test_the_overview_and_the_curves_of_a_run(server: Server, base: str) -> None
     assert listed["state"] == "finished"
     found = server.json(base)
     assert [found["steps_done"], found["steps"], found["resumes"]] == [4, 6, [2]]
-    assert found["ledger"] == {"dropped": 1, "put": 8, "trained": 7}
+    assert found["ledger"] == {"dropped": 1, "issued": 8, "put": 8, "trained": 7}
     assert found["samples"]["state"] == {"dropped": 3, "trained": 7}
     assert found["staleness"] == {"0": 7}
     curves = server.json(f"{base}/series?tags=actor/reward,actor/logprob_gap_max,nothing")["curves"]
@@ -96,8 +96,9 @@ def test_samples_by_filter_words_group_and_token(server: Server, base: str) -> N
     found = server.json(f"{base}/samples?state=dropped&order=oldest")
     assert [row["reason"] for row in found["rows"]] == ["stale", "reward_failed: it raised", "reward_failed: it raised"]
     found = server.json(f"{base}/samples?words=SCRIPT")
-    assert found["count"] == 10
-    assert found["searched"] == 10
+    assert [found["count"], found["searched"], found["next"]] == [10, 10, None]
+    older = server.json(f"{base}/samples?words=SCRIPT&before=4")
+    assert [row["id"] for row in older["rows"]] == [3, 2, 1]
     (row,) = server.json(f"{base}/samples?uid=g00000001.1")["rows"]
     sample = server.json(f"{base}/sample?id={row['id']}")
     assert HOSTILE in "".join(token["text"] for token in sample["tokens"])
@@ -105,10 +106,30 @@ def test_samples_by_filter_words_group_and_token(server: Server, base: str) -> N
     assert last["advantage"] == pytest.approx(-0.5)
     assert last["trainer_logprob"] == pytest.approx(last["logprob"] + 0.25)
     assert last["trained"] is True
+    assert [token.get("turn") for token in sample["tokens"]] == [None, None, None, 0, 0, 0]
+    assert [turn["tokens"] for turn in sample["turns_of"]] == [3]
     group = server.json(f"{base}/group?uid={sample['group_uid']}")
     assert [row["uid"] for row in group["rows"]] == [f"{sample['group_uid']}.0", f"{sample['group_uid']}.1"]
     assert server.ask(f"{base}/samples?reward_min=much")[0] == 400
     assert server.ask(f"{base}/sample?id=999")[0] == 404
+
+
+def test_the_timeline_the_samples_of_a_step_and_the_engines(server: Server, base: str) -> None:
+    found = server.json(f"{base}/timeline?first=2&last=3")
+    assert [found["first"], found["last"], found["steps_done"]] == [2, 3, 4]
+    assert found["shares"]["wait"] == 0.75
+    assert {span["lane"] for span in found["spans"]} >= {"trainer", "trainer's parts"}
+    assert server.ask(f"{base}/timeline?first=90&last=91")[0] == 404
+    assert server.ask(f"{base}/timeline?first=much")[0] == 400
+    rows = server.json(f"{base}/batch?step=0")["rows"]
+    assert [(row["uid"], row["version"], row["reason"]) for row in rows] == [
+        ("g00000000.0", 0, ""),
+        ("g00000000.1", 0, "stale"),
+    ]
+    assert all(row["issued_s"] <= row["put_s"] <= row["ended_s"] and row["leased_s"] is None for row in rows)
+    assert server.ask(f"{base}/batch?step=17")[0] == 404
+    (engine,) = server.json(f"{base}/engines")
+    assert [engine["samples"], engine["tokens"], sum(engine["rates"])] == [10, 25, 25.0]  # all within a second
 
 
 def test_configuration_logs_and_lineage(server: Server, base: str) -> None:
@@ -135,7 +156,7 @@ def test_the_stream_tells_at_once(server: Server, base: str) -> None:
         assert json.loads(answer.readline().removeprefix(b"data: ")) == {
             "state": "finished",
             "steps_done": 4,
-            "points": 3,
+            "points": 8,
         }
 
 

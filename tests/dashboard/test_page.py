@@ -17,6 +17,9 @@ VIEWS = {
     "samples": "document.querySelectorAll('tbody tr').length == 10",
     "samples?side=g00000001": "document.querySelectorAll('.side article').length == 2",
     "samples?state=dropped&reason=stale": "document.querySelectorAll('tbody tr').length == 1",
+    "pipeline": "document.querySelectorAll('.bar-span').length > 4 && document.querySelectorAll('.thin').length == 2",
+    "pipeline?first=0&last=1&step=0": "document.body.innerText.includes('Samples of train step 0')",
+    "engines": "document.querySelectorAll('tbody tr').length == 1 && document.querySelector('.u-over')",
     "config": "document.body.innerText.includes('run.steps')",
     "logs": "document.querySelector('pre')?.textContent.includes('<b>second')",
     "lineage": "document.body.innerText.includes('trained twice')",
@@ -85,7 +88,7 @@ async def _look_at_a_sample(page: Page, run: str) -> None:
         painted = await page.run("[...document.querySelectorAll('.token')].filter(t => t.style.backgroundColor).length")
         assert painted == (0 if colour == "none" else 3), colour
         assert f"colour={colour}" in await page.run("location.hash")
-    text = await page.run("document.querySelector('article .text').textContent")
+    text = await page.run("[...document.querySelectorAll('article .text')].map(t => t.textContent).join('')")
     assert "</script><img src=x onerror=alert(1)>U+202EabcU+001B[31m" in text
     await page.run("document.querySelectorAll('.token')[5].dispatchEvent(new Event('mouseenter'))")
     assert "trainer's log-prob -0.05" in await page.run("document.body.innerText")

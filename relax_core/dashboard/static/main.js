@@ -3,13 +3,15 @@ import { address, ask, exchange } from "./api.js";
 import { h, problem } from "./dom.js";
 import * as compare from "./views/compare.js";
 import * as config from "./views/config.js";
+import * as engines from "./views/engines.js";
 import * as lineage from "./views/lineage.js";
 import * as logs from "./views/logs.js";
+import * as pipeline from "./views/pipeline.js";
 import * as run from "./views/run.js";
 import * as samples from "./views/samples.js";
 
-const VIEWS = { run, samples, config, logs, lineage, compare };
-const WORDS = { run: "Run", samples: "Samples", config: "Config", logs: "Logs", lineage: "Lineage", compare: "Compare" };
+const VIEWS = { run, samples, pipeline, engines, config, logs, lineage, compare };
+const WORDS = { run: "Run", samples: "Samples", pipeline: "Pipeline", engines: "Engines", config: "Config", logs: "Logs", lineage: "Lineage", compare: "Compare" };
 const main = document.getElementById("main");
 const select = document.getElementById("runs");
 const badge = document.getElementById("state");
