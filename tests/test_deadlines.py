@@ -27,6 +27,10 @@ REASONS = {
         "relax_core/observe/service/sink_thread.py",
         "SinkThread._next_batch",
     ): "a daemon thread at rest; begin_close() wakes it",
+    (
+        "relax_core/observe/trackers/prometheus_sink.py",
+        "PrometheusSink.close",
+    ): "the server looks for it twice a second; the sink's thread, which calls it, is joined with a deadline",
     ("relax_core/observe/service/outbox.py", "Outbox._next_batch"): "a daemon thread at rest; end() wakes it",
     (
         "relax_core/engines/embedded/scheduler/scheduler.py",

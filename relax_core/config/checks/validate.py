@@ -28,12 +28,12 @@ from relax_core.config.plugin_types import plugin_config
 from relax_core.config.schema import RelaxConfig
 from relax_core.config.sections.tracker_schema import kept_groups
 from relax_core.registry import (
+    FILE_SINKS,
     find_algorithm,
     find_data_source,
     find_env,
     find_reward,
     find_sink,
-    is_builtin,
     is_file_plugin,
     names,
     short_name,
@@ -118,7 +118,7 @@ def _check_sinks(config: RelaxConfig) -> Iterator[str]:
     try:
         kept_groups(config.tracker, groups_per_step=config.rollout.prompts_per_step)
         for name, values in plugins_of(config.tracker.sinks, key=key):
-            if is_builtin("sink", name):
+            if name in FILE_SINKS:
                 yield f"{key}: {name} has a key of its own. Use tracker.{name}=true."
             else:
                 find_sink(name).check(plugin_config("sink", name, values, section=f"{key}.{short_name(name)}"))
