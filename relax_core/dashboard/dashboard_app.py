@@ -24,7 +24,7 @@ from relax_core.dashboard.run_folders import NotInside, find_runs, inside, run_s
 from relax_core.dashboard.run_logs import log_chunk, log_files, search_log
 from relax_core.dashboard.run_reader import CONFIG, PLAN, RunReader
 from relax_core.dashboard.run_timeline import make_timeline
-from relax_core.dashboard.sample_views import SampleViews
+from relax_core.dashboard.sample_views import SampleViews, picture_file
 from relax_core.observe.samples.sample_index import FILTERS
 
 STATIC = Path(__file__).parent / "static"
@@ -32,6 +32,7 @@ PULSE_S = 1.0
 MOST_BODY = 4096
 MOST_FIRST = 2**40
 MOST_TAGS, MOST_LISTED = 80, 100
+JPEG, MOST_PICTURE = b"\xff\xd8\xff", 4 * 2**20  # how such a file begins, and its bytes at most
 _TEXT_FILTERS = ("uid", "group", "state", "reason", "engine", "ended")
 
 
@@ -72,6 +73,7 @@ class Dashboard:
             Route("/api/runs", self._runs),
             Route("/api/run/{run}/stream", self._stream),
             *(Route(f"/api/run/{{run}}{path}", self._answer(page)) for path, page in pages.items()),
+            Route("/api/run/{run}/picture/{digest}", self._picture),
             Mount("/static", StaticFiles(directory=STATIC)),
         ]
         self.app = Guard(Starlette(routes=routes), session, port=port)
@@ -139,6 +141,14 @@ class Dashboard:
 
         return StreamingResponse(events(), media_type="text/event-stream")
 
+    async def _picture(self, request: Request) -> Response:
+        run = await asyncio.to_thread(self._reader, request.path_params["run"])
+        path = picture_file(run.run_dir, request.path_params["digest"])
+        data = b"" if path is None else await asyncio.to_thread(_first_bytes, path)
+        if not data.startswith(JPEG) or len(data) > MOST_PICTURE:
+            raise HTTPException(404, "There is no picture of this item.")
+        return Response(data, media_type="image/jpeg")
+
     # -- samples ------------------------------------------------------------------------------------------------------
     def _sample_views(self, run: RunReader) -> SampleViews:
         index = run.samples()
@@ -178,6 +188,11 @@ class Dashboard:
 
     def _group(self, run: RunReader, query: Mapping[str, str]) -> dict[str, Any]:
         return self._sample_views(run).group(query.get("uid", ""))
+
+
+def _first_bytes(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return file.read(MOST_PICTURE + 1)
 
 
 async def _index(request: Request) -> Response:

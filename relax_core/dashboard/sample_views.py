@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ import numpy as np
 from relax_core.contracts import columns as c
 from relax_core.contracts.columns import decode_episodes
 from relax_core.contracts.tree import Episode, TokenTree
+from relax_core.dashboard.run_folders import inside
 from relax_core.observe.samples.sample_index import SampleIndex, every_id
 from relax_core.observe.samples.sample_reader import (
     SampleText,
@@ -22,12 +24,13 @@ from relax_core.observe.samples.sample_reader import (
     read_numbers_at,
     read_trained,
 )
-from relax_core.observe.samples.sample_records import MadeRecord, TokensAt
+from relax_core.observe.samples.sample_records import PICTURES_FOLDER, SAMPLES_FOLDER, MadeRecord, TokensAt
 
 SEARCHED = 2000  # samples whose text one search reads, the newest that fit the other filters
 PREVIEW = 160  # characters of an answer in a list
 MOST_TOKENS = 20_000  # of one sample on the page: its first and its last half of them
 MOST_GROUP, MOST_TEXT = 64, 20_000  # samples of a group side by side, and characters of each one's text
+DIGEST = re.compile(r"[0-9a-f]{32}")
 KEPT_ROWS = 1_000_000  # of the trees that were read last, some 20 bytes each
 
 
@@ -163,7 +166,12 @@ class SampleViews:
             tokens.append(shown)
         own = set(rows.tolist())
         media = [
-            {"kind": str(one.item.kind), "digest": one.item.digest, "rows": one.end - one.start}
+            {
+                "digest": one.item.digest,
+                "rows": one.end - one.start,
+                "words": one.item.words,
+                "picture": picture_file(self._run_dir, one.item.digest) is not None,
+            }
             for one in tree.media
             if one.start in own
         ]
@@ -210,6 +218,16 @@ def _turns(episode: Episode) -> list[dict[str, Any]]:
         }
         for turn in episode.turns
     ]
+
+
+def picture_file(run_dir: Path, digest: str) -> Path | None:
+    """Returns the small picture of an item, None if the run kept none of it."""
+    if not DIGEST.fullmatch(digest):
+        return None
+    try:
+        return inside(run_dir, SAMPLES_FOLDER, PICTURES_FOLDER, f"{digest}.jpg")
+    except (OSError, ValueError):
+        return None
 
 
 def _cut(text: str) -> str:

@@ -6,8 +6,9 @@ import shutil
 
 from relax_core.config.sections.tracker_schema import kept_groups
 from relax_core.observe.samples.sample_log import SampleLog
-from relax_core.observe.samples.sample_records import SAMPLES_FOLDER, TOKENIZER_FOLDER
+from relax_core.observe.samples.sample_records import PICTURES_FOLDER, SAMPLES_FOLDER, TOKENIZER_FOLDER
 from relax_core.roles.process.role_context import RunContext
+from relax_core.rollout.thumbnails import MOST, THUMBNAILS, Thumbnails
 
 MEGABYTE = 2**20
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
@@ -41,3 +42,11 @@ def open_samples(context: RunContext, name: str, *, tokenizer: bool = False) -> 
         every=groups,
         max_bytes=config.tracker.samples_max_mb * MEGABYTE // writers,
     )
+
+
+def open_thumbnails(context: RunContext, *, first: bool) -> Thumbnails:
+    """Returns what writes pictures of items: for the samples that are kept and, with ``first``, of the first items."""
+    assert context.media_folder is not None, "a run on text has no items"
+    kept = kept_groups(context.config.tracker, groups_per_step=context.config.rollout.prompts_per_step)
+    pictures = context.run_dir / SAMPLES_FOLDER / PICTURES_FOLDER if kept else None
+    return Thumbnails(context.run_dir / THUMBNAILS, context.media_folder, first=MOST if first else 0, pictures=pictures)

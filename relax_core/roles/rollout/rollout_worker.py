@@ -36,7 +36,7 @@ from relax_core.roles.engine.judge_engine import run_judges
 from relax_core.roles.process.discovery import discover_bus, discover_metrics, discover_worker
 from relax_core.roles.process.failure import first_cause
 from relax_core.roles.process.role_context import RunContext, worker_name
-from relax_core.roles.process.sample_logs import open_samples
+from relax_core.roles.process.sample_logs import open_samples, open_thumbnails
 from relax_core.roles.process.worker import Worker
 from relax_core.roles.rollout.traced_rollout import TracedEnginePool, TracedRewardPool, record_with_rewards
 from relax_core.roles.rollout.versions_reached import CLOSED_S, VersionsReached
@@ -57,7 +57,6 @@ from relax_core.rollout.rewards.reward_pool import RewardPool
 from relax_core.rollout.rollout_loop import Record, RolloutLoop
 from relax_core.rollout.sampling_params import training_sampling
 from relax_core.rollout.teacher_choice import teacher_chooser
-from relax_core.rollout.thumbnails import THUMBNAILS, Thumbnails
 from relax_core.rollout.weight_update_handler import WeightUpdateHandler
 
 if TYPE_CHECKING:
@@ -190,13 +189,11 @@ class RolloutWorker(Worker):
     def _items(self, encoders: EncodePool, bus: RayBus) -> ItemCache:
         config = self.context.config
         held = HeldItems(encoders, bus, worker=self._rank, timeout_s=config.bus.call_timeout_s)
-        assert self.context.media_folder is not None, "there are encoders"
-        thumbnails = Thumbnails(self.context.run_dir / THUMBNAILS, self.context.media_folder)
         return ItemCache(
             held,
             most_bytes=config.modality.cache_mb * MEGABYTE,
             let_go=held.let_go,
-            on_encoded=thumbnails.add if self._rank == 0 else lambda item: None,
+            on_encoded=open_thumbnails(self.context, first=self._rank == 0).add,
         )
 
     def _pool(self) -> TracedEnginePool:

@@ -33,9 +33,20 @@ export async function sample(run, query) {
     h("div", { class: "controls" }, field("Colour", mode),
       h("a", { href: address(run.id, "samples", { side: row.group_uid }) }, "Its group side by side"),
       h("a", { href: address(run.id, "lineage", { uid: row.uid }) }, "Its life in the ledger")),
-    row.gone ? problem({ message: row.gone }) : null, scale, told, text,
+    row.gone ? problem({ message: row.gone }) : null, ...media(run, row), scale, told, text,
     row.left_out ? h("p", { class: "quiet" }, `${number(row.left_out)} tokens in the middle are left out.`) : null,
-    row.media.length ? h("p", { class: "quiet" }, `Media: ${row.media.map((one) => `${one.kind} of ${one.rows} rows`).join(", ")}`) : null)];
+    )];
+}
+
+// Pictures of images, frames of videos side by side, and the spectra of sounds, as far as the run kept them.
+function media(run, row) {
+  if (!row.media.length) return [];
+  const figures = row.media.map((one) => {
+    const words = `${one.words}, ${number(one.rows)} rows`;
+    const picture = one.picture ? h("img", { src: `/api/run/${run.id}/picture/${one.digest}`, alt: words, loading: "lazy" }) : h("div", { class: "quiet small" }, "no picture was kept");
+    return h("figure", {}, picture, h("figcaption", { class: "small quiet" }, words));
+  });
+  return [h("div", { class: "figures" }, ...figures)];
 }
 
 // Colours: one hue from nothing to strong for sizes, two hues around 0 for signs.
