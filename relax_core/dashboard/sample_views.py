@@ -152,7 +152,7 @@ class SampleViews:
         if left_out:
             chosen = np.concatenate([chosen[: MOST_TOKENS // 2], chosen[-MOST_TOKENS // 2 :]])
         ids = tree.token_ids[rows][chosen].tolist()
-        pieces = [str(one) for one in ids] if self._text is None else self._text.pieces(ids)
+        pieces = [f"{one} " for one in ids] if self._text is None else self._text.pieces(ids)
         places = np.cumsum(sampled) - 1
         turn_of = np.zeros(len(rows), dtype=np.int64)
         for number, turn in enumerate(episode.turns):

@@ -114,7 +114,7 @@ class WandbSink(BaseSink):
             case HistogramRecord():
                 edges = [min(record.least, record.limits[0]), *record.limits]
                 histogram = self._wandb.Histogram(np_histogram=(record.counts, edges))
-                return {f"{record.source}/{record.name}_histogram": histogram}
+                return {f"{record.source}/{record.name}/distribution": histogram}
             case TextRecord():
                 rows = record.rows[: self._rows]
                 if not rows:

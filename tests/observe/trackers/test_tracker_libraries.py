@@ -55,7 +55,7 @@ def test_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
                 found[items["actor/step"]] = items["actor/reward"]
     assert found == REWARDS
     assert "actor/gap" not in keys
-    for tag in ("eval/texts", "actor/response_tokens_histogram"):
+    for tag in ("eval/texts", "actor/response_tokens/distribution"):
         assert any(key.startswith(f"{tag}/") for key in keys), tag
 
 

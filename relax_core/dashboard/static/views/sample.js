@@ -84,7 +84,7 @@ function paint(text, scale, told, row, mode) {
   let items = [];
   if (mode === "trained") items = [swatched(shade(true, 0, 0, mode), "trained"), swatched(shade(false, 0, 0, mode), "masked")];
   else if (mode === "version") items = [...new Set(values)].sort((a, b) => a - b).slice(-12).map((one) => swatched(shade(one, 0, 0, mode), `weights ${one}`));
-  else if (mode !== "none" && values.length) items = [least, most].map((one) => swatched(shade(one, least, most, mode), number(one)));
+  else if (mode !== "none" && values.length) items = [...new Set([least, most])].map((one) => swatched(shade(one, least, most, mode), number(one)));
   scale.replaceChildren(...items);
 }
 
