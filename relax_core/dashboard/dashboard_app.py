@@ -23,6 +23,7 @@ from relax_core.dashboard.page_guard import Guard, Session, cookie_name
 from relax_core.dashboard.run_folders import NotInside, find_runs, inside, run_state
 from relax_core.dashboard.run_logs import log_chunk, log_files, search_log
 from relax_core.dashboard.run_reader import CONFIG, PLAN, RunReader
+from relax_core.dashboard.run_series import MOST_POINTS
 from relax_core.dashboard.run_timeline import make_timeline
 from relax_core.dashboard.sample_views import SampleViews, picture_file
 from relax_core.observe.samples.sample_index import FILTERS
@@ -164,9 +165,11 @@ class Dashboard:
         most = min(MOST_LISTED, int(query.get("most", "50")))
         if words := query.get("words", ""):
             before = query.get("before", "")
-            return views.searched(filters, words, most=most, before=int(before) if before else None)
+            found = views.searched(filters, words, most=most, before=int(before) if before else None)
+            return {**found, "share": run.samples_share}
         first = min(MOST_FIRST, max(0, int(query.get("first", "0"))))
-        return views.listed(filters, order=query.get("order", "newest"), first=first, most=most)
+        found = views.listed(filters, order=query.get("order", "newest"), first=first, most=most)
+        return {**found, "share": run.samples_share}
 
     def _sample(self, run: RunReader, query: Mapping[str, str]) -> dict[str, Any]:
         found = self._sample_views(run).sample(int(query.get("id", "0")))
@@ -218,7 +221,8 @@ def _filters(query: Mapping[str, str]) -> dict[str, str | float]:
 def _series(run: RunReader, query: Mapping[str, str]) -> dict[str, Any]:
     series = run.series()
     tags = [tag for tag in query.get("tags", "").split(",") if tag][:MOST_TAGS]
-    return {"resumes": series.resumes, "curves": {tag: series.curve(tag) for tag in tags}}
+    most = min(MOST_POINTS, max(2, int(query.get("points", MOST_POINTS))))
+    return {"resumes": series.resumes, "curves": {tag: series.curve(tag, most=most) for tag in tags}}
 
 
 def _config(run: RunReader, query: Mapping[str, str]) -> dict[str, Any]:

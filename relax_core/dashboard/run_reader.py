@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sqlite3
 import threading
 import time
 from collections.abc import Callable
@@ -22,7 +23,8 @@ from relax_core.observe.service.records import ACTOR
 
 CONFIG, PLAN = "config.yaml", "plan.json"
 REST = 100  # a slow answer is computed anew once 100 times as long as it took has passed
-MOST_REFRESHES = 64  # of the samples of one call, some 16 MiB each
+NEWEST_S = 1.0  # a call waits so long for the newest samples
+END_S = 10.0
 MOST_TEXT_BYTES = 4 * 2**20
 Answer = TypeVar("Answer")
 
@@ -45,7 +47,10 @@ class Rested(Generic[Answer]):
 
 
 class RunReader:
-    """Reads one run's folder. Its methods are thread-safe; ``cache`` is the folder of the index files."""
+    """Reads one run's folder. Its methods are thread-safe; ``cache`` is the folder of the index files.
+
+    ``samples_share`` is how much of the files of samples was read, from 0 to 1.
+    """
 
     def __init__(self, run_dir: Path, cache: Path | None) -> None:
         self.run_dir, self.run_id = run_dir, run_id(run_dir)
@@ -53,6 +58,9 @@ class RunReader:
         self._lock = threading.Lock()
         self._read = RunSeries(run_dir)
         self._index: SampleIndex | None = None
+        self._indexing: threading.Thread | None = None
+        self.samples_share, self._index_problem, self._closing = 0.0, "", False
+        self._wanted, self._read_all = threading.Event(), threading.Event()
         self._events = Rested(lambda: event_counts(run_dir))
         self._state = Rested(lambda: run_state(run_dir))
         self._staleness = Rested(self._count_staleness)
@@ -68,7 +76,11 @@ class RunReader:
             return self._read
 
     def samples(self) -> SampleIndex | None:
-        """Returns the index of the run's samples as of now, or None if it has none."""
+        """Returns the index of the run's samples, or None if it has none.
+
+        A thread takes in what the files have gained. The call waits for it a moment, so a small run is read whole;
+        of a large one the rest comes later, and `SampleIndex.share` says how much is there.
+        """
         with self._lock:
             if self._index is None:
                 folder = self.run_dir / SAMPLES_FOLDER
@@ -76,11 +88,29 @@ class RunReader:
                     return None
                 name = f"{self.run_id}-{folder.stat().st_ino}-{FORMAT}.sqlite"
                 self._index = SampleIndex(self.run_dir, None if self._cache is None else self._cache / name)
-            for _ in range(MOST_REFRESHES):
-                if not self._index.refresh():
-                    break
-            self._drops()
-            return self._index
+                self._indexing = threading.Thread(target=self._index_forever, daemon=True, name="samples-index")
+                self._indexing.start()
+            index = self._index
+        self._read_all.clear()
+        self._wanted.set()
+        self._read_all.wait(NEWEST_S)
+        return index
+
+    def _index_forever(self) -> None:
+        index = self._index
+        assert index is not None, "it is made before the thread starts"
+        while not self._closing:
+            if not self._wanted.wait(1.0):
+                continue
+            self._wanted.clear()
+            try:
+                while not self._closing and index.refresh():
+                    self.samples_share = index.share()
+                self.samples_share, self._index_problem = 1.0, ""
+                self._drops()
+            except (OSError, sqlite3.Error) as error:  # the folder has gone, or the cache's disk is full
+                self._index_problem = f"The samples cannot be read on: {error}."
+            self._read_all.set()
 
     def overview(self) -> dict[str, Any]:
         """Returns what the head of the page shows: state, progress, expected end, newest values, ledger."""
@@ -102,8 +132,13 @@ class RunReader:
             "tags": series.tags(),
             "ledger": self._events(),
             "samples": self._counts(),
+            "samples_share": 1.0 if index is None else self.samples_share,
             "staleness": self._staleness(),
-            "problems": [*([series.problem] if series.problem else []), *(index.problems() if index else [])],
+            "problems": [
+                *([series.problem] if series.problem else []),
+                *(index.problems() if index else []),
+                *filter(None, [self._index_problem]),
+            ],
         }
 
     def pulse(self) -> dict[str, Any]:
@@ -132,7 +167,10 @@ class RunReader:
             return file.read(MOST_TEXT_BYTES).decode("utf-8", "replace")
 
     def close(self) -> None:
-        """Closes the index."""
+        """Ends the thread and closes the index."""
+        self._closing = True
+        if self._indexing is not None:
+            self._indexing.join(END_S)
         with self._lock:
             if self._index is not None:
                 self._index.close()

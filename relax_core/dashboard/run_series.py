@@ -198,4 +198,6 @@ def thinned(
         )
         chosen = np.unique(np.concatenate([least, largest]))
         x, y, finite = x[chosen], y[chosen], finite[chosen]
-    return Curve(x.tolist(), [value if good else None for value, good in zip(y.tolist(), finite.tolist(), strict=True)])
+    # Six digits are more than a screen shows, and half the bytes of a float's repr.
+    shown = [float(f"{value:.6g}") if good else None for value, good in zip(y.tolist(), finite.tolist(), strict=True)]
+    return Curve(x.tolist(), shown)

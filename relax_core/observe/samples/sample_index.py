@@ -8,58 +8,26 @@ from __future__ import annotations
 
 import sqlite3
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from relax_core.contracts.columns import decode_episodes
-from relax_core.contracts.tree import Episode
-from relax_core.observe.samples.sample_reader import decode_numbers, numbers_files, read_frames
+from relax_core.observe.samples.sample_intake import SampleIntake
+from relax_core.observe.samples.sample_reader import numbers_files
 from relax_core.observe.samples.sample_records import (
     SAMPLES_FOLDER,
-    AttemptRecord,
-    Frame,
-    MadeRecord,
-    Numbers,
-    TrainedRecord,
 )
 
-FORMAT = 2  # part of the file's name: another format makes another index
+FORMAT = 3  # part of the file's name: another format makes another index
 MOST_ROWS = 500
 ENGINE_POINTS = 200
-_TABLES = """
-    CREATE TABLE IF NOT EXISTS files (name TEXT PRIMARY KEY, offset INTEGER, started REAL, problem TEXT);
-    CREATE TABLE IF NOT EXISTS attempts (attempt TEXT PRIMARY KEY, start_step INTEGER, time REAL);
-    CREATE TABLE IF NOT EXISTS ledger (id INTEGER PRIMARY KEY CHECK (id = 0), position INTEGER, restores INTEGER);
-    CREATE TABLE IF NOT EXISTS waiting (uid TEXT PRIMARY KEY, fields BLOB);
-    CREATE TABLE IF NOT EXISTS drops (uid TEXT PRIMARY KEY, reason TEXT);
-    CREATE TABLE IF NOT EXISTS samples (
-        id INTEGER PRIMARY KEY, uid TEXT, group_uid TEXT, state TEXT, reason TEXT, step INTEGER, reward REAL,
-        length INTEGER, ended TEXT, version INTEGER, staleness INTEGER, engine TEXT, turns INTEGER, time REAL,
-        trained_time REAL, parts TEXT, why TEXT, number INTEGER,
-        made_file TEXT, made_offset INTEGER, made_size INTEGER,
-        trained_file TEXT, trained_offset INTEGER, trained_size INTEGER, trained_first INTEGER
-    );
-    CREATE INDEX IF NOT EXISTS by_uid ON samples (uid);
-    CREATE INDEX IF NOT EXISTS by_group ON samples (group_uid);
-    CREATE INDEX IF NOT EXISTS by_step ON samples (step);
-    CREATE INDEX IF NOT EXISTS by_reason ON samples (reason) WHERE reason != '';
-    CREATE INDEX IF NOT EXISTS by_reward ON samples (reward);
-"""
 # Filter → the condition that it sets; a filter of two ends has the names with _min and _max.
 _EQUAL = {name: name for name in ("uid", "group", "state", "reason", "engine", "ended")} | {"group": "group_uid"}
 _BETWEEN = ("step", "reward", "length", "version", "staleness")
 FILTERS = (*_EQUAL, *(f"{name}_{end}" for name in _BETWEEN for end in ("min", "max")))
 ORDERS = {"newest": "id DESC", "oldest": "id", "reward": "reward", "-reward": "reward DESC", "-length": "length DESC"}
-
-
-_DROP = (
-    "UPDATE samples SET state = 'dropped', reason = ? WHERE id = ? "
-    "AND (state IN ('put', 'masked') OR reason = 'cancelled')"  # the rollout does not know why the bus gave a group up
-)
 
 
 class SampleIndex:
@@ -72,27 +40,29 @@ class SampleIndex:
         self._lock = threading.Lock()
         self._database = sqlite3.connect(":memory:" if path is None else path, check_same_thread=False)
         self._database.row_factory = sqlite3.Row
-        self._database.executescript(f"PRAGMA journal_mode=WAL; PRAGMA synchronous=OFF; {_TABLES}")
+        self._database.executescript("PRAGMA journal_mode=WAL; PRAGMA synchronous=OFF;")
+        self._intake = SampleIntake(run_dir, self._database)
 
     def close(self) -> None:
         """Closes the file."""
         self._database.close()
 
     def refresh(self) -> int:
-        """Takes in what the run's files have gained, at most some 16 MiB a file, and returns the number of records."""
+        """Takes in what the run's files have gained, at most some MiB, and returns the number of records.
+
+        The records of all files are taken in order of time, so that a resume follows what it undid. Once there are no
+        more, the indices for the filters are made.
+        """
         with self._lock, self._database:
-            known = {row["name"]: row for row in self._database.execute("SELECT * FROM files")}
-            opened = []
-            for name in numbers_files(self._run_dir):
-                if name not in known:
-                    started = self._started(name)
-                    if started is None:
-                        continue
-                    self._database.execute("INSERT INTO files VALUES (?, 0, ?, '')", (name, started))
-                    opened.append((started, name, 0))
-                elif not known[name]["problem"]:
-                    opened.append((known[name]["started"], name, known[name]["offset"]))
-            return sum(self._take_in(name, offset) for _, name, offset in sorted(opened))
+            return self._intake.refresh()
+
+    def share(self) -> float:
+        """Returns how much of the run's files was taken in, from 0 to 1."""
+        with self._lock:
+            known = {row["name"]: row["offset"] for row in self._database.execute("SELECT name, offset FROM files")}
+        names = numbers_files(self._run_dir)
+        sizes = sum((self._run_dir / SAMPLES_FOLDER / name).stat().st_size for name in names)
+        return sum(known.get(name, 0) for name in names) / sizes if sizes else 1.0
 
     def take_ledger(self, dropped: Iterable[tuple[str, str]], *, anew: bool = False) -> None:
         """Marks samples that the bus dropped after they were put on it, by uid and reason.
@@ -100,14 +70,7 @@ class SampleIndex:
         A sample that no file has yet is marked once it has come. With ``anew`` what was given before is void.
         """
         with self._lock, self._database:
-            if anew:
-                self._database.execute("DELETE FROM drops")
-            for uid, reason in dropped:
-                known = self._database.execute("SELECT MAX(id) FROM samples WHERE uid = ?", (uid,)).fetchone()[0]
-                if known is None:
-                    self._database.execute("INSERT OR REPLACE INTO drops VALUES (?, ?)", (uid, reason))
-                else:
-                    self._database.execute(_DROP, (reason, known))
+            self._intake.take_ledger(dropped, anew=anew)
 
     def ledger_position(self) -> tuple[int, int]:
         """Returns what `set_ledger_position` was given last: the newest event's id, and the number of restores."""
@@ -216,130 +179,6 @@ class SampleIndex:
             }
             for row in rows
         ]
-
-    # -- what the files gain ------------------------------------------------------------------------------------------
-    def _started(self, name: str) -> float | None:
-        try:
-            frames = read_frames(self._run_dir / SAMPLES_FOLDER / name, 0, most_bytes=4096)
-            first = decode_numbers(frames[0]) if frames else None
-        except ValueError as error:
-            self._database.execute("INSERT INTO files VALUES (?, 0, 0, ?)", (name, f"{name}: {error}"))
-            return None
-        return first.time_s if isinstance(first, AttemptRecord) else None
-
-    def _take_in(self, name: str, offset: int) -> int:
-        done = 0
-        try:
-            for frame in read_frames(self._run_dir / SAMPLES_FOLDER / name, offset):
-                self._add(decode_numbers(frame), _At(name, frame))
-                offset, done = frame.offset + frame.size, done + 1
-        except ValueError as error:
-            self._database.execute("UPDATE files SET problem = ? WHERE name = ?", (f"{name}: {error}", name))
-        self._database.execute("UPDATE files SET offset = ? WHERE name = ?", (offset, name))
-        return done
-
-    def _add(self, record: Numbers, at: _At) -> None:
-        match record:
-            case AttemptRecord():
-                self._begin_attempt(record)
-            case MadeRecord():
-                self._add_made(record, at)
-            case TrainedRecord():
-                self._add_trained(record)
-
-    def _begin_attempt(self, record: AttemptRecord) -> None:
-        """Marks what an earlier attempt did after the step from which this one goes on."""
-        known = [row["attempt"] for row in self._database.execute("SELECT attempt FROM attempts")]
-        if record.attempt in known:
-            return
-        values = (record.attempt, record.start_step, record.time_s)
-        self._database.execute("INSERT INTO attempts VALUES (?, ?, ?)", values)
-        if not known:
-            return
-        start = record.start_step
-        cut = self._database.execute(
-            "SELECT MAX(trained_time) FROM samples WHERE step = ? AND state != 'undone'", (start - 1,)
-        ).fetchone()[0]
-        self._database.execute("UPDATE samples SET state = 'undone' WHERE step >= ?", (start,))
-        if start == 0 or cut is not None:
-            self._database.execute(
-                "UPDATE samples SET state = 'undone' WHERE time > ? AND state IN ('put', 'dropped')", (cut or 0.0,)
-            )
-
-    def _add_made(self, record: MadeRecord, at: _At) -> None:
-        episodes = decode_episodes(bytes(record.episodes))
-        versions: Sequence[int | None] = record.versions or [None] * len(episodes)
-        rows = [
-            (one.uid, *_made_values(one, record, version), number, at.name, at.frame.offset, at.frame.size)
-            for number, (one, version) in enumerate(zip(episodes, versions, strict=True))
-        ]
-        self._database.executemany(
-            "UPDATE samples SET state = 'undone' WHERE uid = ? AND state NOT IN ('undone', 'dropped')",
-            [row[:1] for row in rows],
-        )
-        self._database.executemany(
-            "INSERT INTO samples (uid, group_uid, state, reason, reward, length, ended, version, engine, turns, time, "
-            f"parts, why, number, made_file, made_offset, made_size) VALUES ({', '.join('?' * 17)})",
-            rows,
-        )
-        for name, column in (("waiting", "fields"), ("drops", "reason")):
-            if self._database.execute(f"SELECT 1 FROM {name} LIMIT 1").fetchone() is None:
-                continue
-            for uid, *_ in rows:
-                came = self._database.execute(f"DELETE FROM {name} WHERE uid = ? RETURNING {column}", (uid,)).fetchall()
-                for (value,) in came:
-                    if name == "waiting":
-                        self._set_trained([tuple(msgspec.msgpack.decode(value))])
-                    else:
-                        newest = "(SELECT MAX(id) FROM samples WHERE uid = ?)"
-                        self._database.execute(_DROP.replace("id = ?", f"id = {newest}"), (value, uid))
-
-    def _add_trained(self, record: TrainedRecord) -> None:
-        assert record.tokens is not None, "every record in a file says where its tokens stand"
-        first, rows = 0, []
-        parts = zip(record.uids, record.lengths, record.trained, record.versions, strict=True)
-        for uid, length, trained, version in parts:
-            state = "trained" if trained else "masked"
-            at = (record.tokens.file, record.tokens.offset, record.tokens.size, first)
-            rows.append((state, record.step, version, record.step - version, record.time_s, *at, uid))
-            first += length
-        self._set_trained(rows)
-
-    def _set_trained(self, rows: Sequence[tuple[Any, ...]]) -> None:
-        for row in rows:
-            done = self._database.execute(
-                "UPDATE samples SET state = ?, step = ?, version = ?, staleness = ?, trained_time = ?, "
-                "trained_file = ?, trained_offset = ?, trained_size = ?, trained_first = ? "
-                "WHERE id = (SELECT MAX(id) FROM samples WHERE uid = ?)",
-                row,
-            )
-            if not done.rowcount:
-                fields = msgspec.msgpack.encode(row)
-                self._database.execute("INSERT OR REPLACE INTO waiting VALUES (?, ?)", (row[-1], fields))
-
-
-@dataclass(frozen=True)
-class _At:
-    name: str
-    frame: Frame
-
-
-def _made_values(one: Episode, record: MadeRecord, version: int | None) -> tuple[Any, ...]:
-    reason = record.dropped.get(one.uid, "")
-    return (
-        record.group_uid,
-        "dropped" if reason else "put",
-        reason,
-        one.reward,
-        sum(turn.end - turn.start for turn in one.turns),
-        one.ended,
-        version,
-        one.turns[0].engine if one.turns else "",
-        len(one.turns),
-        record.time_s,
-        msgspec.json.encode(one.parts).decode(),
-        one.why,
-    )
 
 
 def _bound(name: str) -> str:

@@ -15,7 +15,7 @@ from relax_core.contracts import columns as c
 from relax_core.contracts.bus import CompleteGroup
 from relax_core.contracts.columns import encode_tree
 from relax_core.contracts.tree import TokenTree, group_uid
-from relax_core.observe.samples import sample_log
+from relax_core.observe.samples import sample_intake, sample_log
 from relax_core.observe.samples.sample_index import SampleIndex
 from relax_core.observe.samples.sample_log import SampleLog
 from relax_core.observe.samples.sample_reader import (
@@ -146,6 +146,30 @@ def test_a_resume_marks_what_it_undid(tmp_path: Path) -> None:
     again = SampleIndex(tmp_path, tmp_path / "cache" / "index.sqlite")
     assert again.refresh() == 0
     assert {(one["uid"], one["state"]) for one in found(again)} == states
+
+
+def test_large_files_are_read_piece_by_piece_in_order_of_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an earlier attempt did is undone, and what the later one does is not, however little is read at once."""
+    for attempt, start in (("a", 0), ("b", 4)):
+        rollout = open_log(tmp_path, attempt=attempt, start_step=start)
+        actor = open_log(tmp_path, "actor-0", attempt=attempt, start_step=start)
+        for step in range(start, start + 6):
+            rollout.put(group(step, version=step))
+            train(actor, step, tree(step, version=step))
+        for one in (rollout, actor):
+            one.close(timeout_s=60.0)
+
+    def states() -> list[tuple[str, str, int | None]]:
+        index = SampleIndex(tmp_path, None)
+        while index.refresh():
+            assert index.share() > 0.0
+        assert index.share() == 1.0
+        return [(one["uid"], one["state"], one["step"]) for one in index.find({}, order="oldest", most=99)[1]]
+
+    whole = states()
+    assert [state for _, state, _ in whole] == ["trained"] * 8 + ["undone"] * 4 + ["trained"] * 12
+    monkeypatch.setattr(sample_intake, "REFRESH_BYTES", 300)
+    assert states() == whole
 
 
 def test_a_restarted_worker_of_the_same_attempt_undoes_nothing(tmp_path: Path) -> None:

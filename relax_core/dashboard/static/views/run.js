@@ -3,6 +3,7 @@ import { ask } from "../api.js";
 import { chart } from "../chart.js";
 import { duration, field, h, number, problem } from "../dom.js";
 
+const POINTS = 800; // of a curve, twice the pixels of its card
 const EVERY_MS = 2000; // between two looks at a run that goes on
 const CHARTS = [
   ["Reward", ["actor/reward", "eval/reward"]],
@@ -61,7 +62,7 @@ export async function show(root, { run, query }) {
         more.value = chosen.tags[0] ?? "";
       }
       const wanted = [...known, ...chosen.tags].filter((tag) => overview.tags.includes(tag));
-      answer = await ask(`run/${run.id}/series`, { tags: wanted.join(",") });
+      answer = await ask(`run/${run.id}/series`, { tags: wanted.join(","), points: POINTS });
       if (!left) draw();
     } catch (error) {
       if (!left) facts.replaceChildren(problem(error));
@@ -99,7 +100,7 @@ function head(overview) {
       fact("left", overview.state === "live" ? duration(overview.left_s) : overview.state),
       fact("a step", overview.step_s === null ? "–" : `${number(1000 * overview.step_s, 3)} ms`),
       fact("newest step", overview.ended_s === null ? "–" : new Date(1000 * overview.ended_s).toLocaleString([], { month: "short", day: "numeric", hour: "2-digit", minute: "2-digit", hour12: false })),
-      fact("samples kept", number(Object.values(states).reduce((sum, one) => sum + one, 0))),
+      fact("samples kept", `${number(Object.values(states).reduce((sum, one) => sum + one, 0))}${overview.samples_share < 1 ? ` (${Math.floor(100 * overview.samples_share)}% read)` : ""}`),
       fact("resumes", number(overview.resumes.length))),
     line ? h("div", { class: "small" }, h("span", { class: "quiet" }, "ledger: "), line) : null,
     dropped ? h("div", { class: "small" }, h("span", { class: "quiet" }, "dropped: "), dropped) : null,

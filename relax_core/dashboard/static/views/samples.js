@@ -72,7 +72,7 @@ async function listed(run, query) {
     : `${number(answer.count)} of ${number(answer.searched)} ${query.before ? "older" : "newest"} samples that fit the other filters have these words`;
   const page = (words, to) => h("a", { href: address(run.id, "samples", { ...filters, first: to || undefined }) }, words);
   return [
-    h("div", { class: "controls" }, h("span", { class: "quiet" }, told), first > 0 ? page("Back", Math.max(0, first - PAGE)) : null,
+    h("div", { class: "controls" }, h("span", { class: "quiet" }, told, answer.share < 1 ? `; ${Math.floor(100 * answer.share)}% of the run's samples are read so far` : ""), first > 0 ? page("Back", Math.max(0, first - PAGE)) : null,
       answer.searched === null && first + PAGE < answer.count ? page("Further", first + PAGE) : null,
       answer.next ? h("a", { href: address(run.id, "samples", { ...filters, before: answer.next }) }, "Search older ones") : null),
     h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, ...names.map(([name, right]) => h("th", { class: right ? "number" : "" }, name)))), h("tbody", {}, ...rows))),
