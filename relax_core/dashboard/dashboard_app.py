@@ -67,6 +67,9 @@ class Dashboard:
             "/timeline": _timeline,
             "/batch": self._batch,
             "/engines": _engines,
+            "/evaluations": lambda run, query: run.texts.evaluations(),
+            "/evaluation": _evaluation,
+            "/prompt": lambda run, query: run.texts.history(query.get("prompt", "")),
         }
         routes = [
             Route("/", _index),
@@ -254,6 +257,12 @@ def _timeline(run: RunReader, query: Mapping[str, str]) -> dict[str, Any]:
 def _engines(run: RunReader, query: Mapping[str, str]) -> list[dict[str, Any]]:
     index = run.samples()
     return [] if index is None else run.engines()
+
+
+def _evaluation(run: RunReader, query: Mapping[str, str]) -> dict[str, Any]:
+    exact, first = query.get("exact", ""), min(MOST_FIRST, max(0, int(query.get("first", "0"))))
+    wanted = None if not exact else exact == "1"
+    return run.texts.rows(int(query.get("step", "-1")), exact=wanted, words=query.get("words", ""), first=first)
 
 
 def _lineage(run: RunReader, query: Mapping[str, str]) -> dict[str, Any]:

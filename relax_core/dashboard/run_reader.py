@@ -17,6 +17,7 @@ from relax_core.dashboard.batch_lives import SampleLife, batch_lives
 from relax_core.dashboard.ledger_drops import event_counts, take_drops
 from relax_core.dashboard.run_folders import SUMMARY, inside, run_id, run_state
 from relax_core.dashboard.run_series import RunSeries
+from relax_core.dashboard.run_texts import RunTexts
 from relax_core.observe.samples.sample_index import FORMAT, SampleIndex
 from relax_core.observe.samples.sample_records import SAMPLES_FOLDER
 from relax_core.observe.service.records import ACTOR
@@ -57,6 +58,7 @@ class RunReader:
         self._cache = cache
         self._lock = threading.Lock()
         self._read = RunSeries(run_dir)
+        self.texts = RunTexts(run_dir)
         self._index: SampleIndex | None = None
         self._indexing: threading.Thread | None = None
         self.samples_share, self._index_problem, self._closing = 0.0, "", False

@@ -45,6 +45,13 @@ def _metrics(folder: Path) -> None:
     service.mark_resume(2)
     service.record("actor", 2, {"reward": 0.25, "loss": 0.4, **times})
     service.record("actor", 3, {"reward": 0.3, "loss": 0.3, **times})
+    for step, right in ((0, 0), (4, 1)):
+        rows = [
+            {"prompt": f"q{number}", "answer": "a", "response": f"{HOSTILE} at {step}", "exact": number < right}
+            for number in range(2)
+        ]
+        service.record_texts("eval", step, rows)
+    service.record_texts("bad_rows", 0, [{"row": 1, "reason": "bad_row", "text": "t"}])
     service.close(timeout_s=60.0)
 
 

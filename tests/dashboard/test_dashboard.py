@@ -19,6 +19,7 @@ from relax_core.dashboard.run_folders import NotInside, find_runs, inside, run_i
 from relax_core.dashboard.run_logs import log_chunk, log_files, search_log
 from relax_core.dashboard.run_reader import RunReader
 from relax_core.dashboard.run_series import RunSeries, thinned
+from relax_core.dashboard.run_texts import RunTexts
 from tests.dashboard.made_run import HOSTILE, make_run
 from tests.dashboard.page_server import DEADLINE_S, Server
 
@@ -130,6 +131,27 @@ def test_the_timeline_the_samples_of_a_step_and_the_engines(server: Server, base
     assert server.ask(f"{base}/batch?step=17")[0] == 404
     (engine,) = server.json(f"{base}/engines")
     assert [engine["samples"], engine["tokens"], sum(engine["rates"])] == [10, 25, 25.0]  # all within a second
+
+
+def test_the_answers_of_evaluations_by_step_and_by_prompt(server: Server, base: str, run_dir: Path) -> None:
+    found = server.json(f"{base}/evaluations")
+    assert [(one["step"], one["rows"], one["exact"]) for one in found] == [(0, 2, 0), (4, 2, 1)]
+    (row,) = server.json(f"{base}/evaluation?step=4&exact=0")["rows"]
+    assert [row["prompt"], row["response"]] == ["q1", f"{HOSTILE} at 4"]
+    assert server.json(f"{base}/evaluation?step=4&words=AT%204&first=1")["count"] == 2
+    assert server.ask(f"{base}/evaluation?step=3")[0] == 404
+    history = server.json(f"{base}/prompt?prompt=q0")
+    assert [(one["step"], one["exact"]) for one in history] == [(4, True), (0, False)]
+    texts = RunTexts(run_dir)
+    file = run_dir / "texts.jsonl"
+    before = file.read_bytes()
+    assert len(texts.evaluations()) == 2
+    file.write_bytes(before + b'{"kind":"eval","step":4,"time_s":1.0,"rows":[]}\n{"kind":"eval","st')
+    assert [one.rows for one in texts.evaluations()] == [2, 0]  # the step was done again, and a line is being written
+    file.write_bytes(before[: before.index(b"\n") + 1] + b"{}\n")
+    assert [one.step for one in texts.evaluations()] == [0]
+    assert "not a record of Relax" in texts.problem
+    file.write_bytes(before)
 
 
 def test_configuration_logs_and_lineage(server: Server, base: str) -> None:

@@ -17,6 +17,8 @@ VIEWS = {
     "samples": "document.querySelectorAll('tbody tr').length == 10",
     "samples?side=g00000001": "document.querySelectorAll('.side article').length == 2",
     "samples?state=dropped&reason=stale": "document.querySelectorAll('tbody tr').length == 1",
+    "evaluation": "document.querySelectorAll('tbody tr').length == 2",
+    "evaluation?prompt=q0": "document.querySelector('tbody')?.innerText.includes('U+202E')",
     "pipeline": "document.querySelectorAll('.bar-span').length > 4 && document.querySelectorAll('.thin').length == 2",
     "pipeline?first=0&last=1&step=0": "document.body.innerText.includes('Samples of train step 0')",
     "engines": "document.querySelectorAll('tbody tr').length == 1 && document.querySelector('.u-over')",

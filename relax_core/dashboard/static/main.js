@@ -4,14 +4,15 @@ import { h, problem } from "./dom.js";
 import * as compare from "./views/compare.js";
 import * as config from "./views/config.js";
 import * as engines from "./views/engines.js";
+import * as evaluation from "./views/evaluation.js";
 import * as lineage from "./views/lineage.js";
 import * as logs from "./views/logs.js";
 import * as pipeline from "./views/pipeline.js";
 import * as run from "./views/run.js";
 import * as samples from "./views/samples.js";
 
-const VIEWS = { run, samples, pipeline, engines, config, logs, lineage, compare };
-const WORDS = { run: "Run", samples: "Samples", pipeline: "Pipeline", engines: "Engines", config: "Config", logs: "Logs", lineage: "Lineage", compare: "Compare" };
+const VIEWS = { run, samples, evaluation, pipeline, engines, config, logs, lineage, compare };
+const WORDS = { run: "Run", samples: "Samples", evaluation: "Evaluation", pipeline: "Pipeline", engines: "Engines", config: "Config", logs: "Logs", lineage: "Lineage", compare: "Compare" };
 const main = document.getElementById("main");
 const select = document.getElementById("runs");
 const badge = document.getElementById("state");
