@@ -16,7 +16,7 @@ import yaml
 from relax_core.contracts.sink import BaseSink, MetricRecord, Record, SinkConfig, SinkSpec, SinkStart, TextRecord
 
 ID_FILE = "mlflow_run_id"  # in the run's folder: a resumed run continues the same run of MLflow
-DATABASE = "mlflow.db"
+DATABASE, FILES = "mlflow.db", "mlflow_files"  # in the run's folder, where no address is given
 MOST_METRICS, MOST_PARAMS, MOST_PARAM_CHARACTERS = 1000, 100, 500  # the limits of MLflow's batches and of a value
 _FOREIGN = re.compile(r"[^\w\-. /]")  # MLflow takes no other characters in a name
 
@@ -64,7 +64,9 @@ class MlflowSink(BaseSink):
         from mlflow.entities import Param
 
         found = self._client.get_experiment_by_name(config.experiment)
-        experiment = self._client.create_experiment(config.experiment) if found is None else found.experiment_id
+        # Without a server, MLflow would put the files into the folder from which the run was started.
+        files = (start.run_dir / FILES).absolute().as_uri() if config.uri is None else None
+        experiment = found.experiment_id if found else self._client.create_experiment(config.experiment, files)
         run = self._client.create_run(experiment, run_name=config.run or start.run_dir.name)
         values = yaml.safe_load((start.run_dir / "config.yaml").read_text(encoding="utf-8"))
         params = [Param(_FOREIGN.sub("_", key), value[:MOST_PARAM_CHARACTERS]) for key, value in _flat(values)]
