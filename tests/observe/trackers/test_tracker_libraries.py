@@ -88,6 +88,8 @@ def test_mlflow(tmp_path: Path) -> None:
     assert run.data.metrics.keys() == {"actor/reward"}
     history = client.get_metric_history(run.info.run_id, "actor/reward")
     assert {one.step: one.value for one in history} == REWARDS
+    (texts,) = tmp_path.glob("mlflow_files/*/artifacts/texts/eval_1.json")
+    assert json.loads(texts.read_text()) == [{"prompt": "p", "exact": True}]
 
 
 def test_clearml(tmp_path: Path) -> None:
