@@ -13,7 +13,7 @@ import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import FileResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
@@ -25,7 +25,8 @@ from relax_core.dashboard.run_logs import log_chunk, log_files, search_log
 from relax_core.dashboard.run_reader import CONFIG, PLAN, RunReader
 from relax_core.dashboard.run_series import MOST_POINTS
 from relax_core.dashboard.run_timeline import make_timeline
-from relax_core.dashboard.sample_views import SampleViews, picture_file
+from relax_core.dashboard.sample_views import SampleViews, picture_file, played_file
+from relax_core.data.media.played_files import played_type
 from relax_core.observe.samples.sample_index import FILTERS
 
 STATIC = Path(__file__).parent / "static"
@@ -78,6 +79,7 @@ class Dashboard:
             Route("/api/run/{run}/stream", self._stream),
             *(Route(f"/api/run/{{run}}{path}", self._answer(page)) for path, page in pages.items()),
             Route("/api/run/{run}/picture/{digest}", self._picture),
+            Route("/api/run/{run}/media/{digest}", self._media),
             Mount("/static", StaticFiles(directory=STATIC)),
         ]
         self.app = Guard(Starlette(routes=routes), session, port=port)
@@ -152,6 +154,15 @@ class Dashboard:
         if not data.startswith(JPEG) or len(data) > MOST_PICTURE:
             raise HTTPException(404, "There is no picture of this item.")
         return Response(data, media_type="image/jpeg")
+
+    async def _media(self, request: Request) -> Response:
+        """Answers with a sound or video, or with the part of it that the request's Range names."""
+        run = await asyncio.to_thread(self._reader, request.path_params["run"])
+        path = played_file(run.run_dir, request.path_params["digest"])
+        found = None if path is None else await asyncio.to_thread(played_type, path)
+        if path is None or found is None:
+            raise HTTPException(404, "There is no sound or video of this item.")
+        return FileResponse(path, media_type=found)
 
     # -- samples ------------------------------------------------------------------------------------------------------
     def _sample_views(self, run: RunReader) -> SampleViews:

@@ -24,7 +24,13 @@ from relax_core.observe.samples.sample_reader import (
     read_numbers_at,
     read_trained,
 )
-from relax_core.observe.samples.sample_records import PICTURES_FOLDER, SAMPLES_FOLDER, MadeRecord, TokensAt
+from relax_core.observe.samples.sample_records import (
+    PICTURES_FOLDER,
+    PLAYED_FOLDER,
+    SAMPLES_FOLDER,
+    MadeRecord,
+    TokensAt,
+)
 
 SEARCHED = 2000  # samples whose text one search reads, the newest that fit the other filters
 PREVIEW = 160  # characters of an answer in a list
@@ -167,10 +173,12 @@ class SampleViews:
         own = set(rows.tolist())
         media = [
             {
+                "kind": one.item.kind,
                 "digest": one.item.digest,
                 "rows": one.end - one.start,
                 "words": one.item.words,
                 "picture": picture_file(self._run_dir, one.item.digest) is not None,
+                "played": played_file(self._run_dir, one.item.digest) is not None,
             }
             for one in tree.media
             if one.start in own
@@ -222,10 +230,19 @@ def _turns(episode: Episode) -> list[dict[str, Any]]:
 
 def picture_file(run_dir: Path, digest: str) -> Path | None:
     """Returns the small picture of an item, None if the run kept none of it."""
+    return _kept_file(run_dir, digest, PICTURES_FOLDER, f"{digest}.jpg")
+
+
+def played_file(run_dir: Path, digest: str) -> Path | None:
+    """Returns the file of a sound or video, None if the run kept none of it."""
+    return _kept_file(run_dir, digest, PLAYED_FOLDER, digest)
+
+
+def _kept_file(run_dir: Path, digest: str, folder: str, name: str) -> Path | None:
     if not DIGEST.fullmatch(digest):
         return None
     try:
-        return inside(run_dir, SAMPLES_FOLDER, PICTURES_FOLDER, f"{digest}.jpg")
+        return inside(run_dir, SAMPLES_FOLDER, folder, name)
     except (OSError, ValueError):
         return None
 

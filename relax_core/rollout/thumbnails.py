@@ -5,21 +5,19 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import time
 from pathlib import Path
 
 import numpy as np
 
 from relax_core.contracts.media import MediaItem
 from relax_core.contracts.media_file import FolderReader
+from relax_core.data.media.kept_rate import KeptRate
 
 log = logging.getLogger(__name__)
 THUMBNAILS = "thumbnails"  # their folder in the run's folder
 MOST, SIDE = 16, 160  # files, and the longest side of one in pixels
 FRAMES = 4  # of a video, side by side
-# The pictures of samples: all of the first items, then one each 2 s, 4 s, …; the pause grows with every 500 of them.
-ALL_OF, PAUSE_S, DOUBLED_EACH, MOST_PICTURES, PICTURE_SIDE, QUALITY = 64, 2.0, 500, 4000, 320, 80
-PICTURE_SUFFIX = ".jpg"
+PICTURE_SIDE, QUALITY, PICTURE_SUFFIX = 320, 80, ".jpg"  # of the pictures of samples
 
 
 class Thumbnails:
@@ -32,8 +30,7 @@ class Thumbnails:
 
     def __init__(self, folder: Path, media_folder: Path, *, first: int = MOST, pictures: Path | None = None) -> None:
         self._folder, self._reader, self._first, self._pictures = folder, FolderReader(media_folder), first, pictures
-        self._count = self._kept = 0
-        self._next = 0.0
+        self._count, self._rate = 0, KeptRate()
 
     def add(self, item: MediaItem) -> None:
         """Begins to write the pictures of an item whose file is there, if it is to have some."""
@@ -43,20 +40,12 @@ class Thumbnails:
             self._count += 1
         if self._pictures is not None:
             picture = self._pictures / f"{item.digest}{PICTURE_SUFFIX}"
-            if not picture.exists() and self._takes_picture():
+            if not picture.exists() and self._rate.takes():
                 wanted.append((picture, PICTURE_SIDE))
         if wanted:
             tensors = self._reader.tensors(item)  # the pages stay mapped if the file is removed meanwhile
             frames = tensors["frames"] if "frames" in tensors else _spectrogram(tensors["features"])
             threading.Thread(target=_write, args=(frames, wanted), daemon=True, name="thumbnail").start()
-
-    def _takes_picture(self) -> bool:
-        now = time.monotonic()
-        if self._kept >= MOST_PICTURES or (self._kept >= ALL_OF and now < self._next):
-            return False
-        self._next = now + PAUSE_S * 2 ** (self._kept // DOUBLED_EACH)
-        self._kept += 1
-        return True
 
 
 def _write(frames: np.ndarray, wanted: list[tuple[Path, int]]) -> None:

@@ -70,8 +70,10 @@ class Page:
         return told["result"]
 
     async def run(self, code: str) -> Any:
-        """Runs JavaScript in the page and returns its value."""
-        told = await self.call("Runtime.evaluate", expression=code, awaitPromise=True, returnByValue=True)
+        """Runs JavaScript in the page as if a person had clicked, and returns its value."""
+        told = await self.call(
+            "Runtime.evaluate", expression=code, awaitPromise=True, returnByValue=True, userGesture=True
+        )
         assert "exceptionDetails" not in told, told
         return told["result"].get("value")
 

@@ -16,9 +16,9 @@ from PIL import Image
 from relax_core.contracts.media import Media, MediaItem
 from relax_core.contracts.tree import group_uid
 from relax_core.dashboard.run_folders import run_id
+from relax_core.data.media import kept_rate
 from relax_core.observe.samples.sample_log import SampleLog
 from relax_core.observe.samples.sample_records import PICTURES_FOLDER, SAMPLES_FOLDER
-from relax_core.rollout import thumbnails
 from relax_core.rollout.thumbnails import Thumbnails
 from tests.bus.make_media import make_item
 from tests.dashboard.browser import CHROMIUM, opened_browser
@@ -56,7 +56,14 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, st
 def test_the_page_gets_the_picture_of_an_item(shown: tuple[Server, str, MediaItem]) -> None:
     server, base, item = shown
     (one,) = server.json(f"{base}/sample?id=1")["media"]
-    assert one == {"digest": item.digest, "rows": 4, "words": "[image 56×28]", "picture": True}
+    assert one == {
+        "digest": item.digest,
+        "rows": 4,
+        "words": "[image 56×28]",
+        "picture": True,
+        "played": False,
+        "kind": "image",
+    }
     status, headers, body = server.ask(f"{base}/picture/{item.digest}")
     assert (status, headers["content-type"], headers["x-content-type-options"]) == (200, "image/jpeg", "nosniff")
     with Image.open(io.BytesIO(body)) as picture:
@@ -77,8 +84,8 @@ def test_what_is_no_picture_of_the_run_is_not_given(shown: tuple[Server, str, Me
 def test_pictures_come_at_a_rate_and_a_full_disk_costs_them_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(thumbnails, "ALL_OF", 2)
-    monkeypatch.setattr(thumbnails, "PAUSE_S", 3600.0)
+    monkeypatch.setattr(kept_rate, "ALL_OF", 2)
+    monkeypatch.setattr(kept_rate, "PAUSE_S", 3600.0)
     items = [make_item(tmp_path, seed)[0] for seed in range(5)]
     writer = Thumbnails(tmp_path / "first", tmp_path, first=1, pictures=tmp_path / "pictures")
     for item in [*items, items[0]]:

@@ -30,7 +30,7 @@ function colour(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 }
 
-// curves: [{label, steps, values}]. Returns {element, set(curves, resumes, smoothing), leave()}.
+// curves: [{label, steps, values}]; the legend has their values as they were measured, without smoothing. Returns {element, set(curves, resumes, smoothing), leave()}.
 export function chart(title) {
   const plot = h("div", { class: "plot" });
   const legend = h("div", { class: "legend" });
@@ -79,7 +79,7 @@ export function chart(title) {
       const own = step === null ? curve.values.length - 1 : curve.steps.indexOf(step);
       const swatch = h("i");
       swatch.style.background = COLOURS[index % COLOURS.length];
-      return h("span", {}, swatch, `${curve.label} ${number(curve.values[own])}`);
+      return h("span", {}, swatch, `${curve.label} ${number(curve.measured[own])}`);
     });
     legend.replaceChildren(step === null ? null : h("span", {}, `step ${number(step)}`), ...items);
     if (step === null) legend.firstChild?.remove();
@@ -88,7 +88,7 @@ export function chart(title) {
   function set(curves, resumes = [], smoothing = 0) {
     given = [curves, resumes, smoothing];
     marks = resumes;
-    const shown = curves.filter((curve) => curve.steps.length).map((curve) => ({ ...curve, values: smoothed(curve.values, smoothing) }));
+    const shown = curves.filter((curve) => curve.steps.length).map((curve) => ({ ...curve, measured: curve.values, values: smoothed(curve.values, smoothing) }));
     element.hidden = !shown.length;
     drawn?.destroy();
     drawn = null;

@@ -41,8 +41,9 @@ async function show() {
     return;
   }
   select.value = chosen.id;
-  document.getElementById("views").replaceChildren(...Object.keys(VIEWS).map((name) =>
-    h("a", { href: address(chosen.id, name), "aria-current": name === view ? "page" : false }, WORDS[name])));
+  const links = Object.keys(VIEWS).map((name) => h("a", { href: address(chosen.id, name), "aria-current": name === view ? "page" : false }, WORDS[name]));
+  document.getElementById("views").replaceChildren(...links);
+  links.find((link) => link.ariaCurrent)?.scrollIntoView({ block: "nearest", inline: "nearest" });
   document.title = `${WORDS[view]} · ${chosen.name} · Relax`;
   shown?.leave?.();
   shown = null;

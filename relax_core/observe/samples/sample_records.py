@@ -20,6 +20,7 @@ from relax_core.contracts.tree import TokenTree
 SAMPLES_FOLDER = "samples"
 TOKENIZER_FOLDER = "tokenizer"  # in the folder of samples: the files of the run's tokenizer
 PICTURES_FOLDER = "pictures"  # in the folder of samples: small pictures of items, DIGEST.jpg
+PLAYED_FOLDER = "media"  # in the folder of samples: files of sounds and videos, DIGEST
 NUMBERS_SUFFIX, TOKENS_MARK = ".msgpack", ".tokens-"
 
 # The columns of a group that are kept. Routed experts and kept sets are larger than all else, so they are left out.

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 
 from relax_core.config.sections.tracker_schema import kept_groups
+from relax_core.contracts.media import MediaItem, MediaSource
+from relax_core.data.media.played_files import PlayedFiles
 from relax_core.observe.samples.sample_log import SampleLog
-from relax_core.observe.samples.sample_records import PICTURES_FOLDER, SAMPLES_FOLDER, TOKENIZER_FOLDER
+from relax_core.observe.samples.sample_records import (
+    PICTURES_FOLDER,
+    PLAYED_FOLDER,
+    SAMPLES_FOLDER,
+    TOKENIZER_FOLDER,
+)
 from relax_core.roles.process.role_context import RunContext
+from relax_core.rollout.media_encoding import media_limits, media_root
 from relax_core.rollout.thumbnails import MOST, THUMBNAILS, Thumbnails
 
 MEGABYTE = 2**20
@@ -44,9 +53,27 @@ def open_samples(context: RunContext, name: str, *, tokenizer: bool = False) -> 
     )
 
 
-def open_thumbnails(context: RunContext, *, first: bool) -> Thumbnails:
-    """Returns what writes pictures of items: for the samples that are kept and, with ``first``, of the first items."""
+def keep_media(context: RunContext, *, first: bool) -> Callable[[MediaItem, MediaSource], None]:
+    """Returns what is called with each new item and keeps what a person sees and hears of it.
+
+    For the samples that are kept, it writes small pictures and files of sounds and videos; with ``first`` it writes
+    pictures of the run's first items, too.
+    """
     assert context.media_folder is not None, "a run on text has no items"
     kept = kept_groups(context.config.tracker, groups_per_step=context.config.rollout.prompts_per_step)
-    pictures = context.run_dir / SAMPLES_FOLDER / PICTURES_FOLDER if kept else None
-    return Thumbnails(context.run_dir / THUMBNAILS, context.media_folder, first=MOST if first else 0, pictures=pictures)
+    samples = context.run_dir / SAMPLES_FOLDER
+    thumbnails = Thumbnails(
+        context.run_dir / THUMBNAILS,
+        context.media_folder,
+        first=MOST if first else 0,
+        pictures=samples / PICTURES_FOLDER if kept else None,
+    )
+    config = context.config
+    played = PlayedFiles(samples / PLAYED_FOLDER, root=media_root(config), limits=media_limits(config.modality))
+
+    def keep(item: MediaItem, source: MediaSource) -> None:
+        thumbnails.add(item)
+        if kept:
+            played.add(item, source)
+
+    return keep

@@ -36,7 +36,7 @@ from relax_core.roles.engine.judge_engine import run_judges
 from relax_core.roles.process.discovery import discover_bus, discover_metrics, discover_worker
 from relax_core.roles.process.failure import first_cause
 from relax_core.roles.process.role_context import RunContext, worker_name
-from relax_core.roles.process.sample_logs import open_samples, open_thumbnails
+from relax_core.roles.process.sample_logs import keep_media, open_samples
 from relax_core.roles.process.worker import Worker
 from relax_core.roles.rollout.traced_rollout import TracedEnginePool, TracedRewardPool, record_with_rewards
 from relax_core.roles.rollout.versions_reached import CLOSED_S, VersionsReached
@@ -193,7 +193,7 @@ class RolloutWorker(Worker):
             held,
             most_bytes=config.modality.cache_mb * MEGABYTE,
             let_go=held.let_go,
-            on_encoded=open_thumbnails(self.context, first=self._rank == 0).add,
+            on_encoded=keep_media(self.context, first=self._rank == 0),
         )
 
     def _pool(self) -> TracedEnginePool:

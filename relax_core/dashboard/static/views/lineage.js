@@ -32,7 +32,7 @@ function counted(run, { counts, reasons, steps }) {
   ];
   const links = Object.keys(reasons).map((reason) => h("a", { href: address(run.id, "lineage", { reason }) }, foreign(reason)));
   return [
-    h("section", { class: "card scroll" }, h("table", {}, ...rows.map(([name, count]) =>
+    h("section", { class: "card scroll" }, h("table", { class: "narrow" }, ...rows.map(([name, count]) =>
       h("tr", {}, h("th", {}, foreign(name)), h("td", { class: "number" }, number(count)))))),
     h("p", { class: "quiet" }, steps ? `Events name the train steps ${steps[0]} to ${steps[1]}. ` : "", links.length ? "Reasons: " : "",
       ...links.flatMap((link, place) => (place ? [", ", link] : [link]))),

@@ -4,8 +4,10 @@ import { field, foreign, h, number, problem } from "../dom.js";
 
 const MODES = [["logprob", "log-prob"], ["advantage", "advantage"], ["gap", "trainer − engine"], ["trained", "mask"], ["version", "weight version"], ["none", "none"]];
 
-export function parts(row) {
-  return Object.entries(row.parts).map(([name, value]) => `${name} ${number(value)}`).join(" · ") || "no parts";
+// The reward, with its parts in brackets.
+export function reward(row) {
+  const parts = Object.entries(row.parts).map(([name, value]) => `${name} ${number(value)}`).join(" · ");
+  return `reward ${number(row.reward)}${parts ? ` (${parts})` : ""}`;
 }
 
 export async function sample(run, query) {
@@ -24,7 +26,7 @@ export async function sample(run, query) {
   return [h("article", { class: "card stack" },
     h("h2", {}, `${row.uid} `, h("span", { class: `badge ${row.state}` }, row.state)),
     h("div", { class: "small" }, [
-      row.step === null ? null : `train step ${number(row.step)}`, `reward ${number(row.reward)}`, parts(row), `${number(row.length)} tokens`,
+      row.step === null ? null : `train step ${number(row.step)}`, reward(row), `${number(row.length)} tokens`,
       row.turns_of.length > 1 ? `${row.turns_of.length} turns` : null, row.segments > 1 ? `${row.segments} histories` : null,
       `ended ${row.ended}`, row.version === null ? null : `oldest trained weights ${row.version}`, row.staleness === null ? null : `staleness ${row.staleness}`, row.engine,
     ].filter(Boolean).join(" · ")),
@@ -38,13 +40,14 @@ export async function sample(run, query) {
     )];
 }
 
-// Pictures of images, frames of videos side by side, and the spectra of sounds, as far as the run kept them.
+// Pictures of images, sounds and videos to be played, frames of videos side by side, and the spectra of sounds, as far as the run kept them.
 function media(run, row) {
   if (!row.media.length) return [];
   const figures = row.media.map((one) => {
     const words = `${one.words}, ${number(one.rows)} rows`;
     const picture = one.picture ? h("img", { src: `/api/run/${run.id}/picture/${one.digest}`, alt: words, loading: "lazy" }) : h("div", { class: "quiet small" }, "no picture was kept");
-    return h("figure", {}, picture, h("figcaption", { class: "small quiet" }, words));
+    const player = one.played ? h(one.kind === "video" ? "video" : "audio", { src: `/api/run/${run.id}/media/${one.digest}`, controls: true, preload: "metadata", "aria-label": words }) : null;
+    return h("figure", {}, player, one.played && !one.picture ? null : picture, h("figcaption", { class: "small quiet" }, words));
   });
   return [h("div", { class: "figures" }, ...figures)];
 }

@@ -1,7 +1,7 @@
 // The view of samples: a list with filters, one sample by token, and a group side by side.
 import { address, ask } from "../api.js";
 import { field, foreign, h, number, problem } from "../dom.js";
-import { parts, sample } from "./sample.js";
+import { reward, sample } from "./sample.js";
 
 const PAGE = 50;
 const STATES = ["", "trained", "put", "masked", "dropped", "undone"];
@@ -83,7 +83,7 @@ async function side(run, query) {
   const answer = await ask(`run/${run.id}/group`, { uid: query.side });
   const rows = answer.rows.map((row) => h("article", { class: "card" },
     h("div", { class: "small" }, h("a", { href: address(run.id, "samples", { id: row.id }) }, row.uid), " ", h("span", { class: `badge ${row.state}` }, row.state)),
-    h("div", { class: "small quiet" }, `reward ${number(row.reward)} · ${parts(row)} · ${number(row.length)} tokens`),
+    h("div", { class: "small quiet" }, `${reward(row)} · ${number(row.length)} tokens`),
     row.reason ? h("div", { class: "small" }, foreign(row.reason)) : null,
     row.why ? h("div", { class: "small" }, "Why: ", foreign(row.why)) : null,
     h("div", { class: "text" }, foreign(row.answer))));
