@@ -15,7 +15,7 @@ from relax_core.contracts.media import Media, MediaItem, MediaSource
 from relax_core.contracts.media_file import write_item
 from relax_core.contracts.tree import group_uid
 from relax_core.dashboard.run_folders import run_id
-from relax_core.data.media import played_files
+from relax_core.data.media import kept_rate, played_files
 from relax_core.data.media.item_encoder import clip_item, video_item
 from relax_core.data.media.media_limits import MediaLimits
 from relax_core.data.media.media_trial_main import TRIAL_AUDIO
@@ -98,25 +98,27 @@ def test_what_is_no_sound_or_video_of_the_run_is_not_given(
         assert server.ask(f"{base}/media/{digest}")[0] == 404, digest
 
 
-def test_large_files_and_sources_outside_the_root_are_left_out(
+def test_files_that_are_large_or_too_many_and_sources_outside_the_root_are_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(played_files, "MOST_FILE_BYTES", len(SOUND))
-    monkeypatch.setattr(played_files, "MOST_BYTES", 2 * len(SOUND))
+    monkeypatch.setattr(played_files, "MOST_BYTES", 4 * len(SOUND))
+    monkeypatch.setattr(kept_rate, "ALL_OF", 0)
+    monkeypatch.setattr(kept_rate, "PAUSE_S", 3600.0)
     root = tmp_path / "root"
     root.mkdir()
     (tmp_path / "outside.wav").write_bytes(SOUND)
-    items = [sound_item(tmp_path, seed) for seed in range(5)]
+    items = [sound_item(tmp_path, seed) for seed in range(7)]
     files = PlayedFiles(tmp_path / "kept", root=root, limits=MediaLimits())
     sources = [
         MediaSource(kind="audio", path="../outside.wav"),
         MediaSource(kind="audio", data=SOUND + b"\0"),
-        *(MediaSource(kind="audio", data=SOUND) for _ in range(3)),
+        *(MediaSource(kind="audio", data=SOUND) for _ in range(5)),
     ]
     for item, source in zip(items, sources, strict=True):
         files.add(item, source)
         wait_for_copies()
-    assert {path.name for path in (tmp_path / "kept").iterdir()} == {items[2].digest, items[3].digest}
+    assert {path.name for path in (tmp_path / "kept").iterdir()} == {one.digest for one in items[2:5]}
     assert "not below data.media_root" in caplog.text and "The run goes on" in caplog.text
 
 

@@ -28,8 +28,8 @@ TYPES = {
 class PlayedFiles:
     """Copies sources of sounds and videos into ``folder``, each in a thread; a file's name is the item's digest.
 
-    All of the first ones are kept and later some. A larger file than `MOST_FILE_BYTES` is left out, and so is every one
-    behind `MOST_BYTES`. What cannot be read or written costs the page this file alone.
+    All are kept until they have half of `MOST_BYTES`, and then some until they have all of it. A larger file than
+    `MOST_FILE_BYTES` is left out. What cannot be read or written costs the page this file alone.
     """
 
     def __init__(self, folder: Path, *, root: Path, limits: MediaLimits) -> None:
@@ -41,7 +41,9 @@ class PlayedFiles:
     def add(self, item: MediaItem, source: MediaSource) -> None:
         """Begins to copy the source of an item, if it is to be kept."""
         file = self._folder / item.digest
-        if item.kind != "image" and self._bytes < MOST_BYTES and not file.exists() and self._rate.takes():
+        if item.kind == "image" or self._bytes >= MOST_BYTES or file.exists():
+            return
+        if self._bytes < MOST_BYTES // 2 or self._rate.takes():
             threading.Thread(target=self._copy, args=(source, file), daemon=True, name="played-file").start()
 
     def _copy(self, source: MediaSource, file: Path) -> None:
