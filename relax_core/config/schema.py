@@ -279,6 +279,7 @@ class RunSettings:
     heartbeat_timeout_s: float = MISSING
     watch_after_s: float = MISSING
     watch_steps: int = MISSING
+    show_samples: int = 0
     serve: bool = MISSING
 
 

@@ -27,6 +27,7 @@ from relax_core.control.run.teacher_folders import teacher_folders
 from relax_core.control.supervision.supervisor import Attempt
 from relax_core.control.supervision.supervisor_pipe import SupervisorPipe
 from relax_core.data.data_identity import data_digest
+from relax_core.observe.samples.newest_samples import NewestSamples
 from relax_core.observe.service.metrics_actor import MetricsClient, start_metrics
 from relax_core.observe.service.records import last_step
 from relax_core.observe.service.sinks import read_metrics
@@ -201,6 +202,7 @@ def _run_services(
                 step=context.start_step,
                 heartbeat_timeout_s=config.run.heartbeat_timeout_s,
                 signal_watch=SignalWatch(steps=config.run.watch_steps, max_new_tokens=config.rollout.max_new_tokens),
+                samples=_shown_samples(context),
             )
             recoveries = Recoveries(recoveries_file(context.run_dir), report=view.report)
             if attempt.causes:
@@ -229,6 +231,13 @@ def _run_services(
             records=collected(end.progress),
             recoveries=recoveries.as_records(),
         )
+
+
+def _shown_samples(context: RunContext) -> NewestSamples:
+    config = context.config
+    return NewestSamples(
+        context.run_dir, groups=config.run.show_samples, every=config.eval.every, step=context.start_step
+    )
 
 
 def _start_metrics(context: RunContext) -> MetricsClient:

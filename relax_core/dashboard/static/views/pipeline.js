@@ -172,7 +172,8 @@ function anatomy(run, { step, rows }) {
     h("p", { class: "small" }, `${number(rows.length)} samples in ${number(groups.size)} groups over ${seconds(all)}. `,
       slowest ? foreign(`${slowest.uid} took longest from its prompt to the bus: ${seconds(slowest.put_s - slowest.issued_s)}.`) : null),
     h("div", { class: "legend" }, ...versions.map((one) => swatched(shade(one), `sampled with weights ${one}`)),
-      rows.some((row) => row.turns.length) ? swatched(COLOUR.evaluation, "env") : null, swatched("var(--grid)", "waits on the bus"), swatched(COLOUR.train, "leased and trained")),
+      ...(rows.some((row) => row.turns.length) ? [swatched(`color-mix(in srgb, ${shade(versions[0])}, white 35%)`, "a request to an engine"), swatched(COLOUR.evaluation, "env")] : []),
+      swatched("var(--grid)", "waits on the bus"), swatched(COLOUR.train, "leased and trained")),
     h("div", { class: "scroll tall" }, h("div", { class: "lanes" }, ...lanes, h("div", {}), axis(start, start + all))),
     few ? null : h("p", { class: "quiet small" }, "One row a group, because there are many samples."),
   ].filter(Boolean);
