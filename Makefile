@@ -7,6 +7,7 @@ SGLANG := .venv-sglang
 SGLANG_PINS := relax_core/engines/sglang/cpu
 AGENTS := .venv-agents
 VERIFIERS := .venv-verifiers
+TRACKERS := .venv-trackers
 AGENTS_PINS := tests/agents_env
 ARGS ?=
 TORCH_ARGS ?=
@@ -16,7 +17,7 @@ TEST_WORKERS ?= 2
 export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: env test-env run run-see run-omni run-episodes test test-chaos test-soak slurm test-slurm sandbox extras sglang-cpu run-sglang test-sglang agents-env test-agents lint clean
+.PHONY: env test-env run run-see run-omni run-episodes test test-chaos test-soak slurm test-slurm sandbox dashboard-browser extras sglang-cpu run-sglang test-sglang agents-env test-agents trackers-env test-trackers lint clean
 .DEFAULT_GOAL := run
 
 env: $(VENV)/.relax-env
@@ -58,6 +59,15 @@ slurm:
 	         "make test-slurm as root" >&2; exit 1; \
 	  fi; }
 
+# A browser for tests/dashboard/test_page.py, which is skipped without one. The page itself needs the user's own alone.
+dashboard-browser:
+	@command -v chromium >/dev/null || { \
+	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq chromium >/dev/null; \
+	  else \
+	    echo "relax: Chromium is missing. Install it as root (Debian, Ubuntu: apt-get install chromium)" >&2; exit 1; \
+	  fi; }
+
 # bubblewrap, in which env=python runs the code of a model; tests of the sandbox are skipped without it.
 sandbox:
 	@command -v bwrap >/dev/null || { \
@@ -87,6 +97,12 @@ test-agents: test-env agents-env
 	@$(BIN)/python -m pip install -q -c constraints.txt -e ".[mcp]"
 	@$(BIN)/python -m pytest -q -m "agents and not soak" tests/agents_env tests/envs $(ARGS)
 
+# W&B, MLflow and ClearML (300 MB), in an environment of their own that sees the packages of $(VENV), too.
+trackers-env: $(TRACKERS)/.relax-trackers
+
+test-trackers: test-env trackers-env
+	@$(TRACKERS)/bin/python -m pytest -q tests/observe/trackers $(ARGS)
+
 lint: test-env
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -94,7 +110,7 @@ lint: test-env
 	$(BIN)/codespell
 
 clean:
-	rm -rf $(VENV) $(SGLANG) $(AGENTS) $(VERIFIERS) build dist outputs multirun .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(SGLANG) $(AGENTS) $(VERIFIERS) $(TRACKERS) build dist outputs multirun .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
@@ -128,6 +144,13 @@ $(SGLANG)/.relax-sglang: $(SGLANG_PINS)/requirements.txt $(SGLANG_PINS)/requirem
 	$(SGLANG)/bin/python -m pip install -q $(TORCH_ARGS) torch==2.13.0
 	$(SGLANG)/bin/python -m pip install -q -r $(SGLANG_PINS)/requirements.txt
 	$(SGLANG)/bin/python -m pip install -q --no-deps -r $(SGLANG_PINS)/requirements-no-deps.txt
+	@touch $@
+
+$(TRACKERS)/.relax-trackers: constraints.txt pyproject.toml | $(VENV)/.relax-test-env
+	$(BIN)/python -m venv --clear $(TRACKERS)
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
+	  "$$($(TRACKERS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/relax.pth"
+	$(TRACKERS)/bin/python -m pip install -q -c constraints.txt wandb mlflow-skinny sqlalchemy alembic clearml
 	@touch $@
 
 $(AGENTS)/.relax-agents: $(AGENTS_PINS)/requirements.txt | $(BIN)/python

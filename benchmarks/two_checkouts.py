@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -34,11 +35,12 @@ REACH = 0.03
 
 @dataclass
 class Turn:
-    """Holds the figures of one run; memory in MB by the name of the process."""
+    """Holds the figures of one run; memory in MB by the name of the process, processor time in s by its number."""
 
     samples_per_s: float = 0.0
     first_step_s: float = 0.0
     memory: dict[str, float] = field(default_factory=dict)
+    cpu_s: dict[str, float] = field(default_factory=dict)
 
 
 def main() -> None:
@@ -63,14 +65,17 @@ def main() -> None:
         print(f"  {process:<44} {old:7.1f} to {new:7.1f} MB" + (f"  {new / old:.3f}" if old else ""))
 
 
-def run_demo(checkout: Path, *, steps: int, seed: int) -> Turn:
-    """Runs the demo of a checkout to its end and returns its figures."""
+def run_demo(checkout: Path, *, steps: int, seed: int, more: Sequence[str] = (), below: Path | None = None) -> Turn:
+    """Runs the demo of a checkout to its end and returns its figures.
+
+    ``more`` are further settings, and the run's folder is made ``below`` a folder while it runs.
+    """
     turn = Turn()
-    with tempfile.TemporaryDirectory(prefix="relax-checkouts-") as folder:
+    with tempfile.TemporaryDirectory(prefix="relax-checkouts-", dir=below) as folder:
         run = Path(folder) / "run"
         ended = threading.Event()
-        settings = (*OVERRIDES[ASYNC], *QUIET_RUN, f"run.steps={steps}", f"seed={seed}", f"run.dir={run}")
-        looks = threading.Thread(target=_look, args=(str(run), turn.memory, ended))
+        settings = (*OVERRIDES[ASYNC], *QUIET_RUN, f"run.steps={steps}", f"seed={seed}", f"run.dir={run}", *more)
+        looks = threading.Thread(target=_look, args=(str(run), turn, ended))
         looks.start()
         try:
             done = subprocess.run(
@@ -94,8 +99,8 @@ def run_demo(checkout: Path, *, steps: int, seed: int) -> Turn:
     return turn
 
 
-def _look(run: str, memory: dict[str, float], ended: threading.Event) -> None:
-    """Records the most anonymous memory of each process of a run, in MB by its name, until the run has ended."""
+def _look(run: str, turn: Turn, ended: threading.Event) -> None:
+    """Records the most anonymous memory and the processor time of each process of a run, until the run has ended."""
     mark = f"{MARK}={run}".encode()
     while not ended.wait(LOOK_S):
         for process in Path("/proc").iterdir():
@@ -106,10 +111,12 @@ def _look(run: str, memory: dict[str, float], ended: threading.Event) -> None:
                     continue
                 name = _name((process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace"))
                 found = re.search(r"RssAnon:\s+(\d+)", (process / "status").read_text())
+                ticks = (process / "stat").read_text().rpartition(")")[2].split()[11:13]
             except OSError:  # it has ended
                 continue
+            turn.cpu_s[process.name] = sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
             if found is not None:
-                memory[name] = max(memory.get(name, 0.0), int(found[1]) / 1e3)
+                turn.memory[name] = max(turn.memory.get(name, 0.0), int(found[1]) / 1e3)
 
 
 def _name(command: str) -> str:

@@ -113,6 +113,14 @@ def _tool(command: str, words: list[str]) -> int:
         from relax_core.preflight import EVAL_CHECKS, settle_evaluation
 
         return eval_command(words, checks=EVAL_CHECKS, settle=settle_evaluation)
+    if command == "dashboard":
+        from relax_core.dashboard import dashboard_command
+
+        return dashboard_command.main(words)
+    if command == "trace":
+        from relax_core.dashboard import trace_command
+
+        return trace_command.main(words)
     from relax_core.tools import check_model, compare, export, lineage
 
     tools = {"compare": compare, "lineage": lineage, "export": export, "check-model": check_model}

@@ -42,6 +42,8 @@ _FILE_MODULE = "relax_plugin_"
 MARK = "__relax_plugin__"  # in the globals of a plug-in's function that has no module of its own
 _ROOT = Path(__file__).resolve().parents[1]
 _QWEN = ("qwen2", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_moe", "qwen3_omni_moe", "qwen3_vl", "qwen3_vl_moe")
+FILE_SINKS = ("jsonl", "tensorboard")  # which keys of tracker switch on
+TRACKERS = ("clearml", "mlflow", "otlp", "prometheus", "wandb")  # Relax's own sinks beside its files
 _FAMILIES = ("llama", "mistral", *_QWEN)  # in families/table.py
 
 
@@ -132,7 +134,8 @@ _HOMES: dict[Kind, _Home] = {
         section="tracker.sinks.NAME",
         title="Metrics sinks",
         entry_points="relax.sinks",
-        table={name: f"relax_core.observe.service.sinks:{name.upper()}" for name in ("jsonl", "tensorboard")},
+        table={name: f"relax_core.observe.service.sinks:{name.upper()}" for name in FILE_SINKS}
+        | {name: f"relax_core.observe.trackers.{name}_sink:SPEC" for name in TRACKERS},
         spec=SinkSpec,
         config=SinkConfig,
         checked=checked_sink,

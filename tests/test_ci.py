@@ -11,7 +11,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-STAGES = ["lint", "slurm", "test-slurm", "sandbox", "extras", "sglang", "agents", "test-chaos", "test"]
+INSTALLS = ("slurm", "sandbox", "dashboard-browser", "extras", "trackers-env")  # without one, its tests are skipped
+STAGES = [
+    *("lint", "slurm", "test-slurm", "sandbox", "dashboard-browser", "extras"),
+    *("sglang", "agents", "trackers-env", "test-trackers", "test-chaos", "test"),
+]
 STUB = """#!/usr/bin/env bash
 echo "stage {name} $*"
 [ "{name}" != "$FAILS" ]
@@ -40,29 +44,29 @@ def test_all_stages_run_and_tell_their_seconds_before_the_last_one(tmp_path: Pat
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert re.findall(r"^stage (\S+)", done.stdout, re.MULTILINE) == STAGES
-    told = ["lint", "test-slurm", "test-sglang", "test-agents", "test-chaos"]
+    told = ["lint", "test-slurm", "test-sglang", "test-agents", "test-trackers", "test-chaos"]
     assert [line.split()[1] for line in lines if re.fullmatch(r"relax: \S+ took \d+ s", line)] == told
     assert lines[-1] == "stage test ARGS=--durations=30"
 
 
-@pytest.mark.parametrize("stage", [name for name in STAGES if name not in ("slurm", "sandbox", "extras")])
+@pytest.mark.parametrize("stage", [name for name in STAGES if name not in INSTALLS])
 def test_a_stage_that_fails_ends_the_script(tmp_path: Path, stage: str) -> None:
     done = ci(tmp_path, fails=stage)
     assert done.returncode != 0
     assert re.findall(r"^stage (\S+)", done.stdout, re.MULTILINE)[-1] == stage
 
 
-def test_a_machine_without_slurm_skips_it_and_says_so(tmp_path: Path) -> None:
-    done = ci(tmp_path, fails="slurm")
-    assert done.returncode == 0
-    assert "make test-slurm is skipped" in done.stdout and "stage test-slurm" not in done.stdout
-
-
-def test_a_machine_without_bubblewrap_says_so(tmp_path: Path) -> None:
-    done = ci(tmp_path, fails="sandbox")
-    assert done.returncode == 0 and "the tests of the sandbox are skipped" in done.stdout
-
-
-def test_a_machine_that_cannot_build_the_extras_says_so(tmp_path: Path) -> None:
-    done = ci(tmp_path, fails="extras")
-    assert done.returncode == 0 and "the tests of further environments and rewards are skipped" in done.stdout
+@pytest.mark.parametrize(
+    ("missing", "words"),
+    [
+        ("slurm", "make test-slurm is skipped"),
+        ("sandbox", "the tests of the sandbox are skipped"),
+        ("dashboard-browser", "the tests of the page in a browser are skipped"),
+        ("extras", "the tests of further environments and rewards are skipped"),
+        ("trackers-env", "make test-trackers is skipped"),
+    ],
+)
+def test_what_a_machine_cannot_install_is_skipped_in_words(tmp_path: Path, missing: str, words: str) -> None:
+    done = ci(tmp_path, fails=missing)
+    assert done.returncode == 0 and words in done.stdout
+    assert f"stage test-{missing.removesuffix('-env')}" not in done.stdout

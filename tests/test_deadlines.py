@@ -20,9 +20,17 @@ REASONS = {
         "Journal._write_forever",
     ): "a daemon thread at rest; close() joins it with a deadline",
     (
+        "relax_core/observe/samples/sample_log.py",
+        "SampleLog._write_forever",
+    ): "a daemon thread at rest; close() wakes it and joins it with a deadline",
+    (
         "relax_core/observe/service/sink_thread.py",
         "SinkThread._next_batch",
     ): "a daemon thread at rest; begin_close() wakes it",
+    (
+        "relax_core/observe/trackers/prometheus_sink.py",
+        "PrometheusSink.close",
+    ): "the server looks for it twice a second; the sink's thread, which calls it, is joined with a deadline",
     ("relax_core/observe/service/outbox.py", "Outbox._next_batch"): "a daemon thread at rest; end() wakes it",
     (
         "relax_core/engines/embedded/scheduler/scheduler.py",

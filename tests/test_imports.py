@@ -39,6 +39,7 @@ LEVELS = {
     "gateway": 3,
     "train": 3,
     "tools": 3,
+    "dashboard": 3,
     "roles": 4,
     "control": 5,
     "plan": 6,

@@ -62,6 +62,11 @@ COMMANDS = {
     "explain": ("explain KEY", "a key's value, type, range, where it is set, what reads it"),
     "compare": ("compare FOLDER ...", "runs or sweeps side by side: a table, and curves in one picture"),
     "lineage": ("lineage RUN [uid=...]", "what became of each sample of a run"),
+    "dashboard": (
+        "dashboard [FOLDER ...]",
+        "a page in the browser: curves, samples, logs of any runs (docs/dashboard.md)",
+    ),
+    "trace": ("trace RUN [--steps A:B]", "what a run did over time, for ui.perfetto.dev"),
     "export": ("export CHECKPOINT OUT", "a checkpoint as a Hugging Face folder"),
     "check-model": ("check-model FOLDER", "whether the trainer can load a Hugging Face folder"),
     "doctor": ("doctor [--clean]", "whether a run could work here; what killed runs left (removes it)"),

@@ -27,6 +27,7 @@ from relax_core.config.media_schema import MediaKeys, ModalityConfig
 from relax_core.config.sections.agent_schema import AgentConfig, EndpointConfig
 from relax_core.config.sections.gateway_schema import AutoscalerConfig, ElasticConfig, GatewayConfig
 from relax_core.config.sections.launcher_schema import LauncherConfig
+from relax_core.config.sections.tracker_schema import TrackerConfig
 from relax_core.contracts.env import TurnsConfig
 
 
@@ -180,16 +181,6 @@ class DataConfig:
     config: dict[str, Any] = field(default_factory=dict)  # of a plug-in source, typed by its own dataclass
 
 
-@dataclass
-class TrackerConfig:
-    """Holds the keys of `tracker`."""
-
-    name: str = MISSING
-    tensorboard: bool = MISSING
-    jsonl: bool = MISSING
-    sinks: Any = None  # plug-ins: a list of names and paths, or a mapping from each of them to its configuration
-
-
 DEFAULT_WARMUP_STEPS = 10
 
 
@@ -291,6 +282,7 @@ class RunSettings:
     heartbeat_timeout_s: float = MISSING
     watch_after_s: float = MISSING
     watch_steps: int = MISSING
+    show_samples: int = 0
     serve: bool = MISSING
 
 

@@ -99,7 +99,9 @@ class SinkSpec:
 
     ``open(start, config)`` returns the open sink. It is called in the sink's own thread with the first records, and
     again if it raises. A restarted metrics service and a resumed run open the sink again, so a sink appends to what it
-    finds. ``check(config)`` raises ValueError for a configuration without meaning, before anything starts.
+    finds. ``check(config)`` raises ValueError for a configuration without meaning, before anything starts. With
+    ``isolated`` the sink is opened in a process of its own, so that the memory, the output and the crashes of its
+    library are not those of the metrics service; a process that has died is started again.
     """
 
     name: str
@@ -107,3 +109,4 @@ class SinkSpec:
     config: type[SinkConfig]
     open: Callable[[SinkStart, Any], BaseSink]
     check: Callable[[Any], None] = lambda config: None
+    isolated: bool = False

@@ -32,7 +32,13 @@ class PluginSink:
             )
 
             config = plugin_config("sink", self._plugin, self._values, section=f"tracker.sinks.{self.name}")
-            self._sink = find_sink(self._plugin).open(self._start, config)
+            spec = find_sink(self._plugin)
+            if spec.isolated:
+                from relax_core.observe.trackers.sink_process import ProcessSink
+
+                self._sink = ProcessSink(self.name, self._plugin, self._values, self._start)
+            else:
+                self._sink = spec.open(self._start, config)
         self._sink.write(batch)
 
     def flush(self) -> None:

@@ -7,7 +7,7 @@ of other roles or a whole train step's groups. Therefore both give the same bits
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -55,6 +55,11 @@ def input_columns(requirements: Requirements) -> tuple[str, ...]:
     if requirements.critic:
         columns.append(c.VALUES)
     return tuple(columns)
+
+
+def group_advantages(spec: AlgorithmSpec, config: RelaxConfig) -> Callable[[TokenTree], Mapping[str, np.ndarray]]:
+    """Returns the function that computes one complete group's advantages."""
+    return lambda tree: advantage_extras([tree], spec, config.algo)[0]
 
 
 def advantage_extras(trees: Sequence[TokenTree], spec: AlgorithmSpec, config: object) -> list[Mapping[str, np.ndarray]]:

@@ -31,8 +31,8 @@ class ItemCache:
     """Gives items by their sources and encodes what it does not have.
 
     ``most_bytes`` bounds the tensors of all items that nobody holds, together with those that somebody does.
-    ``let_go`` is called with the digest of each item that the cache gives up, and ``on_encoded`` with each new item.
-    ``encoded`` counts the encodings.
+    ``let_go`` is called with the digest of each item that the cache gives up, and ``on_encoded`` with each new item and
+    its source. ``encoded`` counts the encodings.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class ItemCache:
         *,
         most_bytes: int,
         let_go: Callable[[str], None] = lambda digest: None,
-        on_encoded: Callable[[MediaItem], None] = lambda item: None,
+        on_encoded: Callable[[MediaItem, MediaSource], None] = lambda item, source: None,
     ) -> None:
         self._encoder = encoder
         self._most_bytes = most_bytes
@@ -109,7 +109,7 @@ class ItemCache:
             self._encoding.pop(key, None)
             owners = self._wanted_by.pop(key, [])
         self.encoded += 1
-        self._on_encoded(item)
+        self._on_encoded(item, source)
         self._items[key] = item
         self._keys[item.digest].add(key)
         if item.digest not in self._sizes:

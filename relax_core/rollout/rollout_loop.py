@@ -20,6 +20,7 @@ from relax_core.contracts.reward import RewardOutput
 from relax_core.contracts.tree import TRUNCATED, group_uid, sample_uid
 from relax_core.engines.pool.engine_pool import EnginePool
 from relax_core.engines.protocol.frames import StreamEnd
+from relax_core.observe.samples.sample_log import SampleLog
 from relax_core.rollout.bad_rows import BadRows
 from relax_core.rollout.episodes.episode_records import (
     EpisodeRecord,
@@ -34,6 +35,7 @@ from relax_core.rollout.episodes.group_assembly import (
     MakeExtras,
     complete_episodes,
     complete_group,
+    tell_lost,
 )
 from relax_core.rollout.episodes.played_group import GroupPlayer, GroupStart
 from relax_core.rollout.episodes.shared_requests import BatchOrder, Lockstep, LockstepOrder, start_in
@@ -63,6 +65,7 @@ class RolloutLoop:
     rows that cannot be used. ``teacher_of`` chooses the teacher of a data row for algorithms with teachers.
     ``weight_update_handler`` is set if groups may end or restart with a weight version. ``advantages`` computes a
     complete group's advantages if no role does so. ``player`` plays the episodes of an env of several turns.
+    ``samples`` keeps what becomes of every group.
     """
 
     def __init__(
@@ -82,6 +85,7 @@ class RolloutLoop:
         weight_update_handler: WeightUpdateHandler | None = None,
         advantages: MakeExtras | None = None,
         player: GroupPlayer | None = None,
+        samples: SampleLog | None = None,
     ) -> None:
         self._bus = bus
         self._pool = pool
@@ -94,6 +98,7 @@ class RolloutLoop:
         self._weight_update_handler = weight_update_handler
         self._advantages = advantages
         self._player = player
+        self._samples, self._lost = samples, None if samples is None else samples.lost
         self._admissions = PromptAdmissions(
             bus=bus,
             source=source,
@@ -251,10 +256,12 @@ class RolloutLoop:
             values["aborts"] = self._weight_update_handler.aborts
         self._record("rollout", max(one.newest_version for one in played), values | self._admissions.media_figures())
 
-    def _count_cancelled(self, records: Sequence[EpisodeRecord]) -> None:
-        """Counts the episodes of a group that is given up, and their tokens, none of which is trained."""
+    def _count_cancelled(self, index: int, records: Sequence[EpisodeRecord]) -> None:
+        """Counts the episodes of a group that is given up, and their tokens, none of which is trained; keeps them."""
         episodes = played_episodes(records, [RewardOutput(reward=None)] * len(records))
         self._sampled_tokens.update(token_accounts(episodes, None))
+        if self._lost is not None:
+            tell_lost(self._lost, group_uid(index), episodes, {}, others="cancelled")
         self._cancelled.append(PlayedFigures.of(records, reward_s=0.0))
 
     async def _play_and_stage(
@@ -277,7 +284,7 @@ class RolloutLoop:
             min_version=prompt.request.min_version,
             on_request=(lambda rid: None) if handler is None else partial(handler.turn_begins, prompt.index),
             on_response=(lambda rid: None) if handler is None else partial(handler.turn_ends, prompt.index),
-            on_cancelled=self._count_cancelled,
+            on_cancelled=partial(self._count_cancelled, prompt.index),
             lockstep=lockstep,
         )
         try:
@@ -307,6 +314,7 @@ class RolloutLoop:
             mask_off_policy=self._settings.mask_off_policy,
             mask_truncated=self._settings.mask_truncated,
             extras=self._advantages,
+            lost=self._lost,
             account=self._sampled_tokens.update,
         )
         await self._hand_on(done, tasks)
@@ -355,6 +363,7 @@ class RolloutLoop:
             mask_off_policy=self._settings.mask_off_policy,
             mask_truncated=self._settings.mask_truncated,
             extras=self._advantages,
+            lost=self._lost,
         )
         await self._hand_on(done, tasks)
         return reward_s
@@ -365,6 +374,8 @@ class RolloutLoop:
             await self._bus.drop_async(done.group_uid, reason=done.reason, timeout_s=self._settings.call_timeout_s)
             self._prompts.release(done.group_uid)
             return
+        if self._samples is not None:
+            self._samples.put(done)
         self._staged.append(done)
         if not self._flushing:
             self._flushing = True

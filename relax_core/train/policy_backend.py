@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -18,10 +18,22 @@ from relax_core.train.megatron_on_cpu.device_loader import has_cuda
 from relax_core.train.model.frozen_parts import frozen_weights
 from relax_core.train.model.logprobs import HeadOutputs, chunked_logprobs, head_outputs, top_k_tokens
 from relax_core.train.model.truncation import Truncation
-from relax_core.train.rank import MegatronRank
+from relax_core.train.rank import MegatronRank, reports
 from relax_core.train.rank_setup import RankSetup
 from relax_core.train.step.pipeline_schedule import MicroBatch
 from relax_core.train.step.step_sums import micro_batch_sums
+
+CLOSE_SAMPLES_S = 10.0
+
+
+class TrainedLog(Protocol):
+    """Declares what keeps the samples that a rank trains."""
+
+    def trained(self, step: int, groups: Sequence[TokenTree], logprobs: np.ndarray) -> None:
+        """Keeps a micro-batch: the train step, the groups, and the log-probs of their tokens, float32 ``[tokens]``."""
+
+    def close(self, *, timeout_s: float) -> None:
+        """Writes what waits."""
 
 
 class TopLogprobs(NamedTuple):
@@ -42,15 +54,23 @@ class MegatronBackend(MegatronRank):
 
     ``temperature`` is the sampling temperature at which log-probs are computed. If ``trainable`` is False the back end
     serves actor_fwd, reference and teacher roles. Log-probs and entropies are those of the distribution that was
-    sampled from: only over the groups' kept sets if they have them, and without the banned tokens.
+    sampled from: only over the groups' kept sets if they have them, and without the banned tokens. ``samples`` gets
+    each micro-batch on the one rank of a replica that counts it.
     """
 
     def __init__(
-        self, setup: RankSetup, *, temperature: float, trainable: bool = True, media: MediaReader | None = None
+        self,
+        setup: RankSetup,
+        *,
+        temperature: float,
+        trainable: bool = True,
+        media: MediaReader | None = None,
+        samples: TrainedLog | None = None,
     ) -> None:
         if temperature <= 0:
             raise ValueError(f"rollout.temperature={temperature}: training needs more than 0; 1.0 is usual.")
         super().__init__(setup, trainable=trainable, media=media)
+        self._samples = samples if reports() else None
         self._inverse_temperature = 1.0 / temperature
         self._vocab_size = self.architecture.vocab_size
         self._wants_entropy = self.trainable and self._algorithm.requirements(self._config).entropy
@@ -65,11 +85,19 @@ class MegatronBackend(MegatronRank):
             outputs = self._algorithm.loss(inputs, self._config)
         with self.timed("sums"):
             sums = micro_batch_sums(batch.groups, outputs)
-            gap = on_policy_gap(batch.groups, inputs.logprobs.detach().cpu().numpy())
+            logprobs = inputs.logprobs.detach().cpu().numpy()
+            gap = on_policy_gap(batch.groups, logprobs)
             sums.gap_sum, sums.gap_tokens = float(gap.sum(dtype=np.float64)), gap.size
             sums.gap_max = float(gap.max(initial=0.0))
             self._sums.add(sums)
+            if self._samples is not None:
+                self._samples.trained(self._step, batch.groups, logprobs)
         return outputs.loss_sum
+
+    def close_samples(self) -> None:
+        """Writes the samples that wait; no train step may follow."""
+        if self._samples is not None:
+            self._samples.close(timeout_s=CLOSE_SAMPLES_S)
 
     def logprobs(self, groups: Sequence[TokenTree]) -> list[np.ndarray]:
         """Returns the current weights' log-probs: float32 ``[rows]`` a group, 0 at rows that were not sampled."""

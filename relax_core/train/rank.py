@@ -361,7 +361,7 @@ class MegatronRank:
             process_group.wait_for_ranks(f"train step {self._step}", rank=self.rank, timeout_s=self._setup.timeout_s)
         if self._overlap:
             finalize_gradients(self.model_chunks, dealt=self._parallel.shard_media)  # It waits for the reductions.
-        own = self._sums if _reports() else StepSums()
+        own = self._sums if reports() else StepSums()
         check_gradients(own, self._weights, self.model_chunks, rank=self.rank)
         sums = add_over_ranks(own, process_group.world_group())
         refuse_update(sums, step=self._step)
@@ -390,7 +390,7 @@ class MegatronRank:
         return int(most)
 
 
-def _reports() -> bool:
+def reports() -> bool:
     """Returns True on the one rank of each replica that counts what the last stage computed."""
     return (
         parallel_state.is_pipeline_last_stage()

@@ -25,6 +25,7 @@ JUDGE = ["reward.judges.main.url=http://127.0.0.1:1/v1", "reward.judges.main.mod
 GAME = ["model.task=number_guess", "engine.context_length=2048"]  # of an env that brings its rows and its reward
 TOOLS = ["model=tiny_qwen3_tools", "engine.context_length=512", "eval.every=0"]
 ONLY_PLANNED = ("gpu", "qwen3_omni", *(option for option in yaml_options("experiment") if option.endswith("gpu")))
+TRACKERS = {"wandb": "wandb", "mlflow": "mlflow", "clearml": "clearml", "all_offline": "clearml"}  # make test-trackers
 NEEDS = {"deepscaler": "pylatexenc", "geo3k": "pylatexenc", "ifeval": "if_verifiable", "ifbench": "if_verifiable"}
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -50,6 +51,8 @@ def test_every_option_runs(
         pytest.importorskip(option)
     if group == "reward" and option in NEEDS:
         pytest.importorskip(NEEDS[option])
+    if group == "tracker" and option in TRACKERS:
+        pytest.importorskip(TRACKERS[option])
     monkeypatch.chdir(REPOSITORY)  # experiment=math_file names a file of the checkout
     choices = tmp_path / "choices.jsonl"
     row = '{"prompt": "p", "answer": "A", "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}'
@@ -57,6 +60,8 @@ def test_every_option_runs(
     rows = [f"data.path={choices}", "data=file", "model.task=arithmetic", "data.eval_size=1", "eval.rows=1"]
     extra = {
         **{f"reward={name}": rows for name in ("gpqa", "ifeval", "ifbench")},
+        "tracker=wandb": ["tracker.sinks.wandb.offline=true"],
+        "tracker=clearml": ["tracker.sinks.clearml.offline=true"],
         "model=qwen3_moe": [f"model.path={mixture_folder}"],
         "model=folder": [f"model.path={model_folder}"],
         "engine=plugin": ["engine.name=embedded"],

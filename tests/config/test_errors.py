@@ -179,6 +179,10 @@ def test_what_cannot_be_composed(override: str, text: str) -> None:
         ),
         (["run.keep_best=eval/pass@4", "eval.samples=2", "eval.temperature=1"], "eval/pass@2."),
         (["run.keep_best=eval/exact", "eval.every=0"], "run.keep_best=eval/exact with eval.every=0: nothing is"),
+        (
+            ["run.show_samples=2", "tracker.samples=0"],
+            "run.show_samples=2 with eval.every=50 and tracker.samples=0: samples are printed each eval.every steps",
+        ),
         (["run.patience=3"], "run.patience=3: name what has to get better, e.g. run.keep_best=eval/exact."),
         (["eval.samples=4"], "eval.samples=4 with eval.temperature=0: greedy answers to a prompt are all equal."),
         (["eval.samples=300", "eval.temperature=1"], "eval.samples=300: must be at least 1 and at most 256"),

@@ -20,9 +20,10 @@ def test_the_page_lists_what_a_run_writes(strict: FinishedRun) -> None:
     reader = EventAccumulator(str(strict.folder / "tensorboard"), size_guidance={"histograms": 0, "scalars": 0})
     reader.Reload()
     assert set(reader.Tags()["scalars"]) == tags - {"run/resumed"}
-    assert reader.Tags()["histograms"] == ["actor/response_tokens"]
+    histograms = ("response_tokens", "staleness", "reward", "advantage")
+    assert set(reader.Tags()["histograms"]) == {f"actor/{name}/distribution" for name in histograms}
     steps = [record.values for record in records if record.source == "actor"]
-    lengths = reader.Histograms("actor/response_tokens")
+    lengths = reader.Histograms("actor/response_tokens/distribution")
     assert [event.step for event in lengths] == list(range(len(steps)))
     for event, values in zip(lengths, steps, strict=True):
         assert event.histogram_value.num == values["samples"]

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from relax_core.dashboard.sample_views import SampleViews
 from relax_core.observe.results.summary import STEP_PARTS
+from relax_core.observe.samples.sample_index import SampleIndex, every_id
 from tests.integration.conftest import STRICT
 from tests.integration.held_training import HeldTraining
 from tests.integration.live_run import DEADLINE_S, ROOT, FinishedRun, LiveRun, run_to_end
@@ -31,6 +36,40 @@ def assert_same_run(one: FinishedRun, other: FinishedRun) -> None:
     weights, expected_weights = one.weights(), other.weights()
     assert weights.keys() == expected_weights.keys()
     assert all(tensor.equal(expected_weights[name]) for name, tensor in weights.items())
+
+
+def test_every_sample_is_kept_with_what_the_trainer_made_of_it(strict: FinishedRun) -> None:
+    """The kept samples are those of the ledger, and the trainer's log-probs of the kept tokens are the engine's."""
+    assert_samples_kept(strict.folder)
+
+
+def assert_samples_kept(folder: Path) -> None:
+    index = SampleIndex(folder, None)
+    while index.refresh():
+        pass
+    count = index.find({})[0]
+    kept = {row["uid"]: row for row in every_id(index, {}, most=count)}
+    with closing(sqlite3.connect(folder / "ledger.sqlite")) as database:
+        ends = database.execute("SELECT uid, step, version FROM events WHERE event = 'trained'").fetchall()
+        put = {uid for (uid,) in database.execute("SELECT uid FROM events WHERE event = 'put'")}
+    assert put <= kept.keys()
+    assert {(uid, step) for uid, step, _ in ends} == {
+        (uid, row["step"]) for uid, row in kept.items() if row["state"] == "trained"
+    }
+    assert all(kept[uid]["version"] == version for uid, _, version in ends)
+    views = SampleViews(folder, index)
+    fresh = index.find({"staleness_max": 0, "state": "trained"}, order="oldest", most=32)[1]
+    assert fresh
+    for row in fresh:
+        sample = views.sample(row["id"])
+        assert sample is not None
+        tokens = [token for token in sample["tokens"] if "logprob" in token]
+        assert len(tokens) == row["length"]
+        assert max(abs(token["gap"]) for token in tokens) < 1e-4
+    group = [views.sample(row["id"]) for row in index.find({"group": fresh[0]["group_uid"]}, order="oldest")[1]]
+    rewards = np.array([one["reward"] for one in group if one is not None])
+    advantages = np.array([one["tokens"][-1]["advantage"] for one in group if one is not None])
+    assert np.corrcoef(rewards, advantages)[0, 1] > 0.999  # GRPO's are the group's rewards, shifted and scaled
 
 
 def test_a_strict_run_trains_every_sample_at_staleness_0(strict: FinishedRun) -> None:

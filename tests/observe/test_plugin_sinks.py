@@ -10,7 +10,7 @@ import pytest
 
 from relax_core.config.compose import load_config
 from relax_core.config.errors import ConfigError
-from relax_core.config.schema import TrackerConfig
+from relax_core.config.sections.tracker_schema import TrackerConfig
 from relax_core.observe.service.metrics_service import MetricsService
 from relax_core.observe.service.sinks import make_sinks, read_metrics
 
@@ -119,7 +119,7 @@ def test_a_sink_is_flushed_when_no_record_waits(tmp_path: Path) -> None:
         (f"tracker.sinks={{{CSV_SINK}: {{sources: 3}}}}", "tracker.sinks.csv_sink.sources"),
         (f"tracker.sinks=[{CSV_SINK},{CSV_SINK}]", "csv_sink.py is named twice"),
         ("tracker.sinks=[tensorboard]", "tensorboard has a key of its own. Use tracker.tensorboard=true."),
-        ("tracker.sinks=[nobody]", "tracker.sinks=nobody is not known. What exists: jsonl, tensorboard"),
+        ("tracker.sinks=[nobody]", "tracker.sinks=nobody is not known. What exists: clearml, jsonl, mlflow"),
         ("tracker.sinks=csv", "tracker.sinks=csv: Give a list"),
     ],
     ids=["unknown key", "refused value", "wrong type", "twice", "own key", "unknown sink", "no list"],

@@ -21,6 +21,7 @@ from relax_core.contracts.reward import RewardInput, RewardOutput, RewardSpec
 from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.engines.pool.engine_pool import EnginePool
 from relax_core.engines.protocol.engine_client import EngineClient
+from relax_core.observe.samples.sample_log import SampleLog
 from relax_core.registry import find_env, find_reward
 from relax_core.rollout.bad_rows import BadRows
 from relax_core.rollout.episodes.episodes import EpisodePlayer
@@ -193,6 +194,7 @@ def build_loop(
     workers: int = 1,
     items: Any = None,
     ends: EarlyEnds | None = None,
+    samples: SampleLog | None = None,
     **settings: Any,
 ) -> RolloutLoop:
     """Returns a loop over `Rows` with these ``prompts`` and ``settings``; it adds its metrics to ``records``."""
@@ -244,6 +246,7 @@ def build_loop(
         bad_rows=bad_rows or BadRows(rows=1000, most=0.05, report=lambda rows: None),
         weight_update_handler=handler,
         advantages=advantages,
+        samples=samples,
     )
 
 

@@ -26,7 +26,7 @@ from relax_core.contracts.reward import RewardInput, RewardOutput
 from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.engines.protocol.engine_client import EngineClient
 from relax_core.registry import find_algorithm
-from relax_core.roles.rollout.rollout_worker import group_advantages
+from relax_core.rollout.group_advantages import group_advantages
 from relax_core.rollout.rewards.reward_failures import RewardsFailed
 from tests.contracts.engine.harness import TOKEN, Engine
 from tests.rollout.rollout_loop_harness import (

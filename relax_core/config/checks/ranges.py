@@ -141,6 +141,8 @@ RANGES: dict[str, Range] = {
     "run.heartbeat_timeout_s": _POSITIVE,
     "run.watch_after_s": _POSITIVE,
     "run.watch_steps": Range(0, why="0 never says so"),
+    "run.show_samples": Range(0, why="0 prints none"),
+    "tracker.samples_max_mb": Range(16, why="tracker.samples=0 keeps no tokens"),
     "eval.every": Range(0, why="0 never evaluates"),
     "eval.rows": _COUNT,
     "eval.samples": Range(1, 256, why="answers a prompt"),

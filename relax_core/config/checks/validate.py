@@ -27,13 +27,14 @@ from relax_core.config.errors import NotYet
 from relax_core.config.plugin_lists import plugins_of
 from relax_core.config.plugin_types import plugin_config
 from relax_core.config.schema import RelaxConfig
+from relax_core.config.sections.tracker_schema import kept_groups
 from relax_core.registry import (
+    FILE_SINKS,
     find_algorithm,
     find_data_source,
     find_env,
     find_reward,
     find_sink,
-    is_builtin,
     is_file_plugin,
     names,
     short_name,
@@ -114,11 +115,12 @@ def _check_plugins(config: RelaxConfig) -> Iterator[str]:
 
 
 def _check_sinks(config: RelaxConfig) -> Iterator[str]:
-    """Each sink is imported and its configuration checked; none is opened, since that may reach a network."""
+    """Checks the keys of the tracker. Each sink is imported and none is opened, since that may reach a network."""
     key = "tracker.sinks"
     try:
+        kept_groups(config.tracker, groups_per_step=config.rollout.prompts_per_step)
         for name, values in plugins_of(config.tracker.sinks, key=key):
-            if is_builtin("sink", name):
+            if name in FILE_SINKS:
                 yield f"{key}: {name} has a key of its own. Use tracker.{name}=true."
             else:
                 find_sink(name).check(plugin_config("sink", name, values, section=f"{key}.{short_name(name)}"))
@@ -272,6 +274,12 @@ def _check_evaluation(config: RelaxConfig) -> Iterator[str]:
         yield f"run.keep_best={run.keep_best} with eval.every=0: nothing is evaluated. Set eval.every."
     if run.patience and run.keep_best is None:
         yield f"run.patience={run.patience}: name what has to get better, e.g. run.keep_best=eval/exact."
+    if run.show_samples and (not evaluation.every or config.tracker.samples == "0"):
+        yield (
+            f"run.show_samples={run.show_samples} with eval.every={evaluation.every} and "
+            f"tracker.samples={config.tracker.samples}: samples are printed each eval.every steps, if they are kept. "
+            "Set both."
+        )
 
 
 def _check_run_folder(config: RelaxConfig) -> Iterator[str]:

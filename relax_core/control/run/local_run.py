@@ -33,6 +33,7 @@ from relax_core.data.data_identity import data_digest
 from relax_core.gateway.order_book import CONTROLLER_BUSY_S, OrderBook
 from relax_core.gateway.order_history import order_history
 from relax_core.gateway.scale_book import ScaleBook
+from relax_core.observe.samples.newest_samples import NewestSamples
 from relax_core.observe.service.metrics_actor import MetricsClient, start_metrics
 from relax_core.observe.service.records import last_step
 from relax_core.observe.service.sinks import read_metrics
@@ -218,6 +219,7 @@ def _run_services(
                 step=context.start_step,
                 heartbeat_timeout_s=config.run.heartbeat_timeout_s,
                 signal_watch=SignalWatch(steps=config.run.watch_steps, max_new_tokens=config.rollout.max_new_tokens),
+                samples=_shown_samples(context),
             )
             recoveries = _recoveries(context, attempt, view, at_step=max(last_step(earlier), context.start_step))
             book, engines = _engines(context, attempt, undo)
@@ -279,6 +281,13 @@ def _scale_book(context: RunContext, attempt: Attempt, undo: ExitStack) -> Scale
     if attempt.number == 0:
         book.enable(context.config.engine.autoscaler.enabled)
     return book
+
+
+def _shown_samples(context: RunContext) -> NewestSamples:
+    config = context.config
+    return NewestSamples(
+        context.run_dir, groups=config.run.show_samples, every=config.eval.every, step=context.start_step
+    )
 
 
 def _start_metrics(context: RunContext) -> MetricsClient:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from relax_core.contracts.bus import BusProgress
+from relax_core.observe.samples.newest_samples import NewestSamples
 from relax_core.observe.service.metrics_actor import MetricsClient, MetricsUnavailable
 from relax_core.observe.service.metrics_service import MetricsHealth
 from relax_core.observe.service.records import LEDGER, MetricRecord
@@ -26,7 +27,7 @@ class RunView:
     ``step`` is the number of train steps done, ``records`` are the metrics that the newest `show` has got, and
     ``progress`` is the newest answer of any bus. A metrics service that gives no answer for ``heartbeat_timeout_s``
     seconds is started again, and reads the records in the run's files. ``signal_watch`` reports when the run trains
-    without a learning signal.
+    without a learning signal. The lines of ``samples`` are printed, and they stand in no log.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class RunView:
         step: int,
         heartbeat_timeout_s: float,
         signal_watch: SignalWatch,
+        samples: NewestSamples | None = None,
     ) -> None:
         self.step = step
         self.progress: BusProgress | None = None
@@ -49,7 +51,7 @@ class RunView:
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._answered = self._health_at = time.monotonic()
         self._health = MetricsHealth(problems=[], dropped={})
-        self._signal_watch = signal_watch
+        self._signal_watch, self._samples = signal_watch, samples
         self._reported_drops = -1  # the step of the last report
 
     def report(self, event: str) -> None:
@@ -81,6 +83,8 @@ class RunView:
         self.progress = progress or self.progress
         if progress is not None:
             self._report_drops(progress)
+        for line in self._samples.lines(step) if self._samples is not None else ():
+            self._panel.print_line(line)
         self._panel.update(
             PanelState(
                 step=step,

@@ -106,7 +106,7 @@ def _format_of(kind: MediaKind, head: bytes) -> str:
     """Returns the format that the first bytes show. Raises MediaError if it is not on the list of ``kind``."""
     if not head:
         raise MediaError(kind, "truncated", "the file is empty.")
-    form = _sniff(head)
+    form = sniffed_format(head)
     if form in FORMATS[kind]:
         return form
     if form:
@@ -114,7 +114,8 @@ def _format_of(kind: MediaKind, head: bytes) -> str:
     raise MediaError(kind, "unknown_format", f"its content is none of {_KNOWN[kind]}. Convert it.")
 
 
-def _sniff(head: bytes) -> str:
+def sniffed_format(head: bytes) -> str:
+    """Returns the format that a file's first 32 bytes show, an empty text for none that Relax knows."""
     if head.startswith(b"\x89PNG\r\n\x1a\n"):
         return "PNG"
     if head.startswith(b"\xff\xd8\xff"):

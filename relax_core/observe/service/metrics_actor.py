@@ -14,7 +14,7 @@ from relax_core.observe.service.records import MetricRecord, Record, TextCell, T
 from relax_core.observe.service.sinks import make_sinks, read_metrics, read_texts
 
 if TYPE_CHECKING:
-    from relax_core.config.schema import TrackerConfig
+    from relax_core.config.sections.tracker_schema import TrackerConfig
 
 CALL_TIMEOUT_S = 10.0
 

@@ -10,7 +10,7 @@ import io
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -19,14 +19,16 @@ import msgspec
 from relax_core.config.plugin_lists import plugins_of
 from relax_core.contracts.sink import BaseSink, SinkConfig, SinkSpec, SinkStart
 from relax_core.observe.plugin_sink import PluginSink
-from relax_core.observe.service.records import HistogramRecord, MetricRecord, Record, TextRecord, is_resume
+from relax_core.observe.service.records import HistogramRecord, MetricRecord, Record, TextCell, TextRecord, is_resume
 
 if TYPE_CHECKING:
-    from relax_core.config.schema import TrackerConfig
+    from relax_core.config.sections.tracker_schema import TrackerConfig
 
 METRICS_FILE = "metrics.jsonl"
 TEXTS_FILE = "texts.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
+DISTRIBUTION = "distribution"  # the end of a histogram's tag in TensorBoard
+SHOWN_ROWS = 16  # of a text in TensorBoard
 
 
 class Sink(Protocol):
@@ -132,8 +134,9 @@ class JsonlSink(BaseSink):
 class TensorBoardSink(BaseSink):
     """Writes scalars with the tag ``<source>/<name>`` and histograms as TensorBoard's own protobufs.
 
-    A resume becomes a session start, so that TensorBoard hides the steps that it undid. Texts are not written. It does
-    not use EventFileWriter, because that has a thread of its own, which a full disk kills.
+    A resume becomes a session start, so that TensorBoard hides the steps that it undid. The first `SHOWN_ROWS` rows of
+    each text and the run's configuration are in the text dashboard. It does not use EventFileWriter, because that has a
+    thread of its own, which a full disk kills.
     """
 
     name = TENSORBOARD_FOLDER
@@ -147,14 +150,19 @@ class TensorBoardSink(BaseSink):
         """Appends the numbers and the histograms of a batch to the event file."""
         from tensorboard.compat.proto.event_pb2 import Event
 
-        events = [_event(record) for record in batch if not isinstance(record, TextRecord)]
+        events = [_event(record) for record in batch if not isinstance(record, TextRecord) or record.rows]
         if not events:
             return
         if self._file is None:
             name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
             self._file = AppendFile(self._folder / name, lines=False)
         if self._file.size == 0:
-            events.insert(0, Event(wall_time=events[0].wall_time, file_version="brain.Event:2"))
+            began = events[0].wall_time
+            config = _config_text(self._folder.parent)
+            events[:0] = [
+                Event(wall_time=began, file_version="brain.Event:2"),
+                *([_text_event("config", config, step=0, time_s=began)] if config else []),
+            ]
         self._file.append(_frame([event.SerializeToString() for event in events]))
 
     def close(self) -> None:
@@ -163,10 +171,13 @@ class TensorBoardSink(BaseSink):
             self._file.close()
 
 
-def _event(record: MetricRecord | HistogramRecord) -> Any:
+def _event(record: Record) -> Any:
     from tensorboard.compat.proto.event_pb2 import Event, SessionLog
     from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary
 
+    if isinstance(record, TextRecord):
+        text = "\n\n---\n\n".join(_markdown(row) for row in record.rows[:SHOWN_ROWS])
+        return _text_event(f"{record.kind}/texts", text, step=record.step, time_s=record.time_s)
     if isinstance(record, HistogramRecord):
         histogram = HistogramProto(
             min=record.least,
@@ -177,7 +188,8 @@ def _event(record: MetricRecord | HistogramRecord) -> Any:
             bucket_limit=record.limits,
             bucket=record.counts,
         )
-        values = [Summary.Value(tag=f"{record.source}/{record.name}", histo=histogram)]
+        # TensorBoard shows a tag as what its first event was, so a histogram must not share the tag of a number.
+        values = [Summary.Value(tag=f"{record.source}/{record.name}/{DISTRIBUTION}", histo=histogram)]
     elif is_resume(record):
         return Event(session_log=SessionLog(status=SessionLog.START), wall_time=record.time_s, step=record.step)
     else:
@@ -185,6 +197,36 @@ def _event(record: MetricRecord | HistogramRecord) -> Any:
             Summary.Value(tag=f"{record.source}/{name}", simple_value=value) for name, value in record.values.items()
         ]
     return Event(summary=Summary(value=values), wall_time=record.time_s, step=record.step)
+
+
+def _markdown(row: Mapping[str, TextCell]) -> str:
+    """Returns a row as Markdown in which its texts are code blocks, so that nothing in them is markup."""
+    return "\n\n".join(f"**{name}**\n\n{_code(str(value))}" for name, value in row.items())
+
+
+def _code(text: str) -> str:
+    return "\n".join(f"    {line}" for line in text.splitlines())
+
+
+def _config_text(run_dir: Path) -> str:
+    try:
+        return _code((run_dir / "config.yaml").read_text(encoding="utf-8"))
+    except OSError:
+        return ""
+
+
+def _text_event(tag: str, text: str, *, step: int, time_s: float) -> Any:
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+    from tensorboard.compat.proto.tensor_pb2 import TensorProto
+    from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
+    from tensorboard.compat.proto.types_pb2 import DT_STRING
+
+    shape = TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)])
+    tensor = TensorProto(dtype=DT_STRING, string_val=[text.encode()], tensor_shape=shape)
+    metadata = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
+    value = Summary.Value(tag=tag, metadata=metadata, tensor=tensor)
+    return Event(summary=Summary(value=[value]), wall_time=time_s, step=step)
 
 
 def _frame(events: Sequence[bytes]) -> bytes:

@@ -15,6 +15,7 @@ from rich.text import Text
 from relax_core.contracts.sink import SAMPLED_MARKS
 from relax_core.observe.results.curves import CURVES_FILE
 from relax_core.observe.results.summary import STEP_PARTS, SUMMARY_FILE
+from relax_core.observe.samples.sample_records import SAMPLES_FOLDER
 from relax_core.observe.service.records import TextCell
 from relax_core.observe.service.sinks import METRICS_FILE, TENSORBOARD_FOLDER
 from relax_core.observe.terminal.formatting import UNKNOWN, duration, number, staleness_shares
@@ -32,6 +33,7 @@ RESULT_FILES = (
     ("best checkpoint", f"{CHECKPOINTS_FOLDER}/best"),
     ("Hugging Face model", "hf"),
     ("TensorBoard log", TENSORBOARD_FOLDER),
+    ("samples", SAMPLES_FOLDER),
     ("all numbers", METRICS_FILE),
     ("summary", SUMMARY_FILE),
     ("process logs", "logs"),
@@ -121,6 +123,9 @@ def next_commands(run_dir: Path, summary: Mapping[str, Any]) -> list[tuple[str, 
             commands.append((_command(overrides, *here, f"run.steps={2 * summary['steps']}"), "train on"))
         else:
             commands.append((_command(overrides, *here), "go on from the newest checkpoint"))
+    if (run_dir / METRICS_FILE).exists():
+        page = shlex.join(["python", "-m", "relax_core", "dashboard", str(run_dir)])
+        commands.append((page, "curves, samples and lanes over time in the browser"))
     if (run_dir / TENSORBOARD_FOLDER).exists():
         commands.append(
             (f"tensorboard --logdir {shlex.quote(str(run_dir / TENSORBOARD_FOLDER))}", "look at every curve")

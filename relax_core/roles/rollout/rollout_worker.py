@@ -17,7 +17,6 @@ from ray.exceptions import RayActorError
 
 from relax_core.bus.ray.ray_bus import RayBus
 from relax_core.config.choices import OnStale, Partial
-from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.algorithm import AlgorithmSpec
 from relax_core.contracts.bus import Admission, BusClosed
 from relax_core.contracts.data import PromptSource
@@ -35,17 +34,18 @@ from relax_core.roles.engine.judge_engine import run_judges
 from relax_core.roles.process.discovery import discover_bus, discover_metrics, discover_worker
 from relax_core.roles.process.failure import first_cause
 from relax_core.roles.process.role_context import RunContext, worker_name
+from relax_core.roles.process.sample_logs import keep_media, open_sample_log
 from relax_core.roles.process.worker import Worker
 from relax_core.roles.rollout.engine_follower import EngineFollower, engine_follower
 from relax_core.roles.rollout.traced_rollout import TracedRewardPool, record_with_rewards, traced_pool
 from relax_core.roles.rollout.versions_reached import CLOSED_S, VersionsReached
 from relax_core.rollout.bad_rows import BadRows
 from relax_core.rollout.env_workers.run_env import RunEnv
-from relax_core.rollout.episodes.group_assembly import GroupFilter, MakeExtras
+from relax_core.rollout.episodes.group_assembly import GroupFilter
 from relax_core.rollout.episodes.played_group import EarlyEnds
 from relax_core.rollout.evaluation.evaluator import Evaluator, eval_versions
 from relax_core.rollout.evaluation.played_sets import answer_sets, prepared_sets
-from relax_core.rollout.group_advantages import advantage_extras, computes_advantages_per_group
+from relax_core.rollout.group_advantages import computes_advantages_per_group, group_advantages
 from relax_core.rollout.held_items import HeldItems
 from relax_core.rollout.item_cache import ItemCache
 from relax_core.rollout.judges.judge_choice import judge_plan
@@ -56,7 +56,6 @@ from relax_core.rollout.rewards.reward_pool import RewardPool
 from relax_core.rollout.rollout_loop import Record, RolloutLoop
 from relax_core.rollout.sampling_params import training_sampling
 from relax_core.rollout.teacher_choice import teacher_chooser
-from relax_core.rollout.thumbnails import THUMBNAILS, Thumbnails
 from relax_core.rollout.weight_update_handler import WeightUpdateHandler
 
 if TYPE_CHECKING:
@@ -64,6 +63,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 REWARD_LOG = "reward.log"  # the output of an isolated reward's worker processes
+CLOSE_SAMPLES_S = 10.0
 
 
 class RolloutWorker(Worker):
@@ -111,6 +111,7 @@ class RolloutWorker(Worker):
         player = run_env.player(
             prompts, pool, settings.sampling, seed=config.seed, ends=self._early_ends(), reached=reached.wait
         )
+        samples = open_sample_log(context, self.name, tokenizer=self._rank == 0)
         loop = RolloutLoop(
             bus=bus,
             pool=pool,
@@ -126,6 +127,7 @@ class RolloutWorker(Worker):
             weight_update_handler=self._weight_update_handler(bus, pool),
             advantages=advantages,
             player=player,
+            samples=samples,
         )
         self.set_state("running")
         try:
@@ -136,11 +138,9 @@ class RolloutWorker(Worker):
             raise first_cause(failures) from failures
         finally:
             await serving.aclose()
-            rewards.close()
-            await rewards.close_judges()
-            run_env.close()
-            if encoders is not None:
-                encoders.close()
+            await _close(rewards, run_env, encoders)
+            if samples is not None:
+                await asyncio.to_thread(samples.close, timeout_s=CLOSE_SAMPLES_S)
 
     async def _run_loops(
         self,
@@ -212,13 +212,11 @@ class RolloutWorker(Worker):
     def _items(self, encoders: EncodePool, bus: RayBus) -> ItemCache:
         config = self.context.config
         held = HeldItems(encoders, bus, worker=self._rank, timeout_s=config.bus.call_timeout_s)
-        assert self.context.media_folder is not None, "there are encoders"
-        thumbnails = Thumbnails(self.context.run_dir / THUMBNAILS, self.context.media_folder)
         return ItemCache(
             held,
             most_bytes=config.modality.cache_mb * MEGABYTE,
             let_go=held.let_go,
-            on_encoded=thumbnails.add if self._rank == 0 else lambda item: None,
+            on_encoded=keep_media(self.context, first=self._rank == 0),
         )
 
     def _rewards(self) -> TracedRewardPool:
@@ -385,9 +383,12 @@ class RolloutWorker(Worker):
 async def _no_gate(version: int) -> None: ...
 
 
-def group_advantages(spec: AlgorithmSpec, config: RelaxConfig) -> MakeExtras:
-    """Returns the function that computes one complete group's advantages."""
-    return lambda tree: advantage_extras([tree], spec, config.algo)[0]
+async def _close(rewards: TracedRewardPool, run_env: RunEnv, encoders: EncodePool | None) -> None:
+    rewards.close()
+    await rewards.close_judges()
+    run_env.close()
+    if encoders is not None:
+        encoders.close()
 
 
 def group_filter(spec: AlgorithmSpec, config: object) -> GroupFilter | None:

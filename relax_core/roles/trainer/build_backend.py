@@ -15,10 +15,12 @@ from relax_core.contracts.media import MediaReader
 from relax_core.contracts.media_file import FolderReader, NodeReader
 from relax_core.families.folder import family_key, folder_architecture
 from relax_core.roles.process.process_placement import LOOPBACK
-from relax_core.roles.process.role_context import BUS, RunContext
+from relax_core.roles.process.role_context import BUS, RunContext, worker_name
+from relax_core.roles.process.sample_logs import open_sample_log
 from relax_core.train.parallel.layout_arithmetic import critic_parallel, forward_parallel, one_rank
 
 if TYPE_CHECKING:
+    from relax_core.observe.samples.sample_log import SampleLog
     from relax_core.train.critic_backend import CriticBackend
     from relax_core.train.policy_backend import MegatronBackend
     from relax_core.train.rank_setup import RankSetup
@@ -35,7 +37,10 @@ def build_role_backend(context: RunContext, role: str, *, rank: int, store_addre
     """Builds one rank of actor, actor_fwd or reference; only the actor's is trainable."""
     parallel = role_parallel(context.config, role)
     setup = _setup(context, parallel, context.config.optimizer, rank=rank, store_address=store_address)
-    return _build(context, setup, trainable=role == "actor")
+    if role != "actor":
+        return _build(context, setup, trainable=False)
+    samples = open_sample_log(context, worker_name(role, rank))
+    return _build(context, setup, trainable=True, samples=samples)
 
 
 def build_teacher(context: RunContext, folder: Path) -> MegatronBackend:
@@ -48,12 +53,15 @@ def build_teacher(context: RunContext, folder: Path) -> MegatronBackend:
     return _build(context, setup, trainable=False)
 
 
-def _build(context: RunContext, setup: RankSetup, *, trainable: bool) -> MegatronBackend:
+def _build(
+    context: RunContext, setup: RankSetup, *, trainable: bool, samples: SampleLog | None = None
+) -> MegatronBackend:
     # Imported here, because the controller and the Serve deployments import the roles without torch and Megatron.
     from relax_core.train.policy_backend import MegatronBackend
 
     temperature = context.config.rollout.temperature
-    return MegatronBackend(setup, temperature=temperature, trainable=trainable, media=_media_reader(context))
+    media = _media_reader(context)
+    return MegatronBackend(setup, temperature=temperature, trainable=trainable, media=media, samples=samples)
 
 
 def build_critic(context: RunContext) -> CriticBackend:

@@ -133,6 +133,7 @@ class PolicyTrainer(Worker):
             log.info("stopped after step %d", self._version)
         self._save(self._version)
         self._checkpoints.finish()
+        self._worker_group.close_samples()
         if self._config.run.export_hf:
             self._export_hf()
 
@@ -269,7 +270,7 @@ class PolicyTrainer(Worker):
         now = time.perf_counter()
         step_ms = 1e3 * (now - self._step_ended)
         values = step_values(consumed, result, clock, step=step, step_ms=step_ms)
-        self._metrics.put(metric_record(ACTOR, step, values), consumed.length_histogram(step=step))
+        self._metrics.put(metric_record(ACTOR, step, values), *consumed.histograms(step=step))
         self._step_ended, self._clock = now, StepClock()
         self._show_step()
 

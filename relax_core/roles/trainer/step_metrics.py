@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from relax_core.contracts import columns as c
 from relax_core.contracts.bus import LeasedGroup
 from relax_core.contracts.train import StepMetrics
 from relax_core.contracts.tree import TokenTree
@@ -69,29 +70,66 @@ class StepGroups:
             values[f"modality/{name}/staleness_mean"] = sum(staleness) / len(staleness)
         return values
 
-    def length_histogram(self, *, step: int) -> HistogramRecord:
-        """Returns the distribution of the answers' lengths in at most `HISTOGRAM_BINS` bins of equal width."""
-        lengths = self._lengths()
-        least, largest = int(lengths[0]), int(lengths[-1])
-        width = math.ceil((largest - least + 1) / HISTOGRAM_BINS)
-        limits = np.arange(least + width - 1, largest + width, width)
-        counts = np.diff(np.searchsorted(lengths, limits, side="right"), prepend=0)
-        return HistogramRecord(
-            source=ACTOR,
-            step=step,
-            time_s=time.time(),
-            name="response_tokens",
-            limits=limits.astype(float).tolist(),
-            counts=counts.tolist(),
-            least=float(least),
-            largest=float(largest),
-            total=float(lengths.sum()),
-            total_of_squares=float((lengths * lengths).sum()),
-        )
+    def histograms(self, *, step: int) -> list[HistogramRecord]:
+        """Returns the distributions of the samples' lengths, staleness, rewards and, if known, mean advantages."""
+        staleness = np.array([step - version for row in self.leased for version in row.versions])
+        advantages = [group_advantages(group) for group in self.groups]
+        return [
+            whole_histogram("response_tokens", self._lengths(), step=step),
+            whole_histogram("staleness", np.sort(staleness), step=step),
+            real_histogram("reward", np.concatenate([group_rewards(group) for group in self.groups]), step=step),
+            *(
+                [real_histogram("advantage", np.concatenate([one for one in advantages if one is not None]), step=step)]
+                if all(one is not None for one in advantages)
+                else []
+            ),
+        ]
 
     def _lengths(self) -> np.ndarray:
         """Returns the tokens of each answer, int64 ``[samples]``, in ascending order."""
         return np.sort(np.concatenate([group.lengths for group in self.groups]))
+
+
+def whole_histogram(name: str, values: np.ndarray, *, step: int) -> HistogramRecord:
+    """Returns the distribution of whole numbers, given in ascending order, in bins of equal width."""
+    least, largest = int(values[0]), int(values[-1])
+    width = math.ceil((largest - least + 1) / HISTOGRAM_BINS)
+    limits = np.arange(least + width - 1, largest + width, width)
+    counts = np.diff(np.searchsorted(values, limits, side="right"), prepend=0)
+    return _histogram(name, values, limits=limits, counts=counts, step=step)
+
+
+def real_histogram(name: str, values: np.ndarray, *, step: int) -> HistogramRecord:
+    """Returns the distribution of real numbers in bins of equal width, one if all are equal."""
+    values = np.sort(values.astype(np.float64))
+    bins = HISTOGRAM_BINS if values[-1] > values[0] else 1
+    limits = np.linspace(values[0], values[-1], bins + 1)[1:]
+    counts = np.diff(np.searchsorted(values, limits, side="right"), prepend=0)
+    return _histogram(name, values, limits=limits, counts=counts, step=step)
+
+
+def _histogram(name: str, values: np.ndarray, *, limits: np.ndarray, counts: np.ndarray, step: int) -> HistogramRecord:
+    return HistogramRecord(
+        source=ACTOR,
+        step=step,
+        time_s=time.time(),
+        name=name,
+        limits=limits.astype(float).tolist(),
+        counts=counts.tolist(),
+        least=float(values[0]),
+        largest=float(values[-1]),
+        total=float(values.sum()),
+        total_of_squares=float((values * values).sum()),
+    )
+
+
+def group_advantages(group: TokenTree) -> np.ndarray | None:
+    """Returns the mean advantage of each episode's tokens, float64 ``[episodes]``; None if the rank has none."""
+    advantages = group.of_tokens(c.ADVANTAGES)
+    if advantages is None:
+        return None
+    sums = np.bincount(group.tokens[0], weights=advantages, minlength=len(group.episodes))
+    return sums / np.maximum(group.lengths, 1)
 
 
 def group_rewards(group: TokenTree) -> np.ndarray:

@@ -263,6 +263,12 @@ class TrainerWorkerGroup(WorkerGroup):
             self.lead.write_copy(folder / POLICY)
         take_answers("write_copy", sent, timeout_s=SLOWEST_WRITE_S, waiting=self._waiting)
 
+    def close_samples(self) -> None:
+        """Writes the samples of the last train step on all ranks; the critic has none."""
+        sent = self._send(self._other_ranks, "follow", "close_samples")
+        self.lead.close_samples()
+        self._wait("close_samples", sent)
+
     def load(self, folder: Path) -> None:
         """Loads what `write_copy` wrote; the layout may be another one."""
         self._all("load", folder / POLICY, of_critic=(folder / CRITIC,))

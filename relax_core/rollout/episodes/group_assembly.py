@@ -19,6 +19,7 @@ from relax_core.contracts.trees.kept_tokens import KeptTokens
 from relax_core.rollout.episodes.token_accounts import token_accounts
 from relax_core.rollout.episodes.tree_builder import PlayedEpisode, build_tree, checked_kept, version_spans
 
+Lost = Callable[[TokenTree, Mapping[str, str]], None]  # gets the tree of dropped samples, and each one's reason
 MakeExtras = Callable[[TokenTree], Mapping[str, np.ndarray]]  # computes a complete group's extras, e.g. its advantages
 REWARD_FAILED = "reward_failed"
 MIN_SAMPLES = 2  # a group-relative advantage of one sample has no meaning
@@ -157,13 +158,14 @@ def complete_group(
     mask_off_policy: bool = False,
     mask_truncated: bool = False,
     extras: MakeExtras | None = None,
+    lost: Lost | None = None,
 ) -> CompleteGroup | DroppedGroup:
     """Returns the group for the bus once all its responses are in, or why there is none.
 
     A response without a reward is dropped alone. The group is dropped if fewer than two responses of several have a
     reward, or if the only one has none. ``media`` places items in the prompt. ``refuse`` may drop a complete group.
     ``teacher`` is the name of the teacher that scores the group, and ``extras`` computes further columns of a group
-    that is kept.
+    that is kept. ``lost`` gets the samples that are dropped.
 
     `trained_from` explains ``mask_off_policy`` and ``mask_truncated``. A masked episode stays in the group, because its
     reward is part of the baseline; a group without trained tokens is dropped. No response here was aborted, because
@@ -171,18 +173,22 @@ def complete_group(
     """
     uid = group_uid(index)
     kept: list[ScoredResponse] = []
-    dropped: dict[str, str] = {}
+    without: list[ScoredResponse] = []
     for response, output in sorted(zip(generated, rewards, strict=True), key=lambda pair: pair[0].sample):
-        one = sample_uid(uid, response.sample)
-        if output.reward is None:
-            dropped[one] = REWARD_FAILED
-        else:
-            first = trained_from(response, mask_off_policy=mask_off_policy, mask_truncated=mask_truncated)
-            kept.append(ScoredResponse(uid=one, response=response, output=output, trained_from=first))
-    if len(kept) < min(MIN_SAMPLES, len(generated)):
+        first = trained_from(response, mask_off_policy=mask_off_policy, mask_truncated=mask_truncated)
+        one = ScoredResponse(uid=sample_uid(uid, response.sample), response=response, output=output, trained_from=first)
+        (without if output.reward is None else kept).append(one)
+    dropped = {one.uid: REWARD_FAILED for one in without}
+    whole = len(kept) < min(MIN_SAMPLES, len(generated))
+    if lost is not None and without:
+        gone = [one for one in [*without, *(kept if whole else [])] if len(one.response.output_ids)]
+        if gone:
+            why = {one.uid: f"{REWARD_FAILED}: {one.output.reason}".removesuffix(": ") for one in gone}
+            lost(one_turn_tree(uid, prompt_ids, gone, media=media), why)
+    if whole:
         return DroppedGroup(group_uid=uid, reason=REWARD_FAILED)
     tree = one_turn_tree(uid, prompt_ids, kept, media=media)
-    return _complete(tree, index=index, dropped=dropped, refuse=refuse, teacher=teacher, extras=extras)
+    return _complete(tree, index=index, dropped=dropped, refuse=refuse, teacher=teacher, extras=extras, lost=lost)
 
 
 def complete_episodes(
@@ -195,17 +201,21 @@ def complete_episodes(
     mask_truncated: bool = False,
     extras: MakeExtras | None = None,
     account: Callable[[Mapping[str, int]], None] = lambda counts: None,
+    lost: Lost | None = None,
 ) -> CompleteGroup | DroppedGroup:
     """Returns the group of an env of several turns for the bus, like `complete_group`, or why there is none.
 
     ``episodes`` are the ended episodes in order. With ``mask_off_policy``, only tokens of the newest weight version in
     an episode are trained. With ``mask_truncated``, no token of an episode is trained that was cut at a limit of
-    tokens. ``account`` gets the `token_accounts` of the group.
+    tokens. ``account`` gets the `token_accounts` of the group, and ``lost`` the episodes that are dropped.
     """
     uid = group_uid(index)
     kept = [one for one in episodes if one.reward is not None]
     dropped = {one.uid: one.dropped or REWARD_FAILED for one in episodes if one.reward is None}
-    if len(kept) < min(MIN_SAMPLES, len(episodes)):
+    whole = len(kept) < min(MIN_SAMPLES, len(episodes))
+    if lost is not None and dropped:
+        tell_lost(lost, uid, [one for one in episodes if whole or one.reward is None], dropped)
+    if whole:
         account(token_accounts(episodes, None))
         return DroppedGroup(group_uid=uid, reason=next(iter(dropped.values())))  # of the first episode that was lost
     tree = build_tree(uid, kept)
@@ -220,9 +230,21 @@ def complete_episodes(
                 if mask_truncated and one.ended in CUT_ENDS:
                     loss_mask[own] = False
         tree = tree.with_loss_mask(loss_mask)
-    done = _complete(tree, index=index, dropped=dropped, refuse=refuse, teacher=teacher, extras=extras)
+    done = _complete(tree, index=index, dropped=dropped, refuse=refuse, teacher=teacher, extras=extras, lost=lost)
     account(token_accounts(episodes, tree if isinstance(done, CompleteGroup) else None))
     return done
+
+
+def tell_lost(
+    lost: Lost, uid: str, episodes: Sequence[PlayedEpisode], reasons: Mapping[str, str], *, others: str = REWARD_FAILED
+) -> None:
+    """Gives ``lost`` the tree of those episodes of group ``uid`` that have sampled tokens, if there are any.
+
+    ``reasons`` maps an episode's uid to why it is dropped, and ``others`` is the reason of those that it does not name.
+    """
+    gone = [one for one in episodes if one.turns and all(len(turn.response.output_ids) for turn in one.turns)]
+    if gone:
+        lost(build_tree(uid, gone), {one.uid: reasons.get(one.uid, others) for one in gone})
 
 
 def _complete(
@@ -233,13 +255,18 @@ def _complete(
     refuse: GroupFilter | None,
     teacher: str | None,
     extras: MakeExtras | None,
+    lost: Lost | None,
 ) -> CompleteGroup | DroppedGroup:
     uid = tree.group_uid
     trained = tree.trained_episodes()
+    refused: str | None = None
     if not trained.any():
-        return DroppedGroup(group_uid=uid, reason=TRUNCATED)
-    refused = None if refuse is None else refuse([one.reward for one in tree.episodes if one.reward is not None])
+        refused = TRUNCATED
+    elif refuse is not None:
+        refused = refuse([one.reward for one in tree.episodes if one.reward is not None])
     if refused is not None:
+        if lost is not None:
+            lost(tree, {one.uid: refused for one in tree.episodes})
         return DroppedGroup(group_uid=uid, reason=refused)
     oldest = tree.oldest_versions(trained=True)
     if extras is not None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import ray
 
-from relax_core.config.schema import TrackerConfig
+from relax_core.config.sections.tracker_schema import TrackerConfig
 from relax_core.control.run.finish import collect
 from relax_core.observe.service.metrics_actor import start_metrics
 from relax_core.observe.service.records import bad_rows_kind

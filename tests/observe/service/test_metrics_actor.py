@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import ray
 
-from relax_core.config.schema import TrackerConfig
+from relax_core.config.sections.tracker_schema import TrackerConfig
 from relax_core.observe.service.metrics_actor import MetricsClient, MetricsUnavailable, connect_metrics, start_metrics
 from relax_core.observe.service.metrics_service import MetricsHealth
 from relax_core.observe.service.sinks import read_metrics, read_texts

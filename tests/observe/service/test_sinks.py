@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator as PluginEventAccumulator
 
-from relax_core.config.schema import TrackerConfig
-from relax_core.observe.service.records import RESUMED, RUN, HistogramRecord, MetricRecord, TextRecord
+from relax_core.config.sections.tracker_schema import TrackerConfig
+from relax_core.observe.service.records import RESUMED, RUN, HistogramRecord, MetricRecord, TextCell, TextRecord
 from relax_core.observe.service.sinks import JsonlSink, TensorBoardSink, make_sinks, read_metrics, read_texts
 
 MakeRecord = Callable[..., MetricRecord]
@@ -21,6 +22,21 @@ def scalars(run_dir: Path, tag: str) -> list[tuple[int, float, float]]:
     reader = EventAccumulator(str(run_dir / "tensorboard"))
     reader.Reload()
     return [(event.step, event.wall_time, event.value) for event in reader.Scalars(tag)]
+
+
+def histogram_of(name: str) -> HistogramRecord:
+    return HistogramRecord(
+        source="actor",
+        step=3,
+        time_s=1003.0,
+        name=name,
+        limits=[4.0, 8.0],
+        counts=[3, 1],
+        least=2.0,
+        largest=8.0,
+        total=17.0,
+        total_of_squares=93.0,
+    )
 
 
 def test_tensorboard_reads_its_own_event_file(tmp_path: Path, make_record: MakeRecord) -> None:
@@ -37,29 +53,47 @@ def test_tensorboard_reads_its_own_event_file(tmp_path: Path, make_record: MakeR
 
 
 def test_tensorboard_reads_the_histogram_and_json_lines_leave_it_out(tmp_path: Path) -> None:
-    histogram = HistogramRecord(
-        source="actor",
-        step=3,
-        time_s=1003.0,
-        name="response_tokens",
-        limits=[4.0, 8.0],
-        counts=[3, 1],
-        least=2.0,
-        largest=8.0,
-        total=17.0,
-        total_of_squares=93.0,
-    )
+    histogram = histogram_of("response_tokens")
     for sink in (TensorBoardSink(tmp_path), JsonlSink(tmp_path)):
         sink.write([histogram])
         sink.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["tensorboard"]
     reader = EventAccumulator(str(tmp_path / "tensorboard"))
     reader.Reload()
-    (event,) = reader.Histograms("actor/response_tokens")
+    (event,) = reader.Histograms("actor/response_tokens/distribution")
     assert (event.step, event.wall_time) == (3, 1003.0)
     found = event.histogram_value
     assert (found.min, found.max, found.num, found.sum, found.sum_squares) == (2.0, 8.0, 4.0, 17.0, 93.0)
     assert (list(found.bucket_limit), list(found.bucket)) == ([4.0, 8.0], [3.0, 1.0])
-    assert [path.name for path in tmp_path.iterdir()] == ["tensorboard"]
+
+
+def test_each_dashboard_of_tensorboard_has_its_own_tags(tmp_path: Path, make_record: MakeRecord) -> None:
+    """TensorBoard takes a tag for what its first event was, so numbers, histograms and texts share none."""
+    (tmp_path / "config.yaml").write_text("seed: 0\n")
+    sink = TensorBoardSink(tmp_path)
+    rows: list[dict[str, TextCell]] = [{"prompt": "<b>p</b>", "exact": True}, {"prompt": "q\n# r", "exact": False}]
+    sink.write(
+        [
+            make_record("actor", 0, response_tokens=3.0),
+            histogram_of("response_tokens"),
+            TextRecord(kind="eval", step=0, time_s=1.0, rows=rows),
+        ]
+    )
+    sink.close()
+    reader = PluginEventAccumulator(str(tmp_path / "tensorboard"))
+    reader.Reload()
+    tags = {plugin: set(reader.PluginTagToContent(plugin)) for plugin in ("scalars", "histograms", "text")}
+    assert tags == {
+        "scalars": {"actor/response_tokens"},
+        "histograms": {"actor/response_tokens/distribution"},
+        "text": {"config", "eval/texts"},
+    }
+    (event,) = reader.Tensors("eval/texts")
+    (text,) = event.tensor_proto.string_val
+    assert text.decode().split("\n\n") == [
+        *("**prompt**", "    <b>p</b>", "**exact**", "    True", "---"),
+        *("**prompt**", "    q\n    # r", "**exact**", "    False"),
+    ]
 
 
 def test_tensorboard_hides_the_steps_that_a_resume_undid(tmp_path: Path, make_record: MakeRecord) -> None:

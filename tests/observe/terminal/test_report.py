@@ -138,9 +138,12 @@ def test_a_run_that_did_not_finish_is_told_how_to_go_on(tmp_path: Path, progress
 
 def test_commands_repeat_the_run_with_one_thing_changed(tmp_path: Path, progress: BusProgress) -> None:
     (tmp_path / "checkpoints" / "step-12").mkdir(parents=True)
+    (tmp_path / "metrics.jsonl").touch()
     overrides = ["mode=colocate", "run.steps=12", "data.path=my rows.jsonl", "resume=auto", "mode.on_stale=mask"]
     summary = build_summary([], progress=progress, meta=META | {"overrides": overrides})
     commands = {purpose: command for command, purpose in next_commands(tmp_path, summary)}
+    page = commands["curves, samples and lanes over time in the browser"]
+    assert page == f"python -m relax_core dashboard {tmp_path}"
     assert commands["train on"] == (
         "python -m relax_core mode=colocate 'data.path=my rows.jsonl' mode.on_stale=mask "
         f"run.dir={tmp_path} resume=auto run.steps=24"

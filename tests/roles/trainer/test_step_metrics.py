@@ -14,7 +14,7 @@ import pytest
 from relax_core.contracts import columns as c
 from relax_core.contracts.bus import LeasedGroup
 from relax_core.contracts.train import StepMetrics
-from relax_core.roles.trainer.step_metrics import StepGroups, step_values
+from relax_core.roles.trainer.step_metrics import StepGroups, real_histogram, step_values
 from relax_core.roles.trainer.step_timing import StepClock
 from relax_core.train.packing.leased_trees import decode_train_tree
 from relax_core.train.step.updates import StepResult, UpdateMetrics
@@ -107,7 +107,7 @@ def test_figures_are_over_samples_not_over_groups() -> None:
 
 def test_lengths_are_told_as_a_histogram() -> None:
     """Every length is in one bin, whose limits lie at equal distances and end with the largest."""
-    histogram = ROWS.length_histogram(step=10)
+    histogram = ROWS.histograms(step=10)[0]
     assert (histogram.source, histogram.name, histogram.step) == ("actor", "response_tokens", 10)
     assert dict(zip(histogram.limits, histogram.counts, strict=True)) == {
         1: 1,
@@ -122,12 +122,26 @@ def test_lengths_are_told_as_a_histogram() -> None:
     assert (histogram.least, histogram.largest, histogram.total, histogram.total_of_squares) == (1, 8, 18, 94)
     random = np.random.default_rng(0)
     for lengths in ([7], [3, 3, 3], random.integers(1, 5000, 300), random.integers(5, 25, 40), [1, 100_000]):
-        one = step_rows([row(*(Answer(0.0, int(length), 9, parts={}) for length in lengths))]).length_histogram(step=0)
+        one = step_rows([row(*(Answer(0.0, int(length), 9, parts={}) for length in lengths))]).histograms(step=9)[0]
         edges = [-math.inf, *one.limits]
         expected = [sum(low < n <= high for n in lengths) for low, high in zip(edges, one.limits, strict=False)]
         assert one.counts == expected and sum(one.counts) == len(lengths)
         assert len(one.limits) <= 20 and one.limits[-1] >= max(lengths)
         assert len(set(np.diff(one.limits))) <= 1
+
+
+def test_staleness_rewards_and_advantages_are_told_as_histograms() -> None:
+    found = {one.name: one for one in ROWS.histograms(step=10)}
+    assert dict(zip(found["staleness"].limits, found["staleness"].counts, strict=True)) == {0: 1, 1: 2, 2: 1, 3: 1}
+    rewards = np.concatenate([[one.reward for one in group.episodes] for group in ROWS.groups])
+    assert sum(found["reward"].counts) == len(rewards)
+    assert (found["reward"].least, found["reward"].largest) == (rewards.min(), rewards.max())
+    assert found["reward"].limits[-1] == rewards.max() and len(found["reward"].limits) == 20
+    equal = found["advantage"]
+    assert (equal.limits, equal.counts, equal.total) == ([0.0], [5], 0.0)
+    several = real_histogram("x", np.array([0.5, 2.0, 1.0, 2.0]), step=1)
+    assert [count for count in several.counts if count] == [1, 1, 2]
+    assert several.limits[0] == pytest.approx(0.5 + 1.5 / 20)
 
 
 def test_quantiles_are_lengths_that_some_answer_has() -> None:

@@ -32,6 +32,9 @@ from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.engines.engine_process import EngineLaunch
 from relax_core.engines.pool.engine_pool import EnginePool
 from relax_core.engines.protocol.engine_client import EngineClient
+from relax_core.observe.samples.sample_index import SampleIndex
+from relax_core.observe.samples.sample_log import SampleLog
+from relax_core.observe.samples.sample_records import SAMPLES_FOLDER
 from relax_core.registry import find_env, find_reward
 from relax_core.rollout.env_workers.env_workers import EnvWorkers
 from relax_core.rollout.episodes.env_calls import EnvCalls, EnvTooSlow
@@ -151,8 +154,10 @@ def test_each_end_of_the_closed_list(engine: Engine, tiny_folder: Path) -> None:
 
 
 # -- groups that are given up ------------------------------------------------------------------------------------------
-def test_over_sampling_cancels_the_episodes_of_a_group_with_their_calls(engine: Engine, tiny_folder: Path) -> None:
-    """One episode of the spare group waits for its env, the other one plays on."""
+def test_over_sampling_cancels_the_episodes_of_a_group_with_their_calls(
+    engine: Engine, tiny_folder: Path, tmp_path: Path
+) -> None:
+    """One episode of the spare group waits for its env, the other one plays on; what they sampled is kept."""
     opened: list[Odd] = []
     calls: list[str] = []
 
@@ -173,7 +178,17 @@ def test_over_sampling_cancels_the_episodes_of_a_group_with_their_calls(engine: 
             return super().step(action)
 
     bus = CoreBus(steps=2, spare_groups=1, surplus="drop", on_step=renamed(engine))
-    records = play(engine, tiny_folder, bus, env_of(Odd), max_aborts=0, max_new_tokens=64)
+    samples = SampleLog(
+        tmp_path / SAMPLES_FOLDER, worker="w", attempt="a", start_step=0, first=1, every=1, max_bytes=2**30
+    )
+    records = play(engine, tiny_folder, bus, env_of(Odd), max_aborts=0, max_new_tokens=64, samples=samples)
+    samples.close(timeout_s=DEADLINE_S)
+    index = SampleIndex(tmp_path, None)
+    index.refresh()
+    lost = index.find({"reason": "cancelled"})[1]
+    assert "g00000003" in {one["group_uid"] for one in lost}
+    assert not {one["group_uid"] for one in lost} & bus.rows.keys()
+    assert {one["group_uid"] for one in index.find({"state": "put"})[1]} == bus.rows.keys()
     assert "g00000003" not in bus.rows
     assert bus.core.progress().ledger.dropped["over_sampled"] >= GROUP_SIZE
     assert calls and all(one.closed for one in opened), "every env is closed"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -16,6 +16,7 @@ from relax_core.contracts import columns as c
 from relax_core.contracts.bus import CompleteGroup, LeasedGroup, LeaseRequest
 from relax_core.contracts.engine import Generated
 from relax_core.contracts.reward import RewardOutput
+from relax_core.contracts.tree import TokenTree
 from relax_core.contracts.trees.kept_tokens import KeptTokens
 from relax_core.rollout.episodes.group_assembly import DroppedGroup, GroupFilter, complete_episodes, complete_group
 from relax_core.rollout.episodes.tree_builder import PlayedEpisode, PlayedTurn
@@ -255,6 +256,20 @@ def test_an_episode_without_a_reward_is_dropped_alone() -> None:
     assert row.dropped == {"g00000012.1": "reward_failed"}
     dropped = episodes_row((1.0, "env_done", [[3]]), (None, "step_timeout", [[3]]))
     assert isinstance(dropped, DroppedGroup) and dropped.reason == "reward_failed"
+
+
+def test_what_is_dropped_is_told_with_its_tokens() -> None:
+    told: list[tuple[list[str], dict[str, str], int]] = []
+
+    def lost(tree: TokenTree, reasons: Mapping[str, str]) -> None:
+        told.append(([one.uid for one in tree.episodes], dict(reasons), tree.rows))
+
+    episodes_row((1.0, "env_done", [[3]]), (None, "env_failed", []), (0.0, "max_turns", [[3]]), lost=lost)
+    episodes_row((None, "env_failed", []), (None, "env_failed", []), lost=lost)
+    assert told == [], "an episode without a sampled token has nothing to keep"
+    episodes_row((1.0, "env_done", [[3]]), (None, "env_failed", []), (None, "step_timeout", [[3, 3]]), lost=lost)
+    reasons = {"g00000012.0": "reward_failed", "g00000012.2": "reward_failed"}
+    assert told == [(list(reasons), reasons, 5)], "the group is dropped whole, because only one episode has a reward"
 
 
 def test_masks_go_by_episode() -> None:

@@ -1,0 +1,105 @@
+"""Guards the page: a one-time link becomes a cookie, and no other host, origin or reader gets an answer with data."""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; media-src 'self'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+_HEADERS = [
+    (b"content-security-policy", POLICY.encode()),
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cross-origin-resource-policy", b"same-origin"),
+    (b"cross-origin-opener-policy", b"same-origin"),
+    (b"x-frame-options", b"DENY"),
+    (b"cache-control", b"no-store"),
+]
+LOOPBACK_NAMES = ("127.0.0.1", "localhost", "[::1]")
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+
+class Session:
+    """Holds the token of the next link and the value of the cookie; a link works once."""
+
+    def __init__(self) -> None:
+        self._cookie = secrets.token_urlsafe(32)
+        self.link_token = secrets.token_urlsafe(32)
+
+    def exchange(self, token: str) -> str | None:
+        """Returns the cookie's value for the token of the newest link, which then works no more; else None."""
+        if not hmac.compare_digest(token.encode(), self.link_token.encode()):
+            return None
+        self.link_token = secrets.token_urlsafe(32)
+        return self._cookie
+
+    def knows(self, cookie_header: str, *, name: str) -> bool:
+        """Returns whether the cookie ``name`` of a request has the session's value."""
+        for part in cookie_header.split(";"):
+            key, _, value = part.strip().partition("=")
+            if key == name and hmac.compare_digest(value.encode(), self._cookie.encode()):
+                return True
+        return False
+
+
+def cookie_name(port: int) -> str:
+    """Returns the name of the cookie of the server at ``port``: a browser sends a host's cookies to all its ports."""
+    return f"relax_dashboard_{port}"
+
+
+class Guard:
+    """Is an ASGI app around the page's own one.
+
+    Every answer gets the headers of the content-security policy. A request whose Host is not this server's loopback
+    address gets 403, which stops names of other sites that lead here. What lies below ``/api`` gets 401 without the
+    cookie, but for the exchange of the link's token. An Origin that is not ours gets 403.
+    """
+
+    def __init__(self, app: App, session: Session, *, port: Callable[[], int]) -> None:
+        self._app, self._session, self._port = app, session, port
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def send_guarded(message: MutableMapping[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                own = {name for name, _ in _HEADERS}
+                kept = [field for field in message.get("headers", []) if field[0].lower() not in own]
+                message = {**message, "headers": [*kept, *_HEADERS]}
+            await send(message)
+
+        refused = self._refusal(scope)
+        if refused is None:
+            await self._app(scope, receive, send_guarded)
+            return
+        status, text = refused
+        body = text.encode()
+        fields = [(b"content-type", b"text/plain; charset=utf-8"), (b"content-length", str(len(body)).encode())]
+        await send_guarded({"type": "http.response.start", "status": status, "headers": fields})
+        await send_guarded({"type": "http.response.body", "body": body})
+
+    def _refusal(self, scope: Scope) -> tuple[int, str] | None:
+        fields = {name.lower(): value.decode("latin-1") for name, value in scope["headers"]}
+        hosts = {f"{name}:{self._port()}" for name in LOOPBACK_NAMES}
+        if fields.get(b"host") not in hosts:
+            return 403, "The Host of the request is not this server's address. Use the link that the command printed."
+        origin = fields.get(b"origin")
+        if origin is not None and origin.removeprefix("http://") not in hosts:
+            return 403, "Another site's page asks. Only the dashboard's own page may."
+        path = scope["path"]
+        cookies, name = fields.get(b"cookie", ""), cookie_name(self._port())
+        if path.startswith("/api/") and path != "/api/session" and not self._session.knows(cookies, name=name):
+            return 401, "Open the link that the command printed last."
+        return None

@@ -1,0 +1,203 @@
+"""Reads a run's metrics.jsonl as it grows and gives its numbers as curves of at most 2,000 points."""
+
+from __future__ import annotations
+
+import os
+import threading
+from array import array
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from relax_core.dashboard.run_folders import METRICS, inside
+from relax_core.observe.service.records import ACTOR, EVAL, RESUMED, ROLLOUT, RUN
+
+MOST_POINTS = 2000
+READ_BYTES = 32 * 2**20
+_COUNTS = ("samples", "tokens", "worker")
+_KEPT: dict[str, Callable[[str], bool]] = {  # source → which of its numbers `Timed` has
+    ACTOR: lambda name: name.endswith("_ms") or name.startswith("train/"),
+    ROLLOUT: lambda name: name.endswith("_ms") or name in _COUNTS,
+    EVAL: lambda name: False,
+}
+
+
+class Curve(NamedTuple):
+    """Holds the points of one number in order of step; a value is None where it is not finite."""
+
+    steps: list[int]
+    values: list[float | None]
+
+
+class Timed(NamedTuple):
+    """Is a record that tells how long its work took; it ended at ``end_s``, in Unix seconds.
+
+    ``resumes`` counts the resumes before it, and ``ms`` has its numbers that are milliseconds, by name without
+    the ending, and for the rollout ``samples``, ``tokens`` and ``worker``.
+    """
+
+    source: str
+    step: int
+    end_s: float
+    resumes: int
+    ms: dict[str, float]
+
+
+class _Line(msgspec.Struct):
+    source: str
+    step: int
+    time_s: float
+    values: dict[str, float | None]
+
+
+class _Points:
+    """Holds the points of one number in order of step, 16 bytes each; a value is NaN where it is not finite."""
+
+    def __init__(self) -> None:
+        self.steps, self.values = array("q"), array("d")
+
+    def set(self, step: int, value: float) -> None:
+        if not self.steps or step > self.steps[-1]:
+            self.steps.append(step)
+            self.values.append(value)
+            return
+        place = bisect_left(self.steps, step)
+        if self.steps[place] != step:
+            self.steps.insert(place, step)
+            self.values.insert(place, value)
+        self.values[place] = value
+
+    def cut(self, step: int) -> None:
+        place = bisect_left(self.steps, step)
+        del self.steps[place:], self.values[place:]
+
+
+class RunSeries:
+    """Keeps every number of a run by its tag ``source/name``, read from a byte offset on.
+
+    ``resumes`` lists the steps from which the run went on. ``timed`` has the records of the trainer, the rollout and
+    the evaluations in the order of the file, also those that a resume undid. ``problem`` says why the file cannot be
+    read on, else it is empty. The methods are thread-safe.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir, self._lock = run_dir, threading.Lock()
+        self._decoder = msgspec.json.Decoder(_Line)
+        self._start()
+
+    def _start(self) -> None:
+        self._offset, self._inode = 0, -1
+        self._points: dict[str, _Points] = defaultdict(_Points)
+        self._ended: dict[int, float] = {}  # train step → when it ended, in Unix seconds
+        self.resumes: list[int] = []
+        self.timed: list[Timed] = []
+        self.problem = ""
+
+    def refresh(self) -> int:
+        """Reads the lines that have come since, and returns how many."""
+        with self._lock:
+            return self._take_in()
+
+    def _take_in(self) -> int:
+        try:
+            path = inside(self._run_dir, METRICS)
+            with path.open("rb") as file:
+                status = os.fstat(file.fileno())
+                if status.st_ino != self._inode or status.st_size < self._offset:  # another file has its name
+                    self._start()
+                    self._inode = status.st_ino
+                file.seek(self._offset)
+                data = file.read(READ_BYTES)
+        except (OSError, ValueError):
+            return 0
+        lines = 0
+        end = data.rfind(b"\n") + 1
+        for line in data[:end].splitlines():
+            try:
+                self._add(self._decoder.decode(line))
+                lines += 1
+            except msgspec.DecodeError as error:
+                self.problem = f"{METRICS}: a line is not a record of Relax ({error})"
+        self._offset += end
+        return lines
+
+    def _add(self, line: _Line) -> None:
+        if line.source == RUN and RESUMED in line.values:
+            self._undo(line.step)
+            return
+        if line.source == ACTOR:
+            self._ended[line.step] = line.time_s
+        if line.source in _KEPT:
+            kept = _KEPT[line.source]
+            ms = {name.removesuffix("_ms"): value for name, value in line.values.items() if value and kept(name)}
+            self.timed.append(Timed(line.source, line.step, line.time_s, len(self.resumes), ms))
+        for name, value in line.values.items():
+            self._points[f"{line.source}/{name}"].set(line.step, np.nan if value is None else value)
+
+    def _undo(self, step: int) -> None:
+        self.resumes.append(step)
+        for points in self._points.values():
+            points.cut(step)
+        self._ended = {one: ended for one, ended in self._ended.items() if one < step}
+
+    def tags(self) -> list[str]:
+        """Returns all tags, sorted."""
+        with self._lock:
+            return sorted(tag for tag, points in self._points.items() if points.steps)
+
+    def curve(self, tag: str, *, most: int = MOST_POINTS) -> Curve:
+        """Returns the curve of a tag, empty if there is none."""
+        with self._lock:
+            points = self._points.get(tag)
+            if points is None:
+                return Curve([], [])
+            steps, values = np.array(points.steps), np.array(points.values)
+        return thinned(steps, values, most=most)
+
+    @property
+    def steps_done(self) -> int:
+        """Returns the number of train steps that are done."""
+        return max(self._ended, default=-1) + 1
+
+    def step_s(self, newest: int = 50) -> float | None:
+        """Returns the median seconds of the newest steps, None before there are two."""
+        times = sorted(self._ended.items())[-newest - 1 :]
+        gaps = sorted(after[1] - before[1] for before, after in pairwise(times))
+        return gaps[len(gaps) // 2] if gaps else None
+
+    def ended_s(self) -> float | None:
+        """Returns when the newest step ended, in Unix seconds."""
+        return self._ended[max(self._ended)] if self._ended else None
+
+
+def thinned(
+    steps: Sequence[int] | np.ndarray, values: Sequence[float] | np.ndarray, *, most: int = MOST_POINTS
+) -> Curve:
+    """Returns at most ``most`` points: of each piece of a longer curve, its least and its largest value in order.
+
+    A value that is not finite is no least and no largest one, and becomes None.
+    """
+    x, y = np.asarray(steps, dtype=np.int64), np.asarray(values, dtype=np.float64)
+    finite = np.isfinite(y)
+    if len(x) > most:
+        size = -(-len(x) // (most // 2))
+        pieces = -(-len(x) // size)
+        ends = [np.full(pieces * size, end) for end in (np.inf, -np.inf)]
+        for padded in ends:
+            padded[: len(x)][finite] = y[finite]
+        first = np.arange(pieces) * size
+        least, largest = (
+            first + of(padded.reshape(pieces, size), axis=1)
+            for of, padded in zip((np.argmin, np.argmax), ends, strict=True)
+        )
+        chosen = np.unique(np.concatenate([least, largest]))
+        x, y, finite = x[chosen], y[chosen], finite[chosen]
+    # Six digits are more than a screen shows, and half the bytes of a float's repr.
+    shown = [float(f"{value:.6g}") if good else None for value, good in zip(y.tolist(), finite.tolist(), strict=True)]
+    return Curve(x.tolist(), shown)

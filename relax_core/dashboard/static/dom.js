@@ -1,0 +1,57 @@
+// Makes elements. Text is only ever a text node, so no word of a model or of a run becomes markup.
+
+export function h(name, properties = {}, ...children) {
+  const element = document.createElement(name);
+  for (const [key, value] of Object.entries(properties)) {
+    if (value === null || value === undefined || value === false) continue;
+    if (key.startsWith("on")) element.addEventListener(key.slice(2), value);
+    else if (key === "class") element.className = value;
+    else if (key in element && key !== "list") element[key] = value;
+    else element.setAttribute(key, value === true ? "" : value);
+  }
+  element.append(...children.flat().filter((child) => child !== null && child !== undefined).map(nodeOf));
+  return element;
+}
+
+function nodeOf(child) {
+  return child instanceof Node ? child : document.createTextNode(String(child));
+}
+
+// Control characters and those that turn the direction of text, which would hide what a sample says.
+const HIDDEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb]/gu;
+
+export function foreign(text) {
+  const found = document.createDocumentFragment();
+  let last = 0;
+  for (const match of text.matchAll(HIDDEN)) {
+    found.append(document.createTextNode(text.slice(last, match.index)));
+    const code = match[0].codePointAt(0).toString(16).toUpperCase().padStart(4, "0");
+    found.append(h("span", { class: "control", title: "a character that is not shown" }, `U+${code}`));
+    last = match.index + match[0].length;
+  }
+  found.append(document.createTextNode(text.slice(last)));
+  return found;
+}
+
+export function number(value, digits = 4) {
+  if (value === null || value === undefined) return "–";
+  if (Number.isInteger(value)) return value.toLocaleString("en");
+  const size = Math.abs(value);
+  return size !== 0 && (size < 1e-3 || size >= 1e6) ? value.toExponential(2) : String(Number(value.toPrecision(digits)));
+}
+
+export function duration(seconds) {
+  if (seconds === null || seconds === undefined) return "–";
+  const whole = Math.round(seconds);
+  const [hours, minutes] = [Math.floor(whole / 3600), Math.floor((whole % 3600) / 60)];
+  if (hours) return `${hours} h ${minutes} min`;
+  return minutes ? `${minutes} min ${whole % 60} s` : `${whole} s`;
+}
+
+export function field(words, input) {
+  return h("label", {}, words, input);
+}
+
+export function problem(error) {
+  return h("p", { class: "problem", role: "alert" }, error.message);
+}

@@ -1,0 +1,69 @@
+"""Keeps files of sounds and videos as they are, so that a page can play them beside a sample."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from pathlib import Path
+
+from relax_core.contracts.media import MediaError, MediaItem, MediaSource
+from relax_core.data.media.kept_rate import KeptRate
+from relax_core.data.media.media_limits import MediaLimits
+from relax_core.data.media.source_files import open_source, sniffed_format
+
+log = logging.getLogger(__name__)
+MOST_FILE_BYTES, MOST_BYTES = 8_000_000, 256_000_000  # of one file, and of those that one process keeps
+HEAD_BYTES = 32  # from which a format is known
+TYPES = {
+    "WAV": "audio/wav",
+    "FLAC": "audio/flac",
+    "OGG": "audio/ogg",
+    "MP3": "audio/mpeg",
+    "mov": "video/mp4",
+    "matroska": "video/webm",
+}
+
+
+class PlayedFiles:
+    """Copies sources of sounds and videos into ``folder``, each in a thread; a file's name is the item's digest.
+
+    All are kept until they have half of `MOST_BYTES`, and then some until they have all of it. A larger file than
+    `MOST_FILE_BYTES` is left out. What cannot be read or written costs the page this file alone.
+    """
+
+    def __init__(self, folder: Path, *, root: Path, limits: MediaLimits) -> None:
+        self._folder, self._root, self._limits = folder, root, limits
+        self._rate = KeptRate()
+        self._lock = threading.Lock()
+        self._bytes = 0
+
+    def add(self, item: MediaItem, source: MediaSource) -> None:
+        """Begins to copy the source of an item, if it is to be kept."""
+        file = self._folder / item.digest
+        if item.kind == "image" or self._bytes >= MOST_BYTES or file.exists():
+            return
+        if self._bytes < MOST_BYTES // 2 or self._rate.takes():
+            threading.Thread(target=self._copy, args=(source, file), daemon=True, name="played-file").start()
+
+    def _copy(self, source: MediaSource, file: Path) -> None:
+        try:
+            with open_source(source, self._limits, root=self._root).file as opened:
+                data = opened.read(MOST_FILE_BYTES + 1)
+            if len(data) > MOST_FILE_BYTES:
+                return
+            self._folder.mkdir(parents=True, exist_ok=True)
+            part = file.with_name(f".{file.name}")
+            part.write_bytes(data)
+            os.replace(part, file)
+        except (MediaError, OSError) as error:
+            log.warning("a sound or video cannot be kept for the page: %s. The run goes on.", error)
+            return
+        with self._lock:
+            self._bytes += len(data)
+
+
+def played_type(file: Path) -> str | None:
+    """Returns the type, such as "audio/wav", that the first bytes of a kept file show; None for anything else."""
+    with file.open("rb") as opened:
+        return TYPES.get(sniffed_format(opened.read(HEAD_BYTES)))

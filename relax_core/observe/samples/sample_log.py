@@ -1,0 +1,246 @@
+"""Writes the samples that a process makes or trains to its files, in a thread beside the work.
+
+The caller only appends a reference to a queue. Encoding and writing happen in the thread. If the disk is slow or full,
+samples are left out of the files and counted, and the run goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from relax_core.contracts import columns as c
+from relax_core.contracts.bus import CompleteGroup
+from relax_core.contracts.columns import payload_bytes
+from relax_core.contracts.tree import TokenTree
+from relax_core.observe.samples.sample_records import (
+    NUMBERS_SUFFIX,
+    TOKEN_COLUMNS,
+    TOKENS_MARK,
+    AttemptRecord,
+    MadeRecord,
+    MadeTokens,
+    TokensAt,
+    TrainedRecord,
+    TrainedTokens,
+    framed,
+    token_columns,
+)
+from relax_core.observe.service.sinks import AppendFile
+
+log = logging.getLogger(__name__)
+GATHER_S = 0.2  # the thread gathers samples for this long and writes them as one batch
+MOST_WAITING_BYTES = 256 * 2**20
+PARTS = 16  # the tokens of a worker lie in about so many files, of which the oldest is removed first
+ROW_BYTES = 17  # of a row's token id, end, mask, log-prob and version
+
+Made = tuple[MadeRecord | TrainedRecord, MadeTokens | TrainedTokens]
+
+
+class SampleLog:
+    """Appends samples to the files of one worker in ``folder``.
+
+    ``first`` of every ``every`` neighbouring groups are kept. The tokens take at most about ``max_bytes``; the oldest
+    ones are removed first. All methods but `close` return at once, and they may be called from one thread only.
+    """
+
+    def __init__(
+        self, folder: Path, *, worker: str, attempt: str, start_step: int, first: int, every: int, max_bytes: int
+    ) -> None:
+        self._first, self._every = first, every
+        self._files = SampleFiles(folder, worker=worker, max_bytes=max_bytes)
+        self._started = AttemptRecord(worker=worker, attempt=attempt, start_step=start_step, time_s=time.time())
+        self._queue: deque[tuple[int, Callable[[], list[Made]]]] = deque()
+        self._put_bytes = self._done_bytes = 0  # each has one writer, so that no lock is needed
+        self.left_out = 0  # the number of groups that are in no file
+        self._seen_step, self._seen = -1, set[str]()
+        self._pending = threading.Event()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._write_forever, name=f"samples-{worker}", daemon=True)
+        self._thread.start()
+
+    def keeps(self, index: int) -> bool:
+        """Returns whether the group with this index is kept."""
+        return index % self._every < self._first
+
+    def put(self, group: CompleteGroup) -> None:
+        """Keeps a group that is put on the bus."""
+        if self.keeps(group.index):
+            now = time.time()
+            self._enqueue(payload_bytes(group.columns), lambda: [_of_put(group, now)])
+
+    def lost(self, tree: TokenTree, reasons: Mapping[str, str]) -> None:
+        """Keeps samples that the bus does not get: their tree, and for each uid why it is dropped."""
+        if self.keeps(group_index(tree.group_uid)):
+            now = time.time()
+            self._enqueue(ROW_BYTES * tree.rows, lambda: [_of_lost(tree, dict(reasons), now)])
+
+    def trained(self, step: int, groups: Sequence[TokenTree], logprobs: np.ndarray) -> None:
+        """Keeps what the trainer computed of groups, or of parts of groups, at a train step.
+
+        ``logprobs`` is float32 ``[tokens]`` over all groups. A sample that is trained again in the same step, in a
+        later epoch, is kept once.
+        """
+        now = time.time()
+        self._enqueue(3 * logprobs.nbytes, lambda: self._of_trained(step, groups, logprobs, now))
+
+    def close(self, *, timeout_s: float) -> None:
+        """Writes what waits and ends the thread."""
+        self._closing.set()
+        self._pending.set()
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            log.warning("samples: the files in %s were not written within %.0f s", self._files.folder, timeout_s)
+
+    def _enqueue(self, nbytes: int, make: Callable[[], list[Made]]) -> None:
+        if self._put_bytes - self._done_bytes > MOST_WAITING_BYTES or not self._thread.is_alive():
+            self.left_out += 1
+            return
+        self._put_bytes += nbytes
+        self._queue.append((nbytes, make))
+        if not self._pending.is_set():
+            self._pending.set()
+
+    def _of_trained(self, step: int, groups: Sequence[TokenTree], logprobs: np.ndarray, now: float) -> list[Made]:
+        if step != self._seen_step:
+            self._seen_step, self._seen = step, set()
+        made: list[Made] = []
+        first = 0
+        for group in groups:
+            behind = first + len(group.tokens[1])
+            uids = [one.uid for one in group.episodes]
+            if self.keeps(group_index(group.group_uid)) and not self._seen.issuperset(uids):
+                made.append(_of_part(group, uids, logprobs[first:behind], step=step, now=now))
+                self._seen.update(uids)
+            first = behind
+        return made
+
+    def _write_forever(self) -> None:
+        told = False
+        while True:
+            last = self._closing.is_set()
+            batch = [self._queue.popleft() for _ in range(len(self._queue))]
+            made = [one for _, make in batch for one in make()]
+            try:
+                self._files.append(made, self._started)
+                told = False
+            except OSError as error:
+                self.left_out += len(made)
+                if not told:
+                    log.warning("samples: %s. The run goes on; the dashboard lacks these samples.", error)
+                told = True
+            self._done_bytes += sum(nbytes for nbytes, _ in batch)
+            if last:
+                self._files.close()
+                return
+            self._pending.wait()
+            self._closing.wait(GATHER_S)
+            self._pending.clear()
+
+
+class SampleFiles:
+    """Holds the open files of one worker and removes the oldest files of tokens."""
+
+    def __init__(self, folder: Path, *, worker: str, max_bytes: int) -> None:
+        self.folder, self._worker = folder, worker
+        self._part_bytes, self._max_bytes = max(1, max_bytes // PARTS), max_bytes
+        self._numbers: AppendFile | None = None
+        self._tokens: AppendFile | None = None
+        self._stem, self._part = "", 0
+
+    def append(self, made: Sequence[Made], started: AttemptRecord) -> None:
+        """Appends a batch, the tokens first. Raises OSError if a file cannot be written."""
+        encode = msgspec.msgpack.encode
+        numbers = self._open_numbers(started)
+        if not made:
+            return
+        tokens = self._open_tokens()
+        name, offset = f"{self._stem}{TOKENS_MARK}{self._part:04d}{NUMBERS_SUFFIX}", tokens.size
+        frames, lines = [], []
+        for record, its_tokens in made:
+            frame = framed(encode(its_tokens))
+            at = TokensAt(name, offset, len(frame))
+            frames.append(frame)
+            lines.append(framed(encode(msgspec.structs.replace(record, tokens=at))))
+            offset += len(frame)
+        tokens.append(b"".join(frames))
+        numbers.append(b"".join(lines))
+        if tokens.size >= self._part_bytes:
+            tokens.close()
+            self._tokens, self._part = None, self._part + 1
+
+    def close(self) -> None:
+        """Closes the files."""
+        for file in (self._numbers, self._tokens):
+            if file is not None:
+                file.close()
+
+    def _open_numbers(self, started: AttemptRecord) -> AppendFile:
+        if self._numbers is None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            starts = [int(path.name.split(".")[1]) for path in self.folder.glob(f"{self._worker}.*{NUMBERS_SUFFIX}")]
+            self._stem = f"{self._worker}.{max(starts, default=-1) + 1:04d}"
+            file = AppendFile(self.folder / f"{self._stem}{NUMBERS_SUFFIX}", lines=False)
+            file.append(framed(msgspec.msgpack.encode(started)))
+            self._numbers = file
+        return self._numbers
+
+    def _open_tokens(self) -> AppendFile:
+        if self._tokens is None:
+            name = f"{self._stem}{TOKENS_MARK}{self._part:04d}{NUMBERS_SUFFIX}"
+            self._remove_oldest()
+            self._tokens = AppendFile(self.folder / name, lines=False)
+        return self._tokens
+
+    def _remove_oldest(self) -> None:
+        """Removes the oldest tokens, also those of earlier starts, until one more file of them has room."""
+        parts = sorted(self.folder.glob(f"{self._worker}.*{TOKENS_MARK}*{NUMBERS_SUFFIX}"))
+        sizes = [path.stat().st_size for path in parts]
+        while parts and sum(sizes) > self._max_bytes - self._part_bytes:
+            parts.pop(0).unlink(missing_ok=True)
+            sizes.pop(0)
+
+
+def _of_put(group: CompleteGroup, now: float) -> Made:
+    columns = {name: group.columns[name] for name in TOKEN_COLUMNS if name in group.columns}
+    episodes = msgspec.Raw(group.columns[c.EPISODES])
+    record = MadeRecord(group_uid=group.group_uid, time_s=now, episodes=episodes, versions=group.versions)
+    return record, MadeTokens(columns)
+
+
+def _of_lost(tree: TokenTree, reasons: dict[str, str], now: float) -> Made:
+    episodes = msgspec.Raw(msgspec.msgpack.encode(tree.episodes))
+    record = MadeRecord(group_uid=tree.group_uid, time_s=now, episodes=episodes, dropped=reasons)
+    return record, MadeTokens(token_columns(tree))
+
+
+def _of_part(group: TokenTree, uids: list[str], logprobs: np.ndarray, *, step: int, now: float) -> Made:
+    episodes, rows = group.tokens
+    trained = group.loss_mask[rows]
+    record = TrainedRecord(
+        group_uid=group.group_uid,
+        step=step,
+        time_s=now,
+        uids=uids,
+        lengths=group.lengths.tolist(),
+        trained=np.bincount(episodes[trained], minlength=len(uids)).tolist(),
+        versions=group.oldest_versions(trained=True).tolist(),
+    )
+    advantages = group.of_tokens(c.ADVANTAGES)
+    assert advantages is not None, "the trainer leases groups with advantages"
+    tokens = TrainedTokens(
+        advantages.astype("<f4").tobytes(), logprobs.astype("<f4").tobytes(), trained.astype("|b1").tobytes()
+    )
+    return record, tokens
+
+
+def group_index(uid: str) -> int:
+    """Returns the index in a group's uid (`relax_core.contracts.tree.group_uid`)."""
+    return int(uid[1:])

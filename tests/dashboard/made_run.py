@@ -1,0 +1,115 @@
+"""Makes a small run's folder with the run's own writers: metrics, samples, ledger, logs, configuration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from relax_core.bus.ledger.journal import Journal
+from relax_core.contracts import columns as c
+from relax_core.contracts.bus import CompleteGroup
+from relax_core.contracts.columns import encode_tree
+from relax_core.contracts.tree import TokenTree, group_uid
+from relax_core.observe.samples.sample_log import SampleLog
+from relax_core.observe.samples.sample_records import SAMPLES_FOLDER, TOKENIZER_FOLDER
+from relax_core.observe.service.metrics_service import MetricsService
+from relax_core.observe.service.sinks import JsonlSink
+from tests.trees import answers_tree
+
+HOSTILE = "</script><img src=x onerror=alert(1)>\u202eabc\x1b[31m"
+STEPS = 4
+
+
+def make_run(folder: Path) -> Path:
+    """Makes a run of four groups of two samples that was resumed at step 2; one sample was stale, a group unscored."""
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text("name: demo\nrun:\n  steps: 6\nalgo:\n  name: grpo\n")
+    (folder / "summary.json").write_text('{"outcome":"finished","steps":4,"samples_per_s":10.5}')
+    (folder / "logs").mkdir()
+    (folder / "logs" / "actor-0.log").write_text("first\n<b>second\nth")
+    _tokenizer(folder / SAMPLES_FOLDER / TOKENIZER_FOLDER)
+    _metrics(folder)
+    _samples(folder)
+    return folder
+
+
+def _metrics(folder: Path) -> None:
+    service = MetricsService([JsonlSink(folder)], batch_s=0.0)
+    times = {"step_ms": 8.0, "wait_ms": 6.0, "train_ms": 1.5}
+    service.record("rollout", 0, {"generate_ms": 4.0, "samples": 8.0})
+    service.record("actor", 0, {"reward": 0.0, "loss": 1.0, "logprob_gap_max": float("nan"), **times})
+    service.record("actor", 1, {"reward": 0.1, "loss": 0.5, **times})
+    service.record("actor", 2, {"reward": 0.2, "loss": 0.4, **times})
+    service.mark_resume(2)
+    service.record("actor", 2, {"reward": 0.25, "loss": 0.4, **times})
+    service.record("actor", 3, {"reward": 0.3, "loss": 0.3, **times})
+    for step, right in ((0, 0), (4, 1)):
+        rows = [
+            {"prompt": f"q{number}", "answer": "a", "response": f"{HOSTILE} at {step}", "exact": number < right}
+            for number in range(2)
+        ]
+        service.record_texts("eval", step, rows)
+    service.record_texts("bad_rows", 0, [{"row": 1, "reason": "bad_row", "text": "t"}])
+    service.close(timeout_s=60.0)
+
+
+def _samples(folder: Path) -> None:
+    journal = Journal(folder / "ledger.sqlite")
+    whole = {"attempt": "a", "start_step": 0, "first": 1, "every": 1, "max_bytes": 2**30}
+    rollout, actor = (SampleLog(folder / SAMPLES_FOLDER, worker=name, **whole) for name in ("rollout-0", "actor-0"))  # type: ignore[arg-type]
+    for index in range(STEPS):
+        tree = _tree(index)
+        uids = [one.uid for one in tree.episodes]
+        columns = encode_tree(tree)
+        rollout.put(
+            CompleteGroup(group_uid=tree.group_uid, index=index, uids=uids, versions=[index] * 2, columns=columns)
+        )
+        journal.append("issued", tree.group_uid, uids, versions=[index] * 2)
+        journal.append("put", tree.group_uid, uids, versions=[index] * 2, persisted=(columns[c.EPISODES],))
+        stale = index == 0
+        part = tree.take([0]) if stale else tree
+        actor.trained(index, [part], (part.logprobs[part.tokens[1]] + 0.25).astype(np.float32))
+        journal.append("trained", tree.group_uid, uids[:1] if stale else uids, step=index, versions=[index] * 2)
+        if stale:
+            journal.append("dropped", tree.group_uid, uids[1:], step=index, reason="stale")
+    lost = _tree(STEPS)
+    rollout.lost(lost, {one.uid: "reward_failed: it raised" for one in lost.episodes})
+    for one in (rollout, actor):
+        one.close(timeout_s=60.0)
+    journal.close(timeout_s=60.0)
+
+
+def _tree(index: int) -> TokenTree:
+    answers = [[1, 2], [1, 2, 2]]
+    return answers_tree(
+        group_uid(index),
+        [3, 0, 4],
+        [len(one) for one in answers],
+        [token for one in answers for token in one],
+        logprobs=np.array([-1.0, -0.5, -2.0, -0.1, -0.3]),
+        versions=index,
+        rewards=[1.0, 0.25],
+        advantages=np.array([0.5, 0.5, -0.5, -0.5, -0.5], dtype=np.float32),
+    )
+
+
+def _tokenizer(folder: Path) -> None:
+    """Writes a tokenizer of whole words, one of which is text that would be code in a page that took it for markup."""
+    folder.mkdir(parents=True)
+    words = ["prompt", HOSTILE, "answer", "<bos>", "\n"]
+    tokenizer = {
+        "version": "1.0",
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": None,
+        "post_processor": None,
+        "decoder": {"type": "Fuse"},
+        "model": {
+            "type": "WordLevel",
+            "vocab": {word: token for token, word in enumerate(words)},
+            "unk_token": "prompt",
+        },
+    }
+    (folder / "tokenizer.json").write_bytes(msgspec.json.encode(tokenizer))

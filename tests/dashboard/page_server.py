@@ -1,0 +1,65 @@
+"""Runs the dashboard's server in a thread, for tests."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from relax_core.dashboard.dashboard_app import Dashboard
+from relax_core.dashboard.page_guard import Session
+
+DEADLINE_S = 60.0
+
+
+class Server:
+    """The page's server in a thread, with a session's cookie."""
+
+    def __init__(self, folder: Path) -> None:
+        self.session = Session()
+        listener = socket.create_server(("127.0.0.1", 0))
+        self.port = int(listener.getsockname()[1])
+        self.dashboard = Dashboard([folder], cache=None, session=self.session, port=lambda: self.port)
+        config = uvicorn.Config(self.dashboard.app, log_level="error", lifespan="off", timeout_graceful_shutdown=1)
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=lambda: self._server.run(sockets=[listener]), daemon=True)
+        self._thread.start()
+        self.cookie = ""
+        deadline = time.monotonic() + DEADLINE_S
+        while not self._server.started:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+    def ask(self, path: str, *, data: bytes | None = None, **headers: str) -> tuple[int, dict[str, str], bytes]:
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}{path}", data=data, method="POST" if data else "GET"
+        )
+        for name, value in ({"Cookie": self.cookie} | headers).items():
+            request.add_header(name, value)
+        try:
+            with urllib.request.urlopen(request, timeout=DEADLINE_S) as answer:
+                return answer.status, dict(answer.headers), answer.read()
+        except urllib.error.HTTPError as error:
+            return error.code, dict(error.headers), error.read()
+
+    def json(self, path: str) -> Any:
+        status, _, body = self.ask(path)
+        assert status == 200, body
+        return json.loads(body)
+
+    def enter(self) -> None:
+        status, headers, _ = self.ask("/api/session", data=self.session.link_token.encode())
+        assert status == 204
+        self.cookie = headers["set-cookie"].split(";")[0]
+
+    def stop(self) -> None:
+        self._server.should_exit = True
+        self._thread.join(DEADLINE_S)
+        self.dashboard.close()

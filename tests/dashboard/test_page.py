@@ -1,0 +1,106 @@
+"""The page in a headless Chromium without a network: every view of a small run, at two widths, light and dark."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from tests.dashboard.browser import CHROMIUM, Page, opened_browser
+from tests.dashboard.made_run import make_run
+from tests.dashboard.page_server import Server
+
+# View, and what is there once it shows its content.
+VIEWS = {
+    "run": "document.querySelectorAll('.u-over').length >= 2 && document.querySelector('.bars')",
+    "samples": "document.querySelectorAll('tbody tr').length == 10",
+    "samples?side=g00000001": "document.querySelectorAll('.side article').length == 2",
+    "samples?state=dropped&reason=stale": "document.querySelectorAll('tbody tr').length == 1",
+    "evaluation": "document.querySelectorAll('tbody tr').length == 2",
+    "evaluation?prompt=q0": "document.querySelector('tbody')?.innerText.includes('U+202E')",
+    "pipeline": "document.querySelectorAll('.bar-span').length > 4 && document.querySelectorAll('.thin').length == 2",
+    "pipeline?first=0&last=1&step=0": "document.body.innerText.includes('Samples of train step 0')",
+    "engines": "document.querySelectorAll('tbody tr').length == 1 && document.querySelector('.u-over')",
+    "config": "document.body.innerText.includes('run.steps')",
+    "logs": "document.querySelector('pre')?.textContent.includes('<b>second')",
+    "lineage": "document.body.innerText.includes('trained twice')",
+    "lineage?uid=g00000001.0": "document.querySelector('main h2')?.textContent.includes('g00000001.0')",
+    "compare": "document.querySelectorAll('.u-over').length >= 2 && document.body.innerText.includes('optimizer.lr')",
+}
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: make dashboard-browser installs it as root")
+def test_every_view_is_shown_and_asks_nobody_else(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    first = make_run(runs / "first")
+    second = make_run(runs / "second")
+    config = second / "config.yaml"
+    config.write_text(config.read_text() + "optimizer:\n  lr: 0.5\n")
+    server = Server(runs)
+    try:
+        asyncio.run(_look(server, first, tmp_path))
+    finally:
+        server.stop()
+
+
+async def _look(server: Server, run_dir: Path, folder: Path) -> None:
+    base = f"http://127.0.0.1:{server.port}/"
+    async with opened_browser(folder) as page:
+        await page.size(1280, 900, dark=False)
+        await page.call("Page.navigate", url=f"{base}#token={server.session.link_token}")
+        await page.until(VIEWS["run"])
+        assert "token" not in await page.run("location.href")
+        name = run_dir.name
+        run = await page.run(
+            f"[...document.querySelectorAll('#runs option')].find(o => o.text.startsWith('{name}')).value"
+        )
+        for view, ready in VIEWS.items():
+            await page.run(f"location.hash = '#/{run}/{view}'")
+            await page.until(ready)
+            for width in (1280, 390):
+                for dark in (False, True):
+                    await page.size(width, 800, dark=dark)
+                wide = await page.run("document.documentElement.scrollWidth - document.documentElement.clientWidth")
+                assert wide == 0, f"{view} is {wide} pixels wider than {width}"
+            await page.size(1280, 900, dark=False)
+            await page.picture(folder / "pictures" / f"{view.split('?')[0]}.png")
+        await _look_at_a_sample(page, run)
+        await _see_a_new_step(page, run, run_dir)
+        assert page.errors == []
+        assert [one for one in page.requests if not one.startswith(base)] == []
+        assert await page.run("document.querySelectorAll('script:not([src]), img, iframe').length") == 0
+
+
+async def _look_at_a_sample(page: Page, run: str) -> None:
+    """A search by words, a click on a sample, each colour, and the words that would be code if they were markup."""
+    await page.run(f"location.hash = '#/{run}/samples'")
+    await page.until(VIEWS["samples"])
+    await page.run(
+        "document.querySelector('[name=words]').value = 'ANSWER'; document.querySelector('form button').click()"
+    )
+    await page.until("document.body.innerText.includes('have these words')")
+    await page.run(f"location.hash = '#/{run}/samples?uid=g00000001.1'")
+    await page.until("document.querySelectorAll('tbody tr').length == 1")
+    await page.run("document.querySelector('tbody a').click()")
+    await page.until("document.querySelectorAll('.token').length == 6")
+    for colour in ("logprob", "advantage", "gap", "trained", "version", "none"):
+        await page.run(f"document.querySelector('article select').value = '{colour}'")
+        await page.run("document.querySelector('article select').dispatchEvent(new Event('change'))")
+        painted = await page.run("[...document.querySelectorAll('.token')].filter(t => t.style.backgroundColor).length")
+        assert painted == (0 if colour == "none" else 3), colour
+        assert f"colour={colour}" in await page.run("location.hash")
+    text = await page.run("[...document.querySelectorAll('article .text')].map(t => t.textContent).join('')")
+    assert "</script><img src=x onerror=alert(1)>U+202EabcU+001B[31m" in text
+    await page.run("document.querySelectorAll('.token')[5].dispatchEvent(new Event('mouseenter'))")
+    assert "trainer's log-prob -0.05" in await page.run("document.body.innerText")
+
+
+async def _see_a_new_step(page: Page, run: str, run_dir: Path) -> None:
+    """What the run writes while the page is open is shown without a reload."""
+    await page.run(f"location.hash = '#/{run}/run'")
+    await page.until(f"document.body.innerText.includes('4 of 6') && {VIEWS['run']}")
+    await asyncio.sleep(2.0)  # the stream has told once how the run was
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write('{"source":"actor","step":4,"time_s":1.0,"values":{"reward":0.9}}\n')
+    await page.until("document.body.innerText.includes('5 of 6')")
