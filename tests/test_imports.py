@@ -54,6 +54,7 @@ SIDEWAYS = {
     ("config", "families"),
     ("families", "registry"),
     ("engines", "weights"),
+    ("gateway", "dashboard"),
     ("tools", "rollout"),
     ("tools", "train"),
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from starlette.staticfiles import StaticFiles
 
 from relax_core.bus.ledger.ledger_reader import LedgerFile
 from relax_core.dashboard.ledger_drops import readable_ledger
-from relax_core.dashboard.page_guard import Guard, Session, cookie_name
+from relax_core.dashboard.page_guard import LOOPBACK_NAMES, Guard, Session, cookie_name
 from relax_core.dashboard.run_folders import NotInside, find_runs, inside, run_state
 from relax_core.dashboard.run_logs import log_chunk, log_files, search_log
 from relax_core.dashboard.run_reader import CONFIG, PLAN, RunReader
@@ -39,7 +39,10 @@ _TEXT_FILTERS = ("uid", "group", "state", "reason", "engine", "ended")
 
 
 class Dashboard:
-    """Answers the page's questions about the runs below ``folders``; ``on_exchange`` is told of each new reader."""
+    """Answers the page's questions about the runs below ``folders``, at ``port`` of this machine under these ``names``.
+
+    ``on_exchange`` is told of each new reader.
+    """
 
     def __init__(
         self,
@@ -49,6 +52,7 @@ class Dashboard:
         session: Session,
         port: Callable[[], int],
         on_exchange: Callable[[], None] = lambda: None,
+        names: Collection[str] = LOOPBACK_NAMES,
     ) -> None:
         self._folders, self._cache, self._session, self._on_exchange = folders, cache, session, on_exchange
         self._port = port
@@ -82,7 +86,7 @@ class Dashboard:
             Route("/api/run/{run}/media/{digest}", self._media),
             Mount("/static", StaticFiles(directory=STATIC)),
         ]
-        self.app = Guard(Starlette(routes=routes), session, port=port)
+        self.app = Guard(Starlette(routes=routes), session, port=port, names=names)
 
     def close(self) -> None:
         """Closes the indices."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hmac
 import secrets
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Collection, MutableMapping
 from typing import Any
 
 POLICY = (
@@ -29,10 +29,10 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class Session:
-    """Holds the token of the next link and the value of the cookie; a link works once."""
+    """Holds the token of the next link and the value of the ``cookie``, by default a random one; a link works once."""
 
-    def __init__(self) -> None:
-        self._cookie = secrets.token_urlsafe(32)
+    def __init__(self, cookie: str | None = None) -> None:
+        self._cookie = cookie or secrets.token_urlsafe(32)
         self.link_token = secrets.token_urlsafe(32)
 
     def exchange(self, token: str) -> str | None:
@@ -59,13 +59,13 @@ def cookie_name(port: int) -> str:
 class Guard:
     """Is an ASGI app around the page's own one.
 
-    Every answer gets the headers of the content-security policy. A request whose Host is not this server's loopback
-    address gets 403, which stops names of other sites that lead here. What lies below ``/api`` gets 401 without the
-    cookie, but for the exchange of the link's token. An Origin that is not ours gets 403.
+    Every answer gets the headers of the content-security policy. A request whose Host is not one of ``names`` with the
+    server's port gets 403, which stops names of other sites that lead here. What lies below ``/api`` gets 401 without
+    the cookie, but for the exchange of the link's token. An Origin that is not ours gets 403.
     """
 
-    def __init__(self, app: App, session: Session, *, port: Callable[[], int]) -> None:
-        self._app, self._session, self._port = app, session, port
+    def __init__(self, app: App, session: Session, *, port: Callable[[], int], names: Collection[str]) -> None:
+        self._app, self._session, self._port, self._names = app, session, port, names
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request."""
@@ -92,7 +92,7 @@ class Guard:
 
     def _refusal(self, scope: Scope) -> tuple[int, str] | None:
         fields = {name.lower(): value.decode("latin-1") for name, value in scope["headers"]}
-        hosts = {f"{name}:{self._port()}" for name in LOOPBACK_NAMES}
+        hosts = {f"{name}:{self._port()}" for name in self._names}
         if fields.get(b"host") not in hosts:
             return 403, "The Host of the request is not this server's address. Use the link that the command printed."
         origin = fields.get(b"origin")

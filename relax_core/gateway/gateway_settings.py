@@ -40,8 +40,12 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GatewayAddress(msgspec.Struct, frozen=True, kw_only=True):
-    """Is the content of ``gateway.json``, which only the user may read."""
+    """Is the content of ``gateway.json``, which only the user may read.
+
+    ``page`` is a link to the run's page that works once.
+    """
 
     url: str
     token: str
+    page: str
     pid: int

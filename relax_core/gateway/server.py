@@ -21,6 +21,7 @@ from relax_core.gateway.gateway_routes import application
 from relax_core.gateway.gateway_settings import FILE, GatewayAddress, GatewaySettings
 from relax_core.gateway.guard import Guard
 from relax_core.gateway.order_book import OrderBook
+from relax_core.gateway.run_page import RunPage
 from relax_core.gateway.scale_book import ScaleBook
 
 PORTS = 100  # ports from gateway.port on that are tried
@@ -67,12 +68,20 @@ async def serve(settings: GatewaySettings) -> None:
     folder = Path(settings.folder)
     listener = bind(settings)
     port = listener.getsockname()[1]
-    address = GatewayAddress(url=f"http://{settings.host}:{port}", token=settings.token, pid=os.getpid())
     book, scale_book = OrderBook(folder, busy_s=BUSY_S), ScaleBook(folder, busy_s=BUSY_S)
     connections = OpenConnections(connection_limit())
+    address = GatewayAddress(url=f"http://{settings.host}:{port}", token=settings.token, page="", pid=os.getpid())
+
+    def tell_link(link: str) -> None:
+        nonlocal address
+        address = msgspec.structs.replace(address, page=link)
+        write_address(folder, address)
+
+    routes = Guard(application(book, scale_book, settings.limits), token=settings.token, hosts=settings.hosts)
+    page = RunPage(routes, settings, port=port, tell_link=tell_link)
     server = _Server(
         uvicorn.Config(
-            Guard(application(book, scale_book, settings.limits), token=settings.token, hosts=settings.hosts),
+            page,
             http=cast("type[asyncio.Protocol]", partial(Connection, connections)),
             ws="none",
             lifespan="off",
@@ -89,7 +98,6 @@ async def serve(settings: GatewaySettings) -> None:
     )
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     sweeping = asyncio.create_task(connections.sweep())
-    write_address(folder, address)
     print(msgspec.json.encode(address).decode(), flush=True)
     closed = asyncio.create_task(_closed_stdin())
     await asyncio.wait({serving, closed}, return_when=asyncio.FIRST_COMPLETED)
@@ -97,6 +105,7 @@ async def serve(settings: GatewaySettings) -> None:
     for task in (sweeping, closed):
         task.cancel()
     ended, _ = await asyncio.wait({serving}, timeout=GRACE_S + 1.0)
+    page.close()
     book.close()
     scale_book.close()
     for task in ended:

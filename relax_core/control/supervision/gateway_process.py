@@ -127,6 +127,10 @@ class GatewayProcess:
     def _greet(self, address: GatewayAddress) -> None:
         port = self._settings.port
         lines = [f"gateway: {address.url}; its token is in {self._folder / FILE}"]
+        if sys.stderr.isatty():  # a log that others may read gets no link
+            lines.append(f"page: {address.page} (it works once; {self._folder / FILE} has the next link)")
+        else:
+            lines.append(f"page: its link, which works once, is in {self._folder / FILE}")
         if os.environ.get("SSH_CONNECTION"):
             lines.append(f"from your machine: ssh -L {port}:{self._settings.host}:{port} {socket.gethostname()}")
         _report(*lines)

@@ -1,0 +1,56 @@
+"""Serves the page of the run beside the gateway's routes: its own addresses, behind its own guard."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from relax_core.dashboard.dashboard_app import Dashboard
+from relax_core.dashboard.page_guard import LOOPBACK_NAMES, Session
+from relax_core.dashboard.run_reader import cache_folder
+from relax_core.gateway.gateway_settings import GatewaySettings
+
+INDICES = "gateway"  # below the cache folder: `relax dashboard` may serve the same run with an index of its own
+_BELOW = ("/api/", "/static/")
+
+
+class RunPage:
+    """Answers the page's addresses and passes all others on to ``routes``.
+
+    A reader exchanges the link's token for a cookie; the run's bearer token opens nothing here, and the cookie opens no
+    route of the gateway. The cookie follows from the run's token, so a gateway that was started again knows it.
+    ``tell_link`` gets each new link, which works once.
+    """
+
+    def __init__(
+        self, routes: ASGIApp, settings: GatewaySettings, *, port: int, tell_link: Callable[[str], None]
+    ) -> None:
+        self._routes = routes
+        cookie = hashlib.blake2b(b"the page of the run", key=settings.token.encode()).hexdigest()
+        session = Session(cookie)
+        url = f"http://{settings.host}:{port}"
+
+        def tell() -> None:
+            tell_link(f"{url}/#token={session.link_token}")
+
+        self._dashboard = Dashboard(
+            [Path(settings.folder)],
+            cache=cache_folder() / INDICES,
+            session=session,
+            port=lambda: port,
+            on_exchange=tell,
+            names=[*LOOPBACK_NAMES, *settings.hosts],
+        )
+        tell()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers one request."""
+        own = scope["path"] == "/" or scope["path"].startswith(_BELOW)
+        await (self._dashboard.app if own else self._routes)(scope, receive, send)
+
+    def close(self) -> None:
+        """Closes the index of the samples."""
+        self._dashboard.close()

@@ -1,0 +1,84 @@
+"""The gateway of a run serves its page: a link that works once opens it, and neither key opens the other's door."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from relax_core.config.compose import load_config
+from relax_core.control.supervision.gateway_process import gateway
+from relax_core.gateway.gateway_settings import FILE, GatewayAddress
+
+DEADLINE_S = 60.0
+
+
+class Reader:
+    """A browser at the gateway's address."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.cookie = ""
+
+    def address(self) -> GatewayAddress:
+        return GatewayAddress(**json.loads((self._folder / FILE).read_text()))
+
+    def ask(self, route: str, *, data: bytes | None = None, **headers: str) -> tuple[int, bytes]:
+        given = {"Cookie": self.cookie} | headers
+        request = urllib.request.Request(self.address().url + route, data=data, headers=given)
+        try:
+            with urllib.request.urlopen(request, timeout=DEADLINE_S) as answer:
+                if cookie := answer.headers["set-cookie"]:
+                    self.cookie = cookie.split(";")[0]
+                return answer.status, answer.read()
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, error.read()
+
+    def exchange(self, link: str) -> int:
+        return self.ask("/api/session", data=link.partition("#token=")[2].encode())[0]
+
+
+def test_a_link_opens_the_page_once_and_the_cookie_outlives_the_gateway(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    config = load_config(["gateway=local", "gateway.port=0", f"run.dir={tmp_path / 'run'}"])
+    folder = Path(config.run.dir)
+    folder.mkdir()
+    (folder / "config.yaml").write_text("name: shown\n")
+    reader = Reader(folder)
+    with gateway(config) as process:
+        assert process is not None
+        first = reader.address()
+        assert b"<title>Relax</title>" in reader.ask("/")[1]
+        bearer = f"Bearer {first.token}"
+        assert reader.ask("/api/runs")[0] == 401
+        assert reader.ask("/api/runs", Authorization=bearer)[0] == 401, "the run's token opens no page"
+        assert reader.ask("/", Host="elsewhere.example")[0] == 403
+        assert reader.exchange(first.page) == 204
+        status, body = reader.ask("/api/runs")
+        assert status == 200 and [one["name"] for one in json.loads(body)] == ["run"]
+        assert reader.ask("/rollout/engines")[0] == 401, "the cookie gives no orders"
+        assert reader.ask("/rollout/engines", Authorization=bearer)[0] == 200
+
+        second = reader.address()
+        assert second.page != first.page and (second.url, second.token) == (first.url, first.token)
+        assert Reader(folder).exchange(first.page) == 401 and Reader(folder).exchange(second.page) == 204
+
+        os.kill(process.pid, signal.SIGKILL)
+        deadline = time.monotonic() + DEADLINE_S
+        while reader.address().pid == second.pid:
+            process.check()
+            assert time.monotonic() < deadline, "it is not started again"
+            time.sleep(0.05)
+        assert reader.ask("/api/runs")[0] == 200
+    told = capsys.readouterr().err
+    assert f"page: its link, which works once, is in {folder / FILE}" in told
+    assert "#token=" not in told and first.token not in told
