@@ -208,8 +208,8 @@ def cancelled(elastic: ElasticRun, way: str, body: dict[str, Any], *, state: str
 def cycles(folder: Path, *, times: int, seed: int, overrides: Sequence[str]) -> bool:
     """Goes through ``times`` cycles; returns whether all ended and no sample was lost."""
     chance = random.Random(seed)
-    planned = [HARMS[number % len(HARMS)] for number in range(times)]
-    chance.shuffle(planned)
+    harms = chance.sample(HARMS, len(HARMS))
+    planned = [harms[number % len(harms)] for number in range(times)]
     with LiveRun(folder, *CYCLE_RUN, *overrides) as live:
         live.wait_step(WARM_STEPS)
         elastic = ElasticRun(live)
