@@ -200,13 +200,15 @@ def _add_scale_in(app: FastAPI, book: OrderBook, checks: OrderChecks) -> None:
                 return checks.newest(engines, target=body.num_replicas)
             return checks.added(engines, named)
 
+        def decide(engines: Sequence[EngineRow]) -> State:
+            return "PENDING" if going(engines) else "NOOP"
+
         if body.dry_run:
             rows = book.engines()
             gone, now = going(rows), _present(rows)
             return _dry(response, "PENDING" if gone else "NOOP", now=now, then=now - len(gone), gone=gone)
         fields = {"num_replicas": None, "engine_ids": None, **body.model_dump()}
         fields |= {"engine_ids": named} if named else {}
-        decide: Callable[[Sequence[EngineRow]], State] = lambda engines: "PENDING" if going(engines) else "NOOP"  # noqa: E731
         return _place(book, "scale_in", fields, decide=decide, key=key, response=response)
 
 

@@ -11,12 +11,12 @@ import math
 import sqlite3
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from relax_core.config.schema import RelaxConfig
 from relax_core.control.health.heartbeats import Beat
-from relax_core.gateway.order_book import OrderBook, OrderRefused, State
+from relax_core.gateway.order_book import EngineRow, OrderBook, OrderRefused, State
 from relax_core.gateway.scale_book import ScaleBook, ScaleDecision
 from relax_core.observe.service.records import ACTOR, MetricRecord
 
@@ -207,13 +207,16 @@ class Autoscaler:
 
     def _place(self, target: int, *, more: bool) -> str:
         """Places the order and returns its id; "" if a client was faster."""
-        pending: Callable[..., State] = lambda engines: "PENDING"  # noqa: E731
         body = (
             {"num_replicas": target, "partial": "rollback_all", "timeout_secs": TIMEOUT_S}
             if more
             else {"num_replicas": target, "engine_ids": None, "force": False, "timeout_secs": None}
         )
         try:
-            return self._orders.place("scale_out" if more else "scale_in", body, decide=pending)[0].id
+            return self._orders.place("scale_out" if more else "scale_in", body, decide=_pending)[0].id
         except OrderRefused:
             return ""
+
+
+def _pending(engines: Sequence[EngineRow]) -> State:
+    return "PENDING"
