@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import select
+import selectors
 import subprocess
 import time
 from contextlib import ExitStack
@@ -147,12 +147,19 @@ def _remove(scratch: Path | None) -> None:
         engine_scratch.remove_scratch(scratch)
 
 
+def readable(stream: IO[bytes] | int, *, timeout_s: float) -> bool:
+    """Waits until a stream or a descriptor can be read or has ended; returns False if that takes longer."""
+    with selectors.DefaultSelector() as waiting:  # select.select takes no descriptor above 1,023
+        waiting.register(stream, selectors.EVENT_READ)
+        return bool(waiting.select(timeout_s))
+
+
 def first_line(stream: IO[bytes], *, deadline: float) -> bytes:
     """Returns the first line, or the part of it that came before the stream's end or the deadline."""
     line = b""
     while not line.endswith(b"\n"):
         left = deadline - time.monotonic()
-        if left <= 0 or not select.select([stream], [], [], left)[0]:
+        if left <= 0 or not readable(stream, timeout_s=left):
             return line
         part = os.read(stream.fileno(), 1)
         if not part:

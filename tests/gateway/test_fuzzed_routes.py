@@ -44,7 +44,8 @@ class MovingRun:
         self.book = OrderBook(folder)
         self.requests = self._since_reset = 0
         self.answers: Counter[tuple[str, int]] = Counter()  # by the last word of the path and the status
-        self._app = Guard(application(self.book, ScaleBook(folder), limits), token="secret", hosts=["testserver"])
+        self.scale_book = ScaleBook(folder)
+        self._app = Guard(application(self.book, self.scale_book, limits), token="secret", hosts=["testserver"])
         self.book.write_run(RunRow(at=1.0, step=4, steps=9, stopping=False))
         self.reset()
 
@@ -129,3 +130,4 @@ def test_every_answer_is_as_the_schema_says(kind: str, tmp_path: Path, monkeypat
     assert run.answers["scale_out", 202] and run.answers["scale_in", 202] and run.answers["stop", 202]
     assert run.answers["cancel", 202] + run.answers["cancel", 409], "ids of answers were used"
     run.book.close()
+    run.scale_book.close()

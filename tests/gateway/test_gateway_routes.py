@@ -36,6 +36,11 @@ class Gateway:
         rows = [EngineRow(number=one, origin=origin, state="serving", since=1.0) for one, origin in origins.items()]
         self.book.write_engines(rows)
 
+    def close(self) -> None:
+        self.client.close()
+        self.book.close()
+        self.scale_book.close()
+
     def ask(self, method: str, path: str, **options: Any) -> tuple[int, Any]:
         answer = self.client.request(method, path, **{"headers": TOKEN, **options})
         if answer.status_code >= 400:
@@ -52,7 +57,7 @@ def gateway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gateway
     monkeypatch.setattr(guard, "REQUESTS_A_SECOND", 10**6)
     gateway = Gateway(tmp_path, Limits(start=1, most=4))
     yield gateway
-    gateway.book.close()
+    gateway.close()
 
 
 @pytest.fixture
@@ -62,7 +67,7 @@ def attached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gatewa
     limits = Limits(start=1, most=4, no_more="engine.urls: send engine_urls.", hosts=["127.0.0.1", "localhost"])
     gateway = Gateway(tmp_path, limits)
     yield gateway
-    gateway.book.close()
+    gateway.close()
 
 
 def test_servers_join_by_their_addresses_one_order_after_the_other(attached: Gateway) -> None:
@@ -212,13 +217,13 @@ def test_the_run_keeps_the_engines_of_its_start(tmp_path: Path) -> None:
     for way in ("scale_out", "scale_in"):
         status, problem = two.order(way, num_replicas=1)
         assert (status, problem["fix"]) == (400, "send at least 2")
-    two.book.close()
+    two.close()
     (tmp_path / "colocate").mkdir()
     colocate = Gateway(
         tmp_path / "colocate", Limits(start=1, most=4, refusal="mode=colocate: no engine comes or goes.")
     )
     assert colocate.order("scale_out", num_replicas=2)[1]["detail"] == "mode=colocate: no engine comes or goes."
-    colocate.book.close()
+    colocate.close()
 
 
 def test_who_may_come_in(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,7 +267,7 @@ def test_a_book_that_another_process_holds_gives_503_and_no_order(tmp_path: Path
         assert gateway.ask("GET", "/rollout/scale_out")[1]["requests"] == [], "reading waits for nobody"
         other.execute("ROLLBACK")
     assert gateway.order("scale_out", num_replicas=3)[0] == 202
-    gateway.book.close()
+    gateway.close()
 
 
 def test_open_orders_that_add_engines_are_cancelled_together(gateway: Gateway) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from relax_core.families.hf_config import language_values, read_hf_config
+from relax_core.families.hf_config import has_hf_config, language_values, read_hf_config
 from relax_core.roles.process.role_context import RunContext
 
 # Names of the settings in the answer of /server_info: those of SGLang, then those of the embedded engine.
@@ -68,4 +68,4 @@ def _least(info: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
 def _vocabulary(info: Mapping[str, Any]) -> int | None:
     """Returns the size of the vocabulary of the server's model, or None where its folder cannot be seen from here."""
     folder = Path(str(info.get("model_path", "")))
-    return int(language_values(read_hf_config(folder))["vocab_size"]) if (folder / "config.json").is_file() else None
+    return int(language_values(read_hf_config(folder))["vocab_size"]) if has_hf_config(folder) else None

@@ -7,7 +7,6 @@ made-up group from its rewards to a loss.
 from __future__ import annotations
 
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from typing import Any, Literal
 import msgspec
 
 from relax_core.data.killable.worker_frames import HEADER_BYTES, payload_bytes, to_frame
+from relax_core.engines.engine_process import readable
 
 START_S = 120.0  # the limit for the start of an interpreter and the imports of plug-ins and their libraries
 END_S = 10.0
@@ -98,7 +98,7 @@ def _next(descriptor: int, *, limit_s: float) -> Stage | Done | Literal["silent"
     received = bytearray()
     wanted = HEADER_BYTES
     while len(received) < wanted:
-        if not select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))[0]:
+        if not readable(descriptor, timeout_s=max(0.0, deadline - time.monotonic())):
             return "silent"
         part = os.read(descriptor, min(_READ_BYTES, wanted - len(received)))
         if not part:

@@ -11,7 +11,7 @@ from PIL import Image
 
 from relax_core.contracts.media import MediaError
 from relax_core.data.media.image_decoding import decoded_image, opened_image, upright_size
-from relax_core.data.media.source_files import _sniff
+from relax_core.data.media.source_files import sniffed_format
 from tests.data.media.conftest import LIMITS
 from tests.data.media.make_files import chunk, noise, png, saved
 
@@ -20,7 +20,7 @@ RED, GREEN, BLUE, WHITE, BLACK = (255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 25
 
 def pixels(data: bytes) -> np.ndarray:
     file = io.BytesIO(data)
-    with opened_image(file, _sniff(data), LIMITS) as image:
+    with opened_image(file, sniffed_format(data), LIMITS) as image:
         size = upright_size(image)
         decoded = decoded_image(image, file)
     assert decoded.mode == "RGB" and (decoded.height, decoded.width) == size
