@@ -48,6 +48,8 @@ class ClearmlSink(BaseSink):
 
         if config.offline:
             Task.set_offline(offline_mode=True)
+        # Otherwise a thread starts git while the library forks; the fork holds the pipe to git and close() waits 300 s.
+        Task.force_store_standalone_script(force=True)
         self._task: Any = Task.init(
             project_name=config.project,
             task_name=config.task or start.run_dir.name,
