@@ -18,8 +18,9 @@ TORCH_S = 60.0  # seconds for an interpreter to import torch and to ask the driv
 DEVICE_FILES = ("nvidia[0-9]*", "kfd", "dxg")  # files of NVIDIA, AMD, and either of them under Windows
 SMALLER = 0.97  # share of placement.gpu_memory_gib: torch reports slightly less than the driver
 UNSEEN = (
-    "placement=gpu: nobody has run Relax on a GPU yet. Training, attention over token trees, SGLang and the weights "
-    "on their way to it have been tested on CPU cores alone, and the plan's memory figures for a GPU are assumptions. "
+    "placement=gpu: Relax has run on one GPU alone, with a trainer of a tiny model and the embedded engine. Several "
+    "GPUs, SGLang on a GPU, the weights on their way to it and recovery on GPUs have been tested on CPU cores alone, "
+    "and the plan's memory figures for a GPU are assumptions. "
     "Begin with a few steps of a small model, and watch its memory and the log-prob gap of engine and trainer."
 )
 _ASK_TORCH = """

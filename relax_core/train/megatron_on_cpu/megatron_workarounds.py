@@ -1,4 +1,4 @@
-"""Works around what megatron-core 0.16.1 gets wrong without CUDA or TransformerEngine, as each module is imported."""
+"""Works around what megatron-core 0.16.1 gets wrong without CUDA, as each module is imported."""
 
 from __future__ import annotations
 
@@ -23,12 +23,6 @@ def _cpu_rng_state(tensor_parallel_random: Any) -> None:
     logging.getLogger(tensor_parallel_random.__name__).addFilter(
         lambda record: "CPU RNG state changed within GPU" not in record.getMessage()
     )
-
-
-def _name_te_general_gemm(moe_utils: Any) -> None:
-    """Defines a name that 0.16.1 reads but leaves undefined without TransformerEngine."""
-    if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None
 
 
 def _uneven_splits(mappings: Any) -> None:
@@ -66,7 +60,6 @@ _AFTER_IMPORT: dict[str, Callable[[ModuleType], None]] = {
     "megatron.core.jit": _disable_jit_fuser,
     "megatron.core.tensor_parallel.random": _cpu_rng_state,
     "megatron.core.tensor_parallel.mappings": _uneven_splits,
-    "megatron.core.transformer.moe.moe_utils": _name_te_general_gemm,
 }
 
 

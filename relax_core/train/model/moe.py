@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
@@ -17,6 +18,9 @@ from torch import Tensor
 
 from relax_core.train.attention.tree_attention import TreeBatch
 from relax_core.train.model.routing_replay import OWN_CHOICE, RouterRows
+
+if not hasattr(moe_utils, "te_general_gemm"):
+    moe_utils.te_general_gemm = None  # megatron-core 0.16.1 defines the name only with Transformer Engine, and reads it
 
 
 class MoeTransformerLayer(TransformerLayer):
