@@ -97,6 +97,7 @@ def two_judges(*, swapped: bool) -> Words:
             *(word for task in TASKS for word in judge_words(task, judge_folder(task))),
             "reward.route=judge",
             "model=qwen3",
+            "model.dtype=float32",
             f"model.path={policy_folder('both')}",
             "data=file",
             f"data.path={folder / 'train.jsonl'}",
@@ -125,7 +126,7 @@ def played(game: str, *, of_env: str) -> Words:
         own = [f"experiment={of_env}", "env=agent", f"agent.command=python {HERE / 'openai_agent.py'} {game}"]
         own += [f"agent.workers={AGENT_WORKERS}", "env.max_turns=3"]
         if of_env == "number_guess":
-            own += ["model=qwen3", f"model.path={policy_folder('guess')}"]
+            own += ["model=qwen3", "model.dtype=float32", f"model.path={policy_folder('guess')}"]
         return own
 
     return words

@@ -18,10 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import axe_core_python
 
 CHROMIUM = next(
     (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None
 )
+AXE = Path(axe_core_python.__file__).with_name("axe.min.js")
 DEADLINE_S = 300.0  # only a hang reaches it; a loaded machine takes tens of seconds to start the browser
 # No name but loopback resolves, and nothing of the browser's own asks the network.
 FLAGS = (
@@ -85,6 +87,17 @@ class Page:
                 f"{condition}; the page shows {await self.run('document.body.innerText')}"
             )
             await asyncio.sleep(0.1)
+
+    async def hurdles(self) -> list[str]:
+        """Returns what axe-core finds serious or critical for those who cannot see or use a mouse, and where."""
+        if not await self.run("'axe' in window"):
+            await self.run(AXE.read_text(encoding="utf-8"))
+        found = await self.run("axe.run().then(found => found.violations)")
+        return [
+            f"{one['id']}: {one['help']}: {[node['target'] for node in one['nodes']]}"
+            for one in found
+            if one["impact"] in ("serious", "critical")
+        ]
 
     async def size(self, width: int, height: int, *, dark: bool) -> None:
         """Sets the window's size and the colour scheme."""

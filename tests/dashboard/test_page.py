@@ -51,7 +51,7 @@ async def _look(server: Server, run_dir: Path, folder: Path) -> None:
         await page.call("Page.navigate", url=f"{base}#token={server.session.link_token}")
         await page.until(VIEWS["run"])
         assert "token" not in await page.run("location.href")
-        name = run_dir.name
+        name, hurdles = run_dir.name, list[str]()
         run = await page.run(
             f"[...document.querySelectorAll('#runs option')].find(o => o.text.startsWith('{name}')).value"
         )
@@ -61,15 +61,19 @@ async def _look(server: Server, run_dir: Path, folder: Path) -> None:
             for width in (1280, 390):
                 for dark in (False, True):
                     await page.size(width, 800, dark=dark)
+                    hurdles += [f"{view}, {width} px, dark={dark}: {one}" for one in await page.hurdles()]
                 wide = await page.run("document.documentElement.scrollWidth - document.documentElement.clientWidth")
                 assert wide == 0, f"{view} is {wide} pixels wider than {width}"
             await page.size(1280, 900, dark=False)
             await page.picture(folder / "pictures" / f"{view.split('?')[0]}.png")
         await _look_at_a_sample(page, run)
         await _see_a_new_step(page, run, run_dir)
+        assert hurdles == [], "\n".join(hurdles)
         assert page.errors == []
         assert [one for one in page.requests if not one.startswith(base)] == []
         assert await page.run("document.querySelectorAll('script:not([src]), img, iframe').length") == 0
+        await page.run("document.body.append(document.createElement('button'))")
+        assert [one.partition(":")[0] for one in await page.hurdles()] == ["button-name"]
 
 
 async def _look_at_a_sample(page: Page, run: str) -> None:
