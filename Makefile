@@ -1,4 +1,4 @@
-# make run · make run-see · make run-omni · make run-episodes · make test · make test-chaos · make test-slurm · make test-soak · make env · make test-env · make lint · make clean
+# make run · make run-see · make run-omni · make run-episodes · make test · make test-runs · make test-chaos · make test-slurm · make test-soak · make env · make test-env · make lint · make clean
 # make sglang-cpu · make run-sglang · make test-sglang · make agents-env · make test-agents
 PYTHON ?= python3.11
 VENV := .venv
@@ -17,7 +17,7 @@ TEST_WORKERS ?= 2
 export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: env test-env run run-see run-omni run-episodes test test-chaos test-soak slurm test-slurm sandbox dashboard-browser extras sglang-cpu run-sglang test-sglang agents-env test-agents trackers-env test-trackers lint clean
+.PHONY: env test-env run run-see run-omni run-episodes test test-runs test-chaos test-soak slurm test-slurm sandbox dashboard-browser extras sglang-cpu run-sglang test-sglang agents-env test-agents trackers-env test-trackers lint clean
 .DEFAULT_GOAL := run
 
 env: $(VENV)/.relax-env
@@ -39,7 +39,11 @@ run-episodes: env
 	$(BIN)/python -m benchmarks.episodes --learn --seeds 1 --only number_guess calculator $(ARGS)
 
 test: test-env
-	@$(BIN)/python -m pytest -q -n $(TEST_WORKERS) -m "not soak and not slurm and not chaos and not sglang and not agents" $(ARGS)
+	@$(BIN)/python -m pytest -q -n $(TEST_WORKERS) -m "not integration and not soak and not slurm and not chaos and not sglang and not agents" $(ARGS)
+
+# Whole runs, which take longer than all other tests; one of them is in `make test`, too.
+test-runs: test-env
+	@$(BIN)/python -m pytest -q -n $(TEST_WORKERS) -m "integration and not soak and not slurm and not chaos and not sglang and not agents" $(ARGS)
 
 # Kills and freezes processes of running systems.
 test-chaos: test-env

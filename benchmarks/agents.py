@@ -127,6 +127,8 @@ def played(game: str, *, of_env: str) -> Words:
         own += [f"agent.workers={AGENT_WORKERS}", "env.max_turns=3"]
         if of_env == "number_guess":
             own += ["model=qwen3", "model.dtype=float32", f"model.path={policy_folder('guess')}"]
+            # Half of its guesses heed the answers from the start, so fewer steps and less entropy teach it the rest.
+            own += ["run.steps=200", "algo.entropy_coef=0.03"]
         return own
 
     return words

@@ -60,8 +60,12 @@ class Cooling(WarmStart):
 
 
 JUDGE = Cooling(steps=800, seed=0, lr=3e-3, warmup_steps=50)
-# After these steps greedy answers solve some 0.4 of the one task and 0.3 of the other, which is learnt faster.
-POLICIES = {"both": WarmStart(steps=105, seed=8), "guess": WarmStart(steps=150, seed=0)}
+# "both": greedy answers solve some 0.4 of the one task and 0.3 of the other, which is learnt faster. "guess": the policy
+# has learnt the scripted player's ways, mistakes included; after fewer steps no guess heeds the history.
+POLICIES = {
+    "both": WarmStart(steps=105, seed=8),
+    "guess": Cooling(steps=1000, seed=0, lr=3e-3, warmup_steps=50),
+}
 REV_SHARE = 0.7
 HELD_OUT_PAIRS, HELD_OUT_SLOTS = 512, 16
 RECIPE_VERSION = 1  # to be raised when a change of this file gives other models

@@ -17,6 +17,7 @@ STATUS_OF = {
     "too-few-engines": 400,
     "too-many-engines": 400,
     "no-token": 401,
+    "no-origin": 403,  # of an order that a page gives
     "unknown-host": 403,
     "unknown-id": 404,
     "unknown-route": 404,

@@ -9,9 +9,10 @@ from pathlib import Path
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from relax_core.dashboard.dashboard_app import Dashboard
-from relax_core.dashboard.page_guard import LOOPBACK_NAMES, Session
+from relax_core.dashboard.page_guard import LOOPBACK_NAMES, Guard, Session
 from relax_core.dashboard.run_reader import cache_folder
 from relax_core.gateway.gateway_settings import GatewaySettings
+from relax_core.gateway.page_orders import ADDRESS, PageOrders
 
 INDICES = "gateway"  # below the cache folder: `relax dashboard` may serve the same run with an index of its own
 _BELOW = ("/api/", "/static/")
@@ -20,8 +21,9 @@ _BELOW = ("/api/", "/static/")
 class RunPage:
     """Answers the page's addresses and passes all others on to ``routes``.
 
-    A reader exchanges the link's token for a cookie; the run's bearer token opens nothing here, and the cookie opens no
-    route of the gateway. The cookie follows from the run's token, so a gateway that was started again knows it.
+    A reader exchanges the link's token for a cookie; the run's bearer token opens nothing here. The cookie opens the
+    routes of engines below the page's own address, to the page alone (`PageOrders`), and no other route of the gateway.
+    It follows from the run's token, so a gateway that was started again knows it.
     ``tell_link`` gets each new link, which works once.
     """
 
@@ -31,6 +33,7 @@ class RunPage:
         self._routes = routes
         cookie = hashlib.blake2b(b"the page of the run", key=settings.token.encode()).hexdigest()
         session = Session(cookie)
+        names = [*LOOPBACK_NAMES, *settings.hosts]
         url = f"http://{settings.host}:{port}"
 
         def tell() -> None:
@@ -42,14 +45,16 @@ class RunPage:
             session=session,
             port=lambda: port,
             on_exchange=tell,
-            names=[*LOOPBACK_NAMES, *settings.hosts],
+            names=names,
         )
+        self._orders = Guard(PageOrders(routes, token=settings.token), session, port=lambda: port, names=names)
         tell()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request."""
         own = scope["path"] == "/" or scope["path"].startswith(_BELOW)
-        await (self._dashboard.app if own else self._routes)(scope, receive, send)
+        page = self._orders if scope["path"].startswith(f"{ADDRESS}/") else self._dashboard.app
+        await (page if own else self._routes)(scope, receive, send)
 
     def close(self) -> None:
         """Closes the index of the samples."""

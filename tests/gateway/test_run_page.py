@@ -45,6 +45,24 @@ class Reader:
         return self.ask("/api/session", data=link.partition("#token=")[2].encode())[0]
 
 
+def assert_orders(reader: Reader, *, origin: str) -> None:
+    """The page reads engines, and orders them if its cookie and its Origin say that it is the page."""
+    order = json.dumps({"num_replicas": 1, "dry_run": True}).encode()
+    given = {"data": order, "Content-Type": "application/json"}
+    route, asked = "/api/gateway/rollout/scale_out", given | {"Origin": origin}
+    assert reader.ask("/api/gateway/rollout/engines") == (200, b'{"engines":[]}')
+    status, told = reader.ask(route, **asked)
+    assert (status, json.loads(told)["type"]) == (503, "urn:relax:problem:run-starts")  # there is no controller here
+    assert reader.ask(route, **given)[0] == 403, "a form of another site names no Origin that is ours"
+    for foreign in ("http://elsewhere.example", "null", origin.replace("http:", "https:"), f"{origin}0"):
+        assert reader.ask(route, **given, Origin=foreign)[0] == 403, foreign
+    assert reader.ask(route, **asked, Host="elsewhere.example")[0] == 403
+    assert reader.ask(route, **asked, Cookie="")[0] == 401
+    assert reader.ask(route, data=b"num_replicas=1", Origin=origin)[0] == 415, "a form"
+    for elsewhere in ("/run", "/run/stop", "/openapi.json", "/rollout", "/../run", ""):
+        assert reader.ask(f"/api/gateway{elsewhere}", data=b"{}", Origin=origin)[0] == 404, elsewhere
+
+
 def test_a_link_opens_the_page_once_and_the_cookie_outlives_the_gateway(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -65,7 +83,8 @@ def test_a_link_opens_the_page_once_and_the_cookie_outlives_the_gateway(
         assert reader.exchange(first.page) == 204
         status, body = reader.ask("/api/runs")
         assert status == 200 and [one["name"] for one in json.loads(body)] == ["run"]
-        assert reader.ask("/rollout/engines")[0] == 401, "the cookie gives no orders"
+        assert reader.ask("/rollout/engines")[0] == 401, "the cookie opens the routes below the page's address alone"
+        assert_orders(reader, origin=first.url)
         assert reader.ask("/rollout/engines", Authorization=bearer)[0] == 200
 
         second = reader.address()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from pathlib import Path
 
 import pytest
 
+from tests.dashboard.browser import CHROMIUM, opened_browser
 from tests.integration.elastic_run import OVERRIDES, ElasticRun
 from tests.integration.live_run import ENGINE, LiveRun
 
@@ -30,6 +33,9 @@ def test_engines_come_and_go_and_nothing_is_lost(tmp_path: Path) -> None:
         assert rows == {"engine-0": "serving", "engine-1": "left", "engine-2": "left"}
         again = elastic.order("scale_out", {"num_replicas": 2})
         assert again["status"] == "ACTIVE" and again["engine_ids"] == ["engine-3"], again
+        if CHROMIUM is not None:
+            asyncio.run(order_on_the_page(json.loads((live.folder / "gateway.json").read_text())["page"], tmp_path))
+            assert elastic.engines() == ["engine-0", "engine-4"]
         assert elastic.ask("POST", "/run/stop")["kind"] == "stop"
         run = live.finish()
     assert run.code == 128 + 15, run.output
@@ -44,3 +50,26 @@ def test_engines_come_and_go_and_nothing_is_lost(tmp_path: Path) -> None:
     assert all(one["tokens"] >= one["samples"] for one in run.summary["engines"])
     assert run.summary["recoveries"] == [], "no change of the engines was a failure"
     assert not (run.folder / "gateway.json").exists()
+
+
+async def order_on_the_page(link: str, folder: Path) -> None:
+    """Takes one of two engines out and adds another one, with the buttons of the run's page."""
+    async with opened_browser(folder) as page:
+        await page.size(1280, 900, dark=False)
+        await page.call("Page.navigate", url=link)
+        await page.until("document.querySelectorAll('nav a').length > 5 && !location.hash.includes('token')")
+        await page.run("[...document.querySelectorAll('nav a')].find(one => one.textContent == 'Engines').click()")
+        for button, preview, end in (
+            ("fewer", "2 engines would become 1", "COMPLETED"),
+            ("more", "would become 2", "ACTIVE"),
+        ):
+            await page.until(f"document.querySelector('[aria-label=\"one engine {button}\"]')")
+            await page.run(f"document.querySelector('[aria-label=\"one engine {button}\"]').click()")
+            await page.until(f"document.querySelector('.controls[role=status]').textContent.includes('{preview}')")
+            await page.picture(folder / f"{button}.png")
+            await page.run("document.querySelector('.controls[role=status] button.main').click()")
+            newest = "[...document.querySelectorAll('table')][1]?.querySelector('tbody tr').cells[2].textContent"
+            await page.until(f"{newest} == '{end}'")
+        assert await page.hurdles() == []
+        await page.picture(folder / "engines.png")
+        assert page.errors == []

@@ -17,8 +17,6 @@ from relax_core.engines.protocol.engine_client import EngineClient
 from relax_core.preflight import settle
 from tests.integration.live_run import FinishedRun
 
-pytestmark = pytest.mark.integration
-
 TOLERANCE = 2e-5
 TOKEN = "token-of-the-test"
 

@@ -19,8 +19,6 @@ from tests.integration.conftest import STRICT
 from tests.integration.held_training import HeldTraining
 from tests.integration.live_run import DEADLINE_S, ROOT, FinishedRun, LiveRun, run_to_end
 
-pytestmark = pytest.mark.integration
-
 FROM_TOKENS = ("reward", "exact", "reward_position", "reward_length", "response_tokens", "truncated", "tokens")
 FROM_WEIGHTS = ("loss", "grad_norm", "logprob_gap_max", "algorithm/ratio")
 
@@ -94,6 +92,7 @@ def test_the_parts_of_each_step_are_the_step(strict: FinishedRun) -> None:
     assert min(split.values()) >= 0.0 and beside > 0.0
 
 
+@pytest.mark.integration
 def test_colocate_over_transfer_queue_is_the_same_run_to_the_bit(strict: FinishedRun, tmp_path: Path) -> None:
     """Neither the mode nor the bus that carries the rows changes a bit."""
     colocate = run_to_end(tmp_path / "run", *STRICT, "mode=colocate", "bus=transfer_queue")
@@ -102,6 +101,7 @@ def test_colocate_over_transfer_queue_is_the_same_run_to_the_bit(strict: Finishe
     assert_same_run(colocate, strict)
 
 
+@pytest.mark.integration
 def test_ctrl_c_then_resume_is_the_same_run_to_the_bit(strict: FinishedRun, tmp_path: Path) -> None:
     held = HeldTraining(tmp_path, updates=10)
     strict_held = (*STRICT, *held.overrides)

@@ -8,6 +8,16 @@ export async function ask(path, query = {}) {
   return response.json();
 }
 
+// Sends an order to the gateway of the run, or asks it if there is no body. null: the page is not that of a gateway.
+export async function gateway(path, body) {
+  const given = body === undefined ? {} : { method: "POST", body: JSON.stringify(body), headers: { "content-type": "application/json" } };
+  const response = await fetch(`/api/gateway/rollout/${path}`, given);
+  if (response.ok) return response.json();
+  if (response.status === 404 && body === undefined) return null;
+  const problem = await response.json();
+  throw new Error([problem.detail, problem.fix].filter(Boolean).join(": "));
+}
+
 export async function exchange(token) {
   const response = await fetch("/api/session", { method: "POST", body: token });
   if (!response.ok) throw new Error(await response.text());

@@ -2,11 +2,13 @@
 import { address, ask } from "../api.js";
 import { chart } from "../chart.js";
 import { duration, foreign, h, number } from "../dom.js";
+import { engineOrders } from "./engine_orders.js";
 
 export async function show(root, { run }) {
   const body = h("div", { class: "stack" });
   const rates = chart("Sampled tokens a second, by time since the first sample (s)");
-  root.append(h("h1", {}, "Engines"), body, rates.element);
+  const orders = engineOrders(run);
+  root.append(h("h1", {}, "Engines"), orders.element, body, rates.element);
   let left = false;
   let waiting = null;
 
@@ -30,10 +32,10 @@ export async function show(root, { run }) {
     rates.set(engines.map((one) => ({ label: one.engine, steps: one.times.map((time) => Math.round(time - start)), values: one.rates })));
   }
 
-  await refresh();
+  await Promise.all([refresh(), orders.refresh()]);
   return {
-    update() { waiting ??= setTimeout(() => { waiting = null; refresh(); }, 5000); },
-    leave() { left = true; clearTimeout(waiting); rates.leave(); },
+    update() { waiting ??= setTimeout(() => { waiting = null; refresh(); }, 5000); orders.update(); },
+    leave() { left = true; orders.leave(); clearTimeout(waiting); rates.leave(); },
   };
 }
 
