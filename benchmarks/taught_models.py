@@ -60,8 +60,8 @@ class Cooling(WarmStart):
 
 
 JUDGE = Cooling(steps=800, seed=0, lr=3e-3, warmup_steps=50)
-# "both": greedy answers solve some 0.4 of the one task and 0.3 of the other, which is learnt faster. "guess": the policy
-# has learnt the scripted player's ways, mistakes included; after fewer steps no guess heeds the history.
+# "both": greedy answers solve some 0.4 of the one task and 0.3 of the other, which is learnt faster. "guess": it plays
+# as the scripted player does, mistakes included; after fewer steps no guess heeds the history.
 POLICIES = {
     "both": WarmStart(steps=105, seed=8),
     "guess": Cooling(steps=1000, seed=0, lr=3e-3, warmup_steps=50),
