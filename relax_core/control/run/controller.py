@@ -18,6 +18,7 @@ from relax_core.roles.process.role_context import RunContext, worker_name
 if TYPE_CHECKING:  # these modules import Ray, which reads the path of its token when it is imported
     from relax_core.control.engines.autoscaler import Autoscaler
     from relax_core.control.engines.engine_changes import EngineChanges
+    from relax_core.control.engines.engine_numbers import EngineNumbers
     from relax_core.control.engines.engine_orders import EngineOrders
     from relax_core.control.health.bus_watch import BusWatch
     from relax_core.control.health.watchdog import Watchdog
@@ -62,6 +63,7 @@ class Controller:
         health: HealthManager,
         watchdog: Watchdog,
         engines: EngineChanges,
+        engine_numbers: EngineNumbers,
         orders: EngineOrders | None = None,
         autoscaler: Autoscaler | None = None,
         supervisor: SupervisorPipe,
@@ -75,6 +77,7 @@ class Controller:
         self._health = health
         self._watchdog = watchdog
         self._engines = engines
+        self._engine_numbers = engine_numbers
         self._orders = orders
         self._autoscaler = autoscaler
         self._supervisor = supervisor
@@ -120,6 +123,7 @@ class Controller:
     def _tick_engines(self, *, stopping: bool) -> None:
         """Moves the engines that come and go on, and the orders for them."""
         self._engines.tick(self._health.beats, ended=self._health.ended)
+        self._engine_numbers.tick(self._health.beats, step=self._step)
         if self._orders is not None:
             trained = self._step > self._context.start_step
             self._orders.tick(self._health.beats, step=self._step, trained=trained, stopping=stopping)

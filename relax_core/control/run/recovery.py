@@ -23,6 +23,7 @@ from relax_core.config.checks.modality_keys import media_kinds
 from relax_core.contracts.bus import BusLost, BusTimeout
 from relax_core.control.engines.autoscaler import Autoscaler
 from relax_core.control.engines.engine_changes import EngineChanges
+from relax_core.control.engines.engine_numbers import EngineNumbers
 from relax_core.control.engines.engine_orders import EngineOrders
 from relax_core.control.engines.engine_probe import EngineProbe
 from relax_core.control.engines.engine_set import EngineSet
@@ -184,7 +185,6 @@ def _engine_orders(context: RunContext, changes: EngineChanges, parts: RunParts)
         kind=config.engine.name,
         steps=config.run.steps,
         stop=parts.supervisor.order_stop,
-        record=partial(parts.metrics.record, ENGINE),
     )
 
 
@@ -221,6 +221,11 @@ def _run_once(context: RunContext, point: ResumePoint | None, parts: RunParts, *
                 health=HealthManager(services, parts.recoveries, heartbeat_timeout_s=settings.heartbeat_timeout_s),
                 watchdog=Watchdog(context, services),
                 engines=changes,
+                engine_numbers=EngineNumbers(
+                    parts.engines,
+                    record=partial(parts.metrics.record, ENGINE),
+                    add_decoding=parts.view.stragglers.add_decoding,
+                ),
                 orders=_engine_orders(context, changes, parts),
                 autoscaler=_autoscaler(context, parts),
                 supervisor=parts.supervisor,

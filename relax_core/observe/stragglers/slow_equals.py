@@ -88,8 +88,7 @@ def compared_work(steps: Sequence[Mapping[str, Work]]) -> dict[str, Compared]:
     work. The steps that took a process longest and shortest are left out of its mean, so that one pause does not count.
     """
     names = sorted(set.intersection(*(set(step) for step in steps))) if steps else []
-    means = {name: _mean_work([step[name] for step in steps]) for name in names}
-    means = {name: mean for name, mean in means.items() if mean is not None}
+    means = {name: mean for name in names if (mean := _mean_work([step[name] for step in steps])) is not None}
     return {name: _beside(name, means) for name in means} if len(means) > 1 else {}
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from statistics import fmean, median
 from typing import Any, Literal
 
 import msgspec
 
-from relax_core.observe.service.records import TextCell
+from relax_core.observe.service.records import TextCell, TextRecord
 from relax_core.observe.stragglers.slow_equals import Streak
 
 STRAGGLER = "straggler"  # source of the numbers, and kind of the texts
@@ -65,9 +65,14 @@ def straggler_words(one: Straggler) -> str:
     cpu = "" if one.cpu_slower is None else f"; its processor time is {one.cpu_slower:+.0%}"
     was = "was" if one.ended else "is"
     return (
-        f"{one.who} {was} slow: {one.slower:.0%} and {one.excess_ms:.0f} ms a train step beyond {median_of}, most of it "
-        f"in {one.part}, in train steps {one.from_step} to {one.to_step}{cpu}"
+        f"{one.who} {was} slow: {one.slower:.0%} and {one.excess_ms:.0f} ms a train step beyond {median_of}, "
+        f"most of it in {one.part}, in train steps {one.from_step} to {one.to_step}{cpu}"
     )
+
+
+def straggler_brief(one: Straggler) -> str:
+    """Returns a few words about a straggler of now, for a line of the panel."""
+    return f"{one.who} +{one.slower:.0%} in {one.part}"
 
 
 def straggler_numbers(one: Straggler) -> dict[str, float]:
@@ -85,3 +90,13 @@ def straggler_of_row(row: Mapping[str, Any]) -> Straggler:
     """Returns the straggler of a row that `straggler_row` made. Raises msgspec.ValidationError for another row."""
     known = {name: value for name, value in row.items() if name != "words"}
     return msgspec.convert({**known, "compared_with": str(row.get("compared_with", "")).split()}, Straggler)
+
+
+def told_stragglers(texts: Iterable[TextRecord]) -> list[Straggler]:
+    """Returns the stragglers of texts, each once with what was told of it last, in the order of their first text."""
+    found: dict[tuple[str, int], Straggler] = {}
+    for text in texts:
+        if text.kind == STRAGGLER:
+            for one in map(straggler_of_row, text.rows):
+                found[one.who, one.from_step] = one
+    return list(found.values())

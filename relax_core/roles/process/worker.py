@@ -47,8 +47,10 @@ class Wait:
 class EngineReport:
     """Is what an engine's owner tells of its engine: the address, and the version of the weights, -1 without any.
 
-    ``running`` and ``waiting`` are samples, and ``tokens_per_s`` tokens that it samples. The three are None while
-    nobody asked for them, and the last one where the engine does not count its tokens.
+    ``running`` and ``waiting`` are samples, and ``tokens_per_s`` tokens that it samples. The three are None before it
+    was asked for them, and the last one where the engine does not count its tokens. ``decode_times`` has for each
+    number of samples how many decode steps there were since the engine's start, and their seconds; it is empty where
+    the engine does not count them.
     """
 
     url: str
@@ -56,6 +58,7 @@ class EngineReport:
     running: int | None = None
     waiting: int | None = None
     tokens_per_s: float | None = None
+    decode_times: tuple[tuple[int, int, float], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

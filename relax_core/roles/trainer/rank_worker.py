@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from relax_core.contracts.engine import WeightManifest
+from relax_core.contracts.train import RankTimes
 from relax_core.roles.process.discovery import discover_bus
 from relax_core.roles.process.failure import RankLost, failure_line, is_broken_collective, what_was_lost
 from relax_core.roles.process.output_log import keep_output
@@ -207,6 +208,12 @@ class ActorRank(RankWorker):
         with self._busy("accumulate"):
             backend = self._backend
             backend.accumulate(self._rank_groups.trees(step, parts))
+
+    def finish_step(self) -> RankTimes:
+        """Ends the update and returns the times of this rank."""
+        with self._busy("finish_step"):
+            self._backend.finish_step()
+            return self._backend.times
 
 
 class ActorFwdRank(RankWorker):

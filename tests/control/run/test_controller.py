@@ -60,6 +60,7 @@ def controller(health: Any, folder: Path) -> Controller:
         health=health,
         watchdog=nothing,
         engines=nothing,
+        engine_numbers=nothing,
         supervisor=nothing,
     )
 

@@ -151,9 +151,7 @@ def test_engines_with_other_batches_of_the_same_speed_are_equal(
 
 
 @given(times=sizes.filter(bool), slower=st.floats(min_value=0.0, max_value=3.0))
-def test_one_slow_engine_of_three_is_named_by_both_limits(
-    times: dict[int, tuple[int, float]], slower: float
-) -> None:
+def test_one_slow_engine_of_three_is_named_by_both_limits(times: dict[int, tuple[int, float]], slower: float) -> None:
     whole_ms = 1e3 * sum(seconds for _, seconds in times.values()) / 10
     assume(abs(slower - MOST_SLOWER) > 1e-6 and abs(slower * whole_ms - MOST_EXCESS_MS) > 1e-6)
     slow = {size: (count, (1.0 + slower) * seconds) for size, (count, seconds) in times.items()}
