@@ -1,4 +1,4 @@
-"""Compares the ranks and engines of a run that goes on, window by window, and tells who becomes slow and who ends it."""
+"""Compares the ranks and engines of a run that goes on, window by window, and tells who becomes slow."""
 
 from __future__ import annotations
 
