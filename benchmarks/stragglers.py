@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import shutil
 import signal
 import sys
 import tempfile
@@ -25,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from relax_core.observe.service.records import ACTOR, RANK, by_step
-from relax_core.observe.service.sinks import read_metrics, read_texts
+from relax_core.observe.service.sinks import METRICS_FILE, read_metrics, read_texts
 from relax_core.observe.stragglers.straggler_records import STRAGGLER, Straggler, straggler_words, told_stragglers
 from tests.integration.live_run import ENGINE, LiveRun
 
@@ -40,7 +41,9 @@ OVERRIDES = (
     "rollout.prompts_per_step=48",
     "algo.group_size=16",
 )
-PERIOD_S = 0.02  # of standing still and working in turns
+# Of standing still and working in turns. On cores that more processes want, a process that stood still for some ms gets
+# the next ms of a core instead, and would lose nothing.
+PERIOD_S = 0.25
 EARLIEST, LATEST = 20, 60  # train steps between which the slowing begins
 WITHIN = 60  # train steps within which it must be named
 MORE_STEPS = 100  # a run that names nobody is ended after so many steps behind the beginning
@@ -127,7 +130,7 @@ def run_case(kind: str, given: argparse.Namespace, *, seed: int) -> Case:
     with tempfile.TemporaryDirectory() as folder, LiveRun(Path(folder) / "run", *OVERRIDES, *settings) as live:
         if not who:
             _wait_step(live, given.steps)
-            return _ended(live, who="", began=0, named_at=None)
+            return _ended(live, given, who="", began=0, named_at=None)
         _wait_step(live, start)
         pid, began = process_of(live, who), step_of(live.folder)
         with Slowed(pid, share=given.share):
@@ -136,7 +139,7 @@ def run_case(kind: str, given: argparse.Namespace, *, seed: int) -> Case:
                 time.sleep(LOOK_S)
                 records = [one for one in read_metrics(live.folder) if one.source == STRAGGLER]
                 named_at = next((one.step for one in records if f"{who}/slower" in one.values), None)
-        return _ended(live, who=who, began=began, named_at=named_at)
+        return _ended(live, given, who=who, began=began, named_at=named_at)
 
 
 def _wait_step(live: LiveRun, step: int) -> None:
@@ -148,12 +151,15 @@ def _slept(seconds: float) -> bool:
     return True
 
 
-def _ended(live: LiveRun, *, who: str, began: int, named_at: int | None) -> Case:
+def _ended(live: LiveRun, given: argparse.Namespace, *, who: str, began: int, named_at: int | None) -> Case:
     live.terminate()
     done = live.finish()
     told = told_stragglers(read_texts(done.folder))
     assert len(done.summary["stragglers"]) == len(told), "summary.json has them, too"
     _print_times(done.folder)
+    if given.keep is not None:
+        given.keep.mkdir(parents=True, exist_ok=True)
+        shutil.copy(done.folder / METRICS_FILE, given.keep / f"{who or UNDISTURBED}-{began}-{time.time():.0f}.jsonl")
     return Case(who=who, began=began, named_after=None if named_at is None else named_at - began, told=told)
 
 
@@ -182,6 +188,7 @@ def main() -> int:
     parser.add_argument("--share", type=float, default=0.3, help="share of the time that the slowed one stands still")
     parser.add_argument("--steps", type=int, default=150, help="train steps of an undisturbed run")
     parser.add_argument("--seed", type=int, default=0, help="of the first run")
+    parser.add_argument("--keep", type=Path, help="folder in which the metrics.jsonl of each run is kept")
     parser.add_argument("overrides", nargs="*", help="key=value of the runs")
     given = parser.parse_args()
     missed = 0

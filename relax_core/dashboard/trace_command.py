@@ -1,7 +1,8 @@
 """`relax trace RUN [--steps A:B] [--out FILE]` writes what a run did over time as a trace in Chrome's JSON format.
 
 ui.perfetto.dev and chrome://tracing open it. The lanes are the trainer with the parts of its steps, each of its ranks,
-each rollout worker, each engine, the pushes of weights and the evaluations. It is made of the run's metrics.jsonl, so it costs the run nothing.
+each rollout worker, each engine, the pushes of weights and the evaluations. It is made of the run's metrics.jsonl, so
+it costs the run nothing.
 """
 
 from __future__ import annotations

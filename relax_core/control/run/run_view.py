@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from relax_core.contracts.bus import BusProgress
+from relax_core.observe.process_usage import ProcessUsage
 from relax_core.observe.samples.newest_samples import NewestSamples
 from relax_core.observe.service.metrics_actor import MetricsClient, MetricsUnavailable
 from relax_core.observe.service.metrics_service import MetricsHealth
@@ -112,6 +113,10 @@ class RunView:
                 stragglers=[straggler_brief(one) for one in self.stragglers.present()],
             )
         )
+
+    def metrics_usage(self) -> ProcessUsage | None:
+        """Returns what the process of the metrics service used, by its newest answer."""
+        return self._health.usage
 
     def told_stragglers(self) -> list[dict[str, Any]]:
         """Returns the stragglers of the run as summary.json has them."""

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Literal
 
 from relax_core.contracts.bus import BusClosed
+from relax_core.observe.process_usage import ProcessUsage, UsageMeter
 from relax_core.roles.process.failure import Lost, failure_line, what_was_lost
 from relax_core.roles.process.output_log import keep_output
 from relax_core.roles.process.process_placement import on_this_node
@@ -70,7 +71,7 @@ class WorkerStatus:
     where ``pid`` is valid. ``child_pids`` are processes that it owns; ``restarts`` counts how often such a process
     restarted, and ``last_restart`` says how it had ended. ``waits`` are the worker's waits, the oldest first.
     ``progress`` grows while the worker does long work of its own that the run waits for. ``engine`` is the engine of an
-    owner of one that is up.
+    owner of one that is up. ``usage`` is what its process and its children use, None before it is measured.
     """
 
     name: str
@@ -87,6 +88,7 @@ class WorkerStatus:
     waits: tuple[Wait, ...] = ()
     progress: int = 0
     engine: EngineReport | None = None
+    usage: ProcessUsage | None = None
 
 
 @functools.cache
@@ -121,6 +123,7 @@ class Worker(ABC):
         self.restarts = 0
         self.last_restart = ""
         self.child_pids: tuple[int, ...] = ()
+        self._usage = UsageMeter()
         self._stopping = threading.Event()
         if name.rpartition("-")[0] in RUN_PLUGINS:
             keep_output(context.log_dir / f"{name}.log")
@@ -163,6 +166,7 @@ class Worker(ABC):
             child_pids=self.child_pids,
             waits=tuple(sorted(self._waits.copy().values(), key=lambda wait: wait.since)),
             progress=self._progress,
+            usage=self._usage.newest(self.child_pids),
         )
 
     @contextmanager

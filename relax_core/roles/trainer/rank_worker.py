@@ -15,6 +15,7 @@ import ray
 
 from relax_core.contracts.engine import WeightManifest
 from relax_core.contracts.train import RankTimes
+from relax_core.observe.process_usage import UsageMeter
 from relax_core.roles.process.discovery import discover_bus
 from relax_core.roles.process.failure import RankLost, failure_line, is_broken_collective, what_was_lost
 from relax_core.roles.process.output_log import keep_output
@@ -50,6 +51,7 @@ class RankWorker:
         self.warm_up()
         self._name, self._context, self._rank = name, on_this_node(context), rank
         self._taken = False
+        self._usage = UsageMeter()
         self._built: MegatronBackend | None = None
         self._failure: BaseException | None = None  # the first failure of this rank's own
         self._failed_at = 0.0
@@ -125,6 +127,7 @@ class RankWorker:
             error=None,
             host=process_host(),
             waits=self._waits_of(idle),
+            usage=self._usage.newest(),
         )
 
     def _waits_of(self, idle: Wait) -> tuple[Wait, ...]:

@@ -49,6 +49,7 @@ def controller(health: Any, folder: Path) -> Controller:
         error=lambda: None,
         moved=lambda: None,
         check=lambda *beats, step: None,
+        report=lambda beats, step: "",
     )
     return Controller(
         context,
@@ -61,6 +62,7 @@ def controller(health: Any, folder: Path) -> Controller:
         watchdog=nothing,
         engines=nothing,
         engine_numbers=nothing,
+        process_numbers=nothing,
         supervisor=nothing,
     )
 
