@@ -210,6 +210,13 @@ class RunSeries:
             steps, values = np.array(points.steps), np.array(points.values)
         return thinned(steps, values, most=most)
 
+    def newest(self, tag: str) -> float | None:
+        """Returns the newest value of a tag; None if there is none, or if it is not finite."""
+        with self._lock:
+            points = self._points.get(tag)
+            value = points.values[-1] if points is not None and points.values else np.nan
+        return float(value) if np.isfinite(value) else None
+
     @property
     def steps_done(self) -> int:
         """Returns the number of train steps that are done."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 
-from relax_core.observe.service.records import RANK, MetricRecord, is_resume
+from relax_core.observe.service.records import RANK, ROLLOUT, MetricRecord, is_resume
 from relax_core.observe.stragglers.slow_equals import (
     WINDOW_STEPS,
     Compared,
@@ -19,11 +20,14 @@ from relax_core.observe.stragglers.slow_equals import (
 )
 from relax_core.observe.stragglers.straggler_records import Kind, Straggler, straggler_of
 
+REWARD_WORKER = re.compile(r"reward_worker/(\d+)/answers")
 OWN_PARTS = ("pack", "forward", "sums", "backward")  # parts of a rank's step in which it waits for no other replica
 
 
 class StragglerWatch:
-    """Names stragglers among the trainer's ranks and among the engines; one thread uses it.
+    """Names stragglers among the trainer's ranks, the engines and each rollout worker's reward workers.
+
+    One thread uses it.
 
     Each of ``equal_ranks`` lists workers that do the same work, which are those at the same place in every dimension
     but data parallel. ``earlier`` are the stragglers of the run before this process began. Records that were made
@@ -40,8 +44,11 @@ class StragglerWatch:
         self._equal_ranks = [list(names) for names in equal_ranks if len(names) > 1]
         self._began_s = time.time() if began_s is None else began_s
         self._steps: list[tuple[int, dict[str, Work]]] = []  # the train steps of the window of the ranks
+        self._batches: dict[
+            int, list[tuple[int, dict[str, Work]]]
+        ] = {}  # by rollout worker: those of its reward workers
         self._decoding: tuple[int, Mapping[str, DecodeTimes]] | None = None  # at the start of the engines' window
-        self._streaks: dict[Kind, dict[str, Streak]] = {"rank": {}, "engine": {}}
+        self._streaks: dict[Kind, dict[str, Streak]] = {"rank": {}, "engine": {}, "reward worker": {}}
         self._over = list(earlier)
         self._news: list[Straggler] = []
 
@@ -51,9 +58,11 @@ class StragglerWatch:
             if record.time_s < self._began_s:
                 continue
             if is_resume(record):
-                self._steps, self._decoding = [], None
+                self._steps, self._decoding, self._batches = [], None, {}
             elif record.source == RANK and self._equal_ranks:
                 self._add_step(record)
+            elif record.source == ROLLOUT:
+                self._add_batch(record)
 
     def add_decoding(self, step: int, engines: Mapping[str, DecodeTimes]) -> None:
         """Takes the decode times of each engine since its start, after so many train steps."""
@@ -106,6 +115,26 @@ class StragglerWatch:
         for equals in self._equal_ranks:
             compared |= compared_work([{name: work[name] for name in equals if name in work} for _, work in steps])
         self._advance("rank", compared, from_step=steps[0][0], to_step=steps[-1][0])
+
+    def _add_batch(self, record: MetricRecord) -> None:
+        """Takes the times of the reward workers of one rollout worker for a prompt batch."""
+        rollout = int(record.values.get("worker", 0))
+        answers = {found[1]: value for key, value in record.values.items() if (found := REWARD_WORKER.fullmatch(key))}
+        if len(answers) < 2:
+            return
+        batches = self._batches.setdefault(rollout, [])
+        work = {
+            f"reward-worker-{rollout}.{worker}": Work(
+                wall_ms={"score": count * record.values[f"reward_worker/{worker}/ms_p50"]}, amount=count
+            )
+            for worker, count in answers.items()
+        }
+        batches.append((record.step, work))
+        if len(batches) == WINDOW_STEPS:
+            del self._batches[rollout]
+            steps = [step for step, _ in batches]
+            window = compared_work([work for _, work in batches])
+            self._advance("reward worker", window, from_step=min(steps), to_step=max(steps))
 
     def _advance(
         self,

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from relax_core.observe.service.metrics_service import MetricsService
-from relax_core.observe.service.records import RANK, RESUMED, RUN, MetricRecord
+from relax_core.observe.service.records import RANK, RESUMED, ROLLOUT, RUN, MetricRecord
 from relax_core.observe.service.sinks import JsonlSink, read_texts
 from relax_core.observe.stragglers.slow_equals import WINDOW_STEPS, WINDOWS
 from relax_core.observe.stragglers.straggler_records import (
@@ -73,6 +73,24 @@ def test_records_of_an_earlier_process_do_not_count_and_a_resume_begins_a_window
     watch.add_records([step_record(step, time_s=201.0) for step in range(50, 60)])
     watch.add_records([resumed, *(step_record(step, slow="actor-1", time_s=202.0) for step in range(40, 85))])
     assert [(one.who, one.from_step, one.to_step) for one in watch.present()] == [("actor-1", 40, 84)]
+
+
+def batch_record(step: int, *, slow_ms: float, worker: float = 0.0) -> MetricRecord:
+    """The record of a prompt batch whose answers three reward workers scored; the third one took so long for each."""
+    times = {0: 4.0, 1: 4.2, 2: slow_ms}
+    values = {f"reward_worker/{number}/ms_p50": ms for number, ms in times.items()}
+    values |= {f"reward_worker/{number}/answers": 10.0 + number for number in times}
+    return MetricRecord(source=ROLLOUT, step=step, time_s=100.0, values={**values, "worker": worker})
+
+
+def test_a_slow_reward_worker_is_named_beside_those_of_its_own_rollout_worker() -> None:
+    watch = StragglerWatch([RANKS], began_s=0.0)
+    for step in range(WINDOWS * WINDOW_STEPS):
+        watch.add_records([batch_record(step, slow_ms=4.1), batch_record(step, slow_ms=6.0, worker=1.0)])
+    (one,) = watch.take()
+    assert (one.kind, one.who, one.part) == ("reward worker", "reward-worker-1.2", "score")
+    assert one.compared_with == ("reward-worker-1.0", "reward-worker-1.1")
+    assert one.slower == pytest.approx(6.0 / 4.1 - 1.0, abs=1e-3) and one.excess_ms == pytest.approx(12 * 1.9, abs=0.01)
 
 
 # -- engines ----------------------------------------------------------------------------------------------------------
