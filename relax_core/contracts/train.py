@@ -38,12 +38,16 @@ class StepMetrics:
     rows: int = 0
 
 
+OWN_PARTS = ("pack", "forward", "sums", "backward")  # parts of a rank's update without a wait for other replicas
+
+
 @dataclass(frozen=True, kw_only=True)
 class RankTimes:
     """Holds when one rank worked on a train step, and how long the parts of its work took.
 
     ``began_s`` and ``ended_s`` are Unix times in seconds. ``wall_ms`` and ``cpu_ms`` map a part to milliseconds of wall
-    time and of processor time of the rank's main thread. ``rows`` counts the token rows of its passes.
+    time and of processor time of the rank's main thread. ``core_wait_ms`` is the time in `OWN_PARTS` in which that
+    thread was ready to run and got no core. ``rows`` counts the token rows of its passes.
     """
 
     began_s: float
@@ -51,6 +55,7 @@ class RankTimes:
     wall_ms: dict[str, float]
     cpu_ms: dict[str, float]
     rows: int
+    core_wait_ms: float = 0.0
 
 
 class TrainBackend(Protocol):

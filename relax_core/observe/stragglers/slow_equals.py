@@ -16,6 +16,7 @@ MOST_SLOWER = 0.10  # the share beyond the others' median up to which nobody is 
 MOST_EXCESS_MS = 5.0  # milliseconds a train step beyond the others' median up to which nobody is slow
 TRIMMED = 2  # steps of a window that are left out at either end, because a single pause is no lasting slowness
 MOST_WINDOWS = 100  # windows of a process that are kept, the newest; a run may be slow for days
+CROWDED = 0.05  # the share of their time that the others wait for a core, from which on such waits do not count
 LEAST_COVERED = 0.5  # the share of an engine's decode time for which others have decoded batches of the same size
 
 Times = Mapping[str, float]  # a part of the work → milliseconds
@@ -26,13 +27,38 @@ DecodeTimes = Mapping[int, tuple[int, float]]  # samples of a decode step → ho
 class Work:
     """Is the own work of one process in one train step.
 
-    ``wall_ms`` has the wall time of each part, and ``cpu_ms`` the processor time. ``amount`` says how much work it was,
-    such as token rows, in a unit that is the same for all equals.
+    ``wall_ms`` has the wall time of each part, and ``cpu_ms`` the processor time. ``core_wait_ms`` is how much of the
+    wall time it was ready to run and got no core. ``amount`` says how much work it was, such as token rows, in a unit
+    that is the same for all equals.
     """
 
     wall_ms: Times
     cpu_ms: Times = field(default_factory=dict)
+    core_wait_ms: float = 0.0
     amount: float = 1.0
+
+    @property
+    def whole_ms(self) -> float:
+        """Returns the wall time of all parts."""
+        return sum(self.wall_ms.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineDecoding:
+    """Is what one engine has decoded since its start or in a window.
+
+    ``busy_s`` is the wall time of prefills and decode steps, and ``core_wait_s`` how much of it the engine was ready to
+    run and got no core.
+    """
+
+    times: DecodeTimes
+    busy_s: float = 0.0
+    core_wait_s: float = 0.0
+
+    @property
+    def waiting_share(self) -> float:
+        """Returns the share of the time in which it waited for a core."""
+        return min(1.0, self.core_wait_s / self.busy_s) if self.busy_s > 0 else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,34 +110,41 @@ class Streak:
 def compared_work(steps: Sequence[Mapping[str, Work]]) -> dict[str, Compared]:
     """Returns each process beside its equals over the steps of a window, each step a mapping of process → its work.
 
-    A process that is not in all of the steps is left out, and so is everything if fewer than two remain or some did no
-    work. The steps that took a process longest and shortest are left out of its mean, so that one pause does not count.
+    A process that is not in all of the steps, or did no work in one, is left out; one that remains alone is compared
+    with nobody. The steps that took a process longest and shortest are left out of its mean, so that one pause does not
+    count. Where the others wait for cores, too, there are more processes than cores, and how the kernel shares them out
+    is chance: then nobody's wait for a core counts. Where they do not, it counts as time of the process.
     """
     names = sorted(set.intersection(*(set(step) for step in steps))) if steps else []
     means = {name: mean for name in names if (mean := _mean_work([step[name] for step in steps])) is not None}
     return {name: _beside(name, means) for name in means} if len(means) > 1 else {}
 
 
-def compared_decoding(engines: Mapping[str, DecodeTimes], *, steps: int) -> dict[str, Compared]:
+def compared_decoding(engines: Mapping[str, EngineDecoding], *, steps: int) -> dict[str, Compared]:
     """Returns each engine beside the others over the decode steps of a window of ``steps`` train steps.
 
     An idle engine does not count: the time of a decode step is compared with what the others took for a step with as
-    many samples. An engine is left out if the others decoded too few batches of its sizes.
+    many samples. An engine is left out if the others decoded too few batches of its sizes. Waits for a core count as
+    in `compared_work`.
     """
     found = {}
     for name, own in engines.items():
         covered_s = expected_s = 0.0
         others: set[str] = set()
-        for size, (count, seconds) in own.items():
+        waiting = [one.waiting_share for other, one in engines.items() if other != name]
+        crowded = bool(waiting) and median(waiting) >= CROWDED
+        worked = {other: 1.0 - one.waiting_share if crowded else 1.0 for other, one in engines.items()}
+        for size, (count, seconds) in own.times.items():
             known = {
-                other: times[size][1] / times[size][0]
-                for other, times in engines.items()
-                if other != name and times.get(size, (0, 0.0))[0]
+                other: worked[other] * one.times[size][1] / one.times[size][0]
+                for other, one in engines.items()
+                if other != name and one.times.get(size, (0, 0.0))[0]
             }
             if known and count:
-                covered_s, expected_s = covered_s + seconds, expected_s + count * median(known.values())
+                covered_s += worked[name] * seconds
+                expected_s += count * median(known.values())
                 others |= known.keys()
-        whole_s = sum(seconds for _, seconds in own.values())
+        whole_s = worked[name] * sum(seconds for _, seconds in own.times.values())
         if expected_s > 0.0 and covered_s >= LEAST_COVERED * whole_s:
             found[name] = Compared(
                 own_ms=1e3 * covered_s / steps,
@@ -126,13 +159,14 @@ def _mean_work(steps: Sequence[Work]) -> Work | None:
     """Returns the mean a unit of work over the steps, without the slowest and the fastest ones; None without work."""
     if any(step.amount <= 0 for step in steps):
         return None
-    order = sorted(steps, key=lambda step: sum(step.wall_ms.values()) / step.amount)
+    order = sorted(steps, key=lambda step: step.whole_ms / step.amount)
     kept = order[TRIMMED:-TRIMMED] if len(order) > 2 * TRIMMED else order
     parts = dict.fromkeys(part for step in kept for part in step.wall_ms)
     cpu = dict.fromkeys(part for step in kept for part in step.cpu_ms)
     return Work(
         wall_ms={part: fmean(step.wall_ms.get(part, 0.0) / step.amount for step in kept) for part in parts},
         cpu_ms={part: fmean(step.cpu_ms.get(part, 0.0) / step.amount for step in kept) for part in cpu},
+        core_wait_ms=fmean(step.core_wait_ms / step.amount for step in kept),
         amount=fmean(step.amount for step in kept),
     )
 
@@ -149,9 +183,14 @@ def _beside(name: str, means: Mapping[str, Work]) -> Compared:
         sum(own.cpu_ms.values()),
         median(sum(mean.cpu_ms.values()) for mean in others.values()),
     )
+    crowded = median(mean.core_wait_ms / mean.whole_ms if mean.whole_ms else 0.0 for mean in others.values()) >= CROWDED
+
+    def worked_ms(mean: Work) -> float:
+        return mean.whole_ms - mean.core_wait_ms if crowded else mean.whole_ms
+
     return Compared(
-        own_ms=own.amount * sum(own.wall_ms.values()),
-        others_ms=own.amount * median(sum(mean.wall_ms.values()) for mean in others.values()),
+        own_ms=own.amount * worked_ms(own),
+        others_ms=own.amount * median(worked_ms(mean) for mean in others.values()),
         part=max(sorted(excess), key=lambda part: excess[part], default=""),
         others=tuple(sorted(others)),
         cpu_slower=own_cpu / others_cpu - 1.0 if own_cpu and others_cpu else None,

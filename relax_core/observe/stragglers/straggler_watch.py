@@ -6,11 +6,12 @@ import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 
+from relax_core.contracts.train import OWN_PARTS
 from relax_core.observe.service.records import RANK, ROLLOUT, MetricRecord, is_resume
 from relax_core.observe.stragglers.slow_equals import (
     WINDOW_STEPS,
     Compared,
-    DecodeTimes,
+    EngineDecoding,
     Streak,
     Work,
     advanced,
@@ -21,7 +22,6 @@ from relax_core.observe.stragglers.slow_equals import (
 from relax_core.observe.stragglers.straggler_records import Kind, Straggler, straggler_of
 
 REWARD_WORKER = re.compile(r"reward_worker/(\d+)/answers")
-OWN_PARTS = ("pack", "forward", "sums", "backward")  # parts of a rank's step in which it waits for no other replica
 
 
 class StragglerWatch:
@@ -47,7 +47,7 @@ class StragglerWatch:
         self._batches: dict[
             int, list[tuple[int, dict[str, Work]]]
         ] = {}  # by rollout worker: those of its reward workers
-        self._decoding: tuple[int, Mapping[str, DecodeTimes]] | None = None  # at the start of the engines' window
+        self._decoding: tuple[int, Mapping[str, EngineDecoding]] | None = None  # at the start of the engines' window
         self._streaks: dict[Kind, dict[str, Streak]] = {"rank": {}, "engine": {}, "reward worker": {}}
         self._over = list(earlier)
         self._news: list[Straggler] = []
@@ -64,8 +64,8 @@ class StragglerWatch:
             elif record.source == ROLLOUT:
                 self._add_batch(record)
 
-    def add_decoding(self, step: int, engines: Mapping[str, DecodeTimes]) -> None:
-        """Takes the decode times of each engine since its start, after so many train steps."""
+    def add_decoding(self, step: int, engines: Mapping[str, EngineDecoding]) -> None:
+        """Takes what each engine has decoded since its start, after so many train steps."""
         before = self._decoding
         if before is None or step < before[0]:
             self._decoding = step, dict(engines)
@@ -163,16 +163,21 @@ def _work(values: Mapping[str, float], name: str) -> Work:
         {part: values[key] for part in OWN_PARTS if (key := f"{name}/{prefix}{part}_ms") in values}
         for prefix in ("", "cpu/")
     )
-    return Work(wall_ms=wall, cpu_ms=cpu, amount=values[f"{name}/rows"])
+    wait_ms = values.get(f"{name}/core_wait_ms", 0.0)
+    return Work(wall_ms=wall, cpu_ms=cpu, core_wait_ms=wait_ms, amount=values[f"{name}/rows"])
 
 
-def _since(before: DecodeTimes | None, now: DecodeTimes) -> DecodeTimes | None:
-    """Returns the decode steps since ``before``; None for an engine that is new or was started again."""
-    if before is None or any(now.get(size, (0, 0.0))[0] < count for size, (count, _) in before.items()):
+def _since(before: EngineDecoding | None, now: EngineDecoding) -> EngineDecoding | None:
+    """Returns what was decoded since ``before``; None for an engine that is new or was started again."""
+    if before is None or any(now.times.get(size, (0, 0.0))[0] < count for size, (count, _) in before.times.items()):
         return None
-    earlier = {size: before.get(size, (0, 0.0)) for size in now}
-    return {
-        size: (count - earlier[size][0], seconds - earlier[size][1])
-        for size, (count, seconds) in now.items()
-        if count > earlier[size][0]
-    }
+    earlier = {size: before.times.get(size, (0, 0.0)) for size in now.times}
+    return EngineDecoding(
+        times={
+            size: (count - earlier[size][0], seconds - earlier[size][1])
+            for size, (count, seconds) in now.times.items()
+            if count > earlier[size][0]
+        },
+        busy_s=now.busy_s - before.busy_s,
+        core_wait_s=now.core_wait_s - before.core_wait_s,
+    )

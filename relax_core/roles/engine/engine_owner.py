@@ -95,6 +95,7 @@ class LoadMeter:
             self._tokens = now, int(count)
         if "decode_times" in load:
             found["decode_times"] = tuple((int(size), int(steps), float(s)) for size, steps, s in load["decode_times"])
+            found |= {name: float(load[name]) for name in ("busy_s", "core_wait_s")}
         self.newest = found
 
 

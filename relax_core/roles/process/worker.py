@@ -51,7 +51,8 @@ class EngineReport:
     ``running`` and ``waiting`` are samples, and ``tokens_per_s`` tokens that it samples. The three are None before it
     was asked for them, and the last one where the engine does not count its tokens. ``decode_times`` has for each
     number of samples how many decode steps there were since the engine's start, and their seconds; it is empty where
-    the engine does not count them.
+    the engine does not count them. ``busy_s`` is its time of prefill and decoding since then, and ``core_wait_s`` that
+    in which it was ready to run and got no core.
     """
 
     url: str
@@ -60,6 +61,8 @@ class EngineReport:
     waiting: int | None = None
     tokens_per_s: float | None = None
     decode_times: tuple[tuple[int, int, float], ...] = ()
+    busy_s: float = 0.0
+    core_wait_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

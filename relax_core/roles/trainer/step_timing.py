@@ -70,6 +70,7 @@ def rank_values(ranks: Sequence[RankTimes], *, now_s: float) -> dict[str, float]
         name = worker_name("actor", rank)
         values[f"{name}/step_ms"] = 1e3 * (times.ended_s - times.began_s)
         values[f"{name}/lag_ms"] = 1e3 * (now_s - times.ended_s)
+        values[f"{name}/core_wait_ms"] = times.core_wait_ms
         values[f"{name}/rows"] = float(times.rows)
         values |= {f"{name}/{part}_ms": ms for part, ms in times.wall_ms.items()}
         values |= {f"{name}/cpu/{part}_ms": ms for part, ms in times.cpu_ms.items()}

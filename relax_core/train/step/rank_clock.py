@@ -6,7 +6,8 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from relax_core.contracts.train import RankTimes
+from relax_core.contracts.core_wait import core_wait_s
+from relax_core.contracts.train import OWN_PARTS, RankTimes
 
 
 class RankClock:
@@ -15,16 +16,21 @@ class RankClock:
     def __init__(self) -> None:
         self._began_s = time.time()
         self._rows = 0
+        self._core_wait_ms = 0.0
         self.wall_ms: dict[str, float] = {}
         self.cpu_ms: dict[str, float] = {}
 
     @contextmanager
     def timed(self, part: str) -> Iterator[None]:
         """Adds the block's time in milliseconds to ``part``."""
+        own = part in OWN_PARTS
+        wait_s = core_wait_s() if own else 0.0
         wall_s, cpu_s = time.perf_counter(), time.thread_time()
         yield
         self.wall_ms[part] = self.wall_ms.get(part, 0.0) + 1e3 * (time.perf_counter() - wall_s)
         self.cpu_ms[part] = self.cpu_ms.get(part, 0.0) + 1e3 * (time.thread_time() - cpu_s)
+        if own:
+            self._core_wait_ms += 1e3 * (core_wait_s() - wait_s)
 
     def add_rows(self, rows: int) -> None:
         """Counts token rows of this rank's passes."""
@@ -38,6 +44,7 @@ class RankClock:
             wall_ms=dict(self.wall_ms),
             cpu_ms=dict(self.cpu_ms),
             rows=self._rows,
+            core_wait_ms=self._core_wait_ms,
         )
 
 
@@ -49,6 +56,7 @@ def times_of_step(updates: Sequence[RankTimes]) -> RankTimes:
         wall_ms=_sums([one.wall_ms for one in updates]),
         cpu_ms=_sums([one.cpu_ms for one in updates]),
         rows=sum(one.rows for one in updates),
+        core_wait_ms=sum(one.core_wait_ms for one in updates),
     )
 
 

@@ -16,6 +16,7 @@ from relax_core.observe.stragglers.slow_equals import (
     WINDOW_STEPS,
     WINDOWS,
     Compared,
+    EngineDecoding,
     Streak,
     Work,
     advanced,
@@ -136,26 +137,30 @@ def test_engines_with_other_batches_of_the_same_speed_are_equal(
     """An engine that decodes more, fewer or other batches is not slower for it; only the time of a step counts."""
     found = compared_decoding(
         {
-            f"engine-{engine}": {
-                size: (count * (1 + engine), seconds * (1 + engine))
-                for place, (size, (count, seconds)) in enumerate(sorted(times.items()))
-                if engine == 0 or place % engines != engine
-            }
+            f"engine-{engine}": EngineDecoding(
+                times={
+                    size: (count * (1 + engine), seconds * (1 + engine))
+                    for place, (size, (count, seconds)) in enumerate(sorted(times.items()))
+                    if engine == 0 or place % engines != engine
+                }
+            )
             for engine in range(engines)
         },
         steps=10,
     )
     for one in found.values():
         assert one.slower == pytest.approx(0.0, abs=1e-6) and one.part == "decode"
-    assert compared_decoding({"engine-0": {}, "engine-1": times}, steps=10) == {}, "an idle engine tells nothing"
+    idle, busy = EngineDecoding(times={}), EngineDecoding(times=times)
+    assert compared_decoding({"engine-0": idle, "engine-1": busy}, steps=10) == {}, "an idle engine tells nothing"
 
 
 @given(times=sizes.filter(bool), slower=st.floats(min_value=0.0, max_value=3.0))
 def test_one_slow_engine_of_three_is_named_by_both_limits(times: dict[int, tuple[int, float]], slower: float) -> None:
     whole_ms = 1e3 * sum(seconds for _, seconds in times.values()) / 10
     assume(abs(slower - MOST_SLOWER) > 1e-6 and abs(slower * whole_ms - MOST_EXCESS_MS) > 1e-6)
-    slow = {size: (count, (1.0 + slower) * seconds) for size, (count, seconds) in times.items()}
-    found = compared_decoding({"engine-0": times, "engine-1": slow, "engine-2": times}, steps=10)
+    slow = EngineDecoding(times={size: (count, (1.0 + slower) * seconds) for size, (count, seconds) in times.items()})
+    usual = EngineDecoding(times=times)
+    found = compared_decoding({"engine-0": usual, "engine-1": slow, "engine-2": usual}, steps=10)
     expected = slower > MOST_SLOWER and slower * whole_ms > MOST_EXCESS_MS
     assert {name: one.is_slow for name, one in found.items()} == {
         "engine-0": False,
@@ -166,8 +171,43 @@ def test_one_slow_engine_of_three_is_named_by_both_limits(times: dict[int, tuple
 
 
 def test_an_engine_whose_batches_no_other_decoded_is_not_compared() -> None:
-    alone = {64: (100, 9.0), 1: (10, 0.1)}
-    assert set(compared_decoding({"engine-0": alone, "engine-1": {1: (10, 0.1)}}, steps=1)) == {"engine-1"}
+    alone = EngineDecoding(times={64: (100, 9.0), 1: (10, 0.1)})
+    other = EngineDecoding(times={1: (10, 0.1)})
+    assert set(compared_decoding({"engine-0": alone, "engine-1": other}, steps=1)) == {"engine-1"}
+
+
+# -- waits for a core -------------------------------------------------------------------------------------------------
+@given(waits=st.lists(st.floats(min_value=0.1, max_value=0.9), min_size=4, max_size=4))
+def test_where_all_wait_for_cores_the_waits_are_chance(waits: list[float]) -> None:
+    """The ranks do the same work; how long each waited for one of too few cores differs by up to ten times."""
+    ranks = {
+        name: Work(wall_ms={"forward": 60.0 / (1.0 - wait)}, core_wait_ms=60.0 / (1.0 - wait) - 60.0)
+        for name, wait in zip(NAMES, waits, strict=True)
+    }
+    for one in compared_work([ranks] * WINDOW_STEPS).values():
+        assert one.slower == pytest.approx(0.0, abs=1e-6)
+    engines = {
+        f"engine-{number}": EngineDecoding(times={8: (100, 1.0 / (1.0 - wait))}, busy_s=1.0, core_wait_s=wait)
+        for number, wait in enumerate(waits)
+    }
+    for one in compared_decoding(engines, steps=10).values():
+        assert one.slower == pytest.approx(0.0, abs=1e-6)
+
+
+@given(wait=st.floats(min_value=0.2, max_value=0.9))
+def test_where_one_alone_waits_for_a_core_it_is_slow(wait: float) -> None:
+    """Another program holds its core."""
+    usual = Work(wall_ms={"forward": 60.0})
+    late = Work(wall_ms={"forward": 60.0 / (1.0 - wait)}, core_wait_ms=60.0 / (1.0 - wait) - 60.0)
+    found = compared_work([{**dict.fromkeys(NAMES, usual), NAMES[2]: late}] * WINDOW_STEPS)
+    assert [name for name in NAMES if found[name].is_slow] == [NAMES[2]]
+    times = {8: (100, 10.0 / (1.0 - wait))}
+    engines = {"engine-0": EngineDecoding(times={8: (100, 10.0)}, busy_s=10.0)}
+    engines["engine-1"] = EngineDecoding(
+        times=times, busy_s=10.0 / (1.0 - wait), core_wait_s=wait * 10.0 / (1.0 - wait)
+    )
+    slow = {name: one.is_slow for name, one in compared_decoding(engines, steps=10).items()}
+    assert slow == {"engine-0": False, "engine-1": True}
 
 
 # -- windows in a row -------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ class Load:
     because they were kept; ``prefix_cache_bytes`` is the part of ``kv_cache_bytes`` that keeps them. ``tower_passes``
     counts the images and videos that have passed the vision tower since the start. ``decode_times`` has for each number
     of samples, coarse from `EXACT_SIZES` on, how many decode steps there were since the start, and their seconds.
+    ``core_wait_s`` is the time since the start in which the decode thread was ready to run and got no core.
     """
 
     running: int
@@ -33,6 +34,7 @@ class Load:
     tower_passes: int = 0
     media_feature_bytes: int = 0
     decode_times: tuple[tuple[int, int, float], ...] = ()
+    core_wait_s: float = 0.0
 
 
 class DecodeMeter:

@@ -13,6 +13,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
+from relax_core.contracts.core_wait import core_wait_s
 from relax_core.contracts.engine import FinishReason, PauseMode
 from relax_core.contracts.trees.kept_tokens import KeptTokens
 from relax_core.engines.embedded.scheduler.calls import Call, Progress, Sample, Waiting, seen_prefixes
@@ -147,7 +148,7 @@ class Scheduler(threading.Thread):
         self._released = False
 
     def load(self) -> Load:
-        """Returns the engine's load."""
+        """Returns the engine's load; for `post`."""
         queued, held = self._waiting.counts(self.version)
         features = self._decoder.features
         return Load(
@@ -164,6 +165,7 @@ class Scheduler(threading.Thread):
             tower_passes=0 if features is None else features.passes,
             media_feature_bytes=0 if features is None else features.nbytes,
             decode_times=self._decoding.times(),
+            core_wait_s=core_wait_s(),
         )
 
     # -- the loop ---------------------------------------------------------------------------------------------------
