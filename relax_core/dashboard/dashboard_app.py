@@ -25,8 +25,8 @@ from relax_core.dashboard.run_logs import log_chunk, log_files, search_log
 from relax_core.dashboard.run_processes import process_rows
 from relax_core.dashboard.run_reader import CONFIG, PLAN, RunReader
 from relax_core.dashboard.run_series import MOST_POINTS
-from relax_core.dashboard.run_timeline import make_timeline
 from relax_core.dashboard.sample_views import SampleViews, picture_file, played_file
+from relax_core.dashboard.timeline.run_timeline import make_timeline
 from relax_core.data.media.played_files import played_type
 from relax_core.observe.samples.sample_index import FILTERS
 from relax_core.observe.stragglers.straggler_records import Straggler, straggler_words

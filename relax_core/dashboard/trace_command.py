@@ -16,8 +16,8 @@ from typing import Any
 import msgspec
 
 from relax_core.dashboard.run_series import RunSeries
-from relax_core.dashboard.run_timeline import PARTS_LANE, TRAINER_LANE, all_spans
-from relax_core.dashboard.timeline_spans import Span
+from relax_core.dashboard.timeline.run_timeline import PARTS_LANE, TRAINER_LANE, all_spans
+from relax_core.dashboard.timeline.timeline_spans import Span
 
 TRACE = "trace.json"
 

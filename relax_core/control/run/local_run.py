@@ -215,16 +215,7 @@ def _run_services(
     with ExitStack() as undo:
         undo.callback(metrics.end)
         with panel:  # the panel closes before the services do
-            view = RunView(
-                panel,
-                metrics,
-                log_dir=context.log_dir,
-                step=context.start_step,
-                heartbeat_timeout_s=config.run.heartbeat_timeout_s,
-                signal_watch=SignalWatch(steps=config.run.watch_steps, max_new_tokens=config.rollout.max_new_tokens),
-                samples=_shown_samples(context),
-                stragglers=_straggler_watch(context, earlier),
-            )
+            view = _run_view(context, panel, metrics, earlier)
             recoveries = _recoveries(context, attempt, view, at_step=max(last_step(earlier), context.start_step))
             book, engines = _engines(context, attempt, undo)
             serve_deployments = ServeDeployments(context, recoveries=recoveries, ray_lost=ray_lost)
@@ -259,6 +250,20 @@ def _run_services(
             recoveries=recoveries.as_records(),
             stragglers=view.told_stragglers(),
         )
+
+
+def _run_view(context: RunContext, panel: Panel, metrics: MetricsClient, earlier: Sequence[MetricRecord]) -> RunView:
+    run, most = context.config.run, context.config.rollout.max_new_tokens
+    return RunView(
+        panel,
+        metrics,
+        log_dir=context.log_dir,
+        step=context.start_step,
+        heartbeat_timeout_s=run.heartbeat_timeout_s,
+        signal_watch=SignalWatch(steps=run.watch_steps, max_new_tokens=most),
+        samples=_shown_samples(context),
+        stragglers=_straggler_watch(context, earlier),
+    )
 
 
 def _recoveries(context: RunContext, attempt: Attempt, view: RunView, *, at_step: int) -> Recoveries:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from relax_core.contracts.core_wait import core_wait_s
+from relax_core.contracts.host.core_wait import core_wait_s
 from relax_core.contracts.train import OWN_PARTS, RankTimes
 
 

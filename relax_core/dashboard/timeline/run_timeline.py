@@ -15,7 +15,7 @@ from typing import NamedTuple
 import msgspec
 
 from relax_core.dashboard.run_series import TimedRecord
-from relax_core.dashboard.timeline_spans import TRAIN, Span, engine_spans, rank_spans, span_of
+from relax_core.dashboard.timeline.timeline_spans import TRAIN, Span, engine_spans, rank_spans, span_of
 from relax_core.observe.results.summary import STEP_PARTS
 from relax_core.observe.service.records import ACTOR, EVAL, RANK, ROLLOUT
 
