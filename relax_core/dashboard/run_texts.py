@@ -109,8 +109,8 @@ class RunTexts:
 
     def _add(self, line: _Line, offset: int, size: int) -> None:
         if line.kind == STRAGGLER:
-            for one in map(straggler_of_row, line.rows):
-                self._stragglers[one.who, one.from_step] = one
+            for slow in map(straggler_of_row, line.rows):
+                self._stragglers[slow.who, slow.from_step] = slow
         if line.kind == EVAL:
             exact = sum(bool(row.get("exact")) for row in line.rows)
             one = Evaluation(step=line.step, offset=offset, size=size, rows=len(line.rows), exact=exact)
