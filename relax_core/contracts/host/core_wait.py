@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 
+TOGETHER_S = 1e-4  # two clocks that were read within this time were read together; it usually takes some us
+_TRIES = 4
 _FILES = threading.local()  # the open file of each thread, because opening it takes longer than reading it
 
 
@@ -23,3 +26,18 @@ def core_wait_s() -> float:
     if descriptor < 0:
         return 0.0
     return int(os.pread(descriptor, 96, 0).split()[1]) / 1e9
+
+
+def clock_and_core_wait_s() -> tuple[float, float]:
+    """Returns the time of ``time.perf_counter`` and `core_wait_s`, read together.
+
+    The kernel may take the core away between the two, and one of them would then count a wait that the other does not;
+    so both are read again if reading took long.
+    """
+    for _ in range(_TRIES):
+        before_s = time.perf_counter()
+        wait_s = core_wait_s()
+        after_s = time.perf_counter()
+        if after_s - before_s < TOGETHER_S:
+            break
+    return after_s, wait_s

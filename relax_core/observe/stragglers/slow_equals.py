@@ -42,6 +42,11 @@ class Work:
         """Returns the wall time of all parts."""
         return sum(self.wall_ms.values())
 
+    @property
+    def worked_ms(self) -> float:
+        """Returns the wall time of all parts without the waits for a core."""
+        return max(0.0, self.whole_ms - self.core_wait_ms)
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineDecoding:
@@ -116,8 +121,19 @@ def compared_work(steps: Sequence[Mapping[str, Work]]) -> dict[str, Compared]:
     is chance: then nobody's wait for a core counts. Where they do not, it counts as time of the process.
     """
     names = sorted(set.intersection(*(set(step) for step in steps))) if steps else []
-    means = {name: mean for name in names if (mean := _mean_work([step[name] for step in steps])) is not None}
-    return {name: _beside(name, means) for name in means} if len(means) > 1 else {}
+    whole = {name: [step[name] for step in steps] for name in names}
+    worked = {name: found for name, found in whole.items() if all(one.amount > 0 for one in found)}
+    if len(worked) < 2:
+        return {}
+    shares = {name: _waiting_share(found) for name, found in worked.items()}
+    means = {
+        counted: {name: _mean_work(one, waits=counted) for name, one in worked.items()} for counted in (False, True)
+    }
+    compared = {}
+    for name in worked:
+        crowded = median(share for other, share in shares.items() if other != name) >= CROWDED
+        compared[name] = _beside(name, means[not crowded])
+    return compared
 
 
 def compared_decoding(engines: Mapping[str, EngineDecoding], *, steps: int) -> dict[str, Compared]:
@@ -155,11 +171,19 @@ def compared_decoding(engines: Mapping[str, EngineDecoding], *, steps: int) -> d
     return found
 
 
-def _mean_work(steps: Sequence[Work]) -> Work | None:
-    """Returns the mean a unit of work over the steps, without the slowest and the fastest ones; None without work."""
-    if any(step.amount <= 0 for step in steps):
-        return None
-    order = sorted(steps, key=lambda step: step.whole_ms / step.amount)
+def _waiting_share(steps: Sequence[Work]) -> float:
+    whole_ms = sum(step.whole_ms for step in steps)
+    return sum(step.core_wait_ms for step in steps) / whole_ms if whole_ms else 0.0
+
+
+def _mean_work(steps: Sequence[Work], *, waits: bool) -> Work:
+    """Returns the mean a unit of work over the steps, without the slowest and the fastest ones.
+
+    With ``waits`` the waits for a core count as work, so that none is left in what is returned.
+    """
+    if waits:
+        steps = [replace(step, core_wait_ms=0.0) for step in steps]
+    order = sorted(steps, key=lambda step: step.worked_ms / step.amount)
     kept = order[TRIMMED:-TRIMMED] if len(order) > 2 * TRIMMED else order
     parts = dict.fromkeys(part for step in kept for part in step.wall_ms)
     cpu = dict.fromkeys(part for step in kept for part in step.cpu_ms)
@@ -183,14 +207,9 @@ def _beside(name: str, means: Mapping[str, Work]) -> Compared:
         sum(own.cpu_ms.values()),
         median(sum(mean.cpu_ms.values()) for mean in others.values()),
     )
-    crowded = median(mean.core_wait_ms / mean.whole_ms if mean.whole_ms else 0.0 for mean in others.values()) >= CROWDED
-
-    def worked_ms(mean: Work) -> float:
-        return mean.whole_ms - mean.core_wait_ms if crowded else mean.whole_ms
-
     return Compared(
-        own_ms=own.amount * worked_ms(own),
-        others_ms=own.amount * median(worked_ms(mean) for mean in others.values()),
+        own_ms=own.amount * own.worked_ms,
+        others_ms=own.amount * median(mean.worked_ms for mean in others.values()),
         part=max(sorted(excess), key=lambda part: excess[part], default=""),
         others=tuple(sorted(others)),
         cpu_slower=own_cpu / others_cpu - 1.0 if own_cpu and others_cpu else None,

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from relax_core.contracts.host.core_wait import core_wait_s
+from relax_core.contracts.host.core_wait import clock_and_core_wait_s
 from relax_core.contracts.train import OWN_PARTS, RankTimes
 
 
@@ -23,14 +23,13 @@ class RankClock:
     @contextmanager
     def timed(self, part: str) -> Iterator[None]:
         """Adds the block's time in milliseconds to ``part``."""
-        own = part in OWN_PARTS
-        wait_s = core_wait_s() if own else 0.0
-        wall_s, cpu_s = time.perf_counter(), time.thread_time()
+        clock = clock_and_core_wait_s if part in OWN_PARTS else _clock_alone
+        cpu_s, (began_s, waited_s) = time.thread_time(), clock()
         yield
-        self.wall_ms[part] = self.wall_ms.get(part, 0.0) + 1e3 * (time.perf_counter() - wall_s)
-        self.cpu_ms[part] = self.cpu_ms.get(part, 0.0) + 1e3 * (time.thread_time() - cpu_s)
-        if own:
-            self._core_wait_ms += 1e3 * (core_wait_s() - wait_s)
+        (ended_s, wait_s), cpu_now_s = clock(), time.thread_time()
+        self.wall_ms[part] = self.wall_ms.get(part, 0.0) + 1e3 * (ended_s - began_s)
+        self.cpu_ms[part] = self.cpu_ms.get(part, 0.0) + 1e3 * (cpu_now_s - cpu_s)
+        self._core_wait_ms += 1e3 * (wait_s - waited_s)
 
     def add_rows(self, rows: int) -> None:
         """Counts token rows of this rank's passes."""
@@ -46,6 +45,10 @@ class RankClock:
             rows=self._rows,
             core_wait_ms=self._core_wait_ms,
         )
+
+
+def _clock_alone() -> tuple[float, float]:
+    return time.perf_counter(), 0.0
 
 
 def times_of_step(updates: Sequence[RankTimes]) -> RankTimes:
