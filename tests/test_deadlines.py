@@ -64,7 +64,7 @@ REASONS = {
     ): "after done(): the comparison has ended",
     ("relax_core/roles/rollout/rollout_worker.py", "RolloutWorker._evaluate"): "after done(): the task has ended",
     ("relax_core/engines/pool/engine_pool.py", "EnginePool._abort"): "after done(): the calls have ended",
-    ("relax_core/engines/pool/engine_pool.py", "_log_failures"): "a done callback: the calls have ended",
+    ("relax_core/engines/pool/fan_out.py", "log_failures"): "a done callback: the calls have ended",
     ("relax_core/roles/trainer/weight_sync.py", "_check"): "given calls that have ended",
     ("relax_core/weights/publisher.py", "WeightPublisher.report"): "after done(): the pushes have ended",
     ("relax_core/control/run/serve_deployments.py", "ServeDeployments.error"): "after done(): the deployment has ended",

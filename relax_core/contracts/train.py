@@ -38,6 +38,26 @@ class StepMetrics:
     rows: int = 0
 
 
+OWN_PARTS = ("pack", "forward", "sums", "backward")  # parts of a rank's update without a wait for other replicas
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankTimes:
+    """Holds when one rank worked on a train step, and how long the parts of its work took.
+
+    ``began_s`` and ``ended_s`` are Unix times in seconds. ``wall_ms`` and ``cpu_ms`` map a part to milliseconds of wall
+    time and of processor time of the rank's main thread. ``core_wait_ms`` is the time in `OWN_PARTS` in which that
+    thread was ready to run and got no core. ``rows`` counts the token rows of its passes.
+    """
+
+    began_s: float
+    ended_s: float
+    wall_ms: dict[str, float]
+    cpu_ms: dict[str, float]
+    rows: int
+    core_wait_ms: float = 0.0
+
+
 class TrainBackend(Protocol):
     """Is one rank's part of the trainer.
 
@@ -53,6 +73,10 @@ class TrainBackend(Protocol):
 
     def finish_step(self) -> StepMetrics:
         """Divides by the global denominator, clips the gradients and steps the optimizer."""
+
+    @property
+    def times(self) -> RankTimes:
+        """Returns the times of this rank's part of the update that `finish_step` has just ended."""
 
     def logprobs(self, groups: Sequence[TokenTree]) -> list[np.ndarray]:
         """Returns the current weights' log-probs, float32 ``[rows]`` for each group; 0 if a row was not sampled."""

@@ -22,12 +22,14 @@ from relax_core.dashboard.ledger_drops import readable_ledger
 from relax_core.dashboard.page_guard import LOOPBACK_NAMES, Guard, Session, cookie_name
 from relax_core.dashboard.run_folders import NotInside, find_runs, inside, run_state
 from relax_core.dashboard.run_logs import log_chunk, log_files, search_log
+from relax_core.dashboard.run_processes import process_rows
 from relax_core.dashboard.run_reader import CONFIG, PLAN, RunReader
 from relax_core.dashboard.run_series import MOST_POINTS
-from relax_core.dashboard.run_timeline import make_timeline
 from relax_core.dashboard.sample_views import SampleViews, picture_file, played_file
+from relax_core.dashboard.timeline.run_timeline import make_timeline
 from relax_core.data.media.played_files import played_type
 from relax_core.observe.samples.sample_index import FILTERS
+from relax_core.observe.stragglers.straggler_records import Straggler, straggler_words
 
 STATIC = Path(__file__).parent / "static"
 PULSE_S = 1.0
@@ -72,6 +74,7 @@ class Dashboard:
             "/timeline": _timeline,
             "/batch": self._batch,
             "/engines": _engines,
+            "/processes": lambda run, query: process_rows(run.series()),
             "/evaluations": lambda run, query: run.texts.evaluations(),
             "/evaluation": _evaluation,
             "/prompt": lambda run, query: run.texts.history(query.get("prompt", "")),
@@ -266,7 +269,13 @@ def _timeline(run: RunReader, query: Mapping[str, str]) -> dict[str, Any]:
     found = make_timeline(run.series().timed, first=ends[0], last=ends[1])
     if found is None:
         raise FileNotFoundError("No train step in this range has ended yet.")
-    return {**msgspec.to_builtins(found), "steps_done": run.series().steps_done}
+    slow = [straggler_words(one) for one in run.texts.stragglers() if _overlaps(one, found.first, found.last)]
+    shown = {**msgspec.to_builtins(found), "steps_done": run.series().steps_done}
+    return {**shown, "told": [*(f"{words}." for words in slow), *found.told]}
+
+
+def _overlaps(one: Straggler, first: int, last: int) -> bool:
+    return one.from_step <= last and (not one.ended or one.to_step >= first)
 
 
 def _engines(run: RunReader, query: Mapping[str, str]) -> list[dict[str, Any]]:

@@ -10,20 +10,22 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import msgspec
 import numpy as np
 
 from relax_core.dashboard.run_folders import METRICS, inside
-from relax_core.observe.service.records import ACTOR, EVAL, RESUMED, ROLLOUT, RUN
+from relax_core.observe.service.records import ACTOR, EVAL, RANK, RESUMED, ROLLOUT, RUN
 
 MOST_POINTS = 2000
 READ_BYTES = 32 * 2**20
 _COUNTS = ("samples", "tokens", "worker")
+_OF_ENGINES = "engine/"  # numbers of the rollout about requests to one engine begin so
 _KEPT: dict[str, Callable[[str], bool]] = {  # source → which of its numbers `Timed` has
     ACTOR: lambda name: name.endswith("_ms") or name.startswith("train/"),
-    ROLLOUT: lambda name: name.endswith("_ms") or name in _COUNTS,
+    ROLLOUT: lambda name: name.endswith("_ms") or name in _COUNTS or name.startswith(_OF_ENGINES),
+    RANK: lambda name: name.endswith("_ms"),
     EVAL: lambda name: False,
 }
 
@@ -35,18 +37,58 @@ class Curve(NamedTuple):
     values: list[float | None]
 
 
-class Timed(NamedTuple):
-    """Is a record that tells how long its work took; it ended at ``end_s``, in Unix seconds.
+class TimedRecord(Protocol):
+    """Declares a record that tells how long its work took; it ended at ``end_s``, in Unix seconds.
 
     ``resumes`` counts the resumes before it, and ``ms`` has its numbers that are milliseconds, by name without
     the ending, and for the rollout ``samples``, ``tokens`` and ``worker``.
     """
+
+    @property
+    def source(self) -> str:
+        """Returns the source of the record."""
+
+    @property
+    def step(self) -> int:
+        """Returns its train step or weight version."""
+
+    @property
+    def end_s(self) -> float:
+        """Returns when its work ended, in Unix seconds."""
+
+    @property
+    def resumes(self) -> int:
+        """Returns the number of resumes before it."""
+
+    @property
+    def ms(self) -> dict[str, float]:
+        """Returns its numbers by name."""
+
+
+class Timed(NamedTuple):
+    """Is a `TimedRecord` whose numbers are at hand."""
 
     source: str
     step: int
     end_s: float
     resumes: int
     ms: dict[str, float]
+
+
+class PackedTimed(NamedTuple):
+    """Is a `TimedRecord` in a tenth of its memory; all records with the same names share one tuple of them."""
+
+    source: str
+    step: int
+    end_s: float
+    resumes: int
+    names: tuple[str, ...]
+    values: array[float]
+
+    @property
+    def ms(self) -> dict[str, float]:
+        """Returns its numbers by name."""
+        return dict(zip(self.names, self.values, strict=True))
 
 
 class _Line(msgspec.Struct):
@@ -79,8 +121,9 @@ class _Points:
 
 
 class RunSeries:
-    """Keeps every number of a run by its tag ``source/name``, read from a byte offset on.
+    """Keeps the numbers of a run by their tags ``source/name``, read from a byte offset on.
 
+    The numbers of the trainer's ranks, which are many, are among ``timed`` alone.
     ``resumes`` lists the steps from which the run went on. ``timed`` has the records of the trainer, the rollout and
     the evaluations in the order of the file, also those that a resume undid. ``problem`` says why the file cannot be
     read on, else it is empty. The methods are thread-safe.
@@ -96,7 +139,8 @@ class RunSeries:
         self._points: dict[str, _Points] = defaultdict(_Points)
         self._ended: dict[int, float] = {}  # train step → when it ended, in Unix seconds
         self.resumes: list[int] = []
-        self.timed: list[Timed] = []
+        self.timed: list[TimedRecord] = []
+        self._names: dict[tuple[str, ...], tuple[str, ...]] = {}
         self.problem = ""
 
     def refresh(self) -> int:
@@ -136,7 +180,13 @@ class RunSeries:
         if line.source in _KEPT:
             kept = _KEPT[line.source]
             ms = {name.removesuffix("_ms"): value for name, value in line.values.items() if value and kept(name)}
-            self.timed.append(Timed(line.source, line.step, line.time_s, len(self.resumes), ms))
+            if line.source != RANK:
+                self.timed.append(Timed(line.source, line.step, line.time_s, len(self.resumes), ms))
+            else:
+                names = self._names.setdefault(tuple(ms), tuple(ms))
+                numbers = array("f", ms.values())
+                self.timed.append(PackedTimed(RANK, line.step, line.time_s, len(self.resumes), names, numbers))
+                return  # the ranks have so many numbers that they are shown over time alone
         for name, value in line.values.items():
             self._points[f"{line.source}/{name}"].set(line.step, np.nan if value is None else value)
 
@@ -159,6 +209,13 @@ class RunSeries:
                 return Curve([], [])
             steps, values = np.array(points.steps), np.array(points.values)
         return thinned(steps, values, most=most)
+
+    def newest(self, tag: str) -> float | None:
+        """Returns the newest value of a tag; None if there is none, or if it is not finite."""
+        with self._lock:
+            points = self._points.get(tag)
+            value = points.values[-1] if points is not None and points.values else np.nan
+        return float(value) if np.isfinite(value) else None
 
     @property
     def steps_done(self) -> int:

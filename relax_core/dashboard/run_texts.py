@@ -1,4 +1,4 @@
-"""Reads the answers of a run's evaluations from texts.jsonl as it grows, by evaluation and by prompt."""
+"""Reads texts.jsonl of a run as it grows: the answers of evaluations, by evaluation and by prompt, and stragglers."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import msgspec
 from relax_core.dashboard.run_folders import inside
 from relax_core.observe.service.records import EVAL
 from relax_core.observe.service.sinks import TEXTS_FILE
+from relax_core.observe.stragglers.straggler_records import STRAGGLER, Straggler, straggler_of_row
 
 READ_BYTES = 32 * 2**20
 MOST_SHOWN, MOST_TEXT = 100, 20_000  # rows of an answer, and characters of a text
@@ -45,6 +46,7 @@ class RunTexts:
         self._decoder = msgspec.json.Decoder(_Line)
         self._offset = 0
         self._found: dict[int, Evaluation] = {}
+        self._stragglers: dict[tuple[str, int], Straggler] = {}
         self.problem = ""
 
     def evaluations(self) -> list[Evaluation]:
@@ -53,6 +55,13 @@ class RunTexts:
             while self._refresh():
                 pass
             return [self._found[step] for step in sorted(self._found)]
+
+    def stragglers(self) -> list[Straggler]:
+        """Returns who was slower than its equals, as the run has told it until now."""
+        with self._lock:
+            while self._refresh():
+                pass
+            return list(self._stragglers.values())
 
     def rows(self, step: int, *, exact: bool | None, words: str, first: int) -> dict[str, Any]:
         """Returns the rows of an evaluation that fit: fully right or not, and with ``words`` in any of their texts.
@@ -82,7 +91,7 @@ class RunTexts:
         try:
             with inside(self._run_dir, TEXTS_FILE).open("rb") as file:
                 if os.fstat(file.fileno()).st_size < self._offset:  # another file has its name
-                    self._offset, self._found = 0, {}
+                    self._offset, self._found, self._stragglers = 0, {}, {}
                 file.seek(self._offset)
                 data = file.read(READ_BYTES)
         except (OSError, ValueError):
@@ -99,6 +108,9 @@ class RunTexts:
         return end > 0
 
     def _add(self, line: _Line, offset: int, size: int) -> None:
+        if line.kind == STRAGGLER:
+            for slow in map(straggler_of_row, line.rows):
+                self._stragglers[slow.who, slow.from_step] = slow
         if line.kind == EVAL:
             exact = sum(bool(row.get("exact")) for row in line.rows)
             one = Evaluation(step=line.step, offset=offset, size=size, rows=len(line.rows), exact=exact)

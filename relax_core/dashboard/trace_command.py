@@ -1,7 +1,8 @@
 """`relax trace RUN [--steps A:B] [--out FILE]` writes what a run did over time as a trace in Chrome's JSON format.
 
-ui.perfetto.dev and chrome://tracing open it. The lanes are the trainer with the parts of its steps, each rollout
-worker, the pushes of weights and the evaluations. It is made of the run's metrics.jsonl, so it costs the run nothing.
+ui.perfetto.dev and chrome://tracing open it. The lanes are the trainer with the parts of its steps, each of its ranks,
+each rollout worker, each engine, the pushes of weights and the evaluations. It is made of the run's metrics.jsonl, so
+it costs the run nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from typing import Any
 import msgspec
 
 from relax_core.dashboard.run_series import RunSeries
-from relax_core.dashboard.run_timeline import PARTS_LANE, TRAINER_LANE, Span, all_spans
+from relax_core.dashboard.timeline.run_timeline import PARTS_LANE, TRAINER_LANE, all_spans
+from relax_core.dashboard.timeline.timeline_spans import Span
 
 TRACE = "trace.json"
 

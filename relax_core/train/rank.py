@@ -5,9 +5,8 @@ The policy (policy_backend.py) and the critic (critic_backend.py) share this cla
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from relax_core.contracts.algorithm import StepTotals
 from relax_core.contracts.media import MediaReader
-from relax_core.contracts.train import StepMetrics
+from relax_core.contracts.train import RankTimes, StepMetrics
 from relax_core.contracts.tree import NOT_SAMPLED, Episode, TokenTree
 from relax_core.families.folder import folder_architecture
 from relax_core.families.towers import Towers
@@ -28,7 +27,7 @@ from relax_core.train.attention.tree_attention import TreeBatch
 from relax_core.train.checkpoints.model_checkpoint import RankCheckpoint, StateCopy
 from relax_core.train.hf.hf_weights import HfWeights
 from relax_core.train.hf.weight_slices import WholeTensor
-from relax_core.train.megatron_on_cpu.device_loader import has_cuda, training_device
+from relax_core.train.megatron_on_cpu.device_loader import has_cuda, training_device, wait_for_passes
 from relax_core.train.model.dealt_media import finalize_gradients
 from relax_core.train.model.frozen_parts import freeze_parts
 from relax_core.train.model.gpt import build_chunks
@@ -44,6 +43,7 @@ from relax_core.train.rank_setup import RankSetup
 from relax_core.train.step.not_finite import check_gradients, refuse_update, refuse_weights
 from relax_core.train.step.optimizer import build_optimizer, learning_rate, wrap_for_training
 from relax_core.train.step.pipeline_schedule import MicroBatch, Schedule
+from relax_core.train.step.rank_clock import RankClock
 from relax_core.train.step.step_sums import StepSums, add_over_ranks, micro_batch_totals
 from relax_core.weights.folder_stream import open_safetensors
 
@@ -122,7 +122,7 @@ class MegatronRank:
         self._step = self._steps_done = 0
         self._learning_rate = 0.0
         self._sums = StepSums()
-        self._timings_ms: dict[str, float] = {}
+        self._clock = RankClock()
 
     def _build_model(self, *, value_head: bool) -> None:
         """Builds this rank's part of the model, loads its weights and, if it trains, builds its optimizer."""
@@ -165,7 +165,7 @@ class MegatronRank:
         self._schedule.begin()
         clear_counts(self.model_chunks)
         self._sums = StepSums()
-        self._timings_ms = {}
+        self._clock = RankClock()
 
     def accumulate(self, groups: Sequence[TokenTree]) -> None:
         """Runs forward and backward over this replica's groups of one micro-batch, which may be none.
@@ -184,6 +184,8 @@ class MegatronRank:
         not arrive within ``timeout_s`` seconds, RuntimeError names them.
         """
         self._schedule.finish()
+        with self.timed("backward"):
+            wait_for_passes()
         with self.timed("reduce"):
             sums = self._sums_over_ranks()
             denominator = self._denominator(StepTotals(tokens=sums.tokens, samples=sums.samples, groups=sums.groups))
@@ -209,7 +211,7 @@ class MegatronRank:
             logprob_gap_tokens=sums.gap_tokens,
             algorithm={name: total / count for name, (total, count) in sums.algorithm.items() if count},
             moe=self._balance(),
-            timings_ms=self._timings_ms,
+            timings_ms=self._clock.wall_ms,
             rows=sums.rows,
         )
 
@@ -256,6 +258,7 @@ class MegatronRank:
         """Packs groups into a stream of at least ``rows`` rows; see `Passes.pack`."""
         with self.timed("pack"):
             layout = pack_tree(groups or [_EMPTY_MICRO_BATCH], trained_only=trained_only, towers=self._towers)
+            self._clock.add_rows(len(layout.token_ids))
             tree = TreeBatch.of(layout, device=self._device, dtype=self._dtype, sharding=self._sharding, rows=rows)
             if self._routers is not None:
                 routers = self._routers.router_rows(
@@ -284,12 +287,14 @@ class MegatronRank:
         """
         raise NotImplementedError
 
-    @contextmanager
-    def timed(self, part: str) -> Iterator[None]:
+    def timed(self, part: str) -> AbstractContextManager[None]:
         """Adds the block's time in milliseconds to the update's timing ``part``."""
-        start = time.perf_counter()
-        yield
-        self._timings_ms[part] = self._timings_ms.get(part, 0.0) + 1e3 * (time.perf_counter() - start)
+        return self._clock.timed(part)
+
+    @property
+    def times(self) -> RankTimes:
+        """Returns the times of this rank's part of the newest update."""
+        return self._clock.times()
 
     # -- Helpers ------------------------------------------------------------------------------------------------
     def _denominator(self, totals: StepTotals) -> float:
@@ -334,7 +339,8 @@ class MegatronRank:
         numbered = with_row_numbers(groups)
         batcher = MicroBatcher(self._parallel.micro_batch_tokens, tower=self.tower_work)
         batches: list[Sequence[TokenTree]] = [batch for batch in (*batcher.add(numbered), batcher.flush()) if batch]
-        empty = [()] * (self._most_over_ranks(len(batches)) - len(batches)) if self._computes_empty_batches else []
+        most = process_group.most_over_ranks(len(batches)) if self._computes_empty_batches else len(batches)
+        empty = [()] * (most - len(batches))
         found = self._schedule.evaluate([*batches, *empty], columns)[: len(batches)]
         if not batches:
             return []
@@ -383,11 +389,6 @@ class MegatronRank:
     def _refuse_weights(self) -> None:
         lr = self._learning_rate
         refuse_weights(self._parameters, self._weights, rank=self.rank, step=self._step, lr=lr)
-
-    def _most_over_ranks(self, number: int) -> int:
-        most = torch.tensor(number)
-        dist.all_reduce(most, dist.ReduceOp.MAX, group=process_group.world_group())
-        return int(most)
 
 
 def reports() -> bool:

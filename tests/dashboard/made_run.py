@@ -16,10 +16,21 @@ from relax_core.observe.samples.sample_log import SampleLog
 from relax_core.observe.samples.sample_records import SAMPLES_FOLDER, TOKENIZER_FOLDER
 from relax_core.observe.service.metrics_service import MetricsService
 from relax_core.observe.service.sinks import JsonlSink
+from relax_core.observe.stragglers.straggler_records import STRAGGLER, Straggler, straggler_row
 from tests.trees import answers_tree
 
 HOSTILE = "</script><img src=x onerror=alert(1)>\u202eabc\x1b[31m"
 STEPS = 4
+SLOW = Straggler(
+    kind="engine",
+    who="engine-1",
+    part="decode",
+    from_step=2,
+    to_step=3,
+    slower=0.25,
+    excess_ms=40.0,
+    compared_with=("engine-0", "engine-2"),
+)
 
 
 def make_run(folder: Path) -> Path:
@@ -39,10 +50,12 @@ def _metrics(folder: Path) -> None:
     service = MetricsService([JsonlSink(folder)], batch_s=0.0)
     times = {"step_ms": 8.0, "wait_ms": 6.0, "train_ms": 1.5}
     service.record("rollout", 0, {"generate_ms": 4.0, "samples": 8.0})
+    service.record("process", 0, {"actor-0/cores": 0.5, "actor-0/memory_mb": 350.0, "actor-0/children": 1.0})
     service.record("actor", 0, {"reward": 0.0, "loss": 1.0, "logprob_gap_max": float("nan"), **times})
     service.record("actor", 1, {"reward": 0.1, "loss": 0.5, **times})
     service.record("actor", 2, {"reward": 0.2, "loss": 0.4, **times})
     service.mark_resume(2)
+    service.record("process", 3, {"actor-0/cores": 0.75, "actor-0/memory_mb": 250.0, "bus/cores": 0.125})
     service.record("actor", 2, {"reward": 0.25, "loss": 0.4, **times})
     service.record("actor", 3, {"reward": 0.3, "loss": 0.3, **times})
     for step, right in ((0, 0), (4, 1)):
@@ -51,6 +64,7 @@ def _metrics(folder: Path) -> None:
             for number in range(2)
         ]
         service.record_texts("eval", step, rows)
+    service.record_texts(STRAGGLER, 3, [straggler_row(SLOW)])
     service.record_texts("bad_rows", 0, [{"row": 1, "reason": "bad_row", "text": "t"}])
     service.close(timeout_s=60.0)
 

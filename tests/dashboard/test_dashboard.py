@@ -120,6 +120,18 @@ def test_the_timeline_the_samples_of_a_step_and_the_engines(server: Server, base
     assert [found["first"], found["last"], found["steps_done"]] == [2, 3, 4]
     assert found["shares"]["wait"] == 0.75
     assert {span["lane"] for span in found["spans"]} >= {"trainer", "trainer's parts"}
+    assert found["told"][0].startswith(
+        "engine-1 is slow: 25% and 40 ms a train step beyond the median of engine-0, eng"
+    )
+    assert "engine-1" not in server.json(f"{base}/timeline?first=0&last=1")["told"][0]
+    assert server.json(f"{base}/processes") == [
+        {
+            "name": "actor-0",
+            "numbers": {"cores": 0.75, "memory_mb": 250.0, "children": 1.0},
+            "most_memory_mb": 350.0,
+        },
+        {"name": "bus", "numbers": {"cores": 0.125}, "most_memory_mb": 0.0},
+    ]
     assert server.ask(f"{base}/timeline?first=90&last=91")[0] == 404
     assert server.ask(f"{base}/timeline?first=much")[0] == 400
     rows = server.json(f"{base}/batch?step=0")["rows"]
@@ -178,7 +190,7 @@ def test_the_stream_tells_at_once(server: Server, base: str) -> None:
         assert json.loads(answer.readline().removeprefix(b"data: ")) == {
             "state": "finished",
             "steps_done": 4,
-            "points": 8,
+            "points": 12,
         }
 
 

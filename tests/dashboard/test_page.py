@@ -19,9 +19,12 @@ VIEWS = {
     "samples?state=dropped&reason=stale": "document.querySelectorAll('tbody tr').length == 1",
     "evaluation": "document.querySelectorAll('tbody tr').length == 2",
     "evaluation?prompt=q0": "document.querySelector('tbody')?.innerText.includes('U+202E')",
-    "pipeline": "document.querySelectorAll('.bar-span').length > 4 && document.querySelectorAll('.thin').length == 2",
+    "pipeline": (
+        "document.querySelectorAll('.bar-span').length > 4 && document.querySelectorAll('.thin').length == 2"
+        " && document.querySelector('.told').textContent.startsWith('engine-1 is slow: 25% and 40 ms')"
+    ),
     "pipeline?first=0&last=1&step=0": "document.body.innerText.includes('Samples of train step 0')",
-    "engines": "document.querySelectorAll('tbody tr').length == 1 && document.querySelector('.u-over')",
+    "engines": "document.querySelectorAll('tbody tr').length == 3 && document.querySelector('.u-over')",
     "config": "document.body.innerText.includes('run.steps')",
     "logs": "document.querySelector('pre')?.textContent.includes('<b>second')",
     "lineage": "document.body.innerText.includes('trained twice')",

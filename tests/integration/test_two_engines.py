@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from relax_core.bus.ledger.ledger_reader import LedgerFile
+from relax_core.cli import stall_command
 from tests.integration.held_training import HeldTraining
 from tests.integration.live_run import ENGINE, LiveRun
 
@@ -35,7 +36,9 @@ OVERRIDES = (
 STILL_STEPS = 6  # train steps that are done while an engine stands still
 
 
-def test_one_of_two_engines_stands_still_and_one_is_killed_and_nothing_is_lost(tmp_path: Path) -> None:
+def test_one_of_two_engines_stands_still_and_one_is_killed_and_nothing_is_lost(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     held = HeldTraining(tmp_path, updates=20)
     with LiveRun(tmp_path / "run", *OVERRIDES, *held.overrides) as live:
         live.wait_step(10)
@@ -43,12 +46,16 @@ def test_one_of_two_engines_stands_still_and_one_is_killed_and_nothing_is_lost(t
         assert len(engines) == 2
         os.kill(engines[1], signal.SIGSTOP)
         live.wait_step(10 + STILL_STEPS)  # nobody waits for it, neither for its push nor for its samples
+        assert stall_command.main([str(live.folder)]) == 0, "the run goes on, and its controller answers"
         os.kill(engines[1], signal.SIGCONT)
         os.kill(engines[0], signal.SIGKILL)
         live.wait_noticed(1)
         held.let_go()
         run = live.finish()
     assert run.code == 0, run.output
+    report = capsys.readouterr().out
+    assert "which worker waits for which" in report and "blocker: " in report
+    assert not list((run.folder / "stall").iterdir()), "what was asked and answered is gone"
     run.assert_books_closed()
     books = run.summary["ledger"]
     assert books["trained"] == STEPS * 8 * 16, "a short step was not back-filled"

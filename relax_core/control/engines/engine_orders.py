@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import sqlite3
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -17,9 +17,9 @@ import msgspec
 from relax_core.control.engines.engine_changes import EngineChanges
 from relax_core.control.engines.engine_set import EngineSet
 from relax_core.control.health.heartbeats import Beat
-from relax_core.gateway.order_book import CONTROLLER_BUSY_S, EngineRow, Order, OrderBook, RunRow, State, engine_id
+from relax_core.gateway.order_book import CONTROLLER_BUSY_S, EngineRow, Order, OrderBook, RunRow, State
 from relax_core.roles.process.role_context import ENGINE, worker_name
-from relax_core.weights.engine_members import STARTED, EngineMember
+from relax_core.weights.engine_members import EngineMember
 
 WRITE_S = 1.0  # the longest time after which the book says where the run stands
 log = logging.getLogger(__name__)
@@ -53,8 +53,7 @@ class EngineOrders:
     """Moves the open orders on for one attempt of the services.
 
     ``changes`` and ``engines`` are those of the attempt and of the run; ``kind`` is that of the engines, and ``steps``
-    is run.steps. ``stop`` asks the run to end with a checkpoint. ``record`` records numbers of engines after so many
-    train steps.
+    is run.steps. ``stop`` asks the run to end with a checkpoint.
     """
 
     def __init__(
@@ -66,11 +65,8 @@ class EngineOrders:
         kind: str,
         steps: int,
         stop: Callable[[], None],
-        record: Callable[[int, Mapping[str, float]], None],
     ) -> None:
         self._kind = kind
-        self._record = record
-        self._recorded = -1  # train steps done when the numbers of engines were recorded last
         self._book = book
         self._changes = changes
         self._engines = engines
@@ -248,9 +244,6 @@ class EngineOrders:
         if self._run is None or msgspec.structs.replace(run, at=self._run.at) != self._run:
             self._book.write_run(run)
             self._run = run
-        if step != self._recorded:
-            self._recorded = step
-            self._record(step, _numbers(rows.values()))
 
     def _row(self, member: EngineMember, beats: Mapping[str, Beat], *, now: float, step: int) -> EngineRow:
         number, state = member.number, member.state
@@ -273,17 +266,6 @@ class EngineOrders:
             waiting=None if report is None else report.waiting,
             tokens_per_s=None if report is None else report.tokens_per_s,
         )
-
-
-def _numbers(rows: Iterable[EngineRow]) -> dict[str, float]:
-    """Returns what is known of the engines that serve or have served prompts and are still in, by id and name."""
-    found: dict[str, float | None] = {}
-    for row in rows:
-        if row.state in STARTED:
-            told = {"version": row.version, "running": row.running, "waiting": row.waiting, "restarts": row.restarts}
-            numbers: dict[str, float | None] = {**told, "tokens_per_s": row.tokens_per_s}
-            found |= {f"{engine_id(row.number)}/{name}": value for name, value in numbers.items()}
-    return {name: value for name, value in found.items() if value is not None}
 
 
 def _keeps(order: Order) -> bool:

@@ -45,7 +45,20 @@ class Watchdog:
             arguments = (dict(beats), step, now - self._since)
             threading.Thread(target=self._report, args=arguments, name="watchdog", daemon=True).start()
 
+    def report(self, beats: Mapping[str, Beat], *, step: int) -> str:
+        """Returns the report of now; it calls processes that may not answer, which takes seconds."""
+        idle_s = time.monotonic() - self._since
+        return self._text(beats, f"the newest progress is {idle_s:.1f} s old, at step {step}")
+
     def _report(self, beats: Mapping[str, Beat], step: int, idle_s: float) -> None:
+        text = self._text(beats, f"no train step ended for {idle_s:.0f} s at step {step}")
+        print(text, file=sys.stderr, end="", flush=True)
+        log = self._context.log_dir / LOG
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("a", encoding="utf-8") as file:
+            file.write(text)
+
+    def _text(self, beats: Mapping[str, Beat], what: str) -> str:
         waits: list[BusWait] | str
         try:
             waits = self._services.bus.waits(timeout_s=BUS_S)
@@ -55,7 +68,7 @@ class Watchdog:
         handles: Mapping[str, Any] = self._services.handles()
         now = f"{datetime.now():%Y-%m-%d %H:%M:%S}"
         lines = [
-            f"{now} no train step ended for {idle_s:.0f} s at step {step}; which worker waits for which:",
+            f"{now} {what}; which worker waits for which:",
             *(f"  {line}" for line in found.lines),
             f"  blocker: {', '.join(found.blockers)}",
         ]
@@ -65,9 +78,4 @@ class Watchdog:
             else:
                 stacks = stacks_of(beats.get(name), handles.get(name))
             lines += [f"  {name}: {stacks[0]}", *(f"    {line}" for line in stacks[1:])]
-        text = "\n".join(lines) + "\n"
-        print(text, file=sys.stderr, end="", flush=True)
-        log = self._context.log_dir / LOG
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("a", encoding="utf-8") as file:
-            file.write(text)
+        return "\n".join(lines) + "\n"

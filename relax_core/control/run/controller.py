@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from relax_core.contracts.bus import BusLost, BusProgress, BusTimeout
+from relax_core.control.health.stall_asks import StallAsks
 from relax_core.control.health.worker_states import RunFailed, ServicesLost, run_failed
 from relax_core.control.run.recovery_log import Recoveries
 from relax_core.control.supervision.supervisor_pipe import SupervisorPipe
@@ -18,8 +20,10 @@ from relax_core.roles.process.role_context import RunContext, worker_name
 if TYPE_CHECKING:  # these modules import Ray, which reads the path of its token when it is imported
     from relax_core.control.engines.autoscaler import Autoscaler
     from relax_core.control.engines.engine_changes import EngineChanges
+    from relax_core.control.engines.engine_numbers import EngineNumbers
     from relax_core.control.engines.engine_orders import EngineOrders
     from relax_core.control.health.bus_watch import BusWatch
+    from relax_core.control.health.process_numbers import ProcessNumbers
     from relax_core.control.health.watchdog import Watchdog
     from relax_core.control.health.worker_health import HealthManager
     from relax_core.control.run.run_view import RunView
@@ -62,6 +66,8 @@ class Controller:
         health: HealthManager,
         watchdog: Watchdog,
         engines: EngineChanges,
+        engine_numbers: EngineNumbers,
+        process_numbers: ProcessNumbers,
         orders: EngineOrders | None = None,
         autoscaler: Autoscaler | None = None,
         supervisor: SupervisorPipe,
@@ -75,9 +81,12 @@ class Controller:
         self._health = health
         self._watchdog = watchdog
         self._engines = engines
+        self._engine_numbers = engine_numbers
+        self._process_numbers = process_numbers
         self._orders = orders
         self._autoscaler = autoscaler
         self._supervisor = supervisor
+        self._stall_asks = StallAsks(context.run_dir)
         self._step = context.start_step
         self._progress = 0
         self._moved = time.monotonic()
@@ -120,6 +129,8 @@ class Controller:
     def _tick_engines(self, *, stopping: bool) -> None:
         """Moves the engines that come and go on, and the orders for them."""
         self._engines.tick(self._health.beats, ended=self._health.ended)
+        self._engine_numbers.tick(self._health.beats, step=self._step)
+        self._process_numbers.tick(self._health.beats, step=self._step)
         if self._orders is not None:
             trained = self._step > self._context.start_step
             self._orders.tick(self._health.beats, step=self._step, trained=trained, stopping=stopping)
@@ -170,6 +181,7 @@ class Controller:
         Raises `RunFailed` if Serve did not start. A run is not stalled while the trainer makes progress in a long
         operation, such as a checkpoint.
         """
+        self._stall_asks.check(partial(self._watchdog.report, dict(self._health.beats), step=self._step))
         self._health.check(bus_lost=self._bus.lost, step=self._step)
         self._services.record_statuses({name: beat.status for name, beat in self._health.beats.items() if beat.status})
         progress = self._health.progress(TRAINER)

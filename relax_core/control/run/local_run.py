@@ -24,7 +24,7 @@ from relax_core.control.run.finish import RunRecords, collect, show_end, write_e
 from relax_core.control.run.judge_folders import judge_folders
 from relax_core.control.run.recovery_log import FROM_CHECKPOINT, Recoveries, recoveries_file
 from relax_core.control.run.resume import ResumePoint
-from relax_core.control.run.role_counts import roles_of
+from relax_core.control.run.role_counts import equal_trainers, roles_of
 from relax_core.control.run.run_view import RunView
 from relax_core.control.run.teacher_folders import teacher_folders
 from relax_core.control.supervision.supervisor import Attempt
@@ -35,8 +35,10 @@ from relax_core.gateway.order_history import order_history
 from relax_core.gateway.scale_book import ScaleBook
 from relax_core.observe.samples.newest_samples import NewestSamples
 from relax_core.observe.service.metrics_actor import MetricsClient, start_metrics
-from relax_core.observe.service.records import last_step
-from relax_core.observe.service.sinks import read_metrics
+from relax_core.observe.service.records import MetricRecord, last_step
+from relax_core.observe.service.sinks import read_metrics, read_texts
+from relax_core.observe.stragglers.straggler_records import STRAGGLER, told_stragglers
+from relax_core.observe.stragglers.straggler_watch import StragglerWatch
 from relax_core.observe.terminal.no_signal_warning import SignalWatch
 from relax_core.observe.terminal.panel import Panel
 from relax_core.registry import short_name
@@ -59,6 +61,7 @@ class _Outcome:
     failure: RunFailed | None = None
     records: RunRecords | None = None
     recoveries: Sequence[Mapping[str, Any]] = ()
+    stragglers: Sequence[Mapping[str, Any]] = ()
 
 
 def run_local(
@@ -94,7 +97,7 @@ def _write_end(outcome: _Outcome, config: RelaxConfig, *, started: float) -> dic
     word = outcome.word if outcome.failure is None else f"{outcome.word}: {outcome.failure}"
     meta = {"outcome": word, "wall_s": time.time() - started, "overrides": sys.argv[1:]}
     meta |= {"seed": config.seed, "repeatable": config.repeatable, "recoveries": list(outcome.recoveries)}
-    meta["keep_best"] = config.run.keep_best
+    meta |= {"keep_best": config.run.keep_best, "stragglers": list(outcome.stragglers)}
     if config.gateway.name != "none":
         run_dir = Path(config.run.dir)
         meta |= order_history(run_dir, sampled=_sampled(run_dir), repeatable=config.repeatable)
@@ -212,15 +215,7 @@ def _run_services(
     with ExitStack() as undo:
         undo.callback(metrics.end)
         with panel:  # the panel closes before the services do
-            view = RunView(
-                panel,
-                metrics,
-                log_dir=context.log_dir,
-                step=context.start_step,
-                heartbeat_timeout_s=config.run.heartbeat_timeout_s,
-                signal_watch=SignalWatch(steps=config.run.watch_steps, max_new_tokens=config.rollout.max_new_tokens),
-                samples=_shown_samples(context),
-            )
+            view = _run_view(context, panel, metrics, earlier)
             recoveries = _recoveries(context, attempt, view, at_step=max(last_step(earlier), context.start_step))
             book, engines = _engines(context, attempt, undo)
             serve_deployments = ServeDeployments(context, recoveries=recoveries, ray_lost=ray_lost)
@@ -242,12 +237,33 @@ def _run_services(
             except RunFailed as failure:
                 session.keep_logs()
                 records = collected(view.progress) if view.progress else None
-                return _Outcome(word="failed", failure=failure, records=records, recoveries=recoveries.as_records())
+                return _Outcome(
+                    word="failed",
+                    failure=failure,
+                    records=records,
+                    recoveries=recoveries.as_records(),
+                    stragglers=view.told_stragglers(),
+                )
         return _Outcome(
             word="stopped" if end.stopped else "finished",
             records=collected(end.progress),
             recoveries=recoveries.as_records(),
+            stragglers=view.told_stragglers(),
         )
+
+
+def _run_view(context: RunContext, panel: Panel, metrics: MetricsClient, earlier: Sequence[MetricRecord]) -> RunView:
+    run, most = context.config.run, context.config.rollout.max_new_tokens
+    return RunView(
+        panel,
+        metrics,
+        log_dir=context.log_dir,
+        step=context.start_step,
+        heartbeat_timeout_s=run.heartbeat_timeout_s,
+        signal_watch=SignalWatch(steps=run.watch_steps, max_new_tokens=most),
+        samples=_shown_samples(context),
+        stragglers=_straggler_watch(context, earlier),
+    )
 
 
 def _recoveries(context: RunContext, attempt: Attempt, view: RunView, *, at_step: int) -> Recoveries:
@@ -288,6 +304,13 @@ def _shown_samples(context: RunContext) -> NewestSamples:
     return NewestSamples(
         context.run_dir, groups=config.run.show_samples, every=config.eval.every, step=context.start_step
     )
+
+
+def _straggler_watch(context: RunContext, earlier: Sequence[MetricRecord]) -> StragglerWatch:
+    """Returns what compares the run's ranks and engines; what an earlier process told of them is kept."""
+    known = any(record.source == STRAGGLER for record in earlier)
+    told = told_stragglers(read_texts(context.run_dir)) if known else []
+    return StragglerWatch(equal_trainers(context.config), earlier=told)
 
 
 def _start_metrics(context: RunContext) -> MetricsClient:

@@ -23,10 +23,12 @@ from relax_core.config.checks.modality_keys import media_kinds
 from relax_core.contracts.bus import BusLost, BusTimeout
 from relax_core.control.engines.autoscaler import Autoscaler
 from relax_core.control.engines.engine_changes import EngineChanges
+from relax_core.control.engines.engine_numbers import EngineNumbers
 from relax_core.control.engines.engine_orders import EngineOrders
 from relax_core.control.engines.engine_probe import EngineProbe
 from relax_core.control.engines.engine_set import EngineSet
 from relax_core.control.health.bus_watch import BusWatch
+from relax_core.control.health.process_numbers import ProcessNumbers
 from relax_core.control.health.watchdog import Watchdog
 from relax_core.control.health.worker_health import HealthManager
 from relax_core.control.health.worker_states import RunFailed, ServicesLost, run_failed
@@ -41,6 +43,7 @@ from relax_core.control.supervision.supervisor_pipe import SupervisorPipe
 from relax_core.gateway.order_book import OrderBook
 from relax_core.gateway.scale_book import ScaleBook
 from relax_core.observe.service.metrics_actor import MetricsClient, MetricsUnavailable
+from relax_core.observe.service.records import PROCESS
 from relax_core.roles.process.role_context import ENGINE, RunContext
 
 MEDIA = "media"  # the name of the folder of media items
@@ -184,7 +187,6 @@ def _engine_orders(context: RunContext, changes: EngineChanges, parts: RunParts)
         kind=config.engine.name,
         steps=config.run.steps,
         stop=parts.supervisor.order_stop,
-        record=partial(parts.metrics.record, ENGINE),
     )
 
 
@@ -221,6 +223,16 @@ def _run_once(context: RunContext, point: ResumePoint | None, parts: RunParts, *
                 health=HealthManager(services, parts.recoveries, heartbeat_timeout_s=settings.heartbeat_timeout_s),
                 watchdog=Watchdog(context, services),
                 engines=changes,
+                engine_numbers=EngineNumbers(
+                    parts.engines,
+                    record=partial(parts.metrics.record, ENGINE),
+                    add_decoding=parts.view.stragglers.add_decoding,
+                ),
+                process_numbers=ProcessNumbers(
+                    bus_pid=services.bus_pid if context.config.launcher.ray_address is None else None,
+                    metrics=parts.view.metrics_usage,
+                    record=partial(parts.metrics.record, PROCESS),
+                ),
                 orders=_engine_orders(context, changes, parts),
                 autoscaler=_autoscaler(context, parts),
                 supervisor=parts.supervisor,

@@ -8,10 +8,10 @@ from __future__ import annotations
 from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.algorithm import Requirements
 from relax_core.registry import find_algorithm
-from relax_core.roles.process.role_context import JUDGE_ENGINE, TEACHER_ENGINE
+from relax_core.roles.process.role_context import JUDGE_ENGINE, TEACHER_ENGINE, worker_name
 from relax_core.rollout.group_advantages import computes_advantages_per_group
 from relax_core.rollout.judges.judge_choice import judge_engines
-from relax_core.train.parallel.layout_arithmetic import FORWARD_ROLES, Layout, world_size
+from relax_core.train.parallel.layout_arithmetic import FORWARD_ROLES, Layout, equal_ranks, world_size
 
 
 def roles_of(config: RelaxConfig) -> dict[str, int]:
@@ -31,6 +31,11 @@ def roles_of(config: RelaxConfig) -> dict[str, int]:
     if not computes_advantages_per_group(config):
         roles["advantages"] = 1
     return roles
+
+
+def equal_trainers(config: RelaxConfig) -> list[list[str]]:
+    """Returns the names of the trainer's ranks, those together that do the same work."""
+    return [[worker_name("actor", rank) for rank in ranks] for ranks in equal_ranks(config.parallel)]
 
 
 def worker_group_layouts(config: RelaxConfig) -> dict[str, Layout]:

@@ -5,12 +5,24 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from relax_core.contracts.bus import BusProgress
+from relax_core.observe.process_usage import ProcessUsage
 from relax_core.observe.samples.newest_samples import NewestSamples
 from relax_core.observe.service.metrics_actor import MetricsClient, MetricsUnavailable
 from relax_core.observe.service.metrics_service import MetricsHealth
 from relax_core.observe.service.records import LEDGER, MetricRecord
+from relax_core.observe.stragglers.straggler_records import (
+    STRAGGLER,
+    straggler_brief,
+    straggler_numbers,
+    straggler_row,
+    straggler_words,
+)
+from relax_core.observe.stragglers.straggler_watch import StragglerWatch
 from relax_core.observe.terminal.no_signal_warning import SignalWatch
 from relax_core.observe.terminal.panel import Panel, PanelState
 from relax_core.observe.terminal.role_states import RoleState
@@ -27,7 +39,8 @@ class RunView:
     ``step`` is the number of train steps done, ``records`` are the metrics that the newest `show` has got, and
     ``progress`` is the newest answer of any bus. A metrics service that gives no answer for ``heartbeat_timeout_s``
     seconds is started again, and reads the records in the run's files. ``signal_watch`` reports when the run trains
-    without a learning signal. The lines of ``samples`` are printed, and they stand in no log.
+    without a learning signal, and ``stragglers`` who is slower than its equals. The lines of ``samples`` are printed,
+    and they stand in no log.
     """
 
     def __init__(
@@ -40,6 +53,7 @@ class RunView:
         heartbeat_timeout_s: float,
         signal_watch: SignalWatch,
         samples: NewestSamples | None = None,
+        stragglers: StragglerWatch | None = None,
     ) -> None:
         self.step = step
         self.progress: BusProgress | None = None
@@ -52,6 +66,7 @@ class RunView:
         self._answered = self._health_at = time.monotonic()
         self._health = MetricsHealth(problems=[], dropped={})
         self._signal_watch, self._samples = signal_watch, samples
+        self.stragglers = StragglerWatch([]) if stragglers is None else stragglers
         self._reported_drops = -1  # the step of the last report
 
     def report(self, event: str) -> None:
@@ -79,6 +94,8 @@ class RunView:
         self.records = records
         for line in self._signal_watch.lines(records):
             self.report(line)
+        self.stragglers.add_records(records)
+        self._report_stragglers(step)
         self.step = step
         self.progress = progress or self.progress
         if progress is not None:
@@ -93,8 +110,24 @@ class RunView:
                 roles=roles,
                 message=message,
                 records_dropped=self._health.dropped,
+                stragglers=[straggler_brief(one) for one in self.stragglers.present()],
             )
         )
+
+    def metrics_usage(self) -> ProcessUsage | None:
+        """Returns what the process of the metrics service used, by its newest answer."""
+        return self._health.usage
+
+    def told_stragglers(self) -> list[dict[str, Any]]:
+        """Returns the stragglers of the run as summary.json has them."""
+        return [msgspec.to_builtins(one) for one in self.stragglers.all_of_run()]
+
+    def _report_stragglers(self, step: int) -> None:
+        """Tells who was named a straggler, and who is none any more, on the screen and in the metrics."""
+        for one in self.stragglers.take():
+            self.report(straggler_words(one))
+            self._metrics.record(STRAGGLER, step, straggler_numbers(one))
+            self._metrics.record_texts(STRAGGLER, step, [straggler_row(one)])
 
     def _check_sinks(self) -> None:
         """Reports new problems of the sinks. Raises `MetricsUnavailable`."""

@@ -16,9 +16,10 @@ import msgspec
 from relax_core.contracts.engine import EngineError, EngineUnreachable, Generated, PromptRequest, SamplingParams
 from relax_core.contracts.media import MediaItem
 from relax_core.engines.pool.engine_watch import LOAD_POLL_S, ClientFor, EngineWatch
-from relax_core.engines.pool.fan_out import FanOut, fan_out
+from relax_core.engines.pool.fan_out import fan_out, log_failures
 from relax_core.engines.pool.open_prompts import OpenPrompt, owed_rids, prompt_cost
 from relax_core.engines.pool.prompt_routing import Router
+from relax_core.engines.pool.request_times import RequestTimes
 from relax_core.engines.protocol.engine_client import EngineClient
 from relax_core.engines.protocol.frames import StreamEnd
 from relax_core.engines.protocol.request_body import OnTokens, response_limit
@@ -106,6 +107,7 @@ class EnginePool:
         self._timeout_s = timeout_s
         self._silent_s = silent_s
         self._watch_s = min(LOAD_POLL_S, silent_s / 4)
+        self.request_times = RequestTimes()
         self._router = Router(count, by_load=by_load)
         self._watch = EngineWatch(
             count, client_for, timeout_s=timeout_s, silent_s=silent_s, max_lag=max_lag, lag_s=lag_s
@@ -213,10 +215,12 @@ class EnginePool:
             told: dict[str, Any] = {}
             if (on_tokens := prompt_batch.on_tokens) is not None:
                 told["on_tokens"] = _telling(on_tokens, requests, owners, tickets)
-            async for one in client.generate(requests, prompt_batch.params, on_end=prompt_batch.on_end, **told):
-                prompt = owners[one.prompt]
-                if prompt.owed_by(tickets[prompt]):
-                    self._take(prompt_batch, prompt, msgspec.structs.replace(one, engine=engine_name(engine)), engine)
+            with self.request_times.of(engine_name(engine), samples=sum(len(one.asked) for one in tickets)):
+                async for one in client.generate(requests, prompt_batch.params, on_end=prompt_batch.on_end, **told):
+                    prompt = owners[one.prompt]
+                    if prompt.owed_by(tickets[prompt]):
+                        named = msgspec.structs.replace(one, engine=engine_name(engine))
+                        self._take(prompt_batch, prompt, named, engine)
         except EngineUnreachable as error:
             await self._ask_others(ask, engine, error)
         finally:
@@ -310,7 +314,7 @@ class EnginePool:
                 continue
             calls[engine_name(engine)] = partial(_abort_each, client, rids)
         aborting = asyncio.ensure_future(asyncio.to_thread(fan_out, calls))
-        aborting.add_done_callback(_log_failures)
+        aborting.add_done_callback(log_failures)
         await asyncio.wait([aborting], timeout=self._silent_s)  # a silent engine's call may end later
         if aborting.done():
             aborting.result()
@@ -386,11 +390,6 @@ def _telling(
             on_tokens(prompt.index, sample, requests[number].generated + start, ids)
 
     return tell
-
-
-def _log_failures(aborting: asyncio.Future[FanOut[None]]) -> None:
-    if not aborting.cancelled() and aborting.exception() is None and (words := aborting.result().words()):
-        log.warning("abort: %s", words)
 
 
 def _abort_each(client: EngineClient, rids: Sequence[str]) -> None:

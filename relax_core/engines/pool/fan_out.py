@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -10,6 +12,7 @@ from typing import Generic, TypeVar
 from relax_core.contracts.engine import EngineError
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +46,12 @@ def fan_out(calls: Mapping[str, Callable[[], T]]) -> FanOut[T]:
         answers={name: one for name, one in outcomes.items() if not isinstance(one, EngineError)},
         failures={name: one for name, one in outcomes.items() if isinstance(one, EngineError)},
     )
+
+
+def log_failures(call: asyncio.Future[FanOut[T]]) -> None:
+    """Logs which engines failed in an abort that has ended."""
+    if not call.cancelled() and call.exception() is None and (words := call.result().words()):
+        log.warning("abort: %s", words)
 
 
 def _outcome(call: Callable[[], T]) -> T | EngineError:

@@ -24,7 +24,7 @@ WARM_UP_STEPS = 5  # medians leave these steps out, because caches fill and pool
 STEP_PARTS = ("wait", "bus", "decode", "train", "sync", "checkpoint")  # consecutive parts of the trainer's step
 ENGINE_FIELDS = ("engines", "operations")  # of a run with a gateway
 OWN_FIELDS = (
-    *("outcome", "wall_s", "first_step_s", "recoveries", "records_dropped", "bad_rows", "keep_best"),
+    *("outcome", "wall_s", "first_step_s", "recoveries", "stragglers", "records_dropped", "bad_rows", "keep_best"),
     *ENGINE_FIELDS,
 )
 MEAN_STEPS = 10  # "first" and "last" are means of this number of steps
@@ -87,7 +87,7 @@ def build_summary(records: Iterable[MetricRecord], *, progress: BusProgress, met
         "bad_rows": list(meta.get("bad_rows", ())),
         "logprob_gap": _logprob_gap(actor),
         "step_ms": _step_ms(settled, prompt_batches[WARM_UP_STEPS:]),
-        "recoveries": list(meta.get("recoveries", ())),
+        **{name: list(meta.get(name, ())) for name in ("recoveries", "stragglers")},
         **{name: meta[name] for name in ENGINE_FIELDS if name in meta},
         "records_dropped": dict(meta.get("records_dropped", {})),
         "run": {key: value for key, value in meta.items() if key not in OWN_FIELDS},

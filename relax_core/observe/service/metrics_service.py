@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from relax_core.observe.process_usage import ProcessUsage, UsageMeter
 from relax_core.observe.service.records import (
     RESUMED,
     RUN,
@@ -39,14 +40,15 @@ NOT_DELIVERED = "not delivered"  # the name, beside the sinks' names, for record
 
 
 class MetricsHealth(msgspec.Struct, frozen=True, kw_only=True):
-    """Holds the state of the sinks.
+    """Holds the state of the service.
 
     ``problems`` holds one sentence for each problem that was not returned before. ``dropped`` maps the name of each
-    sink that lacks records to their number.
+    sink that lacks records to their number. ``usage`` is what the service's process uses.
     """
 
     problems: list[str]
     dropped: dict[str, int]
+    usage: ProcessUsage | None = None
 
 
 class KeptRecord(NamedTuple):
@@ -93,6 +95,7 @@ class MetricsService:
         self._known: dict[tuple[str, int, float], None] = {}  # in order of arrival
         self._not_delivered = 0
         self._closed = False
+        self._usage = UsageMeter()
         kept: list[Record] = [*history, *texts]
         for record in kept:
             self._keep(record)
@@ -147,11 +150,12 @@ class MetricsService:
             return list(self._texts.get(kind, ()))
 
     def health(self) -> MetricsHealth:
-        """Returns the state of the sinks."""
+        """Returns the state of the sinks and of this process."""
         dropped = {sink.name: sink.dropped for sink in self._sinks} | {NOT_DELIVERED: self._not_delivered}
         return MetricsHealth(
             problems=[problem for sink in self._sinks for problem in sink.problems()],
             dropped={name: count for name, count in dropped.items() if count},
+            usage=self._usage.newest(),
         )
 
     def flush(self, *, timeout_s: float) -> tuple[int, int]:

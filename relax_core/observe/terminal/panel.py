@@ -31,7 +31,7 @@ class PanelState:
 
     ``step`` is the number of train steps done. ``records`` are the newest ones, in order; they may repeat records of an
     earlier state. ``message`` is a line for the user. ``records_dropped`` maps each metrics sink to the number of
-    records that it lacks.
+    records that it lacks. ``stragglers`` say in a few words who is slower than its equals.
     """
 
     step: int
@@ -40,6 +40,7 @@ class PanelState:
     roles: Sequence[RoleState] = ()
     message: str = ""
     records_dropped: Mapping[str, int] = field(default_factory=dict)
+    stragglers: Sequence[str] = ()
 
 
 class Panel:
@@ -132,6 +133,7 @@ class Panel:
             roles=self._state.roles,
             message=self._state.message,
             records_dropped=self._state.records_dropped,
+            stragglers=self._state.stragglers,
         )
 
     def _print_changes(self, now: float) -> None:

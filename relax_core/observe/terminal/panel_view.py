@@ -55,6 +55,7 @@ class PanelView:
     roles: Sequence[RoleState]
     message: str
     records_dropped: Mapping[str, int] = field(default_factory=dict)
+    stragglers: Sequence[str] = ()
 
     @property
     def eta_s(self) -> float | None:
@@ -66,7 +67,7 @@ class PanelView:
 def picture(view: PanelView) -> RenderableType:
     """Draws the live panel. With five roles it fits into 80 columns and 24 lines."""
     parts: list[RenderableType] = [_progress(view), _figures(view), _roles(view.roles)]
-    if not _more_lines(view.numbers):  # which take the place of these
+    if not _more_lines(view.numbers) and not view.stragglers:  # which take the place of these
         parts = [parts[0], "", parts[1], "", parts[2]]
     if view.message:
         parts.append(Text(view.message, style="bold yellow", overflow="ellipsis", no_wrap=True))
@@ -107,6 +108,8 @@ def line(view: PanelView) -> str:
         parts.append("staleness " + ",".join(f"{staleness}:{share:.0%}" for staleness, share in shares))
     if view.records_dropped:
         parts.append("metrics lack " + _counts(view.records_dropped))
+    if view.stragglers:
+        parts.append("slow " + ", ".join(view.stragglers))
     if view.eta_s is not None:
         parts.append(f"eta {duration(view.eta_s)}")
     return "  ".join(parts)
@@ -222,6 +225,8 @@ def _bus_figures(view: PanelView) -> Table:
     table.add_column(no_wrap=True)
     if view.records_dropped:
         table.add_row("metrics", Text(f"records missing: {_counts(view.records_dropped)}", style="bold red"))
+    if view.stragglers:
+        table.add_row("slow", Text(" · ".join(view.stragglers), style="bold yellow", overflow="ellipsis"))
     for label, words in _more_lines(view.numbers):
         table.add_row(label, Text(words, overflow="ellipsis"))
     progress = view.progress

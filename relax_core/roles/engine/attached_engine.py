@@ -50,7 +50,7 @@ class AttachedEngineOwner(EngineOwner):
                 client.ready()
                 answered = time.monotonic()
                 self._reconcile(client)
-                self._measure(client)
+                self._meter.measure(client, now=time.monotonic())
             except EngineUnreachable as error:
                 if joined and time.monotonic() - answered > (lost_s := engine.elastic.lost_after_s):
                     words = f"it did not answer for engine.elastic.lost_after_s={lost_s:g}: {error}"

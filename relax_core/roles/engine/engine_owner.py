@@ -25,7 +25,7 @@ from relax_core.roles.process.worker import EngineReport, Worker, WorkerStatus
 from relax_core.weights.version_folder import PublishedUnreadable, read_latest, read_pushed, reading
 
 WATCH_S = 0.25  # how often the owner checks its engine, and how late a new engine may get weights
-LOAD_S = 1.0  # how often it asks for the load, with a gateway
+LOAD_S = 1.0  # how often it asks for the load
 
 
 class WeightReconciler:
@@ -93,6 +93,9 @@ class LoadMeter:
             if self._tokens is not None and count >= self._tokens[1]:  # fewer than before: the engine was restarted
                 found["tokens_per_s"] = (count - self._tokens[1]) / (now - self._tokens[0])
             self._tokens = now, int(count)
+        if "decode_times" in load:
+            found["decode_times"] = tuple((int(size), int(steps), float(s)) for size, steps, s in load["decode_times"])
+            found |= {name: float(load[name]) for name in ("busy_s", "core_wait_s")}
         self.newest = found
 
 
@@ -170,7 +173,7 @@ class EngineOwner(Worker):
                     health = self._watch_over(process)
                     client = engine_client(self.context, self._url)
                 self._reconcile(client)
-                self._measure(client)
+                self._meter.measure(client, now=time.monotonic())
                 self._stopping.wait(WATCH_S)
         finally:
             health.end()
@@ -199,11 +202,6 @@ class EngineOwner(Worker):
         self._serving = -1
         self.set_state("starting", f"its engine process {how}; restart {self.restarts}")
         return self._launch(process.port)
-
-    def _measure(self, client: EngineClient) -> None:
-        """Asks the engine for its load, which the gateway tells; without one nobody reads it."""
-        if self.context.config.gateway.name != "none":
-            self._meter.measure(client, now=time.monotonic())
 
     def _reconcile(self, client: EngineClient) -> None:
         """Sends the newest published weights to the engine if the trainer's own push does not reach it."""

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Literal
 
 from relax_core.contracts.bus import BusClosed
+from relax_core.observe.process_usage import ProcessUsage, UsageMeter
 from relax_core.roles.process.failure import Lost, failure_line, what_was_lost
 from relax_core.roles.process.output_log import keep_output
 from relax_core.roles.process.process_placement import on_this_node
@@ -47,8 +48,11 @@ class Wait:
 class EngineReport:
     """Is what an engine's owner tells of its engine: the address, and the version of the weights, -1 without any.
 
-    ``running`` and ``waiting`` are samples, and ``tokens_per_s`` tokens that it samples. The three are None while
-    nobody asked for them, and the last one where the engine does not count its tokens.
+    ``running`` and ``waiting`` are samples, and ``tokens_per_s`` tokens that it samples. The three are None before it
+    was asked for them, and the last one where the engine does not count its tokens. ``decode_times`` has for each
+    number of samples how many decode steps there were since the engine's start, and their seconds; it is empty where
+    the engine does not count them. ``busy_s`` is its time of prefill and decoding since then, and ``core_wait_s`` that
+    in which it was ready to run and got no core.
     """
 
     url: str
@@ -56,6 +60,9 @@ class EngineReport:
     running: int | None = None
     waiting: int | None = None
     tokens_per_s: float | None = None
+    decode_times: tuple[tuple[int, int, float], ...] = ()
+    busy_s: float = 0.0
+    core_wait_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +74,7 @@ class WorkerStatus:
     where ``pid`` is valid. ``child_pids`` are processes that it owns; ``restarts`` counts how often such a process
     restarted, and ``last_restart`` says how it had ended. ``waits`` are the worker's waits, the oldest first.
     ``progress`` grows while the worker does long work of its own that the run waits for. ``engine`` is the engine of an
-    owner of one that is up.
+    owner of one that is up. ``usage`` is what its process and its children use, None before it is measured.
     """
 
     name: str
@@ -84,6 +91,7 @@ class WorkerStatus:
     waits: tuple[Wait, ...] = ()
     progress: int = 0
     engine: EngineReport | None = None
+    usage: ProcessUsage | None = None
 
 
 @functools.cache
@@ -118,6 +126,7 @@ class Worker(ABC):
         self.restarts = 0
         self.last_restart = ""
         self.child_pids: tuple[int, ...] = ()
+        self._usage = UsageMeter()
         self._stopping = threading.Event()
         if name.rpartition("-")[0] in RUN_PLUGINS:
             keep_output(context.log_dir / f"{name}.log")
@@ -160,6 +169,7 @@ class Worker(ABC):
             child_pids=self.child_pids,
             waits=tuple(sorted(self._waits.copy().values(), key=lambda wait: wait.since)),
             progress=self._progress,
+            usage=self._usage.newest(self.child_pids),
         )
 
     @contextmanager

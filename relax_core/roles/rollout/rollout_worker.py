@@ -119,7 +119,7 @@ class RolloutWorker(Worker):
             prompts=prompts,
             rewards=rewards,
             settings=settings,
-            record=self._record(metrics, rewards),
+            record=self._record(metrics, rewards, pool),
             gate=_no_gate if evaluator is None else evaluator.gate,
             bad_rows=self._bad_rows(len(source), metrics),
             refuse=group_filter(spec, config.algo),
@@ -248,10 +248,10 @@ class RolloutWorker(Worker):
             worker=self._rank,
         )
 
-    def _record(self, metrics: MetricsClient, rewards: TracedRewardPool) -> Record:
+    def _record(self, metrics: MetricsClient, rewards: TracedRewardPool, pool: EnginePool) -> Record:
         """Returns the function that records metrics; with several workers a record names its worker."""
         own = {"worker": float(self._rank)} if self.context.config.rollout.workers > 1 else {}
-        return record_with_rewards(metrics, rewards, own)
+        return record_with_rewards(metrics, rewards, pool.request_times, own)
 
     async def _reclaim(self, bus: RayBus) -> list[Admission] | BusClosed:
         """Returns the admissions of an earlier process of this worker, or that the bus is closed.

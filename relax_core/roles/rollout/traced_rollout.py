@@ -14,6 +14,7 @@ from relax_core.contracts.media import MediaItem
 from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput, RewardSpec
 from relax_core.engines.pool.engine_pool import BringMedia, EnginePool, OnEnd
 from relax_core.engines.pool.engine_watch import ClientFor
+from relax_core.engines.pool.request_times import RequestTimes
 from relax_core.engines.protocol.request_body import OnTokens
 from relax_core.observe.service.metrics_actor import MetricsClient
 from relax_core.roles.engine.engine_directory import EngineDirectory
@@ -172,11 +173,13 @@ def _judged_row(given: RewardInput, output: RewardOutput) -> dict[str, str]:
     }
 
 
-def record_with_rewards(metrics: MetricsClient, rewards: TracedRewardPool, own: Mapping[str, float]) -> Record:
-    """Returns the function that records metrics, each time with ``own`` and with what rewards and judges did since."""
+def record_with_rewards(
+    metrics: MetricsClient, rewards: TracedRewardPool, requests: RequestTimes, own: Mapping[str, float]
+) -> Record:
+    """Returns the function that records metrics, each time with ``own`` and what rewards, judges, engines did since."""
 
     def record(source: str, step: int, values: Mapping[str, float]) -> None:
-        metrics.record(source, step, {**values, **rewards.figures(), **own})
+        metrics.record(source, step, {**values, **rewards.figures(), **requests.take(), **own})
         if rows := rewards.judged_rows():
             metrics.record_texts(JUDGED, step, rows)
 

@@ -17,7 +17,7 @@ from relax_core.contracts.bus import BusTimeout, Lease, LeaseRequest
 from relax_core.contracts.tree import TokenTree
 from relax_core.families.folder import folder_architecture
 from relax_core.observe.service.metrics_actor import MetricsUnavailable
-from relax_core.observe.service.records import ACTOR, metric_record
+from relax_core.observe.service.records import ACTOR, RANK, metric_record
 from relax_core.registry import find_algorithm
 from relax_core.roles.engine.engine_directory import EngineDirectory
 from relax_core.roles.process.discovery import discover_bus, discover_metrics, discover_worker
@@ -28,7 +28,7 @@ from relax_core.roles.trainer.rank_batches import policy_columns, policy_groups
 from relax_core.roles.trainer.rank_discovery import assemble_ranks
 from relax_core.roles.trainer.run_checkpoint import RunCheckpoints
 from relax_core.roles.trainer.step_metrics import StepGroups, step_values
-from relax_core.roles.trainer.step_timing import StepClock
+from relax_core.roles.trainer.step_timing import StepClock, rank_values
 from relax_core.roles.trainer.weight_sync import WeightSync
 from relax_core.roles.trainer.worker_group import Ranks, TrainerWorkerGroup
 from relax_core.train.packing.leased_trees import decode_train_tree
@@ -270,7 +270,9 @@ class PolicyTrainer(Worker):
         now = time.perf_counter()
         step_ms = 1e3 * (now - self._step_ended)
         values = step_values(consumed, result, clock, step=step, step_ms=step_ms)
-        self._metrics.put(metric_record(ACTOR, step, values), *consumed.histograms(step=step))
+        ranks = rank_values(result.metrics.ranks, now_s=time.time())
+        records = (metric_record(ACTOR, step, values), metric_record(RANK, step, ranks))
+        self._metrics.put(*records, *consumed.histograms(step=step))
         self._step_ended, self._clock = now, StepClock()
         self._show_step()
 

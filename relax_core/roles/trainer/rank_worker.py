@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from relax_core.contracts.engine import WeightManifest
+from relax_core.contracts.train import RankTimes
+from relax_core.observe.process_usage import UsageMeter
 from relax_core.roles.process.discovery import discover_bus
 from relax_core.roles.process.failure import RankLost, failure_line, is_broken_collective, what_was_lost
 from relax_core.roles.process.output_log import keep_output
@@ -49,6 +51,7 @@ class RankWorker:
         self.warm_up()
         self._name, self._context, self._rank = name, on_this_node(context), rank
         self._taken = False
+        self._usage = UsageMeter()
         self._built: MegatronBackend | None = None
         self._failure: BaseException | None = None  # the first failure of this rank's own
         self._failed_at = 0.0
@@ -124,6 +127,7 @@ class RankWorker:
             error=None,
             host=process_host(),
             waits=self._waits_of(idle),
+            usage=self._usage.newest(),
         )
 
     def _waits_of(self, idle: Wait) -> tuple[Wait, ...]:
@@ -207,6 +211,12 @@ class ActorRank(RankWorker):
         with self._busy("accumulate"):
             backend = self._backend
             backend.accumulate(self._rank_groups.trees(step, parts))
+
+    def finish_step(self) -> RankTimes:
+        """Ends the update and returns the times of this rank."""
+        with self._busy("finish_step"):
+            self._backend.finish_step()
+            return self._backend.times
 
 
 class ActorFwdRank(RankWorker):

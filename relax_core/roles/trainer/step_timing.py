@@ -1,13 +1,15 @@
-"""Measures the parts of a train step's time on the trainer's lead rank."""
+"""Measures the parts of a train step's time on the trainer's lead rank, and names the times of all ranks."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 from relax_core.contracts.bus import BusTimeout, Lease
+from relax_core.contracts.train import RankTimes
+from relax_core.roles.process.role_context import worker_name
 
 T = TypeVar("T")
 LeaseT = TypeVar("LeaseT", Lease, Lease | None)
@@ -55,3 +57,21 @@ class StepClock:
 
     def _add(self, part: str, seconds: float) -> None:
         setattr(self, part, getattr(self, part) + 1e3 * seconds)
+
+
+def rank_values(ranks: Sequence[RankTimes], *, now_s: float) -> dict[str, float]:
+    """Returns the numbers of a step's record of all ranks of the policy, which is made at Unix time ``now_s``.
+
+    A rank's ``step_ms`` is the time from its first call of the step to the end of its last one, and ``lag_ms`` the time
+    from there to the record. The clocks of several hosts are taken to agree.
+    """
+    values: dict[str, float] = {}
+    for rank, times in enumerate(ranks):
+        name = worker_name("actor", rank)
+        values[f"{name}/step_ms"] = 1e3 * (times.ended_s - times.began_s)
+        values[f"{name}/lag_ms"] = 1e3 * (now_s - times.ended_s)
+        values[f"{name}/core_wait_ms"] = times.core_wait_ms
+        values[f"{name}/rows"] = float(times.rows)
+        values |= {f"{name}/{part}_ms": ms for part, ms in times.wall_ms.items()}
+        values |= {f"{name}/cpu/{part}_ms": ms for part, ms in times.cpu_ms.items()}
+    return {name: round(value, 3) for name, value in values.items()}

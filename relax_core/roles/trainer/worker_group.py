@@ -244,9 +244,14 @@ class TrainerWorkerGroup(WorkerGroup):
         return parts_of(trees, self._lease_ids) if self._other_ranks or self._critic else []
 
     def finish_step(self) -> UpdateMetrics:
-        """Ends the step and returns the metrics of policy and critic."""
-        policy, critic = self._all("finish_step")
-        return UpdateMetrics(policy=policy, critic=critic)
+        """Ends the step and returns the metrics of policy and critic, with the times of all ranks."""
+        sent = self._send(self._other_ranks, "finish_step") + self._send(self._critic, "finish_step")
+        with self._collective("finish_step", sent):
+            policy = self.lead.finish_step()
+            times = self.lead.times
+        answers = self._wait("finish_step", sent)
+        others = answers[: len(self._other_ranks)]
+        return UpdateMetrics(policy=policy, critic=answers[-1] if self._critic else None, ranks=(times, *others))
 
     def copy_state(self) -> None:
         """Copies the state of a checkpoint to the host, on all ranks and the critic."""
@@ -273,12 +278,11 @@ class TrainerWorkerGroup(WorkerGroup):
         """Loads what `write_copy` wrote; the layout may be another one."""
         self._all("load", folder / POLICY, of_critic=(folder / CRITIC,))
 
-    def _all(self, method: str, *arguments: Any, of_critic: Sequence[Any] = ()) -> tuple[Any, Any]:
-        """Calls a method of every rank and of the critic; returns the lead's and the critic's answers."""
+    def _all(self, method: str, *arguments: Any, of_critic: Sequence[Any] = ()) -> None:
+        """Calls a method of every rank and of the critic."""
         sent = self._send(self._other_ranks, "follow", method, *arguments) + self._send(
             self._critic, method, *of_critic
         )
         with self._collective(method, sent):
-            mine = getattr(self.lead, method)(*arguments)
-        answers = self._wait(method, sent)
-        return mine, answers[-1] if self._critic else None
+            getattr(self.lead, method)(*arguments)
+        self._wait(method, sent)

@@ -1,4 +1,4 @@
-"""Counts what each reward of a run said of the answers of training: means, answers without a reward, and times."""
+"""Counts what each reward of a run said of the answers of training, and how long rewards and their workers took."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 import threading
 from collections import Counter
 from collections.abc import Sequence
-from statistics import fmean, quantiles
+from statistics import fmean, median, quantiles
 
 from relax_core.contracts.reward import RewardOutput
 
@@ -54,6 +54,29 @@ class RewardFigures:
             **{f"none/{cause}": count / len(ms) for cause, count in causes.items()},
             **times(ms),
         }
+
+
+class WorkerTimes:
+    """Keeps how long each reward worker took for an answer since the last `take`; it may be called from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._ms: dict[int, list[float]] = {}
+
+    def record(self, worker: int, *, answers: int, seconds: float) -> None:
+        """Counts one call to a worker for so many answers of training, at least one."""
+        with self._lock:
+            self._ms.setdefault(worker, []).extend([1e3 * seconds / answers] * answers)
+
+    def take(self) -> dict[str, float]:
+        """Returns the number of answers and the median milliseconds of one, as reward_worker/NUMBER/FIGURE."""
+        with self._lock:
+            found, self._ms = self._ms, {}
+        values: dict[str, float] = {}
+        for worker, ms in sorted(found.items()):
+            values[f"reward_worker/{worker}/answers"] = float(len(ms))
+            values[f"reward_worker/{worker}/ms_p50"] = round(median(ms), 3)
+        return values
 
 
 def times(ms: Sequence[float]) -> dict[str, float]:

@@ -18,7 +18,7 @@ from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput,
 from relax_core.rollout.rewards.hang_watch import HangWatch, OnHang
 from relax_core.rollout.rewards.reward_calls import score_async, score_here
 from relax_core.rollout.rewards.reward_failures import RewardFailures
-from relax_core.rollout.rewards.reward_figures import RewardFigures
+from relax_core.rollout.rewards.reward_figures import RewardFigures, WorkerTimes
 from relax_core.rollout.rewards.reward_worker import RewardWorker
 
 IN_LOOP_S = 1e-3  # a group that takes no longer is scored in the event loop, because a thread would add as much
@@ -84,7 +84,8 @@ class RewardPool:
         self._log_file = log_file
         self._worker_count = workers
         self._workers: list[RewardWorker] = []
-        self._idle: queue.SimpleQueue[RewardWorker] = queue.SimpleQueue()
+        self._idle: queue.SimpleQueue[int] = queue.SimpleQueue()  # indices of workers
+        self._worker_times = WorkerTimes()
         self._worker_threads = ThreadPoolExecutor(max(1, workers), thread_name_prefix="reward worker")
         if isolated := [one.config for one in self._choice.known() if one.spec.isolated]:
             self._start_workers(isolated)
@@ -95,8 +96,8 @@ class RewardPool:
 
     def _start_workers(self, configs: Sequence[RewardConfig]) -> None:
         self._workers = [RewardWorker(configs, self._log_file) for _ in range(self._worker_count)]
-        for worker in self._workers:
-            self._idle.put(worker)
+        for index in range(len(self._workers)):
+            self._idle.put(index)
 
     def check_row(self, row: DataRow, where: str) -> None:
         """Raises `BadRow` for a data row that its reward cannot score; ``where`` is the row's file and line."""
@@ -138,8 +139,11 @@ class RewardPool:
         return [outcome for call in await self._calls_of(reward, each, inputs) for outcome in call]
 
     def figures(self) -> dict[str, float]:
-        """Returns the `RewardFigures` of each reward of training since the last call, as reward/NAME/FIGURE."""
-        return {
+        """Returns the `RewardFigures` of each reward of training since the last call, and its `WorkerTimes`.
+
+        The former are named reward/NAME/FIGURE.
+        """
+        return self._worker_times.take() | {
             f"reward/{label.rpartition('/')[2]}/{key}": value
             for label, reward in self._running.items()
             for key, value in reward.figures.take().items()
@@ -174,13 +178,16 @@ class RewardPool:
                 return outcomes
 
     def _in_worker(self, reward: _RunningReward, inputs: Sequence[RewardInput]) -> list[Outcome]:
-        worker = self._idle.get_nowait()  # never empty, because there are as many threads as workers
+        index = self._idle.get_nowait()  # never empty, because there are as many threads as workers
+        began = time.perf_counter()
         try:
             with reward.timed(inputs) as outcomes:
-                outcomes += [(output, None) for output in worker.score(inputs, reward.config)]
+                outcomes += [(output, None) for output in self._workers[index].score(inputs, reward.config)]
+            if inputs[0].uid:
+                self._worker_times.record(index, answers=len(inputs), seconds=time.perf_counter() - began)
             return outcomes
         finally:
-            self._idle.put(worker)
+            self._idle.put(index)
 
     def _in_process(self, reward: _RunningReward, inputs: Sequence[RewardInput]) -> list[Outcome]:
         began = time.perf_counter()

@@ -38,6 +38,17 @@ def has_cuda() -> bool:
     return torch.cuda.is_available()
 
 
+def wait_for_passes() -> None:
+    """Waits until the GPU has done the passes that this thread gave it; on a CPU they are done.
+
+    The time of a rank's passes is then its own, and not part of the first wait for the other ranks.
+    """
+    if has_cuda():
+        import torch
+
+        torch.cuda.current_stream().synchronize()
+
+
 def training_device() -> torch.device:
     """Returns the device of the parameters: this process's current CUDA device, or the CPU."""
     import torch

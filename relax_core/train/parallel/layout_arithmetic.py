@@ -84,6 +84,15 @@ def replica_ranks(layout: Layout) -> list[list[int]]:
     return replicas
 
 
+def equal_ranks(layout: Layout) -> list[list[int]]:
+    """Returns the ranks that do the same work: those at the same place in every dimension but data parallel."""
+    equals: dict[tuple[int, ...], list[int]] = {}
+    for rank in range(world_size(layout)):
+        at = rank_coordinates(layout, rank)
+        equals.setdefault((at.tp, at.pp, at.cp, at.ep, at.etp), []).append(rank)
+    return list(equals.values())
+
+
 # -- Layouts of other roles -------------------------------------------------------------------------------------------
 def one_rank(parallel: ParallelConfig) -> ParallelConfig:
     """Returns the layout of a model that one process holds whole and uses for forward passes only."""

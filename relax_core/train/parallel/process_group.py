@@ -96,6 +96,13 @@ def wait_for_ranks(doing: str, *, rank: int, timeout_s: float, group: dist.Proce
         ) from error
 
 
+def most_over_ranks(number: int) -> int:
+    """Returns the largest ``number`` of any rank; all ranks call it."""
+    most = torch.tensor(number)
+    dist.all_reduce(most, dist.ReduceOp.MAX, group=world_group())
+    return int(most)
+
+
 def _wanted(parallel: ParallelConfig) -> tuple[int, ...]:
     return parallel.tp, parallel.pp, parallel.vpp, parallel.cp, parallel.ep, parallel.etp
 

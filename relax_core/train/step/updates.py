@@ -8,18 +8,23 @@ from typing import Protocol
 
 import numpy as np
 
-from relax_core.contracts.train import StepMetrics
+from relax_core.contracts.train import RankTimes, StepMetrics
 from relax_core.contracts.tree import TokenTree
 from relax_core.train.packing.micro_batches import MicroBatcher
 from relax_core.train.packing.packed_media import NO_TOWER, TowerWork
+from relax_core.train.step.rank_clock import times_of_step
 
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateMetrics:
-    """Holds the metrics of one update, or of all updates of a step; ``critic`` is None without a critic."""
+    """Holds the metrics of one update, or of all updates of a step; ``critic`` is None without a critic.
+
+    ``ranks`` are the times of the policy's ranks in order, and empty where they are not known.
+    """
 
     policy: StepMetrics
     critic: StepMetrics | None = None
+    ranks: tuple[RankTimes, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +108,7 @@ class StepUpdates:
         metrics = UpdateMetrics(
             policy=over_updates([one.policy for one in self._done], first_epoch=first_epoch),
             critic=over_updates(critics, first_epoch=first_epoch) if critics else None,
+            ranks=tuple(times_of_step(updates) for updates in zip(*(one.ranks for one in self._done), strict=True)),
         )
         return StepResult(metrics=metrics, updates=len(self._done))
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import ray
 
+from relax_core.control.engines.engine_numbers import EngineNumbers
 from relax_core.control.engines.engine_orders import EngineOrders, end_book, open_book
 from relax_core.gateway.order_book import FILE, Kind, Order, State
 from relax_core.roles.process.worker import EngineReport
@@ -30,7 +31,6 @@ class Ordered:
         folder.mkdir()
         self.book, run.engines = open_book(folder, count=1, anew=True)
         self.stops = 0
-        self.records: list[tuple[int, dict[str, float]]] = []
         self.begin(folder)
 
     def begin(self, folder: Path) -> None:
@@ -43,7 +43,6 @@ class Ordered:
             kind="embedded",
             steps=10,
             stop=self.stop,
-            record=lambda step, numbers: self.records.append((step, dict(numbers))),
         )
 
     def stop(self) -> None:
@@ -63,13 +62,17 @@ class Ordered:
 
     def numbers(self, *, step: int) -> dict[str, float]:
         """Returns what is recorded of the engines after so many train steps."""
-
-        def recorded() -> bool:
-            self.orders.tick(self.run.health.beats, step=step, trained=True, stopping=False)
-            return self.records[-1][0] == step
-
-        self.run.tick_until(f"a record of step {step}", recorded)
-        return self.records[-1][1]
+        records: list[tuple[int, dict[str, float]]] = []
+        numbers = EngineNumbers(
+            self.run.engines,
+            record=lambda step, values: records.append((step, dict(values))),
+            add_decoding=lambda step, engines: None,
+        )
+        for _ in range(2):  # once a train step
+            numbers.tick(self.run.health.beats, step=step)
+        ((recorded, found),) = records
+        assert recorded == step
+        return found
 
     def until(self, name: str, state: State) -> Order:
         def reached() -> bool:

@@ -49,6 +49,7 @@ def controller(health: Any, folder: Path) -> Controller:
         error=lambda: None,
         moved=lambda: None,
         check=lambda *beats, step: None,
+        report=lambda beats, step: "",
     )
     return Controller(
         context,
@@ -60,6 +61,8 @@ def controller(health: Any, folder: Path) -> Controller:
         health=health,
         watchdog=nothing,
         engines=nothing,
+        engine_numbers=nothing,
+        process_numbers=nothing,
         supervisor=nothing,
     )
 

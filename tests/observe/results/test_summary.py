@@ -115,7 +115,10 @@ def test_recoveries_have_a_place_of_their_own(progress: BusProgress) -> None:
     recovery = {"tier": 2, "cause": "the bus died", "at_step": 12, "from_step": 10, "seconds": None}
     summary = build_summary([], progress=progress, meta={**META, "recoveries": [recovery]})
     assert summary["recoveries"] == [recovery]
-    assert "recoveries" not in summary["run"]
+    assert "recoveries" not in summary["run"] and summary["stragglers"] == []
+    slow = {"kind": "rank", "who": "actor-1", "slower": 0.3}
+    summary = build_summary([], progress=progress, meta={**META, "stragglers": [slow]})
+    assert summary["stragglers"] == [slow] and "stragglers" not in summary["run"]
 
 
 def test_findings_and_missing_records_are_in_the_summary(make_record: MakeRecord, progress: BusProgress) -> None:

@@ -263,6 +263,15 @@ def test_the_picture_fits_80_by_24_and_shows_everything(make_record: MakeRecord,
         "waits for weights 7",
     ):
         assert shown in text, f"{shown!r} is not in\n{text}"
+    slow_run = replace(shown_run, stragglers=("actor-2 +31% in backward", "engine-1 +25% in decode"))
+    console = Console(file=io.StringIO(), width=80)
+    console.print(picture(slow_run))
+    assert isinstance(console.file, io.StringIO)
+    slow = console.file.getvalue()
+    assert "slow          actor-2 +31% in backward · engine-1 +25% in decode" in slow and len(slow.splitlines()) <= 24
+    assert "  slow actor-2 +31% in backward, engine-1 +25% in decode  eta" in line(slow_run) and "slow " not in line(
+        shown_run
+    )
     plain = line(shown_run)
     assert plain.startswith("step 12/112  reward 0.917  exact 0.458  eval 0.750  samples/s 100  tokens/s 500")
     assert "  gap 2.0e-06  cut 25%  equal groups 50%  staleness 0:8%,1:92%  metrics lack 12 tensorboard  eta" in plain

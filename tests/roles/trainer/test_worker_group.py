@@ -50,6 +50,8 @@ def test_the_ranks_of_a_replica_read_the_same_groups_and_its_first_one_answers(
     worker_group.begin_step(STEP)
     worker_group.add_lease(lease)
     worker_group.accumulate([c.decode_tree(row) for row in lease.rows])
+    times = worker_group.finish_step().ranks
+    assert [one.wall_ms for one in times] == [{"forward": 10.0 * rank} for rank in range(4)], "each tells its own"
     trained = [lead.seen, *ray.get([other_rank.seen.remote() for other_rank in other_ranks])]
     for replica in replicas:
         assert all(trained[rank] == trained[replica[0]] for rank in replica)

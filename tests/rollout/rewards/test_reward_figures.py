@@ -75,6 +75,8 @@ def test_every_way_to_have_no_reward_has_its_cause(tmp_path: Path) -> None:
     causes = {key.removeprefix("none/") for key in own if key.startswith("none/")}
     assert causes == {"timeout", "died", "memory", "raised", "not_finite"}
     assert own["ms_p50"] <= own["ms_p99"] and own["ms_p99"] > 900
+    assert figures["reward_worker/0/answers"] == 6, "there is one worker"
+    assert figures["reward_worker/0/ms_p50"] == pytest.approx(own["ms_p50"], rel=0.5, abs=5.0)
 
 
 def test_each_part_and_each_reward_of_a_row_has_figures_of_its_own_and_evaluations_have_none() -> None:

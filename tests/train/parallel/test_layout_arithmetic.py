@@ -15,6 +15,7 @@ from relax_core.config.schema import ForwardLayout, ParallelConfig
 from relax_core.train.parallel.layout_arithmetic import (
     LayoutShape,
     combination_faults,
+    equal_ranks,
     forward_parallel,
     model_faults,
     one_rank,
@@ -120,10 +121,18 @@ def test_ranks_stand_where_megatron_puts_them(tp: int, pp: int, cp: int, dp: int
             getattr(rank_coordinates(parallel, rank), size) for rank in range(ranks)
         ]
     assert sorted(map(sorted, dense.get_ranks("tp-cp-pp"))) == sorted(replica_ranks(parallel))
+    if ep == etp == 1:
+        assert sorted(map(sorted, dense.get_ranks("dp"))) == sorted(equal_ranks(parallel))
     if tp * cp * dp % (ep * etp) == 0:
         experts = RankGenerator(tp=etp, ep=ep, dp=tp * cp * dp // (ep * etp), pp=pp, cp=1, order=order)
         assert places(ranks, experts.get_ranks("ep")) == [rank_coordinates(parallel, rank).ep for rank in range(ranks)]
         assert places(ranks, experts.get_ranks("tp")) == [rank_coordinates(parallel, rank).etp for rank in range(ranks)]
+
+
+def test_ranks_with_different_experts_are_not_equal() -> None:
+    assert equal_ranks(layout(dp=4, ep=2)) == [[0, 2], [1, 3]]
+    assert equal_ranks(layout(dp=2, ep=2)) == [[0], [1]]
+    assert equal_ranks(layout(dp=2, tp=2, pp=2)) == [[0, 2], [1, 3], [4, 6], [5, 7]]
 
 
 def places(ranks: int, groups: list[list[int]]) -> list[int]:

@@ -1,4 +1,4 @@
-// The view of engines: what each of them sampled, and how many tokens a second over time.
+// The view of engines: what each of them sampled, how many tokens a second over time, and what every process uses.
 import { address, ask } from "../api.js";
 import { chart } from "../chart.js";
 import { duration, foreign, h, number } from "../dom.js";
@@ -8,13 +8,15 @@ export async function show(root, { run }) {
   const body = h("div", { class: "stack" });
   const rates = chart("Sampled tokens a second, by time since the first sample (s)");
   const orders = engineOrders(run);
-  root.append(h("h1", {}, "Engines"), orders.element, body, rates.element);
+  const processes = h("div", { class: "stack" });
+  root.append(h("h1", {}, "Engines"), orders.element, body, rates.element, processes);
   let left = false;
   let waiting = null;
 
   async function refresh() {
-    const engines = await ask(`run/${run.id}/engines`);
+    const [engines, used] = await Promise.all([ask(`run/${run.id}/engines`), ask(`run/${run.id}/processes`)]);
     if (left) return;
+    processes.replaceChildren(...usage(used));
     if (!engines.length) {
       body.replaceChildren(h("p", { class: "quiet" }, "This run keeps no samples, so it is not known what each engine sampled."));
       rates.set([]);
@@ -37,6 +39,23 @@ export async function show(root, { run }) {
     update() { waiting ??= setTimeout(() => { waiting = null; refresh(); }, 5000); orders.update(); },
     leave() { left = true; orders.leave(); clearTimeout(waiting); rates.leave(); },
   };
+}
+
+// What the processes of the run used in the newest 5 s.
+function usage(used) {
+  if (!used.length) return [];
+  const names = [["process"], ["cores", 1], ["memory (MB)", 1], ["children", 1], ["their cores", 1], ["their memory (MB)", 1], ["most memory (MB)", 1], ["GPU busy", 1], ["GPU memory (MB)", 1]];
+  const shown = names.slice(0, used.some(({ numbers }) => Object.keys(numbers).some((key) => key.startsWith("gpu"))) ? 9 : 7);
+  const total = (numbers, end) => {
+    const found = Object.entries(numbers).filter(([key]) => key.startsWith("gpu") && key.endsWith(end)).map(([, value]) => value);
+    return found.length ? found.reduce((a, b) => a + b, 0) : undefined;
+  };
+  const rows = used.map(({ name, numbers, most_memory_mb: most }) => h("tr", {}, h("td", {}, foreign(name)),
+    ...[number(numbers.cores, 3), number(numbers.memory_mb), number(numbers.children), number(numbers.children_cores, 3), number(numbers.children_memory_mb), number(most), number(total(numbers, "_busy"), 3), number(total(numbers, "_memory_mb"))]
+      .slice(0, shown.length - 1).map((words) => h("td", { class: "number" }, words))));
+  return [h("section", { class: "card scroll" }, h("h2", {}, "Processes"), h("table", {},
+    h("thead", {}, h("tr", {}, ...shown.map(([name, right]) => h("th", { class: right ? "number" : "" }, name)))), h("tbody", {}, ...rows)),
+  h("p", { class: "quiet small" }, "Each as of the newest 5 s. Memory is resident memory, in which pages that several processes share count for each."))];
 }
 
 // Engines share the prompts, so one that sampled clearly fewer tokens than the median of all was slower or was away.

@@ -6,6 +6,8 @@ const EVERY_MS = 2000;
 const COLOUR = {
   wait: "#c9972b", bus: "#7a8597", decode: "#1a9cb0", train: "#2f6fe4", sync: "#a552c9", checkpoint: "#d2447f", other: "#98a2b3",
   trainer: "#2457c5", rollout: "#2a9d63", weights: "#a552c9", evaluation: "#d9622b",
+  pack: "#1a9cb0", forward: "#2f6fe4", sums: "#7a8597", backward: "#1d4fae", pipeline: "#5b7fd6", reduce: "#c9972b", optimizer: "#a552c9",
+  engine: "#2a9d63",
 };
 const PARTS = ["wait", "bus", "decode", "train", "sync", "checkpoint", "other"];
 const WORDS = { wait: "waits for samples", bus: "waits for the bus", decode: "reads groups", train: "trains", sync: "publishes weights", checkpoint: "saves a checkpoint", other: "other" };
@@ -93,7 +95,8 @@ function drawn(run, query, answer) {
   const all = end - start || 1;
   const byLane = new Map();
   for (const span of answer.spans) byLane.set(span.lane, [...(byLane.get(span.lane) ?? []), span]);
-  const order = (name) => ["trainer", "trainer's parts", "weights"].indexOf(name) + 1 || (name.startsWith("rollout") ? 4 : 5);
+  const kinds = ["actor-", "rollout", "engine-"];
+  const order = (name) => ["trainer", "trainer's parts", "weights"].indexOf(name) + 1 || 4 + (kinds.findIndex((kind) => name.startsWith(kind)) + 4) % 4;
   const lanes = [...byLane].sort(([one], [other]) => order(one) - order(other) || one.localeCompare(other, "en", { numeric: true }));
   const rows = lanes.flatMap(([name, spans]) => {
     spans.sort((one, other) => one.start_s - other.start_s);
@@ -103,10 +106,10 @@ function drawn(run, query, answer) {
     spans.forEach((span, place) => {
       const from = Math.max(0, (span.start_s - start) / all);
       const to = Math.min(1, (span.end_s - start) / all);
-      const colour = COLOUR[span.name] ?? COLOUR[name.split(" ")[0]] ?? COLOUR.other;
+      const colour = COLOUR[span.name] ?? COLOUR[name.split(/[ -]/)[0]] ?? COLOUR.other;
       const inner = Object.entries(span.values).filter(([key]) => key.startsWith("train/")).sort((one, other) => other[1] - one[1]).map(([key, value]) => `${key.slice(6)} ${number(value, 3)} ms`);
-      const counts = ["samples", "tokens"].filter((key) => span.values[key]).map((key) => `${number(span.values[key])} ${key}`);
-      const title = [WORDS[span.name] ?? span.name, name === "trainer's parts" ? `step ${span.step}` : null, seconds(span.end_s - span.start_s), ...counts, ...inner].filter(Boolean).join(" · ");
+      const counts = ["requests", "samples", "tokens"].filter((key) => span.values[key]).map((key) => `${number(span.values[key])} ${key}`);
+      const title = [WORDS[span.name] ?? span.name, name === "trainer's parts" || span.of_rank ? `step ${span.step}` : null, seconds(span.end_s - span.start_s), span.values.cpu_ms ? `${number(span.values.cpu_ms, 3)} ms of a core` : null, ...counts, ...inner].filter(Boolean).join(" · ");
       lane.append(bar(from, Math.max(to - from, 0.0015), 18 * places[place] + 1, colour, title,
         name === "trainer" ? address(run.id, "pipeline", { first: query.first, last: query.last, step: span.step }) : null));
     });

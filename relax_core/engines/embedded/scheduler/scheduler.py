@@ -8,16 +8,17 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
 import torch
 
 from relax_core.contracts.engine import FinishReason, PauseMode
+from relax_core.contracts.host.core_wait import core_wait_s
 from relax_core.contracts.trees.kept_tokens import KeptTokens
 from relax_core.engines.embedded.scheduler.calls import Call, Progress, Sample, Waiting, seen_prefixes
 from relax_core.engines.embedded.scheduler.decoder import Decoder
+from relax_core.engines.embedded.scheduler.engine_load import DecodeMeter, Load
 from relax_core.engines.embedded.scheduler.token_sampler import NonFiniteLogits
 from relax_core.engines.embedded.scheduler.token_scoring import ScoreItem, Scores
 from relax_core.engines.embedded.scheduler.waiting_queue import WaitingQueue
@@ -25,31 +26,6 @@ from relax_core.engines.protocol.stop_strings import StopStrings
 
 T = TypeVar("T")
 NOTHING_ATTESTED = -1  # the weight version before the first attested weights; no request is served under it
-
-
-@dataclass(frozen=True, kw_only=True)
-class Load:
-    """Holds the engine's load at one time.
-
-    ``running``, ``queued`` and ``held`` count samples that decode, wait for slots, and wait for a weight version.
-    ``busy_s`` is the time spent in prefill and decoding since the start, in seconds. ``prefill_tokens`` and
-    ``cached_tokens`` count the tokens that prefills have computed since the start, and those that they have not,
-    because they were kept; ``prefix_cache_bytes`` is the part of ``kv_cache_bytes`` that keeps them. ``tower_passes``
-    counts the images and videos that have passed the vision tower since the start.
-    """
-
-    running: int
-    queued: int
-    held: int
-    busy_s: float
-    decode_steps: int
-    generated_tokens: int
-    kv_cache_bytes: int
-    prefill_tokens: int = 0
-    cached_tokens: int = 0
-    prefix_cache_bytes: int = 0
-    tower_passes: int = 0
-    media_feature_bytes: int = 0
 
 
 class Scheduler(threading.Thread):
@@ -73,6 +49,7 @@ class Scheduler(threading.Thread):
         self._released = False
         self._busy_s = 0.0
         self._steps = 0
+        self._decoding = DecodeMeter()
         self._tokens = 0
         self._prefill_tokens = 0
         self._cached_tokens = 0
@@ -171,7 +148,7 @@ class Scheduler(threading.Thread):
         self._released = False
 
     def load(self) -> Load:
-        """Returns the engine's load."""
+        """Returns the engine's load; for `post`."""
         queued, held = self._waiting.counts(self.version)
         features = self._decoder.features
         return Load(
@@ -187,6 +164,8 @@ class Scheduler(threading.Thread):
             prefix_cache_bytes=self._decoder.prefixes.nbytes,
             tower_passes=0 if features is None else features.passes,
             media_feature_bytes=0 if features is None else features.nbytes,
+            decode_times=self._decoding.times(),
+            core_wait_s=core_wait_s(),
         )
 
     # -- the loop ---------------------------------------------------------------------------------------------------
@@ -209,12 +188,14 @@ class Scheduler(threading.Thread):
         self._admit()
         if self._running:
             self._steps += 1
+            start = time.perf_counter()
             try:
                 finished = self._decoder.step()
             except NonFiniteLogits as error:
                 self._fail(error)
                 self._retract(only_states=True)
             else:
+                self._decoding.add(len(self._running), time.perf_counter() - start)
                 self._tokens += len(self._running)
                 self._finish(self._with_stopped(finished))
 

@@ -14,27 +14,18 @@ from typing import NamedTuple
 
 import msgspec
 
-from relax_core.dashboard.run_series import Timed
+from relax_core.dashboard.run_series import TimedRecord
+from relax_core.dashboard.timeline.timeline_spans import TRAIN, Span, engine_spans, rank_spans, span_of
 from relax_core.observe.results.summary import STEP_PARTS
-from relax_core.observe.service.records import ACTOR, EVAL, ROLLOUT
+from relax_core.observe.service.records import ACTOR, EVAL, RANK, ROLLOUT
 
 ORDER = ("checkpoint", *(part for part in STEP_PARTS if part != "checkpoint"))
 OTHER = "other"
 TRAINER_LANE, PARTS_LANE = "trainer", "trainer's parts"
-TRAIN = "train/"  # the names of the parts of the train call begin so
 MOST_STEPS = 400
+MOST_RANK_SPANS = 20_000  # of a timeline; the ranks' parts are left out where there would be more
+NEAR_S = 60.0  # a record is made so long after its step's end at most, and a push ends so long after its begin
 MUCH, LITTLE = 0.5, 0.1  # shares of the trainer's time from and up to which it waits for the other side, or does not
-
-
-class Span(msgspec.Struct, frozen=True, kw_only=True):
-    """Is one piece of work from ``start_s`` to ``end_s``, in Unix seconds; ``values`` has further numbers of it."""
-
-    lane: str
-    name: str
-    start_s: float
-    end_s: float
-    step: int
-    values: dict[str, float] = {}
 
 
 class Timeline(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,13 +43,15 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True):
     told: list[str]
 
 
-def make_timeline(timed: Sequence[Timed], *, first: int | None, last: int | None, newest: int = 8) -> Timeline | None:
+def make_timeline(
+    timed: Sequence[TimedRecord], *, first: int | None, last: int | None, newest: int = 8
+) -> Timeline | None:
     """Returns the timeline of these train steps, at most `MOST_STEPS`, or of the ``newest`` ones; None without steps.
 
     Of steps that were done twice, because a resume undid them, the later ones count; the spans are all those of any
     attempt that lie in their time.
     """
-    steps: dict[int, Timed] = {one.step: one for one in timed if one.source == ACTOR and "step" in one.ms}
+    steps: dict[int, TimedRecord] = {one.step: one for one in timed if one.source == ACTOR and "step" in one.ms}
     if not steps:
         return None
     last = max(steps) if last is None else last
@@ -69,7 +62,10 @@ def make_timeline(timed: Sequence[Timed], *, first: int | None, last: int | None
         return None
     start_s = min(one.end_s - one.ms["step"] / 1e3 for one in chosen)
     end_s = max(one.end_s for one in chosen)
-    spans = [span for span in all_spans(timed) if span.end_s > start_s and span.start_s < end_s]
+    near = [one for one in timed if start_s - NEAR_S < one.end_s and (one.source != RANK or one.end_s < end_s + NEAR_S)]
+    spans = [span for span in all_spans(near) if span.end_s > start_s and span.start_s < end_s]
+    if sum(span.of_rank for span in spans) > MOST_RANK_SPANS:
+        spans = [span for span in spans if not span.of_rank]
     shares = step_shares(chosen)
     return Timeline(
         first=chosen[0].step,
@@ -82,7 +78,7 @@ def make_timeline(timed: Sequence[Timed], *, first: int | None, last: int | None
     )
 
 
-def all_spans(timed: Sequence[Timed]) -> list[Span]:
+def all_spans(timed: Sequence[TimedRecord]) -> list[Span]:
     """Returns every span of the records, in the order of their records."""
     spans: list[Span] = []
     actors = [one for one in timed if one.source == ACTOR and "step" in one.ms]
@@ -91,9 +87,12 @@ def all_spans(timed: Sequence[Timed]) -> list[Span]:
             spans += _step_spans(one)
         elif one.source == ROLLOUT and "generate" in one.ms:
             worker = int(one.ms.get("worker", 0))
-            spans.append(_span(f"rollout {worker}", f"batch for weights {one.step}", one, one.ms["generate"]))
+            spans.append(span_of(f"rollout {worker}", f"batch for weights {one.step}", one, one.ms["generate"]))
+            spans += engine_spans(one)
+        elif one.source == RANK:
+            spans += rank_spans(one)
         elif one.source == EVAL:
-            spans.append(_span("evaluation", f"evaluation of weights {one.step} is there", one, 0.0))
+            spans.append(span_of("evaluation", f"evaluation of weights {one.step} is there", one, 0.0))
     for before, after in pairwise(actors):
         if push := after.ms.get("push"):
             spans.append(
@@ -108,7 +107,7 @@ def all_spans(timed: Sequence[Timed]) -> list[Span]:
     return spans
 
 
-def step_shares(steps: Sequence[Timed]) -> dict[str, float]:
+def step_shares(steps: Sequence[TimedRecord]) -> dict[str, float]:
     """Returns the share of each part in the time of these steps; together they are 1."""
     total = sum(one.ms["step"] for one in steps)
     shares = {part: sum(one.ms.get(part, 0.0) for one in steps) / total for part in ORDER} if total else {}
@@ -120,11 +119,11 @@ class _Part(NamedTuple):
     ms: float
 
 
-def _step_spans(one: Timed) -> list[Span]:
+def _step_spans(one: TimedRecord) -> list[Span]:
     parts = [_Part(name, one.ms.get(name, 0.0)) for name in ORDER]
     rest = one.ms["step"] - sum(part.ms for part in parts)
     at_s = one.end_s - one.ms["step"] / 1e3
-    spans = [_span(TRAINER_LANE, f"step {one.step}", one, one.ms["step"])]
+    spans = [span_of(TRAINER_LANE, f"step {one.step}", one, one.ms["step"])]
     for part in [*parts, _Part(OTHER, rest)]:
         if part.ms > 0:
             inner = {name: value for name, value in one.ms.items() if name.startswith(TRAIN)}
@@ -135,12 +134,7 @@ def _step_spans(one: Timed) -> list[Span]:
     return spans
 
 
-def _span(lane: str, name: str, one: Timed, took_ms: float) -> Span:
-    values = {key: value for key, value in one.ms.items() if not key.startswith(TRAIN)}
-    return Span(lane=lane, name=name, start_s=one.end_s - took_ms / 1e3, end_s=one.end_s, step=one.step, values=values)
-
-
-def _told(steps: Sequence[Timed], shares: dict[str, float]) -> list[str]:
+def _told(steps: Sequence[TimedRecord], shares: dict[str, float]) -> list[str]:
     if not shares:
         return []
     told = []

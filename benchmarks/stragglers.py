@@ -1,0 +1,211 @@
+"""Whether a run names the rank or the engine that is slowed down, and nobody else.
+
+    python -m benchmarks.stragglers [--runs 10] [--only ranks engines undisturbed] [--ranks 4 --engines 3 --share 0.3]
+
+Each run is a real one with so many data-parallel trainer ranks and engines. At a random train step one of the ranks, or
+one of the engines, is slowed down from outside: its process gets SIGSTOP and SIGCONT in turns, so that it stands still
+for ``--share`` of the time. Printed are after how many train steps it was named, what was told of it, and who else was
+named. An undisturbed run names nobody over ``--steps`` train steps. The exit code is 1 if a figure is missed: named
+within 60 steps in each run, nobody else, and nobody in the undisturbed ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from relax_core.observe.service.records import ACTOR, RANK, by_step
+from relax_core.observe.service.sinks import METRICS_FILE, read_metrics, read_texts
+from relax_core.observe.stragglers.straggler_records import STRAGGLER, Straggler, straggler_words, told_stragglers
+from tests.integration.live_run import ENGINE, LiveRun
+
+OVERRIDES = (
+    "mode=async",
+    "mode.max_staleness=1",
+    "eval.every=0",
+    "run.export_hf=false",
+    "run.save_every=0",
+    "run.steps=1000000",
+    "tracker.tensorboard=false",
+    "rollout.prompts_per_step=48",
+    "algo.group_size=16",
+)
+# Of standing still and working in turns. On cores that more processes want, a process that stood still for some ms gets
+# the next ms of a core instead, and would lose nothing.
+PERIOD_S = 0.25
+EARLIEST, LATEST = 20, 60  # train steps between which the slowing begins
+WITHIN = 60  # train steps within which it must be named
+MORE_STEPS = 100  # a run that names nobody is ended after so many steps behind the beginning
+LOOK_S = 0.2
+RANKS, ENGINES, UNDISTURBED = "ranks", "engines", "undisturbed"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Holds what became of one run: who was slowed and from which step on, when it was named, and all that was told."""
+
+    who: str
+    began: int
+    named_after: int | None
+    told: Sequence[Straggler]
+
+    @property
+    def others(self) -> list[Straggler]:
+        """Returns who was named though nobody had slowed it."""
+        return [one for one in self.told if one.who != self.who or one.to_step < self.began]
+
+    @property
+    def good(self) -> bool:
+        """Is True if the slowed one was named in time and nobody else was."""
+        in_time = not self.who or (self.named_after is not None and self.named_after <= WITHIN)
+        return in_time and not self.others
+
+
+class Slowed:
+    """Lets a process stand still for a share of the time while it is used as a context manager."""
+
+    def __init__(self, pid: int, *, share: float) -> None:
+        self._pid, self._share = pid, share
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._slow, name="slow", daemon=True)
+
+    def __enter__(self) -> Slowed:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _slow(self) -> None:
+        with suppress(PermissionError):  # so that the signals come in time on a busy machine; it needs the right to
+            os.sched_setscheduler(threading.get_native_id(), os.SCHED_RR, os.sched_param(1))
+        with suppress(ProcessLookupError):  # the run has ended
+            while not self._ended.is_set():
+                os.kill(self._pid, signal.SIGSTOP)
+                time.sleep(self._share * PERIOD_S)
+                os.kill(self._pid, signal.SIGCONT)
+                time.sleep((1.0 - self._share) * PERIOD_S)
+            os.kill(self._pid, signal.SIGCONT)
+
+
+def step_of(folder: Path) -> int:
+    """Returns the newest train step that the trainer has reported, -1 before there is one."""
+    try:
+        return max(by_step(read_metrics(folder), ACTOR), default=-1)
+    except ValueError:  # a line is being written
+        return -1
+
+
+def process_of(live: LiveRun, who: str) -> int:
+    """Returns the pid of a rank or of an engine: the one that writes its log."""
+    log = str(live.folder / "logs" / f"{who}.log")
+    engine = who.startswith("engine")
+    for pid, line in live.processes().items():
+        if engine != (ENGINE in line):
+            continue
+        with suppress(OSError):
+            if any(os.readlink(link) == log for link in Path(f"/proc/{pid}/fd").iterdir()):
+                return pid
+    raise SystemExit(f"no process writes {log}")
+
+
+def run_case(kind: str, given: argparse.Namespace, *, seed: int) -> Case:
+    """Executes one run and returns what it told."""
+    chance = random.Random(seed)
+    slowed = {RANKS: f"actor-{chance.randrange(given.ranks)}", ENGINES: f"engine-{chance.randrange(given.engines)}"}
+    who, start = slowed.get(kind, ""), chance.randrange(EARLIEST, LATEST)
+    settings = (f"parallel.dp={given.ranks}", f"engine.count={given.engines}", f"seed={seed}", *given.overrides)
+    with tempfile.TemporaryDirectory() as folder, LiveRun(Path(folder) / "run", *OVERRIDES, *settings) as live:
+        if not who:
+            _wait_step(live, given.steps)
+            return _ended(live, given, who="", began=0, named_at=None)
+        _wait_step(live, start)
+        pid, began = process_of(live, who), step_of(live.folder)
+        with Slowed(pid, share=given.share):
+            named_at = None
+            while named_at is None and step_of(live.folder) < began + MORE_STEPS:
+                time.sleep(LOOK_S)
+                records = [one for one in read_metrics(live.folder) if one.source == STRAGGLER]
+                named_at = next((one.step for one in records if f"{who}/slower" in one.values), None)
+        return _ended(live, given, who=who, began=began, named_at=named_at)
+
+
+def _wait_step(live: LiveRun, step: int) -> None:
+    live.wait_for(f"step {step}", lambda: _slept(LOOK_S) and step_of(live.folder) >= step)
+
+
+def _slept(seconds: float) -> bool:
+    time.sleep(seconds)
+    return True
+
+
+def _ended(live: LiveRun, given: argparse.Namespace, *, who: str, began: int, named_at: int | None) -> Case:
+    live.terminate()
+    done = live.finish()
+    told = told_stragglers(read_texts(done.folder))
+    assert len(done.summary["stragglers"]) == len(told), "summary.json has them, too"
+    _print_times(done.folder)
+    if given.keep is not None:
+        given.keep.mkdir(parents=True, exist_ok=True)
+        shutil.copy(done.folder / METRICS_FILE, given.keep / f"{who or UNDISTURBED}-{began}-{time.time():.0f}.jsonl")
+    return Case(who=who, began=began, named_after=None if named_at is None else named_at - began, told=told)
+
+
+def _print_times(folder: Path) -> None:
+    """Prints how long the steps took, and the ranks' own work in them."""
+    records = read_metrics(folder)
+    steps = [values["step_ms"] for values in by_step(records, ACTOR).values()]
+    names = sorted({name.split("/")[0] for one in records if one.source == RANK for name in one.values})
+    own = {
+        name: [sum(one.get(f"{name}/{part}_ms", 0.0) for part in ("pack", "forward", "sums", "backward")) for one in of]
+        for of in [list(by_step(records, RANK).values())]
+        for name in names
+    }
+    words = ", ".join(f"{name} {sum(ms) / len(ms):.0f}" for name, ms in own.items())
+    print(f"    {len(steps)} steps of {sum(steps) / len(steps):.0f} ms; own work of a step, ms: {words}", flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=10, help="runs of each kind")
+    parser.add_argument(
+        "--only", nargs="+", choices=[RANKS, ENGINES, UNDISTURBED], default=[RANKS, ENGINES, UNDISTURBED]
+    )
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--engines", type=int, default=3)
+    parser.add_argument("--share", type=float, default=0.3, help="share of the time that the slowed one stands still")
+    parser.add_argument("--steps", type=int, default=150, help="train steps of an undisturbed run")
+    parser.add_argument("--seed", type=int, default=0, help="of the first run")
+    parser.add_argument("--keep", type=Path, help="folder in which the metrics.jsonl of each run is kept")
+    parser.add_argument("overrides", nargs="*", help="key=value of the runs")
+    given = parser.parse_args()
+    missed = 0
+    for kind in given.only:
+        good = 0
+        for run in range(given.runs):
+            case = run_case(kind, given, seed=given.seed + run)
+            good += case.good
+            what = "undisturbed" if not case.who else f"{case.who} slowed from step {case.began} on"
+            when = "" if not case.who else f": named after {case.named_after} steps"
+            print(f"  {kind} {run + 1}: {what}{when}; {len(case.others)} false alarms", flush=True)
+            for one in case.told:
+                print(f"    {straggler_words(one)}", flush=True)
+        print(f"{kind}: {good} of {given.runs} good", flush=True)
+        missed += given.runs - good
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

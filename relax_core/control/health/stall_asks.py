@@ -1,0 +1,88 @@
+"""Hands a report of what a run waits for from its controller to a command, by two files in the run's folder.
+
+The command writes ``RUN/stall/ID.ask``; the controller looks there once a second and writes ``RUN/stall/ID.txt``. So it
+works for every run whose folder both can reach, with or without a gateway, and who may write the folder may ask.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+FOLDER = "stall"
+ASK, ANSWER = ".ask", ".txt"
+FORGOTTEN_S = 120.0  # who asked so long ago waits no more
+POLL_S = 0.1
+_ID = re.compile(r"[0-9a-f]{32}")
+log = logging.getLogger(__name__)
+
+
+class NoAnswer(Exception):
+    """Says that the controller has not answered in time."""
+
+
+class StallAsks:
+    """Answers the asks in a run's folder, one at a time, in a thread beside the controller."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._folder = run_dir / FOLDER
+        self._thread: threading.Thread | None = None
+
+    def check(self, report: Callable[[], str]) -> None:
+        """Begins to answer the oldest ask with what ``report`` returns, if there is one; returns at once."""
+        if self._thread is not None and self._thread.is_alive():
+            return
+        asks = self._open_asks()
+        if asks:
+            self._thread = threading.Thread(target=self._answer, args=(asks, report), name="stall-report", daemon=True)
+            self._thread.start()
+
+    def _open_asks(self) -> list[str]:
+        try:
+            entries = [one for one in os.scandir(self._folder) if one.name.endswith(ASK) and one.is_file()]
+        except OSError:  # nobody has asked
+            return []
+        return [name for one in entries if _ID.fullmatch(name := one.name.removesuffix(ASK))]
+
+    def _answer(self, asks: list[str], report: Callable[[], str]) -> None:
+        try:
+            recent = [ask for ask in asks if time.time() - (self._folder / f"{ask}{ASK}").stat().st_mtime < FORGOTTEN_S]
+            text = report() if recent else ""
+            for ask in asks:
+                (self._folder / f"{ask}{ASK}").unlink(missing_ok=True)
+            for ask in recent:
+                made = self._folder / f"{ask}.partial"
+                made.write_text(text, encoding="utf-8")
+                made.replace(self._folder / f"{ask}{ANSWER}")
+        except OSError as error:  # whoever asked has gone, or the disk is full
+            log.warning("a report for relax stall could not be written: %s", error)
+
+
+def ask_for_report(run_dir: Path, *, timeout_s: float, goes_on: Callable[[], bool]) -> str:
+    """Returns the report of the controller of the run in ``run_dir``.
+
+    Raises `NoAnswer` after ``timeout_s`` seconds, or as soon as ``goes_on`` says that the run has ended, and OSError if
+    the folder cannot be written.
+    """
+    folder, name = run_dir / FOLDER, secrets.token_hex(16)
+    folder.mkdir(mode=0o700, exist_ok=True)
+    ask, answer = folder / f"{name}{ASK}", folder / f"{name}{ANSWER}"
+    deadline = time.monotonic() + timeout_s
+    try:
+        ask.write_text("", encoding="utf-8")
+        while not answer.exists():
+            if not goes_on():
+                raise NoAnswer("the run has just ended")
+            if time.monotonic() > deadline:
+                raise NoAnswer(f"its controller did not answer within {timeout_s:g} s")
+            time.sleep(POLL_S)
+        return answer.read_text(encoding="utf-8")
+    finally:
+        ask.unlink(missing_ok=True)
+        answer.unlink(missing_ok=True)

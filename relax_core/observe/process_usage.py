@@ -1,0 +1,149 @@
+"""Measures what a process of the run and its children use: processor cores, memory and, with NVML, its GPUs."""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+from collections.abc import Collection, Iterable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+USAGE_S = 5.0  # the shortest time between two measurements
+CHILDREN_S = 30.0  # how often the children are looked for, which reads a file for each thread
+MB = 1e6
+_TICKS, _PAGE = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE")
+_UTIME, _RSS = 11, 21  # places in /proc/PID/stat behind the name of the program
+
+
+class GpuUsage(msgspec.Struct, frozen=True, kw_only=True):
+    """Is what NVML says of one GPU: the share of the time in which it computed, and MB of its memory in use."""
+
+    index: int
+    busy: float
+    memory_mb: float
+
+
+class ProcessUsage(msgspec.Struct, frozen=True, kw_only=True):
+    """Is what a process used since the measurement before: cores, and MB of resident memory, shared pages included.
+
+    The same of its children, whose number is ``children``. ``gpus`` are those that this process may use.
+    """
+
+    cores: float
+    memory_mb: float
+    children: int = 0
+    children_cores: float = 0.0
+    children_memory_mb: float = 0.0
+    gpus: tuple[GpuUsage, ...] = ()
+
+
+class UsageMeter:
+    """Measures a process of this host, by default this one, at most once in `USAGE_S` seconds."""
+
+    def __init__(self, pid: int | None = None) -> None:
+        self._pid = os.getpid() if pid is None else pid
+        self._own = pid is None
+        self._newest: ProcessUsage | None = None
+        self._measured = self._looked = -CHILDREN_S
+        self._children: set[int] = set()
+        self._cpu_s: dict[int, float] = {}  # by pid, at the newest measurement
+
+    def newest(self, known_children: Collection[int] = ()) -> ProcessUsage | None:
+        """Returns the newest measurement; None before there are two, and for a process that has ended."""
+        now = time.monotonic()
+        if now - self._measured < USAGE_S:
+            return self._newest
+        if now - self._looked >= CHILDREN_S:
+            self._looked, self._children = now, children_of(self._pid)
+        passed_s, self._measured = now - self._measured, now
+        found = {pid: used for pid in {self._pid, *self._children, *known_children} if (used := _used(pid)) is not None}
+        before, self._cpu_s = self._cpu_s, {pid: cpu_s for pid, (cpu_s, _) in found.items()}
+        own, children = found.get(self._pid), found.keys() - {self._pid}
+        self._newest = None
+        if own is not None and self._pid in before:
+            cores = {pid: max(0.0, cpu_s - before.get(pid, cpu_s)) / passed_s for pid, cpu_s in self._cpu_s.items()}
+            self._newest = ProcessUsage(
+                cores=round(cores[self._pid], 4),
+                memory_mb=round(own[1] / MB, 1),
+                children=len(children),
+                children_cores=round(sum(cores[pid] for pid in children), 4),
+                children_memory_mb=round(sum(found[pid][1] for pid in children) / MB, 1),
+                gpus=tuple(gpu_usages()) if self._own else (),
+            )
+        return self._newest
+
+
+def usage_numbers(name: str, usage: ProcessUsage) -> dict[str, float]:
+    """Returns the numbers of a process by names that begin with its own."""
+    numbers = {"cores": usage.cores, "memory_mb": usage.memory_mb}
+    if usage.children:
+        numbers |= {
+            "children": float(usage.children),
+            "children_cores": usage.children_cores,
+            "children_memory_mb": usage.children_memory_mb,
+        }
+    for gpu in usage.gpus:
+        numbers |= {f"gpu{gpu.index}_busy": gpu.busy, f"gpu{gpu.index}_memory_mb": gpu.memory_mb}
+    return {f"{name}/{key}": value for key, value in numbers.items()}
+
+
+def children_of(pid: int) -> set[int]:
+    """Returns the pids of a process's children; none if it has ended or the kernel does not tell them."""
+    try:
+        tasks = list(Path(f"/proc/{pid}/task").iterdir())
+        return {int(child) for task in tasks for child in _text(task / "children").split()}
+    except OSError:
+        return set()
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:  # the thread has ended
+        return ""
+
+
+def _used(pid: int) -> tuple[float, int] | None:
+    """Returns processor seconds since the start, and bytes of resident memory; None for a process that has ended."""
+    fields = _text(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
+    if len(fields) <= _RSS or fields[0] == "Z":
+        return None
+    return (int(fields[_UTIME]) + int(fields[_UTIME + 1])) / _TICKS, int(fields[_RSS]) * _PAGE
+
+
+# -- GPUs -------------------------------------------------------------------------------------------------------------
+def gpu_usages() -> Iterable[GpuUsage]:
+    """Yields the GPUs that CUDA_VISIBLE_DEVICES gives to this process; none without it, without NVML or a GPU."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    nvml = _nvml() if visible else None
+    if nvml is None:
+        return
+    for index, name in enumerate(visible.split(",")):
+        try:
+            handle = (
+                nvml.nvmlDeviceGetHandleByIndex(int(name))
+                if name.strip().isdecimal()
+                else nvml.nvmlDeviceGetHandleByUUID(name.strip())
+            )
+            busy = nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100.0
+            memory = nvml.nvmlDeviceGetMemoryInfo(handle).used
+        except nvml.NVMLError:
+            continue
+        yield GpuUsage(index=index, busy=busy, memory_mb=round(memory / MB, 1))
+
+
+@functools.cache
+def _nvml() -> Any:
+    """Returns the library `pynvml` with NVML at work, or None where either is missing."""
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return None
+    return pynvml

@@ -1,0 +1,97 @@
+"""A command asks the controller of a run for a report: it gets one, or words about why there is none."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from relax_core.cli import stall_command
+from relax_core.control.health.stall_asks import FOLDER, FORGOTTEN_S, NoAnswer, StallAsks, ask_for_report
+from relax_core.control.host.run_lock import run_lock
+
+DEADLINE_S = 60.0
+
+
+@contextmanager
+def controller(run_dir: Path, text: str) -> Iterator[None]:
+    """A controller that looks for asks until the block ends."""
+    asks, ended = StallAsks(run_dir), threading.Event()
+
+    def look() -> None:
+        while not ended.wait(0.01):
+            asks.check(lambda: text)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join(DEADLINE_S)
+
+
+def test_several_commands_get_the_report_and_leave_nothing(tmp_path: Path) -> None:
+    answers: list[str] = []
+
+    def ask() -> None:
+        answers.append(ask_for_report(tmp_path, timeout_s=DEADLINE_S, goes_on=lambda: True))
+
+    with controller(tmp_path, "the report\n"):
+        commands = [threading.Thread(target=ask) for _ in range(3)]
+        for one in commands:
+            one.start()
+        for one in commands:
+            one.join(DEADLINE_S)
+    assert answers == ["the report\n"] * 3
+    assert not list((tmp_path / FOLDER).iterdir())
+
+
+def test_nobody_answers_in_time_or_the_run_ends(tmp_path: Path) -> None:
+    with pytest.raises(NoAnswer, match=r"did not answer within 0\.05 s"):
+        ask_for_report(tmp_path, timeout_s=0.05, goes_on=lambda: True)
+    with pytest.raises(NoAnswer, match="has just ended"):
+        ask_for_report(tmp_path, timeout_s=DEADLINE_S, goes_on=lambda: False)
+    assert not list((tmp_path / FOLDER).iterdir()), "an ask that nobody waits for is taken back"
+
+
+def test_old_asks_and_other_files_get_no_answer(tmp_path: Path) -> None:
+    folder = tmp_path / FOLDER
+    folder.mkdir()
+    old, other, link = folder / f"{'0' * 32}.ask", folder / "..%2f.ask", folder / f"{'1' * 32}.ask"
+    for file in (old, other):
+        file.write_text("")
+    link.symlink_to("/nowhere")
+    os.utime(old, (0.0, time.time() - 2 * FORGOTTEN_S))
+    asks = StallAsks(tmp_path)
+    asks.check(lambda: pytest.fail("nobody waits for a report"))
+    assert asks._thread is not None
+    asks._thread.join(DEADLINE_S)
+    assert sorted(folder.iterdir()) == sorted([other, link])
+
+
+def test_the_command_prints_the_report_of_a_run_that_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.yaml").write_text("name: demo\n")
+    with run_lock(tmp_path):
+        with controller(tmp_path, "actor-0 waits for bus\n"):
+            assert stall_command.main([str(tmp_path)]) == 0
+        assert capsys.readouterr().out == "actor-0 waits for bus\n"
+        assert stall_command.main([str(tmp_path), "--timeout=0.05"]) == 1
+        assert "its controller did not answer within 0.05 s" in capsys.readouterr().err
+
+
+def test_the_command_says_that_a_run_has_ended_or_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert stall_command.main([str(tmp_path)]) == 2
+    assert "is no folder of a run" in capsys.readouterr().err
+    (tmp_path / "metrics.jsonl").write_text("")
+    (tmp_path / "summary.json").write_text('{"outcome":"finished"}')
+    assert stall_command.main([str(tmp_path)]) == 1
+    assert "does not go on any more (finished), so it waits for nothing" in capsys.readouterr().out
+    assert not (tmp_path / FOLDER).exists()
