@@ -112,6 +112,10 @@ def _tool(command: str, words: list[str]) -> int:
         from relax_core.cli import stall_command
 
         return stall_command.main(words)
+    if command == "notify":
+        from relax_core.cli import notify_command
+
+        return notify_command.main(words)
     if command == "eval":
         from relax_core.cli.eval_command import eval_command
         from relax_core.preflight import EVAL_CHECKS, settle_evaluation

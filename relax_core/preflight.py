@@ -22,6 +22,7 @@ from relax_core.data.sources import GENERATED_KEYS
 from relax_core.families.folder import folder_architecture
 from relax_core.families.hf_config import has_hf_config, language_values, read_hf_config
 from relax_core.families.tiny_configs import MAX_POSITIONS, MODEL_NAMES, tiny_config
+from relax_core.observe.alarms.urls_file import read_receivers
 from relax_core.observe.service.records import EVAL
 from relax_core.plan.data.context_length import settle_context, settle_evaluation_context
 from relax_core.plan.data.data_check import look_at_data
@@ -222,6 +223,15 @@ def port_problems(config: RelaxConfig) -> Iterator[str]:
                 yield f"engine.port={port} cannot be used ({error.strerror}). Use engine.port=0 for any free port."
 
 
+def receiver_problems(config: RelaxConfig) -> Iterator[str]:
+    """Returns what is wrong with the file of those who are told of the run."""
+    if config.notify.urls_file is not None:
+        try:
+            read_receivers(Path(config.notify.urls_file))
+        except ValueError as error:
+            yield str(error)
+
+
 def ray_address_problems(config: RelaxConfig) -> Iterator[str]:
     """Returns a Ray address without a listener: Ray itself would try for minutes, and end the process."""
     address = config.launcher.ray_address
@@ -314,6 +324,7 @@ CHECKS = (
     teacher_problems,
     judge_problems,
     port_problems,
+    receiver_problems,
     engine_start_problems,
     ray_address_problems,
     gpu_problems,

@@ -59,6 +59,10 @@ COMMANDS = {
     "eval": ("eval MODEL|CHECKPOINT|RUN [key=value ...]", "an evaluation without training (docs/evaluation.md)"),
     "engines": ("engines RUN [add N|remove N|watch]", "the engines of a run that has a gateway (docs/elastic.md)"),
     "stall": ("stall RUN", "what a run that goes on waits for, and the stacks of whom it waits for"),
+    "notify": (
+        "notify test URLS_FILE",
+        "a message to each address of a file, as a run sends one (docs/notify.md)",
+    ),
     "list": ("list [FILE.py ...]", "algorithms, rewards, envs, models; your own files with their kind"),
     "explain": ("explain KEY", "a key's value, type, range, where it is set, what reads it"),
     "compare": ("compare FOLDER ...", "runs or sweeps side by side: a table, and curves in one picture"),

@@ -27,6 +27,7 @@ from relax_core.config.media_schema import MediaKeys, ModalityConfig
 from relax_core.config.sections.agent_schema import AgentConfig, EndpointConfig
 from relax_core.config.sections.gateway_schema import AutoscalerConfig, ElasticConfig, GatewayConfig
 from relax_core.config.sections.launcher_schema import LauncherConfig
+from relax_core.config.sections.notify_schema import NotifyConfig
 from relax_core.config.sections.tracker_schema import TrackerConfig
 from relax_core.contracts.env import TurnsConfig
 
@@ -325,6 +326,7 @@ class RelaxConfig:
     run: RunSettings = field(default_factory=RunSettings)
     eval: EvalConfig = field(default_factory=EvalConfig)
     gateway: GatewayConfig = field(default_factory=GatewayConfig)
+    notify: NotifyConfig = field(default_factory=NotifyConfig)
 
     @property
     def in_order(self) -> bool:

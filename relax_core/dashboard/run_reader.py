@@ -15,9 +15,11 @@ import yaml
 
 from relax_core.dashboard.batch_lives import SampleLife, batch_lives
 from relax_core.dashboard.ledger_drops import event_counts, take_drops
-from relax_core.dashboard.run_folders import SUMMARY, inside, run_id, run_state
+from relax_core.dashboard.run_folders import SUMMARY, NotInside, inside, run_id, run_state
 from relax_core.dashboard.run_series import RunSeries
 from relax_core.dashboard.run_texts import RunTexts
+from relax_core.observe.alarms.alarm_book import FILE as ALARMS
+from relax_core.observe.alarms.alarm_book import read_alarms
 from relax_core.observe.samples.sample_index import FORMAT, SampleIndex
 from relax_core.observe.samples.sample_records import SAMPLES_FOLDER
 from relax_core.observe.service.records import ACTOR
@@ -26,6 +28,7 @@ CONFIG, PLAN = "config.yaml", "plan.json"
 REST = 100  # a slow answer is computed anew once 100 times as long as it took has passed
 NEWEST_S = 1.0  # a call waits so long for the newest samples
 END_S = 10.0
+MOST_ALARMS = 50
 MOST_TEXT_BYTES = 4 * 2**20
 Answer = TypeVar("Answer")
 
@@ -131,6 +134,7 @@ class RunReader:
             "left_s": step_s * max(0, int(total or 0) - done) if live and step_s is not None else None,
             "ended_s": series.ended_s(),
             "resumes": series.resumes,
+            "alarms": self._alarms(),
             "tags": series.tags(),
             "ledger": self._events(),
             "samples": self._counts(),
@@ -142,6 +146,14 @@ class RunReader:
                 *filter(None, [self._index_problem]),
             ],
         }
+
+    def _alarms(self) -> list[dict[str, Any]]:
+        """Returns the newest messages about the run, the newest first."""
+        try:
+            found = read_alarms(inside(self.run_dir, ALARMS), newest=MOST_ALARMS)
+        except (OSError, NotInside):  # there is none, or it is no file of this folder
+            return []
+        return [msgspec.to_builtins(one) for one in reversed(found)]
 
     def pulse(self) -> dict[str, Any]:
         """Returns the little that tells an open page whether there is something new."""

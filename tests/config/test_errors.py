@@ -79,7 +79,7 @@ LOCKSTEP = ["env=number_guess", "reward=env", "mode.max_staleness=0", "rollout.l
         ("engine.weight_transport=tcp", "engine.weight_transport=tcp: expected one of auto, shared_memory, gloo,"),
         ("run=[1]", "run is a section, not a value. Its keys: run.steps,"),
         ("foo", "'foo' is not key=value."),
-        ("doctr", "Commands: train, demo, rerun, eval, engines, list, explain,"),
+        ("doctr", "Commands: train, demo, rerun, eval, engines, stall, notify, list, explain,"),
         ("seed=[1", "'seed=[1' is not key=value."),
         ("seed=1,2", "seed=1,2: several values. Add -m"),
         ("name=${nope}", "name: Interpolation key 'nope' not found."),

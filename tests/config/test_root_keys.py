@@ -33,6 +33,7 @@ ROOT_KEYS = (
     "run",
     "eval",
     "gateway",
+    "notify",
 )
 GROUPS = {
     *("algo", "model", "modality", "parallel", "placement", "mode", "engine", "bus", "data"),

@@ -17,6 +17,7 @@ from relax_core.config.checks.gateway_keys import gateway_problems
 from relax_core.config.checks.launcher_keys import launcher_problems
 from relax_core.config.checks.modality_keys import modality_problems
 from relax_core.config.checks.model_folder import model_problems
+from relax_core.config.checks.notify_keys import notify_problems
 from relax_core.config.checks.ranges import range_problems
 from relax_core.config.checks.reward_keys import reward_problems
 from relax_core.config.checks.turn_keys import turn_problems
@@ -317,6 +318,7 @@ _CHECKS: tuple[Check, ...] = (
     transport_problems,
     engine_problems,
     gateway_problems,
+    notify_problems,
     _check_data,
     _check_schedule,
     _check_stop_strings,

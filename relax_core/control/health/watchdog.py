@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
@@ -25,17 +25,30 @@ BUS_S = 2.0  # timeout of the bus's answer, which takes milliseconds
 class Watchdog:
     """Reports every ``run.watch_after_s`` seconds without a train step.
 
-    A report is made in a thread of its own, because it calls processes that may not answer.
+    A report is made in a thread of its own, because it calls processes that may not answer. ``stalled`` is then called
+    there with a few words, and ``goes_on`` when a train step ends after it.
     """
 
-    def __init__(self, context: RunContext, services: Services) -> None:
+    def __init__(
+        self,
+        context: RunContext,
+        services: Services,
+        *,
+        stalled: Callable[[str], None] = lambda words: None,
+        goes_on: Callable[[], None] = lambda: None,
+    ) -> None:
         self._context = context
         self._services = services
+        self._stalled, self._goes_on = stalled, goes_on
+        self._told = False
         self._since = self._reported = time.monotonic()
 
     def moved(self) -> None:
         """Restarts the time, because a train step ended or the trainer's checkpoint has made progress."""
         self._since = self._reported = time.monotonic()
+        if self._told:
+            self._told = False
+            self._goes_on()
 
     def check(self, beats: Mapping[str, Beat], *, step: int) -> None:
         """Starts a report if it is due. ``step`` is the number of train steps done."""
@@ -52,6 +65,9 @@ class Watchdog:
 
     def _report(self, beats: Mapping[str, Beat], step: int, idle_s: float) -> None:
         text = self._text(beats, f"no train step ended for {idle_s:.0f} s at step {step}")
+        blockers = next((line.strip() for line in text.splitlines() if line.startswith("  blocker:")), "")
+        self._told = True
+        self._stalled(f"no train step ended for {idle_s:.0f} s; {blockers}")
         print(text, file=sys.stderr, end="", flush=True)
         log = self._context.log_dir / LOG
         log.parent.mkdir(parents=True, exist_ok=True)

@@ -25,6 +25,7 @@ from relax_core.control.run.judge_folders import judge_folders
 from relax_core.control.run.recovery_log import FROM_CHECKPOINT, Recoveries, recoveries_file
 from relax_core.control.run.resume import ResumePoint
 from relax_core.control.run.role_counts import equal_trainers, roles_of
+from relax_core.control.run.run_alarms import RunAlarms
 from relax_core.control.run.run_view import RunView
 from relax_core.control.run.teacher_folders import teacher_folders
 from relax_core.control.supervision.supervisor import Attempt
@@ -42,11 +43,12 @@ from relax_core.observe.stragglers.straggler_watch import StragglerWatch
 from relax_core.observe.terminal.no_signal_warning import SignalWatch
 from relax_core.observe.terminal.panel import Panel
 from relax_core.registry import short_name
-from relax_core.roles.process.role_context import METRICS, RunContext, worker_name
+from relax_core.roles.process.role_context import ENGINE, METRICS, RunContext, worker_name
 from relax_core.tools.make_tiny import tiny_model_folder
 
 FAILED = 1
 FAILURE_LOG = "failure.log"
+FAILED_ORDERS = 20  # of the newest orders, those that failed are told
 Made = TypeVar("Made")
 
 
@@ -73,8 +75,9 @@ def run_local(
     """
     started = attempt.started
     run_dir = Path(config.run.dir)
+    alarms = RunAlarms(config, again=attempt.number > 0)
     try:
-        outcome = _in_session(config, resume, paths, attempt, supervisor)
+        outcome = _in_session(config, resume, paths, attempt, supervisor, alarms)
     except KeyboardInterrupt:  # the supervisor ends the run at once
         assert supervisor.stop_signal is not None
         print("relax: ended at once, without a checkpoint", file=sys.stderr)
@@ -86,10 +89,19 @@ def run_local(
         outcome = _Outcome(word="failed", failure=run_failed("the run did not start", error))
     if outcome.failure is not None:
         _report_failure(outcome, config, started=started)
+        _tell_end(alarms, outcome, run_dir)
         return FAILED
     assert outcome.records is not None
     show_end(run_dir, outcome.records, _write_end(outcome, config, started=started))
+    _tell_end(alarms, outcome, run_dir)
     return 128 + supervisor.stop_signal if outcome.word == "stopped" and supervisor.stop_signal else 0
+
+
+def _tell_end(alarms: RunAlarms, outcome: _Outcome, run_dir: Path) -> None:
+    """Tells somebody how the run ended, and prints what could not be told."""
+    why = f"{outcome.failure}" if outcome.failure is not None else f"in {run_dir}"
+    for line in alarms.close(outcome.word, why):
+        print(f"relax: {line}", file=sys.stderr)
 
 
 def _write_end(outcome: _Outcome, config: RelaxConfig, *, started: float) -> dict[str, Any]:
@@ -131,7 +143,12 @@ def _report_failure(outcome: _Outcome, config: RelaxConfig, *, started: float) -
 
 
 def _in_session(
-    config: RelaxConfig, resume: ResumePoint | None, paths: RunPaths, attempt: Attempt, supervisor: SupervisorPipe
+    config: RelaxConfig,
+    resume: ResumePoint | None,
+    paths: RunPaths,
+    attempt: Attempt,
+    supervisor: SupervisorPipe,
+    alarms: RunAlarms,
 ) -> _Outcome:
     """Starts Ray, executes the run and ends Ray. If Ray is lost meanwhile, this process exits."""
     run_dir = Path(config.run.dir)
@@ -176,7 +193,7 @@ def _in_session(
                 teacher_folders=known_teachers,
                 judge_folders=made_in_time(judges, config, what="a builtin judge"),
             )
-            return _run_services(context, resume, attempt, supervisor, session, panel, ray_lost=ray_lost)
+            return _run_services(context, resume, attempt, supervisor, session, panel, alarms, ray_lost=ray_lost)
 
 
 def made_in_time(folder: Future[Made], config: RelaxConfig, *, what: str) -> Made:
@@ -200,6 +217,7 @@ def _run_services(
     supervisor: SupervisorPipe,
     session: RaySession,
     panel: Panel,
+    alarms: RunAlarms,
     *,
     ray_lost: Callable[[str], NoReturn],
 ) -> _Outcome:
@@ -215,9 +233,12 @@ def _run_services(
     with ExitStack() as undo:
         undo.callback(metrics.end)
         with panel:  # the panel closes before the services do
-            view = _run_view(context, panel, metrics, earlier)
-            recoveries = _recoveries(context, attempt, view, at_step=max(last_step(earlier), context.start_step))
+            view = _run_view(context, panel, metrics, earlier, alarms)
+            recoveries = _recoveries(
+                context, attempt, view, alarms, at_step=max(last_step(earlier), context.start_step)
+            )
             book, engines = _engines(context, attempt, undo)
+            alarms.watch(engine_lost=partial(_lost_engines, engines), order_failed=partial(_failed_orders, book))
             serve_deployments = ServeDeployments(context, recoveries=recoveries, ray_lost=ray_lost)
             undo.callback(serve_deployments.close, timeout_s=config.run.stop_timeout_s)
             parts = RunParts(
@@ -231,6 +252,7 @@ def _run_services(
                 engines=engines,
                 book=book,
                 scale_book=_scale_book(context, attempt, undo),
+                alarms=alarms,
             )
             try:
                 end = run_services(context, resume, parts)
@@ -252,7 +274,9 @@ def _run_services(
         )
 
 
-def _run_view(context: RunContext, panel: Panel, metrics: MetricsClient, earlier: Sequence[MetricRecord]) -> RunView:
+def _run_view(
+    context: RunContext, panel: Panel, metrics: MetricsClient, earlier: Sequence[MetricRecord], alarms: RunAlarms
+) -> RunView:
     run, most = context.config.run, context.config.rollout.max_new_tokens
     return RunView(
         panel,
@@ -263,12 +287,20 @@ def _run_view(context: RunContext, panel: Panel, metrics: MetricsClient, earlier
         signal_watch=SignalWatch(steps=run.watch_steps, max_new_tokens=most),
         samples=_shown_samples(context),
         stragglers=_straggler_watch(context, earlier),
+        alarms=alarms,
     )
 
 
-def _recoveries(context: RunContext, attempt: Attempt, view: RunView, *, at_step: int) -> Recoveries:
+def _recoveries(context: RunContext, attempt: Attempt, view: RunView, alarms: RunAlarms, *, at_step: int) -> Recoveries:
     """Returns the recoveries of the run; another attempt is one more, after ``at_step`` train steps."""
-    recoveries = Recoveries(recoveries_file(context.run_dir), report=view.report)
+
+    def begun(tier: int, cause: str) -> None:
+        if tier == FROM_CHECKPOINT:
+            alarms.happened("recovery", "tier 2", cause)
+        else:
+            alarms.restarted(cause)
+
+    recoveries = Recoveries(recoveries_file(context.run_dir), report=view.report, begun=begun)
     if attempt.causes:
         recoveries.load()
         recoveries.begin(FROM_CHECKPOINT, attempt.causes[-1], at_step=at_step, from_step=context.start_step)
@@ -286,6 +318,17 @@ def _engines(context: RunContext, attempt: Attempt, undo: ExitStack) -> tuple[Or
     undo.callback(book.close)
     undo.callback(end_book, book)
     return book, engines
+
+
+def _lost_engines(engines: EngineSet) -> dict[str, str]:
+    """Returns why added engines were taken out, by their names."""
+    return {worker_name(ENGINE, number): why for number, why in engines.failures.items()}
+
+
+def _failed_orders(book: OrderBook | None) -> dict[str, str]:
+    """Returns why the newest orders failed that did, by their ids."""
+    found = [] if book is None else book.newest_orders(FAILED_ORDERS)
+    return {order.id: order.failure for order in found if order.state == "FAILED"}
 
 
 def _scale_book(context: RunContext, attempt: Attempt, undo: ExitStack) -> ScaleBook | None:

@@ -36,6 +36,7 @@ from relax_core.control.host.run_paths import SHARED_MEMORY
 from relax_core.control.run.controller import Controller, RunEnd
 from relax_core.control.run.recovery_log import FROM_CHECKPOINT, Recoveries
 from relax_core.control.run.resume import ResumePoint, find_resume_point
+from relax_core.control.run.run_alarms import RunAlarms
 from relax_core.control.run.run_view import RunView
 from relax_core.control.run.serve_deployments import ServeDeployments
 from relax_core.control.run.services import Services
@@ -57,7 +58,8 @@ class RunParts:
 
     ``marked`` waits until the metrics service has recorded the run's first step. ``ray_lost`` ends this process, so
     that the supervisor starts another one with a new Ray. ``engines`` are those of the run, and ``book`` holds
-    the orders for them and ``scale_book`` the autoscaler's decisions; both are None without a gateway.
+    the orders for them and ``scale_book`` the autoscaler's decisions; both are None without a gateway. ``alarms`` tells
+    somebody what happens.
     """
 
     metrics: MetricsClient
@@ -70,6 +72,7 @@ class RunParts:
     engines: EngineSet
     book: OrderBook | None
     scale_book: ScaleBook | None
+    alarms: RunAlarms
 
 
 def attempt(context: RunContext, number: int, point: ResumePoint | None) -> RunContext:
@@ -221,7 +224,12 @@ def _run_once(context: RunContext, point: ResumePoint | None, parts: RunParts, *
                 recoveries=parts.recoveries,
                 view=parts.view,
                 health=HealthManager(services, parts.recoveries, heartbeat_timeout_s=settings.heartbeat_timeout_s),
-                watchdog=Watchdog(context, services),
+                watchdog=Watchdog(
+                    context,
+                    services,
+                    stalled=partial(parts.alarms.happened, "stalled", "no train step"),
+                    goes_on=partial(parts.alarms.over, "stalled", "no train step"),
+                ),
                 engines=changes,
                 engine_numbers=EngineNumbers(
                     parts.engines,

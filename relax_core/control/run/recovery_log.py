@@ -39,14 +39,20 @@ class Recovery:
 class Recoveries:
     """Holds all recoveries of a run, in order, and writes them to ``file``, where the next controller reads them.
 
-    ``report`` is called with one line when a recovery begins, and with another line when training goes on.
+    ``report`` is called with one line when a recovery begins, and with another line when training goes on. ``begun`` is
+    called with the tier and the cause when one begins.
     """
 
     def __init__(
-        self, file: Path, *, report: Callable[[str], None], clock: Callable[[], float] = time.monotonic
+        self,
+        file: Path,
+        *,
+        report: Callable[[str], None],
+        begun: Callable[[int, str], None] = lambda tier, cause: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._file = file
-        self._report = report
+        self._report, self._begun = report, begun
         self._clock = clock
         self._all: list[Recovery] = []
         self._open: list[tuple[Recovery, float]] = []
@@ -63,6 +69,7 @@ class Recoveries:
         self._open.append((recovery, self._clock() if noticed is None else noticed))
         done = "started again in place" if tier == IN_PLACE else f"all services start again from step {from_step}"
         self._report(f"tier {tier} at step {at_step}: {cause}; {done}")
+        self._begun(tier, cause)
         self._keep()
 
     def _keep(self) -> None:

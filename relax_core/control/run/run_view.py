@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from relax_core.contracts.bus import BusProgress
+from relax_core.control.run.run_alarms import RunAlarms
 from relax_core.observe.process_usage import ProcessUsage
 from relax_core.observe.samples.newest_samples import NewestSamples
 from relax_core.observe.service.metrics_actor import MetricsClient, MetricsUnavailable
@@ -39,8 +40,8 @@ class RunView:
     ``step`` is the number of train steps done, ``records`` are the metrics that the newest `show` has got, and
     ``progress`` is the newest answer of any bus. A metrics service that gives no answer for ``heartbeat_timeout_s``
     seconds is started again, and reads the records in the run's files. ``signal_watch`` reports when the run trains
-    without a learning signal, and ``stragglers`` who is slower than its equals. The lines of ``samples`` are printed,
-    and they stand in no log.
+    without a learning signal, ``stragglers`` who is slower than its equals, and ``alarms`` tells somebody of the run.
+    The lines of ``samples`` are printed, and they stand in no log.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class RunView:
         signal_watch: SignalWatch,
         samples: NewestSamples | None = None,
         stragglers: StragglerWatch | None = None,
+        alarms: RunAlarms | None = None,
     ) -> None:
         self.step = step
         self.progress: BusProgress | None = None
@@ -67,6 +69,7 @@ class RunView:
         self._health = MetricsHealth(problems=[], dropped={})
         self._signal_watch, self._samples = signal_watch, samples
         self.stragglers = StragglerWatch([]) if stragglers is None else stragglers
+        self._alarms = alarms
         self._reported_drops = -1  # the step of the last report
 
     def report(self, event: str) -> None:
@@ -96,6 +99,7 @@ class RunView:
             self.report(line)
         self.stragglers.add_records(records)
         self._report_stragglers(step)
+        self._tell_alarms(step)
         self.step = step
         self.progress = progress or self.progress
         if progress is not None:
@@ -124,10 +128,21 @@ class RunView:
 
     def _report_stragglers(self, step: int) -> None:
         """Tells who was named a straggler, and who is none any more, on the screen and in the metrics."""
-        for one in self.stragglers.take():
+        told = self.stragglers.take()
+        if self._alarms is not None:
+            self._alarms.stragglers(told)
+        for one in told:
             self.report(straggler_words(one))
             self._metrics.record(STRAGGLER, step, straggler_numbers(one))
             self._metrics.record_texts(STRAGGLER, step, [straggler_row(one)])
+
+    def _tell_alarms(self, step: int) -> None:
+        """Looks at the newest records by the rules of `notify`, and tells what has happened since."""
+        if self._alarms is not None:
+            self._alarms.add_records(self.records)
+            self._alarms.tick(step=step)
+            for line in self._alarms.take_lines():
+                self.report(line)
 
     def _check_sinks(self) -> None:
         """Reports new problems of the sinks. Raises `MetricsUnavailable`."""

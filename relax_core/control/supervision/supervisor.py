@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -27,8 +28,10 @@ from relax_core.control.supervision.controller_process import FAILED, Controller
 from relax_core.control.supervision.gateway_process import GatewayProcess, GatewayUnstarted, gateway
 from relax_core.control.supervision.signals import StopSignals
 from relax_core.control.supervision.supervisor_pipe import SupervisorPipe
+from relax_core.observe.alarms.clean_text import clean
 from relax_core.observe.terminal.standard_streams import RUN_TIMEOUT_S, unread_streams
 
+TELL_S = 60.0
 RAY_STARTS = 3  # how often Ray is started before the run fails
 SHOW_CURSOR = "\x1b[?25h"  # a live panel hides the cursor
 
@@ -64,8 +67,7 @@ def supervise(config: RelaxConfig, resume: ResumePoint | None, run_once: RunOnce
             with StopSignals() as signals, gateway(config) as gateway_process:
                 return _supervise(config, resume, run_once, signals, gateway_process)
         except GatewayUnstarted as error:
-            _report(f"failed: {error}")
-            return FAILED
+            return _failed(config, f"{error}")
 
 
 def _supervise(
@@ -89,31 +91,55 @@ def _supervise(
         if sys.stdout.isatty():
             print(SHOW_CURSOR, end="")
         if end.how == "stopped":
-            _report(end.cause)
-            return signals.exit_code
+            return _stopped(config, end.cause, signals)
         if signals.received is not None:
-            _report(f"{end.cause}, while the run was being stopped; the newest checkpoint is kept")
-            return signals.exit_code
+            return _stopped(
+                config, f"{end.cause}, while the run was being stopped; the newest checkpoint is kept", signals
+            )
         if end.how == "unstarted":
             ray_starts += 1
             if ray_starts == RAY_STARTS:
-                _report(f"failed: {end.cause}")
-                return FAILED
+                return _failed(config, end.cause)
             _report(f"{end.cause} Ray is started again, {ray_starts + 1} of {RAY_STARTS} times.")
             continue
         if _recoveries_done(config, attempt) >= config.run.max_recoveries:
-            _report(f"failed: {end.cause}; run.max_recoveries={config.run.max_recoveries}")
-            return FAILED
+            return _failed(config, f"{end.cause}; run.max_recoveries={config.run.max_recoveries}")
         ray_starts = 0
         attempt = replace(attempt, number=attempt.number + 1, causes=(*attempt.causes, end.cause))
         try:
             resume = find_resume_point(replace(config, resume="auto")) or resume
         except ValueError as error:
-            _report(f"failed: {end.cause}, and its newest checkpoint cannot be resumed: {error}")
-            return FAILED
+            return _failed(config, f"{end.cause}, and its newest checkpoint cannot be resumed: {error}")
         for line in resume.left if resume is not None else ():
             _report(f"resume: {line}")
         _report(f"{end.cause}; another goes on from step {resume.step if resume is not None else 0}")
+
+
+def _failed(config: RelaxConfig, cause: str) -> int:
+    """Reports a failure of which no controller can tell, and returns the exit code."""
+    _report(f"failed: {cause}")
+    _tell(config, "failed", cause)
+    return FAILED
+
+
+def _stopped(config: RelaxConfig, cause: str, signals: StopSignals) -> int:
+    """Reports that the run was stopped, which no controller can tell any more, and returns the exit code."""
+    _report(cause)
+    _tell(config, "stopped", cause)
+    return signals.exit_code
+
+
+def _tell(config: RelaxConfig, event: str, cause: str) -> None:
+    """Sends one message to those whom `notify` names, in a process that ends after `TELL_S` seconds at the latest."""
+    if config.notify.urls_file is None or event not in config.notify.events:
+        return
+    title = f"{config.name}: the run {'has failed' if event == 'failed' else 'was stopped'}"
+    text = f"{clean(cause)}\n{Path(config.run.dir).resolve()}"
+    command = [sys.executable, "-m", "relax_core.observe.alarms.tell_once", config.notify.urls_file, title, text]
+    try:
+        subprocess.run(command, timeout=TELL_S, check=False)
+    except subprocess.TimeoutExpired:
+        _report(f"notify: nobody took {title!r} within {TELL_S:g} s")
 
 
 def _report(line: str) -> None:

@@ -1,0 +1,37 @@
+"""Sends a message to each address of a file, as a run with ``notify.urls_file`` would: ``relax notify test FILE``.
+
+The exit code is 1 if an address did not take it, and 2 if the file cannot be used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from relax_core.observe.alarms.tell_once import tell
+from relax_core.observe.alarms.urls_file import read_receivers
+
+_NOT_TAKEN, _UNUSABLE = 1, 2
+
+
+def main(words: Sequence[str]) -> int:
+    """Runs the command and returns its exit code. Argparse ends the process for words that are none of its own."""
+    parser = argparse.ArgumentParser(
+        prog="relax notify", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", choices=["test"])
+    parser.add_argument("urls_file", type=Path, metavar="FILE", help="what notify.urls_file of a run would be")
+    given = parser.parse_args(words)
+    try:
+        receivers = read_receivers(given.urls_file)
+    except ValueError as error:
+        print(f"relax notify: {error}", file=sys.stderr)
+        return _UNUSABLE
+    not_taken = 0
+    for name, notify in receivers:
+        lines = tell([(name, notify)], title="Relax: a test", text="A run would tell you like this.")
+        not_taken += bool(lines)
+        print(lines[0] if lines else f"{name} took the message")
+    return _NOT_TAKEN if not_taken else 0

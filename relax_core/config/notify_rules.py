@@ -1,0 +1,74 @@
+"""Reads the rules of `notify.rules`, such as "actor/reward < 0.1 for 20 steps", and knows those that have a name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal, cast
+
+Sign = Literal["<", "<=", ">", ">=", "nan"]
+PRESETS = {
+    "nan": ("actor/loss is nan for 1 step", "actor/grad_norm is nan for 1 step", "actor/reward is nan for 1 step"),
+    "reward_collapse": ("actor/reward < 0.5 of its best for 20 steps",),
+    "gap": ("actor/logprob_gap_mean > 0.05 for 5 steps",),  # five times what bfloat16 shows on a CPU
+    "truncation": ("actor/truncated > 0.5 for 20 steps",),
+}
+_NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
+_RULE = re.compile(
+    rf"(?P<number>[\w.@:-]+(?:/[\w.@:-]+)+) (?:(?P<sign>[<>]=?) (?P<bound>{_NUMBER})(?P<best> of its best)?|is nan)"
+    r" for (?P<steps>[1-9]\d{0,5}) steps?"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """Is true while a number of the run was beyond a bound for so many of its records in a row.
+
+    ``number`` is the source of a record and the name in it, such as "actor/reward". With ``of_best`` the mean of the
+    newest ``steps`` values is compared with ``bound`` times the best such mean so far. The sign "nan" has no bound.
+    """
+
+    words: str
+    number: str
+    sign: Sign
+    bound: float = 0.0
+    of_best: bool = False
+    steps: int = 1
+
+    @property
+    def source(self) -> str:
+        """Returns the source of the records that have the number."""
+        return self.number.partition("/")[0]
+
+    @property
+    def name(self) -> str:
+        """Returns the name of the number in its records."""
+        return self.number.partition("/")[2]
+
+
+def read_rule(words: str) -> Rule:
+    """Returns the rule that a text says. Raises ValueError for a text that is none."""
+    found = _RULE.fullmatch(" ".join(words.split()))
+    if found is None:
+        raise ValueError(
+            f"{words!r} is neither one of {', '.join(PRESETS)} nor a rule such as 'actor/reward < 0.1 for 20 steps', "
+            "'actor/reward < 0.5 of its best for 20 steps' or 'actor/loss is nan for 1 step'"
+        )
+    sign, of_best = found["sign"] or "nan", found["best"] is not None
+    if of_best and sign not in ("<", "<="):
+        raise ValueError(f"{words!r}: only < and <= go with 'of its best', because the best is the largest mean")
+    return Rule(
+        words=" ".join(words.split()),
+        number=found["number"],
+        sign=cast(Sign, sign),
+        bound=float(found["bound"] or 0.0),
+        of_best=of_best,
+        steps=int(found["steps"]),
+    )
+
+
+def read_rules(texts: Iterable[str]) -> list[Rule]:
+    """Returns the rules of names of `PRESETS` and of texts, each once. Raises ValueError with the first mistake."""
+    words = [one for text in texts for one in PRESETS.get(text.strip(), (text,))]
+    return [read_rule(one) for one in dict.fromkeys(words)]

@@ -1,0 +1,205 @@
+"""Tells somebody what happens to a run: its start and end, what breaks, and the rules of ``notify.rules``."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Literal
+
+from relax_core.config.notify_rules import Rule, read_rules
+from relax_core.config.schema import RelaxConfig
+from relax_core.gateway.gateway_settings import FILE as GATEWAY_FILE
+from relax_core.observe.alarms.alarm_book import AlarmBook
+from relax_core.observe.alarms.alarm_sender import AlarmSender, Notify
+from relax_core.observe.alarms.clean_text import clean
+from relax_core.observe.alarms.rule_states import RuleState, advanced
+from relax_core.observe.alarms.urls_file import read_receivers
+from relax_core.observe.service.records import MetricRecord, is_resume
+from relax_core.observe.stragglers.straggler_records import Straggler, straggler_words
+
+END_S = 20.0  # how long the end of the run waits for its last messages
+LOOK_S = 5.0
+HOUR_S = 3600.0
+UNKNOWN_RECORDS = 100  # of the source of a rule's number, after which a number that none of them had is reported
+GIB = 1 << 30
+TITLES = {
+    "started": "the run has started",
+    "finished": "the run has finished",
+    "stopped": "the run was stopped",
+    "failed": "the run has failed",
+    "restarts": "many restarts",
+    "recovery": "all services start again from a checkpoint",
+    "stalled": "no train step ends",
+    "engine_lost": "{cause} is lost",
+    "order_failed": "order {cause} has failed",
+    "disk_low": "the disk is nearly full",
+    "straggler": "{cause} is slow",
+}
+
+
+class RunAlarms:
+    """Keeps the alarms of a run and sends them to those whom ``notify.urls_file`` names.
+
+    `happened` and `over` may be called by any thread, the other methods by one. With ``again`` an earlier process has
+    told the start.
+    """
+
+    def __init__(self, config: RelaxConfig, *, again: bool, clock: Callable[[], float] = time.time) -> None:
+        notify, self._clock = config.notify, clock
+        self._run_dir, self._name, self._steps = Path(config.run.dir), config.name, config.run.steps
+        self._on, self._disk_gib = frozenset(notify.events), notify.disk_gib
+        self._restarts_per_hour = notify.restarts_per_hour
+        self._book = AlarmBook(self._run_dir, repeat_s=notify.repeat_s, clock=clock)
+        self._rules = {rule: RuleState() for rule in read_rules(notify.rules)}
+        self._without: dict[Rule, int] = {}  # records without the number of a rule
+        self._seen: set[Rule] = set()  # rules whose number was measured
+        self._began_s = clock()
+        self._events: deque[tuple[bool, str, str, str]] = deque()
+        self._lines: deque[str] = deque()
+        self._restarts: deque[float] = deque()
+        self._failures: set[tuple[str, str]] = set()
+        self._failed: dict[str, Callable[[], Mapping[str, str]]] = {}  # by event
+        self._looked_at = -LOOK_S
+        self._step = 0
+        self._sender = AlarmSender(self._receivers(notify.urls_file), self._lines.append)
+        if not again:
+            self.happened("started", "the run", f"{self._steps} train steps")
+
+    def _receivers(self, urls_file: str | None) -> list[tuple[str, Notify]]:
+        """Returns whom to tell; a file that was right at the start and is wrong now does not end the run."""
+        try:
+            return [] if urls_file is None else read_receivers(Path(urls_file))
+        except ValueError as error:
+            self._lines.append(f"notify: nobody is told: {error}")
+            return []
+
+    def watch(
+        self, *, engine_lost: Callable[[], Mapping[str, str]], order_failed: Callable[[], Mapping[str, str]]
+    ) -> None:
+        """Names what to ask for the causes of all added engines and of the newest orders that have failed."""
+        self._failed = {"engine_lost": engine_lost, "order_failed": order_failed}
+
+    # -- what happens -------------------------------------------------------------------------------------------------
+    def happened(self, event: str, cause: str, words: str) -> None:
+        """Notes an event; ``cause`` says what it is about, and ``words`` what there is to say. It returns at once."""
+        self._events.append((False, event, cause, words))
+
+    def over(self, event: str, cause: str) -> None:
+        """Notes that what was noted is over. It returns at once."""
+        self._events.append((True, event, cause, ""))
+
+    def restarted(self, cause: str) -> None:
+        """Notes a restart in place (tier 1); too many within an hour are an event."""
+        now = self._clock()
+        self._restarts.append(now)
+        while self._restarts[0] < now - HOUR_S:
+            self._restarts.popleft()
+        if cause.startswith("engine-"):
+            self.happened("engine_lost", cause.partition(" ")[0], f"{cause}; it is started again in place")
+        if len(self._restarts) > self._restarts_per_hour:
+            self.happened(
+                "restarts", "tier 1", f"{len(self._restarts)} restarts in place in an hour; the last: {cause}"
+            )
+
+    def stragglers(self, told: Iterable[Straggler]) -> None:
+        """Notes who became slower than the equals, and who is not any more."""
+        for one in told:
+            if one.ended:
+                self.over("straggler", one.who)
+            else:
+                self.happened("straggler", one.who, straggler_words(one))
+
+    def add_records(self, records: Iterable[MetricRecord]) -> None:
+        """Looks at the newest records, in order, by all rules. Those of an earlier process do not count."""
+        for record in records:
+            if record.time_s < self._began_s:
+                continue
+            if is_resume(record):
+                self._rules = {rule: RuleState(best=state.best) for rule, state in self._rules.items()}
+                continue
+            for rule, state in self._rules.items():
+                if rule.source == record.source:
+                    self._advance(rule, state, record)
+
+    def _advance(self, rule: Rule, state: RuleState, record: MetricRecord) -> None:
+        value = record.values.get(rule.name)
+        self._rules[rule] = after = advanced(rule, state, value, step=record.step)
+        if after.is_true(rule):
+            self.happened("rule", rule.words, f"{rule.number} is {after.value:.6g} after train step {record.step}")
+        elif state.is_true(rule):
+            self.over("rule", rule.words)
+        if value is None and rule not in self._seen:
+            self._without[rule] = self._without.get(rule, 0) + 1
+            if self._without[rule] == UNKNOWN_RECORDS:
+                self._lines.append(
+                    f"notify.rules: {rule.number} was in none of {UNKNOWN_RECORDS} records of {rule.source}, so "
+                    f"{rule.words!r} says nothing. docs/metrics.md has the names."
+                )
+        elif value is not None:
+            self._seen.add(rule)
+
+    # -- what is told -------------------------------------------------------------------------------------------------
+    def tick(self, *, step: int) -> None:
+        """Tells what has happened since the last call. ``step`` is the number of train steps done."""
+        self._step = step
+        now = time.monotonic()
+        if now - self._looked_at >= LOOK_S:
+            self._looked_at = now
+            self._look()
+        while self._events:
+            is_over, event, cause, words = self._events.popleft()
+            self._tell(event, cause, words, is_over=is_over)
+
+    def take_lines(self) -> list[str]:
+        """Returns lines for the run's log: what was told, and what could not be."""
+        return [self._lines.popleft() for _ in range(len(self._lines))]
+
+    def close(self, word: Literal["finished", "stopped", "failed"], why: str) -> list[str]:
+        """Tells the end of the run and waits for its last messages; returns the last lines for the log."""
+        self.happened(word, "the run", why)
+        self.tick(step=self._step)
+        self._sender.close(timeout_s=END_S)
+        return self.take_lines()
+
+    def _look(self) -> None:
+        """Looks at what nobody notes: the disk, and the engines and orders that have failed."""
+        free_gib = shutil.disk_usage(self._run_dir).free / GIB
+        if free_gib < self._disk_gib:
+            self.happened("disk_low", "disk", f"{free_gib:.2f} GiB are free in the run's folder")
+        elif free_gib > 1.1 * self._disk_gib:
+            self.over("disk_low", "disk")
+        for event, failed in self._failed.items():
+            for name, why in failed().items():
+                if (event, name) not in self._failures:
+                    self._failures.add((event, name))
+                    self.happened(event, name, f"{name}: {why}")
+
+    def _tell(self, event: str, cause: str, words: str, *, is_over: bool) -> None:
+        if event not in self._on:
+            return
+        what = cause if event == "rule" else TITLES[event].format(cause=cause)
+        where = f"train step {self._step} of {self._steps}\n{self._run_dir.resolve()}"
+        if (page := _page(self._run_dir)) is not None:
+            where += f"\n{page}"
+        words = clean(words)
+        if is_over:
+            told = self._book.over(event, cause, title=f"{self._name}: over: {what}", text=where)
+        else:
+            told = self._book.tell(event, cause, title=f"{self._name}: {what}", text=f"{words}\n{where}")
+        if told is None:
+            return
+        more = f"; {told.left_out} times more since the last message" if told.left_out else ""
+        self._lines.append(f"alarm: {told.title.partition(': ')[2]}{'' if is_over else f' ({words})'}{more}")
+        self._sender.put(told)
+
+
+def _page(run_dir: Path) -> str | None:
+    """Returns the address of the run's page, without the token that opens it; None without a gateway."""
+    try:
+        return f"page: {json.loads((run_dir / GATEWAY_FILE).read_text())['url']}"
+    except FileNotFoundError:
+        return None

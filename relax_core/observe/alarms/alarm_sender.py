@@ -1,0 +1,131 @@
+"""Delivers messages to each receiver in a thread of its own, so that nobody waits for a receiver."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from relax_core.observe.alarms.alarm_book import Alarm
+
+TRY_S = 10.0  # how long a receiver may take for a message
+PAUSES_S = (1.0, 3.0)  # before the second and the third try
+MOST_WAITING = 100  # messages for a receiver; newer ones are dropped and counted
+MOST_SINGLE = 3  # when more wait, one message tells of all
+MOST_TEXT = 8_000  # characters of a message
+
+Notify = Callable[[str, str], bool]  # sends a title and a text, and returns whether they were taken
+
+
+class AlarmSender:
+    """Sends messages to receivers, by their names, with three tries each.
+
+    ``report`` is called with a line for what could not be told, from any thread. All methods are thread-safe.
+    """
+
+    def __init__(
+        self,
+        receivers: Sequence[tuple[str, Notify]],
+        report: Callable[[str], None],
+        *,
+        try_s: float = TRY_S,
+        pauses_s: Sequence[float] = PAUSES_S,
+    ) -> None:
+        self._threads = [
+            _ReceiverThread(name, notify, report, try_s=try_s, pauses_s=pauses_s) for name, notify in receivers
+        ]
+
+    def put(self, alarm: Alarm) -> None:
+        """Queues a message for each receiver and returns at once."""
+        for thread in self._threads:
+            thread.put(alarm)
+
+    def close(self, *, timeout_s: float) -> None:
+        """Waits at most ``timeout_s`` seconds for the messages in the queues; what then waits is reported and lost."""
+        deadline = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.begin_close()
+        for thread in self._threads:
+            thread.join(deadline=deadline)
+
+
+class _ReceiverThread:
+    def __init__(
+        self, name: str, notify: Notify, report: Callable[[str], None], *, try_s: float, pauses_s: Sequence[float]
+    ) -> None:
+        self._name, self._notify, self._report = name, notify, report
+        self._try_s, self._pauses_s = try_s, pauses_s
+        self._wake = threading.Condition()
+        self._waiting: list[Alarm] = []
+        self._under_way = ""  # the title of the message that is being sent
+        self._dropped = 0
+        self._closing = False
+        self._thread = threading.Thread(target=self._main, name=f"notify {name}", daemon=True)
+        self._thread.start()
+
+    def put(self, alarm: Alarm) -> None:
+        with self._wake:
+            if len(self._waiting) < MOST_WAITING:
+                self._waiting.append(alarm)
+                self._wake.notify_all()
+            else:
+                self._dropped += 1
+
+    def begin_close(self) -> None:
+        with self._wake:
+            self._closing = True
+            self._wake.notify_all()
+
+    def join(self, *, deadline: float) -> None:
+        self._thread.join(max(0.0, deadline - time.monotonic()))
+        with self._wake:
+            lost = [self._under_way, *(one.title for one in self._waiting)] if self._thread.is_alive() else []
+        if lost:
+            self._report(f"notify: {self._name} was not told before the run's end: {', '.join(map(repr, lost))}")
+
+    def _main(self) -> None:
+        while True:
+            with self._wake:
+                self._wake.wait_for(lambda: self._waiting or self._closing)
+                taken, self._waiting = self._waiting, []
+                dropped, self._dropped = self._dropped, 0
+                self._under_way = taken[0].title if taken else ""
+            if not taken:
+                return
+            for title, text in joined(taken, dropped=dropped):
+                self._send(title, text)
+
+    def _send(self, title: str, text: str) -> None:
+        why = ""
+        for pause_s in (0.0, *self._pauses_s):
+            time.sleep(pause_s)
+            why = self._try(title, text)
+            if not why:
+                return
+        self._report(f"notify: {self._name} did not take {title!r} in {1 + len(self._pauses_s)} tries: {why}")
+
+    def _try(self, title: str, text: str) -> str:
+        """Returns why the message was not taken, or "" if it was. A try that hangs is left behind in its thread."""
+        ends: list[str] = []
+
+        def send() -> None:
+            try:
+                ends.append("" if self._notify(title, text) else "it refused, or nobody answers there")
+            except Exception as error:  # a library for a hundred services; the name alone, as a text may hold secrets
+                ends.append(type(error).__name__)
+
+        thread = threading.Thread(target=send, name=f"notify {self._name}, one try", daemon=True)
+        thread.start()
+        thread.join(self._try_s)
+        return ends[0] if ends else f"no answer within {self._try_s:g} s"
+
+
+def joined(alarms: Sequence[Alarm], *, dropped: int) -> list[tuple[str, str]]:
+    """Returns title and text of each message, or of one for all if they are many or further ones were ``dropped``."""
+    messages = [(one.title, one.text[:MOST_TEXT]) for one in alarms]
+    if len(messages) <= MOST_SINGLE and not dropped:
+        return messages
+    parts = [f"{title}\n{text}" for title, text in messages]
+    if dropped:
+        parts.insert(0, f"{dropped} further messages did not fit into the queue.")
+    return [(f"{messages[0][0]}, and {len(messages) + dropped - 1} more", "\n\n".join(parts)[:MOST_TEXT])]
