@@ -31,6 +31,10 @@ REASONS = {
         "relax_core/observe/trackers/prometheus_sink.py",
         "PrometheusSink.close",
     ): "the server looks for it twice a second; the sink's thread, which calls it, is joined with a deadline",
+    (
+        "relax_core/observe/alarms/alarm_sender.py",
+        "_ReceiverThread._main",
+    ): "a thread at rest, which a message or the run's end wakes; its end is waited for with a deadline",
     ("relax_core/observe/service/outbox.py", "Outbox._next_batch"): "a daemon thread at rest; end() wakes it",
     (
         "relax_core/engines/embedded/scheduler/scheduler.py",

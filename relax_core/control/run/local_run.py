@@ -234,11 +234,9 @@ def _run_services(
         undo.callback(metrics.end)
         with panel:  # the panel closes before the services do
             view = _run_view(context, panel, metrics, earlier, alarms)
-            recoveries = _recoveries(
-                context, attempt, view, alarms, at_step=max(last_step(earlier), context.start_step)
-            )
-            book, engines = _engines(context, attempt, undo)
-            alarms.watch(engine_lost=partial(_lost_engines, engines), order_failed=partial(_failed_orders, book))
+            at_step = max(last_step(earlier), context.start_step)
+            recoveries = _recoveries(context, attempt, view, alarms, at_step=at_step)
+            book, engines = _engines(context, attempt, undo, alarms)
             serve_deployments = ServeDeployments(context, recoveries=recoveries, ray_lost=ray_lost)
             undo.callback(serve_deployments.close, timeout_s=config.run.stop_timeout_s)
             parts = RunParts(
@@ -307,7 +305,9 @@ def _recoveries(context: RunContext, attempt: Attempt, view: RunView, alarms: Ru
     return recoveries
 
 
-def _engines(context: RunContext, attempt: Attempt, undo: ExitStack) -> tuple[OrderBook | None, EngineSet]:
+def _engines(
+    context: RunContext, attempt: Attempt, undo: ExitStack, alarms: RunAlarms
+) -> tuple[OrderBook | None, EngineSet]:
     """Returns the order book, None without a gateway, and the engines of the run; ``undo`` ends what is open."""
     from relax_core.control.engines.engine_orders import end_book, open_book
 
@@ -317,6 +317,7 @@ def _engines(context: RunContext, attempt: Attempt, undo: ExitStack) -> tuple[Or
     book, engines = open_book(context.run_dir, count=config.engine.count, anew=attempt.number == 0)
     undo.callback(book.close)
     undo.callback(end_book, book)
+    alarms.watch(engine_lost=partial(_lost_engines, engines), order_failed=partial(_failed_orders, book))
     return book, engines
 
 
@@ -325,10 +326,9 @@ def _lost_engines(engines: EngineSet) -> dict[str, str]:
     return {worker_name(ENGINE, number): why for number, why in engines.failures.items()}
 
 
-def _failed_orders(book: OrderBook | None) -> dict[str, str]:
+def _failed_orders(book: OrderBook) -> dict[str, str]:
     """Returns why the newest orders failed that did, by their ids."""
-    found = [] if book is None else book.newest_orders(FAILED_ORDERS)
-    return {order.id: order.failure for order in found if order.state == "FAILED"}
+    return {order.id: order.failure for order in book.newest_orders(FAILED_ORDERS) if order.state == "FAILED"}
 
 
 def _scale_book(context: RunContext, attempt: Attempt, undo: ExitStack) -> ScaleBook | None:

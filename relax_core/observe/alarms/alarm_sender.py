@@ -46,7 +46,7 @@ class AlarmSender:
         for thread in self._threads:
             thread.begin_close()
         for thread in self._threads:
-            thread.join(deadline=deadline)
+            thread.end(deadline=deadline)
 
 
 class _ReceiverThread:
@@ -76,7 +76,7 @@ class _ReceiverThread:
             self._closing = True
             self._wake.notify_all()
 
-    def join(self, *, deadline: float) -> None:
+    def end(self, *, deadline: float) -> None:
         self._thread.join(max(0.0, deadline - time.monotonic()))
         with self._wake:
             lost = [self._under_way, *(one.title for one in self._waiting)] if self._thread.is_alive() else []
