@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean, median
 
 WINDOW_STEPS = 15  # train steps of a window; three windows and a third of the one before are 50 steps
+ENGINE_WINDOW_STEPS = 10  # of the engines' windows, which end up to a second later, because they are asked so often
 WINDOWS = 3  # windows in a row
 MOST_SLOWER = 0.10  # the share beyond the others' median up to which nobody is slow
 MOST_EXCESS_MS = 5.0  # milliseconds a train step beyond the others' median up to which nobody is slow

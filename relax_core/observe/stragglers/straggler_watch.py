@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from relax_core.contracts.train import OWN_PARTS
 from relax_core.observe.service.records import RANK, ROLLOUT, MetricRecord, is_resume
 from relax_core.observe.stragglers.slow_equals import (
+    ENGINE_WINDOW_STEPS,
     WINDOW_STEPS,
     Compared,
     EngineDecoding,
@@ -69,7 +70,7 @@ class StragglerWatch:
         before = self._decoding
         if before is None or step < before[0]:
             self._decoding = step, dict(engines)
-        elif step - before[0] >= WINDOW_STEPS:
+        elif step - before[0] >= ENGINE_WINDOW_STEPS:
             since = {
                 name: found
                 for name, times in engines.items()
