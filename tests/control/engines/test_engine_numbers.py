@@ -11,7 +11,7 @@ from relax_core.control.engines import engine_numbers
 from relax_core.control.engines.engine_numbers import EngineNumbers
 from relax_core.control.engines.engine_set import EngineSet
 from relax_core.control.health.heartbeats import Beat
-from relax_core.observe.stragglers.slow_equals import EngineDecoding
+from relax_core.observe.stragglers.slow_equals import DecodeTime, DecodeTimes
 from relax_core.roles.process.worker import EngineReport, WorkerStatus
 
 
@@ -27,7 +27,7 @@ def beat(number: int, **report: Any) -> Beat:
 def test_the_numbers_come_once_a_step_and_the_decode_times_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_numbers, "RECORD_S", 0.0)
     records: list[tuple[int, Mapping[str, float]]] = []
-    compared: list[tuple[int, Mapping[str, EngineDecoding]]] = []
+    compared: list[tuple[int, Mapping[str, DecodeTimes]]] = []
     numbers = EngineNumbers(
         EngineSet(3),
         record=lambda step, values: records.append((step, values)),
@@ -35,7 +35,7 @@ def test_the_numbers_come_once_a_step_and_the_decode_times_are_compared(monkeypa
     )
     numbers.tick({}, step=1)
     assert records == [], "no engine has answered"
-    counted = {"running": 2, "waiting": 5, "decode_times": ((8, 10, 0.5),), "busy_s": 0.75, "core_wait_s": 0.25}
+    counted = {"running": 2, "waiting": 5, "decode_times": ((8, 10, 0.5, 0.25),)}
     beats = {f"engine-{number}": beat(number, **counted) for number in range(2)} | {"engine-2": beat(2)}
     for _ in range(2):
         numbers.tick(beats, step=1)
@@ -47,7 +47,7 @@ def test_the_numbers_come_once_a_step_and_the_decode_times_are_compared(monkeypa
         "engine-1/restarts": 1.0,
     }
     assert values["engine-2/version"] == -1.0, "it is starting"
-    own = EngineDecoding(times={8: (10, 0.5)}, busy_s=0.75, core_wait_s=0.25)
+    own = {8: DecodeTime(10, 0.5, 0.25)}
     assert compared == [(1, {"engine-0": own, "engine-1": own})]
     monkeypatch.setattr(engine_numbers, "RECORD_S", 600.0)
     numbers.tick(beats, step=2)
