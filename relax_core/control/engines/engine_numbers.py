@@ -47,7 +47,9 @@ class EngineNumbers:
         self._recorded, self._at = step, now
         self._record(step, numbers)
         decoding = {
-            name: {size: DecodeTime(*times) for size, *times in status.engine.decode_times}
+            name: {
+                size: DecodeTime(steps, seconds, wait_s) for size, steps, seconds, wait_s in status.engine.decode_times
+            }
             for name, status in found.items()
             if status.engine is not None and status.engine.decode_times
         }

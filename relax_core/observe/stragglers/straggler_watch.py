@@ -175,7 +175,8 @@ def _since(before: DecodeTimes | None, now: DecodeTimes) -> DecodeTimes | None:
         return None
     none = DecodeTime(0, 0.0)
     since = {
-        size: DecodeTime(*(new - old for new, old in zip(one, before.get(size, none), strict=True)))
+        size: DecodeTime(one.steps - old.steps, one.seconds - old.seconds, one.core_wait_s - old.core_wait_s)
         for size, one in now.items()
+        for old in (before.get(size, none),)
     }
     return {size: one for size, one in since.items() if one.steps > 0}
