@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 from relax_core.control.engines.engine_set import EngineSet
 from relax_core.control.health.heartbeats import Beat
-from relax_core.observe.stragglers.slow_equals import EngineDecoding
+from relax_core.observe.stragglers.slow_equals import DecodeTime, DecodeTimes
 from relax_core.roles.process.role_context import ENGINE, worker_name
 from relax_core.roles.process.worker import WorkerStatus
 from relax_core.weights.engine_members import STARTED
@@ -27,7 +27,7 @@ class EngineNumbers:
         engines: EngineSet,
         *,
         record: Callable[[int, Mapping[str, float]], None],
-        add_decoding: Callable[[int, Mapping[str, EngineDecoding]], None],
+        add_decoding: Callable[[int, Mapping[str, DecodeTimes]], None],
     ) -> None:
         self._engines, self._record, self._add_decoding = engines, record, add_decoding
         self._recorded = -1  # train steps done when the numbers were recorded last
@@ -47,11 +47,9 @@ class EngineNumbers:
         self._recorded, self._at = step, now
         self._record(step, numbers)
         decoding = {
-            name: EngineDecoding(
-                times={size: (count, seconds) for size, count, seconds in status.engine.decode_times},
-                busy_s=status.engine.busy_s,
-                core_wait_s=status.engine.core_wait_s,
-            )
+            name: {
+                size: DecodeTime(steps, seconds, wait_s) for size, steps, seconds, wait_s in status.engine.decode_times
+            }
             for name, status in found.items()
             if status.engine is not None and status.engine.decode_times
         }

@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean, median
+from typing import NamedTuple
 
 WINDOW_STEPS = 15  # train steps of a window; three windows and a third of the one before are 50 steps
+ENGINE_WINDOW_STEPS = 10  # of the engines' windows, which end up to a second later, because they are asked so often
 WINDOWS = 3  # windows in a row
 MOST_SLOWER = 0.10  # the share beyond the others' median up to which nobody is slow
 MOST_EXCESS_MS = 5.0  # milliseconds a train step beyond the others' median up to which nobody is slow
@@ -20,7 +22,21 @@ CROWDED = 0.05  # the share of their time that the others wait for a core, from 
 LEAST_COVERED = 0.5  # the share of an engine's decode time for which others have decoded batches of the same size
 
 Times = Mapping[str, float]  # a part of the work → milliseconds
-DecodeTimes = Mapping[int, tuple[int, float]]  # samples of a decode step → how many such steps, and their seconds
+
+
+class DecodeTime(NamedTuple):
+    """Is how many decode steps of one size there were, their seconds, and how many of these they waited for a core."""
+
+    steps: int
+    seconds: float
+    core_wait_s: float = 0.0
+
+    def a_step(self, *, waits: bool) -> float:
+        """Returns the seconds of one step, with or without its waits for a core."""
+        return (self.seconds if waits else max(0.0, self.seconds - self.core_wait_s)) / self.steps
+
+
+DecodeTimes = Mapping[int, DecodeTime]  # by the number of samples in a decode step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,24 +62,6 @@ class Work:
     def worked_ms(self) -> float:
         """Returns the wall time of all parts without the waits for a core."""
         return max(0.0, self.whole_ms - self.core_wait_ms)
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineDecoding:
-    """Is what one engine has decoded since its start or in a window.
-
-    ``busy_s`` is the wall time of prefills and decode steps, and ``core_wait_s`` how much of it the engine was ready to
-    run and got no core.
-    """
-
-    times: DecodeTimes
-    busy_s: float = 0.0
-    core_wait_s: float = 0.0
-
-    @property
-    def waiting_share(self) -> float:
-        """Returns the share of the time in which it waited for a core."""
-        return min(1.0, self.core_wait_s / self.busy_s) if self.busy_s > 0 else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,31 +134,30 @@ def compared_work(steps: Sequence[Mapping[str, Work]]) -> dict[str, Compared]:
     return compared
 
 
-def compared_decoding(engines: Mapping[str, EngineDecoding], *, steps: int) -> dict[str, Compared]:
+def compared_decoding(engines: Mapping[str, DecodeTimes], *, steps: int) -> dict[str, Compared]:
     """Returns each engine beside the others over the decode steps of a window of ``steps`` train steps.
 
     An idle engine does not count: the time of a decode step is compared with what the others took for a step with as
     many samples. An engine is left out if the others decoded too few batches of its sizes. Waits for a core count as
     in `compared_work`.
     """
+    shares = {name: _decoding_share(times) for name, times in engines.items() if times}
     found = {}
-    for name, own in engines.items():
+    for name in shares if len(shares) > 1 else ():
+        waits = median(share for other, share in shares.items() if other != name) < CROWDED
         covered_s = expected_s = 0.0
         others: set[str] = set()
-        waiting = [one.waiting_share for other, one in engines.items() if other != name]
-        crowded = bool(waiting) and median(waiting) >= CROWDED
-        worked = {other: 1.0 - one.waiting_share if crowded else 1.0 for other, one in engines.items()}
-        for size, (count, seconds) in own.times.items():
+        for size, own in engines[name].items():
             known = {
-                other: worked[other] * one.times[size][1] / one.times[size][0]
-                for other, one in engines.items()
-                if other != name and one.times.get(size, (0, 0.0))[0]
+                other: engines[other][size].a_step(waits=waits)
+                for other in shares
+                if other != name and size in engines[other]
             }
-            if known and count:
-                covered_s += worked[name] * seconds
-                expected_s += count * median(known.values())
+            if known:
+                covered_s += own.steps * own.a_step(waits=waits)
+                expected_s += own.steps * median(known.values())
                 others |= known.keys()
-        whole_s = worked[name] * sum(seconds for _, seconds in own.times.values())
+        whole_s = sum(own.steps * own.a_step(waits=waits) for own in engines[name].values())
         if expected_s > 0.0 and covered_s >= LEAST_COVERED * whole_s:
             found[name] = Compared(
                 own_ms=1e3 * covered_s / steps,
@@ -169,6 +166,11 @@ def compared_decoding(engines: Mapping[str, EngineDecoding], *, steps: int) -> d
                 others=tuple(sorted(others)),
             )
     return found
+
+
+def _decoding_share(times: DecodeTimes) -> float:
+    whole_s = sum(one.seconds for one in times.values())
+    return sum(one.core_wait_s for one in times.values()) / whole_s if whole_s else 0.0
 
 
 def _waiting_share(steps: Sequence[Work]) -> float:

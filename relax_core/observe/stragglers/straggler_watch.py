@@ -9,9 +9,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from relax_core.contracts.train import OWN_PARTS
 from relax_core.observe.service.records import RANK, ROLLOUT, MetricRecord, is_resume
 from relax_core.observe.stragglers.slow_equals import (
+    ENGINE_WINDOW_STEPS,
     WINDOW_STEPS,
     Compared,
-    EngineDecoding,
+    DecodeTime,
+    DecodeTimes,
     Streak,
     Work,
     advanced,
@@ -47,7 +49,7 @@ class StragglerWatch:
         self._batches: dict[
             int, list[tuple[int, dict[str, Work]]]
         ] = {}  # by rollout worker: those of its reward workers
-        self._decoding: tuple[int, Mapping[str, EngineDecoding]] | None = None  # at the start of the engines' window
+        self._decoding: tuple[int, Mapping[str, DecodeTimes]] | None = None  # at the start of the engines' window
         self._streaks: dict[Kind, dict[str, Streak]] = {"rank": {}, "engine": {}, "reward worker": {}}
         self._over = list(earlier)
         self._news: list[Straggler] = []
@@ -64,12 +66,12 @@ class StragglerWatch:
             elif record.source == ROLLOUT:
                 self._add_batch(record)
 
-    def add_decoding(self, step: int, engines: Mapping[str, EngineDecoding]) -> None:
+    def add_decoding(self, step: int, engines: Mapping[str, DecodeTimes]) -> None:
         """Takes what each engine has decoded since its start, after so many train steps."""
         before = self._decoding
         if before is None or step < before[0]:
             self._decoding = step, dict(engines)
-        elif step - before[0] >= WINDOW_STEPS:
+        elif step - before[0] >= ENGINE_WINDOW_STEPS:
             since = {
                 name: found
                 for name, times in engines.items()
@@ -167,17 +169,14 @@ def _work(values: Mapping[str, float], name: str) -> Work:
     return Work(wall_ms=wall, cpu_ms=cpu, core_wait_ms=wait_ms, amount=values[f"{name}/rows"])
 
 
-def _since(before: EngineDecoding | None, now: EngineDecoding) -> EngineDecoding | None:
-    """Returns what was decoded since ``before``; None for an engine that is new or was started again."""
-    if before is None or any(now.times.get(size, (0, 0.0))[0] < count for size, (count, _) in before.times.items()):
+def _since(before: DecodeTimes | None, now: DecodeTimes) -> DecodeTimes | None:
+    """Returns the decode steps since ``before``; None for an engine that is new or was started again."""
+    if before is None or any(size not in now or now[size].steps < one.steps for size, one in before.items()):
         return None
-    earlier = {size: before.times.get(size, (0, 0.0)) for size in now.times}
-    return EngineDecoding(
-        times={
-            size: (count - earlier[size][0], seconds - earlier[size][1])
-            for size, (count, seconds) in now.times.items()
-            if count > earlier[size][0]
-        },
-        busy_s=now.busy_s - before.busy_s,
-        core_wait_s=now.core_wait_s - before.core_wait_s,
-    )
+    none = DecodeTime(0, 0.0)
+    since = {
+        size: DecodeTime(one.steps - old.steps, one.seconds - old.seconds, one.core_wait_s - old.core_wait_s)
+        for size, one in now.items()
+        for old in (before.get(size, none),)
+    }
+    return {size: one for size, one in since.items() if one.steps > 0}

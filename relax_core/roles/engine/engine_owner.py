@@ -94,8 +94,10 @@ class LoadMeter:
                 found["tokens_per_s"] = (count - self._tokens[1]) / (now - self._tokens[0])
             self._tokens = now, int(count)
         if "decode_times" in load:
-            found["decode_times"] = tuple((int(size), int(steps), float(s)) for size, steps, s in load["decode_times"])
-            found |= {name: float(load[name]) for name in ("busy_s", "core_wait_s")}
+            found["decode_times"] = tuple(
+                (int(size), int(steps), float(seconds), float(wait_s))
+                for size, steps, seconds, wait_s in load["decode_times"]
+            )
         self.newest = found
 
 

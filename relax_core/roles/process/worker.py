@@ -50,9 +50,8 @@ class EngineReport:
 
     ``running`` and ``waiting`` are samples, and ``tokens_per_s`` tokens that it samples. The three are None before it
     was asked for them, and the last one where the engine does not count its tokens. ``decode_times`` has for each
-    number of samples how many decode steps there were since the engine's start, and their seconds; it is empty where
-    the engine does not count them. ``busy_s`` is its time of prefill and decoding since then, and ``core_wait_s`` that
-    in which it was ready to run and got no core.
+    number of samples how many decode steps there were since the engine's start, their seconds, and how many of these
+    it was ready to run and got no core; it is empty where the engine does not count them.
     """
 
     url: str
@@ -60,9 +59,7 @@ class EngineReport:
     running: int | None = None
     waiting: int | None = None
     tokens_per_s: float | None = None
-    decode_times: tuple[tuple[int, int, float], ...] = ()
-    busy_s: float = 0.0
-    core_wait_s: float = 0.0
+    decode_times: tuple[tuple[int, int, float, float], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from relax_core.observe.stragglers.slow_equals import (
     WINDOW_STEPS,
     WINDOWS,
     Compared,
-    EngineDecoding,
+    DecodeTime,
     Streak,
     Work,
     advanced,
@@ -40,7 +40,9 @@ windows = st.integers(2, 5).flatmap(
     )
 )
 sizes = st.dictionaries(
-    st.integers(1, 8), st.tuples(st.integers(1, 500), st.floats(min_value=1e-3, max_value=9.0)), max_size=6
+    st.integers(1, 8),
+    st.builds(DecodeTime, st.integers(1, 500), st.floats(min_value=1e-3, max_value=9.0), st.just(0.0)),
+    max_size=6,
 )
 
 
@@ -132,35 +134,31 @@ def test_the_part_with_the_largest_difference_is_told_and_who_is_missing_is_left
 # -- engines ----------------------------------------------------------------------------------------------------------
 @given(times=sizes, engines=st.integers(2, 4), share=st.floats(min_value=0.1, max_value=5.0))
 def test_engines_with_other_batches_of_the_same_speed_are_equal(
-    times: dict[int, tuple[int, float]], engines: int, share: float
+    times: dict[int, DecodeTime], engines: int, share: float
 ) -> None:
     """An engine that decodes more, fewer or other batches is not slower for it; only the time of a step counts."""
     found = compared_decoding(
         {
-            f"engine-{engine}": EngineDecoding(
-                times={
-                    size: (count * (1 + engine), seconds * (1 + engine))
-                    for place, (size, (count, seconds)) in enumerate(sorted(times.items()))
-                    if engine == 0 or place % engines != engine
-                }
-            )
+            f"engine-{engine}": {
+                size: DecodeTime(one.steps * (1 + engine), one.seconds * (1 + engine))
+                for place, (size, one) in enumerate(sorted(times.items()))
+                if engine == 0 or place % engines != engine
+            }
             for engine in range(engines)
         },
         steps=10,
     )
     for one in found.values():
         assert one.slower == pytest.approx(0.0, abs=1e-6) and one.part == "decode"
-    idle, busy = EngineDecoding(times={}), EngineDecoding(times=times)
-    assert compared_decoding({"engine-0": idle, "engine-1": busy}, steps=10) == {}, "an idle engine tells nothing"
+    assert compared_decoding({"engine-0": {}, "engine-1": times}, steps=10) == {}, "an idle engine tells nothing"
 
 
 @given(times=sizes.filter(bool), slower=st.floats(min_value=0.0, max_value=3.0))
-def test_one_slow_engine_of_three_is_named_by_both_limits(times: dict[int, tuple[int, float]], slower: float) -> None:
-    whole_ms = 1e3 * sum(seconds for _, seconds in times.values()) / 10
+def test_one_slow_engine_of_three_is_named_by_both_limits(times: dict[int, DecodeTime], slower: float) -> None:
+    whole_ms = 1e3 * sum(one.seconds for one in times.values()) / 10
     assume(abs(slower - MOST_SLOWER) > 1e-6 and abs(slower * whole_ms - MOST_EXCESS_MS) > 1e-6)
-    slow = EngineDecoding(times={size: (count, (1.0 + slower) * seconds) for size, (count, seconds) in times.items()})
-    usual = EngineDecoding(times=times)
-    found = compared_decoding({"engine-0": usual, "engine-1": slow, "engine-2": usual}, steps=10)
+    slow = {size: DecodeTime(one.steps, (1.0 + slower) * one.seconds) for size, one in times.items()}
+    found = compared_decoding({"engine-0": times, "engine-1": slow, "engine-2": times}, steps=10)
     expected = slower > MOST_SLOWER and slower * whole_ms > MOST_EXCESS_MS
     assert {name: one.is_slow for name, one in found.items()} == {
         "engine-0": False,
@@ -171,8 +169,8 @@ def test_one_slow_engine_of_three_is_named_by_both_limits(times: dict[int, tuple
 
 
 def test_an_engine_whose_batches_no_other_decoded_is_not_compared() -> None:
-    alone = EngineDecoding(times={64: (100, 9.0), 1: (10, 0.1)})
-    other = EngineDecoding(times={1: (10, 0.1)})
+    alone = {64: DecodeTime(100, 9.0), 1: DecodeTime(10, 0.1)}
+    other = {1: DecodeTime(10, 0.1)}
     assert set(compared_decoding({"engine-0": alone, "engine-1": other}, steps=1)) == {"engine-1"}
 
 
@@ -187,7 +185,7 @@ def test_where_all_wait_for_cores_the_waits_are_chance(waits: list[float]) -> No
     for one in compared_work([ranks] * WINDOW_STEPS).values():
         assert one.slower == pytest.approx(0.0, abs=1e-6)
     engines = {
-        f"engine-{number}": EngineDecoding(times={8: (100, 1.0 / (1.0 - wait))}, busy_s=1.0, core_wait_s=wait)
+        f"engine-{number}": {8: DecodeTime(100, 1.0 / (1.0 - wait), 1.0 / (1.0 - wait) - 1.0)}
         for number, wait in enumerate(waits)
     }
     for one in compared_decoding(engines, steps=10).values():
@@ -201,11 +199,8 @@ def test_where_one_alone_waits_for_a_core_it_is_slow(wait: float) -> None:
     late = Work(wall_ms={"forward": 60.0 / (1.0 - wait)}, core_wait_ms=60.0 / (1.0 - wait) - 60.0)
     found = compared_work([{**dict.fromkeys(NAMES, usual), NAMES[2]: late}] * WINDOW_STEPS)
     assert [name for name in NAMES if found[name].is_slow] == [NAMES[2]]
-    times = {8: (100, 10.0 / (1.0 - wait))}
-    engines = {"engine-0": EngineDecoding(times={8: (100, 10.0)}, busy_s=10.0)}
-    engines["engine-1"] = EngineDecoding(
-        times=times, busy_s=10.0 / (1.0 - wait), core_wait_s=wait * 10.0 / (1.0 - wait)
-    )
+    held = DecodeTime(100, 10.0 / (1.0 - wait), 10.0 / (1.0 - wait) - 10.0)
+    engines = {"engine-0": {8: DecodeTime(100, 10.0)}, "engine-1": {8: held}}
     slow = {name: one.is_slow for name, one in compared_decoding(engines, steps=10).items()}
     assert slow == {"engine-0": False, "engine-1": True}
 

@@ -10,7 +10,7 @@ import pytest
 from relax_core.observe.service.metrics_service import MetricsService
 from relax_core.observe.service.records import RANK, RESUMED, ROLLOUT, RUN, MetricRecord
 from relax_core.observe.service.sinks import JsonlSink, read_texts
-from relax_core.observe.stragglers.slow_equals import WINDOW_STEPS, WINDOWS, EngineDecoding
+from relax_core.observe.stragglers.slow_equals import WINDOW_STEPS, WINDOWS, DecodeTime
 from relax_core.observe.stragglers.straggler_records import (
     STRAGGLER,
     straggler_numbers,
@@ -98,9 +98,9 @@ def test_a_slow_engine_is_named_and_one_that_is_started_again_or_gone_is_not_com
     watch = StragglerWatch([], began_s=0.0)
     steps = {f"engine-{number}": 0 for number in range(3)}
 
-    def decoded(slow: str = "") -> dict[str, EngineDecoding]:
+    def decoded(slow: str = "") -> dict[str, dict[int, DecodeTime]]:
         return {
-            name: EngineDecoding(times=dict.fromkeys((8, 16), (count, count * 1e-3 * (1.3 if name == slow else 1.0))))
+            name: dict.fromkeys((8, 16), DecodeTime(count, count * 1e-3 * (1.3 if name == slow else 1.0)))
             for name, count in steps.items()
         }
 

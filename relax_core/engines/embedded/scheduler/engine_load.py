@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
+
+from relax_core.contracts.host.core_wait import clock_and_core_wait_s
 
 EXACT_SIZES = 16  # decode steps with more samples are counted together with those of nearly as many
 COARSE = 8
+GAP_S = 2e-4  # after a longer gap, such as a prefill, the wait for a core is read anew before a decode step
+DecodeTimes = tuple[tuple[int, int, float, float], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,8 +22,8 @@ class Load:
     ``cached_tokens`` count the tokens that prefills have computed since the start, and those that they have not,
     because they were kept; ``prefix_cache_bytes`` is the part of ``kv_cache_bytes`` that keeps them. ``tower_passes``
     counts the images and videos that have passed the vision tower since the start. ``decode_times`` has for each number
-    of samples, coarse from `EXACT_SIZES` on, how many decode steps there were since the start, and their seconds.
-    ``core_wait_s`` is the time since the start in which the decode thread was ready to run and got no core.
+    of samples, coarse from `EXACT_SIZES` on, how many decode steps there were since the start, their seconds, and how
+    many of these the decode thread was ready to run and got no core.
     """
 
     running: int
@@ -33,23 +38,40 @@ class Load:
     prefix_cache_bytes: int = 0
     tower_passes: int = 0
     media_feature_bytes: int = 0
-    decode_times: tuple[tuple[int, int, float], ...] = ()
-    core_wait_s: float = 0.0
+    decode_times: DecodeTimes = ()
 
 
 class DecodeMeter:
-    """Counts decode steps and their wall time by the number of samples, because a larger step takes longer."""
+    """Counts decode steps, their wall time and their waits for a core by the number of samples.
+
+    A larger step takes longer. One thread uses it.
+    """
 
     def __init__(self) -> None:
         self._counts: dict[int, int] = {}
         self._seconds: dict[int, float] = {}
+        self._waits: dict[int, float] = {}
+        self._began_s = self._ended_s = self._waited_s = 0.0
 
-    def add(self, samples: int, seconds: float) -> None:
-        """Counts one decode step with so many samples."""
+    def begin(self) -> None:
+        """Begins a decode step."""
+        self._began_s = time.perf_counter()
+        if self._began_s - self._ended_s > GAP_S:
+            self._began_s, self._waited_s = clock_and_core_wait_s()
+
+    def end(self, samples: int) -> None:
+        """Ends a decode step with so many samples."""
+        before_s = self._waited_s
+        self._ended_s, self._waited_s = clock_and_core_wait_s()
+        took_s = self._ended_s - self._began_s
         size = samples if samples <= EXACT_SIZES else samples - samples % COARSE
         self._counts[size] = self._counts.get(size, 0) + 1
-        self._seconds[size] = self._seconds.get(size, 0.0) + seconds
+        self._seconds[size] = self._seconds.get(size, 0.0) + took_s
+        self._waits[size] = self._waits.get(size, 0.0) + min(took_s, self._waited_s - before_s)
 
-    def times(self) -> tuple[tuple[int, int, float], ...]:
-        """Returns (number of samples, steps, seconds) since the start."""
-        return tuple((size, count, round(self._seconds[size], 6)) for size, count in sorted(self._counts.items()))
+    def times(self) -> DecodeTimes:
+        """Returns (number of samples, steps, seconds, seconds of waits) since the start."""
+        return tuple(
+            (size, count, round(self._seconds[size], 6), round(self._waits[size], 6))
+            for size, count in sorted(self._counts.items())
+        )

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 
 from relax_core.contracts.engine import FinishReason, PauseMode
-from relax_core.contracts.host.core_wait import core_wait_s
 from relax_core.contracts.trees.kept_tokens import KeptTokens
 from relax_core.engines.embedded.scheduler.calls import Call, Progress, Sample, Waiting, seen_prefixes
 from relax_core.engines.embedded.scheduler.decoder import Decoder
@@ -148,7 +147,7 @@ class Scheduler(threading.Thread):
         self._released = False
 
     def load(self) -> Load:
-        """Returns the engine's load; for `post`."""
+        """Returns the engine's load."""
         queued, held = self._waiting.counts(self.version)
         features = self._decoder.features
         return Load(
@@ -165,7 +164,6 @@ class Scheduler(threading.Thread):
             tower_passes=0 if features is None else features.passes,
             media_feature_bytes=0 if features is None else features.nbytes,
             decode_times=self._decoding.times(),
-            core_wait_s=core_wait_s(),
         )
 
     # -- the loop ---------------------------------------------------------------------------------------------------
@@ -188,14 +186,14 @@ class Scheduler(threading.Thread):
         self._admit()
         if self._running:
             self._steps += 1
-            start = time.perf_counter()
+            self._decoding.begin()
             try:
                 finished = self._decoder.step()
             except NonFiniteLogits as error:
                 self._fail(error)
                 self._retract(only_states=True)
             else:
-                self._decoding.add(len(self._running), time.perf_counter() - start)
+                self._decoding.end(len(self._running))
                 self._tokens += len(self._running)
                 self._finish(self._with_stopped(finished))
 
