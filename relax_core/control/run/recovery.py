@@ -200,6 +200,11 @@ def _autoscaler(context: RunContext, parts: RunParts) -> Autoscaler | None:
     return Autoscaler(context.config, parts.book, parts.scale_book)
 
 
+def _watchdog(context: RunContext, services: Services, alarms: RunAlarms) -> Watchdog:
+    event = ("stalled", "no train step")
+    return Watchdog(context, services, stalled=partial(alarms.happened, *event), goes_on=partial(alarms.over, *event))
+
+
 def _run_once(context: RunContext, point: ResumePoint | None, parts: RunParts, *, number: int) -> RunEnd:
     settings = context.config.run
     parts.engines.begin(context.weights_folder)
@@ -224,12 +229,7 @@ def _run_once(context: RunContext, point: ResumePoint | None, parts: RunParts, *
                 recoveries=parts.recoveries,
                 view=parts.view,
                 health=HealthManager(services, parts.recoveries, heartbeat_timeout_s=settings.heartbeat_timeout_s),
-                watchdog=Watchdog(
-                    context,
-                    services,
-                    stalled=partial(parts.alarms.happened, "stalled", "no train step"),
-                    goes_on=partial(parts.alarms.over, "stalled", "no train step"),
-                ),
+                watchdog=_watchdog(context, services, parts.alarms),
                 engines=changes,
                 engine_numbers=EngineNumbers(
                     parts.engines,
