@@ -191,6 +191,7 @@ def main() -> int:
     parser.add_argument("--keep", type=Path, help="folder in which the metrics.jsonl of each run is kept")
     parser.add_argument("overrides", nargs="*", help="key=value of the runs")
     given = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # which ends the run under way, too
     missed = 0
     for kind in given.only:
         good = 0
