@@ -6,8 +6,8 @@ not end by itself, and its deadline is 1 s: as an ``async def`` function, and in
 Counted are the answers with a reward that are trained in a second, over a reward of which no answer hangs.
 
 "judge": two whole runs of the demo with a staleness of 2, one with a judge in an engine process of its own, and one
-with the same reward as a rule; samples that are trained in a second, medians over the steps. On fewer than 4 cores the
-judge has no core of its own, and the figure says little.
+with the same reward as a rule; samples that are trained in a second, medians over the steps. The judge has a core of
+its own, and all other processes share one other core in both runs, so two cores are enough.
 
 "warm worker": an agent that imports ``openai`` (benchmarks/openai_agent.py, three requests an episode, whose answers
 come at once), with two episodes at one time: two processes that take task after task, over a process an episode. The
@@ -23,10 +23,11 @@ import logging
 import os
 import sys
 import tempfile
+import threading
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -34,6 +35,7 @@ from statistics import fmean, median
 from typing import Any
 
 import msgspec
+import psutil
 
 from benchmarks.demo_seeds import run_demo
 from benchmarks.endpoint_times import AtOnce, Client, Sessions, endpoint, request_cpu, stream, with_sessions
@@ -257,6 +259,33 @@ def _loop(bus: PacedBus, pool: EnginePool, rewards: RewardPool, folder: Path) ->
     )
 
 
+@contextmanager
+def judge_on_its_own_core() -> Iterator[None]:
+    """Keeps this process and its children on one core, but for a taught judge's engine, which gets another one."""
+    cores = os.sched_getaffinity(0)
+    assert len(cores) > 1, "two cores are needed"
+    one, other = sorted(cores)[:2]
+    ended = threading.Event()
+
+    def move() -> None:
+        while not ended.wait(0.1):
+            for process in psutil.Process().children(recursive=True):
+                with suppress(psutil.Error, OSError):  # it has ended
+                    if any("taught-judge" in word for word in process.cmdline()):
+                        for thread in process.threads():
+                            os.sched_setaffinity(thread.id, {other})
+
+    mover = threading.Thread(target=move)
+    os.sched_setaffinity(0, {one})
+    mover.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        mover.join()
+        os.sched_setaffinity(0, cores)
+
+
 def judge(*, rounds: int, steps: int) -> float:
     """Prints samples/s of runs with a judge and with the same reward as a rule; returns the ratio."""
     ways = {
@@ -268,7 +297,8 @@ def judge(*, rounds: int, steps: int) -> float:
         for number in range(rounds):
             for name, words in ways.items():
                 own = [f"run.steps={4 * steps}", "eval.every=0", f"mode.max_staleness={STALENESS}", "run.save_every=0"]
-                summary = run_demo(Path(scratch) / f"{name} {number}".replace(" ", "-"), [*words, *own])
+                with judge_on_its_own_core():
+                    summary = run_demo(Path(scratch) / f"{name} {number}".replace(" ", "-"), [*words, *own])
                 rates[name].append(summary["samples_per_s"])
     ratios = [after / before for before, after in zip(rates["a rule"], rates["a judge"], strict=True)]
     print(
