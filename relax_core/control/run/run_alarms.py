@@ -193,6 +193,8 @@ class RunAlarms:
         if told is None:
             return
         more = f"; {told.left_out} times more since the last message" if told.left_out else ""
+        if self._book.problem:
+            self._lines.append(self._book.problem)
         self._lines.append(f"alarm: {told.title.partition(': ')[2]}{'' if is_over else f' ({words})'}{more}")
         self._sender.put(told)
 

@@ -36,12 +36,14 @@ class Alarm(msgspec.Struct, frozen=True, kw_only=True):
 class AlarmBook:
     """Decides whether a cause is told, and appends what is told to the file.
 
-    A cause that comes again within ``repeat_s`` seconds is counted and not told. One thread uses it.
+    A cause that comes again within ``repeat_s`` seconds is counted and not told. ``problem`` says why the newest message
+    is not in the file, "" if it is. One thread uses it.
     """
 
     def __init__(self, run_dir: Path, *, repeat_s: float, clock: Callable[[], float] = time.time) -> None:
         self._file = run_dir / FILE
         self._repeat_s, self._clock = repeat_s, clock
+        self.problem = ""
         self._told: dict[tuple[str, str], Alarm] = {}  # the newest message of each cause that is not over
         self._left_out: dict[tuple[str, str], int] = {}
         _end_last_line(self._file)
@@ -70,8 +72,12 @@ class AlarmBook:
 
     def _write(self, alarm: Alarm) -> Alarm:
         self._remember(alarm)
-        with self._file.open("ab") as file:
-            file.write(msgspec.json.encode(alarm) + b"\n")
+        try:
+            with self._file.open("ab") as file:
+                file.write(msgspec.json.encode(alarm) + b"\n")
+            self.problem = ""
+        except OSError as error:  # a full disk is what some messages are about
+            self.problem = f"{FILE} lacks messages: {error}"
         return alarm
 
     def _remember(self, alarm: Alarm) -> None:

@@ -46,6 +46,13 @@ def test_the_next_controller_goes_on_where_the_last_one_was(tmp_path: Path) -> N
     assert [one.kind for one in read_alarms(tmp_path / FILE)] == ["new", "over"], "the half line is left out"
 
 
+def test_a_message_that_cannot_be_kept_is_told_and_says_so(tmp_path: Path) -> None:
+    book = AlarmBook(tmp_path, repeat_s=60.0)
+    (tmp_path / FILE).symlink_to("/dev/full")
+    assert book.tell("disk_low", "disk", title="t", text="x") is not None
+    assert "alarms.jsonl lacks messages" in book.problem and "No space left" in book.problem
+
+
 def test_no_file_is_no_alarm(tmp_path: Path) -> None:
     assert read_alarms(tmp_path / FILE) == []
 
