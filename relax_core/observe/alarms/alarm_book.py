@@ -36,8 +36,8 @@ class Alarm(msgspec.Struct, frozen=True, kw_only=True):
 class AlarmBook:
     """Decides whether a cause is told, and appends what is told to the file.
 
-    A cause that comes again within ``repeat_s`` seconds is counted and not told. ``problem`` says why the newest message
-    is not in the file, "" if it is. One thread uses it.
+    A cause that comes again within ``repeat_s`` seconds is counted and not told. ``problem`` says why the newest
+    message is not in the file, "" if it is. One thread uses it.
     """
 
     def __init__(self, run_dir: Path, *, repeat_s: float, clock: Callable[[], float] = time.time) -> None:
