@@ -71,16 +71,20 @@ class WeightReconciler:
 
 
 class LoadMeter:
-    """Asks an engine for its load every `LOAD_S` seconds; ``newest`` are the fields of an `EngineReport`."""
+    """Asks an engine for its load every `LOAD_S` seconds; ``newest`` are the fields of an `EngineReport`.
 
-    def __init__(self) -> None:
+    Without ``always``, an engine that does not count its decode steps is asked once: only the gateway reads its load.
+    """
+
+    def __init__(self, *, always: bool) -> None:
         self.newest: dict[str, Any] = {}
+        self._always, self._is_read = always, True
         self._asked = -LOAD_S
         self._tokens: tuple[float, int] | None = None  # when it was asked, and how many tokens it had sampled
 
     def measure(self, client: EngineClient, *, now: float) -> None:
         """Asks if it is time to; an engine that does not answer has no load."""
-        if now - self._asked < LOAD_S:
+        if now - self._asked < LOAD_S or not self._is_read:
             return
         self._asked = now
         try:
@@ -98,7 +102,8 @@ class LoadMeter:
                 (int(size), int(steps), float(seconds), float(wait_s))
                 for size, steps, seconds, wait_s in load["decode_times"]
             )
-        self.newest = found
+        self._is_read = self._always or "decode_times" in load
+        self.newest = found if self._is_read else {}
 
 
 class EngineOwner(Worker):
@@ -109,7 +114,7 @@ class EngineOwner(Worker):
         self._address = threading.Event()
         self._url = ""
         self._serving = -1
-        self._meter = LoadMeter()
+        self._meter = LoadMeter(always=context.config.gateway.name != "none")
         self._reconciler = WeightReconciler(context.config.engine.sync_timeout_s)
         super().__init__(name, context)
 
