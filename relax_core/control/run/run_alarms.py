@@ -26,6 +26,7 @@ LOOK_S = 5.0
 HOUR_S = 3600.0
 UNKNOWN_RECORDS = 100  # of the source of a rule's number, after which a number that none of them had is reported
 GIB = 1 << 30
+SEEN_ANYWAY = ("started", "finished", "stopped", "failed")  # on the terminal, in words of their own
 TITLES = {
     "started": "the run has started",
     "finished": "the run has finished",
@@ -195,7 +196,8 @@ class RunAlarms:
         more = f"; {told.left_out} times more since the last message" if told.left_out else ""
         if self._book.problem:
             self._lines.append(self._book.problem)
-        self._lines.append(f"alarm: {told.title.partition(': ')[2]}{'' if is_over else f' ({words})'}{more}")
+        if event not in SEEN_ANYWAY:
+            self._lines.append(f"alarm: {told.title.partition(': ')[2]}{'' if is_over else f' ({words})'}{more}")
         self._sender.put(told)
 
 

@@ -58,7 +58,8 @@ class AlarmBook:
             self._left_out[key] = self._left_out.get(key, 0) + 1
             return None
         kind: Literal["new", "again"] = "new" if before is None else "again"
-        left_out = self._left_out.pop(key, 0)
+        if left_out := self._left_out.pop(key, 0):
+            text += f"\nIt came {left_out} more times since the last message."
         return self._write(
             Alarm(time_s=now, event=event, cause=cause, kind=kind, title=title, text=text, left_out=left_out)
         )
