@@ -13,6 +13,8 @@ ARGS ?=
 TORCH_ARGS ?=
 # Workers among which `make test` divides the tests; with 0, one process runs them all. Each has engines and runs of its own.
 TEST_WORKERS ?= 2
+# What needs neither hours, nor a program of its own, nor to kill a run.
+ORDINARY := not soak and not slurm and not chaos and not sglang and not agents
 # One torch thread a process: services share the cores, and a spinning thread takes one from its neighbour.
 export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
@@ -39,11 +41,11 @@ run-episodes: env
 	$(BIN)/python -m benchmarks.episodes --learn --seeds 1 --only number_guess calculator $(ARGS)
 
 test: test-env
-	@$(BIN)/python -m pytest -q -n $(TEST_WORKERS) -m "not integration and not soak and not slurm and not chaos and not sglang and not agents" $(ARGS)
+	@$(BIN)/python -m pytest -q -n $(TEST_WORKERS) -m "not integration and $(ORDINARY)" $(ARGS)
 
 # Whole runs, which take longer than all other tests; one of them is in `make test`, too.
 test-runs: test-env
-	@$(BIN)/python -m pytest -q -n $(TEST_WORKERS) -m "integration and not soak and not slurm and not chaos and not sglang and not agents" $(ARGS)
+	@$(BIN)/python -m pytest -q -n $(TEST_WORKERS) -m "integration and $(ORDINARY)" $(ARGS)
 
 # Kills and freezes processes of running systems.
 test-chaos: test-env

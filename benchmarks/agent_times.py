@@ -5,15 +5,12 @@ asynchronous with a staleness of 2, beside a trainer whose step takes `STEP_S`. 
 not end by itself, and its deadline is 1 s: as an ``async def`` function, and in 4 worker processes that are killed.
 Counted are the answers with a reward that are trained in a second, over a reward of which no answer hangs.
 
-"judge": two whole runs of the demo with a staleness of 2, one with a judge in an engine process of its own, and one
-with the same reward as a rule; samples that are trained in a second, medians over the steps. The judge has a core of
-its own, and all other processes share one other core in both runs, so two cores are enough.
-
 "warm worker": an agent that imports ``openai`` (benchmarks/openai_agent.py, three requests an episode, whose answers
 come at once), with two episodes at one time: two processes that take task after task, over a process an episode. The
 first two tasks start the processes and do not count.
 
-The other figures are those of `benchmarks.endpoint_times`. All ways take turns within an invocation.
+The other figures are those of `benchmarks.judge_times` and `benchmarks.endpoint_times`. All ways take turns within an
+invocation.
 """
 
 from __future__ import annotations
@@ -23,11 +20,10 @@ import logging
 import os
 import sys
 import tempfile
-import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -35,12 +31,10 @@ from statistics import fmean, median
 from typing import Any
 
 import msgspec
-import psutil
 
-from benchmarks.demo_seeds import run_demo
 from benchmarks.endpoint_times import AtOnce, Client, Sessions, endpoint, request_cpu, stream, with_sessions
+from benchmarks.judge_times import judge
 from benchmarks.over_sampling import GROUPS, TIMEOUT_S, TOKEN, StepAtOnce, no_gate, rename_weights
-from benchmarks.taught_models import judge_folder, judge_words
 from benchmarks.tiny_model import engine_config
 from relax_core.bus.state.settings import BusSettings
 from relax_core.config.compose import load_config
@@ -257,56 +251,6 @@ def _loop(bus: PacedBus, pool: EnginePool, rewards: RewardPool, folder: Path) ->
         bad_rows=BadRows(rows=len(source), most=0.0, report=lambda rows: None),
         weight_update_handler=WeightUpdateHandler(bus, pool, max_aborts=0, call_timeout_s=TIMEOUT_S),
     )
-
-
-@contextmanager
-def judge_on_its_own_core() -> Iterator[None]:
-    """Keeps this process and its children on one core, but for a taught judge's engine, which gets another one."""
-    cores = os.sched_getaffinity(0)
-    assert len(cores) > 1, "two cores are needed"
-    one, other = sorted(cores)[:2]
-    ended = threading.Event()
-
-    def move() -> None:
-        while not ended.wait(0.1):
-            for process in psutil.Process().children(recursive=True):
-                with suppress(psutil.Error, OSError):  # it has ended
-                    if any("taught-judge" in word for word in process.cmdline()):
-                        for thread in process.threads():
-                            os.sched_setaffinity(thread.id, {other})
-
-    mover = threading.Thread(target=move)
-    os.sched_setaffinity(0, {one})
-    mover.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        mover.join()
-        os.sched_setaffinity(0, cores)
-
-
-def judge(*, rounds: int, steps: int) -> float:
-    """Prints samples/s of runs with a judge and with the same reward as a rule; returns the ratio."""
-    ways = {
-        "a rule": ["reward=exact_match"],
-        "a judge": ["reward=genrm", *judge_words("main", judge_folder("rev"))],
-    }
-    rates: dict[str, list[float]] = {name: [] for name in ways}
-    with tempfile.TemporaryDirectory(prefix="relax-agents-") as scratch:
-        for number in range(rounds):
-            for name, words in ways.items():
-                own = [f"run.steps={4 * steps}", "eval.every=0", f"mode.max_staleness={STALENESS}", "run.save_every=0"]
-                with judge_on_its_own_core():
-                    summary = run_demo(Path(scratch) / f"{name} {number}".replace(" ", "-"), [*words, *own])
-                rates[name].append(summary["samples_per_s"])
-    ratios = [after / before for before, after in zip(rates["a rule"], rates["a judge"], strict=True)]
-    print(
-        f"  a judge: {fmean(rates['a judge']):.0f} samples/s, a rule: {fmean(rates['a rule']):.0f}; "
-        f"ratio {median(ratios):.2f} ({', '.join(f'{one:.2f}' for one in ratios)})",
-        flush=True,
-    )
-    return median(ratios)
 
 
 def warm_worker(*, rounds: int) -> float:

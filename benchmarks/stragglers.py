@@ -1,4 +1,4 @@
-"""Whether a run names the rank or the engine that is slowed down, and nobody else.
+"""Measures whether a run names the rank or the engine that is slowed down, and nobody else.
 
     python -m benchmarks.stragglers [--runs 10] [--only ranks engines undisturbed] [--ranks 4 --engines 3 --share 0.3]
 

@@ -13,7 +13,7 @@ from relax_core.config.schema import RelaxConfig
 
 REDACTED = "<redacted>"
 _SECRET_KEY = re.compile(r"(?:^|_)(?:token|secret|password|api_key)$", re.IGNORECASE)
-_USER_INFO = re.compile(r"(?<=://)[^/@\s]+(?=@)")
+USER_INFO = re.compile(r"(?<=://)[^/@\s]+(?=@)")  # user and password of an address
 
 
 def to_yaml(config: RelaxConfig) -> str:
@@ -45,5 +45,5 @@ def plain(value: Any, *, key: str = "", redact: bool = True) -> Any:
     if isinstance(value, Enum):
         return value.name
     if isinstance(value, str) and redact:
-        return REDACTED if _SECRET_KEY.search(key) and value else _USER_INFO.sub(REDACTED, value)
+        return REDACTED if _SECRET_KEY.search(key) and value else USER_INFO.sub(REDACTED, value)
     return str(value) if isinstance(value, str) else value

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from relax_core.gateway.gateway_settings import FILE, GatewayAddress
+from relax_core.gateway.gateway_settings import FILE, GatewayAddress, read_address
 
 ANSWER_S = 30.0  # longest time of one request
 AGAIN_S = 10.0  # how long a gateway that does not answer is asked again, because it may be starting again
@@ -73,7 +73,7 @@ class GatewayClient:
 
     def _address(self) -> GatewayAddress:
         try:
-            return msgspec.json.decode((self._folder / FILE).read_bytes(), type=GatewayAddress)
+            return read_address(self._folder)
         except FileNotFoundError as error:
             raise GatewayUnreachable(
                 f"{self._folder / FILE} does not exist: no run with gateway=local works in this folder now"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
 
 FILE = "gateway.json"  # in the run's folder
@@ -49,3 +51,8 @@ class GatewayAddress(msgspec.Struct, frozen=True, kw_only=True):
     token: str
     page: str
     pid: int
+
+
+def read_address(folder: Path) -> GatewayAddress:
+    """Returns where the gateway of a run is. Raises OSError, and msgspec.DecodeError for a file with other content."""
+    return msgspec.json.decode((folder / FILE).read_bytes(), type=GatewayAddress)

@@ -17,7 +17,6 @@ from relax_core.config.checks.gateway_keys import gateway_problems
 from relax_core.config.checks.launcher_keys import launcher_problems
 from relax_core.config.checks.modality_keys import modality_problems
 from relax_core.config.checks.model_folder import model_problems
-from relax_core.config.checks.notify_keys import notify_problems
 from relax_core.config.checks.ranges import range_problems
 from relax_core.config.checks.reward_keys import reward_problems
 from relax_core.config.checks.turn_keys import turn_problems
@@ -25,9 +24,11 @@ from relax_core.config.checks.weight_transport import transport_problems
 from relax_core.config.choices import LauncherKind, ModeName, OnStale, Surplus
 from relax_core.config.command_line.error_messages import is_planned, missing_name
 from relax_core.config.errors import NotYet
+from relax_core.config.notify_rules import read_rules
 from relax_core.config.plugin_lists import plugins_of
 from relax_core.config.plugin_types import plugin_config
 from relax_core.config.schema import RelaxConfig
+from relax_core.config.sections.notify_schema import EVENTS
 from relax_core.config.sections.tracker_schema import kept_groups
 from relax_core.registry import (
     FILE_SINKS,
@@ -283,6 +284,17 @@ def _check_evaluation(config: RelaxConfig) -> Iterator[str]:
         )
 
 
+def _check_notify(config: RelaxConfig) -> Iterator[str]:
+    for event in config.notify.events:
+        if event not in EVENTS:
+            yield f"notify.events has {event!r}, which is no event. Choose of {', '.join(EVENTS)}."
+    for rule in config.notify.rules:
+        try:
+            read_rules([rule])
+        except ValueError as error:
+            yield f"notify.rules: {error}."
+
+
 def _check_run_folder(config: RelaxConfig) -> Iterator[str]:
     if config.resume is not None and config.resume != "auto" and not Path(config.resume).is_dir():
         yield f"resume={config.resume}: no such folder. Use resume=auto for the newest checkpoint."
@@ -318,7 +330,7 @@ _CHECKS: tuple[Check, ...] = (
     transport_problems,
     engine_problems,
     gateway_problems,
-    notify_problems,
+    _check_notify,
     _check_data,
     _check_schedule,
     _check_stop_strings,

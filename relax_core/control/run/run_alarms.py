@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 from relax_core.config.notify_rules import Rule, read_rules
 from relax_core.config.schema import RelaxConfig
-from relax_core.gateway.gateway_settings import FILE as GATEWAY_FILE
+from relax_core.gateway.gateway_settings import read_address
 from relax_core.observe.alarms.alarm_book import AlarmBook
 from relax_core.observe.alarms.alarm_sender import AlarmSender, Notify
 from relax_core.observe.alarms.clean_text import clean
@@ -183,27 +183,34 @@ class RunAlarms:
         if event not in self._on:
             return
         what = cause if event == "rule" else TITLES[event].format(cause=cause)
-        where = f"train step {self._step} of {self._steps}\n{self._run_dir.resolve()}"
-        if (page := _page(self._run_dir)) is not None:
-            where += f"\n{page}"
-        words = clean(words)
         if is_over:
-            told = self._book.over(event, cause, title=f"{self._name}: over: {what}", text=where)
+            told = self._book.over(event, cause, title=f"{self._name}: over: {what}", text=self._where)
         else:
-            told = self._book.tell(event, cause, title=f"{self._name}: {what}", text=f"{words}\n{where}")
+            text = partial(self._with_where, words)
+            told = self._book.tell(event, cause, title=f"{self._name}: {what}", text=text)
         if told is None:
             return
         more = f"; {told.left_out} times more since the last message" if told.left_out else ""
         if self._book.problem:
             self._lines.append(self._book.problem)
         if event not in SEEN_ANYWAY:
-            self._lines.append(f"alarm: {told.title.partition(': ')[2]}{'' if is_over else f' ({words})'}{more}")
-        self._sender.put(told)
+            known = "" if is_over else f" ({told.text.splitlines()[0]})"
+            self._lines.append(f"alarm: {told.title.partition(': ')[2]}{known}{more}")
+        self._sender.put(told.title, told.text)
+
+    def _with_where(self, words: str) -> str:
+        return f"{clean(words)}\n{self._where()}"
+
+    def _where(self) -> str:
+        """Returns where the run stands and where it is to be seen."""
+        page = _page(self._run_dir)
+        where = f"train step {self._step} of {self._steps}\n{self._run_dir.resolve()}"
+        return where if page is None else f"{where}\n{page}"
 
 
 def _page(run_dir: Path) -> str | None:
     """Returns the address of the run's page, without the token that opens it; None without a gateway."""
     try:
-        return f"page: {json.loads((run_dir / GATEWAY_FILE).read_text())['url']}"
+        return f"page: {read_address(run_dir).url}"
     except FileNotFoundError:
         return None

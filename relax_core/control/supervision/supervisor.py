@@ -24,6 +24,7 @@ from relax_core.control.host.stale_runs import remove_stale_runs
 from relax_core.control.host.subreaper import become_subreaper, end_children
 from relax_core.control.run.recovery_log import FROM_CHECKPOINT, Recoveries, recoveries_file
 from relax_core.control.run.resume import ResumePoint, find_resume_point
+from relax_core.control.run.run_alarms import TITLES
 from relax_core.control.supervision.controller_process import FAILED, ControllerProcess
 from relax_core.control.supervision.gateway_process import GatewayProcess, GatewayUnstarted, gateway
 from relax_core.control.supervision.signals import StopSignals
@@ -133,7 +134,7 @@ def _tell(config: RelaxConfig, event: str, cause: str) -> None:
     """Sends one message to those whom `notify` names, in a process that ends after `TELL_S` seconds at the latest."""
     if config.notify.urls_file is None or event not in config.notify.events:
         return
-    title = f"{config.name}: the run {'has failed' if event == 'failed' else 'was stopped'}"
+    title = f"{config.name}: {TITLES[event]}"
     text = f"{clean(cause)}\n{Path(config.run.dir).resolve()}"
     command = [sys.executable, "-m", "relax_core.observe.alarms.tell_once", config.notify.urls_file, title, text]
     try:

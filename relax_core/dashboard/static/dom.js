@@ -52,6 +52,12 @@ export function field(words, input) {
   return h("label", {}, words, input);
 }
 
+// A table with these columns, each a name and whether it has numbers, which stand on the right.
+export function table(columns, rows) {
+  const head = columns.map(([name, right]) => h("th", { class: right ? "number" : "" }, name));
+  return h("table", {}, h("thead", {}, h("tr", {}, ...head)), h("tbody", {}, ...rows));
+}
+
 export function problem(error) {
   return h("p", { class: "problem", role: "alert" }, error.message);
 }

@@ -5,6 +5,7 @@ The messages are lines of ``alarms.jsonl`` in the run's folder, from which the n
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -50,26 +51,27 @@ class AlarmBook:
         for alarm in read_alarms(self._file):
             self._remember(alarm)
 
-    def tell(self, event: str, cause: str, *, title: str, text: str) -> Alarm | None:
-        """Returns the message, or None if this cause was told a short while ago."""
+    def tell(self, event: str, cause: str, *, title: str, text: Callable[[], str]) -> Alarm | None:
+        """Returns the message, or None, without a call of ``text``, if this cause was told a short while ago."""
         key, now = (event, cause), self._clock()
         before = self._told.get(key)
         if before is not None and now - before.time_s < self._repeat_s:
             self._left_out[key] = self._left_out.get(key, 0) + 1
             return None
         kind: Literal["new", "again"] = "new" if before is None else "again"
-        if left_out := self._left_out.pop(key, 0):
-            text += f"\nIt came {left_out} more times since the last message."
+        left_out = self._left_out.pop(key, 0)
+        more = f"\nIt came {left_out} more times since the last message." if left_out else ""
+        whole = text() + more
         return self._write(
-            Alarm(time_s=now, event=event, cause=cause, kind=kind, title=title, text=text, left_out=left_out)
+            Alarm(time_s=now, event=event, cause=cause, kind=kind, title=title, text=whole, left_out=left_out)
         )
 
-    def over(self, event: str, cause: str, *, title: str, text: str) -> Alarm | None:
+    def over(self, event: str, cause: str, *, title: str, text: Callable[[], str]) -> Alarm | None:
         """Returns the message that a cause is over, or None if it was not told or is over already."""
         if (event, cause) not in self._told:
             return None
         now = self._clock()
-        return self._write(Alarm(time_s=now, event=event, cause=cause, kind="over", title=title, text=text))
+        return self._write(Alarm(time_s=now, event=event, cause=cause, kind="over", title=title, text=text()))
 
     def _write(self, alarm: Alarm) -> Alarm:
         self._remember(alarm)
@@ -92,16 +94,18 @@ class AlarmBook:
 
 def _end_last_line(file: Path) -> None:
     """Ends a line that a killed process has not finished, so that the next one begins a line of its own."""
-    if file.is_file() and not file.read_bytes().endswith(b"\n"):
-        with file.open("ab") as opened:
-            opened.write(b"\n")
+    if file.is_file() and file.stat().st_size:
+        with file.open("rb+") as opened:
+            opened.seek(-1, os.SEEK_END)
+            if opened.read(1) != b"\n":
+                opened.write(b"\n")
 
 
 def read_alarms(file: Path, *, newest: int | None = None) -> list[Alarm]:
     """Returns the ``newest`` messages of a file, the oldest first; a line that cannot be read is left out."""
     try:
         with file.open("rb") as opened:
-            size = opened.seek(0, 2)
+            size = opened.seek(0, os.SEEK_END)
             opened.seek(max(0, size - MOST_READ_BYTES))
             lines = opened.read().splitlines()
     except FileNotFoundError:

@@ -6,8 +6,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from relax_core.observe.alarms.alarm_book import Alarm
-
 TRY_S = 10.0  # how long a receiver may take for a message
 PAUSES_S = (1.0, 3.0)  # before the second and the third try
 MOST_WAITING = 100  # messages for a receiver; newer ones are dropped and counted
@@ -35,10 +33,10 @@ class AlarmSender:
             _ReceiverThread(name, notify, report, try_s=try_s, pauses_s=pauses_s) for name, notify in receivers
         ]
 
-    def put(self, alarm: Alarm) -> None:
+    def put(self, title: str, text: str) -> None:
         """Queues a message for each receiver and returns at once."""
         for thread in self._threads:
-            thread.put(alarm)
+            thread.put(title, text)
 
     def close(self, *, timeout_s: float) -> None:
         """Waits at most ``timeout_s`` seconds for the messages in the queues; what then waits is reported and lost."""
@@ -56,17 +54,17 @@ class _ReceiverThread:
         self._name, self._notify, self._report = name, notify, report
         self._try_s, self._pauses_s = try_s, pauses_s
         self._wake = threading.Condition()
-        self._waiting: list[Alarm] = []
+        self._waiting: list[tuple[str, str]] = []  # title and text of each message
         self._under_way = ""  # the title of the message that is being sent
         self._dropped = 0
         self._closing = False
         self._thread = threading.Thread(target=self._main, name=f"notify {name}", daemon=True)
         self._thread.start()
 
-    def put(self, alarm: Alarm) -> None:
+    def put(self, title: str, text: str) -> None:
         with self._wake:
             if len(self._waiting) < MOST_WAITING:
-                self._waiting.append(alarm)
+                self._waiting.append((title, text))
                 self._wake.notify_all()
             else:
                 self._dropped += 1
@@ -79,7 +77,7 @@ class _ReceiverThread:
     def end(self, *, deadline: float) -> None:
         self._thread.join(max(0.0, deadline - time.monotonic()))
         with self._wake:
-            lost = [self._under_way, *(one.title for one in self._waiting)] if self._thread.is_alive() else []
+            lost = [self._under_way, *(title for title, _ in self._waiting)] if self._thread.is_alive() else []
         if lost:
             self._report(f"notify: {self._name} was not told before the run's end: {', '.join(map(repr, lost))}")
 
@@ -89,7 +87,7 @@ class _ReceiverThread:
                 self._wake.wait_for(lambda: self._waiting or self._closing)
                 taken, self._waiting = self._waiting, []
                 dropped, self._dropped = self._dropped, 0
-                self._under_way = taken[0].title if taken else ""
+                self._under_way = taken[0][0] if taken else ""
             if not taken:
                 return
             for title, text in joined(taken, dropped=dropped):
@@ -120,9 +118,9 @@ class _ReceiverThread:
         return ends[0] if ends else f"no answer within {self._try_s:g} s"
 
 
-def joined(alarms: Sequence[Alarm], *, dropped: int) -> list[tuple[str, str]]:
+def joined(waiting: Sequence[tuple[str, str]], *, dropped: int) -> list[tuple[str, str]]:
     """Returns title and text of each message, or of one for all if they are many or further ones were ``dropped``."""
-    messages = [(one.title, one.text[:MOST_TEXT]) for one in alarms]
+    messages = [(title, text[:MOST_TEXT]) for title, text in waiting]
     if len(messages) <= MOST_SINGLE and not dropped:
         return messages
     parts = [f"{title}\n{text}" for title, text in messages]

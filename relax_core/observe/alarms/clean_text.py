@@ -6,11 +6,12 @@ import os
 import re
 from collections.abc import Mapping
 
-REDACTED = "<redacted>"
+from relax_core.config.saved import REDACTED, USER_INFO
+
 MOST_CHARACTERS = 500
 _SECRET_NAME = re.compile(r"token|secret|password|passwd|api_?key|credential|auth", re.IGNORECASE)
 _SECRETS = (
-    re.compile(r"(?<=://)[^/@\s]+(?=@)"),  # user and password of an address
+    USER_INFO,
     re.compile(r"(?i)(?<=bearer )\S+"),
     re.compile(r"(?i)(?<=token=)[^\s&;,]+"),
     re.compile(r"(?i)(?:(?<=password=)|(?<=password: )|(?<=api_key=)|(?<=api-key: )|(?<=secret=))[^\s&;,]+"),

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from relax_core.observe.alarms.alarm_book import Alarm
 from relax_core.observe.alarms.alarm_sender import AlarmSender, Notify
 from relax_core.observe.alarms.urls_file import read_receivers
 
@@ -22,7 +21,7 @@ def tell(receivers: Sequence[tuple[str, Notify]], *, title: str, text: str) -> l
     """Sends a message to all receivers and returns a line for each that did not take it."""
     lines: list[str] = []
     sender = AlarmSender(receivers, lines.append)
-    sender.put(Alarm(time_s=0.0, event="", cause="", kind="new", title=title, text=text))
+    sender.put(title, text)
     sender.close(timeout_s=END_S)
     return lines
 

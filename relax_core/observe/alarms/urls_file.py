@@ -25,6 +25,7 @@ def read_receivers(path: Path) -> list[tuple[str, Notify]]:
     """
     if find_spec("apprise") is None:
         raise ValueError(f"{KEY}={path} needs the package apprise: {INSTALL}")
+    path = path.expanduser()
     try:
         mode = path.stat().st_mode
         lines = path.read_text(encoding="utf-8").splitlines()

@@ -9,16 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from relax_core.observe.alarms.alarm_book import Alarm
 from relax_core.observe.alarms.alarm_sender import MOST_WAITING, AlarmSender
 from relax_core.observe.alarms.tell_once import main
 from relax_core.observe.alarms.urls_file import read_receivers
 from tests.observe.alarms.receivers import DEADLINE_S, Told, http_receiver, smtp_receiver
 from tests.ports import free_port
 
-
-def alarm(title: str, text: str = "what is known") -> Alarm:
-    return Alarm(time_s=1.0, event="rule", cause="a rule", kind="new", title=title, text=text)
+KNOWN = "what is known"
 
 
 def urls_file(folder: Path, *addresses: str, mode: int = 0o600) -> Path:
@@ -45,7 +42,7 @@ def test_a_message_reaches_http_and_mail(tmp_path: Path, http: Told) -> None:
         receivers = read_receivers(file)
         assert [name for name, _ in receivers] == ["json 127.0.0.1", "mailto 127.0.0.1"]
         sender = AlarmSender(receivers, lines.append)
-        sender.put(alarm("the reward is gone"))
+        sender.put("the reward is gone", KNOWN)
         sender.close(timeout_s=DEADLINE_S)
         assert http.messages == [("the reward is gone", "what is known")]
         ((subject, text),) = mail.messages
@@ -58,10 +55,10 @@ def test_a_refused_message_is_sent_again_and_then_told_in_the_log(tmp_path: Path
     lines: list[str] = []
     receivers = read_receivers(urls_file(tmp_path, f"json://me:a-secret@127.0.0.1:{http.port}"))
     sender = AlarmSender(receivers, lines.append, pauses_s=(0.0, 0.0))
-    sender.put(alarm("third time lucky"))
+    sender.put("third time lucky", KNOWN)
     http.wait(1)
     http.refusals = 3
-    sender.put(alarm("not taken"))
+    sender.put("not taken", KNOWN)
     sender.close(timeout_s=DEADLINE_S)
     assert [title for title, _ in http.messages] == ["third time lucky"]
     assert len(lines) == 1 and "json 127.0.0.1 did not take 'not taken' in 3 tries" in lines[0]
@@ -80,8 +77,8 @@ def test_one_that_never_answers_and_a_dead_one_delay_nobody(tmp_path: Path, http
             read_receivers(urls_file(tmp_path, *addresses)), lines.append, try_s=1.0, pauses_s=(0.0, 0.0)
         )
         began = time.monotonic()
-        sender.put(alarm("first"))
-        sender.put(alarm("second"))
+        sender.put("first", KNOWN)
+        sender.put("second", KNOWN)
         put_s = time.monotonic() - began
         assert [title for title, _ in http.wait(2)] == ["first", "second"]
         sender.close(timeout_s=DEADLINE_S)
@@ -93,7 +90,7 @@ def test_one_that_never_answers_and_a_dead_one_delay_nobody(tmp_path: Path, http
 def test_a_thousand_messages_are_few(http: Told, tmp_path: Path) -> None:
     sender = AlarmSender(read_receivers(urls_file(tmp_path, f"json://127.0.0.1:{http.port}")), lambda line: None)
     for number in range(1000):
-        sender.put(alarm(f"message {number}"))
+        sender.put(f"message {number}", KNOWN)
     sender.close(timeout_s=DEADLINE_S)
     assert 1 <= len(http.messages) <= 1000 // MOST_WAITING
     assert http.messages[-1][0].endswith("more")
@@ -102,7 +99,7 @@ def test_a_thousand_messages_are_few(http: Told, tmp_path: Path) -> None:
 def test_what_waits_at_the_end_is_named() -> None:
     lines: list[str] = []
     sender = AlarmSender([("slow one", lambda title, text: bool(time.sleep(0.5)))], lines.append, try_s=10.0)
-    sender.put(alarm("the last words"))
+    sender.put("the last words", KNOWN)
     sender.close(timeout_s=0.01)
     assert lines == ["notify: slow one was not told before the run's end: 'the last words'"]
 

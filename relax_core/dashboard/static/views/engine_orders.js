@@ -1,6 +1,6 @@
 // Adds and removes engines of a run that goes on: what an order would do, then the order, its states and its end.
 import { gateway } from "../api.js";
-import { duration, foreign, h, number, problem } from "../dom.js";
+import { duration, foreign, h, number, problem, table } from "../dom.js";
 
 const ENDED = new Set(["ACTIVE", "COMPLETED", "FAILED", "CANCELLED", "NOOP"]);
 const MOST_ORDERS = 5;
@@ -86,14 +86,13 @@ export function engineOrders(run) {
   };
 }
 
-function table(names, rows) {
-  return h("div", { class: "card scroll" }, h("table", {},
-    h("thead", {}, h("tr", {}, ...names.map(([name, right]) => h("th", { class: right ? "number" : "" }, name)))), h("tbody", {}, ...rows)));
+function card(columns, rows) {
+  return h("div", { class: "card scroll" }, table(columns, rows));
 }
 
 function engineTable(engines) {
   const now = Date.now() / 1000;
-  return table([["engine"], ["origin"], ["state"], ["for", 1], ["weights", 1], ["running", 1], ["waiting", 1], ["tokens a second", 1], ["restarts", 1], ["last failure"]],
+  return card([["engine"], ["origin"], ["state"], ["for", 1], ["weights", 1], ["running", 1], ["waiting", 1], ["tokens a second", 1], ["restarts", 1], ["last failure"]],
     engines.map((one) => h("tr", {}, h("td", {}, foreign(one.id)), h("td", {}, one.origin), h("td", {}, one.state),
       ...[duration(Math.max(0, now - one.since)), number(one.weight_version), number(one.samples_running), number(one.samples_waiting), number(one.tokens_per_s), number(one.restarts)]
         .map((words) => h("td", { class: "number" }, words)),
@@ -101,7 +100,7 @@ function engineTable(engines) {
 }
 
 function orderTable(orders, cancel) {
-  return table([["order"], ["asks for"], ["state"], ["engines"], ["took", 1], ["failure"], [""]], orders.map((one) => {
+  return card([["order"], ["asks for"], ["state"], ["engines"], ["took", 1], ["failure"], [""]], orders.map((one) => {
     const took = duration(one.history.at(-1).at - one.history[0].at);
     const asked = one.body.num_replicas ?? (one.body.engine_urls ?? one.body.engine_ids ?? []).join(", ");
     const open = !ENDED.has(one.status);

@@ -1,7 +1,7 @@
 // The view of engines: what each of them sampled, how many tokens a second over time, and what every process uses.
 import { address, ask } from "../api.js";
 import { chart } from "../chart.js";
-import { duration, foreign, h, number } from "../dom.js";
+import { duration, foreign, h, number, table } from "../dom.js";
 import { engineOrders } from "./engine_orders.js";
 
 export async function show(root, { run }) {
@@ -28,9 +28,7 @@ export async function show(root, { run }) {
       h("td", {}, h("a", { href: address(run.id, "samples", { engine: one.engine }) }, foreign(one.engine))),
       ...[number(one.samples), number(one.tokens), number(one.mean_length), number(one.reward), number(one.version), `+${duration(one.first_s - start)}`, `+${duration(one.last_s - start)}`]
         .map((words) => h("td", { class: "number" }, words))));
-    body.replaceChildren(h("section", { class: "card scroll" }, h("table", {},
-      h("thead", {}, h("tr", {}, ...names.map(([name, right]) => h("th", { class: right ? "number" : "" }, name)))), h("tbody", {}, ...rows))),
-    ...slow(engines));
+    body.replaceChildren(h("section", { class: "card scroll" }, table(names, rows)), ...slow(engines));
     rates.set(engines.map((one) => ({ label: one.engine, steps: one.times.map((time) => Math.round(time - start)), values: one.rates })));
   }
 
@@ -53,8 +51,7 @@ function usage(used) {
   const rows = used.map(({ name, numbers, most_memory_mb: most }) => h("tr", {}, h("td", {}, foreign(name)),
     ...[number(numbers.cores, 3), number(numbers.memory_mb), number(numbers.children), number(numbers.children_cores, 3), number(numbers.children_memory_mb), number(most), number(total(numbers, "_busy"), 3), number(total(numbers, "_memory_mb"))]
       .slice(0, shown.length - 1).map((words) => h("td", { class: "number" }, words))));
-  return [h("section", { class: "card scroll" }, h("h2", {}, "Processes"), h("table", {},
-    h("thead", {}, h("tr", {}, ...shown.map(([name, right]) => h("th", { class: right ? "number" : "" }, name)))), h("tbody", {}, ...rows)),
+  return [h("section", { class: "card scroll" }, h("h2", {}, "Processes"), table(shown, rows),
   h("p", { class: "quiet small" }, "Each as of the newest 5 s. Memory is resident memory, in which pages that several processes share count for each."))];
 }
 

@@ -1,7 +1,7 @@
 // The view of one run: progress, ledger, staleness, and its curves.
 import { ask } from "../api.js";
 import { chart } from "../chart.js";
-import { duration, field, foreign, h, number, problem } from "../dom.js";
+import { duration, field, foreign, h, number, problem, table } from "../dom.js";
 
 const POINTS = 800; // of a curve, twice the pixels of its card
 const EVERY_MS = 2000; // between two looks at a run that goes on
@@ -115,9 +115,9 @@ function alarms(told) {
   const rows = told.map((one) => h("tr", {},
     h("td", { class: "number" }, new Date(1000 * one.time_s).toLocaleString([], { month: "short", day: "numeric", hour: "2-digit", minute: "2-digit", second: "2-digit", hour12: false })),
     h("td", {}, one.kind), h("td", { class: "words" }, foreign(one.title)), h("td", { class: "words" }, foreign(one.text.split("\n")[0]))));
-  const names = ["time", "", "alarm", "what is known"];
+  const columns = [["time"], [""], ["alarm"], ["what is known"]];
   return [h("details", { open: told.some((one) => one.kind !== "over") && told.length < 6 }, h("summary", {}, `Alarms (${told.length})`),
-    h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, ...names.map((name) => h("th", {}, name)))), h("tbody", {}, ...rows))))];
+    h("div", { class: "scroll" }, table(columns, rows)))];
 }
 
 function histogram(counts) {

@@ -1,6 +1,6 @@
 // The view of samples: a list with filters, one sample by token, and a group side by side.
 import { address, ask } from "../api.js";
-import { field, foreign, h, number, problem } from "../dom.js";
+import { field, foreign, h, number, problem, table } from "../dom.js";
 import { reward, sample } from "./sample.js";
 
 const PAGE = 50;
@@ -75,7 +75,7 @@ async function listed(run, query) {
     h("div", { class: "controls" }, h("span", { class: "quiet" }, told, answer.share < 1 ? `; ${Math.floor(100 * answer.share)}% of the run's samples are read so far` : ""), first > 0 ? page("Back", Math.max(0, first - PAGE)) : null,
       answer.searched === null && first + PAGE < answer.count ? page("Further", first + PAGE) : null,
       answer.next ? h("a", { href: address(run.id, "samples", { ...filters, before: answer.next }) }, "Search older ones") : null),
-    h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, ...names.map(([name, right]) => h("th", { class: right ? "number" : "" }, name)))), h("tbody", {}, ...rows))),
+    h("div", { class: "scroll" }, table(names, rows)),
   ];
 }
 
