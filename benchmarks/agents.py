@@ -104,7 +104,7 @@ def two_judges(*, swapped: bool) -> Words:
             f"data.eval_path={folder / f'{next(iter(TASKS))}.jsonl'}",
             f"eval.sets={{{', '.join(sets)}}}",
             "rollout.min_p=0.1",
-            "run.steps=200",
+            "run.steps=300",
         ]
 
     return words

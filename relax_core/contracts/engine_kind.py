@@ -94,7 +94,8 @@ class EngineServer:
     """Is a server and how a client reaches it.
 
     ``token`` is empty if the server asks for none. ``model_folder`` is the folder of the served model.
-    ``media_folder`` holds the items of prompts, None if there are none.
+    ``media_folder`` holds the items of prompts, None if there are none. ``weights_folder`` holds the versions that the
+    run publishes; senders to one server find each other there.
     ``request_timeout_s`` is the longest pause in seconds within a generate call, and ``control_timeout_s`` the longest
     time of any other call.
     """
@@ -106,6 +107,7 @@ class EngineServer:
     request_timeout_s: float
     control_timeout_s: float
     media_folder: Path | None = None
+    weights_folder: Path | None = None
 
 
 def environment_of_threads(start: EngineStart) -> dict[str, str]:

@@ -18,13 +18,15 @@ def build_client(
     token_file: Path,
     control_timeout_s: float | None = None,
     media_folder: Path | None = None,
+    weights_folder: Path | None = None,
 ) -> EngineClient:
     """Returns a client of the engine at ``url``.
 
     ``model_folder`` is the folder of the model that the engine serves. ``token_file`` holds the token of engines that
     the run starts. Engines that the run attaches to have ``engine.token_file``, or need no token.
     ``control_timeout_s`` replaces engine.sync_timeout_s, in seconds, if it is given. ``media_folder`` holds the items
-    of prompts, which engines that the run attaches to do not see.
+    of prompts, which engines that the run attaches to do not see. ``weights_folder`` holds the versions that the run
+    publishes.
     """
     if engine.urls:
         token = Path(engine.token_file).read_text().strip() if engine.token_file is not None else ""
@@ -38,6 +40,7 @@ def build_client(
         request_timeout_s=engine.request_timeout_s,
         control_timeout_s=control_timeout_s or engine.sync_timeout_s,
         media_folder=media_folder,
+        weights_folder=weights_folder,
     )
     spec = find_engine(engine.name)
     if spec.client is None:

@@ -127,14 +127,14 @@ def owed_rids(prompts: Iterable[OpenPrompt]) -> dict[int, list[str]]:
 
 
 def cut(one: Generated, tokens: int) -> Generated:
-    """Returns the response's first ``tokens`` tokens, at least one, as if it had ended there."""
+    """Returns the response's first ``tokens`` tokens as if it had ended there."""
     experts = one.response_experts
     return msgspec.structs.replace(
         one,
         output_ids=one.output_ids[:tokens],
         logprobs=one.logprobs[:tokens],
         versions=one.versions[:tokens],
-        response_experts=None if experts is None else experts[: tokens - 1],
+        response_experts=None if experts is None or not tokens else experts[: tokens - 1],
         kept=None if one.kept is None else one.kept.take(np.arange(tokens)),
     )
 

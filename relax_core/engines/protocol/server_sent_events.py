@@ -72,10 +72,10 @@ class EventReader:
     """Gathers events, incremental (with the new tokens) or cumulative (with all tokens so far), into responses.
 
     The token count of an event says which kind it is. ``samples`` is the (prompt, sample) of each event index.
-    ``vocab_size`` is the model's; it is given if the kept sets are wanted. ``on_tokens`` gets tokens as they come.
-    ``prefills`` maps each finished (prompt,
-    sample) that has a token to how many tokens of its prompt came from the engine's cache, and to the first version
-    span. An empty span says that its version ended before a token was sampled.
+    ``vocab_size`` is the model's; it is given if the kept sets are wanted. ``on_tokens`` gets tokens as they come, but
+    for those of an engine without a weight version. ``prefills`` maps each finished (prompt, sample) that has a token
+    to how many tokens of its prompt came from the engine's cache, and to the first version span. An empty span says
+    that its version ended before a token was sampled.
     """
 
     def __init__(
@@ -114,7 +114,8 @@ class EventReader:
         if growing is None or len(event.output_ids) == meta.completion_tokens:
             growing = self._growing[event.index] = (array("i"), array("f"), [])
         ids, logprobs, kept = growing
-        if self._on_tokens is not None and event.output_ids:
+        known = meta.weight_version is None or version_number(meta.weight_version) != UNKNOWN_VERSION
+        if self._on_tokens is not None and event.output_ids and known:
             self._on_tokens(*self._samples[event.index], len(ids), event.output_ids)
         ids.fromlist(event.output_ids)
         if self._vocab_size is not None and meta.output_token_sampling_mask:

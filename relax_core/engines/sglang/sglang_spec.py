@@ -26,6 +26,7 @@ def _client(server: EngineServer) -> SglangClient:
         seeds=bool(server.engine.deterministic),
         attached=bool(server.engine.urls),
         media_folder=server.media_folder,
+        weights_folder=server.weights_folder,
         stops=StopTable(server.model_folder),
         request_timeout_s=server.request_timeout_s,
         control_timeout_s=server.control_timeout_s,

@@ -38,6 +38,7 @@ def engine_client(
         token_file=context.token_file,
         control_timeout_s=control_timeout_s,
         media_folder=context.media_folder,
+        weights_folder=context.weights_folder,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -183,6 +184,39 @@ def test_two_senders_of_one_version_do_not_disturb_each_other(engine_back: Engin
 
 
 @sglang_only
+def test_senders_of_many_versions_take_turns_while_samples_run(engine_back: Engine, tmp_path: Path) -> None:
+    """A server that one sender lets go on while another one loads would wait for its samples, which a third pauses."""
+    first = engine_back.version + 1
+    manifests = [
+        publish(make_model(None, seed=version), tmp_path / f"many-{version}", version=version)
+        for version in range(first, first + 12)
+    ]
+    ended = threading.Event()
+
+    def send_all(start: int) -> None:
+        client = engine_back.new_client()
+        for manifest in manifests[start:]:
+            client.update_weights(manifest)
+
+    def sample() -> list[Generated]:
+        responses: list[Generated] = []
+        while not ended.is_set():
+            responses += engine_back.generate(prompts_of(PROMPT, PROMPT), SamplingParams(max_new_tokens=40))
+        return responses
+
+    with ThreadPoolExecutor() as pool:
+        sampled = [pool.submit(sample) for _ in range(2)]
+        senders = [pool.submit(send_all, number % 3) for number in range(4)]
+        try:
+            for sender in senders:
+                sender.result(120.0)
+        finally:
+            ended.set()
+        assert all((one.versions >= first - 1).all() for responses in sampled for one in responses.result(60.0))
+    serves(engine_back, manifests[-1].version)
+
+
+@sglang_only
 def test_two_senders_from_disk_take_turns(engine_back: Engine, tmp_path: Path, model_folder: Path) -> None:
     """SGLang's server would fail if two loads overlapped."""
     version = engine_back.version + 1
@@ -222,6 +256,31 @@ def test_a_session_that_was_left_open_is_closed_by_the_next_sender(engine_back: 
     client = sglang_client(engine_back.process.url, control_timeout_s=3.0)
     client.update_weights(publish(make_model(None, seed=version), tmp_path / "next", version=version))
     serves(engine_back, version)
+
+
+@sglang_only
+def test_what_a_server_without_a_version_samples_is_cut_off(engine_back: Engine) -> None:
+    """SGLang samples one more token of a response that is aborted, here after its weights count as unknown."""
+    version, told = engine_back.version, threading.Event()
+    client, other = engine_back.new_client(), engine_back.new_client()
+    assert isinstance(other, SglangClient)
+
+    async def sample() -> list[Generated]:
+        params = SamplingParams(max_new_tokens=400, n=8)
+        try:
+            started = client.generate(prompts_of(*[PROMPT] * 4), params, on_tokens=lambda *words: told.set())
+            return [one async for one in started]
+        finally:
+            await client.aclose()
+
+    with ThreadPoolExecutor() as pool:
+        sampled = pool.submit(lambda: asyncio.run(sample()))
+        assert told.wait(30.0)
+        engine_back.post("/pause_generation", {"mode": "in_place"})  # as in an update
+        other.forget_weights()
+        responses = sampled.result(60.0)
+    assert any(one.finish_reason == "abort" and one.output_ids.size for one in responses)
+    assert all((one.versions == version).all() for one in responses)
 
 
 @sglang_only

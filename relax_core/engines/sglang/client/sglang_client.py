@@ -36,7 +36,8 @@ from relax_core.engines.sglang.client.prompt_requests import (
     sample_requests,
     sglang_body,
 )
-from relax_core.engines.sglang.client.sglang_responses import finish_reason, prefilled_by_older
+from relax_core.engines.sglang.client.sender_lock import SenderLock
+from relax_core.engines.sglang.client.sglang_responses import attested, finish_reason, prefilled_by_older
 from relax_core.engines.sglang.client.sglang_weight_calls import SglangWeightCalls
 from relax_core.engines.sglang.media.placed_items import placed_name
 
@@ -61,7 +62,7 @@ class SglangClient(SglangWeightCalls, EngineClient):
     server. ``seeds`` is True if the server runs with --enable-deterministic-inference; otherwise it ignores seeds.
     ``attached`` is True if the run did not start the server, which then lacks Relax's weight loader. ``stops`` finds
     stop strings with the model's tokenizer. ``media_folder`` holds the items of prompts; an attached server, which does
-    not see it, gets images from there.
+    not see it, gets images from there. ``weights_folder`` is that of `SglangWeightCalls`.
     """
 
     def __init__(
@@ -77,9 +78,12 @@ class SglangClient(SglangWeightCalls, EngineClient):
         attached: bool = False,
         stops: StopTable | None = None,
         media_folder: Path | None = None,
+        weights_folder: Path | None = None,
     ) -> None:
         super().__init__(url, token, request_timeout_s=request_timeout_s, control_timeout_s=control_timeout_s)
         self.group_ranks = ranks
+        self.weights_folder = weights_folder
+        self._lock = SenderLock(url, timeout_s=2 * control_timeout_s)
         self.has_loader = not attached
         self._vocab_size = vocab_size
         self._seeds = seeds
@@ -203,8 +207,9 @@ class SglangClient(SglangWeightCalls, EngineClient):
                 features = self._images is not None and bool(chosen[one.prompt].media)
                 mixed = prefilled_by_older(first, call.version, cached=cached or features)
             asked = chosen[one.prompt]
-            reason = finish_reason(one, params, generated=asked.generated, limit=response_limit(asked, params))
-            whole = msgspec.structs.replace(one, prompt=indices[one.prompt], finish_reason=reason)
+            known = attested(one)
+            reason = finish_reason(known, params, generated=asked.generated, limit=response_limit(asked, params))
+            whole = msgspec.structs.replace(known, prompt=indices[one.prompt], finish_reason=reason)
             yield self._stopped(whole, chosen[one.prompt], params), mixed
 
     def _media_entries(self, prompt: PromptRequest, *, version: int) -> MediaEntries:

@@ -2,8 +2,23 @@
 
 from __future__ import annotations
 
+import msgspec
+import numpy as np
+
 from relax_core.contracts.engine import FinishReason, Generated, SamplingParams
+from relax_core.engines.pool.open_prompts import cut
+from relax_core.engines.protocol.server_sent_events import UNKNOWN_VERSION
 from relax_core.engines.protocol.version_spans import VersionSpan
+
+
+def attested(one: Generated) -> Generated:
+    """Returns the response without the tokens from the first on that no attested weights have sampled.
+
+    A server has no weight version after its restart, or after an update that failed. It samples one more token of each
+    response that is aborted then. The rest of the response counts as aborted, so that it is asked for again.
+    """
+    unknown = np.flatnonzero(one.versions == UNKNOWN_VERSION)
+    return msgspec.structs.replace(cut(one, int(unknown[0])), finish_reason="abort") if unknown.size else one
 
 
 def prefilled_by_older(first: VersionSpan, sent_under: int, *, cached: int) -> bool:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 import msgspec
 
 from relax_core.contracts.engine import EngineError, EngineUnreachable, TensorSpec, WeightManifest
 from relax_core.engines.protocol.server_sent_events import UNKNOWN_VERSION, version_number
 from relax_core.engines.protocol.weight_calls import WeightCalls, group_body, tensors_body
+from relax_core.engines.sglang.client.sender_lock import SenderLock
 from relax_core.engines.sglang.client.weight_orders import (
     Attest,
     Confirm,
@@ -29,7 +29,6 @@ from relax_core.weights.transports.base import WeightGroupAddress
 
 LOADER = "relax_core.engines.sglang.server.weight_loader.follow"
 ALREADY_OPEN = "already open"  # a part of SGLang's error text
-BUSY_S = 0.05  # seconds between two checks whether another sender has ended
 _outcomes = msgspec.json.Decoder(Outcome)
 
 
@@ -37,23 +36,39 @@ class SglangWeightCalls(WeightCalls):
     """Implements `WeightReceiver` for SGLang.
 
     SGLang loads into the model that it serves, so that each update pauses it in place; running samples then go on with
-    the cache that they have. ``group_ranks`` is the number of the server's ranks, all of which load.
+    the cache that they have. ``group_ranks`` is the number of the server's ranks, all of which load. ``weights_folder``
+    is that of the run's versions, where senders of broadcasts and of files take turns; None: there is no other sender.
     """
 
     url: str
     has_loader = True
     _control_timeout_s: float
+    weights_folder: Path | None = None
+    _lock: SenderLock
     _memory_released = False
     _received = False  # whether tensors of the open session may be in the model
     _session_start = 0.0
 
     def update_weights(self, manifest: WeightManifest) -> dict[str, Any]:
         """Lets each of the server's ranks map the published file, compare every digest, and then load it."""
+        start = time.perf_counter()
+        with self._sending(self.weights_folder or Path(manifest.path).parents[1]):
+            if self._version_in_force() >= manifest.version:
+                return _done(manifest, 0.0)
+            self._load(manifest)
+        return _done(manifest, 1e3 * (time.perf_counter() - start))
+
+    def update_weights_from_disk(self, manifest: WeightManifest) -> dict[str, Any]:
+        """Loads the published file as `update_weights` does, because SGLang's own loader checks nothing.
+
+        All of the server's nodes must see the file and its folder under the same path.
+        """
+        return self.update_weights(manifest)
+
+    def _load(self, manifest: WeightManifest) -> None:
         if not self.has_loader:
             return self._load_at_attached(manifest)
-        start = time.perf_counter()
-        if not self._begin(manifest.version):
-            return _done(manifest, 0.0)
+        self._begin()
         with self._loading():
             self._received = True
             outcomes = self._outcome(lambda outcome: LoadFile(manifest, outcome), folder=Path(manifest.path).parents[1])
@@ -64,42 +79,28 @@ class SglangWeightCalls(WeightCalls):
                 )
             self._refuse(outcomes)
             self._order(Confirm(), version=str(manifest.version))
-        return _done(manifest, 1e3 * (time.perf_counter() - start))
-
-    def update_weights_from_disk(self, manifest: WeightManifest) -> dict[str, Any]:
-        """Loads the published file as `update_weights` does, because SGLang's own loader checks nothing.
-
-        All of the server's nodes must see the file and its folder under the same path.
-        """
-        return self.update_weights(manifest)
 
     # -- a server that the run did not start --------------------------------------------------------------------------
-    def _load_at_attached(self, manifest: WeightManifest) -> dict[str, Any]:
+    def _load_at_attached(self, manifest: WeightManifest) -> None:
         """Lets SGLang load the published file's folder; the file's digests are compared here, before and after.
 
         The first version that such a server gets also shows whether its loader writes all parameters. Later versions
         have the same names.
         """
-        start = time.perf_counter()
-        with self._one_sender(Path(manifest.path).parents[1]):
-            found = self._version_in_force()
-            if found >= manifest.version:
-                return _done(manifest, 0.0)
-            self._check_file(manifest)
-            with self._standing_still():
-                try:
-                    if found == UNKNOWN_VERSION:
-                        self._check_all_written(manifest)
-                        self._rename_weights(manifest.version)
-                    else:
-                        self._load_folder(manifest, version=manifest.version)
-                    self._check_file(manifest)
-                except EngineUnreachable:
-                    raise
-                except EngineError:
-                    self._give_up()
-                    raise
-        return _done(manifest, 1e3 * (time.perf_counter() - start))
+        self._check_file(manifest)
+        with self._standing_still():
+            try:
+                if self._version_in_force() == UNKNOWN_VERSION:
+                    self._check_all_written(manifest)
+                    self._rename_weights(manifest.version)
+                else:
+                    self._load_folder(manifest, version=manifest.version)
+                self._check_file(manifest)
+            except EngineUnreachable:
+                raise
+            except EngineError:
+                self._give_up()
+                raise
 
     def _check_all_written(self, manifest: WeightManifest) -> None:
         """Loads the folder twice, over random numbers the second time; raises EngineError if that makes a difference.
@@ -133,31 +134,6 @@ class SglangWeightCalls(WeightCalls):
         }
         self._call("POST", "/update_weights_from_disk", body)
 
-    @contextmanager
-    def _one_sender(self, weights_folder: Path) -> Iterator[None]:
-        """Lets one sender at a time load from disk, because SGLang's server fails if two loads overlap.
-
-        Senders may be on different hosts, but all see the folder of the versions. The sender that makes a folder in it
-        goes first. A folder that stays for longer than two calls was left by a sender that failed.
-        """
-        mine = weights_folder / f"sending-{quote(self.url, safe='')}"
-        deadline = time.monotonic() + 2 * self._control_timeout_s
-        while True:
-            try:
-                mine.mkdir()
-                break
-            except FileExistsError:
-                if time.monotonic() > deadline:
-                    break
-            except OSError as error:  # the disk is full, or the run's folder was removed
-                raise EngineError(f"engine {self.url} /update_weights_from_disk: {error}") from error
-            time.sleep(BUSY_S)
-        try:
-            yield
-        finally:
-            with suppress(FileNotFoundError):  # another sender may have taken it for one that was left
-                mine.rmdir()
-
     def _check_file(self, manifest: WeightManifest) -> None:
         from relax_core.weights.version_file import DigestMismatch, read_weights
 
@@ -169,15 +145,20 @@ class SglangWeightCalls(WeightCalls):
     # -- a collective group -------------------------------------------------------------------------------------------
     def join_weight_group(self, address: WeightGroupAddress) -> dict[str, Any]:
         """Joins the group; SGLang has no deadline for it, so only the call's deadline applies."""
-        return self._call("POST", "/init_weights_update_group", group_body(address))
+        with self._released_if_unreachable():
+            return self._call("POST", "/init_weights_update_group", group_body(address))
 
     def begin_weight_update(self) -> dict[str, Any]:
         """Pauses the server, opens a session, and starts the digest of the tensors that come in."""
         self._session_start = time.perf_counter()
-        self._begin(None)
+        if self.weights_folder is not None:
+            self._lock.take(self.weights_folder)
         try:
-            self._order(Watch())
+            self._begin()
+            with self._released_if_unreachable():
+                self._order(Watch())
         except EngineUnreachable:
+            self._lock.give_back()
             raise
         except EngineError:
             self.abandon_weight_update()
@@ -188,13 +169,15 @@ class SglangWeightCalls(WeightCalls):
         """Receives one broadcast; ``version`` is sent at the session's end, once the digest agrees."""
         self._received = True
         body = tensors_body(tensors, group=group) | {"flush_cache": False}
-        return self._call("POST", "/update_weights_from_distributed", body)
+        with self._released_if_unreachable():
+            return self._call("POST", "/update_weights_from_distributed", body)
 
     def abandon_weight_update(self) -> dict[str, Any]:
         """Ends a failed session; if tensors came in, the server serves nothing until other weights are in."""
-        if self._received:
-            self._give_up()
-        self._end()
+        try:
+            self._abandon()
+        finally:
+            self._lock.give_back()
         return {}
 
     def end_weight_update(self, *, version: int, digest: str) -> dict[str, Any]:
@@ -202,43 +185,49 @@ class SglangWeightCalls(WeightCalls):
 
         If the digest differs, the model has the wrong tensors already, and it serves nothing until good ones are in.
         """
-        with self._loading():
-            self._refuse(self._outcome(lambda outcome: Attest(digest, outcome)))
-            self._order(Confirm(), version=str(version))
+        try:
+            with self._loading():
+                self._refuse(self._outcome(lambda outcome: Attest(digest, outcome)))
+                self._order(Confirm(), version=str(version))
+        finally:
+            self._lock.give_back()
         stall_ms = 1e3 * (time.perf_counter() - self._session_start)
         return {"weight_version": version, "digest": digest, "stall_ms": stall_ms}
 
-    # -- one session --------------------------------------------------------------------------------------------------
-    def _begin(self, version: int | None) -> bool:
-        """Pauses the server and opens a session; returns False if ``version`` is in force already.
+    @contextmanager
+    def _released_if_unreachable(self) -> Iterator[None]:
+        """Lets another sender go on if the server does not answer, after which nobody ends this sender's session."""
+        try:
+            yield
+        except EngineUnreachable:
+            self._lock.give_back()
+            raise
 
-        A session of another sender that stays open for longer than a call may take was left by a sender that failed,
-        possibly with tensors in the model. It is closed once.
+    @contextmanager
+    def _sending(self, folder: Path) -> Iterator[None]:
+        self._lock.take(folder)
+        try:
+            yield
+        finally:
+            self._lock.give_back()
+
+    # -- one session --------------------------------------------------------------------------------------------------
+    def _begin(self) -> None:
+        """Pauses the server and opens a session.
+
+        One that is open was left by a sender that failed, possibly with tensors in the model; it is closed.
         """
-        deadline, closed = time.monotonic() + self._control_timeout_s, False
         self._received = False
-        while True:
-            if version is not None and self._version_in_force() >= version:
-                return False
-            self._call("POST", "/pause_generation", {"mode": "in_place"})
-            try:
-                self._call("POST", "/begin_weight_update", {})
-                if version is None or self._version_in_force() < version:
-                    return True
-                self._end()  # Another sender has brought the version since the look above.
-                return False
-            except EngineError as error:
-                if ALREADY_OPEN not in str(error):
-                    self._go_on()
-                    raise
-                if closed:  # a third sender has opened a session since
-                    raise
-            if time.monotonic() > deadline:
-                self._give_up()
-                self._call("POST", "/end_weight_update", {})
-                closed = True
-            else:
-                time.sleep(BUSY_S)
+        self._call("POST", "/pause_generation", {"mode": "in_place"})
+        try:
+            self._call("POST", "/begin_weight_update", {})
+        except EngineError as error:
+            if ALREADY_OPEN not in str(error):
+                self._go_on()
+                raise
+            self._give_up()
+            self._call("POST", "/end_weight_update", {})
+            self._call("POST", "/begin_weight_update", {})
 
     @contextmanager
     def _loading(self) -> Iterator[None]:
@@ -252,8 +241,13 @@ class SglangWeightCalls(WeightCalls):
         except EngineUnreachable:
             raise
         except EngineError:
-            self.abandon_weight_update()
+            self._abandon()
             raise
+        self._end()
+
+    def _abandon(self) -> None:
+        if self._received:
+            self._give_up()
         self._end()
 
     def _refuse(self, outcomes: list[Outcome]) -> None:

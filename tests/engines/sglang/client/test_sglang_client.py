@@ -110,6 +110,16 @@ def response_by(*events: bytes, params: SamplingParams) -> Generated:
     return one
 
 
+@pytest.mark.parametrize("reason", ["abort", "length"])
+def test_tokens_that_no_attested_weights_have_sampled_are_cut_off(reason: str) -> None:
+    """The server restarts, or an update fails, while it samples; what is left is asked for again, as of an abort."""
+    spans = [{"version": "3", "start": 0, "end": 1}, {"version": "default", "start": 1, "end": 2}]
+    one = response_by(finished(weight_versions=spans, finish_reason={"type": reason}), params=SamplingParams())
+    assert (one.output_ids.tolist(), one.versions.tolist(), one.finish_reason) == ([5], [3], "abort")
+    none = response_by(finished(weight_version="-1", finish_reason={"type": reason}), params=SamplingParams())
+    assert (none.output_ids.size, none.finish_reason) == (0, "abort")
+
+
 def test_kept_sets_come_with_the_log_probs_over_them() -> None:
     masks = {"output_token_sampling_mask": [[5, 9], [7, 6, 8]], "output_token_sampling_logprobs": [-0.5, -0.25]}
     one = kept_by(finished(**masks))
