@@ -24,8 +24,8 @@ STALENESS = 2
 
 
 @contextmanager
-def judge_on_its_own_core() -> Iterator[None]:
-    """Keeps this process and its children on one core, but for a taught judge's engine, which gets another one."""
+def judge_on_its_own_core(folder: Path) -> Iterator[None]:
+    """Keeps this process and its children on one core, but for the engine of the model in ``folder``."""
     cores = os.sched_getaffinity(0)
     assert len(cores) > 1, "two cores are needed"
     one, other = sorted(cores)[:2]
@@ -35,7 +35,7 @@ def judge_on_its_own_core() -> Iterator[None]:
         while not ended.wait(0.1):
             for process in psutil.Process().children(recursive=True):
                 with suppress(psutil.Error, OSError):  # it has ended
-                    if any("taught-judge" in word for word in process.cmdline()):
+                    if str(folder) in process.cmdline():
                         for thread in process.threads():
                             os.sched_setaffinity(thread.id, {other})
 
@@ -52,16 +52,17 @@ def judge_on_its_own_core() -> Iterator[None]:
 
 def judge(*, rounds: int, steps: int) -> float:
     """Prints samples/s of runs with a judge and with the same reward as a rule; returns the ratio."""
+    folder = judge_folder("rev")
     ways = {
         "a rule": ["reward=exact_match"],
-        "a judge": ["reward=genrm", *judge_words("main", judge_folder("rev"))],
+        "a judge": ["reward=genrm", *judge_words("main", folder)],
     }
     rates: dict[str, list[float]] = {name: [] for name in ways}
     with tempfile.TemporaryDirectory(prefix="relax-agents-") as scratch:
         for number in range(rounds):
             for name, words in ways.items():
                 own = [f"run.steps={4 * steps}", "eval.every=0", f"mode.max_staleness={STALENESS}", "run.save_every=0"]
-                with judge_on_its_own_core():
+                with judge_on_its_own_core(folder):
                     summary = run_demo(Path(scratch) / f"{name} {number}".replace(" ", "-"), [*words, *own])
                 rates[name].append(summary["samples_per_s"])
     ratios = [after / before for before, after in zip(rates["a rule"], rates["a judge"], strict=True)]

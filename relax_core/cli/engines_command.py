@@ -1,7 +1,7 @@
 """Shows the engines of a run that has a gateway, and adds engines to it and takes them out: ``relax engines RUN``.
 
   relax engines RUN                        the engines that the run has or had
-  relax engines RUN add 2                  two more engines
+  relax engines RUN add 2                  two more engines; --dry-run says what they would take, and orders nothing
   relax engines RUN add http://HOST:PORT   a server that somebody else started joins, in a run with engine.urls
   relax engines RUN remove 1               the newest engine goes
   relax engines RUN remove engine-3        this one goes; a server that joined may be named by its address, too
@@ -28,6 +28,7 @@ WATCH_S = 1.0
 ENDED = ("ACTIVE", "COMPLETED", "NOOP", "FAILED", "CANCELLED")
 GONE = ("left", "failed")
 _FAILED, _REFUSED = 1, 2
+GIB = 1 << 30
 
 
 def main(words: Sequence[str]) -> int:
@@ -41,6 +42,7 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--force", action="store_true", help="remove: move samples under way to other engines at once")
     parser.add_argument("--keep-partial", action="store_true", help="add: keep the others if one engine fails")
     parser.add_argument("--no-wait", action="store_true", help="do not follow the order")
+    parser.add_argument("--dry-run", action="store_true", help="add, remove: say what would happen")
     given = parser.parse_args(words)
     try:
         return _act(GatewayClient(given.run), given)
@@ -57,9 +59,9 @@ def _act(client: GatewayClient, given: argparse.Namespace) -> int:
                 body["engine_urls"] = given.what
             else:
                 body["num_replicas"] = len(_present(client)) + _number(given)
-            return _order(client, "scale_out", body, follow=not given.no_wait)
+            return _order(client, "scale_out", body, given)
         case "remove":
-            return _order(client, "scale_in", _remove_body(client, given), follow=not given.no_wait)
+            return _order(client, "scale_in", _remove_body(client, given), given)
         case "cancel":
             return _cancel(client, given)
         case "watch":
@@ -93,10 +95,24 @@ def _present(client: GatewayClient) -> list[dict[str, Any]]:
     return [row for row in client.ask("GET", "/rollout/engines")["engines"] if row["state"] in ("joining", "serving")]
 
 
-def _order(client: GatewayClient, way: str, body: dict[str, Any], *, follow: bool) -> int:
+def _order(client: GatewayClient, way: str, body: dict[str, Any], given: argparse.Namespace) -> int:
+    if given.dry_run:
+        print("\n".join(_dry_run(client.ask("POST", f"/rollout/{way}", {**body, "dry_run": True}))))
+        return 0
     order = client.ask("POST", f"/rollout/{way}", body, key=uuid.uuid4().hex)
     print(f"order {order['request_id']}: {way} {body}", flush=True)
-    return _FAILED if follow and _follow(client, way, order) in ("FAILED", "CANCELLED") else 0
+    return _FAILED if not given.no_wait and _follow(client, way, order) in ("FAILED", "CANCELLED") else 0
+
+
+def _dry_run(told: dict[str, Any]) -> Iterator[str]:
+    """Yields what an order would do, what the engines that come would take, and what speaks against it."""
+    gone = f"; {', '.join(told['engine_ids'])} would leave" if told["engine_ids"] else ""
+    yield f"{told['engines_now']} engines would become {told['engines_then']}{gone}"
+    if told["memory_bytes"] is not None:
+        free = "" if told["free_memory_bytes"] is None else f" of {told['free_memory_bytes'] / GIB:.1f} GiB free"
+        cores = "" if told["machine_cores"] is None else f" of {told['machine_cores']}"
+        yield f"they take {told['memory_bytes'] / GIB:.1f} GiB{free}, and {told['cores']}{cores} cores"
+    yield from (f"but {warning}" for warning in told["warnings"])
 
 
 def _cancel(client: GatewayClient, given: argparse.Namespace) -> int:
@@ -140,10 +156,12 @@ def _table(client: GatewayClient) -> Iterator[str]:
     run = client.ask("GET", "/run")
     rows = client.ask("GET", "/rollout/engines")["engines"]
     yield f"step {run['step']} of {run['steps']}" + (", stopping" if run["stopping"] else "")
-    yield f"{'engine':<11} {'state':<8} {'origin':<6} {'weights':>7} {'runs':>5} {'waits':>5} {'tokens/s':>8}  address"
+    loads = f"{'runs':>5} {'waits':>5} {'tokens/s':>8} {'cache':>5}"
+    yield f"{'engine':<11} {'state':<8} {'origin':<6} {'weights':>7} {loads}  address"
     for row in sorted(rows, key=lambda one: one["state"] in GONE):
         runs, waits, rate = (_count(row[name]) for name in ("samples_running", "samples_waiting", "tokens_per_s"))
-        loads = f"{runs:>5} {waits:>5} {rate:>8}"
+        share = "–" if row["cache_share"] is None else f"{row['cache_share']:.0%}"
+        loads = f"{runs:>5} {waits:>5} {rate:>8} {share:>5}"
         words = row["last_failure"] if row["state"] == "failed" else row["url"]
         yield (
             f"{row['id']:<11} {row['state']:<8} {row['origin']:<6} {row['weight_version']:>7} {loads}  {words}".rstrip()

@@ -68,6 +68,14 @@ class _Ready(msgspec.Struct):
     port: int
 
 
+class EngineKilled(EngineError):
+    """Says that a signal has ended an engine before it answered; ``code`` is its exit code, which is negative."""
+
+    def __init__(self, words: str, *, code: int) -> None:
+        super().__init__(words)
+        self.code = code
+
+
 class EngineProcess:
     """Owns a running engine, which ends when its stdin is closed, so that it ends with this process in every case."""
 
@@ -82,7 +90,8 @@ class EngineProcess:
     def start(cls, launch: EngineLaunch) -> EngineProcess:
         """Starts the engine and waits until it answers, at most ``launch.engine.start_timeout_s`` seconds.
 
-        The log is appended to. Raises EngineError with the log's last line if the engine does not start.
+        The log is appended to. Raises EngineError with the log's last line if the engine does not start, and
+        `EngineKilled` if somebody else has killed it.
         """
         launch.log_file.parent.mkdir(parents=True, exist_ok=True)
         scratch = launch.new_scratch()
@@ -98,7 +107,10 @@ class EngineProcess:
                     f"ended with {process.returncode}" if ended else f"no answer in {launch.engine.start_timeout_s:g} s"
                 )
                 last = f"{launch.log_file} ends with: {_last_line(launch.log_file)}"
-                raise EngineError(f"{launch.engine.name} engine did not start: {why}; {last}")
+                words = f"{launch.engine.name} engine did not start: {why}; {last}"
+                if ended and process.returncode < 0:
+                    raise EngineKilled(words, code=process.returncode)
+                raise EngineError(words)
             undo.pop_all()
         return cls(process, msgspec.json.decode(line, type=_Ready), scratch)
 

@@ -61,5 +61,6 @@ def _answer(decision: ScaleDecision) -> DecisionAnswer:
         wait_share=decision.wait_share,
         waiting=decision.waiting,
         idle_share=decision.idle_share,
+        cache_share=decision.cache_share,
         request_id=decision.order or None,
     )

@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from relax_core.gateway.autoscaler_routes import add_autoscaler
-from relax_core.gateway.gateway_settings import Limits
+from relax_core.gateway.gateway_settings import EngineRoom, Limits
 from relax_core.gateway.json_bodies import (
     TAGS,
     CancelMany,
@@ -35,7 +35,7 @@ from relax_core.gateway.json_bodies import (
     order_answer,
     run_answer,
 )
-from relax_core.gateway.limits import OrderChecks
+from relax_core.gateway.limits import OrderChecks, with_room
 from relax_core.gateway.openapi import describe
 from relax_core.gateway.order_book import EngineRow, Kind, Order, OrderBook, OrderRefused, State, engine_id
 from relax_core.gateway.problems import Refusal, responses
@@ -51,10 +51,11 @@ PLACES = ("body", "query", "path", "header", *TAGS)  # parts of an error's place
 Ways = Literal["scale_out", "scale_in"]
 
 
-def application(book: OrderBook, scale_book: ScaleBook, limits: Limits) -> FastAPI:
+def application(book: OrderBook, scale_book: ScaleBook, limits: Limits, *, room: EngineRoom | None = None) -> FastAPI:
     """Returns the gateway's application over the run's order book and the autoscaler's decisions.
 
-    `relax_core.gateway.guard.Guard` guards it.
+    ``room`` is what the run's plan says of further engines, None if that is not known. `relax_core.gateway.guard.Guard`
+    guards the application.
     """
     app = FastAPI(
         title="Relax gateway",
@@ -70,7 +71,7 @@ def application(book: OrderBook, scale_book: ScaleBook, limits: Limits) -> FastA
     app.add_exception_handler(sqlite3.Error, _unusable_book)
     _add_run(app, book)
     _add_engines(app, book)
-    checks = OrderChecks(limits)
+    checks = OrderChecks(limits, room)
     _add_scale_out(app, book, checks)
     _add_scale_in(app, book, checks)
     for kind in ("scale_out", "scale_in"):
@@ -177,7 +178,8 @@ def _add_scale_out(app: FastAPI, book: OrderBook, checks: OrderChecks) -> None:
         if body.dry_run:
             rows = book.engines()
             now, more = _present(rows), missing(rows)
-            return _dry(response, "PENDING" if more else "NOOP", now=now, then=now + more, gone=[])
+            dry = _dry(response, "PENDING" if more else "NOOP", now=now, then=now + more, gone=[])
+            return dry if by_url or not more else with_room(dry, checks.room, more=more)
         fields = body.model_dump() | ({"engine_urls": urls} if by_url else {})
         return _place(book, "scale_out", fields, decide=decide, key=key, response=response, queues=by_url)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
 FILE = "gateway.json"  # in the run's folder
+PLAN_FILE = "plan.json"  # in the run's folder
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,6 +25,31 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     no_more: str = ""
     no_urls: str = ""
     hosts: list[str] = []
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineRoom:
+    """Is what the plan of a run says of engines that come while it trains.
+
+    ``usable`` is how many engines the samples in flight can fill. An engine that comes takes ``engine_bytes`` of memory
+    with its owner at their peaks, and ``engine_cores`` cores. ``machine_cores`` is what this machine has, None if the
+    run's engines may be on others.
+    """
+
+    usable: int
+    engine_bytes: int
+    engine_cores: int
+    machine_cores: int | None
+
+
+class _PlanFile(msgspec.Struct):
+    engine_room: EngineRoom | None = None
+
+
+def read_room(folder: Path) -> EngineRoom | None:
+    """Returns what the plan of the run in ``folder`` says of further engines, None if it can have none, or no plan."""
+    file = folder / PLAN_FILE
+    return msgspec.json.decode(file.read_bytes(), type=_PlanFile).engine_room if file.is_file() else None
 
 
 class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):

@@ -118,8 +118,9 @@ class DecisionAnswer(BaseModel):
     """Is what the autoscaler saw and decided at one time.
 
     ``wait_share`` is the share of the train steps' time in which the trainer waited, ``waiting`` the mean number of
-    samples that waited in engines, and ``idle_share`` the share of the time in which no engine had one. They are null
-    while the window is not full. ``request_id`` is the order that it placed.
+    samples that waited in engines, ``idle_share`` the share of the time in which no engine had one, and ``cache_share``
+    the mean share of the engines' caches that was taken. They are null while the window is not full. ``request_id`` is
+    the order that it placed.
     """
 
     at: float
@@ -130,6 +131,7 @@ class DecisionAnswer(BaseModel):
     wait_share: float | None
     waiting: float | None
     idle_share: float | None
+    cache_share: float | None
     request_id: str | None
 
 
@@ -184,13 +186,24 @@ class CancelManyAnswer(BaseModel):
 
 
 class DryRun(BaseModel):
-    """Says what an order would do: which engines would go, or how many would come."""
+    """Says what an order would do: which engines would go, or how many would come.
+
+    ``memory_bytes`` and ``cores`` are what those that would come take at their peaks; ``free_memory_bytes`` and
+    ``machine_cores`` are what this machine has. ``usable_engines`` is how many engines the samples in flight can fill.
+    They are null where they are not known, or not of this machine. ``warnings`` says what speaks against the order.
+    """
 
     dry_run: Literal[True] = True
     status: Literal["PENDING", "NOOP"]
     engines_now: int
     engines_then: int
     engine_ids: list[str]
+    memory_bytes: int | None = None
+    free_memory_bytes: int | None = None
+    cores: int | None = None
+    machine_cores: int | None = None
+    usable_engines: int | None = None
+    warnings: list[str] = []
 
 
 class EngineAnswer(BaseModel):
@@ -198,8 +211,8 @@ class EngineAnswer(BaseModel):
 
     ``state`` is joining, serving, leaving, moving (its samples go to other engines), left, or failed. ``since`` is the
     Unix time in seconds from which on it has it. ``weight_version`` is -1 while it has no weights. ``from_step`` and
-    ``to_step`` are the train steps under way when it began to serve and when it left. Samples that run and wait, and
-    tokens a second, are null where they are not known.
+    ``to_step`` are the train steps under way when it began to serve and when it left. Samples that run and wait,
+    tokens a second, and the share of the cache's tokens that is taken are null where they are not known.
     """
 
     id: str
@@ -216,6 +229,7 @@ class EngineAnswer(BaseModel):
     samples_running: int | None
     samples_waiting: int | None
     tokens_per_s: float | None
+    cache_share: float | None
 
 
 class EngineList(BaseModel):
@@ -270,6 +284,7 @@ def engine_answer(row: EngineRow) -> EngineAnswer:
         samples_running=row.running,
         samples_waiting=row.waiting,
         tokens_per_s=row.tokens_per_s,
+        cache_share=row.cache_share,
     )
 
 

@@ -1,21 +1,26 @@
-"""Says which orders a run takes, and why it takes no others."""
+"""Says which orders a run takes, why it takes no others, and what engines that an order would start take."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+from relax_core.config.host_memory import available_bytes
 from relax_core.gateway.engine_urls import engine_address
-from relax_core.gateway.gateway_settings import Limits
+from relax_core.gateway.gateway_settings import EngineRoom, Limits
+from relax_core.gateway.json_bodies import DryRun
 from relax_core.gateway.order_book import EngineRow, RunRow
 from relax_core.gateway.problems import Refusal
 
+GIB = 1 << 30
+
 
 class OrderChecks:
-    """Refuses the orders that a run with these limits does not take."""
+    """Refuses the orders that a run with these limits does not take; ``room`` is what its plan says of more engines."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, room: EngineRoom | None) -> None:
         self.limits = limits
+        self.room = room
 
     def check(self, run: RunRow | None) -> None:
         """Refuses an order for engines that this run never takes, or not now."""
@@ -102,3 +107,33 @@ class OrderChecks:
                     fix="leave it out",
                 )
         return [number for number in dict.fromkeys(numbers) if rows[number].present]
+
+
+def with_room(dry: DryRun, room: EngineRoom | None, *, more: int) -> DryRun:
+    """Returns the answer with what ``more`` engines take, and with warnings where that is too much or of no use."""
+    if room is None:
+        return dry
+    here = room.machine_cores is not None
+    told = dry.model_copy(
+        update={
+            "memory_bytes": more * room.engine_bytes,
+            "free_memory_bytes": available_bytes() if here else None,
+            "cores": more * room.engine_cores,
+            "machine_cores": room.machine_cores,
+            "usable_engines": room.usable,
+        }
+    )
+    return told.model_copy(update={"warnings": list(_warnings(told))})
+
+
+def _warnings(dry: DryRun) -> Iterator[str]:
+    assert dry.memory_bytes is not None and dry.usable_engines is not None and dry.cores is not None
+    if dry.engines_then > dry.usable_engines:
+        yield f"the samples in flight can fill {dry.usable_engines} engines, so more of them would get none"
+    if dry.free_memory_bytes is not None and dry.memory_bytes > dry.free_memory_bytes:
+        yield (
+            f"they take {dry.memory_bytes / GIB:.1f} GiB at their peaks, and "
+            f"{dry.free_memory_bytes / GIB:.1f} GiB of this machine are free"
+        )
+    if dry.machine_cores is not None and dry.cores >= dry.machine_cores:
+        yield f"they compute on {dry.cores} cores, and the whole run has {dry.machine_cores} on this machine"

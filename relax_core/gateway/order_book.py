@@ -92,7 +92,8 @@ class EngineRow(msgspec.Struct, frozen=True, kw_only=True):
     ``state`` is that of `relax_core.weights.engine_members.EngineMember`, or "left" or "failed"; ``since`` is the Unix
     time in seconds from which on it has it. ``version`` is that of its weights, -1 without any. ``from_step`` and
     ``to_step`` are the train steps that were under way when it began to serve and when it left, None before.
-    ``running`` and ``waiting`` are samples; they and ``tokens_per_s`` are None where they are not known.
+    ``running`` and ``waiting`` are samples, and ``cache_share`` is the share of the cache's tokens that is taken; they
+    and ``tokens_per_s`` are None where they are not known.
     """
 
     number: int
@@ -109,6 +110,7 @@ class EngineRow(msgspec.Struct, frozen=True, kw_only=True):
     running: int | None = None
     waiting: int | None = None
     tokens_per_s: float | None = None
+    cache_share: float | None = None
 
     @property
     def present(self) -> bool:

@@ -27,8 +27,9 @@ class ScaleDecision(msgspec.Struct, frozen=True, kw_only=True):
 
     ``at`` is a Unix time in seconds. ``engines`` is how many the run had, and ``target`` how many it is to have.
     ``wait_share`` is the share of the train steps' time in which the trainer waited for samples, ``waiting`` the mean
-    number of samples that waited in engines, and ``idle_share`` the share of the time in which no engine had one; None
-    while the window is not full. ``order`` is the id of the order that it placed, "" without one.
+    number of samples that waited in engines, ``idle_share`` the share of the time in which no engine had one, and
+    ``cache_share`` the mean share of the engines' caches that was taken; None while the window is not full. ``order``
+    is the id of the order that it placed, "" without one.
     """
 
     at: float
@@ -39,6 +40,7 @@ class ScaleDecision(msgspec.Struct, frozen=True, kw_only=True):
     wait_share: float | None = None
     waiting: float | None = None
     idle_share: float | None = None
+    cache_share: float | None = None
     order: str = ""
 
 

@@ -18,7 +18,7 @@ import uvicorn
 
 from relax_core.engines.http_server.connections import BACKLOG, Connection, OpenConnections, connection_limit
 from relax_core.gateway.gateway_routes import application
-from relax_core.gateway.gateway_settings import FILE, GatewayAddress, GatewaySettings
+from relax_core.gateway.gateway_settings import FILE, GatewayAddress, GatewaySettings, read_room
 from relax_core.gateway.guard import Guard
 from relax_core.gateway.order_book import OrderBook
 from relax_core.gateway.run_page import RunPage
@@ -77,7 +77,8 @@ async def serve(settings: GatewaySettings) -> None:
         address = msgspec.structs.replace(address, page=link)
         write_address(folder, address)
 
-    routes = Guard(application(book, scale_book, settings.limits), token=settings.token, hosts=settings.hosts)
+    app = application(book, scale_book, settings.limits, room=read_room(folder))
+    routes = Guard(app, token=settings.token, hosts=settings.hosts)
     page = RunPage(routes, settings, port=port, tell_link=tell_link)
     server = _Server(
         uvicorn.Config(

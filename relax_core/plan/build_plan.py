@@ -12,11 +12,13 @@ from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.algorithm import Requirements
 from relax_core.control.run.role_counts import roles_of
 from relax_core.data.sources import are_rows_named
+from relax_core.gateway.gateway_settings import EngineRoom
 from relax_core.plan.batch import batch_words, context_words, credit_words, episode_words, media_words
 from relax_core.plan.data.context_length import planned_context
 from relax_core.plan.data.data_check import DataLook, look_at_data
 from relax_core.plan.data.epochs import epoch_words
-from relax_core.plan.encode_placement import encode_nodes
+from relax_core.plan.encode_placement import EncodeNode, encode_nodes
+from relax_core.plan.engine_room import engine_room, room_words
 from relax_core.plan.gpu_placement import Place, gpus_of, place, placement_faults
 from relax_core.plan.gpus import UNSEEN
 from relax_core.plan.memory.memory_cpu import cache_tokens, cpu_holders
@@ -37,8 +39,9 @@ class Plan:
     """Holds everything that is known about a run before it starts.
 
     ``roles`` maps each role to its number of workers. ``free_bytes`` is this machine's free memory if the run would use
-    it, else None. ``cache_tokens_fit`` is the room for KV-cache tokens on one engine's GPUs, else None. ``data`` is the
-    result of the data check, and ``left_out`` the part of it that is not used as it is; both are empty if no data is
+    it, else None. ``cache_tokens_fit`` is the room for KV-cache tokens on one engine's GPUs, else None. ``engines``
+    says which engines may come while it trains; ``engine_room`` is None if none may be started. ``data`` is the result
+    of the data check, and ``left_out`` the part of it that is not used as it is; both are empty if no data is
     available. ``warnings`` are printed first at a start. ``refused`` says why the run cannot work, each with the fix.
     ``not_yet`` says why it cannot start today although it could work. Memory, placement and transfers are empty if the
     layout itself is refused.
@@ -59,6 +62,8 @@ class Plan:
     cache_tokens: int
     cache_tokens_fit: int | None
     transfers: Transfers
+    engines: Sequence[str]
+    engine_room: EngineRoom | None
     data: Sequence[str]
     left_out: Sequence[str]
     unread: Sequence[str]
@@ -96,18 +101,18 @@ def make_plan(config: RelaxConfig, not_yet: Sequence[str] = ()) -> Plan:
             return gpu_holders(changed, gpus_of(config, roles), model=model, work=work)
         return cpu_holders(changed, requirements, roles, model=model, work=work, data_rows=rows)
 
-    def trainer_peak(changed: RelaxConfig) -> int:
-        return next(one.peak.bytes for one in holders(changed) if one.name in ("actor", SHARED))
-
     memory: list[Holder] = []
     ways: list[str] = []
     free = None
     encoding = encode_nodes(config, roles, work, data_rows=rows)
     if not refused:
-        memory, ways = holders(config), list(way_words(config, work, model, peak=trainer_peak))
+        memory, ways = (
+            holders(config),
+            list(way_words(config, work, model, peak=lambda changed: _trainer_peak(holders(changed)))),
+        )
         free = available_bytes() if _runs_here(config) and not on_gpus else None
         refused += _gpu_faults(memory) if on_gpus else _cpu_faults(config, memory, free)
-    lacks = [fault for node in encoding for fault in node.faults()]
+    room = engine_room(config, memory, here=_runs_here(config))
     return Plan(
         name=config.name,
         model=model,
@@ -124,10 +129,12 @@ def make_plan(config: RelaxConfig, not_yet: Sequence[str] = ()) -> Plan:
         cache_tokens=config.engine.max_total_tokens if engines_take_gpus(config) else cache_tokens(config, work),
         cache_tokens_fit=cache_tokens_that_fit(config, model, work) if engines_take_gpus(config) else None,
         transfers=find_transfers(config, requirements, model=model, work=work),
+        engines=list(room_words(config, room, free=free)),
+        engine_room=room,
         data=[] if look is None else look.words(what=config.data.name),
         left_out=[] if look is None else look.left_out(),
         unread=list(unused_keys(config)),
-        warnings=[*([UNSEEN] if on_gpus else []), *_order_words(config), *lacks],
+        warnings=[*([UNSEEN] if on_gpus else []), *_order_words(config), *_encode_faults(encoding)],
         not_yet=list(not_yet),
         refused=refused,
     )
@@ -145,6 +152,15 @@ def as_json_values(plan: Plan) -> dict[str, Any]:
     values["can_work"] = not plan.refused
     values["can_start"] = not plan.refused and not plan.not_yet
     return values
+
+
+def _trainer_peak(holders: Sequence[Holder]) -> int:
+    return next(one.peak.bytes for one in holders if one.name in ("actor", SHARED))
+
+
+def _encode_faults(nodes: Sequence[EncodeNode]) -> Iterator[str]:
+    for node in nodes:
+        yield from node.faults()
 
 
 def _look(config: RelaxConfig) -> DataLook | None:

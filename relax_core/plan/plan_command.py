@@ -10,11 +10,11 @@ from pathlib import Path
 
 from relax_core.config.errors import ConfigError, NotYet
 from relax_core.config.schema import RelaxConfig
+from relax_core.gateway.gateway_settings import PLAN_FILE
 from relax_core.plan.build_plan import Plan, as_json_values, make_plan
 from relax_core.plan.plan_text import as_text
 
 CANNOT_WORK = 1
-PLAN_FILE = "plan.json"
 
 
 def show_plan(config: RelaxConfig, problems: Sequence[str]) -> int:

@@ -45,6 +45,7 @@ def _lines(plan: Plan) -> Iterator[str]:
     yield from _section("Episodes", plan.episodes)
     yield from _section("Credits", plan.credits)
     yield from _section("Memory", _memory(plan))
+    yield from _section("Engines", plan.engines)
     yield from _section("Sync", _transfers(plan))
     if plan.unread:
         yield from _section("Unread", (f"{setting}." for setting in plan.unread))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 import time
@@ -17,6 +18,8 @@ from relax_core.control.supervision.gateway_process import GatewayProcess, gatew
 from relax_core.gateway.gateway_client import GatewayClient, GatewayUnreachable
 from relax_core.gateway.gateway_settings import FILE
 from relax_core.gateway.order_book import EngineRow, Order, OrderBook, RunRow
+from relax_core.plan.build_plan import make_plan
+from relax_core.plan.plan_command import save_plan
 
 DEADLINE_S = 120.0
 
@@ -76,7 +79,9 @@ class Controller:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Controller, GatewayProcess]]:
     folder = tmp_path_factory.mktemp("run")
-    with gateway(load_config(["gateway=local", "gateway.port=0", f"run.dir={folder}"])) as process:
+    config = load_config(["gateway=local", "gateway.port=0", f"run.dir={folder}"])
+    save_plan(make_plan(config), folder)
+    with gateway(config) as process:
         assert process is not None
         controller = Controller(folder)
         yield folder, controller, process
@@ -90,6 +95,12 @@ def test_engines_are_shown_added_and_taken_out(
     folder = str(run[0])
     assert main(["engines", folder]) == 0
     assert capsys.readouterr().out.splitlines()[0] == "step 4 of 9"
+    assert main(["engines", folder, "add", "1", "--dry-run"]) == 0
+    first, takes, but = capsys.readouterr().out.splitlines()
+    assert first == "1 engines would become 2" and re.fullmatch(
+        r"they take 0\.\d GiB of .* GiB free, and 1 of .*", takes
+    )
+    assert but == "but the samples in flight can fill 1 engines, so more of them would get none"
     assert main(["engines", folder, "add", "1"]) == 0
     words = capsys.readouterr().out.split()
     assert [word for word in words if word.isupper()] == ["PENDING", "CREATING", "ACTIVE"] and words[-1] == "engine-1"

@@ -41,7 +41,7 @@ def test_a_key_has_value_type_range_place_and_readers(capsys: pytest.CaptureFixt
         (["env.name"], "env.name=single_turn", "conf/env/single_turn.yaml, line "),
         (["mode.on_stale"], "mode.on_stale=drop", "conf/mode/async.yaml, line "),
         (["parallel.reference.tp", "parallel.reference.tp=2"], "parallel.reference.tp=2", "the command line: "),
-        (["engine.urls"], "engine.urls=[]", "its default in relax_core/config/schema.py"),
+        (["engine.python"], "engine.python=null", "its default in relax_core/config/schema.py"),
     ],
 )
 def test_where_a_key_is_set(capsys: pytest.CaptureFixture[str], words: list[str], value: str, location: str) -> None:

@@ -14,7 +14,7 @@ from starlette.testclient import TestClient
 
 import relax_core.gateway.guard as guard
 from relax_core.gateway.gateway_routes import application
-from relax_core.gateway.gateway_settings import Limits
+from relax_core.gateway.gateway_settings import EngineRoom, Limits
 from relax_core.gateway.guard import Guard
 from relax_core.gateway.order_book import FILE, EngineRow, OrderBook, RunRow
 from relax_core.gateway.problems import PROBLEM, STATUS_OF, TYPE
@@ -29,7 +29,8 @@ class Gateway:
     def __init__(self, folder: Path, limits: Limits) -> None:
         self.book = OrderBook(folder)
         self.scale_book = ScaleBook(folder)
-        self.app = application(self.book, self.scale_book, limits)
+        room = EngineRoom(usable=2, engine_bytes=300 << 20, engine_cores=1, machine_cores=None)
+        self.app = application(self.book, self.scale_book, limits, room=room)
         self.client = TestClient(Guard(self.app, token="secret", hosts=["gpu7"]), base_url="http://127.0.0.1:7788")
         self.book.write_run(RunRow(at=1.0, step=4, steps=9, stopping=False))
         origins = {0: "start", 1: "added"}
@@ -110,7 +111,19 @@ def test_addresses_that_are_no_servers_are_refused_with_the_address(gateway: Gat
 def test_an_order_is_placed_once_shown_listed_and_cancelled(gateway: Gateway) -> None:
     assert gateway.order("scale_out", num_replicas=3, dry_run=True) == (
         200,
-        {"dry_run": True, "status": "PENDING", "engines_now": 2, "engines_then": 3, "engine_ids": []},
+        {
+            "dry_run": True,
+            "status": "PENDING",
+            "engines_now": 2,
+            "engines_then": 3,
+            "engine_ids": [],
+            "memory_bytes": 300 << 20,
+            "free_memory_bytes": None,
+            "cores": 1,
+            "machine_cores": None,
+            "usable_engines": 2,
+            "warnings": ["the samples in flight can fill 2 engines, so more of them would get none"],
+        },
     )
     answer = gateway.client.post(
         "/rollout/scale_out", headers=TOKEN | {"Idempotency-Key": "k"}, json={"num_replicas": 3}

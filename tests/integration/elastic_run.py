@@ -29,10 +29,14 @@ OWNER, TRAINER = "ray::EngineOwner", "ray::PolicyTrainer"
 
 
 class ElasticRun:
-    """Holds a run with one engine of the start, to which engines are added and from which they are taken."""
+    """Holds a run with one engine of the start, to which engines are added and from which they are taken.
 
-    def __init__(self, live: LiveRun) -> None:
+    ``engine`` are words that only the command line of an engine process has.
+    """
+
+    def __init__(self, live: LiveRun, *, engine: str = ENGINE) -> None:
         self.live = live
+        self._engine = engine
         self._client = GatewayClient(live.folder)
         self._seen = 0  # the newest group of the ledger that `first_group` has looked at
 
@@ -99,7 +103,7 @@ class ElasticRun:
 
     def of_engines(self) -> set[int]:
         """Returns the processes of all engines and of their owners."""
-        return self.pids(ENGINE) | self.pids(OWNER)
+        return self.pids(self._engine) | self.pids(OWNER)
 
     def newcomers(self, command: str, *, older: set[int]) -> set[int]:
         """Waits for a process with these words beside ``older`` ones, and returns all of them."""
@@ -127,7 +131,7 @@ class ElasticRun:
             case "trainer":
                 self.live.kill(TRAINER)
             case "owner" | "newcomer":
-                command = OWNER if victim == "owner" else ENGINE
+                command = OWNER if victim == "owner" else self._engine
                 for pid in self.newcomers(command, older=older) if joins else self.pids(command) - older:
                     with suppress(ProcessLookupError):  # it has left meanwhile
                         os.kill(pid, signal.SIGKILL)
@@ -136,7 +140,7 @@ class ElasticRun:
 
     def _of_the_start(self) -> set[int]:
         """Returns the processes of the engine that never leaves: the oldest engine and the oldest owner."""
-        return {min(pids) for command in (ENGINE, OWNER) if (pids := self.pids(command))}
+        return {min(pids) for command in (self._engine, OWNER) if (pids := self.pids(command))}
 
     def engines(self) -> list[str]:
         """Returns the ids of the engines that serve or join."""
@@ -145,7 +149,7 @@ class ElasticRun:
 
     def wait_alone(self) -> None:
         """Waits until the engine of the start is the only one, and no process of another is left."""
-        self.live.wait_for("one engine", lambda: self.engines() == ["engine-0"] and len(self.pids(ENGINE)) == 1)
+        self.live.wait_for("one engine", lambda: self.engines() == ["engine-0"] and len(self.pids(self._engine)) == 1)
 
     def first_group(self, engine: str) -> float:
         """Waits for a group on the bus with a response of this engine; returns the Unix time at which it came there.

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
+from relax_core.engines.protocol.engine_client import EngineClient
+from relax_core.tools.make_tiny import tiny_model_folder
 from tests.dashboard.browser import CHROMIUM, opened_browser
 from tests.integration.elastic_run import OVERRIDES, ElasticRun
 from tests.integration.live_run import ENGINE, LiveRun
@@ -50,6 +55,45 @@ def test_engines_come_and_go_and_nothing_is_lost(tmp_path: Path) -> None:
     assert all(one["tokens"] >= one["samples"] for one in run.summary["engines"])
     assert run.summary["recoveries"] == [], "no change of the engines was a failure"
     assert not (run.folder / "gateway.json").exists()
+
+
+def test_an_engine_of_somebody_elses_joins_by_its_address_and_forgets_the_weights(tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.touch(mode=0o600)
+    key.write_text("key-of-the-engines")
+    model = tiny_model_folder("tiny_qwen3", task="reverse_digits")
+    # --stay: a server of its own, whose stdin nobody holds open.
+    own = {"context-length": 64, "max-running-samples": 16, "max-total-tokens": 4096}
+    words = ["--stay", "--model-path", str(model), "--token-file", str(key)]
+    words += [word for name, value in own.items() for word in (f"--{name}", str(value))]
+    with ExitStack() as stack:
+        urls = []
+        for _ in range(2):
+            command = [sys.executable, "-m", "relax_core.engines.embedded", *words]
+            process = stack.enter_context(
+                subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True)
+            )
+            stack.callback(process.kill)
+            assert process.stdout is not None
+            urls.append(json.loads(process.stdout.readline())["url"])
+        first, second = urls
+        attached = (f"engine.urls=[{first}]", f"engine.token_file={key}", "run.save_every=0")
+        with LiveRun(tmp_path / "run", *OVERRIDES, *attached) as live:
+            live.wait_step(1)
+            elastic = ElasticRun(live)
+            out = elastic.order("scale_out", {"engine_urls": [second]})
+            assert out["status"] == "ACTIVE", out
+            elastic.first_group(out["engine_ids"][0])
+            gone = elastic.order("scale_in", {"engine_urls": [second]})
+            assert gone["status"] == "COMPLETED", gone
+            client = EngineClient(second, key.read_text(), request_timeout_s=30.0, control_timeout_s=30.0)
+            assert client.ready() and client.model_info()["weight_version"] == "-1"
+            elastic.ask("POST", "/run/stop")
+            run = live.finish()
+    assert run.code == 128 + 15, run.output
+    assert run.summary["ledger"]["lost"] == run.summary["ledger"]["trained_twice"] == 0
+    assert [one["origin"] for one in run.summary["engines"]] == ["start", "external"]
+    assert all(one["samples"] for one in run.summary["engines"])
 
 
 async def order_on_the_page(link: str, folder: Path) -> None:

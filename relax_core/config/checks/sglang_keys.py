@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Iterator
-from pathlib import Path
-from urllib.parse import urlsplit
 
+from relax_core.config.checks.attached_keys import attached_problems, token_file_problems
 from relax_core.config.checks.modality_keys import media_kinds
 from relax_core.config.checks.model_folder import family_of_run
 from relax_core.config.media_schema import MEDIA_TASKS
-from relax_core.config.schema import EngineConfig, RelaxConfig
+from relax_core.config.schema import RelaxConfig
 from relax_core.registry import find_algorithm
 
 MASK_TOKENS = 4096  # SGLang's --sampling-mask-max-tokens, unless engine.flags sets it
-_OF_OUR_SERVERS: dict[str, object] = {"python": None, "mem_fraction": None, "flags": {}}  # key → its default
 
 # Maps each server flag that engine.flags may not set to the key of Relax that sets it.
 OWN_FLAGS = {
@@ -57,7 +54,7 @@ def sglang_problems(config: RelaxConfig) -> Iterator[str]:
         if (flag := _own_flag(name)) is not None:
             yield f"engine.flags.{name}: Relax sets --{flag} itself. What sets it is {OWN_FLAGS[flag]}."
     yield from _truncation_problems(config)
-    yield from _url_problems(engine)
+    yield from attached_problems(config)
     yield from _media_problems(config)
 
 
@@ -98,8 +95,6 @@ def _truncation_problems(config: RelaxConfig) -> Iterator[str]:
     teacher = find_algorithm(config.algo.name).requirements(config.algo).teacher
     if teacher is None or teacher.served_by != "engine":
         return
-    if engine.urls:
-        yield "engine.urls with algo.served_by=engine: teachers' engines have no addresses. Use algo.served_by=forward."
     if rollout.truncates or rollout.banned_token_ids:
         yield (
             "rollout.top_p, top_k, min_p or banned_token_ids with algo.served_by=engine and engine=sglang: SGLang "
@@ -141,22 +136,6 @@ def _media_problems(config: RelaxConfig) -> Iterator[str]:
         )
 
 
-def _url_problems(engine: EngineConfig) -> Iterator[str]:
-    if not engine.urls:
-        if engine.token_file is not None:
-            yield f"engine.token_file={engine.token_file}: it is the key of servers that engine.urls names. Drop it."
-        return
-    if len(engine.urls) != engine.count:
-        yield f"engine.urls names {len(engine.urls)} servers. Use engine.count={len(engine.urls)}."
-    for url in engine.urls:
-        parts = urlsplit(url)
-        if parts.scheme != "http" or not parts.hostname or parts.port is None or parts.path not in ("", "/"):
-            yield f"engine.urls: {url} is no address of a server. Write http://host:port."
-    for key, unset in _OF_OUR_SERVERS.items():
-        if (value := getattr(engine, key)) != unset:
-            yield f"engine.{key}={value} with engine.urls: those servers were started by somebody else. Drop it."
-
-
 def sglang_file_problems(config: RelaxConfig) -> Iterator[str]:
     """Returns what is wrong with the interpreter and the token file."""
     engine = config.engine
@@ -165,9 +144,4 @@ def sglang_file_problems(config: RelaxConfig) -> Iterator[str]:
             f"engine.python={engine.python}: no such interpreter. On a CPU: make sglang-cpu, and "
             "engine.python=.venv-sglang/bin/python."
         )
-    if engine.token_file is not None:
-        file = Path(engine.token_file)
-        if not file.is_file():
-            yield f"engine.token_file={file}: no such file."
-        elif stat.S_IMODE(file.stat().st_mode) & 0o077:
-            yield f"engine.token_file={file}: others may read it. Run chmod 600 {file}."
+    yield from token_file_problems(engine)

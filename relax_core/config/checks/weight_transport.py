@@ -17,7 +17,7 @@ def transport_problems(config: RelaxConfig) -> Iterator[str]:
     if wanted is WeightTransportName.cuda_ipc:
         yield NotYet(f"{words} is not built yet. Use engine.weight_transport=auto.")
     elif config.engine.urls and wanted not in (WeightTransportName.auto, WeightTransportName.disk):
-        yield f"{words} with engine.urls: those servers have no loader of Relax's. Use disk, or auto."
+        yield f"{words} with engine.urls: servers that the run did not start load from its folder. Use disk, or auto."
     elif wanted is WeightTransportName.nccl and ("nccl" not in taken or config.placement.gpus_per_node == 0):
         yield f"{words}: NCCL needs trainer and engines on GPUs. Use engine.weight_transport=auto."
     elif wanted is WeightTransportName.nccl and config.mode.name is ModeName.colocate:

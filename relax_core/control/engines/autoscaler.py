@@ -15,12 +15,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from relax_core.config.schema import RelaxConfig
+from relax_core.control.engines.engine_limits import autoscaler_bounds
 from relax_core.control.health.heartbeats import Beat
 from relax_core.gateway.order_book import EngineRow, OrderBook, OrderRefused, State
 from relax_core.gateway.scale_book import ScaleBook, ScaleDecision
 from relax_core.observe.service.records import ACTOR, MetricRecord
 
 OUT_WAIT, IN_WAIT = 0.20, 0.05  # shares of the steps' time: above the first one more engine, below the second one fewer
+FULL_CACHE = 0.85  # share of the caches' tokens above which engines take no more samples at once though none waits
 IN_IDLE = 0.5  # an engine goes only if all were idle for more than this share of the time
 LOAD_S = 1.0  # how often the load of the engines is noted, and a decision is made
 HELD = 10  # cooldowns for which a number of engines that was too small is not gone back to
@@ -35,6 +37,7 @@ class Signals:
     wait_share: float
     waiting: float
     idle_share: float
+    cache_share: float
 
 
 class SignalWindow:
@@ -44,7 +47,8 @@ class SignalWindow:
         self._window_s = window_s
         self._since: float | None = None
         self._steps: deque[tuple[float, float, float]] = deque()  # when it ended, its seconds, those of waiting
-        self._loads: deque[tuple[float, int, int]] = deque()  # when, samples that ran, samples that waited
+        # When, samples that ran, samples that waited, and the share of the caches' tokens that was taken.
+        self._loads: deque[tuple[float, int, int, float]] = deque()
 
     def clear(self) -> None:
         """Forgets everything, because the number of engines changes."""
@@ -56,10 +60,10 @@ class SignalWindow:
         """Notes a train step that has ended."""
         self._steps.append((now, step_s, wait_s))
 
-    def add_load(self, now: float, *, running: int, waiting: int) -> None:
-        """Notes the samples of all engines together."""
+    def add_load(self, now: float, *, running: int, waiting: int, cache_share: float = 0.0) -> None:
+        """Notes the samples of all engines together, and the mean share of their caches' tokens that is taken."""
         self._since = now if self._since is None else self._since
-        self._loads.append((now, running, waiting))
+        self._loads.append((now, running, waiting, cache_share))
 
     def signals(self, now: float) -> Signals | None:
         """Returns the numbers, or None while the window is not full or no train step ended in it."""
@@ -71,8 +75,9 @@ class SignalWindow:
         steps_s = sum(step_s for _, step_s, _ in self._steps)
         return Signals(
             wait_share=sum(wait_s for *_, wait_s in self._steps) / steps_s if steps_s else 0.0,
-            waiting=sum(waiting for *_, waiting in self._loads) / len(self._loads),
-            idle_share=sum(not running + waiting for _, running, waiting in self._loads) / len(self._loads),
+            waiting=sum(waiting for _, _, waiting, _ in self._loads) / len(self._loads),
+            idle_share=sum(not running + waiting for _, running, waiting, _ in self._loads) / len(self._loads),
+            cache_share=sum(share for *_, share in self._loads) / len(self._loads),
         )
 
 
@@ -98,11 +103,12 @@ class ScaleRules:
         if now - self._changed < self._cooldown_s:
             return engines, f"{told}; the last change is less than cooldown_s={self._cooldown_s:g} ago"
         if signals.wait_share > OUT_WAIT:
-            if not signals.waiting:
+            if not signals.waiting and signals.cache_share <= FULL_CACHE:
                 return engines, f"{told}, but no sample waits in an engine, so one more would get none"
             if engines >= self._most:
                 return engines, f"{told}; more than {self._most} engines are not allowed or would get no samples"
-            return engines + 1, f"{told}, more than {OUT_WAIT:.0%}, and {signals.waiting:.1f} samples wait in engines"
+            full = f"{signals.waiting:.1f} samples wait in engines, whose caches are {signals.cache_share:.0%} full"
+            return engines + 1, f"{told}, more than {OUT_WAIT:.0%}, and {full}"
         if signals.wait_share < IN_WAIT and signals.idle_share > IN_IDLE:
             told += f", less than {IN_WAIT:.0%}, and engines were idle {signals.idle_share:.0%} of the time"
             if engines <= self._least:
@@ -117,13 +123,6 @@ class ScaleRules:
         self._changed = now
         if target > engines:
             self._too_few[engines] = now
-
-
-def usable_engines(config: RelaxConfig) -> int:
-    """Returns how many engines the samples in flight can fill; more of them would have nothing to do."""
-    rollout = config.rollout
-    groups = (1 + config.mode.max_staleness) * rollout.prompts_per_step + rollout.spare_prompts
-    return math.ceil(groups * config.algo.group_size / config.engine.max_running_samples)
 
 
 class Autoscaler:
@@ -141,8 +140,7 @@ class Autoscaler:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         settings = config.engine.autoscaler
-        least = max(config.engine.count, settings.min_count)
-        most = max(least, min(config.engine.elastic.max_count, usable_engines(config)))
+        least, most = autoscaler_bounds(config)
         self._rules = ScaleRules(least=least, most=most, cooldown_s=settings.cooldown_s)
         self._window = SignalWindow(settings.window_s)
         self._orders, self._decisions, self._clock = orders, decisions, clock
@@ -175,8 +173,12 @@ class Autoscaler:
         statuses = [beat.status for beat in beats.values() if beat.life == "alive" and beat.status is not None]
         loads = [one.engine for one in statuses if one.engine is not None and one.engine.running is not None]
         if loads:
-            waiting = sum(one.waiting or 0 for one in loads)
-            self._window.add_load(now, running=sum(one.running or 0 for one in loads), waiting=waiting)
+            self._window.add_load(
+                now,
+                running=sum(one.running or 0 for one in loads),
+                waiting=sum(one.waiting or 0 for one in loads),
+                cache_share=sum(one.cache_share or 0.0 for one in loads) / len(loads),
+            )
 
     def _decide(self, now: float) -> None:
         engines = sum(row.present for row in self._orders.engines())
@@ -198,6 +200,7 @@ class Autoscaler:
             wait_share=None if signals is None else signals.wait_share,
             waiting=None if signals is None else signals.waiting,
             idle_share=None if signals is None else signals.idle_share,
+            cache_share=None if signals is None else signals.cache_share,
             order="" if target == engines else self._place(target, more=target > engines),
         )
         if target != engines:

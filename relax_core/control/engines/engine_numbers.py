@@ -70,5 +70,6 @@ def _numbers_of(status: WorkerStatus) -> dict[str, float]:
     if report is None:
         return {"version": -1.0, "restarts": float(status.restarts)}
     told = {"version": report.version, "running": report.running, "waiting": report.waiting}
-    known: dict[str, float | None] = {**told, "restarts": status.restarts, "tokens_per_s": report.tokens_per_s}
+    rates = {"tokens_per_s": report.tokens_per_s, "cache_share": report.cache_share}
+    known: dict[str, float | None] = {**told, **rates, "restarts": status.restarts}
     return {name: float(value) for name, value in known.items() if value is not None}

@@ -231,7 +231,7 @@ class EngineOrders:
                 if row.state != state:
                     to_step = None if row.from_step is None else step
                     row = msgspec.structs.replace(row, state=state, since=now, to_step=to_step)
-                    row = msgspec.structs.replace(row, running=None, waiting=None, tokens_per_s=None)
+                    row = msgspec.structs.replace(row, running=None, waiting=None, tokens_per_s=None, cache_share=None)
                 rows[number] = msgspec.structs.replace(row, failure=failure)
         moved = any(number not in self._rows or self._rows[number].state != row.state for number, row in rows.items())
         if not moved and now - self._written < WRITE_S:
@@ -265,6 +265,7 @@ class EngineOrders:
             running=None if report is None else report.running,
             waiting=None if report is None else report.waiting,
             tokens_per_s=None if report is None else report.tokens_per_s,
+            cache_share=None if report is None else report.cache_share,
         )
 
 

@@ -318,6 +318,7 @@ def _engines(
     undo.callback(book.close)
     undo.callback(end_book, book)
     alarms.watch(engine_lost=partial(_lost_engines, engines), order_failed=partial(_failed_orders, book))
+    undo.callback(alarms.watch_no_more)  # before the book is closed, and before it ends the orders that are open
     return book, engines
 
 

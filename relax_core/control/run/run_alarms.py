@@ -143,6 +143,11 @@ class RunAlarms:
         elif value is not None:
             self._seen.add(rule)
 
+    def watch_no_more(self) -> None:
+        """Looks for the last time at what `watch` was given."""
+        self._look()
+        self._failed = {}
+
     # -- what is told -------------------------------------------------------------------------------------------------
     def tick(self, *, step: int) -> None:
         """Tells what has happened since the last call. ``step`` is the number of train steps done."""

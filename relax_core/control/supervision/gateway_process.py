@@ -15,11 +15,11 @@ from pathlib import Path
 
 import msgspec
 
-from relax_core.config.choices import ModeName
 from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.stop_signals import STOP_SIGNALS
+from relax_core.control.engines.engine_limits import limits_of
 from relax_core.engines.engine_process import first_line
-from relax_core.gateway.gateway_settings import FILE, GatewayAddress, GatewaySettings, Limits
+from relax_core.gateway.gateway_settings import FILE, GatewayAddress, GatewaySettings
 
 START_S = 60.0
 STOP_S = 5.0
@@ -44,27 +44,6 @@ def gateway(config: RelaxConfig) -> Iterator[GatewayProcess | None]:
         yield process
     finally:
         process.stop()
-
-
-def limits_of(config: RelaxConfig) -> Limits:
-    """Returns which orders for engines a run takes."""
-    engine, refusal, no_more, no_urls = config.engine, "", "", ""
-    if config.mode.name is ModeName.colocate:
-        refusal = "mode=colocate: engines and trainer take turns in the same memory, so no engine comes or goes."
-    if engine.urls:
-        no_more = "engine.urls: somebody else started this run's engines. Start another server and send engine_urls."
-    else:
-        no_urls = "engine_urls: this run started its engines itself. Servers of others join runs with engine.urls only."
-        if config.placement.gpus_per_node:
-            no_more = "placement.gpus_per_node: engines on GPUs are placed at the start, and none comes or goes."
-    return Limits(
-        start=engine.count,
-        most=engine.elastic.max_count,
-        refusal=refusal,
-        no_more=no_more,
-        no_urls=no_urls,
-        hosts=engine.elastic.allowed_hosts,
-    )
 
 
 class GatewayProcess:

@@ -1,8 +1,8 @@
 """Runs one embedded engine process: ``python -m relax_core.engines.embedded``.
 
-It prints one line of JSON to stdout once it answers requests: {"url", "pid", "port"}. It ends on SIGTERM and when its
-stdin is closed, so that it never outlives the process that started it. It exits with code 2 and one line on stderr if
-its command line or the model's folder is wrong.
+It prints one line of JSON to stdout once it answers requests: {"url", "pid", "port"}. It ends on SIGTERM and, without
+--stay, when its stdin is closed, so that it never outlives the process that started it. It exits with code 2 and one
+line on stderr if its command line or the model's folder is wrong.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--dtype", choices=DTYPES, default="float32")
     parser.add_argument("--load-weights", action="store_true", help="serve the folder's own weights at once")
+    parser.add_argument("--stay", action="store_true", help="go on when stdin is closed, as a server of its own")
     parser.add_argument("--weight-version", type=int, default=0, help="the version of --load-weights")
     return parser.parse_args(argv)
 
@@ -70,7 +71,8 @@ def _end_with_stdin() -> None:
 def main(argv: list[str] | None = None) -> int:
     """Serves until the process is stopped; returns the exit code."""
     arguments = _arguments(argv)
-    _end_with_stdin()
+    if not arguments.stay:
+        _end_with_stdin()
     try:
         listener = _bind(arguments.host, arguments.port, beyond_loopback=arguments.beyond_loopback)
         from relax_core.engines.embedded.assembly import build_app

@@ -32,7 +32,7 @@ from relax_core.engines.protocol.frames import (
 )
 from relax_core.engines.protocol.request_body import OnTokens, checked_prompt_tokens, generate_body
 from relax_core.engines.protocol.score_calls import TokenScores, TokensToScore, read_scores, score_body
-from relax_core.engines.protocol.server_sent_events import EventReader
+from relax_core.engines.protocol.server_sent_events import UNKNOWN_VERSION, EventReader
 from relax_core.engines.protocol.weight_calls import WeightCalls
 
 if TYPE_CHECKING:
@@ -285,6 +285,10 @@ class EngineClient(WeightCalls):
     def flush_cache(self) -> None:
         """Drops what the engine keeps of finished prompts; it refuses while samples run."""
         self._call("POST", "/flush_cache", {})
+
+    def forget_weights(self) -> None:
+        """Resets an engine that another run has used: it ends what runs, and serves nothing until it gets weights."""
+        self._call("POST", "/update_weight_version", {"new_version": str(UNKNOWN_VERSION)})
 
     def release_memory(self) -> dict[str, Any]:
         """Frees the KV cache; the weights stay."""

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from relax_core.contracts.engine import EngineError, EngineUnreachable
-from relax_core.engines.engine_process import EngineLaunch, EngineProcess
+from relax_core.engines.engine_process import EngineKilled, EngineLaunch, EngineProcess
 from relax_core.engines.protocol.engine_client import EngineClient
 from relax_core.roles.engine.engine_directory import engine_client
 from relax_core.roles.engine.engine_health import EngineHealth, how_it_ended
@@ -97,6 +97,10 @@ class LoadMeter:
             if self._tokens is not None and count >= self._tokens[1]:  # fewer than before: the engine was restarted
                 found["tokens_per_s"] = (count - self._tokens[1]) / (now - self._tokens[0])
             self._tokens = now, int(count)
+        elif (rate := load.get("gen_throughput")) is not None:  # SGLang's, which it does not set back when it is idle
+            found["tokens_per_s"] = float(rate) if found["running"] else 0.0
+        if (share := load.get("token_usage")) is not None:
+            found["cache_share"] = float(share)
         if "decode_times" in load:
             found["decode_times"] = tuple(
                 (int(size), int(steps), float(seconds), float(wait_s))
@@ -166,7 +170,7 @@ class EngineOwner(Worker):
 
     def work(self) -> None:
         """Runs the engine process, restarts it when it ends, and keeps its weights up to date."""
-        process = self._launch(self._first_port())
+        process = self._launch_up(self._first_port())
         self._url = process.url
         health = self._watch_over(process)
         self._address.set()
@@ -197,9 +201,23 @@ class EngineOwner(Worker):
 
     def _launch_again(self, process: EngineProcess, how: str) -> EngineProcess:
         """Restarts the engine process; raises EngineUnreachable if it has ended too often."""
+        process.stop(timeout_s=0.0)  # the process has ended; this call removes its files
+        self._count_restart(how)
+        return self._launch_up(process.port)
+
+    def _launch_up(self, port: int) -> EngineProcess:
+        """Starts the engine process; one that is killed before it answers counts as one that was killed later."""
+        while True:
+            try:
+                return self._launch(port)
+            except EngineKilled as error:
+                if self.stopping:
+                    raise
+                self._count_restart(f"{how_it_ended(error.code, frozen_s=None)} before it answered")
+
+    def _count_restart(self, how: str) -> None:
         self.last_restart = how
         self.restarts += 1
-        process.stop(timeout_s=0.0)  # the process has ended; this call removes its files
         limit = self.context.config.run.max_restarts
         if self.restarts > limit:
             raise EngineUnreachable(
@@ -208,7 +226,6 @@ class EngineOwner(Worker):
             )
         self._serving = -1
         self.set_state("starting", f"its engine process {how}; restart {self.restarts}")
-        return self._launch(process.port)
 
     def _reconcile(self, client: EngineClient) -> None:
         """Sends the newest published weights to the engine if the trainer's own push does not reach it."""

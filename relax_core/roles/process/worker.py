@@ -48,10 +48,11 @@ class Wait:
 class EngineReport:
     """Is what an engine's owner tells of its engine: the address, and the version of the weights, -1 without any.
 
-    ``running`` and ``waiting`` are samples, and ``tokens_per_s`` tokens that it samples. The three are None before it
-    was asked for them, and the last one where the engine does not count its tokens. ``decode_times`` has for each
-    number of samples how many decode steps there were since the engine's start, their seconds, and how many of these
-    it was ready to run and got no core; it is empty where the engine does not count them.
+    ``running`` and ``waiting`` are samples, ``tokens_per_s`` tokens that it samples, and ``cache_share`` is the share
+    of its cache's tokens that is taken. They are None before it was asked for them, and where it does not tell them.
+    ``decode_times`` has for each number of samples how many decode steps there were since the engine's start, their
+    seconds, and how many of these it was ready to run and got no core; it is empty where the engine does not count
+    them.
     """
 
     url: str
@@ -59,6 +60,7 @@ class EngineReport:
     running: int | None = None
     waiting: int | None = None
     tokens_per_s: float | None = None
+    cache_share: float | None = None
     decode_times: tuple[tuple[int, int, float, float], ...] = ()
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol
 
 from relax_core.contracts.engine import EngineError, Generated, PromptRequest, SamplingParams
 from relax_core.contracts.judging.judge import JudgeConfig
@@ -59,11 +58,21 @@ class JudgeServer(Protocol):
         ...
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Asked:
+    """Is a prompt for the judge's engines, its place among equally loaded ones, and its response to come."""
+
+    request: PromptRequest
+    place: int
+    response: asyncio.Future[Generated]
+
+
 class JudgeEngines:
     """Asks the engines that the run has for one judge, with the judge's own tokenizer and chat template.
 
     A prompt is one message of the user. No text in it becomes a special token. ``context_tokens`` is the largest number
-    of tokens of a prompt with its answer.
+    of tokens of a prompt with its answer. Prompts of one iteration of the event loop, such as those of a group, share
+    a request, so that the engine computes them together.
     """
 
     def __init__(
@@ -73,6 +82,8 @@ class JudgeEngines:
         self._tokenizer = PromptTokenizer(model_folder)
         self._context_tokens = context_tokens
         self._numbers = count()
+        self._ready: dict[float, list[_Asked]] = {}  # by temperature
+        self._tasks: set[asyncio.Task[None]] = set()
 
     def shown(self, value: str) -> str:
         """Returns the text as it is."""
@@ -92,20 +103,47 @@ class JudgeEngines:
             )
         number = next(self._numbers)
         request = PromptRequest(rid=f"judge-{self._judge}-{number}", input_ids=ids, sampling_seed=seed)
-        params = SamplingParams(
-            max_new_tokens=most, temperature=temperature, stop_token_ids=self._tokenizer.stop_token_ids
-        )
-        generated = cast(
-            AsyncGenerator[tuple[int, list[Generated]], None],
-            self._pool.generate([request], params, places=[number]),
-        )
+        asked = _Asked(request=request, place=number, response=asyncio.get_running_loop().create_future())
+        ready = self._ready.setdefault(temperature, [])
+        ready.append(asked)
+        if len(ready) == 1:
+            self._start(self._send_ready(temperature))
         try:
-            async with aclosing(generated) as answers:
-                async for _, (one,) in answers:
-                    return self._text(one, prompt_tokens=len(ids))
-        except EngineError as error:
-            raise JudgeRefused(str(error)) from error
-        raise AssertionError("a pool answers every prompt that is not given up")
+            return self._text(await asked.response, prompt_tokens=len(ids))
+        except asyncio.CancelledError:
+            self._start(self._pool.cancel([request.rid]))
+            raise
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _send_ready(self, temperature: float) -> None:
+        await asyncio.sleep(0)  # all answers that are ready in this iteration add their prompts first
+        await self._send(self._ready.pop(temperature), temperature)
+
+    async def _send(self, asked: Sequence[_Asked], temperature: float) -> None:
+        """Sends one request; if an engine refuses it, each prompt is sent alone, so that only the refused one fails."""
+        open_ones = [one for one in asked if not one.response.done()]
+        params = SamplingParams(
+            max_new_tokens=self._settings.max_new_tokens,
+            temperature=temperature,
+            stop_token_ids=self._tokenizer.stop_token_ids,
+        )
+        requests, places = [one.request for one in open_ones], [one.place for one in open_ones]
+        try:
+            async for number, (response,) in self._pool.generate(requests, params, places=places):
+                if not open_ones[number].response.done():  # a done one was given up
+                    open_ones[number].response.set_result(response)
+        except Exception as error:  # the callers raise it
+            left = [one for one in open_ones if not one.response.done()]
+            if isinstance(error, EngineError) and len(open_ones) > 1:
+                for one in left:
+                    self._start(self._send([one], temperature))
+                return
+            for one in left:
+                one.response.set_exception(JudgeRefused(str(error)) if isinstance(error, EngineError) else error)
 
     def _text(self, one: Generated, *, prompt_tokens: int) -> JudgeText:
         ids = one.output_ids.tolist()
@@ -114,7 +152,9 @@ class JudgeEngines:
         return JudgeText(text=self._tokenizer.decode(said), is_cut=not stopped, tokens=prompt_tokens + len(ids))
 
     async def close(self) -> None:
-        """Does nothing: the connections belong to the run's clients."""
+        """Gives up what is under way; the connections belong to the run's clients."""
+        for task in self._tasks:
+            task.cancel()
 
 
 class JudgeUrl:

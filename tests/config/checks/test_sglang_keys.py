@@ -33,6 +33,12 @@ SGLANG = ["engine=sglang", "engine.urls=[http://127.0.0.1:30000]"]
         (["engine=sglang", "+engine.flags.api-key=x"], "it is the run's token"),
         (["engine=sglang", "engine.token_file=/x"], "engine.token_file=/x: it is the key of servers that engine.urls"),
         ([*SGLANG, "engine.count=2"], "engine.urls names 1 servers. Use engine.count=1"),
+        ([*SGLANG[1:], "engine.count=2"], "engine.urls names 1 servers. Use engine.count=1"),
+        (["engine.token_file=/x"], "engine.token_file=/x: it is the key of servers that engine.urls"),
+        (
+            [*SGLANG[1:], "model=tiny_qwen3_vl", "data=see"],
+            "engine.urls with media in prompts: a server of engine=embedded that the run did not start",
+        ),
         (["engine=sglang", "engine.urls=[localhost]"], "engine.urls: localhost is no address of a server"),
         ([*SGLANG, "engine.mem_fraction=0.5"], "engine.mem_fraction=0.5 with engine.urls"),
         ([*SGLANG, "engine.mem_fraction=1.5"], "engine.mem_fraction=1.5: must be more than 0 and less than 1"),
@@ -64,7 +70,7 @@ SGLANG = ["engine=sglang", "engine.urls=[http://127.0.0.1:30000]"]
             "engine=embedded",
         ),
         (["engine=sglang", "model=tiny_qwen3_5"], "model.family=qwen3_5 with engine=sglang: SGLang's model of this"),
-        ([*SGLANG, "engine.weight_transport=gloo"], "those servers have no loader of Relax's"),
+        ([*SGLANG, "engine.weight_transport=gloo"], "servers that the run did not start load from its folder"),
     ],
 )
 def test_it_is_said_with_the_fix(overrides: list[str], words: str, tmp_path: Path) -> None:

@@ -258,12 +258,12 @@ def test_a_session_that_was_left_open_is_closed_by_the_next_sender(engine_back: 
     serves(engine_back, version)
 
 
-@sglang_only
-def test_what_a_server_without_a_version_samples_is_cut_off(engine_back: Engine) -> None:
+def test_an_engine_that_forgets_its_weights_samples_nothing_until_it_gets_others(
+    engine_back: Engine, tmp_path: Path
+) -> None:
     """SGLang samples one more token of a response that is aborted, here after its weights count as unknown."""
     version, told = engine_back.version, threading.Event()
     client, other = engine_back.new_client(), engine_back.new_client()
-    assert isinstance(other, SglangClient)
 
     async def sample() -> list[Generated]:
         params = SamplingParams(max_new_tokens=400, n=8)
@@ -281,6 +281,13 @@ def test_what_a_server_without_a_version_samples_is_cut_off(engine_back: Engine)
         responses = sampled.result(60.0)
     assert any(one.finish_reason == "abort" and one.output_ids.size for one in responses)
     assert all((one.versions == version).all() for one in responses)
+    assert engine_back.version == -1 and other.ready()
+    with ThreadPoolExecutor() as pool:
+        held = pool.submit(engine_back.generate, prompts_of(PROMPT), SamplingParams(max_new_tokens=2))
+        with pytest.raises(TimeoutError):
+            held.result(0.5)
+        other.update_weights(publish(make_model(None, seed=3), tmp_path / "other", version=0))
+        assert set(held.result(60.0)[0].versions.tolist()) == {0}, "an older version of another run"
 
 
 @sglang_only

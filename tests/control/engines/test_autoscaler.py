@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -12,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from relax_core.config.compose import load_config
-from relax_core.control.engines.autoscaler import Autoscaler, ScaleRules, SignalWindow, usable_engines
+from relax_core.control.engines.autoscaler import Autoscaler, ScaleRules, SignalWindow
+from relax_core.control.engines.engine_limits import usable_engines
 from relax_core.control.health.heartbeats import Beat
 from relax_core.gateway.order_book import FILE, EngineRow, OrderBook
 from relax_core.gateway.scale_book import ScaleBook
@@ -77,12 +79,13 @@ def test_a_window_tells_nothing_before_it_is_full() -> None:
     window = SignalWindow(10.0)
     for second in range(10):
         window.add_step(second, step_s=2.0, wait_s=1.0)
-        window.add_load(second, running=second % 2, waiting=3 * (second % 2))
+        window.add_load(second, running=second % 2, waiting=3 * (second % 2), cache_share=0.22)
         assert window.signals(second) is None
     window.add_load(10.0, running=0, waiting=0)
     found = window.signals(10.0)
     assert found is not None and found.wait_share == 0.5
     assert found.waiting == pytest.approx(15 / 11) and found.idle_share == pytest.approx(6 / 11)
+    assert found.cache_share == pytest.approx(0.2)
     window.clear()
     assert window.signals(30.0) is None
 
@@ -104,8 +107,8 @@ class Scaled:
         self.orders.write_engines([EngineRow(number=0, origin="start", state="serving", since=1.0)])
         self.autoscaler = Autoscaler(self.config, self.orders, self.decisions, clock=lambda: self.now)
 
-    def pass_seconds(self, seconds: int, *, wait_ms: float, waiting: int) -> None:
-        report = EngineReport(url="http://h:0", version=1, running=8, waiting=waiting)
+    def pass_seconds(self, seconds: int, *, wait_ms: float, waiting: int, cache_share: float = 0.5) -> None:
+        report = EngineReport(url="http://h:0", version=1, running=8, waiting=waiting, cache_share=cache_share)
         status = WorkerStatus(
             name="engine-0", state="running", since=0.0, detail="", error=None, pid=1, host="h", engine=report
         )
@@ -122,6 +125,18 @@ def scaled(tmp_path: Path) -> Iterator[Scaled]:
     yield scaled
     scaled.orders.close()
     scaled.decisions.close()
+
+
+def test_a_full_cache_is_a_reason_for_one_more_engine_though_no_sample_waits(scaled: Scaled) -> None:
+    """SGLang takes samples out of its queue and back again, so that the queue may be seen empty."""
+    scaled.decisions.enable(True)
+    scaled.pass_seconds(70, wait_ms=500.0, waiting=0, cache_share=0.80)
+    last = scaled.decisions.last()
+    assert last is not None and last.action == "none" and "no sample waits in an engine" in last.reason
+    assert last.cache_share == pytest.approx(0.80)
+    scaled.pass_seconds(60, wait_ms=500.0, waiting=0, cache_share=0.97)
+    (change,) = scaled.decisions.changes(limit=9, offset=0)
+    assert change.target == 2 and re.search(r"whose caches are (8[6-9]|9\d)% full", change.reason), change.reason
 
 
 def test_it_orders_engines_as_a_client_does_and_says_why(scaled: Scaled) -> None:

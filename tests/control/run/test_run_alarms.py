@@ -12,6 +12,7 @@ from relax_core.config.compose import load_config
 from relax_core.config.sections.notify_schema import EVENTS
 from relax_core.contracts.sink import MetricRecord
 from relax_core.control.run.run_alarms import UNKNOWN_RECORDS, RunAlarms
+from relax_core.gateway.order_book import OrderBook
 from relax_core.observe.alarms.alarm_book import FILE, read_alarms
 from relax_core.observe.service.records import RESUMED, RUN
 from relax_core.observe.stragglers.straggler_records import Straggler
@@ -87,6 +88,27 @@ def test_each_event_is_one_message(tmp_path: Path, told: Told) -> None:
     ):
         assert words in texts, texts
     assert "own words" not in texts and "actor-0 died: ValueError (the run's logs say more)" in texts
+
+
+def test_the_end_of_a_run_is_told_after_its_order_book_is_closed(tmp_path: Path, told: Told) -> None:
+    """What failed before that is told, too; orders that the end of the run ends are not."""
+    run = alarms(tmp_path, told, clock=Clock())
+    book = OrderBook(tmp_path / "run")
+
+    def failed() -> dict[str, str]:
+        return {order.id: order.failure for order in book.newest_orders(9) if order.state == "FAILED"}
+
+    run.watch(engine_lost=dict, order_failed=failed)
+    order, _ = book.place("scale_out", {"num_replicas": 2}, decide=lambda engines: "PENDING")
+    book.move(order, "FAILED", failure="engine-1: no memory is left")
+    other, _ = book.place("scale_out", {"num_replicas": 2}, decide=lambda engines: "PENDING")
+    run.watch_no_more()
+    book.end_orders()
+    book.close()
+    run.close("stopped", "in the run's folder")
+    events = {one.event: one.text for one in read_alarms(tmp_path / "run" / FILE)}
+    assert "no memory is left" in events["order_failed"] and other.id not in events["order_failed"]
+    assert "stopped" in events
 
 
 def test_what_is_over_is_told_once_and_a_cause_that_lasts_again(tmp_path: Path, told: Told) -> None:

@@ -18,8 +18,9 @@ from typing import Any
 import pytest
 
 from relax_core.config.compose import load_config
+from relax_core.control.engines.engine_limits import limits_of
 from relax_core.control.host.process_trees import process_state
-from relax_core.control.supervision.gateway_process import gateway, limits_of
+from relax_core.control.supervision.gateway_process import gateway
 from relax_core.gateway.gateway_settings import FILE
 from relax_core.gateway.order_book import OrderBook, RunRow
 from tests.control import supervised

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 import pytest
 
 from relax_core.config.compose import load_config
@@ -152,5 +153,27 @@ def test_an_engine_that_stood_still_is_brought_to_the_newest_version_by_its_owne
         wait_until(lambda: not list(context.weights_folder.glob("reader-*")), what="the end of the reading")
     finally:
         publisher.close()
+        owner.request_stop()
+        assert owner.join(120.0)
+
+
+def test_an_engine_that_is_killed_before_it_answers_starts_again(
+    tmp_path: Path, wait_until: Callable[..., None]
+) -> None:
+    context = context_of(load_config(settle=settle), tmp_path)
+    older = {child.pid for child in psutil.Process().children()}
+    owner = EngineOwner("engine-0", context, 0)
+    try:
+        engines: list[psutil.Process] = []
+
+        def started() -> bool:
+            engines[:] = [child for child in psutil.Process().children() if child.pid not in older]
+            return bool(engines)
+
+        wait_until(started, what="the engine's process")
+        engines[0].kill()
+        assert engine_client(context, owner.endpoint(180.0)).ready()
+        assert owner.restarts == 1 and owner.last_restart == "was killed by SIGKILL before it answered"
+    finally:
         owner.request_stop()
         assert owner.join(120.0)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from relax_core.config.compose import load_config
-from relax_core.contracts.engine import PromptRequest, SamplingParams
+from relax_core.contracts.engine import Generated, PromptRequest, SamplingParams
 from relax_core.engines.pool.engine_pool import EnginePool
 from relax_core.engines.protocol.engine_client import EngineClient
 from relax_core.preflight import settle
@@ -19,7 +21,7 @@ from relax_core.roles.engine.engine_directory import engine_client
 from relax_core.roles.engine.judge_engine import JudgeEngineOwner
 from relax_core.rollout.judges.judge_choice import judge_plan
 from relax_core.rollout.judges.judge_pool import RunJudge
-from relax_core.rollout.judges.judge_servers import JudgeEngines
+from relax_core.rollout.judges.judge_servers import JudgeEngines, JudgeRefused
 from tests.roles.engine.test_engine_owner import context_of
 
 VARIABLES = {"question": "q", "reference": "r"}
@@ -30,8 +32,37 @@ def run(work: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(work, 3 * LONG_S))
 
 
+async def together(server: JudgeEngines, client: EngineClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers that are asked for at once share a request, and a prompt that is refused fails alone."""
+    sizes: list[int] = []
+    generate, tokens = client.generate, server.tokens
+
+    def counted(prompts: Sequence[PromptRequest], *words: Any, **named: Any) -> AsyncIterator[Generated]:
+        sizes.append(len(prompts))
+        return generate(prompts, *words, **named)
+
+    monkeypatch.setattr(client, "generate", counted)
+    monkeypatch.setattr(server, "tokens", lambda text: [10**6] if text == "unknown" else tokens(text))
+
+    async def answers(*texts: str) -> list[Any]:
+        return await asyncio.gather(
+            *(server.answer(text, seed=1, temperature=0.0) for text in texts), return_exceptions=True
+        )
+
+    texts = [f"rev {number}" for number in range(6)]
+    at_once = await answers(*texts)
+    assert at_once == [(await answers(text))[0] for text in texts] and sizes == [6, *[1] * 6]
+    refused, answered = await answers("unknown", texts[0])
+    assert isinstance(refused, JudgeRefused) and answered == at_once[0]
+    given_up = asyncio.create_task(answers("rev 1"))
+    await asyncio.sleep(0.01)
+    given_up.cancel()
+    assert await answers("rev 1") == [at_once[1]]
+    monkeypatch.undo()
+
+
 def test_a_judge_answers_from_its_own_engine_and_survives_kill_9(
-    tmp_path: Path, wait_until: Callable[..., None]
+    tmp_path: Path, wait_until: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "prompt.jinja").write_text("{{ response }}")
     config = load_config(
@@ -83,6 +114,7 @@ def test_a_judge_answers_from_its_own_engine_and_survives_kill_9(
         plain = server.tokens(f"1{special}2")
         assert plain.count(stop[0]) == server.tokens("12").count(stop[0]), "a name of a special token is plain text"
 
+        await together(server, client, monkeypatch)
         await asyncio.to_thread(
             wait_until, lambda: client.loads()["kv_cache_bytes"] == 0, what="an idle judge gives its cache up"
         )

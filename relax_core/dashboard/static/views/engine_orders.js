@@ -26,7 +26,7 @@ export function engineOrders(run) {
       const told = await gateway(kind(), { num_replicas: target, dry_run: true });
       const gone = told.engine_ids.length ? `: ${told.engine_ids.join(", ")} would leave` : "";
       preview.replaceChildren(
-        h("span", {}, foreign(`${told.engines_now} engines would become ${told.engines_then}${gone}.`)),
+        h("span", {}, foreign([`${told.engines_now} engines would become ${told.engines_then}${gone}`, ...told.warnings].join("; ") + ".")),
         h("button", { type: "button", class: "main", onclick: order }, "Order it"),
         h("button", { type: "button", onclick: forget }, "Leave it"));
     } catch (error) {
@@ -92,9 +92,9 @@ function card(columns, rows) {
 
 function engineTable(engines) {
   const now = Date.now() / 1000;
-  return card([["engine"], ["origin"], ["state"], ["for", 1], ["weights", 1], ["running", 1], ["waiting", 1], ["tokens a second", 1], ["restarts", 1], ["last failure"]],
+  return card([["engine"], ["origin"], ["state"], ["for", 1], ["weights", 1], ["running", 1], ["waiting", 1], ["tokens a second", 1], ["cache taken", 1], ["restarts", 1], ["last failure"]],
     engines.map((one) => h("tr", {}, h("td", {}, foreign(one.id)), h("td", {}, one.origin), h("td", {}, one.state),
-      ...[duration(Math.max(0, now - one.since)), number(one.weight_version), number(one.samples_running), number(one.samples_waiting), number(one.tokens_per_s), number(one.restarts)]
+      ...[duration(Math.max(0, now - one.since)), number(one.weight_version), number(one.samples_running), number(one.samples_waiting), number(one.tokens_per_s), one.cache_share === null ? "–" : `${number(100 * one.cache_share)} %`, number(one.restarts)]
         .map((words) => h("td", { class: "number" }, words)),
       h("td", { class: "words" }, foreign(one.last_failure)))));
 }

@@ -23,7 +23,7 @@ from relax_core.engines.embedded.http.control_bodies import (
 )
 from relax_core.engines.embedded.http.health_generate import HealthGenerate
 from relax_core.engines.embedded.model.weight_updates import WeightUpdates
-from relax_core.engines.embedded.scheduler.scheduler import Scheduler
+from relax_core.engines.embedded.scheduler.scheduler import NOTHING_ATTESTED, Scheduler
 from relax_core.engines.http_server.asgi import HttpError
 
 Handler = Callable[[bytes], Awaitable[Any]]
@@ -130,7 +130,10 @@ class ControlRoutes:
         return await self._updates.end(version_of(asked.weight_version), asked.digest)
 
     async def _rename(self, body: bytes) -> dict[str, Any]:
-        return await self._updates.rename(version_of(decode(body, VersionBody).new_version))
+        version = decode(body, VersionBody).new_version
+        if str(version) == str(NOTHING_ATTESTED):
+            return await self._updates.forget()
+        return await self._updates.rename(version_of(version))
 
     async def _init_group(self, body: bytes) -> dict[str, Any]:
         asked = decode(body, InitGroupBody)

@@ -127,6 +127,14 @@ class WeightUpdates:
             await asyncio.wrap_future(self._scheduler.post(lambda: self._scheduler.replace_weights(None, version)))
             return {"success": True, "new_version": str(version)}
 
+    async def forget(self) -> dict[str, Any]:
+        """Ends all samples, a pause and an open session; nothing is served until other weights are in."""
+        async with self._lock:
+            self._session = None
+            self._digest, self._frozen, self._frozen_names = "", "", frozenset()
+            await asyncio.wrap_future(self._scheduler.post(self._scheduler.forget_weights))
+            return {"success": True, "new_version": str(NOTHING_ATTESTED)}
+
     async def join_group(self, address: WeightGroupAddress, *, rank: int) -> dict[str, Any]:
         """Joins a group for broadcasts; other updates go on while it waits for the group's other ranks."""
         if address.name in self._groups or address.name in self._joining:

@@ -90,9 +90,18 @@ class Decoder:
         The states of a gated delta net count as the columns that would take their memory.
         """
         slots = self.slots.count + samples
+        return slots <= self.max_samples and self._needed(slots, columns) <= self._max_tokens
+
+    @property
+    def token_usage(self) -> float:
+        """Is the share of ``max_tokens`` that the running samples may come to need."""
+        return self._needed(self.slots.count, 0) / self._max_tokens
+
+    def _needed(self, slots: int, columns: int) -> int:
+        """Returns the tokens of so many slots if the longest sample is as long as the running ones or ``columns``."""
         if self.slots.count:
             columns = max(columns, int(self.slots.columns[: self.slots.count].max()))
-        return slots <= self.max_samples and slots * (columns + self.state_columns) <= self._max_tokens
+        return slots * (columns + self.state_columns)
 
     def admit(self, prefixes: Sequence[Prefix]) -> np.ndarray:
         """Prefills ``prefixes`` and gives each sample a slot, in their order, and its next token.

@@ -20,10 +20,11 @@ class Load:
     ``running``, ``queued`` and ``held`` count samples that decode, wait for slots, and wait for a weight version.
     ``busy_s`` is the time spent in prefill and decoding since the start, in seconds. ``prefill_tokens`` and
     ``cached_tokens`` count the tokens that prefills have computed since the start, and those that they have not,
-    because they were kept; ``prefix_cache_bytes`` is the part of ``kv_cache_bytes`` that keeps them. ``tower_passes``
-    counts the images and videos that have passed the vision tower since the start. ``decode_times`` has for each number
-    of samples, coarse from `EXACT_SIZES` on, how many decode steps there were since the start, their seconds, and how
-    many of these the decode thread was ready to run and got no core.
+    because they were kept; ``prefix_cache_bytes`` is the part of ``kv_cache_bytes`` that keeps them. ``token_usage`` is
+    the share of engine.max_total_tokens that running samples may come to need. ``tower_passes`` counts the images and
+    videos that have passed the vision tower since the start. ``decode_times`` has for each number of samples, coarse
+    from `EXACT_SIZES` on, how many decode steps there were since the start, their seconds, and how many of these the
+    decode thread was ready to run and got no core.
     """
 
     running: int
@@ -33,6 +34,7 @@ class Load:
     decode_steps: int
     generated_tokens: int
     kv_cache_bytes: int
+    token_usage: float = 0.0
     prefill_tokens: int = 0
     cached_tokens: int = 0
     prefix_cache_bytes: int = 0

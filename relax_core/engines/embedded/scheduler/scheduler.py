@@ -131,6 +131,13 @@ class Scheduler(threading.Thread):
             sample.mark(self._decoder.slots.length(slot), version)
         return 1e3 * (time.perf_counter() - start)
 
+    def forget_weights(self) -> None:
+        """Ends all samples and a pause; nothing runs until `replace_weights` puts a version in force."""
+        self.abort(lambda sample: True)
+        self.resume()
+        self.resume_memory()
+        self.replace_weights(None, NOTHING_ATTESTED)
+
     def forget(self) -> None:
         """Drops kept prefixes and features of images and videos; they are computed anew when a prompt needs them."""
         self._decoder.forget()
@@ -158,6 +165,7 @@ class Scheduler(threading.Thread):
             decode_steps=self._steps,
             generated_tokens=self._tokens,
             kv_cache_bytes=self._decoder.nbytes,
+            token_usage=self._decoder.token_usage,
             prefill_tokens=self._prefill_tokens,
             cached_tokens=self._cached_tokens,
             prefix_cache_bytes=self._decoder.prefixes.nbytes,

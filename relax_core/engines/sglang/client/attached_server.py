@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from typing import Any
 
 from relax_core.config.checks.sglang_keys import MASK_TOKENS
 from relax_core.config.schema import RolloutConfig
-from relax_core.contracts.engine import EngineError, EngineUnreachable
+from relax_core.contracts.engine import EngineError
+from relax_core.engines.protocol.attached import wait_ready
 from relax_core.engines.protocol.engine_client import EngineClient
 from relax_core.engines.sglang.version import version_problem
-
-RETRY_S = 0.5
 
 
 def check_server(client: EngineClient, *, timeout_s: float, rollout: RolloutConfig) -> str:
@@ -21,17 +19,7 @@ def check_server(client: EngineClient, *, timeout_s: float, rollout: RolloutConf
     Raises EngineError if the version is not supported, the server refuses the token, it is not ready within
     ``timeout_s`` seconds, or it cannot sample as ``rollout`` says.
     """
-    deadline = time.monotonic() + timeout_s
-    while True:
-        try:
-            if client.ready():
-                break
-            words = f"engine {client.url} is not ready"
-        except EngineUnreachable as error:
-            words = str(error)
-        if time.monotonic() > deadline:
-            raise EngineError(f"engine.urls: no server for {timeout_s:g} s: {words}")
-        time.sleep(RETRY_S)
+    wait_ready(client, timeout_s=timeout_s)
     info = client.server_info()
     version = str(info.get("version", "of no known version"))
     problem = version_problem(version) or truncation_problem(info, rollout) or stop_problem(info, rollout)

@@ -1,0 +1,108 @@
+"""SGLang servers are added to a run under load and taken out again: servers of the run, and one of somebody else's."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from relax_core.config.compose import load_config
+from relax_core.engines.engine_process import EngineLaunch, EngineProcess
+from relax_core.engines.sglang.client.sglang_client import SglangClient
+from relax_core.tools.make_tiny import tiny_model_folder
+from tests.contracts.engine.harness import SGLANG_PYTHON
+from tests.integration.elastic_run import OVERRIDES, ElasticRun
+from tests.integration.live_run import LiveRun
+
+pytestmark = [pytest.mark.sglang, pytest.mark.integration]
+SGLANG = ("engine=sglang", f"engine.python={SGLANG_PYTHON}")
+SERVER = "sglang/server/sglang_process.py"
+JOINED_S = 60.0  # from the order to the first group on the bus
+KEY = "key-of-the-servers"
+
+
+def join_and_leave(elastic: ElasticRun, out: dict[str, object], into: dict[str, object], *, left: str) -> None:
+    """Orders an engine, waits for its first group, and orders it out again."""
+    began = time.time()
+    order = elastic.order("scale_out", out)
+    assert order["status"] == "ACTIVE", order
+    (engine,) = order["engine_ids"]
+    joined_s = elastic.first_group(engine) - began
+    assert joined_s <= JOINED_S, (joined_s, order)
+    gone = elastic.order("scale_in", into)
+    assert gone["status"] == "COMPLETED" and gone["engine_ids"] == [engine], gone
+    rows = {row["id"]: row["state"] for row in elastic.ask("GET", "/rollout/engines")["engines"]}
+    assert rows[engine] == left, rows
+
+
+def end(live: LiveRun, elastic: ElasticRun, *, engines: int) -> None:
+    """Stops the run and checks its books."""
+    elastic.ask("POST", "/run/stop")
+    run = live.finish()
+    assert run.code == 128 + signal.SIGTERM, run.output
+    books = run.summary["ledger"]
+    assert books["lost"] == books["trained_twice"] == 0, books
+    assert run.summary["recoveries"] == [] and run.summary["logprob_gap"]["max"] < 1e-4
+    shares = [one["samples"] for one in run.summary["engines"]]
+    assert len(shares) == engines and all(shares), shares
+
+
+def test_servers_of_the_run_come_and_go(tmp_path: Path) -> None:
+    with LiveRun(tmp_path / "run", *OVERRIDES, *SGLANG, "run.save_every=0") as live:
+        live.wait_step(2)
+        elastic = ElasticRun(live, engine=SERVER)
+        join_and_leave(elastic, {"num_replicas": 2}, {"num_replicas": 1}, left="left")
+        elastic.wait_alone()
+        out = elastic.order("scale_out", {"num_replicas": 2}, victim="newcomer", state="WEIGHT_SYNCING")
+        assert out["status"] in ("ACTIVE", "FAILED"), out
+        elastic.order("scale_in", {"num_replicas": 1, "force": True})
+        elastic.wait_alone()
+        step = elastic.ask("GET", "/run")["step"]
+        live.wait_step(step + 2)
+        elastic.ask("POST", "/run/stop")
+        run = live.finish()
+    assert run.code == 128 + signal.SIGTERM, run.output
+    books = run.summary["ledger"]
+    assert books["lost"] == books["trained_twice"] == 0, books
+    assert run.summary["logprob_gap"]["max"] < 1e-4
+
+
+@contextmanager
+def servers(folder: Path, *, count: int) -> Iterator[list[EngineProcess]]:
+    """Yields SGLang servers that no run has started."""
+    (folder / "key").touch(mode=0o600)
+    (folder / "key").write_text(KEY)
+    with ExitStack() as stack:
+        found = []
+        for number in range(count):
+            process = EngineProcess.start(
+                EngineLaunch(
+                    model_folder=tiny_model_folder("tiny_qwen3", task="reverse_digits"),
+                    engine=load_config([*SGLANG, "engine.context_length=64"]).engine,
+                    dtype="float32",
+                    token_file=folder / "key",
+                    log_file=folder / f"engine-{number}.log",
+                )
+            )
+            stack.callback(process.stop, timeout_s=10.0)
+            found.append(process)
+        yield found
+
+
+def test_a_server_of_somebody_elses_joins_and_leaves(tmp_path: Path) -> None:
+    with servers(tmp_path, count=2) as (first, second):
+        urls = ("engine=sglang", f"engine.urls=[{first.url}]", f"engine.token_file={tmp_path / 'key'}")
+        with LiveRun(tmp_path / "run", *OVERRIDES, *urls, "run.save_every=0") as live:
+            live.wait_step(2)
+            elastic = ElasticRun(live)
+            join_and_leave(elastic, {"engine_urls": [second.url]}, {"engine_urls": [second.url]}, left="left")
+            client = SglangClient(
+                second.url, KEY, request_timeout_s=30.0, control_timeout_s=30.0, ranks=1, vocab_size=50, seeds=False
+            )
+            assert client.ready() and client.model_info()["weight_version"] == "-1", "it has forgotten the weights"
+            end(live, elastic, engines=2)
+        assert first.poll() is None and second.poll() is None
