@@ -106,10 +106,8 @@ def make_plan(config: RelaxConfig, not_yet: Sequence[str] = ()) -> Plan:
     free = None
     encoding = encode_nodes(config, roles, work, data_rows=rows)
     if not refused:
-        memory, ways = (
-            holders(config),
-            list(way_words(config, work, model, peak=lambda changed: _trainer_peak(holders(changed)))),
-        )
+        memory = holders(config)
+        ways = list(way_words(config, work, model, peak=lambda changed: _trainer_peak(holders(changed))))
         free = available_bytes() if _runs_here(config) and not on_gpus else None
         refused += _gpu_faults(memory) if on_gpus else _cpu_faults(config, memory, free)
     room = engine_room(config, memory, here=_runs_here(config))
