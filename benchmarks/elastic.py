@@ -9,6 +9,9 @@ without any change.
 with SIGKILL while an engine joins or leaves. Printed are how each cycle went, the samples that were lost or trained
 twice, and the memory of controller, rollout and trainer before and after.
 
+``--leaves N`` lets an engine leave under load N times: in turn it finishes its samples, its samples are moved at once,
+and the order is cancelled while it drains. Printed are how the orders ended and how long they took.
+
 ``--stop SECONDS`` stops a newcomer by SIGSTOP for so long, in each state of its joining and when it serves and leaves.
 Printed are the longest train steps meanwhile beside those of the same run without any change.
 
@@ -26,6 +29,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -119,6 +123,42 @@ def adds(folder: Path, *, times: int, overrides: Sequence[str]) -> bool:
     steps = step_ms(folder)
     for name, times_of in (("without any change", [quiet]), ("while an engine joins", spans)):
         print(said([ms for at, ms in steps if any(begin <= at <= end for begin, end in times_of)]), name)
+    print(books(run), flush=True)
+    return run.summary["ledger"]["lost"] == run.summary["ledger"]["trained_twice"] == 0
+
+
+# -- leaving under load -----------------------------------------------------------------------------------------------
+def leaves(folder: Path, *, times: int, overrides: Sequence[str]) -> bool:
+    """Lets engines leave ``times`` times; returns whether every order ended as it should and no sample was lost."""
+    took: dict[str, list[float]] = {}
+    ends: Counter[str] = Counter()
+    with LiveRun(folder, *ADD_RUN, *overrides) as live:
+        live.wait_step(WARM_STEPS)
+        elastic = ElasticRun(live)
+        for number in range(times):
+            present = elastic.engines()
+            if len(present) < 2:
+                assert elastic.order("scale_out", {"num_replicas": MOST})["status"] == "ACTIVE"
+                present = elastic.engines()
+                elastic.first_group(present[-1])
+            way = ("finishes", "is moved", "is cancelled")[number % 3]
+            body: dict[str, Any] = {"engine_ids": [present[-1]], "force": way == "is moved"}
+            began = time.time()
+            if way == "is cancelled":
+                order = cancelled(elastic, "scale_in", body, state="DRAINING")
+            else:
+                order = elastic.order("scale_in", body)
+            took.setdefault(way, []).append(order["history"][-1]["at"] - began)
+            ends[f"{way}: {order['status']}"] += 1
+            assert order["status"] == "COMPLETED" or way == "is cancelled", order
+        while len(elastic.engines()) > 1:
+            elastic.order("scale_in", {"num_replicas": 1})
+        elastic.wait_alone()
+        elastic.ask("POST", "/run/stop")
+        run = live.finish()
+    for way, seconds in took.items():
+        print(f"an engine that leaves {way}: {words(seconds)}")
+    print(", ".join(f"{end} {number} times" for end, number in ends.items()))
     print(books(run), flush=True)
     return run.summary["ledger"]["lost"] == run.summary["ledger"]["trained_twice"] == 0
 
@@ -253,6 +293,7 @@ def main() -> int:
     parser.add_argument("--cycles", type=int, default=0, help="how often engines come and go while something dies")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("overrides", nargs="*", help="key=value of the runs")
+    parser.add_argument("--leaves", type=int, default=0, help="how often an engine leaves")
     parser.add_argument("--stop", type=float, default=0.0, help="seconds for which newcomers are stopped")
     parser.add_argument("--pairs", type=int, default=0, help="pairs of runs with and without a gateway")
     given = parser.parse_args()
@@ -261,6 +302,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="relax-elastic-") as folder:
         if given.adds:
             good &= adds(Path(folder) / "adds", times=given.adds, overrides=given.overrides)
+        if given.leaves:
+            good &= leaves(Path(folder) / "leaves", times=given.leaves, overrides=given.overrides)
         if given.stop:
             good &= stops(Path(folder) / "stops", seconds=given.stop, overrides=given.overrides)
         if given.pairs:

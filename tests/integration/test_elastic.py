@@ -57,6 +57,29 @@ def test_engines_come_and_go_and_nothing_is_lost(tmp_path: Path) -> None:
     assert not (run.folder / "gateway.json").exists()
 
 
+def test_the_autoscaler_adds_an_engine_while_the_trainer_waits(tmp_path: Path) -> None:
+    slow = ("engine.max_running_samples=16", "engine.elastic.max_count=2", "run.save_every=0")
+    scaling = ("engine.autoscaler.enabled=true", "engine.autoscaler.window_s=5", "engine.autoscaler.cooldown_s=5")
+    with LiveRun(tmp_path / "run", *OVERRIDES, *slow, *scaling) as live:
+        live.wait_step(1)
+        elastic = ElasticRun(live)
+        live.wait_for("a second engine", lambda: elastic.engines() == ["engine-0", "engine-1"])
+        elastic.first_group("engine-1")
+        (change, *_) = elastic.ask("GET", "/autoscaler/scale_history")["decisions"][::-1]
+        assert (change["action"], change["engines"], change["target"]) == ("out", 1, 2)
+        assert change["wait_share"] > 0.2 and change["waiting"] > 0 and 0 < change["cache_share"] <= 1, change
+        assert f"waits {change['wait_share']:.0%} of its steps' time" in change["reason"]
+        rows = elastic.ask("GET", "/rollout/engines")["engines"]
+        assert all(row["cache_share"] is not None for row in rows), rows
+        assert elastic.ask("POST", "/autoscaler/enable", {"enabled": False}) == {"enabled": False}
+        elastic.ask("POST", "/run/stop")
+        run = live.finish()
+    assert run.code == 128 + 15, run.output
+    assert run.summary["ledger"]["lost"] == run.summary["ledger"]["trained_twice"] == 0
+    (order,) = [one for one in run.summary["operations"] if one["kind"] == "scale_out"]
+    assert order["request_id"] == change["request_id"] and order["status"] == "ACTIVE", order
+
+
 def test_an_engine_of_somebody_elses_joins_by_its_address_and_forgets_the_weights(tmp_path: Path) -> None:
     key = tmp_path / "key"
     key.touch(mode=0o600)

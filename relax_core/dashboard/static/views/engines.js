@@ -55,11 +55,14 @@ function usage(used) {
   h("p", { class: "quiet small" }, "Each as of the newest 5 s. Memory is resident memory, in which pages that several processes share count for each."))];
 }
 
-// Engines share the prompts, so one that sampled clearly fewer tokens than the median of all was slower or was away.
+const LEAST_S = 10; // seconds from an engine's first sample to its last one, from which on its rate is compared
+
+// Engines share the prompts, so one that sampled clearly fewer tokens a second, while it was there, was slower than the others.
 function slow(engines) {
-  if (engines.length < 2) return [];
-  const sorted = engines.map((one) => one.tokens).sort((a, b) => a - b);
+  const rates = engines.filter((one) => one.last_s - one.first_s >= LEAST_S).map((one) => [one.engine, one.tokens / (one.last_s - one.first_s)]);
+  if (rates.length < 2) return [];
+  const sorted = rates.map(([, rate]) => rate).sort((a, b) => a - b);
   const median = sorted[Math.floor(sorted.length / 2)];
-  return engines.filter((one) => one.tokens < 0.8 * median).map((one) =>
-    h("p", {}, foreign(`${one.engine} sampled ${number(Math.round(100 * (1 - one.tokens / median)))}% fewer tokens than the median engine.`)));
+  return rates.filter(([, rate]) => rate < 0.8 * median).map(([engine, rate]) =>
+    h("p", {}, foreign(`${engine} sampled ${number(Math.round(100 * (1 - rate / median)))}% fewer tokens a second than the median engine.`)));
 }
