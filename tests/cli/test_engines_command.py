@@ -20,6 +20,7 @@ from relax_core.gateway.gateway_settings import FILE
 from relax_core.gateway.order_book import EngineRow, Order, OrderBook, RunRow
 from relax_core.plan.build_plan import make_plan
 from relax_core.plan.plan_command import save_plan
+from tests.control.gateway_up import until_up
 
 DEADLINE_S = 120.0
 
@@ -83,6 +84,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Contro
     save_plan(make_plan(config), folder)
     with gateway(config) as process:
         assert process is not None
+        until_up(process)
         controller = Controller(folder)
         yield folder, controller, process
         controller.end()

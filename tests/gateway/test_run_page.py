@@ -15,6 +15,7 @@ import pytest
 from relax_core.config.compose import load_config
 from relax_core.control.supervision.gateway_process import gateway
 from relax_core.gateway.gateway_settings import FILE, GatewayAddress
+from tests.control.gateway_up import until_up
 
 DEADLINE_S = 60.0
 
@@ -74,6 +75,7 @@ def test_a_link_opens_the_page_once_and_the_cookie_outlives_the_gateway(
     reader = Reader(folder)
     with gateway(config) as process:
         assert process is not None
+        until_up(process)
         first = reader.address()
         assert b"<title>Relax</title>" in reader.ask("/")[1]
         bearer = f"Bearer {first.token}"

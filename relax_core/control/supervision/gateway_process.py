@@ -18,10 +18,11 @@ import msgspec
 from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.stop_signals import STOP_SIGNALS
 from relax_core.control.engines.engine_limits import limits_of
-from relax_core.engines.engine_process import first_line
+from relax_core.engines.engine_process import first_line, readable
 from relax_core.gateway.gateway_settings import FILE, GatewayAddress, GatewaySettings
 
 START_S = 60.0
+LINE_S = 1.0  # in which the rest of its first line comes
 STOP_S = 5.0
 AGAIN_S = 1.0  # seconds between two starts of a gateway that dies
 
@@ -32,10 +33,7 @@ class GatewayUnstarted(RuntimeError):
 
 @contextmanager
 def gateway(config: RelaxConfig) -> Iterator[GatewayProcess | None]:
-    """Runs the gateway of a run while the block runs; yields None with gateway=none.
-
-    Raises GatewayUnstarted if it does not start.
-    """
+    """Runs the gateway of a run while the block runs; yields None with gateway=none. Nothing waits for its start."""
     if config.gateway.name == "none":
         yield None
         return
@@ -65,9 +63,7 @@ class GatewayProcess:
         )
         self._process = self._start()
         self._started = time.monotonic()
-        address = self._first_address()
-        self._settings = msgspec.structs.replace(self._settings, port=int(address.url.rpartition(":")[2]), exact=True)
-        self._greet(address)
+        self.is_up = False  # whether it has said its address
 
     @property
     def pid(self) -> int:
@@ -93,15 +89,20 @@ class GatewayProcess:
             process.stdin.write(msgspec.json.encode(self._settings) + b"\n")
         return process
 
-    def _first_address(self) -> GatewayAddress:
+    def _look_for_address(self) -> None:
         assert self._process.stdout is not None
-        line = first_line(self._process.stdout, deadline=time.monotonic() + START_S)
+        is_late = time.monotonic() - self._started > START_S
+        if not is_late and not readable(self._process.stdout, timeout_s=0.0):
+            return
+        line = first_line(self._process.stdout, deadline=time.monotonic() + LINE_S)
         if not line.endswith(b"\n"):
             code = self._process.poll()
             how = f"no answer in {START_S:g} s" if code is None else f"it ended with exit code {code}"
-            self.stop()
             raise GatewayUnstarted(f"the gateway did not start: {how}; see {self._log}")
-        return msgspec.json.decode(line, type=GatewayAddress)
+        address = msgspec.json.decode(line, type=GatewayAddress)
+        self._settings = msgspec.structs.replace(self._settings, port=int(address.url.rpartition(":")[2]), exact=True)
+        self.is_up = True
+        self._greet(address)
 
     def _greet(self, address: GatewayAddress) -> None:
         port = self._settings.port
@@ -115,7 +116,14 @@ class GatewayProcess:
         _report(*lines)
 
     def check(self) -> None:
-        """Starts the gateway again if it has died, at most run.max_restarts times, under its port and its token."""
+        """Says where the gateway is once it is up, and starts it again if it has died.
+
+        It is started again at most run.max_restarts times, under its port and its token. Raises GatewayUnstarted if it
+        does not start at first.
+        """
+        if not self.is_up:
+            self._look_for_address()
+            return
         code = self._process.poll()
         if code is None or self._given_up or time.monotonic() - self._started < AGAIN_S:
             return

@@ -85,8 +85,10 @@ def _supervise(
             main = partial(run_once, config, resume, paths, attempt)
             controller = ControllerProcess(main, signals, has_own_ray=config.launcher.ray_address is None)
             watch = None if gateway_process is None else gateway_process.check
-            end = controller.wait(frozen_after_s=config.run.heartbeat_timeout_s, meanwhile=watch)
-            _end_rest(gateway_process)
+            try:
+                end = controller.wait(frozen_after_s=config.run.heartbeat_timeout_s, meanwhile=watch)
+            finally:  # also if the gateway did not start
+                _end_rest(gateway_process)
         if end.how == "ended":
             return end.code
         if sys.stdout.isatty():

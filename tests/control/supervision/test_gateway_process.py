@@ -24,6 +24,7 @@ from relax_core.control.supervision.gateway_process import gateway
 from relax_core.gateway.gateway_settings import FILE
 from relax_core.gateway.order_book import OrderBook, RunRow
 from tests.control import supervised
+from tests.control.gateway_up import until_up
 from tests.control.supervised import DEADLINE_S, start
 from tests.ports import free_port
 
@@ -45,6 +46,15 @@ def eventually(what: str, true: Callable[[], bool]) -> None:
             pass
         assert time.monotonic() < deadline, what
         time.sleep(0.05)
+
+
+def test_a_gateway_that_does_not_start_ends_the_run_in_words(tmp_path: Path) -> None:
+    """Every port of an address that this machine does not have is refused to it."""
+    process = start(tmp_path, supervised.dies_when_told_and_then_waits, "gateway=local", "gateway.host=198.51.100.7")
+    _, err = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 1 and "the gateway did not start: it ended with exit code" in err, err
+    controller = (tmp_path / "ready").read_text()
+    assert not controller or process_state(int(controller)) == "exited"
 
 
 def test_the_gateway_outlives_its_controller_and_its_own_death_and_ends_with_the_run(tmp_path: Path) -> None:
@@ -103,7 +113,7 @@ def test_a_gateway_that_dies_too_often_is_told_of_and_the_run_goes_on(
     config = load_config(["gateway=local", "gateway.port=0", "run.max_restarts=0", f"run.dir={tmp_path}"])
     with gateway(config) as process:
         assert process is not None
-        process.check()
+        until_up(process)
         assert (tmp_path / FILE).exists()
         os.kill(process.pid, signal.SIGKILL)
         eventually("it is not noticed", lambda: process.check() is None and not (tmp_path / FILE).exists())

@@ -1,0 +1,18 @@
+"""Waits for a gateway that a test has started, as the supervisor does."""
+
+from __future__ import annotations
+
+import time
+
+from relax_core.control.supervision.gateway_process import GatewayProcess
+
+DEADLINE_S = 120.0
+
+
+def until_up(process: GatewayProcess) -> None:
+    """Looks after a gateway until it has said its address."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not process.is_up:
+        assert time.monotonic() < deadline
+        process.check()
+        time.sleep(0.05)
