@@ -36,7 +36,7 @@ def main(words: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="relax engines", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a run with gateway=local")
+    parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a run that goes on")
     parser.add_argument("action", nargs="?", choices=["add", "remove", "cancel", "watch"])
     parser.add_argument("what", nargs="*", help="how many, which engines, or which order")
     parser.add_argument("--force", action="store_true", help="remove: move samples under way to other engines at once")

@@ -76,7 +76,7 @@ class GatewayClient:
             return read_address(self._folder)
         except FileNotFoundError as error:
             raise GatewayUnreachable(
-                f"{self._folder / FILE} does not exist: no run with gateway=local works in this folder now"
+                f"{self._folder / FILE} does not exist: no run that has a gateway works in this folder now"
             ) from error
         except (OSError, msgspec.DecodeError) as error:
             raise GatewayUnreachable(f"{self._folder / FILE} cannot be read: {error}") from error

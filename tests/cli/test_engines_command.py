@@ -174,4 +174,4 @@ def test_a_gateway_that_starts_again_answers_a_request_once(run: tuple[Path, Con
 
 def test_a_folder_without_a_gateway_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["engines", str(tmp_path)]) == 2
-    assert f"{tmp_path / FILE} does not exist: no run with gateway=local" in capsys.readouterr().err
+    assert f"{tmp_path / FILE} does not exist: no run that has a gateway" in capsys.readouterr().err

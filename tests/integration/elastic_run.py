@@ -16,7 +16,6 @@ from relax_core.gateway.gateway_client import GatewayClient, GatewayRefused, Gat
 from tests.integration.live_run import ENGINE, ROLLOUT, LiveRun
 
 OVERRIDES = (
-    "gateway=local",
     "gateway.port=0",
     "run.steps=100000",
     "run.export_hf=false",

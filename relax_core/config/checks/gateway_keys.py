@@ -24,11 +24,6 @@ def gateway_problems(config: RelaxConfig) -> Iterator[str]:
             f"engine.autoscaler.min_count={engine.autoscaler.min_count} is more than "
             f"engine.elastic.max_count={engine.elastic.max_count}. Lower the first one or raise the second one."
         )
-    if engine.count > engine.elastic.max_count:
-        yield (
-            f"engine.count={engine.count} with engine.elastic.max_count={engine.elastic.max_count}: the run begins "
-            f"with more engines than it may have. Use engine.elastic.max_count={engine.count} or more."
-        )
     if not _is_address(gateway.host):
         yield f"gateway.host={gateway.host} is no IPv4 address. Use 127.0.0.1, or an address of this machine."
     for name in gateway.allowed_hosts:

@@ -22,7 +22,7 @@ def limits_of(config: RelaxConfig) -> Limits:
             no_more = "placement.gpus_per_node: engines on GPUs are placed at the start, and none comes or goes."
     return Limits(
         start=engine.count,
-        most=engine.elastic.max_count,
+        most=max(engine.count, engine.elastic.max_count),
         refusal=refusal,
         no_more=no_more,
         no_urls=no_urls,

@@ -65,6 +65,7 @@ SIZED = ("supervisor", "Serve controller", "advantages", "rollout", "owner of an
 HEADERS, PARQUET = 23, 40  # for checking data with images and videos (Pillow, PyAV), or in Parquet files (pyarrow)
 SERVE_DEPLOYMENT, REWARD_WORKER, QUEUE_PROCESS = 164, 65, 250
 AGENT = 64  # a Python program with a client library, and its guard; one may use agent.memory_gib
+GATEWAY = 68  # FastAPI and uvicorn
 TORCH = 188  # for computing advantages with torch in the rollout
 KEPT_BY_ALLOCATOR = 0.5  # share of what a micro-batch allocates: pieces that glibc neither returns nor reuses
 SAMPLING_COPIES = 8  # float32 arrays [samples, vocabulary] of one decode step
@@ -85,6 +86,8 @@ def cpu_holders(
     """Returns the memory of every process of the run, and of the items in shared memory of data with ``data_rows``."""
     holders = [_plain(name, mib) for name, mib in BASES.items() if name not in SIZED]
     holders.append(_plain("supervisor", _supervisor(config, work)))
+    if config.gateway.name != "none":
+        holders.append(_plain("gateway", GATEWAY))
     engines = roles["engine"] + roles.get("teacher_engine", 0) + roles.get("judge_engine", 0)
     holders.append(_plain("owner of an engine", BASES["owner of an engine"], count=engines))
     rollout = BASES["rollout"] + (0 if "advantages" in roles else TORCH)

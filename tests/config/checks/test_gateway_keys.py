@@ -6,12 +6,12 @@ import pytest
 
 from relax_core.config.compose import load_config
 from relax_core.config.errors import ConfigError
+from relax_core.control.engines.engine_limits import limits_of
 
 
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["engine.count=3", "engine.elastic.max_count=2"], "Use engine.elastic.max_count=3 or more"),
         (["engine.autoscaler.min_count=17"], "engine.autoscaler.min_count=17 is more than"),
         (["engine.autoscaler.enabled=true", "mode=colocate"], "with mode=colocate, in which no engine comes or goes"),
         (["engine.autoscaler.enabled=true", "gateway=none"], "with gateway=none: it orders engines through"),
@@ -31,4 +31,9 @@ def test_a_gateway_that_nobody_could_reach_is_refused(overrides: list[str], word
 def test_a_gateway_may_listen_beside_loopback_and_without_one_nothing_is_checked() -> None:
     config = load_config(["gateway=local", "gateway.host=10.0.0.5", "gateway.allowed_hosts=[gpu7.cluster]"])
     assert config.gateway.allowed_hosts == ["gpu7.cluster"]
-    assert load_config(["gateway.host=nowhere"]).gateway.name == "none"
+    assert load_config(["gateway=none", "gateway.host=nowhere"]).gateway.name == "none"
+
+
+def test_a_run_may_begin_with_more_engines_than_are_added() -> None:
+    config = load_config(["engine.count=3", "engine.elastic.max_count=2"])
+    assert config.gateway.name == "local" and limits_of(config).most == 3

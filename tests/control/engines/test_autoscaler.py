@@ -94,7 +94,7 @@ class Scaled:
     """Holds the autoscaler of a run with one engine; the test advances the clock."""
 
     def __init__(self, folder: Path) -> None:
-        config = load_config(["gateway=local", "engine.max_running_samples=16"], settle=settle)
+        config = load_config(["engine.max_running_samples=16"], settle=settle)
         self.config = replace(
             config,
             engine=replace(
