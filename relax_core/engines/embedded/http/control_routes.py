@@ -131,7 +131,7 @@ class ControlRoutes:
 
     async def _rename(self, body: bytes) -> dict[str, Any]:
         version = decode(body, VersionBody).new_version
-        if str(version) == str(NOTHING_ATTESTED):
+        if version == str(NOTHING_ATTESTED):  # as a text, as SGLang writes versions
             return await self._updates.forget()
         return await self._updates.rename(version_of(version))
 
