@@ -77,7 +77,7 @@ def test_the_autoscaler_adds_an_engine_while_the_trainer_waits(tmp_path: Path) -
     assert run.code == 128 + 15, run.output
     assert run.summary["ledger"]["lost"] == run.summary["ledger"]["trained_twice"] == 0
     (order,) = [one for one in run.summary["operations"] if one["kind"] == "scale_out"]
-    assert order["request_id"] == change["request_id"] and order["status"] == "ACTIVE", order
+    assert order["request_id"] == change["request_id"] and order["history"][-1]["state"] == "ACTIVE", order
 
 
 def test_an_engine_of_somebody_elses_joins_by_its_address_and_forgets_the_weights(tmp_path: Path) -> None:
