@@ -15,12 +15,10 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +27,9 @@ from benchmarks.elastic import WARM_STEPS, books
 from relax_core.engines.protocol.engine_client import EngineClient
 from relax_core.tools.make_tiny import tiny_model_folder
 from tests.integration.elastic_run import OVERRIDES, ElasticRun
+from tests.integration.embedded_servers import KEY, attached_to, server_command, servers
 from tests.integration.live_run import LiveRun
 
-KEY = "key-of-the-servers"
-SIZES = ("--context-length", "64", "--max-running-samples", "16", "--max-total-tokens", "4096")
 JOIN_S = 20  # an order's deadline, which ends the offer of a server that refuses all weights
 
 
@@ -45,44 +42,23 @@ def other_model(folder: Path, name: str, values: Mapping[str, Any]) -> Path:
     return mine
 
 
-def command(
-    model: Path, folder: Path, *more: str, module: Sequence[str] = ("relax_core.engines.embedded",)
-) -> list[str]:
-    """Returns the words that start a server whose key is in ``folder``."""
-    own = ["--stay", "--model-path", str(model), "--token-file", str(folder / "key"), *SIZES, *more]
-    return [sys.executable, "-m", *module, *own]
-
-
 def commands(folder: Path) -> dict[str, list[str]]:
     """Returns the command of one server of each kind, and of the good one under "good"."""
     model = tiny_model_folder("tiny_qwen3", task="reverse_digits")
     rope = {"rope_parameters": {"rope_theta": 500.0, "rope_type": "default"}}
     return {
-        "good": command(model, folder),
-        **{kind: command(model, folder, "--load-weights", module=("benchmarks.bad_engine", kind)) for kind in KINDS},
-        "other_model": command(other_model(folder, "rope", rope), folder),
-        "other_layers": command(other_model(folder, "layers", {"num_hidden_layers": 1, "layer_types": None}), folder),
-        "other_dtype": command(model, folder, "--dtype", "bfloat16"),
-        "other_vocabulary": command(other_model(folder, "vocabulary", {"vocab_size": 64}), folder),
+        "good": server_command(model, folder),
+        **{
+            kind: server_command(model, folder, "--load-weights", module=("benchmarks.bad_engine", kind))
+            for kind in KINDS
+        },
+        "other_model": server_command(other_model(folder, "rope", rope), folder),
+        "other_layers": server_command(
+            other_model(folder, "layers", {"num_hidden_layers": 1, "layer_types": None}), folder
+        ),
+        "other_dtype": server_command(model, folder, "--dtype", "bfloat16"),
+        "other_vocabulary": server_command(other_model(folder, "vocabulary", {"vocab_size": 64}), folder),
     }
-
-
-@contextmanager
-def servers(folder: Path, commands: Mapping[str, Sequence[str]]) -> Iterator[dict[str, str]]:
-    """Yields the addresses of servers by the names of their commands; their key is in ``folder``."""
-    key = folder / "key"
-    key.touch(mode=0o600)
-    key.write_text(KEY)
-    with ExitStack() as stack:
-        urls = {}
-        for kind, started in commands.items():
-            process = stack.enter_context(
-                subprocess.Popen(started, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True)
-            )
-            stack.callback(process.kill)
-            assert process.stdout is not None
-            urls[kind] = json.loads(process.stdout.readline())["url"]
-        yield urls
 
 
 def offers(folder: Path, *, count: int, overrides: Sequence[str]) -> bool:
@@ -92,8 +68,7 @@ def offers(folder: Path, *, count: int, overrides: Sequence[str]) -> bool:
     joined: list[str] = []
     with servers(folder, commands(folder)) as urls:
         good = urls.pop("good")
-        attached = [f"engine.urls=[{good}]", f"engine.token_file={folder / 'key'}", "run.save_every=0"]
-        with LiveRun(folder / "run", *OVERRIDES, *attached, *overrides) as live:
+        with LiveRun(folder / "run", *OVERRIDES, *attached_to(good, folder), *overrides) as live:
             live.wait_step(WARM_STEPS)
             elastic = ElasticRun(live)
             while refused.total() + len(joined) < count:

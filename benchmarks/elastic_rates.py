@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.elastic import WARM_STEPS, books, step_ms
-from benchmarks.elastic_offers import command, servers
 from relax_core.tools.make_tiny import tiny_model_folder
 from tests.integration.elastic_run import OVERRIDES, ElasticRun
+from tests.integration.embedded_servers import attached_to, server_command, servers
 from tests.integration.live_run import LiveRun
 
 STEPS = 40  # train steps over which each rate is measured
@@ -29,12 +29,11 @@ REACH = 0.9
 def rates(folder: Path, *, most: int, overrides: Sequence[str]) -> bool:
     """Prints samples/s with 1 to ``most`` engines; returns whether each is at least `REACH` of linear."""
     model = tiny_model_folder("tiny_qwen3", task="reverse_digits")
-    slow = command(model, folder, module=("tests.engines.slow_engine",))
+    slow = server_command(model, folder, module=("tests.engines.slow_engine",))
     begins: list[int] = []
     with servers(folder, {str(number): slow for number in range(most)}) as urls:
         first, *others = urls.values()
-        attached = [f"engine.urls=[{first}]", f"engine.token_file={folder / 'key'}", "run.save_every=0"]
-        with LiveRun(folder / "run", *OVERRIDES, *attached, *overrides) as live:
+        with LiveRun(folder / "run", *OVERRIDES, *attached_to(first, folder), *overrides) as live:
             live.wait_step(WARM_STEPS)
             elastic = ElasticRun(live)
             for number in range(most):

@@ -21,7 +21,7 @@ import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
-from relax_core.data.file_lock import file_locked
+from relax_core.contracts.host.file_lock import file_locked
 from relax_core.families.tiny_configs import MODEL_NAMES, OMNI, STUDENT, VISION_NAMES
 from relax_core.tools.tiny_warm_start import WARM_STARTS, write_text_model
 

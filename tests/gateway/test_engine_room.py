@@ -1,4 +1,4 @@
-"""What an order that is only tried says of this machine, from the plan that the run was started with."""
+"""A dry run of an order says what its engines would take of this machine, as the plan of the run does."""
 
 from __future__ import annotations
 

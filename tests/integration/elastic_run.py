@@ -13,7 +13,7 @@ from typing import Any
 
 from relax_core.contracts.columns import decode_episodes
 from relax_core.gateway.gateway_client import GatewayClient, GatewayRefused, GatewayUnreachable
-from tests.integration.live_run import ENGINE, ROLLOUT, LiveRun
+from tests.integration.live_run import ENGINE, ROLLOUT, FinishedRun, LiveRun
 
 OVERRIDES = (
     "gateway.port=0",
@@ -145,6 +145,16 @@ class ElasticRun:
         """Returns the ids of the engines that serve or join."""
         rows = self.ask("GET", "/rollout/engines")["engines"]
         return [row["id"] for row in rows if row["state"] in ("joining", "serving")]
+
+    def stop(self) -> FinishedRun:
+        """Stops the run over HTTP, and checks that no sample is lost or trained twice."""
+        assert self.ask("POST", "/run/stop")["kind"] == "stop"
+        run = self.live.finish()
+        assert run.code == 128 + signal.SIGTERM, run.output
+        books = run.summary["ledger"]
+        assert books["lost"] == books["trained_twice"] == 0, books
+        assert books["issued"] == books["trained"] + books["open"] + sum(books["dropped"].values()), books
+        return run
 
     def wait_alone(self) -> None:
         """Waits until the engine of the start is the only one, and no process of another is left."""

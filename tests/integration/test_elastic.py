@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
-import sys
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -15,6 +12,7 @@ from relax_core.engines.protocol.engine_client import EngineClient
 from relax_core.tools.make_tiny import tiny_model_folder
 from tests.dashboard.browser import CHROMIUM, opened_browser
 from tests.integration.elastic_run import OVERRIDES, ElasticRun
+from tests.integration.embedded_servers import KEY, attached_to, server_command, servers
 from tests.integration.live_run import ENGINE, LiveRun
 
 pytestmark = pytest.mark.integration
@@ -41,12 +39,8 @@ def test_engines_come_and_go_and_nothing_is_lost(tmp_path: Path) -> None:
         if CHROMIUM is not None:
             asyncio.run(order_on_the_page(json.loads((live.folder / "gateway.json").read_text())["page"], tmp_path))
             assert elastic.engines() == ["engine-0", "engine-4"]
-        assert elastic.ask("POST", "/run/stop")["kind"] == "stop"
-        run = live.finish()
-    assert run.code == 128 + 15, run.output
+        run = elastic.stop()
     books = run.summary["ledger"]
-    assert books["lost"] == books["trained_twice"] == 0, books
-    assert books["issued"] == books["trained"] + books["open"] + sum(books["dropped"].values()), books
     assert set(run.persisted("trained").values()) == {1}
     assert run.summary["outcome"] == "stopped" and run.checkpoints()
     shares = {one["id"]: one["samples"] for one in run.summary["engines"]}
@@ -72,36 +66,16 @@ def test_the_autoscaler_adds_an_engine_while_the_trainer_waits(tmp_path: Path) -
         rows = elastic.ask("GET", "/rollout/engines")["engines"]
         assert all(row["cache_share"] is not None for row in rows), rows
         assert elastic.ask("POST", "/autoscaler/enable", {"enabled": False}) == {"enabled": False}
-        elastic.ask("POST", "/run/stop")
-        run = live.finish()
-    assert run.code == 128 + 15, run.output
-    assert run.summary["ledger"]["lost"] == run.summary["ledger"]["trained_twice"] == 0
+        run = elastic.stop()
     (order,) = [one for one in run.summary["operations"] if one["kind"] == "scale_out"]
     assert order["request_id"] == change["request_id"] and order["history"][-1]["state"] == "ACTIVE", order
 
 
 def test_an_engine_of_somebody_elses_joins_by_its_address_and_forgets_the_weights(tmp_path: Path) -> None:
-    key = tmp_path / "key"
-    key.touch(mode=0o600)
-    key.write_text("key-of-the-engines")
-    model = tiny_model_folder("tiny_qwen3", task="reverse_digits")
-    # --stay: a server of its own, whose stdin nobody holds open.
-    own = {"context-length": 64, "max-running-samples": 16, "max-total-tokens": 4096}
-    words = ["--stay", "--model-path", str(model), "--token-file", str(key)]
-    words += [word for name, value in own.items() for word in (f"--{name}", str(value))]
-    with ExitStack() as stack:
-        urls = []
-        for _ in range(2):
-            command = [sys.executable, "-m", "relax_core.engines.embedded", *words]
-            process = stack.enter_context(
-                subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True)
-            )
-            stack.callback(process.kill)
-            assert process.stdout is not None
-            urls.append(json.loads(process.stdout.readline())["url"])
-        first, second = urls
-        attached = (f"engine.urls=[{first}]", f"engine.token_file={key}", "run.save_every=0")
-        with LiveRun(tmp_path / "run", *OVERRIDES, *attached) as live:
+    command = server_command(tiny_model_folder("tiny_qwen3", task="reverse_digits"), tmp_path)
+    with servers(tmp_path, {"first": command, "second": command}) as urls:
+        second = urls["second"]
+        with LiveRun(tmp_path / "run", *OVERRIDES, *attached_to(urls["first"], tmp_path)) as live:
             live.wait_step(1)
             elastic = ElasticRun(live)
             out = elastic.order("scale_out", {"engine_urls": [second]})
@@ -109,12 +83,9 @@ def test_an_engine_of_somebody_elses_joins_by_its_address_and_forgets_the_weight
             elastic.first_group(out["engine_ids"][0])
             gone = elastic.order("scale_in", {"engine_urls": [second]})
             assert gone["status"] == "COMPLETED", gone
-            client = EngineClient(second, key.read_text(), request_timeout_s=30.0, control_timeout_s=30.0)
+            client = EngineClient(second, KEY, request_timeout_s=30.0, control_timeout_s=30.0)
             assert client.ready() and client.model_info()["weight_version"] == "-1"
-            elastic.ask("POST", "/run/stop")
-            run = live.finish()
-    assert run.code == 128 + 15, run.output
-    assert run.summary["ledger"]["lost"] == run.summary["ledger"]["trained_twice"] == 0
+            run = elastic.stop()
     assert [one["origin"] for one in run.summary["engines"]] == ["start", "external"]
     assert all(one["samples"] for one in run.summary["engines"])
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -37,18 +36,6 @@ def join_and_leave(elastic: ElasticRun, out: dict[str, object], into: dict[str, 
     assert rows[engine] == left, rows
 
 
-def end(live: LiveRun, elastic: ElasticRun, *, engines: int) -> None:
-    """Stops the run and checks its books."""
-    elastic.ask("POST", "/run/stop")
-    run = live.finish()
-    assert run.code == 128 + signal.SIGTERM, run.output
-    books = run.summary["ledger"]
-    assert books["lost"] == books["trained_twice"] == 0, books
-    assert run.summary["recoveries"] == [] and run.summary["logprob_gap"]["max"] < 1e-4
-    shares = [one["samples"] for one in run.summary["engines"]]
-    assert len(shares) == engines and all(shares), shares
-
-
 def test_servers_of_the_run_come_and_go(tmp_path: Path) -> None:
     with LiveRun(tmp_path / "run", *OVERRIDES, *SGLANG, "run.save_every=0") as live:
         live.wait_step(2)
@@ -61,11 +48,7 @@ def test_servers_of_the_run_come_and_go(tmp_path: Path) -> None:
         elastic.wait_alone()
         step = elastic.ask("GET", "/run")["step"]
         live.wait_step(step + 2)
-        elastic.ask("POST", "/run/stop")
-        run = live.finish()
-    assert run.code == 128 + signal.SIGTERM, run.output
-    books = run.summary["ledger"]
-    assert books["lost"] == books["trained_twice"] == 0, books
+        run = elastic.stop()
     assert run.summary["logprob_gap"]["max"] < 1e-4
 
 
@@ -102,5 +85,8 @@ def test_a_server_of_somebody_elses_joins_and_leaves(tmp_path: Path) -> None:
                 second.url, KEY, request_timeout_s=30.0, control_timeout_s=30.0, ranks=1, vocab_size=50, seeds=False
             )
             assert client.ready() and client.model_info()["weight_version"] == "-1", "it has forgotten the weights"
-            end(live, elastic, engines=2)
+            run = elastic.stop()
+        assert run.summary["recoveries"] == [] and run.summary["logprob_gap"]["max"] < 1e-4
+        shares = [one["samples"] for one in run.summary["engines"]]
+        assert len(shares) == 2 and all(shares), shares
         assert first.poll() is None and second.poll() is None

@@ -1,4 +1,4 @@
-"""What the gateway cannot be reached under, and how many engines a run with a gateway may begin with."""
+"""Checks the addresses of the gateway, and the keys of engines that come and go and of the autoscaler."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from relax_core.data.file_lock import file_locked
+from relax_core.contracts.host.file_lock import file_locked
 
 _LAST_FILE = ".complete"
 _MAKE_DEADLINE_S = 120.0

@@ -1,4 +1,4 @@
-"""What answers a judge's prompts: engines of the run, or a server with OpenAI's chat protocol."""
+"""Answers a judge's prompts by engines of the run, or by a server with OpenAI's chat protocol."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from relax_core.contracts.engine import EngineError, Generated, PromptRequest, S
 from relax_core.contracts.judging.judge import JudgeConfig
 from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.engines.pool.engine_pool import EnginePool
+from relax_core.rollout.episodes.shared_requests import Asked, SharedRequests
 from relax_core.rollout.judges.judge_prompts import without_markup
 
 if TYPE_CHECKING:
@@ -58,15 +59,6 @@ class JudgeServer(Protocol):
         ...
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Asked:
-    """Is a prompt for the judge's engines, its place among equally loaded ones, and its response to come."""
-
-    request: PromptRequest
-    place: int
-    response: asyncio.Future[Generated]
-
-
 class JudgeEngines:
     """Asks the engines that the run has for one judge, with the judge's own tokenizer and chat template.
 
@@ -82,7 +74,7 @@ class JudgeEngines:
         self._tokenizer = PromptTokenizer(model_folder)
         self._context_tokens = context_tokens
         self._numbers = count()
-        self._ready: dict[float, list[_Asked]] = {}  # by temperature
+        self._ready: dict[float, list[Asked]] = {}  # by temperature
         self._tasks: set[asyncio.Task[None]] = set()
 
     def shown(self, value: str) -> str:
@@ -103,13 +95,13 @@ class JudgeEngines:
             )
         number = next(self._numbers)
         request = PromptRequest(rid=f"judge-{self._judge}-{number}", input_ids=ids, sampling_seed=seed)
-        asked = _Asked(request=request, place=number, response=asyncio.get_running_loop().create_future())
+        response: asyncio.Future[Generated] = asyncio.get_running_loop().create_future()
         ready = self._ready.setdefault(temperature, [])
-        ready.append(asked)
+        ready.append((request, number, response, None))
         if len(ready) == 1:
             self._start(self._send_ready(temperature))
         try:
-            return self._text(await asked.response, prompt_tokens=len(ids))
+            return self._text(await response, prompt_tokens=len(ids))
         except asyncio.CancelledError:
             self._start(self._pool.cancel([request.rid]))
             raise
@@ -123,27 +115,23 @@ class JudgeEngines:
         await asyncio.sleep(0)  # all answers that are ready in this iteration add their prompts first
         await self._send(self._ready.pop(temperature), temperature)
 
-    async def _send(self, asked: Sequence[_Asked], temperature: float) -> None:
+    async def _send(self, asked: Sequence[Asked], temperature: float) -> None:
         """Sends one request; if an engine refuses it, each prompt is sent alone, so that only the refused one fails."""
-        open_ones = [one for one in asked if not one.response.done()]
         params = SamplingParams(
             max_new_tokens=self._settings.max_new_tokens,
             temperature=temperature,
             stop_token_ids=self._tokenizer.stop_token_ids,
         )
-        requests, places = [one.request for one in open_ones], [one.place for one in open_ones]
         try:
-            async for number, (response,) in self._pool.generate(requests, params, places=places):
-                if not open_ones[number].response.done():  # a done one was given up
-                    open_ones[number].response.set_result(response)
+            await SharedRequests(self._pool, params).answer(asked)
         except Exception as error:  # the callers raise it
-            left = [one for one in open_ones if not one.response.done()]
-            if isinstance(error, EngineError) and len(open_ones) > 1:
+            left = [one for one in asked if not one[2].done()]
+            if isinstance(error, EngineError) and len(asked) > 1:
                 for one in left:
                     self._start(self._send([one], temperature))
                 return
-            for one in left:
-                one.response.set_exception(JudgeRefused(str(error)) if isinstance(error, EngineError) else error)
+            for _, _, response, _ in left:
+                response.set_exception(JudgeRefused(str(error)) if isinstance(error, EngineError) else error)
 
     def _text(self, one: Generated, *, prompt_tokens: int) -> JudgeText:
         ids = one.output_ids.tolist()

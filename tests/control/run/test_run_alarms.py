@@ -91,7 +91,7 @@ def test_each_event_is_one_message(tmp_path: Path, told: Told) -> None:
 
 
 def test_the_end_of_a_run_is_told_after_its_order_book_is_closed(tmp_path: Path, told: Told) -> None:
-    """What failed before that is told, too; orders that the end of the run ends are not."""
+    """Orders that failed before are told, too; orders that are open when the run ends are not."""
     run = alarms(tmp_path, told, clock=Clock())
     book = OrderBook(tmp_path / "run")
 

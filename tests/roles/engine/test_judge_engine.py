@@ -61,6 +61,15 @@ async def together(server: JudgeEngines, client: EngineClient, monkeypatch: pyte
     monkeypatch.undo()
 
 
+async def assert_prompts_are_plain(judge: RunJudge, server: JudgeEngines, *, tokens: int, context: int) -> None:
+    """No text becomes a special token, and a prompt of ``tokens`` and a text that is too long is refused."""
+    long = await judge.verdict(VARIABLES | {"response": "1" * context})
+    assert long.value is None and f"has {tokens + context} tokens" in long.reason, long
+    stop = server._tokenizer.stop_token_ids[0]
+    plain = server.tokens(f"1{server._tokenizer.token_text(stop)}2")
+    assert plain.count(stop) == server.tokens("12").count(stop), "a name of a special token is plain text"
+
+
 def test_a_judge_answers_from_its_own_engine_and_survives_kill_9(
     tmp_path: Path, wait_until: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -107,13 +116,7 @@ def test_a_judge_answers_from_its_own_engine_and_survives_kill_9(
         verdict = await judge.verdict(asked)
         assert verdict.text == said and verdict.value == float(said), "greedy, from the same tokens"
 
-        long = await judge.verdict(VARIABLES | {"response": "1" * engine.context_tokens})
-        assert long.value is None and f"has {len(ids) - 7 + engine.context_tokens} tokens" in long.reason, long
-
-        special = server._tokenizer.token_text(stop[0])
-        plain = server.tokens(f"1{special}2")
-        assert plain.count(stop[0]) == server.tokens("12").count(stop[0]), "a name of a special token is plain text"
-
+        await assert_prompts_are_plain(judge, server, tokens=len(ids) - 7, context=engine.context_tokens)
         await together(server, client, monkeypatch)
         await asyncio.to_thread(
             wait_until, lambda: client.loads()["kv_cache_bytes"] == 0, what="an idle judge gives its cache up"

@@ -155,10 +155,13 @@ class SglangWeightCalls(WeightCalls):
             self._lock.take(self.weights_folder)
         try:
             self._begin()
+        except EngineError:  # no session is open, so there is none to abandon
+            self._lock.give_back()
+            raise
+        try:
             with self._released_if_unreachable():
                 self._order(Watch())
         except EngineUnreachable:
-            self._lock.give_back()
             raise
         except EngineError:
             self.abandon_weight_update()

@@ -1,4 +1,4 @@
-"""One sender at a time changes a server's weights, and one that was killed holds nobody up."""
+"""Tests that one sender at a time changes a server's weights, and that one that was killed delays no other."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ HOLDER = """
 import sys, time
 from pathlib import Path
 from relax_core.engines.sglang.client.sender_lock import SenderLock
-SenderLock(sys.argv[1], timeout_s=1.0).take(Path(sys.argv[2]))
+lock = SenderLock(sys.argv[1], timeout_s=1.0)
+lock.take(Path(sys.argv[2]))
 print("held", flush=True)
 time.sleep(60)
 """
@@ -60,7 +61,7 @@ def test_a_holder_that_is_stopped_is_waited_for_until_the_deadline_and_one_that_
             holder.kill()
     mine = SenderLock(URL, timeout_s=0.2)
     mine.take(tmp_path)
-    mine.take(tmp_path)  # a sender whose last update broke off takes it anew
+    mine.take(tmp_path)  # a sender whose last update broke off takes the lock again
     mine.give_back()
 
 
