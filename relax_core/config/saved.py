@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import re
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from relax_core.config.schema import RelaxConfig
+if TYPE_CHECKING:  # the process of the metrics takes secrets out of texts, and needs no schema
+    from relax_core.config.schema import RelaxConfig
 
 REDACTED = "<redacted>"
 _SECRET_KEY = re.compile(r"(?:^|_)(?:token|secret|password|api_key)$", re.IGNORECASE)
