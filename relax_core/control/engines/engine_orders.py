@@ -10,6 +10,7 @@ import logging
 import sqlite3
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -93,7 +94,8 @@ class EngineOrders:
             self._unwritable = ""
 
     def _tick(self, beats: Mapping[str, Beat], *, step: int, trained: bool, stopping: bool) -> None:
-        self._write(beats, step=step, stopping=stopping)
+        write = partial(self._write, beats, step=step, stopping=stopping)
+        write()
         orders = self._book.open_orders()
         for order in orders:
             if order.kind == "stop":
@@ -105,7 +107,7 @@ class EngineOrders:
             elif order.kind == "scale_out":
                 self._tick_out(order)
             else:
-                self._tick_in(order)
+                self._tick_in(order, write)
 
     def _tick_stop(self, order: Order, *, trained: bool, stopping: bool) -> None:
         if order.state == "STOPPING" and stopping:
@@ -166,7 +168,7 @@ class EngineOrders:
         elif age_s > (limit := float(order.body["timeout_secs"])):
             for number in order.engines:
                 if self._changes.stage(number) != "ACTIVE":
-                    self._changes.fail(number, f"it did not serve within timeout_secs={limit:g}")
+                    self._changes.fail_late(number, f"it did not serve within timeout_secs={limit:g}")
         else:
             order_of: list[State] = ["CREATING", "CONNECTING", "HEALTH_CHECKING", "WEIGHT_SYNCING", "ACTIVE"]
             least = min(stages, key=order_of.index)
@@ -189,7 +191,7 @@ class EngineOrders:
             self._book.move(order, end)
 
     # -- engines that go ----------------------------------------------------------------------------------------------
-    def _tick_in(self, order: Order) -> None:
+    def _tick_in(self, order: Order, write: Callable[[], None]) -> None:
         if order.state == "PENDING":
             if order.cancel:
                 self._book.move(order, "CANCELLED")
@@ -202,6 +204,7 @@ class EngineOrders:
         if order.cancel and order.state == "DRAINING":
             for number in open_ones:
                 self._changes.stay(number)
+            write()  # who sees the order's end sees them serve, and so does the target of the next order
             left = [number for number in order.engines if number not in open_ones]
             self._book.move(order, "CANCELLED", engines=left)
         elif not set(order.engines) & set(self._changes.leaving()):

@@ -126,6 +126,7 @@ def test_engines_are_added_taken_out_and_kept(ordered: Ordered) -> None:
     ordered.until(kept, "DRAINING")
     ordered.book.ask_cancel(kept)
     assert ordered.until(kept, "CANCELLED").engines == [] and ordered.run.states()[2] == "serving"
+    assert all(row.present for row in ordered.book.engines()), "an order to take them out again finds them"
 
     ray.get(ordered.run.services.rollouts[1].owe.remote(0))
     gone = ordered.place("scale_in", num_replicas=2, engine_ids=None, force=False, timeout_secs=None)
@@ -211,6 +212,7 @@ def test_servers_join_by_their_addresses_in_turn(ordered: Ordered, tmp_path: Pat
     for number in (1, 2):
         ordered.serve(number)
     assert states(ordered.until(first, "ACTIVE"))[:2] == ["PENDING", "CONNECTING"]
+    assert ordered.run.attached == [True, True], "each is asked with the key of somebody else's servers"
     ordered.tick()
     ordered.serve(3)
     assert ordered.until(second, "ACTIVE").engines == [3]
