@@ -93,7 +93,8 @@ class EngineStart(Protocol):
 class EngineServer:
     """Is a server and how a client reaches it.
 
-    ``token`` is empty if the server asks for none. ``model_folder`` is the folder of the served model.
+    ``token`` is empty if the server asks for none. ``attached`` says that somebody else started the server.
+    ``model_folder`` is the folder of the served model.
     ``media_folder`` holds the items of prompts, None if there are none. ``weights_folder`` holds the versions that the
     run publishes; senders to one server find each other there.
     ``request_timeout_s`` is the longest pause in seconds within a generate call, and ``control_timeout_s`` the longest
@@ -106,6 +107,7 @@ class EngineServer:
     model_folder: Path
     request_timeout_s: float
     control_timeout_s: float
+    attached: bool = False
     media_folder: Path | None = None
     weights_folder: Path | None = None
 
@@ -132,7 +134,8 @@ class EngineSpec:
     the client of a server; None takes `relax_core.engines.protocol.engine_client.EngineClient`. ``attach`` waits until
     a running server can serve, then makes it forget its weights; its arguments are the client, the seconds that it may
     take and the configuration's section ``rollout``. It raises EngineError with the reason. If it is None,
-    ``engine.urls`` cannot be given.
+    ``engine.urls`` cannot be given, and no server joins by its address. ``attached_media`` are the kinds of media that
+    prompts for such servers may hold.
 
     ``keys`` are those of engine.python, urls, token_file, mem_fraction, deterministic, flags and prefix_cache_tokens
     that it reads; the others must keep their defaults. ``problems`` and ``file_problems`` take the whole configuration
@@ -165,5 +168,6 @@ class EngineSpec:
     memory_mib: int = 256
     whole_cache: bool = False
     media: frozenset[MediaKind] = frozenset()
+    attached_media: frozenset[MediaKind] = frozenset()
     feature_mib: int = 0
     deals_items: bool = False

@@ -16,6 +16,7 @@ def build_client(
     *,
     model_folder: Path,
     token_file: Path,
+    attached: bool = False,
     control_timeout_s: float | None = None,
     media_folder: Path | None = None,
     weights_folder: Path | None = None,
@@ -23,18 +24,21 @@ def build_client(
     """Returns a client of the engine at ``url``.
 
     ``model_folder`` is the folder of the model that the engine serves. ``token_file`` holds the token of engines that
-    the run starts. Engines that the run attaches to have ``engine.token_file``, or need no token.
+    the run starts. Engines that somebody else started, which ``attached`` or ``engine.urls`` says, have
+    ``engine.token_file``, or need no token.
     ``control_timeout_s`` replaces engine.sync_timeout_s, in seconds, if it is given. ``media_folder`` holds the items
     of prompts, which engines that the run attaches to do not see. ``weights_folder`` holds the versions that the run
     publishes.
     """
-    if engine.urls:
+    attached = attached or bool(engine.urls)
+    if attached:
         token = Path(engine.token_file).read_text().strip() if engine.token_file is not None else ""
     else:
         token = token_file.read_text().strip()
     server = EngineServer(
         url=url,
         token=token,
+        attached=attached,
         engine=engine,
         model_folder=model_folder,
         request_timeout_s=engine.request_timeout_s,

@@ -98,12 +98,13 @@ def _stays(file: Path) -> bool:
 
 
 class VersionFolder:
-    """Writes and removes versions for the trainer; ``folder`` is created if it does not exist."""
+    """Writes and removes versions in ``folder``, which is created if it does not exist; one writer at a time."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._versions: dict[int, Path] = {}  # the versions that exist, oldest first
         folder.mkdir(parents=True, exist_ok=True)
+        there = sorted(path for path in folder.iterdir() if path.name.isdecimal())
+        self._versions = {int(path.name): path for path in there}  # the versions that exist, oldest first
 
     def new(self, version: int) -> Path:
         """Creates the folder of a new version, which is the newest from now on."""

@@ -24,7 +24,7 @@ TOKEN = {"Authorization": "Bearer secret"}
 CASES = 40  # for each route, right ones and wrong ones each
 CHAINS, CHAIN = 50, 12  # requests that follow each other by the schema's links
 LIMITS = {
-    "by_number": Limits(start=1, most=4, no_urls="by number only"),
+    "both": Limits(start=1, most=4, hosts=["127.0.0.1", "localhost"]),
     "by_address": Limits(start=1, most=4, no_more="by address only", hosts=["127.0.0.1", "localhost"]),
 }
 HOW = settings(

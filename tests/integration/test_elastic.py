@@ -19,7 +19,13 @@ pytestmark = pytest.mark.integration
 
 
 def test_engines_come_and_go_and_nothing_is_lost(tmp_path: Path) -> None:
-    with LiveRun(tmp_path / "run", *OVERRIDES, "run.save_every=0") as live:
+    """Engines of the run are ordered by number, and one of somebody else's joins by its address."""
+    other = server_command(tiny_model_folder("tiny_qwen3", task="reverse_digits"), tmp_path)
+    key = f"engine.token_file={tmp_path / 'key'}"
+    with (
+        servers(tmp_path, {"other": other}) as urls,
+        LiveRun(tmp_path / "run", *OVERRIDES, key, "run.save_every=0") as live,
+    ):
         live.wait_step(1)
         elastic = ElasticRun(live)
         out = elastic.order("scale_out", {"num_replicas": 3})
@@ -39,16 +45,34 @@ def test_engines_come_and_go_and_nothing_is_lost(tmp_path: Path) -> None:
         if CHROMIUM is not None:
             asyncio.run(order_on_the_page(json.loads((live.folder / "gateway.json").read_text())["page"], tmp_path))
             assert elastic.engines() == ["engine-0", "engine-4"]
+        external = elastic.order("scale_out", {"engine_urls": [urls["other"]]})
+        assert external["status"] == "ACTIVE", external
+        elastic.first_group(*external["engine_ids"])
+        copied = sorted(live.folder.glob("relax-*/0/*/model.safetensors"))
+        assert copied and not any(path.is_symlink() for path in copied), "it reads a copy of the weights"
+        fewer = elastic.order("scale_in", {"engine_urls": [urls["other"]]})
+        assert fewer["status"] == "COMPLETED" and weight_version(urls["other"]) == -1, fewer
         run = elastic.stop()
     books = run.summary["ledger"]
     assert set(run.persisted("trained").values()) == {1}
     assert run.summary["outcome"] == "stopped" and run.checkpoints()
     shares = {one["id"]: one["samples"] for one in run.summary["engines"]}
     assert all(shares[f"engine-{number}"] > 0 for number in range(3)), shares
+    assert run.summary["engines"][-1]["origin"] == "external" and run.summary["engines"][-1]["samples"] > 0
     assert sum(shares.values()) >= books["trained"], "each sample has one response, which one engine finished"
     assert all(one["tokens"] >= one["samples"] for one in run.summary["engines"])
     assert run.summary["recoveries"] == [], "no change of the engines was a failure"
-    assert not (run.folder / "gateway.json").exists()
+    assert not (run.folder / "gateway.json").exists() and not list(run.folder.glob("relax-*"))
+
+
+def weight_version(url: str) -> int:
+    """Returns the version that a server serves, -1 if it has forgotten all weights."""
+    client = EngineClient(url, KEY, request_timeout_s=30.0, control_timeout_s=30.0)
+    try:
+        assert client.ready()
+        return int(client.model_info()["weight_version"])
+    finally:
+        client.close()
 
 
 def test_the_autoscaler_adds_an_engine_while_the_trainer_waits(tmp_path: Path) -> None:
@@ -83,8 +107,7 @@ def test_an_engine_of_somebody_elses_joins_by_its_address_and_forgets_the_weight
             elastic.first_group(out["engine_ids"][0])
             gone = elastic.order("scale_in", {"engine_urls": [second]})
             assert gone["status"] == "COMPLETED", gone
-            client = EngineClient(second, KEY, request_timeout_s=30.0, control_timeout_s=30.0)
-            assert client.ready() and client.model_info()["weight_version"] == "-1"
+            assert weight_version(second) == -1
             run = elastic.stop()
     assert [one["origin"] for one in run.summary["engines"]] == ["start", "external"]
     assert all(one["samples"] for one in run.summary["engines"])

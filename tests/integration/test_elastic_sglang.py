@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -53,40 +53,38 @@ def test_servers_of_the_run_come_and_go(tmp_path: Path) -> None:
 
 
 @contextmanager
-def servers(folder: Path, *, count: int) -> Iterator[list[EngineProcess]]:
-    """Yields SGLang servers that no run has started."""
+def server(folder: Path) -> Iterator[EngineProcess]:
+    """Yields an SGLang server that no run has started."""
     (folder / "key").touch(mode=0o600)
     (folder / "key").write_text(KEY)
-    with ExitStack() as stack:
-        found = []
-        for number in range(count):
-            process = EngineProcess.start(
-                EngineLaunch(
-                    model_folder=tiny_model_folder("tiny_qwen3", task="reverse_digits"),
-                    engine=load_config([*SGLANG, "engine.context_length=64"]).engine,
-                    dtype="float32",
-                    token_file=folder / "key",
-                    log_file=folder / f"engine-{number}.log",
-                )
-            )
-            stack.callback(process.stop, timeout_s=10.0)
-            found.append(process)
-        yield found
+    process = EngineProcess.start(
+        EngineLaunch(
+            model_folder=tiny_model_folder("tiny_qwen3", task="reverse_digits"),
+            engine=load_config([*SGLANG, "engine.context_length=64"]).engine,
+            dtype="float32",
+            token_file=folder / "key",
+            log_file=folder / "engine.log",
+        )
+    )
+    try:
+        yield process
+    finally:
+        process.stop(timeout_s=10.0)
 
 
 def test_a_server_of_somebody_elses_joins_and_leaves(tmp_path: Path) -> None:
-    with servers(tmp_path, count=2) as (first, second):
-        urls = ("engine=sglang", f"engine.urls=[{first.url}]", f"engine.token_file={tmp_path / 'key'}")
-        with LiveRun(tmp_path / "run", *OVERRIDES, *urls, "run.save_every=0") as live:
-            live.wait_step(2)
-            elastic = ElasticRun(live)
-            join_and_leave(elastic, {"engine_urls": [second.url]}, {"engine_urls": [second.url]}, left="left")
-            client = SglangClient(
-                second.url, KEY, request_timeout_s=30.0, control_timeout_s=30.0, ranks=1, vocab_size=50, seeds=False
-            )
-            assert client.ready() and client.model_info()["weight_version"] == "-1", "it has forgotten the weights"
-            run = elastic.stop()
-        assert run.summary["recoveries"] == [] and run.summary["logprob_gap"]["max"] < 1e-4
-        shares = [one["samples"] for one in run.summary["engines"]]
-        assert len(shares) == 2 and all(shares), shares
-        assert first.poll() is None and second.poll() is None
+    """It loads copies of the weights, which the run publishes in shared memory for the server that it started."""
+    key = f"engine.token_file={tmp_path / 'key'}"
+    with server(tmp_path) as other, LiveRun(tmp_path / "run", *OVERRIDES, *SGLANG, key, "run.save_every=0") as live:
+        live.wait_step(2)
+        elastic = ElasticRun(live)
+        join_and_leave(elastic, {"engine_urls": [other.url]}, {"engine_urls": [other.url]}, left="left")
+        client = SglangClient(
+            other.url, KEY, request_timeout_s=30.0, control_timeout_s=30.0, ranks=1, vocab_size=50, seeds=False
+        )
+        assert client.ready() and client.model_info()["weight_version"] == "-1", "it has forgotten the weights"
+        run = elastic.stop()
+        assert other.poll() is None
+    assert run.summary["recoveries"] == [] and run.summary["logprob_gap"]["max"] < 1e-4
+    shares = {one["origin"]: one["samples"] for one in run.summary["engines"]}
+    assert shares.keys() == {"start", "external"} and all(shares.values()), shares

@@ -10,7 +10,8 @@ from urllib.parse import urlsplit
 from relax_core.config.checks.modality_keys import media_kinds
 from relax_core.config.media_schema import MEDIA_TASKS
 from relax_core.config.schema import EngineConfig, RelaxConfig
-from relax_core.registry import find_algorithm
+from relax_core.contracts.media import MediaKind
+from relax_core.registry import find_algorithm, find_engine
 
 # Key of servers that the run starts → its default.
 _OF_OUR_SERVERS: dict[str, object] = {"python": None, "mem_fraction": None, "flags": {}}
@@ -20,8 +21,11 @@ def attached_problems(config: RelaxConfig) -> Iterator[str]:
     """Yields a sentence for each problem of engine.urls and engine.token_file that needs no look at a file."""
     engine = config.engine
     if not engine.urls:
-        if engine.token_file is not None:
-            yield f"engine.token_file={engine.token_file}: it is the key of servers that engine.urls names. Drop it."
+        if engine.token_file is not None and config.gateway.name == "none":
+            yield (
+                f"engine.token_file={engine.token_file} with gateway=none: it is the key of servers that engine.urls "
+                "names, or that join through the gateway. Drop it, or use gateway=local."
+            )
         return
     if len(engine.urls) != engine.count:
         yield f"engine.urls names {len(engine.urls)} servers. Use engine.count={len(engine.urls)}."
@@ -37,9 +41,19 @@ def attached_problems(config: RelaxConfig) -> Iterator[str]:
         yield "engine.urls with algo.served_by=engine: teachers' engines have no addresses. Use algo.served_by=forward."
 
 
+def unseen_media(config: RelaxConfig) -> list[MediaKind]:
+    """Returns the kinds of media that prompts may have and that servers which somebody else started do not get."""
+    kinds, gets = media_kinds(config), find_engine(config.engine.name).attached_media
+    if not gets:
+        return list(kinds)
+    task = MEDIA_TASKS.get(config.data.task or "")
+    asked = {*config.data.media_keys.columns, *(task.kinds if task is not None else ())}
+    return [kind for kind in kinds if kind in asked and kind not in gets]
+
+
 def no_media_problems(config: RelaxConfig) -> Iterator[str]:
     """Yields a sentence if prompts have media and the servers of engine.urls see no folder of the run's items."""
-    if config.engine.urls and (media_kinds(config) or config.data.task in MEDIA_TASKS):
+    if config.engine.urls and (unseen_media(config) or config.data.task in MEDIA_TASKS):
         yield (
             f"engine.urls with media in prompts: a server of engine={config.engine.name} that the run did not start "
             "does not see them. Drop engine.urls, or use engine=sglang, whose servers get images."

@@ -33,8 +33,11 @@ log = logging.getLogger(__name__)
 class Probe(Protocol):
     """Declares the part of `relax_core.control.engines.engine_probe.EngineProbe` that is used here."""
 
-    def start(self, url: str, *, reference: str) -> Future[str]:
-        """Starts a comparison; its result is "", or why the engine at ``url`` must not serve."""
+    def start(self, url: str, *, attached: bool, reference: str) -> Future[str]:
+        """Starts a comparison; its result is "", or why the engine at ``url`` must not serve.
+
+        ``attached`` says that it is a server of somebody else.
+        """
 
 
 class EngineServices(Protocol):
@@ -58,12 +61,14 @@ class _Joining:
     """Is an engine that joins until ``deadline``.
 
     ``wanted`` is the version that was the newest when it was up. ``probed`` is its comparison with another engine.
+    ``told`` is what its owner waits for, such as weights that the engine refuses.
     """
 
     deadline: float
     wanted: int | None = None
     stage: JoinStage = "CREATING"
     probed: Future[str] | None = None
+    told: str = ""
 
 
 @dataclass(kw_only=True)
@@ -171,6 +176,8 @@ class EngineChanges:
         beat, report = beats.get(worker_name(ENGINE, number)), _report(beats, number)
         if beat is not None and beat.life == "alive":
             joining.stage = "HEALTH_CHECKING" if report is None else "WEIGHT_SYNCING"
+            waits = beat.status is not None and beat.status.state == "waiting"
+            joining.told = beat.status.detail if waits and beat.status is not None else ""
         if joining.probed is not None and joining.probed.done():
             if why := joining.probed.result():
                 self.fail(number, why)
@@ -183,11 +190,12 @@ class EngineChanges:
         ready = report is not None and joining.wanted is not None and report.version >= joining.wanted
         if report is not None and ready and joining.probed is None:
             if (reference := self._reference(beats)) is not None:
-                joining.probed = self._probe.start(report.url, reference=reference)
+                attached = bool(self._engines.url_of(number))
+                joining.probed = self._probe.start(report.url, attached=attached, reference=reference)
         elif self._clock() > joining.deadline:
             had = "is not up" if report is None else f"serves weights {report.version} and not {joining.wanted}"
             had = "was not compared with another engine" if ready else had
-            self.fail(number, f"it {had} after {self._join_timeout_s:g} s")
+            self.fail(number, f"it {had} after {self._join_timeout_s:g} s{_because(joining)}")
 
     def _reference(self, beats: Mapping[str, Beat]) -> str | None:
         """Returns the address of an engine of the start that has weights, or None."""
@@ -223,6 +231,10 @@ class EngineChanges:
             log.info("%s: %s", worker_name(ENGINE, number), error)
             return False
 
+    def fail_late(self, number: int, why: str) -> None:
+        """Takes an engine out that joins for too long; what its owner waits for follows ``why``."""
+        self.fail(number, f"{why}{_because(self._joining[number])}")
+
     def fail(self, number: int, why: str) -> None:
         """Takes an added engine out at once because it failed; ``why`` says how."""
         log.warning("%s leaves the run: %s", worker_name(ENGINE, number), why)
@@ -234,6 +246,10 @@ class EngineChanges:
         self._engines.remove(number, failure=failure)
         answer = self._services.stop_engine(number, timeout_s=STOP_S)
         self._ending[number] = _Ending(answer=answer, deadline=self._clock() + STOP_S)
+
+
+def _because(joining: _Joining) -> str:
+    return f": {joining.told}" if joining.told else ""
 
 
 def _report(beats: Mapping[str, Beat], number: int) -> EngineReport | None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 
+from relax_core.config.checks.attached_keys import unseen_media
 from relax_core.config.choices import ModeName
 from relax_core.config.schema import RelaxConfig
 from relax_core.gateway.gateway_settings import Limits
+from relax_core.registry import find_engine
 
 
 def limits_of(config: RelaxConfig) -> Limits:
@@ -16,10 +18,14 @@ def limits_of(config: RelaxConfig) -> Limits:
         refusal = "mode=colocate: engines and trainer take turns in the same memory, so no engine comes or goes."
     if engine.urls:
         no_more = "engine.urls: somebody else started this run's engines. Start another server and send engine_urls."
-    else:
-        no_urls = "engine_urls: this run started its engines itself. Servers of others join runs with engine.urls only."
-        if config.placement.gpus_per_node:
-            no_more = "placement.gpus_per_node: engines on GPUs are placed at the start, and none comes or goes."
+    elif config.placement.gpus_per_node:
+        no_more = "placement.gpus_per_node: engines on GPUs are placed at the start. Send engine_urls of a server."
+    if find_engine(engine.name).attach is None:
+        no_urls = f"engine.name={engine.name}: this kind of engine attaches to no server. Send num_replicas."
+    elif unseen := unseen_media(config):
+        no_urls = (
+            f"a server that the run did not start gets no {' and no '.join(unseen)} of prompts. Send num_replicas."
+        )
     return Limits(
         start=engine.count,
         most=max(engine.count, engine.elastic.max_count),

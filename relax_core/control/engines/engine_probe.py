@@ -41,16 +41,17 @@ class EngineProbe:
         self._context = replace(context, config=replace(context.config, engine=engine))
         self._tolerance = tolerance
 
-    def start(self, url: str, *, reference: str) -> Future[str]:
+    def start(self, url: str, *, attached: bool, reference: str) -> Future[str]:
         """Compares the engine at ``url`` with that at ``reference`` in a thread.
 
-        The result is "" if they agree, and otherwise why the first one must not serve.
+        The result is "" if they agree, and otherwise why the first one must not serve. ``attached`` says that the first
+        one is a server of somebody else.
         """
         found: Future[str] = Future()
 
         def run() -> None:
             try:
-                found.set_result(self._compare(url, reference))
+                found.set_result(self._compare(url, reference, attached=attached))
             except Exception as error:  # an engine that cannot be compared does not serve, and the run goes on
                 log.exception("the comparison of engine %s ended early", url)
                 found.set_result(f"engine {url} was not compared with {reference}: {failure_line(error)}")
@@ -58,13 +59,16 @@ class EngineProbe:
         threading.Thread(target=run, name="engine-probe", daemon=True).start()
         return found
 
-    def _compare(self, url: str, reference: str) -> str:
+    def _compare(self, url: str, reference: str, *, attached: bool) -> str:
         tokens = probe_tokens(
             PromptTokenizer(self._context.model_folder).vocabulary_size,
             context_tokens=self._context.config.engine.context_tokens,
         )
         item = TokensToScore(input_ids=tokens, first=1)
-        clients = [engine_client(self._context, one, control_timeout_s=PROBE_S) for one in (url, reference)]
+        clients = [
+            engine_client(self._context, one, attached=others, control_timeout_s=PROBE_S)
+            for one, others in ((url, attached), (reference, False))  # engine.urls says whose engines of the start are
+        ]
         deadline, last = time.monotonic() + PROBE_S, ""
         try:
             with ThreadPoolExecutor(2, thread_name_prefix="engine-probe") as pool:

@@ -64,6 +64,10 @@ class EngineSet:
         """Returns all engines in the order of their numbers."""
         return [self._members[number] for number in sorted(self._members)]
 
+    def url_of(self, number: int) -> str:
+        """Returns the address of an external engine, "" for any other number."""
+        return self._members[number].url if number in self._members else ""
+
     def present(self) -> list[int]:
         """Returns the numbers of the engines that serve or join, in order."""
         return [one.number for one in self.members() if one.state in ("joining", "serving")]

@@ -47,6 +47,15 @@ def remove_stale_runs(*, temporary: Path | None = None, shared_memory: Path = SH
     return list(_each(temporary, shared_memory, _remove))
 
 
+def remove_left_weights(run_dir: Path) -> None:
+    """Removes weights in a run's folder that an earlier command left there because it was killed.
+
+    Call it before the run publishes, while this command holds the run's lock.
+    """
+    for folder in run_dir.glob(f"{WEIGHTS_PREFIX}*"):
+        shutil.rmtree(folder)
+
+
 def _each(temporary: Path | None, shared_memory: Path, then: Callable[[StaleRun], None]) -> Iterator[StaleRun]:
     temporary = temporary_folder() if temporary is None else temporary
     folders = [*sorted(temporary.glob(f"{FOLDER_PREFIX}*")), *sorted(shared_memory.glob(f"{WEIGHTS_PREFIX}*"))]

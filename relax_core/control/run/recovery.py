@@ -127,8 +127,9 @@ def run_services(context: RunContext, resume: ResumePoint | None, parts: RunPart
             from_step = point.step if point else 0
             at_step = max(parts.view.step, from_step)  # the view may lack the last step before the loss
             parts.recoveries.begin(FROM_CHECKPOINT, str(lost), at_step=at_step, from_step=from_step)
-            if one.weights_folder.exists():
-                shutil.rmtree(one.weights_folder)
+            for folder in {one.weights_folder, one.shared_weights}:
+                if folder.exists():
+                    shutil.rmtree(folder)
             _mark_resume(parts, from_step)
     raise AssertionError("itertools.count does not end")
 

@@ -134,14 +134,15 @@ class Services:
         name = worker_name(role, rank)
         # Ray's type annotations lack concurrency groups.
         other_rank: dict[str, Any] = {"concurrency_groups": STATUS_GROUPS, "num_cpus": 0}
-        worker = self._worker_class(role)
+        attached = self._is_attached(role, rank)
+        worker = AttachedEngineOwner if attached else WORKERS[role]
         remote: Any = (
             ray.remote(**other_rank)(OTHER_RANKS[role]) if role in OTHER_RANKS and rank else ray.remote(worker)
         )
         if role in self._reserved:
             options = rank_options(self._context.config.placement, self._reserved[role], rank)
         else:
-            gpus = worker_gpus(self._context.config, role)
+            gpus = 0 if attached else worker_gpus(self._context.config, role)
             options = node_options(self._context.config.launcher, role, rank, gpus=gpus)
         if not (role in OTHER_RANKS and rank):
             options["max_concurrency"] = WORKER_CALLS
@@ -152,8 +153,9 @@ class Services:
             **options,
         ).remote(name, self._context, rank)
 
-    def _worker_class(self, role: str) -> Any:
-        return AttachedEngineOwner if role == "engine" and self._context.config.engine.urls else WORKERS[role]
+    def _is_attached(self, role: str, rank: int) -> bool:
+        """Says whether a worker owns an engine that somebody else started."""
+        return role == ENGINE and bool(self._context.config.engine.urls or self._engines.url_of(rank))
 
     def handles(self) -> Mapping[str, Any]:
         """Returns the Ray handle of every worker, by its name."""

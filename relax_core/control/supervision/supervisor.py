@@ -20,7 +20,7 @@ from typing import Any
 
 from relax_core.config.schema import RelaxConfig
 from relax_core.control.host.run_paths import RunPaths, run_paths
-from relax_core.control.host.stale_runs import remove_stale_runs
+from relax_core.control.host.stale_runs import remove_left_weights, remove_stale_runs
 from relax_core.control.host.subreaper import become_subreaper, end_children
 from relax_core.control.run.recovery_log import FROM_CHECKPOINT, Recoveries, recoveries_file
 from relax_core.control.run.resume import ResumePoint, find_resume_point
@@ -62,6 +62,7 @@ def supervise(config: RelaxConfig, resume: ResumePoint | None, run_once: RunOnce
     """
     with unread_streams(timeout_s=RUN_TIMEOUT_S):
         _remove_stale_runs()
+        remove_left_weights(Path(config.run.dir))
         become_subreaper()
         recoveries_file(Path(config.run.dir)).unlink(missing_ok=True)  # an earlier command wrote it
         try:

@@ -24,7 +24,7 @@ def _client(server: EngineServer) -> SglangClient:
         ranks=server.engine.tp,
         vocab_size=language_values(read_hf_config(server.model_folder))["vocab_size"],
         seeds=bool(server.engine.deterministic),
-        attached=bool(server.engine.urls),
+        attached=server.attached,
         media_folder=server.media_folder,
         weights_folder=server.weights_folder,
         stops=StopTable(server.model_folder),
@@ -57,6 +57,7 @@ SPEC = EngineSpec(
     memory_mib=1450,  # Its three processes take as much on a CPU (docs/sglang.md).
     whole_cache=True,
     media=frozenset({"image", "video", "audio"}),
+    attached_media=frozenset({"image"}),
     feature_mib=DEFAULT_FEATURE_MIB,
     deals_items=True,
 )

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 
-from relax_core.contracts.engine import EngineError, EngineUnreachable
+from relax_core.contracts.engine import EngineError, EngineUnreachable, WeightManifest
 from relax_core.registry import find_engine
 from relax_core.roles.engine.engine_directory import engine_client, member_list
 from relax_core.roles.engine.engine_fit import engine_needs, fit_problem
 from relax_core.roles.engine.engine_owner import WATCH_S, EngineOwner
 from relax_core.roles.engine.held_server import held_server
+from relax_core.weights.version_copy import reading_copy
+from relax_core.weights.version_folder import reading
 
 LEAVE_S = 5.0  # how long an engine that leaves may take to forget its weights
 
@@ -20,7 +23,8 @@ class AttachedEngineOwner(EngineOwner):
 
     If an engine of the start does not answer, the owner waits until the user has restarted it. One that joined is lost
     after ``engine.elastic.lost_after_s`` seconds; when it leaves, it goes on running and forgets its weights. An engine
-    gets the newest weights before it gets prompts.
+    gets the newest weights before it gets prompts. One that joined a run with engines of its own gets all its weights
+    from here, from a copy in the run's folder if the run publishes in its machine's memory.
     """
 
     def media_node(self) -> str:
@@ -34,10 +38,25 @@ class AttachedEngineOwner(EngineOwner):
         with held_server(url, run_dir=self.context.run_dir):
             self._own(url, joined=bool(joined))
 
+    @contextmanager
+    def _reading_newest(self) -> Iterator[WeightManifest]:
+        published, shared = self.context.weights_folder, self.context.shared_weights
+        if shared == published:
+            with reading(published, reader=self.name) as newest:
+                yield newest
+            return
+        deadline_s = self.context.config.engine.sync_timeout_s
+        with ExitStack() as stack:
+            try:
+                copied = stack.enter_context(reading_copy(published, shared, reader=self.name, deadline_s=deadline_s))
+            except OSError as error:
+                raise EngineError(f"the weights are not copied into {shared}: {error}") from error
+            yield copied
+
     def _own(self, url: str, *, joined: bool) -> None:
         engine = self.context.config.engine
         self._url = url
-        client = engine_client(self.context, url)
+        client = engine_client(self.context, url, attached=True)
         attach = find_engine(engine.name).attach
         assert attach is not None, "engine.urls is a key of kinds of engine with attach only"
         attach(client, engine.start_timeout_s, self.context.config.rollout)

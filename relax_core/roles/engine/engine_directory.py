@@ -24,9 +24,14 @@ OWNER_S = 0.25  # a running owner returns its engine's address within this time
 
 
 def engine_client(
-    context: RunContext, url: str, *, model_folder: Path | None = None, control_timeout_s: float | None = None
+    context: RunContext,
+    url: str,
+    *,
+    attached: bool = False,
+    model_folder: Path | None = None,
+    control_timeout_s: float | None = None,
 ) -> EngineClient:
-    """Returns a client with the run's token and deadlines.
+    """Returns a client with the run's token and deadlines; one with ``attached`` has the key of others' servers.
 
     ``model_folder`` is that of a teacher's model; the default is the run's. ``control_timeout_s`` replaces
     engine.sync_timeout_s.
@@ -36,6 +41,7 @@ def engine_client(
         url,
         model_folder=model_folder or context.model_folder,
         token_file=context.token_file,
+        attached=attached,
         control_timeout_s=control_timeout_s,
         media_folder=context.media_folder,
         weights_folder=context.weights_folder,
@@ -50,7 +56,9 @@ def member_list(context: RunContext) -> MemberList:
 class EngineDirectory:
     """Holds clients of the run's engines, by number.
 
-    Addresses come from the engines' owners, which may restart: ask again for an engine that stopped answering. ``role``
+    Addresses come from the engines' owners, which may restart: ask again for an engine that stopped answering. Some
+    methods are about the engines to which the trainer pushes its weights; servers that joined a run with engines of its
+    own get them from their owners. ``role``
     is the role of the owners, by default the engines that sample. ``model_folders`` are those of the models that the
     engines serve, by default the run's.
     """
@@ -89,16 +97,20 @@ class EngineDirectory:
 
     def _new_client(self, engine: int, url: str) -> EngineClient:
         self._urls[engine] = url
-        return engine_client(self._context, url, model_folder=self._folders[engine] if self._folders else None)
+        attached = self._members is not None and bool(self._members.read().url_of(engine))
+        folder = self._folders[engine] if self._folders else None
+        return engine_client(self._context, url, attached=attached, model_folder=folder)
 
     def _numbers(self) -> Collection[int]:
         """Returns the engines that `reachable` looks for: those that serve or have served prompts."""
         if self._members is not None:
-            return self._members.read().started
+            members = self._members.read()
+            all_attached = bool(self._context.config.engine.urls)
+            return [number for number in members.started if all_attached or not members.url_of(number)]
         return range(len(self._folders or ()))
 
     def reachable(self) -> list[EngineClient]:
-        """Returns clients of the engines that are up, without those that still join.
+        """Returns clients of the engines that are up and get the trainer's pushes, without those that still join.
 
         The owners of engines without a known address are asked for it. A silent owner is waited for once, for
         `OWNER_S`, and its answer is used when it arrives.

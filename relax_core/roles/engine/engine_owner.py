@@ -10,11 +10,12 @@ import os
 import signal
 import threading
 import time
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from relax_core.contracts.engine import EngineError, EngineUnreachable
+from relax_core.contracts.engine import EngineError, EngineUnreachable, WeightManifest
 from relax_core.engines.engine_process import EngineKilled, EngineLaunch, EngineProcess
 from relax_core.engines.protocol.engine_client import EngineClient
 from relax_core.roles.engine.engine_directory import engine_client
@@ -227,6 +228,10 @@ class EngineOwner(Worker):
         self._serving = -1
         self.set_state("starting", f"its engine process {how}; restart {self.restarts}")
 
+    def _reading_newest(self) -> AbstractContextManager[WeightManifest]:
+        """Yields the newest published version and keeps its file; raises EngineError if this engine cannot get it."""
+        return reading(self.context.weights_folder, reader=self.name)
+
     def _reconcile(self, client: EngineClient) -> None:
         """Sends the newest published weights to the engine if the trainer's own push does not reach it."""
         try:
@@ -240,8 +245,8 @@ class EngineOwner(Worker):
                 time.sleep(WATCH_S / 5)  # the trainer's push may be on its way right now
                 serving = int(client.model_info()["weight_version"])
                 if serving < latest.version:
-                    with reading(self.context.weights_folder, reader=self.name) as latest:
-                        self._reconciler.offered(serving, latest.version, now=time.monotonic())
+                    self._reconciler.offered(serving, latest.version, now=time.monotonic())
+                    with self._reading_newest() as latest:
                         if client.update_weights(latest)["stall_ms"] > 0.0:  # 0 means that the trainer was faster
                             self._reconciler.brought(latest.version)
                         serving = latest.version

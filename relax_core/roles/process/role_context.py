@@ -45,6 +45,13 @@ class RunContext:
         """Returns the folder of the roles' log files."""
         return self.run_dir / "logs"
 
+    @property
+    def shared_weights(self) -> Path:
+        """Returns where servers of somebody else find the weights: a folder of the run's folder."""
+        if self.weights_folder.is_relative_to(self.run_dir):
+            return self.weights_folder
+        return self.run_dir / self.weights_folder.parent.name / self.weights_folder.name
+
 
 BUS = "bus"
 METRICS = "metrics"

@@ -31,10 +31,16 @@ SGLANG = ["engine=sglang", "engine.urls=[http://127.0.0.1:30000]"]
             "rollout.top_k=200 with engine=sglang: at most 100",
         ),
         (["engine=sglang", "+engine.flags.api-key=x"], "it is the run's token"),
-        (["engine=sglang", "engine.token_file=/x"], "engine.token_file=/x: it is the key of servers that engine.urls"),
+        (
+            ["engine=sglang", "engine.token_file=/x", "gateway=none"],
+            "engine.token_file=/x with gateway=none: it is the key of servers that",
+        ),
         ([*SGLANG, "engine.count=2"], "engine.urls names 1 servers. Use engine.count=1"),
         ([*SGLANG[1:], "engine.count=2"], "engine.urls names 1 servers. Use engine.count=1"),
-        (["engine.token_file=/x"], "engine.token_file=/x: it is the key of servers that engine.urls"),
+        (
+            ["engine.token_file=/x", "gateway=none"],
+            "engine.token_file=/x with gateway=none: it is the key of servers that",
+        ),
         (
             [*SGLANG[1:], "model=tiny_qwen3_vl", "data=see"],
             "engine.urls with media in prompts: a server of engine=embedded that the run did not start",

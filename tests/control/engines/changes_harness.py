@@ -96,6 +96,7 @@ class Run:
     def __init__(self, folder: Path) -> None:
         self.now, self.difference = 0.0, ""
         self.compared: list[tuple[str, str]] = []
+        self.attached: list[bool] = []
         self.services, self.engines = Services(), EngineSet(1)
         self.begin(folder)
 
@@ -127,9 +128,10 @@ class Run:
         )
         self.versions.replace(LATEST, manifest)
 
-    def start(self, url: str, *, reference: str) -> Future[str]:
+    def start(self, url: str, *, attached: bool, reference: str) -> Future[str]:
         """Is the probe, which finds at once what the test sets."""
         self.compared.append((url, reference))
+        self.attached.append(attached)
         found: Future[str] = Future()
         found.set_result(self.difference)
         return found

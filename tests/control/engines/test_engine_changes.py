@@ -69,6 +69,13 @@ def test_the_end_of_an_added_engine_is_no_failure_of_the_run(run: Run) -> None:
     run.now += 61.0
     run.tick_until("it is not removed", lambda: late in run.services.removed)
     assert run.engines.failures[late] == "it is not up after 60 s"
+    refuses = run.join()
+    run.tell(
+        refuses, state="waiting", detail="its file is too short", engine=EngineReport(url="http://h:9", version=-1)
+    )
+    run.tick_until("it is not seen", lambda: run.changes.stage(refuses) == "WEIGHT_SYNCING")
+    run.changes.fail_late(refuses, "it did not serve within timeout_secs=20")
+    assert run.engines.failures[refuses] == "it did not serve within timeout_secs=20: its file is too short"
 
     refused = run.join()
     run.tell(refused, state="failed", detail="its weights do not fit", error="…")

@@ -34,14 +34,14 @@ def test_an_engine_that_computes_something_else_is_found(
     fits = replace(launch, engine=replace(launch.engine, context_length=512, max_total_tokens=8192))
     first, other = start_engine(fits).process.url, start_engine(fits, dtype="bfloat16").process.url
     probe = EngineProbe(context, tolerance=1e-4)
-    assert probe.start(first, reference=first).result(60.0) == ""
-    why = probe.start(other, reference=first).result(60.0)
+    assert probe.start(first, attached=False, reference=first).result(60.0) == ""
+    why = probe.start(other, attached=False, reference=first).result(60.0)
     assert "does not compute what the run's engines compute" in why and "probe_tolerance=0.0001" in why
     print(why)
-    assert EngineProbe(context, tolerance=10.0).start(other, reference=first).result(60.0) == ""
+    assert EngineProbe(context, tolerance=10.0).start(other, attached=False, reference=first).result(60.0) == ""
 
     monkeypatch.setattr(module, "PROBE_S", 0.2)
-    gone = probe.start("http://127.0.0.1:9", reference=first).result(60.0)
+    gone = probe.start("http://127.0.0.1:9", attached=False, reference=first).result(60.0)
     assert gone.startswith("engine http://127.0.0.1:9 was not compared with") and "within 0.2 s" in gone
 
 

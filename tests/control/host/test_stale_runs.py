@@ -197,3 +197,12 @@ def test_a_tmpdir_that_is_too_long_for_sockets_is_not_used(monkeypatch: pytest.M
     assert paths.temporary_folder() == Path(tempfile.gettempdir())
     monkeypatch.setattr("tempfile.tempdir", "/" + "t" * paths.BASE_BYTES)
     assert paths.temporary_folder() == Path("/tmp")
+
+
+def test_weights_that_a_killed_command_left_in_the_runs_folder_go(tmp_path: Path) -> None:
+    left = tmp_path / "relax-1-abc" / "0" / "00000003"
+    left.mkdir(parents=True)
+    (left / "model.safetensors").touch()
+    (tmp_path / "checkpoints").mkdir()
+    stale_runs.remove_left_weights(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]

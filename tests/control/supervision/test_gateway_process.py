@@ -104,7 +104,14 @@ def test_runs_that_take_no_order_for_engines_say_why() -> None:
     assert not limits_of(load_config()).refusal
     assert "mode=colocate" in limits_of(load_config(["mode=colocate"])).refusal
     ours = limits_of(load_config())
-    assert "engine_urls" in ours.no_urls and not ours.no_more and ours.hosts == ["127.0.0.1", "localhost"]
+    assert not ours.no_urls and not ours.no_more and ours.hosts == ["127.0.0.1", "localhost"]
+    others = limits_of(load_config(["engine.urls=[http://127.0.0.1:9]"]))
+    assert "engine.urls" in others.no_more and not others.no_urls
+    sees = ["model=tiny_qwen3_vl", "data=see"]
+    assert "gets no image and no video of prompts" in limits_of(load_config(sees)).no_urls
+    assert "gets no video of prompts" in limits_of(load_config([*sees, "engine=sglang"])).no_urls
+    on_gpus = limits_of(load_config(["engine=sglang", "placement.gpus_per_node=8"]))
+    assert "Send engine_urls" in on_gpus.no_more and not on_gpus.no_urls
 
 
 def test_a_gateway_that_dies_too_often_is_told_of_and_the_run_goes_on(

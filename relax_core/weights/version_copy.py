@@ -1,0 +1,73 @@
+"""Copies published versions into a folder that other machines see, for servers that do not see the run's memory.
+
+Nothing is copied before the first such server asks for a version, and only versions that are asked for.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from relax_core.contracts.engine import WeightManifest
+from relax_core.contracts.host.file_lock import file_locked
+from relax_core.weights.version_folder import LATEST, VersionFolder, read_latest, reading
+from relax_core.weights.version_writer import FROZEN_FOLDER
+
+LOCK = "copy.lock"
+
+
+@contextmanager
+def reading_copy(source: Path, target: Path, *, reader: str, deadline_s: float) -> Iterator[WeightManifest]:
+    """Yields a copy in ``target`` of the newest version in ``source``, and keeps its file until the block ends.
+
+    The copy is made if there is none. ``reader`` is that of `reading`. Several processes of one machine may do this at
+    once: one of them copies, and the others wait, at most ``deadline_s`` seconds. Raises OSError if the copy cannot be
+    written, or TimeoutError, which is one.
+    """
+    with (
+        file_locked(source / LOCK, deadline_s=deadline_s, makes=f"a copy of the weights in {target}"),
+        reading(source, reader=reader) as newest,
+    ):
+        copied = read_latest(target)
+        if copied is None or copied.version < newest.version:
+            _copy(newest, target)
+    with reading(target, reader=reader) as manifest:
+        yield manifest
+
+
+def _copy(newest: WeightManifest, target: Path) -> None:
+    versions = VersionFolder(target)
+    frozen = newest.frozen
+    if frozen is not None:
+        frozen = _in_folder(frozen, target / FROZEN_FOLDER)
+        if not Path(frozen.path).exists():
+            _copy_files(Path(newest.frozen.path).parent, target / FROZEN_FOLDER)  # type: ignore[union-attr]
+    folder = versions.new(newest.version)
+    published = Path(newest.path).parent
+    _copy_files(published, folder)
+    for link in (path for path in published.iterdir() if path.is_symlink()):
+        source = link.readlink()
+        of_frozen = source.parent.name == FROZEN_FOLDER and source.parent.parent == published.parent
+        mine = folder / link.name
+        if not mine.is_symlink():
+            mine.symlink_to(target / FROZEN_FOLDER / source.name if of_frozen else source)
+    versions.replace(LATEST, msgspec.structs.replace(_in_folder(newest, folder), frozen=frozen))
+    versions.remove_old(keep=())
+
+
+def _in_folder(manifest: WeightManifest, folder: Path) -> WeightManifest:
+    return msgspec.structs.replace(manifest, path=str(folder / Path(manifest.path).name))
+
+
+def _copy_files(source: Path, target: Path) -> None:
+    """Copies the files of a folder, but no links; each appears complete or not at all."""
+    target.mkdir(exist_ok=True)
+    for path in (path for path in source.iterdir() if not path.is_symlink()):
+        partial = target / f".{path.name}.partial"
+        shutil.copyfile(path, partial)
+        os.replace(partial, target / path.name)
