@@ -12,6 +12,7 @@ from megatron.core import parallel_state, tensor_parallel
 
 from relax_core.config.schema import ParallelConfig
 from relax_core.train.megatron_on_cpu.device_loader import has_cuda
+from relax_core.train.parallel.gloo_device import share_gloo_device
 from relax_core.train.parallel.layout_arithmetic import check_layout
 from relax_core.weights.rendezvous import open_store
 
@@ -46,6 +47,7 @@ def join(
     _layouts += 1
     timeout = timedelta(seconds=timeout_s)
     backend = "cpu:gloo,cuda:nccl" if has_cuda() else "gloo"
+    share_gloo_device()
     prefixed = dist.PrefixStore(f"layout-{_layouts}", _store)
     dist.init_process_group(backend, store=prefixed, rank=rank, world_size=world_size, timeout=timeout)
     _gloo_world = dist.new_group(backend="gloo", timeout=timeout) if has_cuda() else dist.group.WORLD
