@@ -1,25 +1,27 @@
-"""`relax trace RUN [--steps A:B] [--out FILE]` writes what a run did over time as a trace in Chrome's JSON format.
+"""`relax trace RUN [--steps A:B] [--format F] [--out FILE]` writes what a run did over time as a trace.
 
-ui.perfetto.dev and chrome://tracing open it. The lanes are the trainer with the parts of its steps, each of its ranks,
-each rollout worker, each engine, the pushes of weights and the evaluations. It is made of the run's metrics.jsonl, so
-it costs the run nothing.
+The lanes are the trainer with the parts of its steps, each of its ranks, each rollout worker, each engine, the pushes
+of weights and the evaluations. They are made of the run's metrics.jsonl, so they cost it nothing. ui.perfetto.dev opens
+the formats chrome and perfetto, chrome://tracing opens chrome, and a collector of OpenTelemetry takes otlp as the body
+of POST /v1/traces.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-import msgspec
 
 from relax_core.dashboard.run_series import RunSeries
-from relax_core.dashboard.timeline.run_timeline import PARTS_LANE, TRAINER_LANE, all_spans
-from relax_core.dashboard.timeline.timeline_spans import Span
+from relax_core.dashboard.timeline.run_timeline import all_spans
+from relax_core.dashboard.timeline.trace_formats import WRITERS
 
-TRACE = "trace.json"
+HOW = {
+    "chrome": "Open it at https://ui.perfetto.dev or in chrome://tracing.",
+    "perfetto": "Open it at https://ui.perfetto.dev.",
+    "otlp": "Send it to a collector: curl -H 'Content-Type: application/json' --data-binary @FILE URL/v1/traces.",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -29,7 +31,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("run", type=Path, help="the folder of a run")
     parser.add_argument("--steps", default=":", help="train steps A:B, B not included; either may be left out")
-    parser.add_argument("--out", type=Path, help=f"by default {TRACE} in the working folder; - writes to the output")
+    parser.add_argument("--format", choices=WRITERS, default="chrome", help="chrome, if it is not given")
+    names = ", ".join(name for name, _ in WRITERS.values())
+    parser.add_argument("--out", type=Path, help=f"by default {names} in the working folder; - writes to the output")
     given = parser.parse_args(arguments)
     try:
         first, behind = steps_of(given.steps)
@@ -43,13 +47,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not spans:
         print(f"relax trace: {given.run} has no metrics.jsonl with such train steps.", file=sys.stderr)
         return 1
-    data = msgspec.json.encode({"traceEvents": trace_events(spans), "displayTimeUnit": "ms"})
+    name, write = WRITERS[given.format]
+    try:
+        data = write(spans, run=given.run.resolve().name)
+    except ValueError as error:
+        print(f"relax trace: {error}", file=sys.stderr)
+        return 2
     if str(given.out) == "-":
         sys.stdout.buffer.write(data)
         return 0
-    out = given.out or Path(TRACE)
+    out = given.out or Path(name)
     out.write_bytes(data)
-    print(f"{out}: {len(spans)} spans. Open it at https://ui.perfetto.dev or in chrome://tracing.")
+    print(f"{out}: {len(spans)} spans, {len(data)} bytes. {HOW[given.format]}")
     return 0
 
 
@@ -59,60 +68,6 @@ def steps_of(words: str) -> tuple[int, float]:
     if not colon or not all(part == "" or part.isdecimal() for part in (first, behind)):
         raise ValueError(f"--steps={words}: give A:B with whole numbers, such as 100:120, 100: or :20.")
     return int(first or 0), float(behind or "inf")
-
-
-def trace_events(spans: Sequence[Span]) -> list[dict[str, Any]]:
-    """Returns the events of Chrome's trace format, times in whole microseconds since the first span.
-
-    Spans of one row are nested or apart, as the format demands: a lane whose spans overlap has several rows.
-    """
-    start_s = min(span.start_s for span in spans)
-
-    def us(time_s: float) -> int:
-        return round(1e6 * (time_s - start_s))
-
-    rows: dict[tuple[str, int], int] = {}
-    events: list[dict[str, Any]] = []
-    for lane, place, start, end, span in _placed(spans, us):
-        row = rows.setdefault((lane, place), len(rows) + 1)
-        event = {"name": span.name, "cat": span.lane, "pid": 1, "tid": row, "ts": start}
-        shape = {"ph": "X", "dur": end - start} if end > start else {"ph": "i", "s": "t"}
-        events.append({**event, **shape, "args": {"step": span.step, **span.values}})
-    names = [
-        {
-            "name": "thread_name",
-            "ph": "M",
-            "pid": 1,
-            "tid": row,
-            "args": {"name": f"{lane} ({place + 1})" if place else lane},
-        }
-        for (lane, place), row in rows.items()
-    ]
-    return [{"name": "process_name", "ph": "M", "pid": 1, "args": {"name": "Relax"}}, *names, *events]
-
-
-def _placed(spans: Iterable[Span], us: Callable[[float], int]) -> Iterator[tuple[str, int, int, int, Span]]:
-    """Yields lane, row, start, end and span; the parts of a step stand in the trainer's row and inside their step.
-
-    The clocks of two records differ by parts of a millisecond, so a step begins where the one before has ended.
-    """
-    ends: dict[str, list[int]] = {}
-    step = (0, 0)
-    for span in sorted(spans, key=lambda span: (span.start_s, -span.end_s)):
-        start, end = us(span.start_s), us(span.end_s)
-        if span.lane == PARTS_LANE:
-            start, end = (min(max(time, step[0]), step[1]) for time in (start, end))
-            yield TRAINER_LANE, 0, start, end, span
-            continue
-        taken = ends.setdefault(span.lane, [])
-        if span.lane == TRAINER_LANE:
-            start = max(start, taken[0] if taken else start)
-            end = max(start, end)
-            step, place = (start, end), 0
-        else:
-            place = next((place for place, before in enumerate(taken) if before <= start), len(taken))
-        taken[place : place + 1] = [end]
-        yield span.lane, place, start, end, span
 
 
 if __name__ == "__main__":

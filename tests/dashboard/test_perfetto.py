@@ -30,31 +30,45 @@ DEADLINE_S = 300.0
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: make dashboard-browser installs it as root")
-def test_perfetto_opens_a_trace(tmp_path: Path) -> None:
-    trace = tmp_path / "trace.json"
-    assert main([str(make_run(tmp_path / "run")), "--out", str(trace)]) == 0
-    events = json.loads(trace.read_bytes())["traceEvents"]
+def test_perfetto_opens_a_trace_in_chromes_format(tmp_path: Path) -> None:
+    trace = written(make_run(tmp_path / "run"), "chrome")
+    events = json.loads(trace)["traceEvents"]
     slices = sum(event["ph"] in "Xi" for event in events)
     assert slices > 4
-    assert asyncio.run(opened(trace.read_bytes(), tmp_path)) == (slices, [])
+    assert asyncio.run(opened(trace, tmp_path)) == (slices, [])
     one = next(event for event in events if event["ph"] == "X" and event["dur"] > 1)
     events.append({**one, "ts": one["ts"] + one["dur"] // 2})  # it overlaps the end of that one in the same row
     assert asyncio.run(opened(json.dumps({"traceEvents": events}).encode(), tmp_path))[1] != []
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: make dashboard-browser installs it as root")
+def test_perfetto_opens_a_trace_in_its_own_format(tmp_path: Path) -> None:
+    pytest.importorskip("perfetto", reason="make test-env")
+    run = make_run(tmp_path / "run")
+    slices = sum(event["ph"] in "Xi" for event in json.loads(written(run, "chrome"))["traceEvents"])
+    assert asyncio.run(opened(written(run, "perfetto"), tmp_path)) == (slices, [])
+
+
+def written(run: Path, form: str) -> bytes:
+    """Returns the trace of a run in a format."""
+    trace = run.parent / f"{form}.trace"
+    assert main([str(run), "--out", str(trace), "--format", form]) == 0
+    return trace.read_bytes()
 
 
 async def opened(trace: bytes, folder: Path) -> tuple[int, list[str]]:
     """Returns how many slices Perfetto finds in a trace, and what it could not read."""
     served = folder / "served"
     served.mkdir(exist_ok=True)
-    (served / "trace.json").write_bytes(trace)
+    (served / "trace").write_bytes(trace)
     with serving(served) as address:
         async with opened_browser(folder) as page:
             await page.size(1280, 900, dark=False)
-            await page.call("Page.navigate", url=f"{address}/index.html#!/?url={address}/trace.json")
+            await page.call("Page.navigate", url=f"{address}/index.html#!/?url={address}/trace")
             await page.until("globalThis.app?.trace?.engine")
             (slices,) = await page.run(ANSWER % SLICES)
             errors = await page.run(ANSWER % ERRORS)
-            await page.until("document.body.innerText.includes('Relax')")  # the rows are shown
+            await page.until("document.body.innerText.includes('trainer')")  # the rows are shown
             await page.picture(folder / "perfetto.png")
             return int(slices), errors
 

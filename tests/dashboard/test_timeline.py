@@ -12,7 +12,8 @@ from relax_core.dashboard.run_series import Timed
 from relax_core.dashboard.timeline import run_timeline
 from relax_core.dashboard.timeline.run_timeline import PARTS_LANE, TRAINER_LANE, all_spans, make_timeline
 from relax_core.dashboard.timeline.timeline_spans import BETWEEN_CALLS
-from relax_core.dashboard.trace_command import main, steps_of, trace_events
+from relax_core.dashboard.timeline.trace_formats import trace_events
+from relax_core.dashboard.trace_command import main, steps_of
 from tests.dashboard.made_run import make_run
 
 
