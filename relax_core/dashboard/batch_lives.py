@@ -9,7 +9,8 @@ from pathlib import Path
 
 import msgspec
 
-from relax_core.dashboard.ledger_drops import connect, readable_ledger
+from relax_core.dashboard.ledger_drops import readable_ledger
+from relax_core.dashboard.sqlite_files import connect
 
 TIMES = {"issued": "issued_s", "put": "put_s", "leased": "leased_s", "trained": "ended_s", "dropped": "ended_s"}
 AFTER_S = 60.0  # the bus records the end of a sample so long after its step at most

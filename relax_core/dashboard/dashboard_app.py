@@ -266,12 +266,13 @@ def _log(run: RunReader, query: Mapping[str, str]) -> dict[str, Any]:
 
 def _timeline(run: RunReader, query: Mapping[str, str]) -> dict[str, Any]:
     ends = [int(query[name]) if query.get(name) else None for name in ("first", "last")]
-    found = make_timeline(run.series().timed, first=ends[0], last=ends[1])
+    events, problems = run.faults_and_orders()
+    found = make_timeline(run.series().timed, first=ends[0], last=ends[1], events=events)
     if found is None:
         raise FileNotFoundError("No train step in this range has ended yet.")
     slow = [straggler_words(one) for one in run.texts.stragglers() if _overlaps(one, found.first, found.last)]
     shown = {**msgspec.to_builtins(found), "steps_done": run.series().steps_done}
-    return {**shown, "told": [*(f"{words}." for words in slow), *found.told]}
+    return {**shown, "told": [*problems, *(f"{words}." for words in slow), *found.told]}
 
 
 def _overlaps(one: Straggler, first: int, last: int) -> bool:

@@ -2,41 +2,19 @@
 
 from __future__ import annotations
 
-import socket
 import sqlite3
 from pathlib import Path
 
-from relax_core.dashboard.run_folders import LOCK, inside
+from relax_core.dashboard.sqlite_files import connect, readable_database
 from relax_core.observe.samples.sample_index import SampleIndex
 
 LEDGER = "ledger.sqlite"
-BUSY_S = 1.0
 MOST_EVENTS = 200_000
 
 
 def readable_ledger(run_dir: Path) -> Path | None:
-    """Returns the ledger's file, or None if there is none or SQLite must not open it from here.
-
-    While a run of another host writes it on a shared disk, its write-ahead log is in that host's memory.
-    """
-    try:
-        path = inside(run_dir, LEDGER)
-    except (OSError, ValueError):
-        return None
-    if path.with_name(f"{LEDGER}-wal").exists():
-        try:
-            host = inside(run_dir, LOCK).read_text(encoding="utf-8", errors="replace").split()[-1]
-        except (OSError, ValueError, IndexError):
-            return None
-        if host != socket.gethostname():
-            return None
-    return path
-
-
-def connect(path: Path) -> sqlite3.Connection:
-    """Opens a ledger for reading, as immutable if no process has it open."""
-    immutable = "" if path.with_name(f"{path.name}-wal").exists() else "&immutable=1"
-    return sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro{immutable}", uri=True, timeout=BUSY_S)
+    """Returns the path of the run's ledger, or None if there is none or SQLite must not open it from here."""
+    return readable_database(run_dir, LEDGER)
 
 
 def take_drops(run_dir: Path, index: SampleIndex) -> None:
@@ -55,7 +33,7 @@ def take_drops(run_dir: Path, index: SampleIndex) -> None:
         rows = database.execute(
             "SELECT uid, reason FROM events WHERE id > ? AND id <= ? AND event = 'dropped'", (position, last)
         ).fetchall()
-    except sqlite3.Error:  # the run writes for longer than BUSY_S, or the file is damaged: the next call tries again
+    except sqlite3.Error:  # it is locked for too long, or damaged: the next call tries again
         return
     finally:
         database.close()

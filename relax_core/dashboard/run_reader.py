@@ -18,6 +18,7 @@ from relax_core.dashboard.ledger_drops import event_counts, take_drops
 from relax_core.dashboard.run_folders import SUMMARY, NotInside, inside, run_id, run_state
 from relax_core.dashboard.run_series import RunSeries
 from relax_core.dashboard.run_texts import RunTexts
+from relax_core.dashboard.timeline.event_spans import event_spans
 from relax_core.observe.alarms.alarm_book import FILE as ALARMS
 from relax_core.observe.alarms.alarm_book import read_alarms
 from relax_core.observe.samples.sample_index import FORMAT, SampleIndex
@@ -72,6 +73,7 @@ class RunReader:
         self._counts = Rested(self._count_samples)
         self.engines = Rested(self._count_engines)
         self._drops = Rested(self._take_drops)
+        self.faults_and_orders = Rested(lambda: event_spans(run_dir, self.series().timed))
 
     def series(self) -> RunSeries:
         """Returns the run's numbers as of now."""

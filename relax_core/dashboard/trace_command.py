@@ -1,19 +1,21 @@
 """`relax trace RUN [--steps A:B] [--format F] [--out FILE]` writes what a run did over time as a trace.
 
 The lanes are the trainer with the parts of its steps, each of its ranks, each rollout worker, each engine, the pushes
-of weights and the evaluations. They are made of the run's metrics.jsonl, so they cost it nothing. ui.perfetto.dev opens
-the formats chrome and perfetto, chrome://tracing opens chrome, and a collector of OpenTelemetry takes otlp as the body
-of POST /v1/traces.
+of weights, the evaluations, restarts and recoveries after a fault, and orders for engines. They are made of the files
+that a run leaves, so they cost it nothing. ui.perfetto.dev opens the formats chrome and perfetto, chrome://tracing
+opens chrome, and a collector of OpenTelemetry takes otlp as the body of POST /v1/traces.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from relax_core.dashboard.run_series import RunSeries
+from relax_core.dashboard.timeline.event_spans import event_spans
 from relax_core.dashboard.timeline.run_timeline import all_spans
 from relax_core.dashboard.timeline.trace_formats import WRITERS
 
@@ -47,6 +49,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not spans:
         print(f"relax trace: {given.run} has no metrics.jsonl with such train steps.", file=sys.stderr)
         return 1
+    events, problems = event_spans(given.run, series.timed)
+    for words in problems:
+        print(f"relax trace: {words}", file=sys.stderr)
+    from_s = min(span.start_s for span in spans) if first else -math.inf
+    until_s = max(span.end_s for span in spans) if behind < math.inf else math.inf
+    spans += [span for span in events if span.end_s >= from_s and span.start_s <= until_s]
     name, write = WRITERS[given.format]
     try:
         data = write(spans, run=given.run.resolve().name)

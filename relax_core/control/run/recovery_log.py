@@ -26,13 +26,15 @@ class Recovery:
 
     In tier 1 one process starts again in place; in tier 2 all services start from a checkpoint. ``at_step`` is the
     number of train steps that were done when the loss was noticed. ``from_step`` is the step from which the run went
-    on. ``seconds`` is the time until the next train step was done, None before that.
+    on. ``time_s`` is the Unix time in seconds at which the loss was noticed, and ``seconds`` the time from then until
+    the next train step was done, None before that.
     """
 
     tier: int
     cause: str
     at_step: int
     from_step: int
+    time_s: float | None = None  # missing in a file that an older Relax wrote
     seconds: float | None = None
 
 
@@ -64,9 +66,12 @@ class Recoveries:
 
     def begin(self, tier: int, cause: str, *, at_step: int, from_step: int, noticed: float | None = None) -> None:
         """Records that a recovery begins now, or began at the time ``noticed`` on the clock."""
-        recovery = Recovery(tier=tier, cause=cause, at_step=at_step, from_step=from_step)
+        now = self._clock()
+        began = now if noticed is None else noticed
+        time_s = time.time() - (now - began)
+        recovery = Recovery(tier=tier, cause=cause, at_step=at_step, from_step=from_step, time_s=time_s)
         self._all.append(recovery)
-        self._open.append((recovery, self._clock() if noticed is None else noticed))
+        self._open.append((recovery, began))
         done = "started again in place" if tier == IN_PLACE else f"all services start again from step {from_step}"
         self._report(f"tier {tier} at step {at_step}: {cause}; {done}")
         self._begun(tier, cause)

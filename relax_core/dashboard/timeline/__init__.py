@@ -1,4 +1,4 @@
-"""Makes the lanes of a run over time from its records: trainer, ranks, rollout workers, engines, pushes of weights.
+"""Makes the lanes of a run over time from its files: trainer, ranks, rollout workers, engines, recoveries, orders.
 
 Start reading in `run_timeline.py`.
 """

@@ -44,12 +44,17 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def make_timeline(
-    timed: Sequence[TimedRecord], *, first: int | None, last: int | None, newest: int = 8
+    timed: Sequence[TimedRecord],
+    *,
+    first: int | None,
+    last: int | None,
+    newest: int = 8,
+    events: Sequence[Span] = (),
 ) -> Timeline | None:
     """Returns the timeline of these train steps, at most `MOST_STEPS`, or of the ``newest`` ones; None without steps.
 
     Of steps that were done twice, because a resume undid them, the later ones count; the spans are all those of any
-    attempt that lie in their time.
+    attempt that lie in their time, and those of ``events`` (`event_spans.py`).
     """
     steps: dict[int, TimedRecord] = {one.step: one for one in timed if one.source == ACTOR and "step" in one.ms}
     if not steps:
@@ -64,6 +69,7 @@ def make_timeline(
     end_s = max(one.end_s for one in chosen)
     near = [one for one in timed if start_s - NEAR_S < one.end_s and (one.source != RANK or one.end_s < end_s + NEAR_S)]
     spans = [span for span in all_spans(near) if span.end_s > start_s and span.start_s < end_s]
+    spans += [span for span in events if span.end_s > start_s and span.start_s < end_s]
     if sum(span.of_rank for span in spans) > MOST_RANK_SPANS:
         spans = [span for span in spans if not span.of_rank]
     shares = step_shares(chosen)

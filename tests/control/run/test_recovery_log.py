@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import time
 from pathlib import Path
+
+import pytest
 
 from relax_core.control.run.recovery_log import FROM_CHECKPOINT, IN_PLACE, Recoveries
 
@@ -13,9 +16,11 @@ def test_each_recovery_is_reported_when_it_begins_and_when_training_goes_on(tmp_
     now[0] = 101.5
     recoveries.step_done()
     recoveries.step_done()
+    noticed_s = time.time() - 1.5
     recoveries.begin(FROM_CHECKPOINT, "the bus died", at_step=12, from_step=10, noticed=100.0)
     now[0] = 104.0
     recoveries.step_done()
+    began_s = time.time()
     recoveries.begin(FROM_CHECKPOINT, "actor-0 died", at_step=15, from_step=10)
     assert reported == [
         "tier 1 at step 7: engine-0 was killed by SIGKILL; started again in place",
@@ -24,7 +29,11 @@ def test_each_recovery_is_reported_when_it_begins_and_when_training_goes_on(tmp_
         "tier 2 at step 12: the bus died; training went on from step 10 after 4.0 s",
         "tier 2 at step 15: actor-0 died; all services start again from step 10",
     ]
-    assert recoveries.as_records()[1:] == [
+    records = recoveries.as_records()
+    times = [record.pop("time_s") for record in records]
+    assert times[1:] == [pytest.approx(noticed_s, abs=60.0), pytest.approx(began_s, abs=60.0)]
+    assert noticed_s <= times[1] < times[2]
+    assert records[1:] == [
         {"tier": 2, "cause": "the bus died", "at_step": 12, "from_step": 10, "seconds": 4.0},
         {"tier": 2, "cause": "actor-0 died", "at_step": 15, "from_step": 10, "seconds": None},
     ]
