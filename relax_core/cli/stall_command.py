@@ -12,8 +12,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from relax_core.control.health.stall_asks import NoAnswer, ask_for_report
 from relax_core.dashboard.run_folders import MARKS, run_state
+from relax_core.observe.stall_asks import TIMEOUT_S, NoAnswer, ask_for_report
 
 LIVE = "live"
 _NO_REPORT, _NO_RUN = 1, 2
@@ -25,7 +25,9 @@ def main(words: Sequence[str]) -> int:
         prog="relax stall", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a run that goes on")
-    parser.add_argument("--timeout", type=float, default=60.0, metavar="S", help="seconds to wait for the report; 60")
+    parser.add_argument(
+        "--timeout", type=float, default=TIMEOUT_S, metavar="S", help=f"seconds to wait for the report; {TIMEOUT_S:g}"
+    )
     given = parser.parse_args(words)
     if not any((given.run / mark).is_file() for mark in MARKS):
         print(f"relax stall: {given.run} is no folder of a run: it has no {' and no '.join(MARKS)}", file=sys.stderr)

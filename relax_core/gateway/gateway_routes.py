@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import pathlib
 import sqlite3
+import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from typing import Annotated, Any, Literal
 
 from fastapi import Body, Depends, FastAPI, Header, Path, Query, Request, Response
@@ -31,6 +35,7 @@ from relax_core.gateway.json_bodies import (
     ScaleOut,
     ScaleOutBy,
     ScaleOutTo,
+    StallAnswer,
     engine_answer,
     order_answer,
     run_answer,
@@ -40,6 +45,7 @@ from relax_core.gateway.openapi import describe
 from relax_core.gateway.order_book import EngineRow, Kind, Order, OrderBook, OrderRefused, State, engine_id
 from relax_core.gateway.problems import Refusal, responses
 from relax_core.gateway.scale_book import ScaleBook
+from relax_core.observe.stall_asks import POLL_S, TIMEOUT_S, StallAsk
 
 RETRY_S = "5"  # Retry-After of an order that waits for another one, in seconds
 Key = Annotated[str | None, Header(alias="Idempotency-Key", min_length=1, max_length=200)]
@@ -51,11 +57,13 @@ PLACES = ("body", "query", "path", "header", *TAGS)  # parts of an error's place
 Ways = Literal["scale_out", "scale_in"]
 
 
-def application(book: OrderBook, scale_book: ScaleBook, limits: Limits, *, room: EngineRoom | None = None) -> FastAPI:
+def application(
+    book: OrderBook, scale_book: ScaleBook, limits: Limits, *, folder: pathlib.Path, room: EngineRoom | None = None
+) -> FastAPI:
     """Returns the gateway's application over the run's order book and the autoscaler's decisions.
 
-    ``room`` is what the run's plan says of further engines, None if that is not known. `relax_core.gateway.guard.Guard`
-    guards the application.
+    ``folder`` is the run's, in which its controller is asked what it waits for. ``room`` is what the run's plan says of
+    further engines, None if that is not known. `relax_core.gateway.guard.Guard` guards the application.
     """
     app = FastAPI(
         title="Relax gateway",
@@ -70,6 +78,7 @@ def application(book: OrderBook, scale_book: ScaleBook, limits: Limits, *, room:
     app.add_exception_handler(HTTPException, _no_route)
     app.add_exception_handler(sqlite3.Error, _unusable_book)
     _add_run(app, book)
+    _add_stall(app, book, folder)
     _add_engines(app, book)
     checks = OrderChecks(limits, room)
     _add_scale_out(app, book, checks)
@@ -136,6 +145,29 @@ def _add_run(app: FastAPI, book: OrderBook) -> None:
         """Asks the run to end with a checkpoint once a train step is done; asking again returns the same order."""
         order = next((one for one in book.open_orders() if one.kind == "stop"), None)
         return order_answer(order or book.place("stop", {}, decide=lambda engines: "PENDING")[0])
+
+
+def _add_stall(app: FastAPI, book: OrderBook, folder: pathlib.Path) -> None:
+    @app.post("/run/stall")
+    async def stall() -> StallAnswer:
+        """Asks the controller what the run waits for, as `relax stall` does, and returns its report, after seconds."""
+        if book.run() is None:
+            raise Refusal("run-starts", "the run is starting", headers={"Retry-After": RETRY_S})
+        deadline = time.monotonic() + TIMEOUT_S
+        try:
+            with closing(StallAsk(folder)) as ask:
+                while (report := ask.report()) is None and time.monotonic() < deadline:
+                    await asyncio.sleep(POLL_S)
+        except OSError as error:
+            raise Refusal("no-report", f"the run's folder cannot be written: {error}") from error
+        if report is None:
+            raise Refusal(
+                "no-report",
+                f"the run's controller did not answer within {TIMEOUT_S:g} s",
+                headers={"Retry-After": RETRY_S},
+                fix="ask again: while services start again, nobody answers; logs/ has the logs of all processes",
+            )
+        return StallAnswer(report=report)
 
 
 def _add_engines(app: FastAPI, book: OrderBook) -> None:

@@ -247,6 +247,12 @@ class RunAnswer(BaseModel):
     stopping: bool
 
 
+class StallAnswer(BaseModel):
+    """Says in ``report`` what the run waits for, for whom, and what the workers that others wait for do."""
+
+    report: str
+
+
 class Health(BaseModel):
     """Says that the gateway answers."""
 

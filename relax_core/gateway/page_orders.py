@@ -1,4 +1,7 @@
-"""Lets the page of a run read and order its engines: the gateway's own routes, below an address of the page."""
+"""Lets the page of a run read and order its engines, and ask what the run waits for.
+
+It reaches these routes of the gateway below an address of the page.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from relax_core.gateway.problems import Refusal
 
 ADDRESS = "/api/gateway"  # the page's guard stands before it: cookie, Host and Origin
-_BELOW = "/rollout/"  # the one part of the gateway that the page reaches
+_BELOW, _STALL = "/rollout/", "/run/stall"  # the parts of the gateway that the page reaches
 
 
 class PageOrders:
@@ -26,8 +29,8 @@ class PageOrders:
         path = scope["path"].removeprefix(ADDRESS)
         headers = [field for field in scope["headers"] if field[0].lower() not in (b"authorization", b"cookie")]
         refusal: Refusal | None = None
-        if not path.startswith(_BELOW):
-            refusal = Refusal("unknown-route", "the page reaches the gateway's routes of engines alone")
+        if not path.startswith(_BELOW) and path != _STALL:
+            refusal = Refusal("unknown-route", f"the page reaches the gateway's routes {_BELOW}… and {_STALL} alone")
         elif scope["method"] != "GET" and b"origin" not in {name.lower() for name, _ in headers}:
             refusal = Refusal("no-origin", "an order of the page names its Origin", key="Origin")
         if refusal is not None:

@@ -31,6 +31,7 @@ STATUS_OF = {
     "too-large": 413,
     "no-json": 415,
     "too-many-requests": 429,
+    "no-report": 503,  # of what the run waits for
     "run-starts": 503,
     "run-ends": 503,
     "order-book-busy": 503,

@@ -22,7 +22,8 @@ class RunPage:
     """Answers the page's addresses and passes all others on to ``routes``.
 
     A reader exchanges the link's token for a cookie; the run's bearer token opens nothing here. The cookie opens the
-    routes of engines below the page's own address, to the page alone (`PageOrders`), and no other route of the gateway.
+    routes of engines and the report of what the run waits for below the page's own address, to the page alone
+    (`PageOrders`), and no other route of the gateway.
     It follows from the run's token, so a gateway that was started again knows it.
     ``tell_link`` gets each new link, which works once.
     """

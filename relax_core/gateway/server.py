@@ -77,7 +77,7 @@ async def serve(settings: GatewaySettings) -> None:
         address = msgspec.structs.replace(address, page=link)
         write_address(folder, address)
 
-    app = application(book, scale_book, settings.limits, room=read_room(folder))
+    app = application(book, scale_book, settings.limits, folder=folder, room=read_room(folder))
     routes = Guard(app, token=settings.token, hosts=settings.hosts)
     page = RunPage(routes, settings, port=port, tell_link=tell_link)
     server = _Server(

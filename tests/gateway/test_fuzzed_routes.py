@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -11,16 +12,19 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.errors import Unsatisfiable
 from starlette.types import Message, Receive, Scope, Send
 
+import relax_core.gateway.gateway_routes as gateway_routes
 import relax_core.gateway.guard as guard
 from relax_core.gateway.gateway_routes import application
 from relax_core.gateway.gateway_settings import Limits
 from relax_core.gateway.guard import Guard
 from relax_core.gateway.order_book import EngineRow, Order, OrderBook, RunRow
 from relax_core.gateway.scale_book import ScaleBook
+from relax_core.observe.stall_asks import StallAsks
 
 schemathesis = pytest.importorskip("schemathesis", reason="make test-env")
 
 TOKEN = {"Authorization": "Bearer secret"}
+DEADLINE_S = 60.0
 CASES = 40  # for each route, right ones and wrong ones each
 CHAINS, CHAIN = 50, 12  # requests that follow each other by the schema's links
 LIMITS = {
@@ -45,7 +49,12 @@ class MovingRun:
         self.requests = self._since_reset = 0
         self.answers: Counter[tuple[str, int]] = Counter()  # by the last word of the path and the status
         self.scale_book = ScaleBook(folder)
-        self._app = Guard(application(self.book, self.scale_book, limits), token="secret", hosts=["testserver"])
+        self._asks, self._ended = StallAsks(folder), threading.Event()
+        self._controller = threading.Thread(target=self._answer_asks)
+        self._controller.start()
+        self._app = Guard(
+            application(self.book, self.scale_book, limits, folder=folder), token="secret", hosts=["testserver"]
+        )
         self.book.write_run(RunRow(at=1.0, step=4, steps=9, stopping=False))
         self.reset()
 
@@ -55,6 +64,16 @@ class MovingRun:
             self.book._database.execute(f"DELETE FROM {table}")
         self._since_reset = 0
         self._write(range(1, 2))
+
+    def close(self) -> None:
+        self._ended.set()
+        self._controller.join(DEADLINE_S)
+        self.book.close()
+        self.scale_book.close()
+
+    def _answer_asks(self) -> None:
+        while not self._ended.wait(0.01):
+            self._asks.check(lambda: "actor-0 waits for bus")
 
     def _write(self, serving: range) -> None:
         rows = [EngineRow(number=0, origin="start", state="serving", since=1.0)]
@@ -97,6 +116,7 @@ def test_every_answer_is_as_the_schema_says(kind: str, tmp_path: Path, monkeypat
     # of which nothing wrong is sent: an empty value is left out, and every request has the token.
     excluded, no_body = [ignored_auth], [negative_data_rejection]
 
+    monkeypatch.setattr(gateway_routes, "POLL_S", 0.005)
     run = MovingRun(tmp_path, LIMITS[kind])
     schema = schemathesis.openapi.from_asgi("/openapi.json", run, headers=TOKEN)
     for found in schema.get_all_operations():
@@ -128,6 +148,6 @@ def test_every_answer_is_as_the_schema_says(kind: str, tmp_path: Path, monkeypat
     Chain.run(settings=settings(HOW, max_examples=CHAINS, stateful_step_count=CHAIN))
     assert run.requests >= 1000
     assert run.answers["scale_out", 202] and run.answers["scale_in", 202] and run.answers["stop", 202]
+    assert run.answers["stall", 200] and not run.answers["stall", 503]
     assert run.answers["cancel", 202] + run.answers["cancel", 409], "ids of answers were used"
-    run.book.close()
-    run.scale_book.close()
+    run.close()

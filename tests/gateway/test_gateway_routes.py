@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
+import relax_core.gateway.gateway_routes as gateway_routes
 import relax_core.gateway.guard as guard
 from relax_core.gateway.gateway_routes import application
 from relax_core.gateway.gateway_settings import EngineRoom, Limits
@@ -19,6 +20,8 @@ from relax_core.gateway.guard import Guard
 from relax_core.gateway.order_book import FILE, EngineRow, OrderBook, RunRow
 from relax_core.gateway.problems import PROBLEM, STATUS_OF, TYPE
 from relax_core.gateway.scale_book import ScaleBook, ScaleDecision
+from relax_core.observe.stall_asks import FOLDER
+from tests.observe.test_stall_asks import controller
 
 TOKEN = {"Authorization": "Bearer secret"}
 
@@ -30,7 +33,7 @@ class Gateway:
         self.book = OrderBook(folder)
         self.scale_book = ScaleBook(folder)
         room = EngineRoom(usable=2, engine_bytes=300 << 20, engine_cores=1, machine_cores=None)
-        self.app = application(self.book, self.scale_book, limits, room=room)
+        self.app = application(self.book, self.scale_book, limits, folder=folder, room=room)
         self.client = TestClient(Guard(self.app, token="secret", hosts=["gpu7"]), base_url="http://127.0.0.1:7788")
         self.book.write_run(RunRow(at=1.0, step=4, steps=9, stopping=False))
         origins = {0: "start", 1: "added"}
@@ -237,6 +240,22 @@ def test_the_run_keeps_the_engines_of_its_start(tmp_path: Path) -> None:
     )
     assert colocate.order("scale_out", num_replicas=2)[1]["detail"] == "mode=colocate: no engine comes or goes."
     colocate.close()
+
+
+def test_a_report_of_what_the_run_waits_for(gateway: Gateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with controller(tmp_path, "actor-0 waits for bus\n"):
+        assert gateway.ask("POST", "/run/stall") == (200, {"report": "actor-0 waits for bus\n"})
+    monkeypatch.setattr(gateway_routes, "TIMEOUT_S", 0.05)
+    status, problem = gateway.ask("POST", "/run/stall")
+    assert (status, problem["type"]) == (503, TYPE + "no-report")
+    assert problem["detail"] == "the run's controller did not answer within 0.05 s"
+    assert not list((tmp_path / FOLDER).iterdir()), "an ask that nobody waits for is taken back"
+    (tmp_path / FOLDER).rmdir()
+    (tmp_path / FOLDER).write_text("")
+    assert "the run's folder cannot be written" in gateway.ask("POST", "/run/stall")[1]["detail"]
+    assert gateway.ask("GET", "/run/stall")[0] == 405
+    gateway.book._database.execute("DELETE FROM run")
+    assert gateway.ask("POST", "/run/stall")[1]["type"] == TYPE + "run-starts"
 
 
 def test_who_may_come_in(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
 import time
 import urllib.error
 import urllib.request
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from relax_core.config.compose import load_config
+from relax_core.control.host.run_lock import run_lock
 from relax_core.control.supervision.gateway_process import gateway
 from relax_core.gateway.gateway_settings import FILE, GatewayAddress
+from relax_core.gateway.order_book import OrderBook, RunRow
 from tests.control.gateway_up import until_up
+from tests.dashboard.browser import CHROMIUM, opened_browser
+from tests.dashboard.made_run import HOSTILE
+from tests.observe.test_stall_asks import controller
 
 DEADLINE_S = 60.0
+NO_REPORT = json.dumps({"detail": "the controller did not answer", "fix": "ask again"})
 
 
 class Reader:
@@ -60,7 +68,11 @@ def assert_orders(reader: Reader, *, origin: str) -> None:
     assert reader.ask(route, **asked, Host="elsewhere.example")[0] == 403
     assert reader.ask(route, **asked, Cookie="")[0] == 401
     assert reader.ask(route, data=b"num_replicas=1", Origin=origin)[0] == 415, "a form"
-    for elsewhere in ("/run", "/run/stop", "/openapi.json", "/rollout", "/../run", ""):
+    status, told = reader.ask("/api/gateway/run/stall", **asked)
+    assert (status, json.loads(told)["type"]) == (503, "urn:relax:problem:run-starts")
+    assert reader.ask("/api/gateway/run/stall", **given)[0] == 403, "a form of another site asks for no report"
+    assert reader.ask("/api/gateway/run/stall", **asked, Cookie="")[0] == 401
+    for elsewhere in ("/run", "/run/stall/", "/run/stall2", "/run/stop", "/openapi.json", "/rollout", "/../run", ""):
         assert reader.ask(f"/api/gateway{elsewhere}", data=b"{}", Origin=origin)[0] == 404, elsewhere
 
 
@@ -103,3 +115,42 @@ def test_a_link_opens_the_page_once_and_the_cookie_outlives_the_gateway(
     told = capsys.readouterr().err
     assert f"page: its link, which works once, is in {folder / FILE}" in told
     assert "#token=" not in told and first.token not in told
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: make dashboard-browser installs it as root")
+def test_a_button_asks_what_the_run_waits_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = tmp_path / "run"
+    config = load_config(["gateway=local", "gateway.port=0", f"run.dir={folder}"])
+    folder.mkdir()
+    (folder / "config.yaml").write_text("name: shown\n")
+    with run_lock(folder), gateway(config) as process:
+        assert process is not None
+        until_up(process)
+        with closing(OrderBook(folder)) as book:
+            book.write_run(RunRow(at=1.0, step=4, steps=9, stopping=False))
+        asyncio.run(press_the_button(folder, tmp_path))
+    assert not list((folder / "stall").iterdir())
+
+
+async def press_the_button(folder: Path, pictures: Path) -> None:
+    async with opened_browser(pictures) as page:
+        await page.size(1280, 900, dark=False)
+        await page.call("Page.navigate", url=json.loads((folder / FILE).read_text())["page"])
+        button, shown = (
+            "document.querySelector('[aria-label=\"What the run waits for\"] button')",
+            "document.body.innerText",
+        )
+        await page.until(button)
+        with controller(folder, f"actor-0 waits for bus {HOSTILE}\n"):
+            await page.run(f"{button}.click()")
+            await page.until(f"{shown}.includes('actor-0 waits for bus </script>')")
+        assert await page.run(f"{shown}.includes('U+202E') && !{button}.disabled")
+        assert await page.hurdles() == []
+        assert page.errors == []
+        await page.picture(pictures / "stall.png")
+        await page.run(
+            f"globalThis.fetch = () => Promise.resolve(new Response({json.dumps(NO_REPORT)}, {{ status: 503 }}))"
+        )
+        await page.run(f"{button}.click()")
+        await page.until("document.querySelector('.problem')?.innerText.startsWith('the controller did not answer')")

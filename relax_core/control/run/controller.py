@@ -11,10 +11,10 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from relax_core.contracts.bus import BusLost, BusProgress, BusTimeout
-from relax_core.control.health.stall_asks import StallAsks
 from relax_core.control.health.worker_states import RunFailed, ServicesLost, run_failed
 from relax_core.control.run.recovery_log import Recoveries
 from relax_core.control.supervision.supervisor_pipe import SupervisorPipe
+from relax_core.observe.stall_asks import StallAsks
 from relax_core.roles.process.role_context import RunContext, worker_name
 
 if TYPE_CHECKING:  # these modules import Ray, which reads the path of its token when it is imported

@@ -8,10 +8,10 @@ export async function ask(path, query = {}) {
   return response.json();
 }
 
-// Sends an order to the gateway of the run, or asks it if there is no body. null: the page is not that of a gateway.
+// Sends a body to a route of the run's gateway, or reads one if there is no body. null: the page is not that of a gateway.
 export async function gateway(path, body) {
   const given = body === undefined ? {} : { method: "POST", body: JSON.stringify(body), headers: { "content-type": "application/json" } };
-  const response = await fetch(`/api/gateway/rollout/${path}`, given);
+  const response = await fetch(`/api/gateway/${path}`, given);
   if (response.ok) return response.json();
   if (response.status === 404 && body === undefined) return null;
   const problem = await response.json();

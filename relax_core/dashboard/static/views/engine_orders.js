@@ -23,7 +23,7 @@ export function engineOrders(run) {
     target = Math.max(1, (target ?? present) + step);
     if (target === present) return forget();
     try {
-      const told = await gateway(kind(), { num_replicas: target, dry_run: true });
+      const told = await gateway(`rollout/${kind()}`, { num_replicas: target, dry_run: true });
       const gone = told.engine_ids.length ? `: ${told.engine_ids.join(", ")} would leave` : "";
       preview.replaceChildren(
         h("span", {}, foreign([`${told.engines_now} engines would become ${told.engines_then}${gone}`, ...told.warnings].join("; ") + ".")),
@@ -43,7 +43,7 @@ export function engineOrders(run) {
 
   async function order() {
     try {
-      await gateway(kind(), { num_replicas: target });
+      await gateway(`rollout/${kind()}`, { num_replicas: target });
       forget();
       await refresh();
     } catch (error) {
@@ -53,7 +53,7 @@ export function engineOrders(run) {
 
   async function cancel(one) {
     try {
-      await gateway(`${one.kind}/${one.request_id}/cancel`, {});
+      await gateway(`rollout/${one.kind}/${one.request_id}/cancel`, {});
       await refresh();
     } catch (error) {
       preview.replaceChildren(problem(error));
@@ -61,13 +61,13 @@ export function engineOrders(run) {
   }
 
   async function refresh() {
-    const found = run.state === "live" ? await gateway("engines") : null;
+    const found = run.state === "live" ? await gateway("rollout/engines") : null;
     if (left) return;
     if (found === null) {
       element.replaceChildren();
       return;
     }
-    const lists = await Promise.all(["scale_out", "scale_in"].map((one) => gateway(`${one}?limit=${MOST_ORDERS}`)));
+    const lists = await Promise.all(["scale_out", "scale_in"].map((one) => gateway(`rollout/${one}?limit=${MOST_ORDERS}`)));
     if (left) return;
     present = found.engines.filter((one) => ["joining", "serving"].includes(one.state)).length;
     if (target === null) count.textContent = `${present}`;

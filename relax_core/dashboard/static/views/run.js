@@ -2,6 +2,7 @@
 import { ask } from "../api.js";
 import { chart } from "../chart.js";
 import { duration, field, foreign, h, number, problem, table } from "../dom.js";
+import { stallReport } from "./stall_report.js";
 
 const POINTS = 800; // of a curve, twice the pixels of its card
 const EVERY_MS = 2000; // between two looks at a run that goes on
@@ -27,7 +28,8 @@ export async function show(root, { run, query }) {
   const more = h("select", {});
   const charts = h("div", { class: "charts" });
   const controls = h("div", { class: "controls" }, field("Smoothing", smoothing), field("One more number", more));
-  root.append(h("h1", { class: "hidden" }, "Run"), facts, controls, charts, staleness);
+  const stall = stallReport(run);
+  root.append(h("h1", { class: "hidden" }, "Run"), facts, stall.element, controls, charts, staleness);
 
   const drawn = CHARTS.map(([title, tags]) => ({ tags, plot: chart(title) }));
   const chosen = { tags: [], plot: chart("Chosen number") };
@@ -73,13 +75,14 @@ export async function show(root, { run, query }) {
 
   smoothing.addEventListener("input", () => answer && draw());
   more.addEventListener("change", () => { chosen.tags = more.value ? [more.value] : []; refresh(); });
-  await refresh();
+  await Promise.all([refresh(), stall.refresh(run.state)]);
   return {
-    update() {
+    update({ state }) {
+      if (state) stall.refresh(state);
       clearTimeout(waiting);
       waiting = setTimeout(refresh, Math.max(0, EVERY_MS - (Date.now() - lastAt)));
     },
-    leave() { left = true; clearTimeout(waiting); for (const { plot } of [...drawn, chosen]) plot.leave(); },
+    leave() { left = true; stall.leave(); clearTimeout(waiting); for (const { plot } of [...drawn, chosen]) plot.leave(); },
   };
 }
 

@@ -1,7 +1,8 @@
-"""Hands a report of what a run waits for from its controller to a command, by two files in the run's folder.
+"""Hands a report of what a run waits for from its controller to who asks for it, by two files in the run's folder.
 
-The command writes ``RUN/stall/ID.ask``; the controller looks there once a second and writes ``RUN/stall/ID.txt``. So it
-works for every run whose folder both can reach, with or without a gateway, and who may write the folder may ask.
+`relax stall` and the gateway write ``RUN/stall/ID.ask``; the controller looks there once a second and writes
+``RUN/stall/ID.txt``. So it works for every run whose folder both can reach, with or without a gateway, and who may
+write the folder may ask.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 FOLDER = "stall"
 ASK, ANSWER = ".ask", ".txt"
 FORGOTTEN_S = 120.0  # who asked so long ago waits no more
 POLL_S = 0.1
+TIMEOUT_S = 60.0  # who asks waits so long, if it is not told otherwise
 _ID = re.compile(r"[0-9a-f]{32}")
 log = logging.getLogger(__name__)
 
@@ -64,25 +67,37 @@ class StallAsks:
             log.warning("a report for relax stall could not be written: %s", error)
 
 
+class StallAsk:
+    """Leaves one ask in the folder of a run until `close`. Raises OSError if the folder cannot be written."""
+
+    def __init__(self, run_dir: Path) -> None:
+        folder, name = run_dir / FOLDER, secrets.token_hex(16)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        self._ask, self._answer = folder / f"{name}{ASK}", folder / f"{name}{ANSWER}"
+        self._ask.write_text("", encoding="utf-8")
+
+    def report(self) -> str | None:
+        """Returns the report, None while the controller has not answered."""
+        return self._answer.read_text(encoding="utf-8") if self._answer.exists() else None
+
+    def close(self) -> None:
+        """Takes the ask back, and removes the answer."""
+        self._ask.unlink(missing_ok=True)
+        self._answer.unlink(missing_ok=True)
+
+
 def ask_for_report(run_dir: Path, *, timeout_s: float, goes_on: Callable[[], bool]) -> str:
     """Returns the report of the controller of the run in ``run_dir``.
 
     Raises `NoAnswer` after ``timeout_s`` seconds, or as soon as ``goes_on`` says that the run has ended, and OSError if
     the folder cannot be written.
     """
-    folder, name = run_dir / FOLDER, secrets.token_hex(16)
-    folder.mkdir(mode=0o700, exist_ok=True)
-    ask, answer = folder / f"{name}{ASK}", folder / f"{name}{ANSWER}"
     deadline = time.monotonic() + timeout_s
-    try:
-        ask.write_text("", encoding="utf-8")
-        while not answer.exists():
+    with closing(StallAsk(run_dir)) as ask:
+        while (report := ask.report()) is None:
             if not goes_on():
                 raise NoAnswer("the run has just ended")
             if time.monotonic() > deadline:
                 raise NoAnswer(f"its controller did not answer within {timeout_s:g} s")
             time.sleep(POLL_S)
-        return answer.read_text(encoding="utf-8")
-    finally:
-        ask.unlink(missing_ok=True)
-        answer.unlink(missing_ok=True)
+    return report

@@ -1,0 +1,38 @@
+// Asks the controller of a run that goes on what it waits for, as `relax stall` does, and shows the report.
+import { gateway } from "../api.js";
+import { foreign, h, problem } from "../dom.js";
+
+export function stallReport(run) {
+  const element = h("section", { class: "stack", "aria-label": "What the run waits for" });
+  const answer = h("div", { role: "status" });
+  const button = h("button", { type: "button", onclick: report }, "What does it wait for?");
+  const card = h("div", { class: "card stack" }, h("div", { class: "controls" }, button), answer);
+  let left = false;
+  let served = null; // whether a gateway serves the page, null while that is not known
+
+  async function report() {
+    button.disabled = true;
+    answer.replaceChildren(h("p", { class: "quiet" }, "The run's controller is asked. It answers in some seconds; after a minute without an answer this is said here."));
+    try {
+      const told = await gateway("run/stall", {});
+      if (!left) answer.replaceChildren(h("pre", { class: "text", tabIndex: 0, "aria-label": "report" }, foreign(told.report)));
+    } catch (error) {
+      if (!left) answer.replaceChildren(problem(error));
+    }
+    button.disabled = false;
+  }
+
+  // The button is there where orders are: on the page that the gateway of a run that goes on serves.
+  async function refresh(state) {
+    try {
+      if (state === "live") served ??= (await gateway("rollout/engines")) !== null;
+      if (left) return;
+      if (state !== "live" || !served) element.replaceChildren();
+      else if (!card.isConnected) element.replaceChildren(card);
+    } catch (error) {
+      if (!left) element.replaceChildren(problem(error));
+    }
+  }
+
+  return { element, refresh, leave() { left = true; } };
+}
