@@ -60,7 +60,8 @@ class EngineServices(Protocol):
 class _Joining:
     """Is an engine that joins until ``deadline``.
 
-    ``wanted`` is the version that was the newest when it was up. ``probed`` is its comparison with another engine.
+    ``wanted`` is the version that was the newest when it was up. ``probed`` is its comparison with another engine, and
+    ``url`` the address at which it was asked.
     ``told`` is what its owner waits for, such as weights that the engine refuses.
     """
 
@@ -68,6 +69,7 @@ class _Joining:
     wanted: int | None = None
     stage: JoinStage = "CREATING"
     probed: Future[str] | None = None
+    url: str = ""
     told: str = ""
 
 
@@ -178,6 +180,8 @@ class EngineChanges:
             joining.stage = "HEALTH_CHECKING" if report is None else "WEIGHT_SYNCING"
             waits = beat.status is not None and beat.status.state == "waiting"
             joining.told = beat.status.detail if waits and beat.status is not None else ""
+        if joining.probed is not None and report is not None and report.url != joining.url:
+            joining.probed = joining.wanted = None  # its owner was restarted, and has started another engine process
         if joining.probed is not None and joining.probed.done():
             if why := joining.probed.result():
                 self.fail(number, why)
@@ -191,6 +195,7 @@ class EngineChanges:
         if report is not None and ready and joining.probed is None:
             if (reference := self._reference(beats)) is not None:
                 attached = bool(self._engines.url_of(number))
+                joining.url = report.url
                 joining.probed = self._probe.start(report.url, attached=attached, reference=reference)
         elif self._clock() > joining.deadline:
             had = "is not up" if report is None else f"serves weights {report.version} and not {joining.wanted}"

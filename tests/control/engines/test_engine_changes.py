@@ -31,6 +31,18 @@ def test_an_engine_serves_once_it_has_the_weights_that_were_newest_when_it_was_u
     assert run.compared == [("http://h:1", "http://h:0")]
 
 
+def test_an_engine_whose_owner_is_restarted_while_it_is_compared_is_compared_anew(run: Run) -> None:
+    run.publish(4)
+    run.tell(0, engine=EngineReport(url="http://h:0", version=4))
+    number, run.compares = run.join(), False
+    run.tell(number, engine=EngineReport(url="http://h:1", version=4))
+    run.tick_until("it is not compared", lambda: run.compared == [("http://h:1", "http://h:0")])
+    run.compares = True
+    run.tell(number, engine=EngineReport(url="http://h:2", version=4))
+    run.tick_until("it does not serve", lambda: run.states()[number] == "serving")
+    assert run.compared[1:] == [("http://h:2", "http://h:0")]
+
+
 def test_an_engine_that_leaves_finishes_its_samples_or_hands_them_on(run: Run) -> None:
     first, second = joined(run), joined(run)
     run.changes.leave(second)
