@@ -32,7 +32,7 @@ from relax_core.train.model.dealt_media import finalize_gradients
 from relax_core.train.model.frozen_parts import freeze_parts
 from relax_core.train.model.gpt import build_chunks
 from relax_core.train.model.media_features import media_plan
-from relax_core.train.model.moe import balance_metrics, clear_counts
+from relax_core.train.model.moe import balance_metrics, routers
 from relax_core.train.model.routing_replay import router_plan
 from relax_core.train.packing.micro_batches import ROW, MicroBatcher, with_row_numbers
 from relax_core.train.packing.packed_media import TowerWork
@@ -149,6 +149,7 @@ class MegatronRank:
             )
         # The wrapper may move the parameters into its own buffer, so the weights are mapped after it.
         self._weights = HfWeights(self.models, self.architecture, value_head=value_head)
+        self._balanced = list(routers(self.models))
         self._parameters = [parameter.detach() for model in self.models for parameter in model.parameters()]
         self.load_weights(open_safetensors(setup.model_folder))
 
@@ -163,7 +164,8 @@ class MegatronRank:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         self._schedule.begin()
-        clear_counts(self.model_chunks)
+        for router in self._balanced:
+            router.clear_counts()
         self._sums = StepSums()
         self._clock = RankClock()
 
@@ -314,7 +316,7 @@ class MegatronRank:
             return {}
         world = process_group.world_group() if self.world_size > 1 else None
         layers = self.architecture.num_layers
-        return balance_metrics(self.model_chunks, layers=layers, experts=experts.count, group=world)
+        return balance_metrics(self._balanced, layers=layers, experts=experts.count, group=world)
 
     def _column(self, arrays: Sequence[np.ndarray | None]) -> Tensor:
         """Joins one array for each group into one tensor on the device."""

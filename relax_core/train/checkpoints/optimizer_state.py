@@ -82,7 +82,7 @@ def create_optimizer_state(optimizer: Any) -> None:
             for parameter in group["params"]:
                 if not one.optimizer.state[parameter]:
                     one.optimizer.state[parameter].update(
-                        step=torch.tensor(0.0),
+                        step=torch.zeros((), device=parameter.device),
                         exp_avg=torch.zeros_like(parameter),
                         exp_avg_sq=torch.zeros_like(parameter),
                     )

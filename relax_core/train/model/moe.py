@@ -103,24 +103,19 @@ def number_routers(chunks: Sequence[torch.nn.Module]) -> None:
         router.experts_index = router.layer_number - 1
 
 
-def clear_counts(chunks: Sequence[torch.nn.Module]) -> None:
-    """Resets the counts of all routers."""
-    for router in routers(chunks):
-        router.clear_counts()
-
-
 def balance_metrics(
-    chunks: Sequence[torch.nn.Module], *, layers: int, experts: int, group: dist.ProcessGroup | None
+    mine: Sequence[BalancedRouter], *, layers: int, experts: int, group: dist.ProcessGroup | None
 ) -> dict[str, float]:
     """Returns how evenly the update's tokens were distributed over the experts, over all layers and ranks.
 
+    ``mine`` are this rank's routers (`routers`).
     The call is collective over ``group``, a gloo group of all ranks, or None for a single rank. ``max_load`` and
     ``min_load`` are the tokens of the busiest and of the idlest expert of any layer, relative to an even load.
     ``entropy`` is that of the experts' shares, relative to even shares, as mean over layers. ``balance_loss`` is the
     balancing loss without its coefficient, as mean over layers, if it is on; it is 1 for even shares.
     """
     found = torch.zeros(layers, experts + 2, dtype=torch.float64)
-    for router in routers(chunks):
+    for router in mine:
         found[router.experts_index, :experts] += router.chosen.cpu()
         found[router.experts_index, experts:] += torch.tensor([float(router.balance_sum), router.balance_weight])
     if group is not None:

@@ -77,4 +77,6 @@ def build_optimizer(
     optimizer = get_megatron_optimizer(settings, chunks, overrides)
     for group in optimizer.param_groups:
         group["weight_decay"] = config.weight_decay * group["wd_mult"]  # Megatron's scheduler does the same.
+        if "fused" in group:  # torch's AdamW, where Transformer Engine's is not installed
+            group["fused"] = True  # one call for all parameters, on CPUs as on GPUs
     return optimizer
