@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from relax_core.observe.service.metrics_service import MetricsHealth, MetricsService
 from relax_core.observe.service.outbox import Outbox, Receipt, Refused, Undelivered
 from relax_core.observe.service.records import MetricRecord, Record, TextCell, TextRecord, metric_record, text_record
-from relax_core.observe.service.sinks import make_sinks, read_metrics, read_texts
+from relax_core.observe.service.sinks import each_metric, make_sinks, read_texts
 
 if TYPE_CHECKING:
     from relax_core.config.sections.tracker_schema import TrackerConfig
@@ -35,7 +35,7 @@ class MetricsActor:
     def __init__(self, tracker: TrackerConfig, run_dir: Path) -> None:
         self._name = secrets.token_hex(8)
         self._service = MetricsService(
-            make_sinks(tracker, run_dir), history=read_metrics(run_dir), texts=read_texts(run_dir)
+            make_sinks(tracker, run_dir), history=each_metric(run_dir), texts=read_texts(run_dir)
         )
 
     def take(self, records: list[Record], left_out: int) -> Receipt:

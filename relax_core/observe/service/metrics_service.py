@@ -78,7 +78,7 @@ class MetricsService:
         self,
         sinks: Sequence[Sink],
         *,
-        history: Sequence[MetricRecord] = (),
+        history: Iterable[MetricRecord] = (),
         texts: Sequence[TextRecord] = (),
         head_records: int = HEAD_RECORDS,
         tail_records: int = TAIL_RECORDS,
@@ -96,9 +96,10 @@ class MetricsService:
         self._not_delivered = 0
         self._closed = False
         self._usage = UsageMeter()
-        kept: list[Record] = [*history, *texts]
-        for record in kept:
+        for record in history:
             self._keep(record)
+        for text in texts:
+            self._keep(text)
         ordered = sorted(sinks, key=lambda sink: not sink.local)
         self._sinks = [SinkThread(sink, queue_records=queue_records, batch_s=batch_s) for sink in ordered]
         self._taken = 0  # the number of records that the sinks were given

@@ -65,11 +65,6 @@ def without_undone(records: Iterable[MetricRecord]) -> list[MetricRecord]:
     return kept
 
 
-def last_step(records: Iterable[MetricRecord]) -> int:
-    """Returns the largest number of train steps that were reported as done, or 0."""
-    return max((record.step + 1 for record in records if record.source == ACTOR), default=0)
-
-
 def by_step(records: Iterable[MetricRecord], source: str) -> dict[int, dict[str, float]]:
     """Returns step → values of ``source``, in order of step. Of several records of a step the last counts."""
     values = {record.step: record.values for record in records if record.source == source}

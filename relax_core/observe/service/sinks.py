@@ -10,7 +10,7 @@ import io
 import os
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -279,39 +279,36 @@ class _MetricLine(msgspec.Struct):
 Line = TypeVar("Line")
 
 
-def _read_lines(path: Path, kind: type[Line]) -> list[Line]:
-    """Returns every whole line of the file. It ignores a last line without an end, and a file that does not exist."""
+def _each_line(path: Path, kind: type[Line]) -> Iterator[Line]:
+    """Yields every whole line of the file. It ignores a last line without an end, and a file that does not exist."""
     if not path.exists():
-        return []
+        return
     decoder = msgspec.json.Decoder(kind)
-    lines: list[Line] = []
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.endswith(b"\n"):
                 break
             try:
-                lines.append(decoder.decode(line))
+                yield decoder.decode(line)
             except msgspec.DecodeError as error:
                 raise ValueError(
                     f"{path}, line {number}: not a record of Relax ({error}). Repair or remove the line."
                 ) from error
-    return lines
+
+
+def each_metric(run_dir: Path) -> Iterator[MetricRecord]:
+    """Yields the numbers that a run has recorded so far; null becomes NaN. Raises ValueError for a broken line."""
+    nan = float("nan")
+    for line in _each_line(run_dir / METRICS_FILE, _MetricLine):
+        values = {name: nan if value is None else value for name, value in line.values.items()}
+        yield MetricRecord(source=line.source, step=line.step, time_s=line.time_s, values=values)
 
 
 def read_metrics(run_dir: Path) -> list[MetricRecord]:
-    """Returns the numbers that a run has recorded so far; null becomes NaN. Raises ValueError for a broken line."""
-    nan = float("nan")
-    return [
-        MetricRecord(
-            source=line.source,
-            step=line.step,
-            time_s=line.time_s,
-            values={name: nan if value is None else value for name, value in line.values.items()},
-        )
-        for line in _read_lines(run_dir / METRICS_FILE, _MetricLine)
-    ]
+    """Returns all of `each_metric`, which takes much memory for a long run."""
+    return list(each_metric(run_dir))
 
 
 def read_texts(run_dir: Path) -> list[TextRecord]:
     """Returns the texts that a run has recorded so far. Raises ValueError for a broken line."""
-    return _read_lines(run_dir / TEXTS_FILE, TextRecord)
+    return list(_each_line(run_dir / TEXTS_FILE, TextRecord))
