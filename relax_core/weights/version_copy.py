@@ -41,6 +41,7 @@ def reading_copy(source: Path, target: Path, *, reader: str, deadline_s: float) 
 
 
 def _copy(newest: WeightManifest, target: Path) -> None:
+    target.parent.mkdir(mode=0o700, exist_ok=True)  # as the folder of the published weights
     versions = VersionFolder(target)
     frozen = newest.frozen
     if frozen is not None:

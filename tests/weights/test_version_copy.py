@@ -23,7 +23,7 @@ def tensors(version: int) -> list[tuple[str, torch.Tensor]]:
 
 @pytest.mark.parametrize("frozen", [(), ("still",)])
 def test_the_newest_version_is_copied_whole_and_old_copies_go(frozen: tuple[str, ...], tmp_path: Path) -> None:
-    model, source, target = tmp_path / "model", tmp_path / "memory", tmp_path / "run" / "weights"
+    model, source, target = tmp_path / "model", tmp_path / "memory", tmp_path / "copies" / "0"
     model.mkdir()
     (model / "config.json").write_text("{}")
     publisher = WeightPublisher(source, list, transport=SharedMemoryTransport(), model_folder=model, frozen=frozen)
@@ -38,6 +38,7 @@ def test_the_newest_version_is_copied_whole_and_old_copies_go(frozen: tuple[str,
             with reading_copy(source, target, reader="engine-2", deadline_s=5.0) as again:
                 assert again == copied
     assert sorted(path.name for path in target.iterdir() if path.name.isdecimal()) == ["00000002", "00000003"]
+    assert target.parent.stat().st_mode & 0o777 == 0o700
     assert not any(path.is_symlink() and source in path.readlink().parents for path in target.rglob("*"))
     publisher.close()
 
