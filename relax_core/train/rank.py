@@ -32,7 +32,7 @@ from relax_core.train.model.dealt_media import finalize_gradients
 from relax_core.train.model.frozen_parts import freeze_parts
 from relax_core.train.model.gpt import build_chunks
 from relax_core.train.model.media_features import media_plan
-from relax_core.train.model.moe import balance_metrics, routers
+from relax_core.train.model.moe import balance_metrics, clear_counts, routers
 from relax_core.train.model.routing_replay import router_plan
 from relax_core.train.packing.micro_batches import ROW, MicroBatcher, with_row_numbers
 from relax_core.train.packing.packed_media import TowerWork
@@ -164,8 +164,7 @@ class MegatronRank:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         self._schedule.begin()
-        for router in self._balanced:
-            router.clear_counts()
+        clear_counts(self._balanced)
         self._sums = StepSums()
         self._clock = RankClock()
 
@@ -311,11 +310,10 @@ class MegatronRank:
         return self._denominator(totals) if self._setup.moe_aux_loss_coef and totals.tokens else 0.0
 
     def _balance(self) -> dict[str, float]:
-        experts = self.architecture.experts
+        layers, experts = self.architecture.num_layers, self.architecture.experts
         if experts is None:
             return {}
         world = process_group.world_group() if self.world_size > 1 else None
-        layers = self.architecture.num_layers
         return balance_metrics(self._balanced, layers=layers, experts=experts.count, group=world)
 
     def _column(self, arrays: Sequence[np.ndarray | None]) -> Tensor:

@@ -103,6 +103,12 @@ def number_routers(chunks: Sequence[torch.nn.Module]) -> None:
         router.experts_index = router.layer_number - 1
 
 
+def clear_counts(mine: Sequence[BalancedRouter]) -> None:
+    """Resets the counts of all routers."""
+    for router in mine:
+        router.clear_counts()
+
+
 def balance_metrics(
     mine: Sequence[BalancedRouter], *, layers: int, experts: int, group: dist.ProcessGroup | None
 ) -> dict[str, float]:
