@@ -115,5 +115,7 @@ def test_the_watchdog_names_who_stands_still(tmp_path: Path) -> None:
     assert "in flight in rollout (oldest g0" in first and "owed by rollout" in first
     assert f"rollout-0: pid {pid}, state stopped" in first
     told = [one for one in read_alarms(run.folder / ALARMS) if one.event == "stalled"]
-    assert [one.kind for one in told] == ["new", "over"] and "blocker: rollout-0" in told[0].text
+    # On a loaded machine the start takes longer than run.watch_after_s, and is told of before.
+    assert [one.kind for one in told] == ["new", "over"] * (len(told) // 2)
+    assert sum("blocker: rollout-0" in one.text for one in told if one.kind == "new") == 1
     assert "no train step ended" in run.output  # on stderr, too
