@@ -26,7 +26,7 @@ schemathesis = pytest.importorskip("schemathesis", reason="make test-env")
 TOKEN = {"Authorization": "Bearer secret"}
 DEADLINE_S = 60.0
 CASES = 40  # for each route, right ones and wrong ones each
-CHAINS, CHAIN = 50, 12  # requests that follow each other by the schema's links
+CHAINS, CHAIN = 150, 12  # requests that follow each other by the schema's links
 LIMITS = {
     "both": Limits(start=1, most=4, hosts=["127.0.0.1", "localhost"]),
     "by_address": Limits(start=1, most=4, no_more="by address only", hosts=["127.0.0.1", "localhost"]),
@@ -135,7 +135,9 @@ def test_every_answer_is_as_the_schema_says(kind: str, tmp_path: Path, monkeypat
                     operation.body or operation.path_parameters
                 )
 
-    class Chain(schema.as_state_machine()):  # type: ignore[misc]
+    linked = schema.exclude(path="/run/stall")  # it takes no id, so the chains' few steps are for routes that do
+
+    class Chain(linked.as_state_machine()):  # type: ignore[misc]
         def setup(self) -> None:
             run.reset()
 
