@@ -117,6 +117,7 @@ def test_every_answer_is_as_the_schema_says(kind: str, tmp_path: Path, monkeypat
     excluded, no_body = [ignored_auth], [negative_data_rejection]
 
     monkeypatch.setattr(gateway_routes, "POLL_S", 0.005)
+    monkeypatch.setattr(gateway_routes, "TIMEOUT_S", 600.0)  # only a report that never comes reaches it
     run = MovingRun(tmp_path, LIMITS[kind])
     schema = schemathesis.openapi.from_asgi("/openapi.json", run, headers=TOKEN)
     for found in schema.get_all_operations():
@@ -150,6 +151,6 @@ def test_every_answer_is_as_the_schema_says(kind: str, tmp_path: Path, monkeypat
     Chain.run(settings=settings(HOW, max_examples=CHAINS, stateful_step_count=CHAIN))
     assert run.requests >= 1000
     assert run.answers["scale_out", 202] and run.answers["scale_in", 202] and run.answers["stop", 202]
-    assert run.answers["stall", 200], run.answers
+    assert run.answers["stall", 200] and not run.answers["stall", 503], run.answers
     assert run.answers["cancel", 202] + run.answers["cancel", 409], "ids of answers were used"
     run.close()

@@ -61,8 +61,8 @@ class _Joining:
     """Is an engine that joins until ``deadline``.
 
     ``wanted`` is the version that was the newest when it was up. ``probed`` is its comparison with another engine, and
-    ``url`` the address at which it was asked.
-    ``told`` is what its owner waits for, such as weights that the engine refuses.
+    ``url`` the address at which it was asked. ``told`` is what its owner waits for, such as weights that the engine
+    refuses.
     """
 
     deadline: float
@@ -178,8 +178,8 @@ class EngineChanges:
         beat, report = beats.get(worker_name(ENGINE, number)), _report(beats, number)
         if beat is not None and beat.life == "alive":
             joining.stage = "HEALTH_CHECKING" if report is None else "WEIGHT_SYNCING"
-            waits = beat.status is not None and beat.status.state == "waiting"
-            joining.told = beat.status.detail if waits and beat.status is not None else ""
+            status = beat.status
+            joining.told = status.detail if status is not None and status.state == "waiting" else ""
         if joining.probed is not None and report is not None and report.url != joining.url:
             joining.probed = joining.wanted = None  # its owner was restarted, and has started another engine process
         if joining.probed is not None and joining.probed.done():

@@ -60,8 +60,8 @@ def run_paths(*, run_dir: Path, shared: bool = False) -> Iterator[RunPaths]:
         weights_folder.mkdir(mode=0o700, parents=shared)
         if not shared:  # a shared disk may have no locks
             undo.enter_context(owned(weights_folder, f"{owner}, beside {folder}"))
-        undo.callback(shutil.rmtree, weights_folder)
-        if not shared:  # copies for servers of somebody else, if one joined
+            # Copies of weights for servers of somebody else, if one joined.
             undo.callback(shutil.rmtree, run_dir / namespace, ignore_errors=True)
+        undo.callback(shutil.rmtree, weights_folder)
         token_folder = weights_folder if shared else folder
         yield RunPaths(folder=folder, weights_folder=weights_folder, token_folder=token_folder, namespace=namespace)
