@@ -120,7 +120,7 @@ def test_micro_batches_order_and_packing_change_nothing(folder: Path) -> None:
         assert metrics.loss == pytest.approx(whole.loss, rel=1e-5), name
         assert metrics.grad_norm == pytest.approx(whole.grad_norm, rel=1e-5), name
         assert (metrics.tokens, metrics.samples) == (whole.tokens, whole.samples)
-        assert metrics.algorithm == pytest.approx(whole.algorithm, rel=1e-5), name
+        assert metrics.algorithm == pytest.approx(whole.algorithm, rel=1e-5, abs=2e-6), name  # a mean near 0 rounds
         for parameter, tensor in found.items():
             torch.testing.assert_close(tensor, expected[parameter], atol=1e-6, rtol=0, msg=f"{name}: {parameter}")
 

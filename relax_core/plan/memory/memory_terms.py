@@ -67,19 +67,19 @@ def optimizer_bytes_a_parameter(config: RelaxConfig) -> int:
 def activation_values(model: ModelDimensions) -> int:
     """Returns how many numbers of one token row one layer keeps for its backward pass, without recomputation.
 
-    They are counted from what autograd saves in the CPU build (docs/plan.md): two norms with input, normed input and
-    output; the query, key and value projections, the norms of query and key if there are any, and their rotations; the
+    They are counted from what autograd saves in the CPU build (docs/plan.md): two norms with normed input and output;
+    the query, key and value projections, the norms of query and key if there are any, and their rotations; the
     feed-forward network's five widths.
     """
     hidden, query, key, heads = model.hidden, model.query, model.key, model.heads + model.kv_heads
-    attention = 6 * hidden + 4 * query + 3 * key + heads
+    attention = 4 * hidden + 4 * query + 3 * key + heads
     if model.qk_norm:
-        attention += query + key + 4 * model.head_dim + heads
+        attention += key + 4 * model.head_dim + heads
     if model.output_gate:
         attention += 2 * query
     if model.delta_net is not None:
         one = model.delta_net
-        linear = 6 * hidden + 4 * one.keys + 6 * one.values
+        linear = 4 * hidden + 4 * one.keys + 6 * one.values
         share = model.delta_layers / model.layers
         attention = round(share * linear + (1 - share) * attention)
     if model.experts is None:

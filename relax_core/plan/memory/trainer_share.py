@@ -162,7 +162,7 @@ def row_values(parallel: ParallelConfig, model: ModelDimensions) -> int:
 
     Tensor parallelism divides heads and widths; the norms' rows are divided only with sequence parallelism.
     """
-    every, norms = activation_values(model), 6 * model.hidden
+    every, norms = activation_values(model), 4 * model.hidden
     return (every - norms) // parallel.tp + norms // (parallel.tp if parallel.sequence_parallel else 1)
 
 

@@ -38,12 +38,17 @@ _CALL_PAIRS = 2**13  # The cost of one more call, in pairs of rows.
 
 @dataclass(frozen=True, slots=True)
 class _Lines:
-    """Holds row ranges of the stream, each on a line of one common width, with zeros after the shorter ones."""
+    """Holds row ranges of the stream, each on a line of one common width, with pads after the shorter ones.
+
+    A pad copies the last row of its range. What is computed for it is never read.
+    """
 
     count: int
     width: int
     rows: Tensor | slice  # rows of the stream, range by range
+    sources: Tensor | None  # int64 [count * width], the row at each place of the lines; None if that is the slice
     indexes: Tensor | None  # int64, flat index of each row on the lines; None without pads
+    pads: Tensor | None  # int64, flat index of each pad; None without pads
 
     @staticmethod
     def of(starts: np.ndarray, lengths: np.ndarray) -> _Lines:
@@ -53,23 +58,35 @@ class _Lines:
         line = np.repeat(np.arange(count), lengths)
         column = np.arange(len(line)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
         tile = end - first == len(line)  # True if no other range lies between these
-        rows = slice(first, end) if tile else torch.from_numpy(starts[line] + column)
-        full = len(line) == count * width
-        return _Lines(count, width, rows, None if full else torch.from_numpy(line * width + column))
+        listed = None if tile else torch.from_numpy(starts[line] + column)
+        rows = slice(first, end) if listed is None else listed
+        if len(line) == count * width:
+            return _Lines(count, width, rows, listed, None, None)
+        places = np.arange(width)
+        sources = starts[:, None] + np.minimum(places, lengths[:, None] - 1)
+        pads = np.flatnonzero(places >= lengths[:, None])
+        of_rows = line * width + column
+        return _Lines(count, width, rows, *map(torch.from_numpy, (sources.reshape(-1), of_rows, pads)))
 
-    def to_lines(self, stream: Tensor, *, pad: float = 0.0) -> Tensor:
-        """Copies ``[rows, heads, ...]`` onto the lines, ``[count, heads, width, ...]``."""
-        own = stream[self.rows]
-        if self.indexes is not None:
-            padded = own.new_full((self.count * self.width, *own.shape[1:]), pad)
-            padded[self.indexes] = own
-            own = padded
+    def to_lines(self, stream: Tensor, *, pad: float | None = None) -> Tensor:
+        """Copies ``[rows, heads, ...]`` onto the lines, ``[count, heads, width, ...]``; ``pad`` is put at pads."""
+        own = stream[self.rows] if self.sources is None else stream.index_select(0, self.sources)
+        if pad is not None and self.pads is not None:
+            own.index_fill_(0, self.pads, pad)
         return own.view(self.count, self.width, *own.shape[1:]).transpose(1, 2)
 
     def from_lines(self, lines: Tensor) -> Tensor:
         """Copies ``[count, heads, width, ...]`` back to ``[rows of the ranges, heads, ...]``."""
         flat = lines.transpose(1, 2).flatten(0, 1)
-        return flat if self.indexes is None else flat[self.indexes]
+        return flat if self.indexes is None else flat.index_select(0, self.indexes)
+
+    def add_to(self, stream: Tensor, lines: Tensor) -> None:
+        """Adds ``[count, heads, width, ...]`` to the rows of ``stream``, ``[rows, heads, ...]``."""
+        own = self.from_lines(lines)
+        if isinstance(self.rows, slice):
+            stream[self.rows] += own
+        else:
+            stream.index_add_(0, self.rows, own)
 
     def pad_mask(self, lengths: np.ndarray, dtype: torch.dtype) -> Tensor | None:
         """Returns ``[count, 1, 1, width]`` with 0 at rows and -inf at pads, or None without pads."""
@@ -89,7 +106,7 @@ class _Part:
     mask: Tensor | None = None
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:
-        """Returns outputs and log-sum-exps of the queries' rows."""
+        """Returns outputs and log-sum-exps on the lines of the queries."""
         output, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             self.queries.to_lines(query),
             self.keys.to_lines(key),
@@ -99,7 +116,7 @@ class _Part:
             attn_mask=self.mask,
             scale=scale,
         )
-        return self.queries.from_lines(output), self.queries.from_lines(log_sum)
+        return output, log_sum
 
     def backward(self, grad: Tensor, saved: Sequence[Tensor], scale: float | None, *, grads: Sequence[Tensor]) -> None:
         """Adds this part's share to the gradients of query, key and value.
@@ -120,7 +137,7 @@ class _Part:
             scale=scale,
         )
         for whole, part, lines in zip(grads, found, (self.queries, self.keys, self.keys), strict=True):
-            whole[lines.rows] += lines.from_lines(part)
+            lines.add_to(whole, part)
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,9 +227,10 @@ class BranchPlan:
     ) -> None:
         """Computes some heads: writes ``output`` like ``query`` and ``log_sum`` ``[rows, heads]``, which are zero."""
         for part in self.causal:
-            output[part.queries.rows], log_sum[part.queries.rows] = part.forward(query, key, value, scale)
+            for whole, found in zip((output, log_sum), part.forward(query, key, value, scale), strict=True):
+                part.queries.add_to(whole, found)  # Each row is in one part, so it is 0 before.
         for part in self.above:
-            of_above, its_log_sum = part.forward(query, key, value, scale)
+            of_above, its_log_sum = map(part.queries.from_lines, part.forward(query, key, value, scale))
             for start in range(0, len(of_above), _JOINED_ROWS):
                 some = slice(start, start + _JOINED_ROWS)
                 rows = _part_of(part.queries.rows, some)

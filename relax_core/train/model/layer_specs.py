@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
@@ -30,6 +29,7 @@ from relax_core.train.attention.tree_attention import TreeBatch
 from relax_core.train.megatron_on_cpu.device_loader import has_cuda
 from relax_core.train.model.delta_net import TreeDeltaNet
 from relax_core.train.model.moe import BalancedRouter, MoeTransformerLayer
+from relax_core.train.model.rms_norm import rms_norm
 
 
 class TreeCoreAttention(MegatronModule):
@@ -85,9 +85,12 @@ class SequenceParallelRMSNorm(torch.nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Norms the last dimension; a zero-centred norm multiplies by 1 + its weight, both in float32."""
-        if not self.config.layernorm_zero_centered_gamma:
-            return super().forward(x)
-        return F.rms_norm(x.float(), self.normalized_shape, 1.0 + self.weight.float(), self.eps).to(x.dtype)
+        assert self.eps is not None, "the constructor sets it"
+        if self.config.layernorm_zero_centered_gamma:
+            return rms_norm(x.float(), 1.0 + self.weight.float(), eps=self.eps).to(x.dtype)
+        if x.dtype == torch.float32:
+            return rms_norm(x, self.weight, eps=self.eps)
+        return super().forward(x)
 
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")

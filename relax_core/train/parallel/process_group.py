@@ -86,8 +86,8 @@ def world_group() -> dist.ProcessGroup:
 def wait_for_ranks(doing: str, *, rank: int, timeout_s: float, group: dist.ProcessGroup | None = None) -> None:
     """Waits for all ranks of ``group``, a gloo group, which is `world_group` by default.
 
-    If ranks do not arrive within ``timeout_s`` seconds it raises RuntimeError, which names them and begins with
-    ``doing``; a plain collective would only time out.
+    If ranks do not arrive within ``timeout_s`` seconds it raises RuntimeError, which begins with ``doing`` and names
+    them; a plain collective would only time out. Of a rank that ended before the call, gloo may name the address alone.
     """
     try:
         barrier_group = world_group() if group is None else group

