@@ -1,6 +1,6 @@
 """The yardstick of `benchmarks.throughput`: GRPO in one process with transformers alone, on the same task and model.
 
-    python -m benchmarks.plain_loop [--steps 40 --seed 0]
+    python -m benchmarks.plain_loop [--steps 40 --seed 0] [--model FOLDER --new-tokens 256 --learning-rate 0]
 
 What a public single-process trainer does: ``generate`` with its KV cache for all samples of the step at once, rewards,
 one padded forward for the log-probs of the responses, backward, clipping, AdamW. One thread, no other process, nothing
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -23,31 +24,39 @@ TASK = "reverse_digits"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    loop = PlainLoop(arguments.seed)
+    arguments = loop_arguments(__doc__).parse_args()
+    loop = PlainLoop(arguments)
     print(json.dumps([loop.step(step) for step in range(arguments.steps)]))
 
 
-class PlainLoop:
-    """Model, tokenizer and optimizer of the loop."""
+def loop_arguments(described: str | None) -> argparse.ArgumentParser:
+    """Returns the flags that a single-process loop has: by default it trains the demo's model on the demo's task."""
+    parser = argparse.ArgumentParser(description=described, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--model", type=Path, default=None, help="folder of a model with the built-in tokenizer")
+    parser.add_argument("--new-tokens", type=int, default=NEW_TOKENS, help="most tokens of an answer")
+    parser.add_argument("--learning-rate", type=float, default=LEARNING_RATE)
+    return parser
 
-    def __init__(self, seed: int) -> None:
+
+class PlainLoop:
+    """Model, tokenizer and optimizer of the loop; ``given`` are its flags, see `loop_arguments`."""
+
+    def __init__(self, given: argparse.Namespace) -> None:
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         from relax_core.tools.make_tiny import tiny_model_folder
 
         torch.set_num_threads(1)
-        torch.manual_seed(seed)
-        folder = tiny_model_folder("tiny_qwen3", task=TASK)
-        self._seed = seed
+        torch.manual_seed(given.seed)
+        folder = given.model or tiny_model_folder("tiny_qwen3", task=TASK)
+        self._given = given
         self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, padding_side="left")
         self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
         self._optimizer = torch.optim.AdamW(
-            self._model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.999), weight_decay=0.0
+            self._model.parameters(), lr=given.learning_rate, betas=(0.9, 0.999), weight_decay=0.0
         )
 
     def step(self, step: int) -> dict[str, float]:
@@ -67,6 +76,7 @@ class PlainLoop:
             "reward_ms": 1e3 * (scored - generated),
             "train_ms": 1e3 * (ended - scored),
             "samples": float(len(sequences)),
+            "tokens": float(mask.sum()),
             "reward": float(rewards.mean()),
         }
 
@@ -74,7 +84,8 @@ class PlainLoop:
         from relax_core.data.generated import example
 
         examples = [
-            example(TASK, split="train", seed=self._seed, index=step * PROMPTS + place) for place in range(PROMPTS)
+            example(TASK, split="train", seed=self._given.seed, index=step * PROMPTS + place)
+            for place in range(PROMPTS)
         ]
         inputs = self._tokenizer.apply_chat_template(
             [[{"role": "user", "content": one.prompt}] for one in examples],
@@ -97,7 +108,7 @@ class PlainLoop:
                 temperature=1.0,
                 top_k=0,
                 top_p=1.0,
-                max_new_tokens=NEW_TOKENS,
+                max_new_tokens=self._given.new_tokens,
                 num_return_sequences=GROUP_SIZE,
             )
         return sequences.clone()  # out of inference mode, for autograd
@@ -143,7 +154,7 @@ class PlainLoop:
             clip_low=CLIP,
             clip_high=CLIP,
         )
-        self._optimizer.param_groups[0]["lr"] = LEARNING_RATE * min(1.0, (step + 1) / WARMUP_STEPS)
+        self._optimizer.param_groups[0]["lr"] = self._given.learning_rate * min(1.0, (step + 1) / WARMUP_STEPS)
         self._optimizer.zero_grad()
         loss.per_token.mean().backward()
         torch.nn.utils.clip_grad_norm_(self._model.parameters(), CLIP_GRAD)

@@ -34,7 +34,10 @@ def main() -> None:
         pad_token_id=0,
         eos_token_id=3,
     )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
+    model = Qwen3ForCausalLM(config)
+    # An answer ends by chance after some VOCABULARY tokens: the other logits are drawn around that of the end, 0.
+    model.model.embed_tokens.weight.data[config.eos_token_id] = 0.0
+    model.save_pretrained(folder)
     write_tiny_tokenizer(folder)
 
 

@@ -15,16 +15,15 @@ import json
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
-from benchmarks.plain_loop import CLIP_GRAD, GROUP_SIZE, LEARNING_RATE, NEW_TOKENS, PROMPTS, TASK, WARMUP_STEPS
+from benchmarks.plain_loop import CLIP_GRAD, GROUP_SIZE, PROMPTS, TASK, WARMUP_STEPS, loop_arguments
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--seed", type=int, default=0)
+    parser = loop_arguments(__doc__)
     parser.add_argument("--trl-path", required=True, help="folder with TRL and what it needs beside our own libraries")
     arguments = parser.parse_args()
     sys.path.append(arguments.trl_path)
@@ -33,43 +32,48 @@ def main() -> None:
 
     torch.set_num_threads(1)
     ends: list[float] = []
+    tokens: list[float] = []  # of the answers, by step
 
     class Clock(TrainerCallback):
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
             ends.append(time.perf_counter())
 
     with tempfile.TemporaryDirectory() as folder:
-        trainer = _trainer(steps=arguments.steps + 1, seed=arguments.seed, folder=folder, callbacks=[Clock()])
+        trainer = _trainer(arguments, folder=folder, tokens=tokens, callbacks=[Clock()])
         printed, sys.stdout = sys.stdout, sys.stderr  # its log lines
         trainer.train()
         sys.stdout = printed
     samples = float(PROMPTS * GROUP_SIZE)
-    steps = [{"step_ms": 1e3 * (end - start), "samples": samples} for start, end in pairwise(ends)]
+    steps = [
+        {"step_ms": 1e3 * (end - start), "samples": samples, "tokens": of_step}
+        for (start, end), of_step in zip(pairwise(ends), tokens[1:], strict=True)
+    ]
     print(json.dumps(steps))
 
 
-def _trainer(*, steps: int, seed: int, folder: str, callbacks: list[Any]) -> Any:
+def _trainer(given: argparse.Namespace, *, folder: str, tokens: list[float], callbacks: list[Any]) -> Any:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from relax_core.data.generated import example
     from relax_core.tools.make_tiny import tiny_model_folder
 
     trl, datasets = importlib.import_module("trl"), importlib.import_module("datasets")
-    model_folder = tiny_model_folder("tiny_qwen3", task=TASK)
-    examples = [example(TASK, split="train", seed=seed, index=index) for index in range(steps * PROMPTS)]
+    model_folder = given.model or tiny_model_folder("tiny_qwen3", task=TASK)
+    steps = given.steps + 1
+    examples = [example(TASK, split="train", seed=given.seed, index=index) for index in range(steps * PROMPTS)]
     rows = [{"prompt": [{"role": "user", "content": one.prompt}], "answer": one.answer} for one in examples]
     return trl.GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(model_folder, dtype="float32"),
-        reward_funcs=_rewards,
+        reward_funcs=_reward_function(given.new_tokens, tokens),
         args=trl.GRPOConfig(
             output_dir=folder,
             use_cpu=True,
             bf16=False,
             per_device_train_batch_size=PROMPTS * GROUP_SIZE,
             num_generations=GROUP_SIZE,
-            max_completion_length=NEW_TOKENS,
+            max_completion_length=given.new_tokens,
             max_steps=steps,
-            learning_rate=LEARNING_RATE,
+            learning_rate=given.learning_rate,
             warmup_steps=WARMUP_STEPS,
             max_grad_norm=CLIP_GRAD,
             temperature=1.0,
@@ -79,7 +83,7 @@ def _trainer(*, steps: int, seed: int, folder: str, callbacks: list[Any]) -> Any
             save_strategy="no",
             report_to=[],
             disable_tqdm=True,
-            seed=seed,
+            seed=given.seed,
         ),
         train_dataset=datasets.Dataset.from_list(rows),
         processing_class=AutoTokenizer.from_pretrained(model_folder, padding_side="left"),
@@ -87,16 +91,22 @@ def _trainer(*, steps: int, seed: int, folder: str, callbacks: list[Any]) -> Any
     )
 
 
-def _rewards(completions: list[list[dict[str, str]]], answer: list[str], **others: Any) -> list[float]:
+def _reward_function(new_tokens: int, tokens: list[float]) -> Callable[..., list[float]]:
+    """Returns the demo's reward as TRL calls it, once a step; it appends the number of the step's answer tokens."""
     from relax_core.contracts.reward import RewardInput
     from rewards.reverse_digits import ReverseDigitsConfig, score
 
     config = ReverseDigitsConfig()
-    given = [
-        RewardInput(response=completion[0]["content"], stopped=len(ids) < NEW_TOKENS, answer=wanted, row={})
-        for completion, ids, wanted in zip(completions, others["completion_ids"], answer, strict=True)
-    ]
-    return [float(score(one, config).reward or 0.0) for one in given]
+
+    def rewards(completions: list[list[dict[str, str]]], answer: list[str], **others: Any) -> list[float]:
+        tokens.append(float(sum(map(len, others["completion_ids"]))))
+        given = [
+            RewardInput(response=completion[0]["content"], stopped=len(ids) < new_tokens, answer=wanted, row={})
+            for completion, ids, wanted in zip(completions, others["completion_ids"], answer, strict=True)
+        ]
+        return [float(score(one, config).reward or 0.0) for one in given]
+
+    return rewards
 
 
 if __name__ == "__main__":

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from statistics import fmean
 
-from benchmarks.plain_loop import GROUP_SIZE, PROMPTS, PlainLoop
+from benchmarks.plain_loop import GROUP_SIZE, PROMPTS, PlainLoop, loop_arguments
 
 
 def test_it_learns_the_task() -> None:
-    loop = PlainLoop(seed=0)
+    loop = PlainLoop(loop_arguments(None).parse_args([]))
     steps = [loop.step(step) for step in range(40)]
     assert all(step["samples"] == PROMPTS * GROUP_SIZE for step in steps)
     assert all(

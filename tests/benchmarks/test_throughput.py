@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from benchmarks.family_models import make_family_model
 from benchmarks.throughput import (
     ASYNC,
     COLOCATE,
@@ -12,6 +15,9 @@ from benchmarks.throughput import (
     QUIET_RUN,
     SKIPPED_STEPS,
     STRICT,
+    TAIL_OVERRIDES,
+    TAIL_RUN,
+    TAIL_TOKENS,
     ratios_to,
     run_figures,
     single_figures,
@@ -24,9 +30,17 @@ STEPS = SKIPPED_STEPS + 4  # three are measured: not the warm-up, not the last
 
 def actor_records(step_ms: list[float]) -> dict[int, dict[str, float]]:
     """Warm-up and last step would spoil every figure if they counted."""
-    spoiled = {"step_ms": 1e6, "samples": 1.0, "train_ms": 1e6, "sync_ms": 1e6, "push_ms": 1e6}
+    spoiled = {"step_ms": 1e6, "samples": 1.0, "tokens": 1.0, "train_ms": 1e6, "sync_ms": 1e6, "push_ms": 1e6}
     spoiled |= {"bus_ms": 1e6, "wait_ms": 1e6}
-    fine = {"samples": 128.0, "train_ms": 20.0, "sync_ms": 1.0, "push_ms": 2.0, "bus_ms": 2.0, "wait_ms": 13.0}
+    fine = {
+        "samples": 128.0,
+        "tokens": 768.0,
+        "train_ms": 20.0,
+        "sync_ms": 1.0,
+        "push_ms": 2.0,
+        "bus_ms": 2.0,
+        "wait_ms": 13.0,
+    }
     records = {step: dict(spoiled) for step in range(STEPS)}
     records |= {SKIPPED_STEPS + place: fine | {"step_ms": value} for place, value in enumerate(step_ms)}
     return records
@@ -54,6 +68,7 @@ def test_slow_steps_show_in_the_mean_only() -> None:
     figures = run_figures(ASYNC, actor_records([32.0, 32.0, 128.0]), PROMPT_BATCHES)
     assert figures["samples/s"] == pytest.approx(4000.0)
     assert figures["samples/s, mean"] == pytest.approx(1e3 * 3 * 128 / 192)
+    assert figures["tokens/s"] == pytest.approx(1e3 * 3 * 768 / 192)
 
 
 def test_ratios_are_taken_within_a_repeat() -> None:
@@ -66,7 +81,7 @@ def test_ratios_are_taken_within_a_repeat() -> None:
 
 
 def test_the_table_has_a_column_for_each_way() -> None:
-    plain = single_figures([{"step_ms": 128.0, "samples": 128.0}] * (SKIPPED_STEPS + 2))
+    plain = single_figures([{"step_ms": 128.0, "samples": 128.0, "tokens": 768.0}] * (SKIPPED_STEPS + 2))
     run = run_figures(ASYNC, actor_records([32.0, 32.0, 32.0]), PROMPT_BATCHES)
     lines = table({PLAIN: plain, ASYNC: run}, {PLAIN: {PLAIN: 1.0, ASYNC: 4.0}}).splitlines()
     assert lines[1].split() == ["plain", "loop", "async", "s=1"]
@@ -78,3 +93,10 @@ def test_the_table_has_a_column_for_each_way() -> None:
 def test_what_is_run_is_a_valid_configuration(name: str) -> None:
     config = load_config([*OVERRIDES[name], *QUIET_RUN])
     assert (config.mode.max_staleness, config.eval.every) == (1 if name == ASYNC else 0, 0)
+
+
+@pytest.mark.parametrize(("name", "staleness"), zip(TAIL_OVERRIDES, (0, 1, 2), strict=True))
+def test_what_is_run_with_a_tail_is_a_valid_configuration(name: str, staleness: int, tmp_path: Path) -> None:
+    make_family_model(tmp_path, "qwen3")
+    config = load_config([*TAIL_OVERRIDES[name], *TAIL_RUN, *QUIET_RUN, f"model.path={tmp_path}"])
+    assert (config.mode.max_staleness, config.rollout.max_new_tokens) == (staleness, TAIL_TOKENS)
