@@ -24,6 +24,7 @@ from benchmarks.throughput import (
     table,
 )
 from relax_core.config.compose import load_config
+from relax_core.tools.tiny_tokenizer import write_tiny_tokenizer
 
 STEPS = SKIPPED_STEPS + 4  # three are measured: not the warm-up, not the last
 
@@ -98,5 +99,6 @@ def test_what_is_run_is_a_valid_configuration(name: str) -> None:
 @pytest.mark.parametrize(("name", "staleness"), zip(TAIL_OVERRIDES, (0, 1, 2), strict=True))
 def test_what_is_run_with_a_tail_is_a_valid_configuration(name: str, staleness: int, tmp_path: Path) -> None:
     make_family_model(tmp_path, "qwen3")
+    write_tiny_tokenizer(tmp_path)
     config = load_config([*TAIL_OVERRIDES[name], *TAIL_RUN, *QUIET_RUN, f"model.path={tmp_path}"])
     assert (config.mode.max_staleness, config.rollout.max_new_tokens) == (staleness, TAIL_TOKENS)
