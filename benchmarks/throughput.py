@@ -12,7 +12,8 @@ the repeats; a ratio is the median of the repeats' own ratios.
 
 With ``--tail`` the model has random weights, 4 layers and width 256, and the learning rate is 0 (1e-12 in Relax), so
 that all draw the same lengths: an answer ends by chance, after 1 to 256 tokens. Rates are then tokens of answers a
-second over all measured steps, and mode=async runs with max_staleness 1 and 2.
+second over all measured steps, and mode=async runs with max_staleness 1 and 2. "2 threads" is mode=colocate, where engine
+and trainer take turns, with two threads each.
 
 How a step is split. ``train``: forward, backward, optimizer. ``sync``: publishing the weights; with mode=colocate also
 telling the engines to give up their memory and to take it back. Without overlap (staleness 0) ``engine`` (prefill and
@@ -49,7 +50,13 @@ OVERRIDES = {
     STRICT: ("mode=async", "mode.max_staleness=0"),
     ASYNC: ("mode=async", "mode.max_staleness=1"),
 }
-TAIL_OVERRIDES = {way: OVERRIDES[way] for way in (COLOCATE, ASYNC)} | {ASYNC_2: ("mode=async", "mode.max_staleness=2")}
+# With mode=colocate engine and trainer take turns, so each may have both cores.
+TAIL_OVERRIDES = {
+    COLOCATE: OVERRIDES[COLOCATE],
+    "2 threads": (*OVERRIDES[COLOCATE], "parallel.threads_per_rank=2", "engine.threads=2"),
+    ASYNC: OVERRIDES[ASYNC],
+    ASYNC_2: ("mode=async", "mode.max_staleness=2"),
+}
 TAIL_TOKENS = 256  # most tokens of an answer
 TAIL_MODEL = ("256", "768", "4", "8", "4", "32", "56")  # sizes for benchmarks.random_model; the last: its tokenizer's
 TAIL_RUN = (

@@ -96,7 +96,7 @@ def test_what_is_run_is_a_valid_configuration(name: str) -> None:
     assert (config.mode.max_staleness, config.eval.every) == (1 if name == ASYNC else 0, 0)
 
 
-@pytest.mark.parametrize(("name", "staleness"), zip(TAIL_OVERRIDES, (0, 1, 2), strict=True))
+@pytest.mark.parametrize(("name", "staleness"), zip(TAIL_OVERRIDES, (0, 0, 1, 2), strict=True))
 def test_what_is_run_with_a_tail_is_a_valid_configuration(name: str, staleness: int, tmp_path: Path) -> None:
     make_family_model(tmp_path, "qwen3")
     write_tiny_tokenizer(tmp_path)
