@@ -12,8 +12,8 @@ the repeats; a ratio is the median of the repeats' own ratios.
 
 With ``--tail`` the model has random weights, 4 layers and width 256, and the learning rate is 0 (1e-12 in Relax), so
 that all draw the same lengths: an answer ends by chance, after 1 to 256 tokens. Rates are then tokens of answers a
-second over all measured steps, and mode=async runs with max_staleness 1 and 2. "2 threads" is mode=colocate, where engine
-and trainer take turns, with two threads each.
+second over all measured steps, and mode=async runs with max_staleness 1 and 2. "2 threads" is mode=colocate, where
+engine and trainer take turns, with two threads each.
 
 How a step is split. ``train``: forward, backward, optimizer. ``sync``: publishing the weights; with mode=colocate also
 telling the engines to give up their memory and to take it back. Without overlap (staleness 0) ``engine`` (prefill and
