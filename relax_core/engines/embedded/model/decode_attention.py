@@ -33,6 +33,7 @@ class DecodeAttention:
 
     Queries are grouped by key head, because for one token two batched products are faster than the fused kernel, which
     pads the query. ``positions`` ``[slots]`` holds the columns of the tokens that the first step computes;
+    ``width`` counts the columns that the current step reads for each slot: those of the longest sample.
     ``rotary_shift`` ``[slots]``, if given, is what to add to them for the rotary positions. ``rotary`` ``[slots]`` has
     the rotary positions of the current step: int64, or float64 if one has a fraction or is greater than its column,
     since a table has those of the columns only.
@@ -53,7 +54,7 @@ class DecodeAttention:
         self._layer_vectors = views.vectors
         self._all_keys = views.keys[:, : self._used]
         self._all_values = views.values[:, : self._used]
-        self._width = int(positions.max()) + 1
+        self.width = int(positions.max()) + 1
         self._left = steps - 1  # steps after this one
         columns = torch.from_numpy(positions)[:, None]
         # The rotary positions, then the places of keys and values.
@@ -64,10 +65,10 @@ class DecodeAttention:
         if rotary_shift is not None and np.count_nonzero(rotary_shift):
             self._shift_rotary(rotary_shift)
         self._bias: Tensor | None = None
-        if int(positions.min()) + 1 < self._width:
+        if int(positions.min()) + 1 < self.width:
             # This is the last step's bias; an earlier step uses a part of it, because the number of masked columns of
             # a slot does not change.
-            hidden = torch.arange(self._width + self._left) > columns + self._left
+            hidden = torch.arange(self.width + self._left) > columns + self._left
             bias = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
             self._bias = bias.repeat_interleave(views.kv_heads, 0)[:, None]
         self._narrow()
@@ -80,16 +81,16 @@ class DecodeAttention:
 
     def _narrow(self) -> None:
         """Makes the views of this step's keys, values and bias."""
-        self._keys = self._all_keys.narrow(3, 0, self._width).unbind(0)
-        self._values = self._all_values.narrow(2, 0, self._width).unbind(0)
-        self._step_bias = None if self._bias is None else self._bias.narrow(2, self._left, self._width)
+        self._keys = self._all_keys.narrow(3, 0, self.width).unbind(0)
+        self._values = self._all_values.narrow(2, 0, self.width).unbind(0)
+        self._step_bias = None if self._bias is None else self._bias.narrow(2, self._left, self.width)
 
     def advance(self) -> None:
         """Goes on to the next step."""
         self._moving.add_(1)
         if self._apart is not None:
             self._apart.add_(1)
-        self._width += 1
+        self.width += 1
         self._left -= 1
         self._narrow()
 
