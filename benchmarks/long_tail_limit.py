@@ -7,7 +7,7 @@ run get one token in each decode step. The trainer leases each group of its step
 on it while others are decoded. With mode=colocate it leases whole steps.
 
 From the run come the lengths of all answers by group, the time of a decode step by its number of samples and by the
-columns that its attention reads (samples × the longest one), the time of the engine beside decode steps (prefills and
+columns that its attention reads (`columns_read`), the time of the engine beside decode steps (prefills and
 the ends of samples) by prefilled token, and the time of a train step as a line over its tokens. Waits of the decode
 thread and of the trainer for a core are taken out of these times.
 
@@ -30,12 +30,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
 from relax_core.bus.ledger.ledger import Ledger
 from relax_core.bus.state.bus_state import BusCore
 from relax_core.bus.state.settings import BusSettings
 from relax_core.contracts.bus import Admission, CompleteGroup, Lease, LeaseRequest
 from relax_core.contracts.tree import sample_uid
+from relax_core.engines.embedded.model.decode_attention import columns_read
 
 COLUMN = "answers"  # stands for the columns of a group, which the simulation does not need
 PROMPT_TOKENS = 2  # of benchmarks/countdown_task.py
@@ -148,7 +150,8 @@ class _Engine:
         seconds = self.trace.prefill_s * prefilled
         self._finish()
         if self.ends:
-            columns = len(self.ends) * (PROMPT_TOKENS + self.count - min(one.origin for one in self.groups.values()))
+            origins = np.array([self.groups[uid].origin for _, uid in self.ends])
+            columns = columns_read(PROMPT_TOKENS + self.count - origins)
             seconds += decode_seconds(self.trace.decode_s, len(self.ends)) + self.trace.column_s * columns
             self.count += 1
             self._finish()

@@ -23,6 +23,12 @@ def slots_alone(lengths: np.ndarray) -> np.ndarray:
     return longest[: int(np.argmin(len(lengths) * lengths[longest] + alone))]
 
 
+def columns_read(lengths: np.ndarray) -> int:
+    """Returns the columns of the cache that one step reads in a layer; ``lengths`` ``[slots]`` in columns."""
+    alone = slots_alone(lengths)
+    return len(lengths) * int(np.delete(lengths, alone).max()) + int(lengths[alone].sum())
+
+
 class CacheViews:
     """Holds views of the cache's tensor, which are made once for each allocation.
 
@@ -110,7 +116,7 @@ class DecodeAttention:
 
     @property
     def columns(self) -> int:
-        """Is the number of columns of the cache that the current step reads in a layer, over all slots."""
+        """Is the number of columns of the cache that the current step reads in a layer; see `columns_read`."""
         return self._used // self._kv_heads * self._width + sum(length for _, length in self._alone)
 
     def advance(self) -> None:

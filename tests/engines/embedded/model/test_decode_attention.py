@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relax_core.engines.embedded.model.decode_attention import CacheViews, DecodeAttention, slots_alone
+from relax_core.engines.embedded.model.decode_attention import CacheViews, DecodeAttention, columns_read, slots_alone
 from relax_core.engines.embedded.model.kv_cache import KVCache
 
 LAYERS, KV_HEADS, QUERIES, DIM, STEPS = 2, 2, 3, 4, 3
@@ -55,7 +55,7 @@ def test_a_few_long_slots_are_computed_alone() -> None:
     assert sorted(slots_alone(many).tolist()) == [1, 5]
     cache = cache_of(len(many), 910)
     attention = DecodeAttention(CacheViews(cache), many - 1, steps=1, dtype=torch.float32)
-    assert attention.columns == len(many) * 44 + 900 + 700
+    assert attention.columns == columns_read(many) == len(many) * 44 + 900 + 700
     assert not len(slots_alone(np.full(100, 64)))
     assert not len(slots_alone(np.arange(1, 100)))
 
