@@ -8,6 +8,26 @@ from torch import Tensor
 
 from relax_core.engines.embedded.model.kv_cache import KVCache
 
+MOST_ALONE = 16  # slots whose attention is computed alone, at most
+ALONE_COLUMNS = 1500  # what computing a slot alone costs beside its columns, in columns
+
+
+def slots_alone(lengths: np.ndarray) -> np.ndarray:
+    """Returns the longest slots whose attention is better computed alone, int64; ``lengths`` ``[slots]`` in columns.
+
+    All other slots are computed together, with as many columns as the longest one of them has.
+    """
+    most = min(MOST_ALONE, len(lengths) - 1)
+    longest = np.argsort(-lengths, kind="stable")[: most + 1]
+    alone = np.concatenate(([0], np.cumsum(lengths[longest[:most]] + ALONE_COLUMNS)))
+    return longest[: int(np.argmin(len(lengths) * lengths[longest] + alone))]
+
+
+def columns_read(lengths: np.ndarray) -> int:
+    """Returns the columns of the cache that one step reads in a layer; ``lengths`` ``[slots]`` in columns."""
+    alone = slots_alone(lengths)
+    return len(lengths) * int(np.delete(lengths, alone).max()) + int(lengths[alone].sum())
+
 
 class CacheViews:
     """Holds views of the cache's tensor, which are made once for each allocation.
@@ -33,6 +53,8 @@ class DecodeAttention:
 
     Queries are grouped by key head, because for one token two batched products are faster than the fused kernel, which
     pads the query. ``positions`` ``[slots]`` holds the columns of the tokens that the first step computes;
+    The attention of a few slots that are much longer than the others is computed alone, so that the others do not read
+    columns that they do not have (`slots_alone`).
     ``rotary_shift`` ``[slots]``, if given, is what to add to them for the rotary positions. ``rotary`` ``[slots]`` has
     the rotary positions of the current step: int64, or float64 if one has a fraction or is greater than its column,
     since a table has those of the columns only.
@@ -53,7 +75,10 @@ class DecodeAttention:
         self._layer_vectors = views.vectors
         self._all_keys = views.keys[:, : self._used]
         self._all_values = views.values[:, : self._used]
-        self._width = int(positions.max()) + 1
+        self._alone = [(int(slot), int(positions[slot]) + 1) for slot in slots_alone(positions + 1)]
+        apart = [slot for slot, _ in self._alone]
+        self._width = int(np.delete(positions, apart).max()) + 1  # columns of the slots that are computed together
+        self._kv_heads = views.kv_heads
         self._left = steps - 1  # steps after this one
         columns = torch.from_numpy(positions)[:, None]
         # The rotary positions, then the places of keys and values.
@@ -83,6 +108,16 @@ class DecodeAttention:
         self._keys = self._all_keys.narrow(3, 0, self._width).unbind(0)
         self._values = self._all_values.narrow(2, 0, self._width).unbind(0)
         self._step_bias = None if self._bias is None else self._bias.narrow(2, self._left, self._width)
+        self._views_alone = []
+        for slot, length in self._alone:
+            heads = slice(slot * self._kv_heads, (slot + 1) * self._kv_heads)
+            keys, values = self._all_keys[:, heads, :, :length], self._all_values[:, heads, :length]
+            self._views_alone.append((heads, keys.unbind(0), values.unbind(0)))
+
+    @property
+    def columns(self) -> int:
+        """Is the number of columns of the cache that the current step reads in a layer; see `columns_read`."""
+        return self._used // self._kv_heads * self._width + sum(length for _, length in self._alone)
 
     def advance(self) -> None:
         """Goes on to the next step."""
@@ -90,13 +125,18 @@ class DecodeAttention:
         if self._apart is not None:
             self._apart.add_(1)
         self._width += 1
+        self._alone = [(slot, length + 1) for slot, length in self._alone]
         self._left -= 1
         self._narrow()
 
     def __call__(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
         """Computes attention as `decoder_model.Attend` says; writes the new keys and values to the cache."""
         self._layer_vectors[layer].index_copy_(0, self._vectors, kv.reshape(-1, self._dim))
-        scores = torch.bmm(q.reshape(self._used, -1, self._dim), self._keys[layer])
+        queries = q.reshape(self._used, -1, self._dim)
+        scores = torch.bmm(queries, self._keys[layer])
         if self._step_bias is not None:
             scores.add_(self._step_bias)
-        return torch.bmm(scores.softmax(-1), self._values[layer]).view(q.shape[0], -1)
+        attended = torch.bmm(scores.softmax(-1), self._values[layer])
+        for heads, keys, values in self._views_alone:
+            attended[heads] = torch.bmm(torch.bmm(queries[heads], keys[layer]).softmax(-1), values[layer])
+        return attended.view(q.shape[0], -1)

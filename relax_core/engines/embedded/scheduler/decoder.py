@@ -97,6 +97,11 @@ class Decoder:
         """Is the share of ``max_tokens`` that the running samples may come to need."""
         return self._needed(self.slots.count, 0) / self._max_tokens
 
+    @property
+    def columns(self) -> int:
+        """Is the number of columns of the cache that the newest decode step has read in a layer, over all slots."""
+        return 0 if self._attention is None else self._attention.columns
+
     def _needed(self, slots: int, columns: int) -> int:
         """Returns the tokens of so many slots if the longest sample is as long as the running ones or ``columns``."""
         if self.slots.count:

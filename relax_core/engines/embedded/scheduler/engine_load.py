@@ -24,7 +24,8 @@ class Load:
     the share of engine.max_total_tokens that running samples may come to need. ``tower_passes`` counts the images and
     videos that have passed the vision tower since the start. ``decode_times`` has for each number of samples, coarse
     from `EXACT_SIZES` on, how many decode steps there were since the start, their seconds, and how many of these the
-    decode thread was ready to run and got no core.
+    decode thread was ready to run and got no core. ``decode_columns`` has for the same numbers of samples the columns
+    of the KV cache that these steps have read in a layer (`DecodeAttention.columns`).
     """
 
     running: int
@@ -41,10 +42,11 @@ class Load:
     tower_passes: int = 0
     media_feature_bytes: int = 0
     decode_times: DecodeTimes = ()
+    decode_columns: tuple[tuple[int, int], ...] = ()
 
 
 class DecodeMeter:
-    """Counts decode steps, their wall time and their waits for a core by the number of samples.
+    """Counts decode steps, their wall time, their waits for a core and their columns by the number of samples.
 
     A larger step takes longer. One thread uses it.
     """
@@ -53,6 +55,7 @@ class DecodeMeter:
         self._counts: dict[int, int] = {}
         self._seconds: dict[int, float] = {}
         self._waits: dict[int, float] = {}
+        self._columns: dict[int, int] = {}
         self._began_s = self._ended_s = self._waited_s = 0.0
 
     def begin(self) -> None:
@@ -61,8 +64,8 @@ class DecodeMeter:
         if self._began_s - self._ended_s > GAP_S:
             self._began_s, self._waited_s = clock_and_core_wait_s()
 
-    def end(self, samples: int) -> None:
-        """Ends a decode step with so many samples."""
+    def end(self, samples: int, *, columns: int) -> None:
+        """Ends a decode step with so many samples, which has read so many columns."""
         before_s = self._waited_s
         self._ended_s, self._waited_s = clock_and_core_wait_s()
         took_s = self._ended_s - self._began_s
@@ -70,6 +73,7 @@ class DecodeMeter:
         self._counts[size] = self._counts.get(size, 0) + 1
         self._seconds[size] = self._seconds.get(size, 0.0) + took_s
         self._waits[size] = self._waits.get(size, 0.0) + min(took_s, self._waited_s - before_s)
+        self._columns[size] = self._columns.get(size, 0) + columns
 
     def times(self) -> DecodeTimes:
         """Returns (number of samples, steps, seconds, seconds of waits) since the start."""
@@ -77,3 +81,7 @@ class DecodeMeter:
             (size, count, round(self._seconds[size], 6), round(self._waits[size], 6))
             for size, count in sorted(self._counts.items())
         )
+
+    def columns(self) -> tuple[tuple[int, int], ...]:
+        """Returns (number of samples, columns that attention has read) since the start."""
+        return tuple(sorted(self._columns.items()))

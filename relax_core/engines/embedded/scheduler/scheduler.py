@@ -172,6 +172,7 @@ class Scheduler(threading.Thread):
             tower_passes=0 if features is None else features.passes,
             media_feature_bytes=0 if features is None else features.nbytes,
             decode_times=self._decoding.times(),
+            decode_columns=self._decoding.columns(),
         )
 
     # -- the loop ---------------------------------------------------------------------------------------------------
@@ -201,7 +202,7 @@ class Scheduler(threading.Thread):
                 self._fail(error)
                 self._retract(only_states=True)
             else:
-                self._decoding.end(len(self._running))
+                self._decoding.end(len(self._running), columns=self._decoder.columns)
                 self._tokens += len(self._running)
                 self._finish(self._with_stopped(finished))
 
