@@ -105,6 +105,10 @@ class RaySession:
             os.environ["TMPDIR"] = str(self._paths.folder)  # temporary files are removed with the run's folder
         import ray
 
+        if own:
+            from relax_core.control.host.own_ray_node import use_own_node
+
+            use_own_node()
         where = {
             "address": "local",  # RAY_ADDRESS has no effect
             "num_cpus": self._launcher.ray_logical_cpus,

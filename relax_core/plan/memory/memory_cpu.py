@@ -49,11 +49,6 @@ BASES = {  # MiB
     "controller": 216,
     "Ray gcs": 53,
     "Ray raylet": 40,
-    "Ray monitor": 84,
-    "Ray dashboard": 117,
-    "Ray log monitor": 80,
-    "Ray dashboard agent": 122,
-    "Ray runtime-env agent": 81,
     "Serve controller": 164,
     "bus": 133,
     "metrics": 135,
@@ -64,6 +59,7 @@ BASES = {  # MiB
 SIZED = ("supervisor", "Serve controller", "advantages", "rollout", "owner of an engine")  # by the configuration
 HEADERS, PARQUET = 23, 40  # for checking data with images and videos (Pillow, PyAV), or in Parquet files (pyarrow)
 SERVE_DEPLOYMENT, REWARD_WORKER, QUEUE_PROCESS = 164, 65, 250
+AGENT_STAND_IN = 10  # relax_core/control/host/agent_on_demand.py
 AGENT = 64  # a Python program with a client library, and its guard; one may use agent.memory_gib
 GATEWAY = 68  # FastAPI and uvicorn
 TORCH = 188  # for computing advantages with torch in the rollout
@@ -85,6 +81,7 @@ def cpu_holders(
 ) -> list[Holder]:
     """Returns the memory of every process of the run, and of the items in shared memory of data with ``data_rows``."""
     holders = [_plain(name, mib) for name, mib in BASES.items() if name not in SIZED]
+    holders.append(_plain("stand-in of a Ray agent", AGENT_STAND_IN, count=2))
     holders.append(_plain("supervisor", _supervisor(config, work)))
     if config.gateway.name != "none":
         holders.append(_plain("gateway", GATEWAY))

@@ -58,6 +58,8 @@ try:
         reported["worker"] = ray.get(speak.remote(), timeout=120)
         reported["daemons"] = {name: psutil.Process(pid).name() for name, pid in session.daemons.items()}
         below = psutil.Process().children(recursive=True)
+        others = {process.pid for process in below} - {reported["worker"], *session.daemons.values()}
+        reported["others"] = [" ".join(psutil.Process(pid).cmdline()) for pid in others]
         for process in below:
             for number in STOP_SIGNALS:
                 process.send_signal(number)
@@ -65,10 +67,12 @@ try:
         reported["ended"] = [process.name() for process in below if not process.is_running()]
 
         @ray.remote(num_cpus=0)
-        def sees():
-            return os.environ.get("CUDA_VISIBLE_DEVICES")
+        def sees(name="CUDA_VISIBLE_DEVICES"):
+            return os.environ.get(name)
 
         reported["sees"] = [ray.get(sees.options(num_gpus=gpus).remote(), timeout=120) for gpus in (0, 1)]
+        varied = sees.options(runtime_env={"env_vars": {"RELAX_VARIED": "of its own"}})
+        reported["varied"] = ray.get(varied.remote("RELAX_VARIED"), timeout=120)
         print(json.dumps(reported), flush=True)
         if sys.argv[2] == "fail":
             raise RuntimeError("the run failed")
@@ -105,8 +109,11 @@ def test_a_session_is_private_and_leaves_nothing(tmp_path_factory: pytest.TempPa
         assert reported["namespace"] == reported["paths_namespace"]
         assert len(reported["nodes"]) == 1
         assert reported["daemons"] == {"GCS": "gcs_server", "raylet": "raylet"}
+        assert len(reported["others"]) == 2, "Ray starts nothing that a run does not need"
+        assert all("agent_on_demand.py" in line for line in reported["others"])
         assert reported["worker_again"] == reported["worker"] and reported["ended"] == [], "a stop signal reached them"
         assert reported["sees"] == ["", "0"], "a worker sees the GPUs that it asked for, and no other"
+        assert reported["varied"] == "of its own", "Ray's agent makes the environment of a worker that asks for one"
         assert list(temporary.iterdir()) == []
         assert process_state(reported["worker"]) in EXITED, "this machine's init collects it when it comes to it"
         kept = "".join(file.read_text() for file in logs.glob("worker-*")) if logs.exists() else ""

@@ -148,7 +148,7 @@ def load_planned(experiment: str) -> RelaxConfig:
 def test_the_sum_is_of_all_processes() -> None:
     plan = make_plan(load_config())
     assert plan.total_bytes == sum(one.count * one.peak.bytes for one in plan.memory)
-    assert 2 * GIB < plan.total_bytes < 5 * GIB
+    assert 1.5 * GIB < plan.total_bytes < 5 * GIB
     assert holder(plan, "actor").peak.bytes > 400 * MIB
 
 

@@ -1,0 +1,200 @@
+"""What a start and a recovery cost: ``python -m benchmarks.start_up [--runs 3] [--kills 2] [key=value …]``.
+
+Runs of the text demo. Measured are the seconds from the command until its first train step, and from a SIGKILL of the
+trainer until the first train step of the next one, which trains on from the newest checkpoint. Below are the medians by
+process: when it was born, and the processor time that it took until that step, or since that kill. Processor time
+depends less than seconds on what else the machine does; the load is printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import signal
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from threading import Event, Thread
+
+import psutil
+
+from benchmarks.chaos_runs import Training, find_process
+from tests.integration.live_run import LiveRun
+
+OVERRIDES = (
+    "mode=async",
+    "run.steps=1000000",
+    "run.save_every=10",
+    "run.max_recoveries=100",
+    "run.export_hf=false",
+    "eval.every=0",
+)
+LOOK_S = 0.2  # seconds between two looks at the processes
+STEPS_BETWEEN = 30  # train steps before a kill
+TRAINER = "actor_rank_0"
+# psutil knows the time at which the machine started to a second.
+CLOCK_S = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) - psutil.boot_time()
+
+
+@dataclass
+class Phase:
+    """Holds what a start or a recovery took: seconds, and by process when it was born and its processor time."""
+
+    seconds: float = 0.0
+    born: dict[str, float] = field(default_factory=dict)
+    cpu_s: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Look:
+    """Holds the newest look at one process: its name, the Unix time of its birth, and its processor time so far."""
+
+    name: str
+    born: float
+    cpu_s: float
+
+
+class Looks:
+    """Looks at the processes of a run in a thread, so that those which have ended are counted too."""
+
+    def __init__(self, live: LiveRun) -> None:
+        self._live = live
+        self._ended = Event()
+        self._found: dict[int, Look] = {}
+
+    @contextmanager
+    def going_on(self) -> Iterator[Looks]:
+        """Looks again and again while the block runs."""
+        thread = Thread(target=self._look_on)
+        thread.start()
+        try:
+            yield self
+        finally:
+            self._ended.set()
+            thread.join()
+
+    def now(self) -> Mapping[int, Look]:
+        """Looks once, and returns every process that was ever seen, by its pid."""
+        for pid, command in self._live.processes().items():
+            with suppress(psutil.Error):
+                process = psutil.Process(pid)
+                times = process.cpu_times()
+                name = process_name(process.name(), command)
+                self._found[pid] = Look(name, process.create_time() + CLOCK_S, times.user + times.system)
+        return self._found.copy()
+
+    def _look_on(self) -> None:
+        while not self._ended.wait(LOOK_S):
+            self.now()
+
+
+def process_name(short: str, command: str) -> str:
+    """Returns what a process is: the class that Ray runs, the controller, the module, or else the program."""
+    if short == "relax-control":
+        return short
+    found = re.match(r"ray::[A-Za-z_]+", command) or re.search(r"-m \S+", command) or re.search(r"[\w-]+\.py", command)
+    return found[0] if found else os.path.basename(command.split(" ", 1)[0])
+
+
+def phase(before: Mapping[int, Look], after: Mapping[int, Look], *, began: float, ended: float) -> Phase:
+    """Returns what the processes took between two looks; ``began`` and ``ended`` are Unix times."""
+    found = Phase(seconds=ended - began)
+    count: dict[str, int] = defaultdict(int)
+    for pid, look in sorted(after.items(), key=lambda item: item[1].born):
+        took = look.cpu_s - (before[pid].cpu_s if pid in before else 0.0)
+        if pid in before and took < 0.05:  # it only waited
+            continue
+        count[look.name] += 1
+        name = look.name if count[look.name] == 1 else f"{look.name} ({count[look.name]})"
+        found.cpu_s[name] = took
+        if pid not in before:
+            found.born[name] = look.born - began
+    return found
+
+
+def measure(folder: Path, *, kills: int, overrides: Sequence[str]) -> tuple[Phase, list[Phase]]:
+    """Measures one run: its start, and a recovery after each of ``kills`` kills of the trainer."""
+    began, training = time.time(), Training(folder)
+    with LiveRun(folder, *OVERRIDES, *overrides) as live, Looks(live).going_on() as looks:
+        ended = _await(live, lambda: training.time_of(0, behind=-1, event=0, since=began))
+        start, recoveries = phase({}, looks.now(), began=began, ended=ended), []
+        for _ in range(kills):
+            goal = training.newest() + STEPS_BETWEEN
+            live.wait_for(f"step {goal}", lambda goal=goal: training.newest() >= goal)  # type: ignore[misc]
+            recoveries.append(_recovery(live, training, looks))
+        live.terminate()
+        live.finish()
+    return start, recoveries
+
+
+def _recovery(live: LiveRun, training: Training, looks: Looks) -> Phase:
+    trainer = find_process(live, TRAINER)
+    before, began = looks.now(), time.time()
+    os.kill(trainer, signal.SIGKILL)
+
+    def successor() -> float | None:
+        found = find_process(live, TRAINER)
+        return None if found == trainer else found
+
+    since = psutil.Process(int(_await(live, successor))).create_time() + CLOCK_S
+    ended = _await(live, lambda: training.time_of(0, behind=-1, event=0, since=since))
+    return phase(before, looks.now(), began=began, ended=ended)
+
+
+def _await(live: LiveRun, found: Callable[[], float | None]) -> float:
+    """Returns what ``found`` returns as soon as it is not None."""
+    answers: list[float] = []
+
+    def came() -> bool:
+        answer = found()
+        answers.extend([] if answer is None else [answer])
+        return bool(answers)
+
+    live.wait_for("a train step", came)
+    return answers[0]
+
+
+def table(title: str, phases: Sequence[Phase]) -> str:
+    """Returns the medians of several starts, or of several recoveries, by process."""
+    seconds = sorted(one.seconds for one in phases)
+    total = median(sum(one.cpu_s.values()) for one in phases)
+    lines = [f"{title}: {median(seconds):.1f} s ({seconds[0]:.1f} to {seconds[-1]:.1f}), {total:.1f} CPU seconds"]
+    lines += ["| process | born after, s | CPU seconds |", "|---|---|---|"]
+    names = {name: None for one in phases for name in one.cpu_s}
+    cpu_s = {name: median(one.cpu_s.get(name, 0.0) for one in phases) for name in names}
+    for name in sorted(names, key=lambda name: -cpu_s[name]):
+        born = [one.born[name] for one in phases if name in one.born]
+        lines.append(f"| {name} | {f'{median(born):.1f}' if born else ''} | {cpu_s[name]:.2f} |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--kills", type=int, default=2, help="kills of the trainer in each run")
+    parser.add_argument("overrides", nargs="*", help="key=value of the runs")
+    arguments = parser.parse_args()
+    starts: list[Phase] = []
+    recoveries: list[Phase] = []
+    for number in range(arguments.runs):
+        with tempfile.TemporaryDirectory(prefix="relax-start-") as folder:
+            start, after = measure(Path(folder) / "run", kills=arguments.kills, overrides=arguments.overrides)
+        starts.append(start)
+        recoveries += after
+        words = ", ".join(f"{one.seconds:.1f} s and {sum(one.cpu_s.values()):.1f} CPU s" for one in (start, *after))
+        print(f"run {number + 1}: {words} (load {os.getloadavg()[0]:.1f})", flush=True)
+    print(table("first train step", starts))
+    if recoveries:
+        print(table("a train step after the trainer's loss", recoveries))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,103 @@
+"""Starts the run's own Ray with those of Ray's processes alone that a run uses: GCS, raylet and workers.
+
+Ray starts five more, which take four seconds of processor time and 480 MB: the dashboard, which Ray starts also without
+a dashboard, the autoscaler's monitor, the monitor of logs for a driver that prints them, and two agents. Import this
+module after the environment is set, because Ray reads it when it is imported.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from ray import NodeID, _raylet
+from ray._private import node, services, utils
+
+_ports: Any = _raylet  # Ray's type annotations lack what writes the files of ports
+REGISTERED_S = 30.0  # Ray's own deadline for the registration of the raylet
+LOOK_S = 0.02
+NO_PORT = -1  # what Ray's own agent writes for a service that it does not have
+FOLDER = Path(__file__).parent
+# The raylet's options for its agents → the name of the port at which the raylet calls that agent, if there is one.
+AGENTS = {"--dashboard_agent_command=": None, "--runtime_env_agent_command=": _ports.RUNTIME_ENV_AGENT_PORT_NAME}
+UNUSED_PORTS = (
+    _ports.METRICS_AGENT_PORT_NAME,
+    _ports.METRICS_EXPORT_PORT_NAME,
+    _ports.DASHBOARD_AGENT_LISTEN_PORT_NAME,
+)
+
+
+class OwnRayNode(node.Node):
+    """Is Ray's node of a run on this machine."""
+
+    def start_monitor(self) -> None:
+        """Does nothing: the run's Ray has one node, and its number does not change."""
+
+    def start_log_monitor(self) -> None:
+        """Does nothing: the run's roles write their own logs, and the driver prints none of Ray's."""
+
+    def start_api_server(self, *, include_dashboard: bool | None, raise_on_failure: bool) -> None:
+        """Does nothing: no part of the run asks Ray's dashboard."""
+        assert not include_dashboard
+        self._webui_url = ""
+
+    def start_raylet(self, *arguments: Any, **options: Any) -> None:
+        """Starts the raylet with programs of Relax's own for its agents and for the start of a worker."""
+        self._ray_params.setup_worker_path = str(FOLDER / "worker_start.py")
+        for name in UNUSED_PORTS:
+            _ports.persist_port(self._session_dir, self._node_id, name, NO_PORT)
+        start = services.start_ray_process
+
+        def start_with_stand_ins(command: list[str], *others: Any, **more: Any) -> Any:
+            return start([self._with_stand_in(word) for word in command], *others, **more)
+
+        # Ray imports what its dashboard needs, only to know whether it is there.
+        with (
+            _replaced(services, "start_ray_process", start_with_stand_ins),
+            _replaced(utils, "get_dashboard_dependency_error", lambda: None),
+        ):
+            super().start_raylet(*arguments, **options)
+        self._await_registration()
+
+    def _await_registration(self) -> None:
+        """Waits until the raylet is registered, at which Ray itself looks only once a second.
+
+        After `REGISTERED_S` it returns, and Ray says what is missing.
+        """
+        assert self._node_id is not None
+        deadline, own = time.monotonic() + REGISTERED_S, NodeID.from_hex(self._node_id)
+        while own not in self.get_gcs_client().get_all_node_info() and time.monotonic() < deadline:
+            time.sleep(LOOK_S)
+
+    def _with_stand_in(self, word: str) -> str:
+        """Returns an option of the raylet, in which a stand-in comes before the command line of an agent."""
+        for option, port_name in AGENTS.items():
+            if word.startswith(option):
+                port_file = "" if port_name is None else _ports.get_port_filename(self._node_id, port_name)
+                path = os.path.join(self._session_dir, port_file) if port_file else ""
+                stand_in = [sys.executable, "-I", "-S", str(FOLDER / "agent_on_demand.py"), path]
+                return f"{option}{subprocess.list2cmdline(stand_in)} {word.removeprefix(option)}"
+        return word
+
+
+@contextmanager
+def _replaced(module: ModuleType, name: str, value: Any) -> Iterator[None]:
+    """Replaces an attribute of a module while the block runs."""
+    earlier = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, earlier)
+
+
+def use_own_node() -> None:
+    """Makes `ray.init` of this process start an `OwnRayNode`."""
+    node.Node = OwnRayNode  # type: ignore[misc]
