@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
-from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf.errors import (
     ConfigAttributeError,
     ConfigKeyError,
@@ -22,6 +22,9 @@ from relax_core.config.errors import ConfigError, nearest
 from relax_core.config.options import COMMANDS, group_options
 from relax_core.config.schema_keys import section_keys, section_types, unknown_key
 
+if TYPE_CHECKING:
+    from hydra.errors import HydraException
+
 # Names that appear in the presets of conf/experiment, or that are planned.
 _PLANNED = {
     "modality": ("vision", "audio", "omni"),
@@ -36,6 +39,9 @@ _TYPE_WORDS = {
 
 def explain(error: HydraException | OmegaConfBaseException | MarkedYAMLError) -> ConfigError:
     """Returns Hydra's error as a `ConfigError` in Relax's form."""
+    # Imported here, because the roles' processes import this module without Hydra.
+    from hydra.errors import MissingConfigException, OverrideParseException
+
     if isinstance(error, MarkedYAMLError):
         mark = error.problem_mark
         where = f"{mark.name}, line {mark.line + 1}" if mark else "a YAML file"
