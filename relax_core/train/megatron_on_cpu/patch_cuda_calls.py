@@ -1,7 +1,7 @@
 """Replaces CUDA calls and device names in Megatron's source by CPU ones in an AST pass.
 
-The pass also leaves out TensorBoard, which Megatron imports if it is installed: its import takes 0.2 s, and the ranks of
-Relax report to the metrics service.
+The pass also leaves out TensorBoard, which Megatron imports if it is installed: its import takes 0.2 s, and ranks
+report to the metrics service.
 """
 
 from __future__ import annotations
