@@ -1,7 +1,7 @@
 """Samples a second of whole runs, where a step's milliseconds go, and single-process trainers beside them.
 
     python -m benchmarks.throughput [--repeats 3 --steps 120 --json FILE] [--trl-path FOLDER]
-    python -m benchmarks.throughput --tail [--trl-path FOLDER]   # answers of 1 to 256 tokens, 3.8M parameters
+    python -m benchmarks.throughput --tail [--trl-path FOLDER]   # answers of 1 to 256 tokens, 3.2M parameters
     taskset -c 0,1 python -m benchmarks.throughput       # the same on two cores
 
 Each repeat runs, one after the other: the plain loop (`benchmarks.plain_loop`, one thread), TRL where it is given
@@ -111,7 +111,7 @@ def main() -> None:
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--tail", action="store_true", help="answers of 1 to 256 tokens and 3.8M parameters")
+    parser.add_argument("--tail", action="store_true", help="answers of 1 to 256 tokens and 3.2M parameters")
     parser.add_argument("--steps", type=int, help=f"train steps of a run; by default 120, with --tail {TAIL_STEPS}")
     parser.add_argument("--plain-steps", type=int, help=f"those of the plain loop; 60, with --tail {TAIL_STEPS}")
     parser.add_argument("--trl-path", type=Path, default=None, help="folder with TRL, see benchmarks/trl_loop.py")
