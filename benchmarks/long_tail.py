@@ -87,6 +87,8 @@ FORMS = {  # rows of the table: figure → its form
     "waiting": ".0%",
     "waiting in the limit": ".0%",
     "engine busy": ".0%",
+    "trainer without a core": ".1%",
+    "engine without a core": ".1%",
     "staleness": ".2f",
     "staleness in the limit": ".2f",
     "most staleness": ".0f",

@@ -212,7 +212,7 @@ def read_run(
         raise ValueError(f"{folder}: {len(actor)} of {work.steps} train steps are recorded. Make the run again.")
     times = [one.time_s for one in _of_source(records, ACTOR)]
     before, after = loads_between(loads, times[work.skipped - 1], times[-2], where=str(folder))
-    seconds, steps = decode_totals(before, after)
+    steps, seconds, waits_s = decode_totals(before, after)
     measured = range(work.skipped, work.steps - 1)
     busy_s, tokens = (float(after[key] - before[key]) for key in ("busy_s", "prefill_tokens"))
     decode_s, column_s = decode_costs([load for at, load in loads if at <= times[-2]])
@@ -229,9 +229,14 @@ def read_run(
         skipped_steps=work.skipped,
     )
     check_trace(trace, where=str(folder))
-    figures = run_figures(actor, skipped=work.skipped)
-    engine = {"decode steps": steps, "engine busy": busy_s / (times[-2] - times[work.skipped - 1])}
-    return Finished(figures=figures | engine, trace=trace)
+    took_s = times[-2] - times[work.skipped - 1]
+    shares = {
+        "trainer without a core": sum(by_step(records, RANK)[step]["actor-0/core_wait_ms"] for step in measured) / 1e3,
+        "engine busy": busy_s,
+        "engine without a core": waits_s,
+    }
+    figures = run_figures(actor, skipped=work.skipped) | {name: spent_s / took_s for name, spent_s in shares.items()}
+    return Finished(figures=figures | {"decode steps": steps}, trace=trace)
 
 
 def _of_source(records: Iterable[MetricRecord], source: str) -> list[MetricRecord]:
@@ -290,13 +295,11 @@ def loads_between(
     return before[-1], after[-1]
 
 
-def decode_totals(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[float, int]:
-    """Returns the seconds of all decode steps between two loads, waits for a core included, and their number."""
-    of = [{size: (count, seconds) for size, count, seconds, _ in one["decode_times"]} for one in (before, after)]
-    counts, seconds = (
-        sum(one[place] for one in of[1].values()) - sum(one[place] for one in of[0].values()) for place in (0, 1)
-    )
-    return float(seconds), int(counts)
+def decode_totals(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[float, float, float]:
+    """Returns the decode steps between two loads, their seconds, and how many of these were waits for a core."""
+    first, last = (np.array([one[1:] for one in load["decode_times"]] or [(0, 0.0, 0.0)]) for load in (before, after))
+    steps, seconds, waits = last.sum(0) - first.sum(0)
+    return float(steps), float(seconds), float(waits)
 
 
 def decode_costs(loads: Sequence[Mapping[str, Any]]) -> tuple[list[tuple[float, float]], float]:

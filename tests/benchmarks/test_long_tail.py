@@ -94,7 +94,7 @@ def test_rare_numbers_of_samples_share_an_entry() -> None:
 
 def test_the_load_of_the_measured_steps_is_a_difference() -> None:
     before, after = load_of((1, 5, 0.5, 0.25, 10)), load_of((1, 8, 1.0, 0.25, 10), (2, 1, 0.25, 0.0, 10))
-    assert decode_totals(before, after) == (0.75, 4)
+    assert decode_totals(before, after) == (4.0, 0.75, 0.0)
     loads = [(1.0, before), (2.0, before), (3.0, after), (4.0, load_of())]
     assert loads_between(loads, 2.5, 3.5, where="run") == (before, after)
 
