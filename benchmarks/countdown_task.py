@@ -68,9 +68,7 @@ RECIPE = ColourWarmStart(
 def drawn_lengths(count: int, *, mean: float, cap: int, seed: int) -> list[int]:
     """Returns lengths in tokens, lognormal with this mean before they are cut to `SHORTEST` … ``cap``."""
     if not SHORTEST < mean < cap <= CAP:
-        raise ValueError(
-            f"long_tail: mean={mean:g}, cap={cap}: give {SHORTEST} < mean < cap <= {CAP}, which the model can count."
-        )
+        raise ValueError(f"mean={mean:g}, cap={cap}: give {SHORTEST} < mean < cap <= {CAP}, which the model can count.")
     chance = random.Random(f"lengths {seed}")
     drawn = (chance.lognormvariate(math.log(mean) - SIGMA**2 / 2, SIGMA) for _ in range(count))
     return [min(cap, max(SHORTEST, round(one))) for one in drawn]

@@ -206,8 +206,8 @@ def main() -> None:
     for seed in range(given.seed, given.seed + given.repeats):
         # Over-sampling admits more than is trained, and the next steps' prompts are admitted before the end.
         count = math.ceil(given.prompts * (SPARE * (given.steps + 6) + 1))
-        lengths = drawn_lengths(count, mean=given.mean, cap=given.longest or given.cap, seed=seed)
         try:
+            lengths = drawn_lengths(count, mean=given.mean, cap=given.longest or given.cap, seed=seed)
             check_wish(max(lengths), given.cap)
             for name in names:
                 found[name].append(run_way(name, work, lengths, seed=seed, keep=given.keep))
