@@ -30,8 +30,12 @@ def add_product(x: Tensor, tokens: Tensor, weight_t: Tensor) -> Tensor:
 
 
 def _for_onednn(tokens: Tensor, weight_t: Tensor) -> bool:
-    """Is True for large float32 products; in bfloat16 torch uses oneDNN by itself."""
-    return tokens.shape[0] * weight_t.numel() >= ONEDNN_FROM and tokens.dtype == torch.float32
+    """Is True for large float32 products of enough tokens; in bfloat16 torch uses oneDNN by itself.
+
+    Fewer tokens than `_STEP` would mostly multiply the padding.
+    """
+    count = tokens.shape[0]
+    return count >= _STEP and count * weight_t.numel() >= ONEDNN_FROM and tokens.dtype == torch.float32
 
 
 def _onednn(tokens: Tensor, weight_t: Tensor) -> Tensor:
