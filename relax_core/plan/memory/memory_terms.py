@@ -72,14 +72,14 @@ def activation_values(model: ModelDimensions) -> int:
     feed-forward network's five widths.
     """
     hidden, query, key, heads = model.hidden, model.query, model.key, model.heads + model.kv_heads
-    attention = 4 * hidden + 4 * query + 3 * key + heads
+    attention = norm_values(model) + 4 * query + 3 * key + heads
     if model.qk_norm:
-        attention += key + 4 * model.head_dim + heads
+        attention += key + 4 * model.head_dim + heads + (query if model.delta_net is not None else 0)
     if model.output_gate:
         attention += 2 * query
     if model.delta_net is not None:
         one = model.delta_net
-        linear = 4 * hidden + 4 * one.keys + 6 * one.values
+        linear = norm_values(model) + 4 * one.keys + 6 * one.values
         share = model.delta_layers / model.layers
         attention = round(share * linear + (1 - share) * attention)
     if model.experts is None:
@@ -87,6 +87,11 @@ def activation_values(model: ModelDimensions) -> int:
     experts = model.experts
     routed = experts.per_token * (5 * experts.width + 2 * hidden)
     return attention + experts.count + routed + 5 * experts.shared_width
+
+
+def norm_values(model: ModelDimensions) -> int:
+    """Returns what the two norms of a layer keep; those beside a gated delta net are torch's, and keep their input."""
+    return (4 if model.delta_net is None else 6) * model.hidden
 
 
 def mask_bytes(config: RelaxConfig, parallel: ParallelConfig, work: Workload) -> int:

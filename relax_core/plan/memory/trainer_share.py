@@ -14,6 +14,7 @@ from relax_core.plan.memory.memory_terms import (
     dtype_bytes,
     mask_bytes,
     mask_making_bytes,
+    norm_values,
     optimizer_bytes_a_parameter,
 )
 from relax_core.plan.model.dimensions import ModelDimensions
@@ -162,7 +163,7 @@ def row_values(parallel: ParallelConfig, model: ModelDimensions) -> int:
 
     Tensor parallelism divides heads and widths; the norms' rows are divided only with sequence parallelism.
     """
-    every, norms = activation_values(model), 4 * model.hidden
+    every, norms = activation_values(model), norm_values(model)
     return (every - norms) // parallel.tp + norms // (parallel.tp if parallel.sequence_parallel else 1)
 
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
@@ -84,10 +85,13 @@ class SequenceParallelRMSNorm(torch.nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Norms the last dimension; a zero-centred norm multiplies by 1 + its weight, both in float32."""
+        """Norms the last dimension; a zero-centred norm multiplies by 1 + its weight, both in float32.
+
+        A zero-centred norm is torch's: it stands beside layers with a state, which amplify differences of rounding.
+        """
         assert self.eps is not None, "the constructor sets it"
         if self.config.layernorm_zero_centered_gamma:
-            return rms_norm(x.float(), 1.0 + self.weight.float(), eps=self.eps).to(x.dtype)
+            return F.rms_norm(x.float(), self.normalized_shape, 1.0 + self.weight.float(), self.eps).to(x.dtype)
         if x.dtype == torch.float32:
             return rms_norm(x, self.weight, eps=self.eps)
         return super().forward(x)
