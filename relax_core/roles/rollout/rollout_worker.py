@@ -8,21 +8,17 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import TYPE_CHECKING
-
-from ray.exceptions import RayActorError
 
 from relax_core.bus.ray.ray_bus import RayBus
 from relax_core.config.choices import OnStale, Partial
 from relax_core.contracts.algorithm import AlgorithmSpec
 from relax_core.contracts.bus import Admission, BusClosed
-from relax_core.contracts.data import PromptSource
 from relax_core.contracts.env import EnvSpec
 from relax_core.contracts.stop_signals import ignore_stop_signals
-from relax_core.data.eval_sets import eval_sets, held_out_count
+from relax_core.data.eval_sets import held_out_count
 from relax_core.data.sources import make_source
 from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.engines.pool.engine_pool import EnginePool
@@ -31,20 +27,20 @@ from relax_core.observe.service.records import bad_rows_kind
 from relax_core.registry import find_algorithm, find_reward
 from relax_core.roles.engine.engine_directory import EngineDirectory
 from relax_core.roles.engine.judge_engine import run_judges
-from relax_core.roles.process.discovery import discover_bus, discover_metrics, discover_worker
+from relax_core.roles.process.discovery import discover_bus, discover_metrics
 from relax_core.roles.process.failure import first_cause
-from relax_core.roles.process.role_context import RunContext, worker_name
+from relax_core.roles.process.role_context import RunContext
 from relax_core.roles.process.sample_logs import keep_media, open_sample_log
 from relax_core.roles.process.worker import Worker
 from relax_core.roles.rollout.engine_follower import EngineFollower, engine_follower
+from relax_core.roles.rollout.run_evaluations import open_evaluator
 from relax_core.roles.rollout.traced_rollout import TracedRewardPool, record_with_rewards, traced_pool
 from relax_core.roles.rollout.versions_reached import CLOSED_S, VersionsReached
 from relax_core.rollout.bad_rows import BadRows
 from relax_core.rollout.env_workers.run_env import RunEnv
 from relax_core.rollout.episodes.group_assembly import GroupFilter
 from relax_core.rollout.episodes.played_group import EarlyEnds
-from relax_core.rollout.evaluation.evaluator import Evaluator, eval_versions
-from relax_core.rollout.evaluation.played_sets import answer_sets, prepared_sets
+from relax_core.rollout.evaluation.evaluator import Evaluator
 from relax_core.rollout.group_advantages import computes_advantages_per_group, group_advantages
 from relax_core.rollout.held_items import HeldItems
 from relax_core.rollout.item_cache import ItemCache
@@ -52,7 +48,6 @@ from relax_core.rollout.judges.judge_choice import judge_plan
 from relax_core.rollout.media_encoding import MEGABYTE, open_encoders
 from relax_core.rollout.prompt_admissions import RolloutLoopSettings
 from relax_core.rollout.prompt_tokens import PromptMaker
-from relax_core.rollout.rewards.reward_pool import RewardPool
 from relax_core.rollout.rollout_loop import Record, RolloutLoop
 from relax_core.rollout.sampling_params import training_sampling
 from relax_core.rollout.teacher_choice import teacher_chooser
@@ -102,8 +97,15 @@ class RolloutWorker(Worker):
         reached, evaluator = await self._versions(bus), None
         if self._rank == 0:
             await rewards.check_judges(config, partial(metrics.record, "judge_check", context.start_step))
-            evaluator = await self._evaluator(
-                source, reached, metrics=metrics, pool=pool, prompts=prompts, rewards=rewards, run_env=run_env
+            evaluator = await open_evaluator(
+                context,
+                source,
+                reached,
+                metrics=metrics,
+                pool=pool,
+                prompts=prompts,
+                rewards=rewards,
+                run_env=run_env,
             )
         settings = self._settings(prompts.tokenizer)
         serving = AsyncExitStack()
@@ -322,62 +324,10 @@ class RolloutWorker(Worker):
             media_folder=str(self.context.media_folder or ""),
         )
 
-    async def _report_evaluation(self, version: int, values: Mapping[str, float]) -> bool:
-        """Reports an evaluation to the trainer, which keeps the best checkpoint; returns True if the run ends with it.
-
-        The controller detects a trainer that has exited.
-        """
-        trainer = await asyncio.to_thread(discover_worker, self.context, worker_name("actor", 0))
-        try:
-            async with asyncio.timeout(self.context.config.bus.call_timeout_s):
-                return bool(await trainer.record_evaluation.remote(version, dict(values)))
-        except (RayActorError, TimeoutError) as error:
-            log.warning("the trainer did not get the evaluation of version %d: %s", version, error)
-            return False
-
     async def _versions(self, bus: RayBus) -> VersionsReached:
         call_s = self.context.config.bus.call_timeout_s
         now = (await asyncio.to_thread(bus.progress, timeout_s=call_s)).version
         return VersionsReached(bus, version=now, call_timeout_s=call_s, stopping=lambda: self.stopping)
-
-    async def _evaluator(
-        self,
-        source: PromptSource,
-        reached: VersionsReached,
-        *,
-        metrics: MetricsClient,
-        pool: EnginePool,
-        prompts: PromptMaker,
-        rewards: RewardPool,
-        run_env: RunEnv,
-    ) -> Evaluator:
-        context, config = self.context, self.context.config
-        planned = eval_versions(every=config.eval.every, start=context.start_step, total_steps=config.run.steps)
-
-        versions = [version for version in planned if version >= reached.version]
-        sets = eval_sets(config, source) if versions else []
-        prepared = await prepared_sets(config, sets, prompts)
-        return Evaluator(
-            versions=versions,
-            ask=lambda version: answer_sets(
-                config,
-                prepared,
-                version=version,
-                pool=pool,
-                prompts=prompts,
-                rewards=rewards,
-                env=run_env,
-                media_folder=str(context.media_folder or ""),
-            ),
-            wait_version=reached.wait,
-            # Episodes that hold places in env workers while they wait for weights could take those that training needs,
-            # and an agent would wait in vain.
-            steps_ahead=0 if run_env.env.isolated or run_env.env.agent is not None else 1,
-            in_order=config.in_order,
-            record=metrics.record,
-            record_texts=lambda version, rows: metrics.record_texts("eval", version, rows),
-            ends_run=None if config.run.keep_best is None else self._report_evaluation,
-        )
 
 
 async def _no_gate(version: int) -> None: ...

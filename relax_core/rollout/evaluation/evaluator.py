@@ -43,6 +43,17 @@ def eval_versions(*, every: int, start: int, total_steps: int) -> list[int]:
     return [v for v in range(start, total_steps + 1) if v in (start, total_steps) or v % every == 0]
 
 
+def versions_left(planned: Sequence[int], *, reached: int, recorded: int) -> list[int]:
+    """Returns the versions that a worker evaluates which starts when the run has reached version ``reached``.
+
+    These are the ``planned`` versions from there on. If an older one is missing, because it is newer than the newest
+    ``recorded`` evaluation, ``reached`` comes first: the engines have no older weights.
+    """
+    later = [version for version in planned if version >= reached]
+    missing = any(recorded < version < reached for version in planned)
+    return sorted({reached, *later}) if missing else later
+
+
 @dataclass(frozen=True, kw_only=True)
 class EvalRow:
     """Holds a data row of an evaluation set with the token ids of its prompt, and its images and videos."""

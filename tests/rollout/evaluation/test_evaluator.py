@@ -23,6 +23,7 @@ from relax_core.rollout.evaluation.evaluator import (
     eval_versions,
     evaluation_values,
     prepare,
+    versions_left,
 )
 from relax_core.rollout.prompt_tokens import PromptMaker
 from relax_core.rollout.rewards.reward_pool import RewardPool
@@ -44,6 +45,23 @@ from tests.contracts.engine.harness import Engine
 )
 def test_versions(every: int, start: int, total: int, expected: list[int]) -> None:
     assert eval_versions(every=every, start=start, total_steps=total) == expected
+
+
+@pytest.mark.parametrize(
+    ("reached", "recorded", "expected"),
+    [
+        (0, -1, [0, 20, 40]),  # the start of a run
+        (13, 0, [20, 40]),
+        (13, -1, [13, 20, 40]),  # the first evaluation was interrupted
+        (23, 0, [23, 40]),
+        (23, 20, [40]),
+        (23, 30, [40]),  # a record from before a resume
+        (40, 0, [40]),
+        (40, 20, [40]),
+    ],
+)
+def test_versions_of_a_worker_that_starts_again(reached: int, recorded: int, expected: list[int]) -> None:
+    assert versions_left([0, 20, 40], reached=reached, recorded=recorded) == expected
 
 
 # -- asking -----------------------------------------------------------------------------------------------------------
