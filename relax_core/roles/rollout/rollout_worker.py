@@ -98,14 +98,7 @@ class RolloutWorker(Worker):
         if self._rank == 0:
             await rewards.check_judges(config, partial(metrics.record, "judge_check", context.start_step))
             evaluator = await open_evaluator(
-                context,
-                source,
-                reached,
-                metrics=metrics,
-                pool=pool,
-                prompts=prompts,
-                rewards=rewards,
-                run_env=run_env,
+                context, source, reached, metrics, pool=pool, prompts=prompts, rewards=rewards, run_env=run_env
             )
         settings = self._settings(prompts.tokenizer)
         serving = AsyncExitStack()

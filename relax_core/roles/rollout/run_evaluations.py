@@ -29,8 +29,8 @@ async def open_evaluator(
     context: RunContext,
     source: PromptSource,
     reached: VersionsReached,
-    *,
     metrics: MetricsClient,
+    *,
     pool: EnginePool,
     prompts: PromptMaker,
     rewards: RewardPool,
@@ -77,7 +77,7 @@ async def open_evaluator(
 
 
 def _newest_recorded(metrics: MetricsClient, *, otherwise: int) -> int:
-    """Returns the newest version with a recorded evaluation, -1 for none; ``otherwise`` if the metrics do not answer."""
+    """Returns the newest version with a recorded evaluation, or -1; ``otherwise`` if the metrics do not answer."""
     try:
         return max((texts.step for texts in metrics.texts(EVAL)), default=-1)
     except MetricsUnavailable as error:
