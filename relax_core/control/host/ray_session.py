@@ -6,9 +6,11 @@ import logging
 import os
 import secrets
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -18,6 +20,7 @@ from relax_core.config.schema import PlacementConfig
 from relax_core.config.sections.launcher_schema import LauncherConfig
 from relax_core.control.host.process_trees import kill_trees
 from relax_core.control.host.run_paths import RunPaths
+from relax_core.control.host.worker_start import FORK_SERVER
 from relax_core.roles.process.process_placement import cluster_fault
 
 # Ray replaces 127.0.0.1 by the host's own address unless this variable is set.
@@ -66,7 +69,8 @@ class RaySession:
     A process can use it once, because Ray reads the path of its token when it is imported. Entering raises RayUnstarted
     if the run's own Ray does not start, and RuntimeError if a cluster cannot be joined. ``placement`` says how many
     GPUs a node has; None means no GPU. ``token_file`` holds the run's bearer token. ``daemons`` maps the names of the
-    daemons of the run's own Ray to their process ids.
+    daemons of the run's own Ray to their process ids. ``preloaded`` are modules that the run's own Ray imports once
+    (`fork_server`), in place of each worker; none on a machine with GPUs, because a fork after the use of a GPU fails.
     """
 
     def __init__(
@@ -77,10 +81,12 @@ class RaySession:
         log_dir: Path,
         placement: PlacementConfig | None = None,
         start_timeout_s: float = 300.0,
+        preloaded: Sequence[str] = (),
     ) -> None:
         self._launcher = launcher
         self._placement = placement
         self._start_timeout_s = start_timeout_s
+        self._preloaded = preloaded
         self._paths = paths
         self.token_file = paths.token_folder / "token"
         self._log_dir = log_dir
@@ -103,6 +109,8 @@ class RaySession:
             os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}")
             os.environ.update(QUIET, RAY_AUTH_TOKEN_PATH=str(new_token_file(self._paths.folder / "ray-token")))
             os.environ["TMPDIR"] = str(self._paths.folder)  # temporary files are removed with the run's folder
+            if self._preloaded:
+                undo.callback(_end_fork_server, self._start_fork_server())
         import ray
 
         if own:
@@ -131,6 +139,13 @@ class RaySession:
             self.daemons = {DAEMONS[kind]: pid for kind, pid in _live_processes() if kind in DAEMONS}
         else:
             self._await_nodes()
+
+    def _start_fork_server(self) -> subprocess.Popen[bytes]:
+        """Starts the fork server, which ends with its stdin, and tells its path to those whom Ray starts."""
+        path = self._paths.folder / "fork-server"
+        command = [sys.executable, "-m", "relax_core.control.host.fork_server", str(path), *self._preloaded]
+        os.environ[FORK_SERVER] = str(path)
+        return subprocess.Popen(command, stdin=subprocess.PIPE)
 
     def _unstarted(self, error: Exception) -> RayUnstarted:
         self.keep_logs()
@@ -199,6 +214,13 @@ def _end_ray() -> None:
     worker._global_node = None
     ray.shutdown()
     kill_trees(started)
+
+
+def _end_fork_server(server: subprocess.Popen[bytes]) -> None:
+    """Kills the fork server and the workers that are left, which Ray's end has told to end."""
+    kill_trees([server.pid])
+    with server:  # waits for it and closes its stdin
+        pass
 
 
 def _first_line(error: Exception) -> str:

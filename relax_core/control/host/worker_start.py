@@ -1,8 +1,8 @@
 """Is the program with which the run's own Ray starts a worker, in place of Ray's `setup_worker.py`.
 
 Ray's program imports Ray, prepares the worker's runtime environment and executes the worker, which imports Ray again.
-A worker without a runtime environment needs no preparation, so this program, which imports nothing, executes it at
-once. For another worker it executes Ray's program.
+A worker without a runtime environment needs no preparation, so this program asks the run's `fork_server` for it, or
+executes the worker at once if the run has none or it does not answer. For another worker it executes Ray's program.
 """
 
 from __future__ import annotations
@@ -13,18 +13,59 @@ from collections.abc import Sequence
 
 CONTEXT, LANGUAGE = "--serialized-runtime-env-context", "--language"
 NO_ENVIRONMENT = "{}"
+FORK_SERVER = "RELAX_FORK_SERVER"  # the environment variable with the path of the fork server's socket
+FORK_S = 40.0  # how long the fork server may take; Ray gives up a worker after a minute
 
 
-def worker_command(words: Sequence[str]) -> list[str]:
-    """Returns the words of the command line that is executed.
+def is_plain(words: Sequence[str]) -> bool:
+    """Says whether a worker needs no runtime environment.
 
     ``words`` are those that the raylet gives to Ray's program: the path of the worker's program, and its arguments.
     """
     options = dict(word.partition("=")[::2] for word in words if word.startswith((CONTEXT, LANGUAGE)))
-    if options == {CONTEXT: NO_ENVIRONMENT, LANGUAGE: "PYTHON"} or options == {LANGUAGE: "PYTHON"}:
+    return options == {CONTEXT: NO_ENVIRONMENT, LANGUAGE: "PYTHON"} or options == {LANGUAGE: "PYTHON"}
+
+
+def worker_command(words: Sequence[str]) -> list[str]:
+    """Returns the command line of the program that is executed, without the interpreter."""
+    if is_plain(words):
         return [word for word in words if not word.startswith((CONTEXT, LANGUAGE))]
     return [os.path.join(os.path.dirname(words[0]), "setup_worker.py"), *words]
 
 
+def ask_fork_server(path: str, command: Sequence[str]) -> bool:
+    """Asks for a process that executes ``command``; returns False, and prints why, if there is no answer."""
+    import json
+    import signal
+    import socket
+
+    request = {
+        "command": list(command),
+        "environment": dict(os.environ),
+        "folder": os.getcwd(),
+        "blocked": [*signal.pthread_sigmask(signal.SIG_BLOCK, [])],
+        "ignored": [one for one in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(one) == signal.SIG_IGN],
+    }
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as asking:
+            asking.settimeout(FORK_S)
+            asking.connect(path)
+            socket.send_fds(asking, [json.dumps(request).encode()], [0, 1, 2])
+            if asking.recv(32):
+                return True
+            why = "it has ended"
+    except OSError as error:
+        why = str(error)
+    print(f"relax: the fork server does not answer ({why}): the worker is started without it", file=sys.stderr)
+    return False
+
+
+def main(words: Sequence[str]) -> None:
+    """Starts the worker."""
+    command, path = worker_command(words), os.environ.get(FORK_SERVER)
+    if not (path and is_plain(words) and ask_fork_server(path, command)):
+        os.execv(sys.executable, [sys.executable, *command])
+
+
 if __name__ == "__main__":
-    os.execv(sys.executable, [sys.executable, *worker_command(sys.argv[1:])])
+    main(sys.argv[1:])

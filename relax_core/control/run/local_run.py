@@ -47,6 +47,7 @@ from relax_core.roles.process.role_context import ENGINE, METRICS, RunContext, w
 from relax_core.tools.make_tiny import tiny_model_folder
 
 FAILED = 1
+PRELOADED = ("relax_core.train.rank", "relax_core.rollout.rollout_loop")  # torch, Megatron, and what workers share
 FAILURE_LOG = "failure.log"
 FAILED_ORDERS = 20  # of the newest orders, those that failed are told
 Made = TypeVar("Made")
@@ -164,6 +165,7 @@ def _in_session(
         log_dir=run_dir / "logs",
         placement=config.placement,
         start_timeout_s=config.run.start_timeout_s,
+        preloaded=() if config.placement.gpus_per_node else PRELOADED,
     )
     title = f"{config.algo.name} · {config.model.name} · {short_name(config.data.name)} · {config.mode.name.value}"
     panel = Panel(config.run.steps, run_dir, title, live=config.run.panel)
