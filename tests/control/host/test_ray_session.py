@@ -34,7 +34,9 @@ signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # as in a controller
 try:
     with (
         run_paths(run_dir=logs.parent) as paths,
-        RaySession(config.launcher, paths, log_dir=logs, placement=config.placement) as session,
+        RaySession(
+            config.launcher, paths, log_dir=logs, placement=config.placement, preloaded=sys.argv[3:]
+        ) as session,
     ):
         import ray
         reported = {
@@ -60,6 +62,8 @@ try:
         below = psutil.Process().children(recursive=True)
         others = {process.pid for process in below} - {reported["worker"], *session.daemons.values()}
         reported["others"] = [" ".join(psutil.Process(pid).cmdline()) for pid in others]
+        servers = [pid for pid in others if "relax_core.control.host.fork_server" in psutil.Process(pid).cmdline()]
+        reported["forked"] = [psutil.Process(reported["worker"]).ppid()] == servers
         for process in below:
             for number in STOP_SIGNALS:
                 process.send_signal(number)
@@ -73,6 +77,15 @@ try:
         reported["sees"] = [ray.get(sees.options(num_gpus=gpus).remote(), timeout=120) for gpus in (0, 1)]
         varied = sees.options(runtime_env={"env_vars": {"RELAX_VARIED": "of its own"}})
         reported["varied"] = ray.get(varied.remote("RELAX_VARIED"), timeout=120)
+        for server in servers:
+            psutil.Process(server).kill()
+
+        @ray.remote(num_cpus=0)
+        class Another:
+            def pid(self):
+                return os.getpid()
+
+        reported["another"] = psutil.Process(ray.get(Another.remote().pid.remote(), timeout=120)).parent().name()
         print(json.dumps(reported), flush=True)
         if sys.argv[2] == "fail":
             raise RuntimeError("the run failed")
@@ -82,9 +95,9 @@ assert not paths.folder.exists()
 """
 
 
-def run_session(logs: Path, end: str, temporary: Path) -> dict:
+def run_session(logs: Path, end: str, temporary: Path, preloaded: tuple[str, ...]) -> dict:
     done = subprocess.run(
-        [sys.executable, "-c", SESSION, str(logs), end],
+        [sys.executable, "-c", SESSION, str(logs), end, *preloaded],
         cwd=ROOT,
         env={**os.environ, "TMPDIR": str(temporary)},
         capture_output=True,
@@ -96,11 +109,13 @@ def run_session(logs: Path, end: str, temporary: Path) -> dict:
     return reported
 
 
-@pytest.mark.parametrize("end", ["well", "fail"])
-def test_a_session_is_private_and_leaves_nothing(tmp_path_factory: pytest.TempPathFactory, end: str) -> None:
+@pytest.mark.parametrize(("end", "preloaded"), [("well", ("numpy",)), ("fail", ())], ids=["well", "fail"])
+def test_a_session_is_private_and_leaves_nothing(
+    tmp_path_factory: pytest.TempPathFactory, end: str, preloaded: tuple[str, ...]
+) -> None:
     with tempfile.TemporaryDirectory(prefix="rs") as name:  # pytest's own path is too long for names of sockets
         temporary, logs = Path(name), tmp_path_factory.mktemp("run") / "logs"
-        reported = run_session(logs, end, temporary)
+        reported = run_session(logs, end, temporary, preloaded)
         assert Path(reported["folder"]).parent == temporary
         assert reported["folder_mode"] == 0o700
         assert reported["token_mode"] == reported["ray_token_mode"] == 0o600
@@ -109,8 +124,11 @@ def test_a_session_is_private_and_leaves_nothing(tmp_path_factory: pytest.TempPa
         assert reported["namespace"] == reported["paths_namespace"]
         assert len(reported["nodes"]) == 1
         assert reported["daemons"] == {"GCS": "gcs_server", "raylet": "raylet"}
-        assert len(reported["others"]) == 2, "Ray starts nothing that a run does not need"
-        assert all("agent_on_demand.py" in line for line in reported["others"])
+        others = [line for line in reported["others"] if "fork_server" not in line]
+        assert len(reported["others"]) - len(others) == len(preloaded) and reported["forked"] == bool(preloaded)
+        assert len(others) == 2, "Ray starts nothing that a run does not need"
+        assert all("agent_on_demand.py" in line for line in others)
+        assert reported["another"] == "raylet", "a worker starts without the fork server, too, if it was killed"
         assert reported["worker_again"] == reported["worker"] and reported["ended"] == [], "a stop signal reached them"
         assert reported["sees"] == ["", "0"], "a worker sees the GPUs that it asked for, and no other"
         assert reported["varied"] == "of its own", "Ray's agent makes the environment of a worker that asks for one"
