@@ -31,9 +31,9 @@ REAP_S = 1.0  # interval at which workers that have ended are waited for
 def serve(listener: socket.socket, *, owner: int) -> dict[str, Any]:
     """Forks a worker for each request. Returns in the worker alone, with its request.
 
-    A request is JSON with the command line, the environment, the working folder, and the blocked and the ignored
-    signals, and comes with the descriptors of stdin, stdout and stderr. The answer is the worker's process id.
-    ``owner`` is a descriptor at whose end this process exits.
+    A request is JSON with the command line, the environment, the working folder, the kernel's preference to end the
+    worker for memory, and the blocked and the ignored signals. It comes with the descriptors of stdin, stdout and
+    stderr. The answer is the worker's process id. ``owner`` is a descriptor at whose end this process exits.
     """
     while True:
         ready = select.select([listener.fileno(), owner], [], [], REAP_S)[0]
@@ -88,6 +88,7 @@ def become(request: Mapping[str, Any]) -> None:
     for number in request["ignored"]:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, request["blocked"])
+    Path("/proc/self/oom_score_adj").write_text(request["oom_score_adj"], encoding="ascii")
     os.environ.clear()
     os.environ.update(request["environment"])
     os.chdir(request["folder"])

@@ -43,6 +43,7 @@ def ask_fork_server(path: str, command: Sequence[str]) -> bool:
         "command": list(command),
         "environment": dict(os.environ),
         "folder": os.getcwd(),
+        "oom_score_adj": _oom_score_adj(),
         "blocked": [*signal.pthread_sigmask(signal.SIG_BLOCK, [])],
         "ignored": [one for one in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(one) == signal.SIG_IGN],
     }
@@ -58,6 +59,12 @@ def ask_fork_server(path: str, command: Sequence[str]) -> bool:
         why = str(error)
     print(f"relax: the fork server does not answer ({why}): the worker is started without it", file=sys.stderr)
     return False
+
+
+def _oom_score_adj() -> str:
+    """Returns how much rather than others the kernel ends this process for memory, which the raylet has set."""
+    with open("/proc/self/oom_score_adj", encoding="ascii") as file:
+        return file.read()
 
 
 def main(words: Sequence[str]) -> None:

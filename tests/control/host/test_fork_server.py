@@ -32,6 +32,7 @@ report = {
         signal.getsignal(signal.SIGTERM) == signal.SIG_DFL,
     ],
     "loaded": "fractions" in sys.modules, "drawn": [random.random(), float(np.random.rand())],
+    "oom_score_adj": open("/proc/self/oom_score_adj").read(),
     "read": sys.stdin.read(), "descriptors": len(os.listdir("/proc/self/fd")),
 }
 print(json.dumps(report), flush=True)
@@ -71,8 +72,13 @@ def start_worker(folder: Path, **variables: str) -> subprocess.Popen[str]:
         text=True,
         cwd=folder,
         env={"PATH": os.environ["PATH"], FORK_SERVER: str(folder / "socket"), **variables},
-        preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1}),
+        preexec_fn=_as_the_raylet,
     )
+
+
+def _as_the_raylet() -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+    Path("/proc/self/oom_score_adj").write_text("700")
 
 
 def report_of(worker: subprocess.Popen[str]) -> tuple[dict[str, Any], str]:
@@ -94,6 +100,7 @@ def test_a_forked_worker_is_like_an_executed_one(tmp_path: Path) -> None:
     assert forked == executed
     assert forked["argv"] == [str(tmp_path / "worker.py"), "--an=option"] and forked["name"] == "__main__"
     assert (forked["variable"], forked["home"], forked["read"]) == ("a value", None, "some words")
+    assert forked["oom_score_adj"] == "700\n"
     assert forked["blocked"] == [signal.SIGUSR1] and forked["default"] == [True, True]
 
 
