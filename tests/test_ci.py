@@ -18,24 +18,25 @@ STAGES = [
 ]
 STUB = """#!/usr/bin/env bash
 echo "stage {name} $*"
+echo "minutes $RELAX_{upper}_MINUTES"
 [ "{name}" != "$FAILS" ]
 """
 
 
-def ci(folder: Path, *, fails: str = "") -> subprocess.CompletedProcess[str]:
+def ci(folder: Path, *, fails: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
     """Runs a copy of the script with stages that only say their names; ``fails``: the stage that ends with status 1."""
     (folder / ".ci").mkdir()
     shutil.copy(ROOT / ".ci" / "run", folder / ".ci" / "run")
     programs = {
-        folder / ".ci" / "sglang": STUB.format(name="sglang"),
-        folder / ".ci" / "agents": STUB.format(name="agents"),
+        folder / ".ci" / "sglang": STUB.format(name="sglang", upper="SGLANG"),
+        folder / ".ci" / "agents": STUB.format(name="agents", upper="AGENTS"),
         folder / "make": '#!/usr/bin/env bash\necho "stage $*"\n[ "$1" != "$FAILS" ]\n',
         folder / "id": "#!/usr/bin/env bash\necho 0\n",
     }
     for path, text in programs.items():
         path.write_text(text)
         path.chmod(0o755)
-    environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "FAILS": fails}
+    environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "FAILS": fails, **variables}
     return subprocess.run([folder / ".ci" / "run"], env=environment, capture_output=True, text=True, timeout=60)
 
 
@@ -70,3 +71,20 @@ def test_what_a_machine_cannot_install_is_skipped_in_words(tmp_path: Path, missi
     done = ci(tmp_path, fails=missing)
     assert done.returncode == 0 and words in done.stdout
     assert f"stage test-{missing.removesuffix('-env')}" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("seconds", "most", "expected"),
+    [
+        ("0", {}, ["20", "12"]),
+        ("0", {"RELAX_SGLANG_MINUTES": "3"}, ["3", "12"]),
+        ("870", {}, ["10", "10"]),
+        ("4000", {}, ["0", "0"]),
+    ],
+)
+def test_servers_and_clients_of_others_have_what_is_left_of_their_minutes(
+    tmp_path: Path, seconds: str, most: dict[str, str], expected: list[str]
+) -> None:
+    done = ci(tmp_path, SECONDS=seconds, **most)  # bash counts on from there
+    assert done.returncode == 0, done.stderr
+    assert re.findall(r"^minutes (\d+)", done.stdout, re.MULTILINE) == expected
