@@ -19,6 +19,7 @@ import signal
 import socket
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -74,11 +75,10 @@ def _fork(asked: socket.socket, listener: socket.socket) -> dict[str, Any] | Non
 
 
 def _reap() -> None:
-    try:
+    """Waits for the workers that have ended, so that none stays a zombie."""
+    with suppress(ChildProcessError):  # there is none
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
-    except ChildProcessError:  # there is none
-        pass
 
 
 def become(request: Mapping[str, Any]) -> None:

@@ -70,7 +70,7 @@ class RaySession:
     if the run's own Ray does not start, and RuntimeError if a cluster cannot be joined. ``placement`` says how many
     GPUs a node has; None means no GPU. ``token_file`` holds the run's bearer token. ``daemons`` maps the names of the
     daemons of the run's own Ray to their process ids. ``preloaded`` are modules that the run's own Ray imports once
-    (`fork_server`), in place of each worker; none on a machine with GPUs, because a fork after the use of a GPU fails.
+    (`fork_server`), in place of each worker. Give none for a run on GPUs: the fork of a process that used one fails.
     """
 
     def __init__(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping
+from functools import partial
 
 from ray.exceptions import RayActorError
 
@@ -49,10 +50,6 @@ async def open_evaluator(
     versions = versions_left(planned, reached=reached.version, recorded=recorded)
     sets = eval_sets(config, source) if versions else []
     prepared = await prepared_sets(config, sets, prompts)
-
-    async def report(version: int, values: Mapping[str, float]) -> bool:
-        return await _report(context, version, values)
-
     return Evaluator(
         versions=versions,
         ask=lambda version: answer_sets(
@@ -72,7 +69,7 @@ async def open_evaluator(
         in_order=config.in_order,
         record=metrics.record,
         record_texts=lambda version, rows: metrics.record_texts(EVAL, version, rows),
-        ends_run=None if config.run.keep_best is None else report,
+        ends_run=None if config.run.keep_best is None else partial(_report, context),
     )
 
 

@@ -136,7 +136,6 @@ def test_no_worker_is_forked_from_several_threads(tmp_path: Path) -> None:
     server = subprocess.run(
         [sys.executable, "-m", "relax_core.control.host.fork_server", str(tmp_path / "socket"), "threaded"],
         stdin=subprocess.PIPE,
-        capture_output=False,
         stderr=subprocess.PIPE,
         text=True,
         cwd=ROOT,
