@@ -52,7 +52,7 @@ def requirements(config: DistillConfig) -> Requirements:
         top_k=config.top_k if config.form in TOP_K else 0,
         served_by=cast(Literal["forward", "engine"], config.served_by),
     )
-    return dataclasses.replace(P.credit_requirements(config), teacher=teacher)
+    return dataclasses.replace(P.credit_requirements(config), teacher=teacher, every_token=True)
 
 
 def check(config: DistillConfig) -> None:

@@ -76,7 +76,8 @@ def requirements(
     """Returns what an algorithm with these settings needs computed, beside ``turns`` and ``state_keys``.
 
     It needs a reference if the KL has a coefficient, the entropy if the bonus has one, and the groups of a whole step
-    if ``whole_step`` is True or if weights are divided by their mean over the step.
+    if ``whole_step`` is True or if weights are divided by their mean over the step. Every token has a part of the loss
+    if the KL or the entropy has one.
     """
     normalizes_weights = config.correction == "tis_normalized"
     return Requirements(
@@ -87,6 +88,7 @@ def requirements(
         rollout_logprobs=normalizes_weights,
         turns=turns,
         state_keys=state_keys,
+        every_token=config.entropy_coef > 0 or (config.kl_coef > 0 and config.kl_placement != "reward"),
     )
 
 

@@ -43,7 +43,8 @@ class Requirements:
     algorithm with ``normalize``, whether that function must see all groups of a train step with these settings.
     ``rollout_logprobs``: the advantages need the engine's log-probs beside the old log-probs. ``turns``: the advantages
     need the turns of the group's episodes. ``state_keys``: they also compare turns that begin in equal states, so that
-    a run needs an env whose SPEC has ``state_keys``.
+    a run needs an env whose SPEC has ``state_keys``. ``every_token``: False promises that a token whose advantage is 0
+    has no gradient and changes none of another token, so that the trainer may leave it out.
     """
 
     old_logprobs: OldLogprobs
@@ -55,6 +56,7 @@ class Requirements:
     rollout_logprobs: bool = False
     turns: bool = False
     state_keys: bool = False
+    every_token: bool = True
 
     @property
     def sees_turns(self) -> bool:
@@ -171,6 +173,8 @@ class AlgorithmConfig:
     ``group_size`` is the number of samples for each prompt. ``mini_batches`` is the number of optimizer updates that a
     train step's groups are split into. ``epochs`` is the number of times that each of them is trained on.
     ``routing_replay``: the trainer's mixture of experts routes each token as the engine's did (R3, arXiv 2510.11370).
+    ``skip_without_advantage``: groups whose trained tokens all have an advantage of 0 are counted and not computed, if
+    `Requirements.every_token` is False, and no critic and no loss of the experts' balance needs them.
     """
 
     name: str
@@ -178,6 +182,7 @@ class AlgorithmConfig:
     mini_batches: int = 1
     epochs: int = 1
     routing_replay: bool = False
+    skip_without_advantage: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -71,6 +71,9 @@ class TrainBackend(Protocol):
     def accumulate(self, groups: Sequence[TokenTree]) -> None:
         """Runs forward and backward over this rank's groups of one micro-batch; a rank may have none."""
 
+    def count(self, groups: Sequence[TokenTree]) -> None:
+        """Adds groups without a gradient to the update's counts. One rank of all is given them."""
+
     def finish_step(self) -> StepMetrics:
         """Divides by the global denominator, clips the gradients and steps the optimizer."""
 

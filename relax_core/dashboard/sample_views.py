@@ -206,8 +206,9 @@ class SampleViews:
             at = TokensAt(row["trained_file"], row["trained_offset"], row["trained_size"])
             part = read_trained(self._run_dir, at, first=row["trained_first"], count=len(rows))
             columns["advantage"] = part.advantages.tolist()
-            columns["trainer_logprob"] = part.logprobs.tolist()
-            columns["gap"] = (part.logprobs - tree.logprobs[rows]).tolist()
+            if len(part.logprobs):
+                columns["trainer_logprob"] = part.logprobs.tolist()
+                columns["gap"] = (part.logprobs - tree.logprobs[rows]).tolist()
             columns["trained"] = part.trained.tolist()
         return columns
 

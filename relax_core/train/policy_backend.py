@@ -10,7 +10,7 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
-from relax_core.contracts.algorithm import LossInputs
+from relax_core.contracts.algorithm import LossInputs, LossOutputs
 from relax_core.contracts.media import MediaReader
 from relax_core.contracts.tree import TokenTree
 from relax_core.contracts.trees.kept_tokens import KeptTokens
@@ -18,7 +18,7 @@ from relax_core.train.megatron_on_cpu.device_loader import has_cuda
 from relax_core.train.model.frozen_parts import frozen_weights
 from relax_core.train.model.logprobs import HeadOutputs, chunked_logprobs, head_outputs, top_k_tokens
 from relax_core.train.model.truncation import Truncation
-from relax_core.train.rank import MegatronRank, reports
+from relax_core.train.rank import MegatronRank
 from relax_core.train.rank_setup import RankSetup
 from relax_core.train.step.pipeline_schedule import MicroBatch
 from relax_core.train.step.step_sums import micro_batch_sums
@@ -29,8 +29,8 @@ CLOSE_SAMPLES_S = 10.0
 class TrainedLog(Protocol):
     """Declares what keeps the samples that a rank trains."""
 
-    def trained(self, step: int, groups: Sequence[TokenTree], logprobs: np.ndarray) -> None:
-        """Keeps a micro-batch: the train step, the groups, and the log-probs of their tokens, float32 ``[tokens]``."""
+    def trained(self, step: int, groups: Sequence[TokenTree], logprobs: np.ndarray | None) -> None:
+        """Keeps groups of a train step and the log-probs of their tokens, float32 ``[tokens]``; None: not computed."""
 
     def close(self, *, timeout_s: float) -> None:
         """Writes what waits."""
@@ -70,7 +70,7 @@ class MegatronBackend(MegatronRank):
         if temperature <= 0:
             raise ValueError(f"rollout.temperature={temperature}: training needs more than 0; 1.0 is usual.")
         super().__init__(setup, trainable=trainable, media=media)
-        self._samples = samples if reports() else None
+        self._samples = samples
         self._inverse_temperature = 1.0 / temperature
         self._vocab_size = self.architecture.vocab_size
         self._wants_entropy = self.trainable and self._algorithm.requirements(self._config).entropy
@@ -83,16 +83,26 @@ class MegatronBackend(MegatronRank):
                 return head.logprobs.sum() * 0.0
             inputs = self._loss_inputs(batch, head)
             outputs = self._algorithm.loss(inputs, self._config)
-        with self.timed("sums"):
-            sums = micro_batch_sums(batch.groups, outputs)
-            logprobs = inputs.logprobs.detach().cpu().numpy()
-            gap = on_policy_gap(batch.groups, logprobs)
-            sums.gap_sum, sums.gap_tokens = float(gap.sum(dtype=np.float64)), gap.size
-            sums.gap_max = float(gap.max(initial=0.0))
-            self._sums.add(sums)
-            if self._samples is not None:
-                self._samples.trained(self._step, batch.groups, logprobs)
+        if reports():
+            with self.timed("sums"):
+                self._add_sums(batch.groups, inputs, outputs)
         return outputs.loss_sum
+
+    def _add_sums(self, groups: Sequence[TokenTree], inputs: LossInputs, outputs: LossOutputs) -> None:
+        sums = micro_batch_sums(groups, outputs)
+        logprobs = inputs.logprobs.detach().cpu().numpy()
+        gap = on_policy_gap(groups, logprobs)
+        sums.gap_sum, sums.gap_tokens = float(gap.sum(dtype=np.float64)), gap.size
+        sums.gap_max = float(gap.max(initial=0.0))
+        self._sums.add(sums)
+        if self._samples is not None:
+            self._samples.trained(self._step, groups, logprobs)
+
+    def count(self, groups: Sequence[TokenTree]) -> None:
+        """Counts and keeps groups without a gradient; see `MegatronRank.count`."""
+        super().count(groups)
+        if self._samples is not None:
+            self._samples.trained(self._step, groups, None)
 
     def close_samples(self) -> None:
         """Writes the samples that wait; no train step may follow."""
@@ -258,3 +268,12 @@ def on_policy_gap(groups: Sequence[TokenTree], logprobs: np.ndarray) -> np.ndarr
     counted &= np.concatenate([group.loss_mask[own] for group, own in zip(groups, rows, strict=True)])
     rollout = np.concatenate([group.logprobs[own] for group, own in zip(groups, rows, strict=True)])
     return np.abs(logprobs[counted] - rollout[counted])
+
+
+def reports() -> bool:
+    """Returns True on the one rank of each replica that counts what the last stage computed."""
+    return (
+        parallel_state.is_pipeline_last_stage()
+        and parallel_state.get_tensor_model_parallel_rank() == 0
+        and parallel_state.get_context_parallel_rank() == 0
+    )

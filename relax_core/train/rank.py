@@ -44,7 +44,7 @@ from relax_core.train.step.not_finite import check_gradients, refuse_update, ref
 from relax_core.train.step.optimizer import build_optimizer, learning_rate, wrap_for_training
 from relax_core.train.step.pipeline_schedule import MicroBatch, Schedule
 from relax_core.train.step.rank_clock import RankClock
-from relax_core.train.step.step_sums import StepSums, add_over_ranks, micro_batch_totals
+from relax_core.train.step.step_sums import StepSums, add_over_ranks, counted_sums, micro_batch_totals
 from relax_core.weights.folder_stream import open_safetensors
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -175,6 +175,10 @@ class MegatronRank:
         """
         if groups or self._computes_empty_batches:
             self._schedule.add(groups)
+
+    def count(self, groups: Sequence[TokenTree]) -> None:
+        """Adds groups without a gradient to the update's counts. One rank of all is given them."""
+        self._sums.add(counted_sums(groups))
 
     def finish_step(self) -> StepMetrics:
         """Computes the waiting micro-batches, normalizes and clips the gradient, and steps the optimizer.
@@ -367,9 +371,8 @@ class MegatronRank:
             process_group.wait_for_ranks(f"train step {self._step}", rank=self.rank, timeout_s=self._setup.timeout_s)
         if self._overlap:
             finalize_gradients(self.model_chunks, dealt=self._parallel.shard_media)  # It waits for the reductions.
-        own = self._sums if reports() else StepSums()
-        check_gradients(own, self._weights, self.model_chunks, rank=self.rank)
-        sums = add_over_ranks(own, process_group.world_group())
+        check_gradients(self._sums, self._weights, self.model_chunks, rank=self.rank)
+        sums = add_over_ranks(self._sums, process_group.world_group())
         refuse_update(sums, step=self._step)
         if not sums.tokens:
             raise ValueError(f"train step {self._step}: every token is masked, so there is nothing to train on.")
@@ -389,12 +392,3 @@ class MegatronRank:
     def _refuse_weights(self) -> None:
         lr = self._learning_rate
         refuse_weights(self._parameters, self._weights, rank=self.rank, step=self._step, lr=lr)
-
-
-def reports() -> bool:
-    """Returns True on the one rank of each replica that counts what the last stage computed."""
-    return (
-        parallel_state.is_pipeline_last_stage()
-        and parallel_state.get_tensor_model_parallel_rank() == 0
-        and parallel_state.get_context_parallel_rank() == 0
-    )

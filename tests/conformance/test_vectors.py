@@ -58,6 +58,30 @@ def test_loss_and_gradient(algorithm: str, case: dict[str, Any], dtype: torch.dt
         assert of_entropy == pytest.approx(joined(expected["entropy_gradient"]), **close)
 
 
+@pytest.mark.parametrize(("algorithm", "case"), LOSS_CASES)
+def test_samples_without_advantage_matter_only_where_the_algorithm_says_so(
+    algorithm: str, case: dict[str, Any]
+) -> None:
+    spec, config, samples = find_algorithm(algorithm), cases.config_of(algorithm, case), case["samples"]
+    zeroed = [sample | {"advantages": [0.0] * len(sample["mask"])} for sample in samples[1:]]
+    found = []
+    for given in ([samples[0], *zeroed], samples[:1]):
+        inputs = cases.loss_inputs(given, config=config, dtype=torch.float64)
+        loss_sum = spec.loss(inputs, config).loss_sum
+        loss_sum.backward()
+        assert inputs.logprobs.grad is not None
+        of_entropy = None if inputs.entropy is None else inputs.entropy.grad
+        found.append((loss_sum.detach(), inputs.logprobs.grad, of_entropy))
+    (loss, gradient, _), (alone, expected, _) = found
+    count = len(expected)
+    if spec.requirements(config).every_token:
+        assert any(column is not None and bool(column[count:].any()) for column in found[0][1:])
+    else:
+        assert float(loss) == pytest.approx(float(alone), rel=1e-12)
+        assert torch.equal(gradient[:count], expected) and not gradient[count:].any()
+        assert found[0][2] is None
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 @pytest.mark.parametrize(("algorithm", "case"), VALUE_CASES)
 def test_value_loss_and_gradient(algorithm: str, case: dict[str, Any], dtype: torch.dtype) -> None:

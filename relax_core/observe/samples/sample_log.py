@@ -82,14 +82,15 @@ class SampleLog:
             now = time.time()
             self._enqueue(ROW_BYTES * tree.rows, lambda: [_of_lost(tree, dict(reasons), now)])
 
-    def trained(self, step: int, groups: Sequence[TokenTree], logprobs: np.ndarray) -> None:
+    def trained(self, step: int, groups: Sequence[TokenTree], logprobs: np.ndarray | None) -> None:
         """Keeps what the trainer computed of groups, or of parts of groups, at a train step.
 
-        ``logprobs`` is float32 ``[tokens]`` over all groups. A sample that is trained again in the same step, in a
-        later epoch, is kept once.
+        ``logprobs`` is float32 ``[tokens]`` over all groups, or None if they were counted without a pass. A sample that
+        is trained again in the same step, in a later epoch, is kept once.
         """
         now = time.time()
-        self._enqueue(3 * logprobs.nbytes, lambda: self._of_trained(step, groups, logprobs, now))
+        nbytes = 12 * sum(len(group.tokens[1]) for group in groups)
+        self._enqueue(nbytes, lambda: self._of_trained(step, groups, logprobs, now))
 
     def close(self, *, timeout_s: float) -> None:
         """Writes what waits and ends the thread."""
@@ -108,7 +109,9 @@ class SampleLog:
         if not self._pending.is_set():
             self._pending.set()
 
-    def _of_trained(self, step: int, groups: Sequence[TokenTree], logprobs: np.ndarray, now: float) -> list[Made]:
+    def _of_trained(
+        self, step: int, groups: Sequence[TokenTree], logprobs: np.ndarray | None, now: float
+    ) -> list[Made]:
         if step != self._seen_step:
             self._seen_step, self._seen = step, set()
         made: list[Made] = []
@@ -117,7 +120,8 @@ class SampleLog:
             behind = first + len(group.tokens[1])
             uids = [one.uid for one in group.episodes]
             if self.keeps(group_index(group.group_uid)) and not self._seen.issuperset(uids):
-                made.append(_of_part(group, uids, logprobs[first:behind], step=step, now=now))
+                own = None if logprobs is None else logprobs[first:behind]
+                made.append(_of_part(group, uids, own, step=step, now=now))
                 self._seen.update(uids)
             first = behind
         return made
@@ -221,7 +225,7 @@ def _of_lost(tree: TokenTree, reasons: dict[str, str], now: float) -> Made:
     return record, MadeTokens(token_columns(tree))
 
 
-def _of_part(group: TokenTree, uids: list[str], logprobs: np.ndarray, *, step: int, now: float) -> Made:
+def _of_part(group: TokenTree, uids: list[str], logprobs: np.ndarray | None, *, step: int, now: float) -> Made:
     episodes, rows = group.tokens
     trained = group.loss_mask[rows]
     record = TrainedRecord(
@@ -235,10 +239,8 @@ def _of_part(group: TokenTree, uids: list[str], logprobs: np.ndarray, *, step: i
     )
     advantages = group.of_tokens(c.ADVANTAGES)
     assert advantages is not None, "the trainer leases groups with advantages"
-    tokens = TrainedTokens(
-        advantages.astype("<f4").tobytes(), logprobs.astype("<f4").tobytes(), trained.astype("|b1").tobytes()
-    )
-    return record, tokens
+    computed = b"" if logprobs is None else logprobs.astype("<f4").tobytes()
+    return record, TrainedTokens(advantages.astype("<f4").tobytes(), computed, trained.astype("|b1").tobytes())
 
 
 def group_index(uid: str) -> int:

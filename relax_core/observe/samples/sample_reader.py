@@ -99,7 +99,7 @@ class TrainedPart:
     """Holds what the trainer knows of a sample's sampled tokens, ``[tokens]`` each."""
 
     advantages: np.ndarray  # float32
-    logprobs: np.ndarray  # float32
+    logprobs: np.ndarray  # float32; empty if the sample was counted without a pass
     trained: np.ndarray  # bool
 
 

@@ -98,7 +98,7 @@ class TrainedTokens(msgspec.Struct, frozen=True):
     """Holds what the trainer knows of each sampled token, sample by sample, in the order of the record's ``uids``.
 
     ``advantages`` and ``logprobs`` are float32, ``trained`` is bool. The log-probs are those of the forward pass whose
-    gradient was used.
+    gradient was used; they are empty if the samples were counted without a pass.
     """
 
     advantages: bytes

@@ -76,7 +76,7 @@ class PolicyTrainer(Worker):
         self._requirements = find_algorithm(config.algo.name).requirements(config.algo)
         self._columns = policy_columns(config)
         # With several data-parallel ranks, the lead trains only a part of the groups and reads it as other ranks do.
-        self._payloads = c.STRUCTURE_COLUMNS if config.parallel.dp > 1 else None
+        self._payloads = (*c.STRUCTURE_COLUMNS, c.ADVANTAGES) if config.parallel.dp > 1 else None
         self._group_tokens = 0
         self._clock = StepClock()
         ranks = assemble_ranks(context, "actor", waiting=self.waiting)
@@ -88,6 +88,7 @@ class PolicyTrainer(Worker):
             tower=ranks.lead.tower_work,
             ranks=config.parallel.dp,
             seed=config.seed,
+            skips=self._skips_without_advantage(),
         )
         self._bus = discover_bus(context, self.waiting)
         self._worker_group = self._build_worker_group(ranks)
@@ -103,6 +104,12 @@ class PolicyTrainer(Worker):
             self._train()
         finally:
             self._sync.close()
+
+    def _skips_without_advantage(self) -> bool:
+        """Returns whether groups without an advantage are counted and not computed."""
+        needed = self._requirements
+        balances = self._config.model.moe_aux_loss_coef > 0
+        return self._config.algo.skip_without_advantage and not (needed.every_token or needed.critic or balances)
 
     def _build_sync(self) -> WeightSync:
         config = self._config

@@ -240,6 +240,11 @@ class TrainerWorkerGroup(WorkerGroup):
             self.lead.accumulate(mine)
         self._wait("accumulate", sent)
 
+    def count(self, groups: Sequence[TokenTree]) -> None:
+        """Counts groups without a gradient, in the lead alone."""
+        if groups:
+            self.lead.count(groups)
+
     def _parts(self, trees: Sequence[TokenTree]) -> list[TreePart]:
         return parts_of(trees, self._lease_ids) if self._other_ranks or self._critic else []
 

@@ -24,9 +24,9 @@ class RankClock:
     def timed(self, part: str) -> Iterator[None]:
         """Adds the block's time in milliseconds to ``part``."""
         clock = clock_and_core_wait_s if part in OWN_PARTS else _clock_alone
-        cpu_s, (began_s, waited_s) = time.thread_time(), clock()
+        (began_s, waited_s), cpu_s = clock(), time.thread_time()
         yield
-        (ended_s, wait_s), cpu_now_s = clock(), time.thread_time()
+        cpu_now_s, (ended_s, wait_s) = time.thread_time(), clock()
         self.wall_ms[part] = self.wall_ms.get(part, 0.0) + 1e3 * (ended_s - began_s)
         self.cpu_ms[part] = self.cpu_ms.get(part, 0.0) + 1e3 * (cpu_now_s - cpu_s)
         self._core_wait_ms += 1e3 * (wait_s - waited_s)

@@ -96,14 +96,16 @@ def micro_batch_totals(trees: Sequence[TokenTree]) -> StepTotals:
     )
 
 
+def counted_sums(trees: Sequence[TokenTree]) -> StepSums:
+    """Returns what trees that are not computed add to the update's sums."""
+    totals = micro_batch_totals(trees)
+    return StepSums(tokens=totals.tokens, samples=totals.samples, groups=totals.groups)
+
+
 def micro_batch_sums(trees: Sequence[TokenTree], outputs: LossOutputs) -> StepSums:
     """Returns what a micro-batch adds to the update's sums, except for the log-prob gap to the engine."""
-    totals = micro_batch_totals(trees)
-    return StepSums(
-        tokens=totals.tokens,
-        samples=totals.samples,
-        groups=totals.groups,
-        rows=sum(tree.computed_rows for tree in trees),
-        loss=float(outputs.loss_sum.detach()),
-        algorithm={name: (float(total), float(count)) for name, (total, count) in outputs.metric_sums.items()},
-    )
+    sums = counted_sums(trees)
+    sums.rows = sum(tree.computed_rows for tree in trees)
+    sums.loss = float(outputs.loss_sum.detach())
+    sums.algorithm = {name: (float(total), float(count)) for name, (total, count) in outputs.metric_sums.items()}
+    return sums

@@ -8,6 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
+from relax_core.contracts.columns import ADVANTAGES
 from relax_core.contracts.train import RankTimes, StepMetrics
 from relax_core.contracts.tree import TokenTree
 from relax_core.train.packing.micro_batches import MicroBatcher
@@ -29,10 +30,15 @@ class UpdateMetrics:
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """Holds a step's metrics and its number of updates; a mini-batch without a trained token makes no update."""
+    """Holds a step's metrics and its number of updates; a mini-batch without a trained token makes no update.
+
+    ``skipped_groups`` counts the groups of the first epoch that were not computed, and ``skipped_rows`` their rows.
+    """
 
     metrics: UpdateMetrics
     updates: int
+    skipped_groups: int = 0
+    skipped_rows: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +46,8 @@ class UpdatePlan:
     """Describes how every train step is split: its ``groups`` form ``mini_batches`` equal parts, ``epochs`` times.
 
     ``budget_tokens`` bounds the work of a micro-batch on each of ``ranks`` data-parallel ranks, in rows: its packed
-    token rows, and ``tower``'s work for its media. ``seed`` seeds the shuffles.
+    token rows, and ``tower``'s work for its media. ``seed`` seeds the shuffles. If ``skips`` is True, groups without an
+    advantage are counted and not computed; an update always computes one group at least.
     """
 
     groups: int
@@ -50,6 +57,7 @@ class UpdatePlan:
     ranks: int
     seed: int
     tower: TowerWork = NO_TOWER
+    skips: bool = False
 
 
 class Trainer(Protocol):
@@ -60,6 +68,9 @@ class Trainer(Protocol):
 
     def accumulate(self, groups: Sequence[TokenTree]) -> None:
         """Adds the gradient of one micro-batch."""
+
+    def count(self, groups: Sequence[TokenTree]) -> None:
+        """Adds groups without a gradient to what the update counts."""
 
     def finish_step(self) -> UpdateMetrics:
         """Applies the update and returns its metrics."""
@@ -79,6 +90,7 @@ class StepUpdates:
         self._groups: list[TokenTree] = []
         self._left = plan.mini_batches * plan.epochs
         self._done: list[UpdateMetrics] = []
+        self._skipped_groups = self._skipped_rows = 0  # of the first epoch
         self._begin()
 
     @property
@@ -98,7 +110,7 @@ class StepUpdates:
         """
         plan = self._plan
         assert len(self._groups) == plan.groups, "all groups of a step arrive before it ends"
-        first_epoch = len(self._done)
+        first_epoch, skipped_groups, skipped_rows = len(self._done), self._skipped_groups, self._skipped_rows
         for epoch in range(1, plan.epochs):
             order = np.random.default_rng((plan.seed, self._step, epoch)).permutation(plan.groups)
             self._train([self._groups[index] for index in order])
@@ -110,12 +122,16 @@ class StepUpdates:
             critic=over_updates(critics, first_epoch=first_epoch) if critics else None,
             ranks=tuple(times_of_step(updates) for updates in zip(*(one.ranks for one in self._done), strict=True)),
         )
-        return StepResult(metrics=metrics, updates=len(self._done))
+        return StepResult(
+            metrics=metrics, updates=len(self._done), skipped_groups=skipped_groups, skipped_rows=skipped_rows
+        )
 
     def _train(self, groups: Sequence[TokenTree]) -> None:
         for group in groups:
-            for batch in self._batcher.add([group]):
-                self._trainer.accumulate(batch)
+            if self._plan.skips and not has_advantage(group):
+                self._skipped.append(group)
+            else:
+                self._add(group)
             self._in_update += 1
             self._tokens += int(np.count_nonzero(group.loss_mask))
             if self._in_update == self._plan.groups // self._plan.mini_batches:
@@ -124,15 +140,35 @@ class StepUpdates:
     def _begin(self) -> None:
         self._trainer.begin_step(self._step)
         self._in_update, self._tokens = 0, 0
+        self._computes, self._skipped = False, list[TokenTree]()
+
+    def _add(self, group: TokenTree) -> None:
+        self._computes = True
+        for batch in self._batcher.add([group]):
+            self._trainer.accumulate(batch)
 
     def _end(self) -> None:
-        last = self._batcher.flush()
         if self._tokens:  # Without a trained token there is no gradient, but Adam's momentum would move the weights.
-            self._trainer.accumulate(last)
+            if not self._computes:  # The collectives of a backward pass and the metrics of tokens need a group.
+                shown = next(index for index, group in enumerate(self._skipped) if group.loss_mask.any())
+                self._add(self._skipped.pop(shown))
+            self._trainer.accumulate(self._batcher.flush())
+            self._trainer.count(self._skipped)
             self._done.append(self._trainer.finish_step())
+            self._skipped_groups += len(self._skipped)
+            self._skipped_rows += sum(group.computed_rows for group in self._skipped)
+        else:
+            self._batcher.flush()
         self._left -= 1
         if self._left:
             self._begin()
+
+
+def has_advantage(group: TokenTree) -> bool:
+    """Returns whether a trained token of a group has an advantage other than 0."""
+    advantages = group.of_tokens(ADVANTAGES)
+    assert advantages is not None, "the trainer leases groups with advantages"
+    return bool(advantages[group.loss_mask[group.tokens[1]]].any())
 
 
 def over_updates(metrics: Sequence[StepMetrics], *, first_epoch: int) -> StepMetrics:

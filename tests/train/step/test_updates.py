@@ -50,6 +50,10 @@ class Together:
         for backend in filter(None, (self.policy, self.critic)):
             backend.accumulate(groups)
 
+    def count(self, groups: Sequence[TokenTree]) -> None:
+        self._under_way += [group.group_uid for group in groups]
+        self.policy.count(groups)
+
     def finish_step(self) -> UpdateMetrics:
         self.updates.append(self._under_way)
         critic = None if self.critic is None else self.critic.finish_step()
@@ -65,10 +69,17 @@ def run(
     pieces: Sequence[int] = (6,),
     step: int = 3,
     seed: int = 0,
+    skips: bool = False,
 ) -> StepResult:
     """Runs a step; ``pieces`` are the numbers of groups that arrive together."""
     plan = UpdatePlan(
-        groups=len(groups), mini_batches=mini_batches, epochs=epochs, budget_tokens=BUDGET, ranks=1, seed=seed
+        groups=len(groups),
+        mini_batches=mini_batches,
+        epochs=epochs,
+        budget_tokens=BUDGET,
+        ranks=1,
+        seed=seed,
+        skips=skips,
     )
     updates = StepUpdates(trainer, plan, step=step)
     start = 0
@@ -182,6 +193,42 @@ def test_a_mini_batch_without_a_trained_token_moves_nothing(folder: Path) -> Non
 def test_a_step_without_a_trained_token_is_refused(folder: Path) -> None:
     with pytest.raises(ValueError, match="train step 3: every token is masked"):
         run(Together(make_backend(folder)), [masked(group) for group in GROUPS], mini_batches=2, epochs=2)
+
+
+def without_advantage(group: TokenTree) -> TokenTree:
+    return group.with_extras(advantages=np.zeros(len(group.tokens[0]), dtype=np.float32))
+
+
+def assert_close(ours: Any, theirs: Any) -> None:
+    expected = weights(theirs)
+    for name, tensor in ours.export():
+        torch.testing.assert_close(tensor, expected[name], rtol=0, atol=1e-6)
+
+
+def test_groups_without_advantage_are_counted_and_not_computed(folder: Path) -> None:
+    """The gradient is the same sum over the same denominator; a small epsilon of Adam would enlarge rounding errors."""
+    groups = [without_advantage(group) if index in (1, 2, 4) else group for index, group in enumerate(GROUPS)]
+    trainer, whole = (Together(make_backend(folder, optimizer={"eps": 1e-3})) for _ in range(2))
+    found, expected = run(trainer, groups, skips=True, pieces=(2, 4)), run(whole, groups, pieces=(6,))
+    ours, theirs = found.metrics.policy, expected.metrics.policy
+    assert [uid for batch in trainer.batches for uid in batch] == uids([0, 3, 5])
+    assert (ours.tokens, ours.samples) == (theirs.tokens, theirs.samples)
+    assert ours.loss == pytest.approx(theirs.loss, rel=1e-6)
+    assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-6)
+    assert (found.skipped_groups, found.skipped_rows) == (3, sum(groups[i].computed_rows for i in (1, 2, 4)))
+    assert ours.rows == theirs.rows - found.skipped_rows and expected.skipped_groups == 0
+    assert_close(trainer.policy, whole.policy)
+
+
+def test_an_update_without_any_advantage_computes_one_group(folder: Path) -> None:
+    """Adam's momentum moves the weights as it does if all groups are computed; a masked group is not the one."""
+    groups = [masked(GROUPS[0]), *map(without_advantage, GROUPS[1:3]), *GROUPS[3:]]
+    trainer, whole = (Together(make_backend(folder, optimizer={"eps": 1e-3})) for _ in range(2))
+    for step in (0, 1):
+        found = run(trainer, groups, mini_batches=2, epochs=2, step=step, skips=True)
+        run(whole, groups, mini_batches=2, epochs=2, step=step)
+    assert trainer.batches[0] == uids([1]) and found.skipped_groups == 2 and found.updates == 4
+    assert_close(trainer.policy, whole.policy)
 
 
 def test_the_critic_makes_the_same_updates(folder: Path) -> None:
