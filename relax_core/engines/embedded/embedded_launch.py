@@ -9,6 +9,7 @@ from pathlib import Path
 from relax_core.contracts.engine_kind import EngineStart, environment_of_threads
 
 ROOT = Path(__file__).resolve().parents[3]
+FEATURE_MIB = 256  # what the engine keeps at most of what its towers computed
 
 
 def command(launch: EngineStart) -> list[str]:

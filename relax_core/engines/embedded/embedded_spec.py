@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from relax_core.config.checks.attached_keys import attached_problems, no_media_problems, token_file_problems
 from relax_core.contracts.engine_kind import EngineSpec
-from relax_core.engines.embedded.embedded_launch import command, environment
+from relax_core.engines.embedded.embedded_launch import FEATURE_MIB, command, environment
 
 if TYPE_CHECKING:
     from relax_core.engines.protocol.engine_client import EngineClient
@@ -35,6 +35,6 @@ SPEC = EngineSpec(
     file_problems=lambda config: token_file_problems(config.engine),
     transports=frozenset({"shared_memory", "gloo", "disk"}),
     media=frozenset({"image", "video", "audio"}),
-    feature_mib=256,
+    feature_mib=FEATURE_MIB,
     keys=frozenset({"urls", "token_file", "prefix_cache_tokens"}),
 )

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from relax_core.contracts.media import Media, MediaGone, MediaItem, MediaReader
 from relax_core.contracts.trees.rotary import rotary_of_sequence
-from relax_core.engines.embedded.embedded_spec import SPEC
+from relax_core.engines.embedded.embedded_launch import FEATURE_MIB
 from relax_core.engines.embedded.model.prefill import SequenceMedia
 from relax_core.families.towers import Towers
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from relax_core.families.tower_passes import TowerInputs
 
 # Features that are kept; an image of 1,024 rows takes 21 MB of a 4B model in bfloat16.
-FEATURE_BYTES = SPEC.feature_mib << 20
+FEATURE_BYTES = FEATURE_MIB << 20
 # Patches of the items that pass the tower together. A call of the tower's modules takes longer than the products of a
 # small item; from about this many patches on it does not.
 PASS_PATCHES = 1024
