@@ -1,8 +1,9 @@
-"""The reward of `benchmarks.long_tail`: the share of an answer's numbers that have the colour asked for.
+"""The reward of `benchmarks.long_tail`: the share of the numbers asked for that have the colour asked for.
 
     python -m relax_core reward=plugin reward.name=benchmarks/countdown_reward.py reward.cap=1024
 
-An answer that is not the whole countdown, or that was cut, has 0. The part ``counted`` says which answers are it.
+The numbers of all turns count. An answer that is not the whole countdown, or that was cut, has none that is right. The
+part ``counted`` is the share of the answers that are it.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.countdown_task import CAP, answer_of, check_wish, wish_of
+from benchmarks.countdown_task import CAP, answer_of, check_wish, prompts_of, wish_of
 from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput, RewardSpec
 
 
 @dataclass(frozen=True)
 class CountdownConfig(RewardConfig):
-    """Holds the settings of the reward; ``cap`` is rollout.max_new_tokens."""
+    """Holds the settings of the reward; ``cap`` is env.max_turn_tokens, or rollout.max_new_tokens for one turn."""
 
     name: str = "countdown"
     cap: int = CAP
@@ -25,16 +26,28 @@ class CountdownConfig(RewardConfig):
 
 def check_row(row: Mapping[str, Any], config: CountdownConfig) -> None:
     """Raises ValueError for a prompt that is none of the task, or that asks for a longer answer than the run allows."""
-    check_wish(wish_of(str(row["prompt"]))[1] + 1, config.cap)
+    prompts = prompts_of(row)
+    key = "env.max_turn_tokens" if len(prompts) > 1 else "rollout.max_new_tokens"
+    for prompt in prompts:
+        check_wish(wish_of(prompt)[1] + 1, config.cap, key=key)
 
 
 def score(given: RewardInput, config: CountdownConfig) -> RewardOutput:
-    """Returns the share of numbers in the right colour; exact if all are."""
-    wanted, said = answer_of(str(given.row["prompt"])).split(), given.response.split()
-    counted = given.stopped and [one[:-1] for one in said] == [one[:-1] for one in wanted]
-    right = sum(one == other for one, other in zip(said, wanted, strict=False)) if counted else 0
-    share = right / len(wanted)
-    return RewardOutput(reward=share, exact=share == 1.0, parts={"counted": float(counted)})
+    """Returns the share of numbers in the right colour; exact if all are.
+
+    All turns but the last one have stopped, because a cut turn ends an episode (env.on_turn_cut=end).
+    """
+    wanted = [answer_of(prompt).split() for prompt in prompts_of(given.row)]
+    said = [text.split() for text in given.turns or [given.response]]
+    if not given.stopped:
+        said = said[:-1]
+    counted = right = 0
+    for answer, numbers in zip(said, wanted, strict=False):
+        if [one[:-1] for one in answer] == [one[:-1] for one in numbers]:
+            counted += 1
+            right += sum(one == other for one, other in zip(answer, numbers, strict=True))
+    share = right / sum(map(len, wanted))
+    return RewardOutput(reward=share, exact=share == 1.0, parts={"counted": counted / len(wanted)})
 
 
 SPEC = RewardSpec(

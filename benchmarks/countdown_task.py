@@ -3,7 +3,8 @@
 The prompt "red 137" asks for the countdown from 137 in red: "137r 136r … 1r". Each number of each colour is one token,
 so this answer has 138 tokens with its end. The model counts right from the start and colours each number right in 6 of
 10 cases; the colour is what is learnt (benchmarks/countdown_reward.py). So the lengths of answers are known and long
-tailed while the model learns.
+tailed while the model learns. With several turns a row has the prompts of all of them, and the answers stay in the
+context (benchmarks/countdown_env.py).
 
 The model is a Qwen3 of 6.0 million parameters. A number's row of the output is made from the embedding of the number
 above it, so that it counts before it is taught anything; a short supervised training then teaches the colours.
@@ -25,7 +26,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,6 +43,9 @@ CAP = 1024  # tokens of the longest answer, its end included
 SHORTEST = 2  # tokens of the shortest answer: one number and the end
 SIGMA = 1.0  # of the logarithm of lengths
 COLOURS = ("red", "blue")
+PROMPT_TOKENS = 2
+POSITIONS = 2 * CAP  # of the model: tokens of an episode, its prompts included
+LATER = "later_prompts"  # the column of the prompts of all turns but the first
 PAD, UNKNOWN, END = "<pad>", "<unk>", "<end>"
 _FIRST_COLOUR, _FIRST_NUMBER = 3, 5  # token ids
 _SIZE, _LAYERS = 256, 6
@@ -74,13 +78,23 @@ def drawn_lengths(count: int, *, mean: float, cap: int, seed: int) -> list[int]:
     return [min(cap, max(SHORTEST, round(one))) for one in drawn]
 
 
-def check_wish(length: int, cap: int) -> None:
+def check_wish(length: int, cap: int, *, key: str = "rollout.max_new_tokens") -> None:
     """Raises ValueError if an answer of ``length`` tokens is longer than ``cap``, and so could never end."""
     if length > cap:
         raise ValueError(
-            f"rollout.max_new_tokens={cap}: a prompt wishes for an answer of {length} tokens, its end included. "
-            f"Set rollout.max_new_tokens={length} or more, or take the prompt out."
+            f"{key}={cap}: a prompt wishes for an answer of {length} tokens, its end included. "
+            f"Set {key}={length} or more, or take the prompt out."
         )
+
+
+def most_turn_tokens(turns: int) -> int:
+    """Returns the tokens that each turn of an episode may have at most, because of the model's positions."""
+    return min(CAP, POSITIONS // turns - PROMPT_TOKENS)
+
+
+def prompts_of(row: Mapping[str, Any]) -> list[str]:
+    """Returns the prompts of the turns that a row asks for, in order."""
+    return [str(row["prompt"]), *map(str, row.get(LATER, ()))]
 
 
 def prompt_of(length: int, colour: str) -> str:
@@ -102,11 +116,13 @@ def answer_of(prompt: str) -> str:
     return " ".join(f"{each}{colour[0]}" for each in range(number, 0, -1))
 
 
-def write_rows(file: Path, lengths: Sequence[int], *, seed: int) -> None:
-    """Writes a row of a data file for each length, in this order, with colours at random."""
+def write_rows(file: Path, wishes: Sequence[Sequence[int]], *, seed: int) -> None:
+    """Writes a row of a data file for each list of the lengths of turns, in this order, with colours at random."""
     chance = random.Random(f"colours {seed}")
-    prompts = [prompt_of(length, chance.choice(COLOURS)) for length in lengths]
-    rows = ({"prompt": prompt, "answer": answer_of(prompt)} for prompt in prompts)
+    rows = []
+    for lengths in wishes:
+        first, *later = (prompt_of(length, chance.choice(COLOURS)) for length in lengths)
+        rows.append({"prompt": first, "answer": answer_of(first)} | ({LATER: later} if later else {}))
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
@@ -153,7 +169,7 @@ def model_config() -> dict[str, Any]:
         "num_attention_heads": 8,
         "num_key_value_heads": 1,
         "head_dim": 32,
-        "max_position_embeddings": 2 * CAP,
+        "max_position_embeddings": POSITIONS,
         "tie_word_embeddings": False,
         "pad_token_id": ids[PAD],
         "eos_token_id": ids[END],

@@ -1,7 +1,8 @@
-"""Tests of the countdown task of `benchmarks.long_tail`: its lengths, prompts and answers, and its reward."""
+"""Tests of the countdown task of `benchmarks.long_tail`: its lengths, prompts and answers, its reward and its env."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 from pathlib import Path
@@ -9,23 +10,33 @@ from statistics import fmean, median, pstdev
 
 import pytest
 
+from benchmarks.countdown_env import LONGEST_WAIT, Countdown, CountdownEnvConfig, check, drawn_waits
 from benchmarks.countdown_reward import SPEC, CountdownConfig, check_row
 from benchmarks.countdown_task import (
     CAP,
     END,
+    LATER,
+    POSITIONS,
+    PROMPT_TOKENS,
     SHORTEST,
     answer_of,
     check_wish,
     drawn_lengths,
+    most_turn_tokens,
     number_ids,
     prompt_of,
+    prompts_of,
     token_ids,
     wish_of,
     write_rows,
     write_tokenizer,
 )
+from relax_core.contracts.env import Action, EpisodeStart
 from relax_core.contracts.reward import RewardInput, RewardOutput
 from relax_core.data.tokenizer import PromptTokenizer
+from relax_core.data.turn_tokens import TurnTokens
+
+ROW = {"prompt": "red 4", LATER: ["blue 2", "red 2"], "answer": ""}
 
 
 def scored(prompt: str, response: str, *, stopped: bool = True) -> RewardOutput:
@@ -54,11 +65,11 @@ def test_lengths_that_the_model_cannot_count_are_refused(mean: float, cap: int) 
 
 
 def test_an_answer_has_the_length_of_the_wish(tmp_path: Path) -> None:
-    write_rows(tmp_path / "rows.jsonl", [SHORTEST, 5, CAP], seed=0)
+    write_rows(tmp_path / "rows.jsonl", [[SHORTEST], [5], [CAP]], seed=0)
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert [len(row["answer"].split()) + 1 for row in rows] == [SHORTEST, 5, CAP]
     for row in rows:
-        assert row["answer"] == answer_of(row["prompt"])
+        assert row.keys() == {"prompt", "answer"} and row["answer"] == answer_of(row["prompt"])
         assert scored(row["prompt"], row["answer"]) == RewardOutput(reward=1.0, exact=True, parts={"counted": 1.0})
     assert wish_of(prompt_of(138, "blue")) == ("blue", 137)
     assert answer_of("blue 3") == "3b 2b 1b"
@@ -94,6 +105,98 @@ def test_a_cap_below_the_wish_is_refused() -> None:
     check_row({"prompt": "red 99"}, CountdownConfig(cap=100))
     with pytest.raises(ValueError, match=r"rollout.max_new_tokens=100: .* 101 tokens.*Set rollout.max_new_tokens=101"):
         check_row({"prompt": "red 100"}, CountdownConfig(cap=100))
+
+
+def test_a_row_has_the_prompts_of_all_turns(tmp_path: Path) -> None:
+    write_rows(tmp_path / "rows.jsonl", [[5, 9, 3], [4, 4, 4]], seed=0)
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert [[wish_of(prompt)[1] + 1 for prompt in prompts_of(row)] for row in rows] == [[5, 9, 3], [4, 4, 4]]
+
+
+@pytest.mark.parametrize(
+    ("turns", "stopped", "reward", "counted"),
+    [
+        (["4r 3r 2r 1r", "2b 1b", "2r 1r"], True, 1.0, 1.0),
+        (["4r 3r 2r 1r", "2b 1r", "2b 1b"], True, 5 / 8, 1.0),
+        (["4r 3r 2r", "2b 1b", "2r 1r"], True, 4 / 8, 2 / 3),
+        (["4r 3r 2r 1r", "2b 1b"], False, 4 / 8, 1 / 3),
+        (["4r 3r 2r 1r"], False, 0.0, 0.0),
+        ([""], False, 0.0, 0.0),
+    ],
+)
+def test_the_reward_of_several_turns_is_the_share_of_all_their_colours(
+    turns: list[str], stopped: bool, reward: float, counted: float
+) -> None:
+    given = RewardInput(response=turns[-1], stopped=stopped, answer="", row=ROW, turns=turns)
+    assert SPEC.score is not None
+    assert SPEC.score(given, CountdownConfig()) == RewardOutput(
+        reward=pytest.approx(reward), exact=reward == 1.0, parts={"counted": pytest.approx(counted)}
+    )
+
+
+def test_a_turn_above_its_cap_is_refused() -> None:
+    check_row(ROW, CountdownConfig(cap=5))
+    with pytest.raises(ValueError, match=r"env.max_turn_tokens=4: .* 5 tokens.*Set env.max_turn_tokens=5"):
+        check_row(ROW, CountdownConfig(cap=4))
+
+
+@pytest.mark.parametrize(("turns", "most"), [(1, CAP), (2, CAP - PROMPT_TOKENS), (3, 680), (8, 254)])
+def test_the_turns_of_an_episode_fit_the_positions(turns: int, most: int) -> None:
+    assert most_turn_tokens(turns) == most
+    assert turns * (most + PROMPT_TOKENS) <= POSITIONS
+
+
+# -- the env ----------------------------------------------------------------------------------------------------------
+def opened(config: CountdownEnvConfig, *, seed: int = 7) -> Countdown:
+    return Countdown(EpisodeStart(row=ROW, group_seed=1, episode_seed=seed), config)
+
+
+def test_the_env_shows_the_prompts_in_order_behind_the_tools_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+
+    monkeypatch.setattr("benchmarks.countdown_env.asyncio.sleep", sleep)
+
+    async def play() -> None:
+        env, action = opened(CountdownEnvConfig(tool_wait_s=0.5)), Action(text="4r", stopped=True)
+        assert await env.reset() == "red 4" and slept == []
+        steps = [await env.step(action) for _ in range(3)]
+        assert [(one.observation, one.done) for one in steps] == [("blue 2", False), ("red 2", False), (None, True)]
+        assert [one.reward for one in steps] == [None] * 3
+
+    asyncio.run(play())
+    assert slept == drawn_waits(2, mean_s=0.5, seed=7) != drawn_waits(2, mean_s=0.5, seed=8)
+
+
+def test_waits_are_lognormal_and_cut_at_the_longest() -> None:
+    waits = drawn_waits(40_000, mean_s=0.5, seed=0)
+    assert max(waits) == 0.5 * LONGEST_WAIT and min(waits) > 0.0
+    assert median(waits) == pytest.approx(0.5 * math.exp(-0.5), rel=0.05)
+    below = [math.log(one) for one in waits if one < 0.5 * math.exp(-0.5)]  # the half that no cut reaches
+    assert fmean(below) - math.log(0.5) + 0.5 == pytest.approx(-math.sqrt(2 / math.pi), rel=0.05)
+
+
+def test_settings_of_the_env_that_cannot_work_are_refused() -> None:
+    check(CountdownEnvConfig(tool_wait_s=0.0))
+    for wait_s in (-0.1, math.inf, math.nan):
+        with pytest.raises(ValueError, match=r"env.tool_wait_s=.*: give a time of 0 s or more"):
+            check(CountdownEnvConfig(tool_wait_s=wait_s))
+    with pytest.raises(ValueError, match=r"env.tool_wait_s=4: the longest wait, 32 s.*Set env.step_timeout_s=64"):
+        check(CountdownEnvConfig(tool_wait_s=4.0))
+    with pytest.raises(ValueError, match=r"env.max_turns=2: a row has prompts of 3 turns. Set env.max_turns=3"):
+        opened(CountdownEnvConfig(max_turns=2))
+
+
+def test_the_next_prompt_stands_behind_the_end_of_the_answer(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    ids, tokenizer = token_ids(), PromptTokenizer(tmp_path)
+    between = TurnTokens(tokenizer, [{"role": "user", "content": "red 1"}])
+    before, answer = [ids["red"], ids["1"]], [ids["1r"], ids[END]]
+    prompt, _ = between.next_prompt(before, answer, [{"role": "user", "content": "blue 2"}])
+    assert prompt == [*before, *answer, ids["blue"], ids["2"]]
+    assert len(prompt) - len(before) - len(answer) == PROMPT_TOKENS
 
 
 def test_each_number_of_each_colour_is_one_token(tmp_path: Path) -> None:

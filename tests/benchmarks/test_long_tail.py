@@ -4,29 +4,50 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from safetensors.numpy import save_file
 
-from benchmarks.countdown_task import model_config, write_rows, write_tokenizer
-from benchmarks.long_tail import COLOCATE, OF_COLOCATE, OF_LIMIT, WAYS, bus_settings, table, verdicts, with_ratios
-from benchmarks.long_tail_run import (
+from benchmarks.countdown_env import drawn_waits
+from benchmarks.countdown_task import CAP, drawn_lengths, model_config, write_rows, write_tokenizer
+from benchmarks.long_tail import (
+    COLOCATE,
+    OF_COLOCATE,
+    OF_LIMIT,
+    WAYS,
+    bus_settings,
+    drawn_wishes,
+    table,
+    verdicts,
+    with_ratios,
+)
+from benchmarks.long_tail_read import (
     FEWEST,
-    Work,
+    answer_turns,
     decode_costs,
     decode_totals,
-    descendants,
+    engine_figures,
     loads_between,
+    prefill_costs,
     run_figures,
+    tool_waits,
     train_line,
+    turn_figures,
+    waits_between,
 )
+from benchmarks.long_tail_run import Work, descendants
 from relax_core.config.compose import load_config
+from relax_core.contracts.tree import Episode, Turn
+from relax_core.rollout.episodes.played_group import GroupStart
 
 WORK = Work(steps=10, prompts=8, group_size=6, cap=1024, lr=1e-4, running=512, skipped=2, micro_batch_tokens=1024)
+TURNS = msgspec.structs.replace(WORK, turns=3, cap=680, tool_wait_s=0.5)
 
 
 def load_of(*times: tuple[int, int, float, float, int]) -> dict[str, Any]:
@@ -39,21 +60,30 @@ def load_of(*times: tuple[int, int, float, float, int]) -> dict[str, Any]:
     }
 
 
+@pytest.mark.parametrize("work", [WORK, TURNS], ids=["one turn", "turns"])
 @pytest.mark.parametrize("name", WAYS)
-def test_what_is_run_is_a_valid_configuration(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_run_is_a_valid_configuration(
+    name: str, work: Work, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("benchmarks.long_tail_run.model_folder", lambda: tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(model_config()))
     save_file({}, tmp_path / "model.safetensors")
     write_tokenizer(tmp_path)
     rows = tmp_path / "rows.jsonl"
-    write_rows(rows, [4], seed=0)
-    config, way = load_config([*WORK.words(rows, seed=3), *WAYS[name].words]), WAYS[name]
-    bus = bus_settings(way, WORK)
+    write_rows(rows, [[4] * work.turns], seed=0)
+    config, way = load_config([*work.words(rows, seed=3), *WAYS[name].words]), WAYS[name]
+    bus = bus_settings(way, work)
     assert (config.mode.max_staleness, config.rollout.spare_prompts) == (bus.max_staleness, bus.spare_groups)
     assert (config.rollout.prompts_per_step, config.algo.group_size) == (bus.groups_per_step, bus.group_size)
     assert (config.run.steps, config.rollout.surplus.value) == (bus.total_steps, bus.surplus)
     assert (config.rollout.partial.value == "abort") is (way.max_aborts > 0)
     assert (config.mode.name.value == "colocate") is way.whole_steps
+    reward: Any = config.reward
+    assert (reward.cap, config.rollout.max_new_tokens) == (work.cap, work.turns * work.cap)
+    if work.turns > 1:
+        env: Any = config.env
+        assert (env.max_turns, env.max_turn_tokens, env.tool_wait_s) == (3, 680, 0.5)
+        assert env.step_timeout_s == 34.0
 
 
 def test_rates_leave_out_the_first_steps_and_the_last() -> None:
@@ -94,15 +124,99 @@ def test_rare_numbers_of_samples_share_an_entry() -> None:
 
 def test_the_load_of_the_measured_steps_is_a_difference() -> None:
     before, after = load_of((1, 5, 0.5, 0.25, 10)), load_of((1, 8, 1.0, 0.25, 10), (2, 1, 0.25, 0.0, 10))
-    assert decode_totals(before, after) == (4.0, 0.75, 0.0)
+    assert decode_totals(before, after) == (4.0, 5.0, 0.75, 0.0)
+    found = engine_figures(before, after | {"prefill_tokens": 70, "busy_s": 2.0}, took_s=2.0, samples=12)
+    assert (found["engine busy"], found["decoded together"], found["prefilled"]) == (0.5, 1.25, 5.0)
     loads = [(1.0, before), (2.0, before), (3.0, after), (4.0, load_of())]
-    assert loads_between(loads, 2.5, 3.5, where="run") == (before, after)
+    assert loads_between(loads, 2.5, 3.5, where="run") == [(2.0, before), (3.0, after)]
 
 
 @pytest.mark.parametrize("loads", [[], [(1.0, load_of())], [(3.0, load_of())], [(1.0, {}), (3.0, {})]])
 def test_a_run_without_times_of_its_engine_is_refused(loads: list[tuple[float, dict[str, Any]]]) -> None:
     with pytest.raises(ValueError, match=r"run: loads=\d: .*Give --steps more"):
         loads_between(loads, 2.0, 4.0, where="run")
+
+
+# -- several turns ----------------------------------------------------------------------------------------------------
+def episode(uid: str, *turns: tuple[int, float, float], reward: float | None = 1.0) -> Episode:
+    """An episode of turns (tokens, Unix time of the request, Unix time of the response)."""
+    made, start = [], 2
+    for tokens, began_s, ended_s in turns:
+        end = start + tokens
+        made.append(
+            Turn(start=start, end=end, engine="e", versions=[], finish="stop", began_s=began_s, ended_s=ended_s)
+        )
+        start = end + 2
+    return Episode(uid=uid, leaves=[start], reward=reward, parts={}, turns=made, ended="env_done")
+
+
+def test_turns_that_were_not_made_have_the_lengths_of_their_prompts() -> None:
+    whole, cut = ((4, 0.0, 1.0), (3, 2.0, 3.0)), ((5, 0.0, 1.0),)
+    made = {
+        "g00000000.0": episode("g00000000.0", *whole),
+        "g00000000.1": episode("g00000000.1", *cut),
+        "g00000001.0": episode("g00000001.0", *cut, reward=None),
+    }
+    turns = answer_turns(made, wishes=[[4, 4], [6, 7]], group_size=2)
+    assert turns == [[[4, 3], [5]], [[5, 7], [6, 7]]]
+    drawn = {uid: [1.0] for uid in ("g00000000.0", "g00000000.1", "g00000001.0", "g00000001.1")}
+    assert waits_between(turns, drawn) == [[[1.0], []], [[1.0], [1.0]]]
+
+
+def test_the_waits_of_the_tools_are_those_that_an_episode_draws() -> None:
+    """The seed of an episode's env is that of `GroupStart.seed` in relax_core/rollout/episodes/played_group.py."""
+    start = GroupStart(index=5, attempt=0, row={}, where="", rid="", min_version=0)
+    drawn = tool_waits(TURNS, 6, seed=3)
+    assert len(drawn) == 6 * TURNS.group_size and len({tuple(one) for one in drawn.values()}) == len(drawn)
+    assert drawn["g00000005.4"] == drawn_waits(2, mean_s=0.5, seed=start.seed(3, "env/4"))
+
+
+def test_samples_at_tools_and_the_delay_of_turns_are_counted_in_the_measured_steps() -> None:
+    made = {
+        "a": episode("a", (4, 0.0, 1.0), (3, 3.0, 4.0)),  # its tool takes 1.5 s of the 2 s
+        "b": episode("b", (4, 5.0, 9.0), (3, 11.0, 12.0)),  # 1 s of its tool is measured
+    }
+    found = turn_figures(made, {"a": [1.5], "b": [1.9]}, began_s=0.5, ended_s=10.0)
+    assert found["at tools"] == pytest.approx(3.0 / 9.5)
+    assert found["at the engine"] == pytest.approx((0.5 + 1.0 + 4.0) / 9.5)
+    assert found["turn late, ms"] == pytest.approx(1e3 * (0.5 + 0.1) / 2)
+
+
+def test_the_time_beside_decode_steps_is_split_into_tokens_and_turns() -> None:
+    """A prefilled token takes 0.2 ms and a turn 3 ms; without turns all of the time is by token."""
+    loads, entries = [], []
+    tokens = busy_s = 0.0
+    for number in range(30):
+        loads.append((float(number), load_of((1, number, 0.25 * number, 0.0, 1)) | {"busy_s": busy_s + 0.25 * number}))
+        loads[-1][1]["prefill_tokens"] = tokens
+        turns, more = 1 + number % 4, 50 * (number % 3)
+        tokens, busy_s = tokens + more, busy_s + 0.0002 * more + 0.003 * turns
+        entries += [number + 0.5] * turns
+    by_token, by_turn = prefill_costs(loads, entries)
+    assert (by_token, by_turn) == pytest.approx((0.0002, 0.003), rel=0.01)
+    whole_s = loads[-1][1]["busy_s"] - 0.25 * 29
+    assert prefill_costs(loads, []) == pytest.approx((whole_s / loads[-1][1]["prefill_tokens"], 0.0))
+
+
+def test_wishes_are_the_lengths_of_turns_and_one_turn_has_those_of_before() -> None:
+    assert drawn_wishes(WORK, 9, mean=64.0, longest=CAP, seed=4) == [
+        [length] for length in drawn_lengths(9, mean=64.0, cap=CAP, seed=4)
+    ]
+    wishes = drawn_wishes(TURNS, 500, mean=64.0, longest=680, seed=4)
+    assert len(wishes) == 500 and {len(one) for one in wishes} == {3} and max(map(max, wishes)) <= 680
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"cap": 681}, "--cap 681: the model has no positions for 3 such turns. Give 680 or less."),
+        ({"cap": 70}, "--cap=70: a prompt wishes for"),
+        ({"tool_wait_s": -1.0}, "env.tool_wait_s=-1: give"),
+    ],
+)
+def test_turns_without_room_are_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)):
+        drawn_wishes(msgspec.structs.replace(TURNS, **changes), 500, mean=64.0, longest=680, seed=0)
 
 
 def test_the_time_of_a_train_step_is_a_line_over_its_tokens() -> None:
