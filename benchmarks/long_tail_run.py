@@ -72,6 +72,7 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
             f"rollout.prompts_per_step={self.prompts}",
             f"rollout.max_new_tokens={self.turns * self.cap}",
             f"algo.group_size={self.group_size}",
+            "algo.skip_without_advantage=false",  # the limit's train step takes a time by all of its tokens
             f"engine.max_running_samples={self.running}",
             f"engine.max_total_tokens={room}",
             f"parallel.micro_batch_tokens={self.micro_batch_tokens}",

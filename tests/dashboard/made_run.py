@@ -21,6 +21,7 @@ from tests.trees import answers_tree
 
 HOSTILE = "</script><img src=x onerror=alert(1)>\u202eabc\x1b[31m"
 STEPS = 4
+COUNTED = 2  # the step whose group is counted without a pass
 SLOW = Straggler(
     kind="engine",
     who="engine-1",
@@ -84,7 +85,8 @@ def _samples(folder: Path) -> None:
         journal.append("put", tree.group_uid, uids, versions=[index] * 2, persisted=(columns[c.EPISODES],))
         stale = index == 0
         part = tree.take([0]) if stale else tree
-        actor.trained(index, [part], (part.logprobs[part.tokens[1]] + 0.25).astype(np.float32))
+        computed = (part.logprobs[part.tokens[1]] + 0.25).astype(np.float32)
+        actor.trained(index, [part], None if index == COUNTED else computed)
         journal.append("trained", tree.group_uid, uids[:1] if stale else uids, step=index, versions=[index] * 2)
         if stale:
             journal.append("dropped", tree.group_uid, uids[1:], step=index, reason="stale")

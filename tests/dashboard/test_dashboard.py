@@ -20,7 +20,7 @@ from relax_core.dashboard.run_logs import log_chunk, log_files, search_log
 from relax_core.dashboard.run_reader import RunReader
 from relax_core.dashboard.run_series import RunSeries, thinned
 from relax_core.dashboard.run_texts import RunTexts
-from tests.dashboard.made_run import HOSTILE, make_run
+from tests.dashboard.made_run import COUNTED, HOSTILE, make_run
 from tests.dashboard.page_server import DEADLINE_S, Server
 
 
@@ -107,6 +107,10 @@ def test_samples_by_filter_words_group_and_token(server: Server, base: str) -> N
     assert last["advantage"] == pytest.approx(-0.5)
     assert last["trainer_logprob"] == pytest.approx(last["logprob"] + 0.25)
     assert last["trained"] is True
+    (counted,) = server.json(f"{base}/samples?uid=g0000000{COUNTED}.1")["rows"]
+    assert counted["state"] == "trained" and counted["step"] == COUNTED
+    tokens = server.json(f"{base}/sample?id={counted['id']}")["tokens"]
+    assert tokens[-1]["advantage"] == pytest.approx(-0.5) and "trainer_logprob" not in tokens[-1]
     assert [token.get("turn") for token in sample["tokens"]] == [None, None, None, 0, 0, 0]
     assert [turn["tokens"] for turn in sample["turns_of"]] == [3]
     group = server.json(f"{base}/group?uid={sample['group_uid']}")

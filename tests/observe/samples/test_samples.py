@@ -95,6 +95,20 @@ def test_what_is_put_and_trained_is_read_back(tmp_path: Path) -> None:
     assert trained.trained.all()
 
 
+def test_samples_that_are_counted_without_a_pass_have_no_log_probs_of_the_trainer(tmp_path: Path) -> None:
+    rollout, actor = open_log(tmp_path), open_log(tmp_path, "actor-0")
+    rollout.put(group(3))
+    actor.trained(2, [tree(3)], None)
+    rollout.close(timeout_s=60.0)
+    actor.close(timeout_s=60.0)
+    _, second = found(SampleIndex(tmp_path, None))
+    assert [second["state"], second["step"], second["staleness"]] == ["trained", 2, 2]
+    at = TokensAt(second["trained_file"], second["trained_offset"], second["trained_size"])
+    trained = read_trained(tmp_path, at, first=second["trained_first"], count=second["length"])
+    assert trained.advantages.tolist() == [5 / 8, 6 / 8, 7 / 8] and trained.trained.all()
+    assert not len(trained.logprobs)
+
+
 def test_samples_that_are_dropped_have_their_reasons(tmp_path: Path) -> None:
     log = open_log(tmp_path)
     log.lost(tree(0), {"g00000000.0": "reward_failed: it raised", "g00000000.1": "zero_advantage"})

@@ -128,3 +128,14 @@ def test_no_array_travels_in_the_leads_calls(ray_session: str) -> None:
         assert len(pickle.dumps(arguments)) < 2000
     assert lead.seen[0][0] == uids["same"] and len(uids["same"]) == 8
     assert uids["same"] + uids["other"] == uids["critic"] == [one.uid for one in tree.episodes]
+
+
+def test_groups_without_advantage_are_counted_by_the_lead_alone(ray_session: str) -> None:
+    lead, other = Backend(0), Recorder()
+    ranks = Ranks(name="actor-0", lead=lead, other_ranks=[("actor-1", other)], replicas=[[0], [1]])  # type: ignore[arg-type]
+    worker_group = TrainerWorkerGroup(ranks, timeout_s=120.0, waiting=waiting)
+    worker_group.begin_step(STEP)
+    tree = answers_tree("g00000000", np.arange(4), [2, 2], np.zeros(4))
+    worker_group.count([])
+    worker_group.count([tree])
+    assert lead.counted == [tree.group_uid] and [method for method, _ in other.called] == ["follow"]

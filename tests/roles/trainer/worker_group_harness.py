@@ -35,6 +35,7 @@ class Backend:
     def __init__(self, rank: int, *, fails: str = "") -> None:
         self.rank, self.fails = rank, fails
         self.seen: list[Seen] = []
+        self.counted: list[str] = []
 
     def begin_step(self, step: int) -> None:
         self.step = step
@@ -49,6 +50,9 @@ class Backend:
             threading.Event().wait()
         if self.fails:
             raise RuntimeError(self.fails)
+
+    def count(self, groups: Sequence[TokenTree]) -> None:
+        self.counted += [group.group_uid for group in groups]
 
     def finish_step(self) -> None:
         self.times = RankTimes(began_s=1.0, ended_s=2.0, wall_ms={"forward": 10.0 * self.rank}, cpu_ms={}, rows=7)
