@@ -1,4 +1,4 @@
-"""What the simulation of `benchmarks.long_tail` takes from a run."""
+"""Defines what the simulation of `benchmarks.long_tail` takes from a run, and checks it."""
 
 from __future__ import annotations
 

@@ -19,6 +19,12 @@ from relax_core.contracts.bus import Admission
 
 PREFILL_S, COLUMN_S = 0.001, 1e-6  # of a prefilled token, and of a column that a decode step reads
 STEP_S, TOKEN_S = 0.02, 0.0005  # of a train step without its tokens, and of each of them
+RULES: dict[str, Any] = {  # what a run's settings allow
+    "staleness": st.integers(0, 4),
+    "spare": st.integers(0, 3),
+    "running": st.integers(2, 40),
+    "aborts": st.integers(0, 2),
+}
 
 
 def decode_step_s(samples: int) -> float:
@@ -98,10 +104,7 @@ def test_a_long_answer_stops_the_steps_only_without_staleness() -> None:
 @given(
     lengths=st.lists(st.lists(st.integers(1, 60), min_size=2, max_size=2), min_size=1, max_size=40),
     groups=st.integers(1, 6),
-    staleness=st.integers(0, 4),
-    spare=st.integers(0, 3),
-    running=st.integers(2, 40),
-    aborts=st.integers(0, 2),
+    **RULES,
 )
 @settings(max_examples=60, deadline=None)
 def test_no_sample_is_lost_or_trained_twice_and_none_is_too_stale(
@@ -227,10 +230,7 @@ def test_one_turn_is_an_answer_without_turns(
         st.lists(st.lists(st.integers(1, 50), min_size=1, max_size=4), min_size=2, max_size=2), min_size=24, max_size=40
     ),
     wait_s=st.sampled_from([0.0, 0.01, 0.5]),
-    staleness=st.integers(0, 4),
-    spare=st.integers(0, 3),
-    running=st.integers(2, 40),
-    aborts=st.integers(0, 2),
+    **RULES,
 )
 @settings(max_examples=60, deadline=None)
 def test_turns_lose_no_sample_and_train_none_that_is_too_stale(

@@ -182,6 +182,7 @@ def step_values(
 ) -> dict[str, float]:
     """Returns the trainer's record of a step as names and numbers."""
     metrics, critic = result.metrics.policy, result.metrics.critic
+    needed_rows = sum(group.computed_rows for group in consumed.groups) - result.skipped_rows
     return {
         **consumed.values(step=step),
         "loss": metrics.loss,
@@ -191,8 +192,8 @@ def step_values(
         "samples": metrics.samples,
         "tokens": metrics.tokens,
         "rows": metrics.rows,
-        "skipped_groups": float(result.skipped_groups),
-        "repeated_rows": 1.0 - (_computed_rows(consumed) - result.skipped_rows) / max(1, metrics.rows),
+        "skipped_groups": result.skipped_groups,
+        "repeated_rows": 1.0 - needed_rows / max(1, metrics.rows),
         "samples_per_s": 1e3 * metrics.samples / step_ms,
         "tokens_per_s": 1e3 * metrics.tokens / step_ms,
         **logprob_gap(metrics),
@@ -210,10 +211,6 @@ def step_values(
         **({} if critic is None else critic_values(critic)),
         **{f"train/{name}": value for name, value in metrics.timings_ms.items()},
     }
-
-
-def _computed_rows(consumed: StepGroups) -> int:
-    return sum(group.computed_rows for group in consumed.groups)
 
 
 def logprob_gap(metrics: StepMetrics) -> dict[str, float]:

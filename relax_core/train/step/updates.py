@@ -140,16 +140,15 @@ class StepUpdates:
     def _begin(self) -> None:
         self._trainer.begin_step(self._step)
         self._in_update, self._tokens = 0, 0
-        self._computes, self._skipped = False, list[TokenTree]()
+        self._skipped: list[TokenTree] = []
 
     def _add(self, group: TokenTree) -> None:
-        self._computes = True
         for batch in self._batcher.add([group]):
             self._trainer.accumulate(batch)
 
     def _end(self) -> None:
         if self._tokens:  # Without a trained token there is no gradient, but Adam's momentum would move the weights.
-            if not self._computes:  # The collectives of a backward pass and the metrics of tokens need a group.
+            if len(self._skipped) == self._in_update:  # Collectives of a backward pass and metrics of tokens need one.
                 shown = next(index for index, group in enumerate(self._skipped) if group.loss_mask.any())
                 self._add(self._skipped.pop(shown))
             self._trainer.accumulate(self._batcher.flush())
