@@ -1,4 +1,4 @@
-# make run · make run-see · make run-omni · make run-episodes · make test · make test-runs · make test-chaos · make test-slurm · make test-soak · make env · make test-env · make lint · make clean
+# make run · make run-see · make run-omni · make run-episodes · make test · make test-runs · make test-chaos · make test-security · make test-slurm · make test-soak · make env · make test-env · make lint · make clean
 # make sglang-cpu · make run-sglang · make test-sglang · make agents-env · make test-agents
 PYTHON ?= python3.11
 VENV := .venv
@@ -14,12 +14,12 @@ TORCH_ARGS ?=
 # Workers among which `make test` divides the tests; with 0, one process runs them all. Each has engines and runs of its own.
 TEST_WORKERS ?= 2
 # What needs neither hours, nor a program of its own, nor to kill a run.
-ORDINARY := not soak and not slurm and not chaos and not sglang and not agents
+ORDINARY := not soak and not slurm and not chaos and not sglang and not agents and not security
 # One torch thread a process: services share the cores, and a spinning thread takes one from its neighbour.
 export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: env test-env run run-see run-omni run-episodes test test-runs test-chaos test-soak slurm test-slurm sandbox dashboard-browser extras sglang-cpu run-sglang test-sglang agents-env test-agents trackers-env test-trackers lint clean
+.PHONY: env test-env run run-see run-omni run-episodes test test-runs test-chaos test-security test-soak slurm test-slurm sandbox dashboard-browser extras sglang-cpu run-sglang test-sglang agents-env test-agents trackers-env test-trackers lint clean
 .DEFAULT_GOAL := run
 
 env: $(VENV)/.relax-env
@@ -50,6 +50,10 @@ test-runs: test-env
 # Kills and freezes processes of running systems.
 test-chaos: test-env
 	@$(BIN)/python -m pytest -q -m "chaos and not soak and not sglang and not agents" $(ARGS)
+
+# Attacks by untrusted text, oversized input and a second local user (docs/security.md); as root, all of them run.
+test-security: test-env
+	@$(BIN)/python -m pytest -q -n $(TEST_WORKERS) -m "security and not soak" tests/security $(ARGS)
 
 # What takes minutes, repeats a test with other seeds, or needs the network: for a night, not for a change.
 test-soak: test-env
