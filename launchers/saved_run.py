@@ -16,6 +16,7 @@ from relax_core.config.compose import settled
 from relax_core.config.errors import ConfigError
 from relax_core.config.schema import RelaxConfig
 from relax_core.config.sections.launcher_schema import LauncherConfig
+from relax_core.contracts.host.private_folder import private_folder
 from relax_core.preflight import CHECKS, settle
 
 CONFIG_VARIABLE = "RELAX_SUBMITTED"  # the text of submitted.yaml, for a launcher that cannot send a file
@@ -66,8 +67,7 @@ def run_saved(config: RelaxConfig, *, again: bool) -> int:
             save_config(config, folder)
 
     def make() -> Path:
-        folder.mkdir(parents=True, exist_ok=True)
-        return folder
+        return private_folder(folder, key="run.dir")
 
     return run_in_folder(config, make=make, prepare=prepare, again=again)
 
