@@ -75,12 +75,14 @@ def _make_private(folder: Path, *, key: str) -> None:
 
 
 def user_cache(*names: str) -> Path:
-    """Returns a private folder for the user's cached files: ``$XDG_CACHE_HOME/relax``, by default ``~/.cache/relax``.
+    """Returns a path in the user's cache of Relax: ``$XDG_CACHE_HOME/relax``, by default ``~/.cache/relax``.
 
-    ``names`` are the parts of a path below it. Nothing is made.
+    ``names`` are the parts of the path below it. The cache is made private if it exists, and not made otherwise.
     """
-    root = os.environ.get("XDG_CACHE_HOME") or os.path.join(Path.home(), ".cache")
-    return Path(root, "relax", *names)
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "relax")
+    if cache.exists():
+        private_folder(cache, key="XDG_CACHE_HOME")
+    return cache.joinpath(*names)
 
 
 def set_compile_cache(environment: MutableMapping[str, str]) -> None:

@@ -46,7 +46,7 @@ def uid_of_client(connection: socket.socket) -> int | None:
     with open(table, encoding="ascii") as rows:
         for row in rows:
             fields = row.split()
-            if fields[1:3] == wanted:
+            if fields[1:3] == wanted and fields[9] != "0":  # the inode: an end that is closed has none, and no user
                 return int(fields[7])
     return None
 
