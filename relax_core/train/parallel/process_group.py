@@ -14,7 +14,7 @@ from relax_core.config.schema import ParallelConfig
 from relax_core.train.megatron_on_cpu.device_loader import has_cuda
 from relax_core.train.parallel.gloo_device import admitting_ranks, share_gloo_device
 from relax_core.train.parallel.layout_arithmetic import check_layout
-from relax_core.weights.rendezvous import keep_gloo_on_loopback, open_rank_store
+from relax_core.weights.rendezvous import keep_gloo_on_loopback, open_rank_store, wait_for_arrivals
 
 _store: dist.Store | None = None  # It is kept after `leave`, because the next layout joins through it again.
 _layouts = 0  # the number of layouts that this process has joined
@@ -54,6 +54,8 @@ def join(
     share_gloo_device()
     prefixed = dist.PrefixStore(f"layout-{_layouts}", _store)
     with admitting_ranks():
+        # A rank that does not admit others yet would drop their requests, which the kernel repeats after a second.
+        wait_for_arrivals(prefixed, "admits", world_size=world_size, timeout_s=timeout_s)
         dist.init_process_group(backend, store=prefixed, rank=rank, world_size=world_size, timeout=timeout)
         _gloo_world = dist.new_group(backend="gloo", timeout=timeout) if has_cuda() else dist.group.WORLD
         parallel_state.initialize_model_parallel(
