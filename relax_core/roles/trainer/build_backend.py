@@ -18,7 +18,7 @@ from relax_core.families.folder import family_key, folder_architecture
 from relax_core.roles.process.process_placement import LOOPBACK
 from relax_core.roles.process.role_context import BUS, RunContext, worker_name
 from relax_core.roles.process.sample_logs import open_sample_log
-from relax_core.train.parallel.layout_arithmetic import critic_parallel, forward_parallel, one_rank
+from relax_core.train.parallel.layout_arithmetic import critic_parallel, forward_parallel, one_rank, world_size
 
 if TYPE_CHECKING:
     from relax_core.observe.samples.sample_log import SampleLog
@@ -109,7 +109,7 @@ def _setup(
         optimizer=optimizer,
         rank=rank,
         store_address=store_address,
-        token=context.token_file.read_text(encoding="utf-8").strip(),
+        token="" if world_size(parallel) == 1 else context.token_file.read_text(encoding="utf-8").strip(),
     )
 
 
