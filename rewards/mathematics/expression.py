@@ -12,7 +12,8 @@ parser for a fixed grammar. Text outside of the grammar raises `ExpressionError`
     atom    = number | constant | function "(" sum ")" | unknown | "(" sum ")"
 
 A number has ASCII digits, one point at most and an exponent (``1.5e-3``). `CONSTANTS` and `FUNCTIONS` list the names
-with a meaning. Any other name is the product of its letters and digits: ``x2y`` is x·2·y. A letter is an unknown. The
+with a meaning, and the name of a Greek letter is one unknown. Any other name is a sequence of its letters and digits,
+so ``x2y`` is x·2·y with products without a sign. A letter is an unknown. The
 letters are those of ASCII and the small Greek letters; no text is normalised, so look-alikes of other alphabets, wide
 digits and Roman numerals are outside of the grammar.
 
@@ -22,10 +23,11 @@ and the bits of each intermediate value. ``9**9**9`` costs nothing.
 
 from __future__ import annotations
 
+import functools
+import operator
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 MOST_CHARACTERS = 1000
@@ -79,15 +81,16 @@ class ExpressionError(ValueError):
 def expression(text: str, *, products_without_sign: bool = False, evaluate: bool = True) -> Any:
     """Returns the sympy expression that a text denotes.
 
-    With ``products_without_sign``, ``2x`` is a product. Without ``evaluate``, sums, products and powers stay as they
-    are written. Raises `ExpressionError` for text outside of the grammar or above a limit.
+    Arithmetic of numbers is computed, unless ``evaluate`` is False. All else stays as it is written; ``doit`` of the
+    result evaluates it. With ``products_without_sign``, ``2x`` is a product. Raises `ExpressionError` for text outside
+    of the grammar or above a limit.
     """
     tokens = _tokens(text)
-    reader = _Reader(tokens, products_without_sign=products_without_sign, build=_Evaluated())
-    value = reader.whole()  # it holds the limits; the values of an expression that stays as it is are unknown
+    folded = _Reader(tokens, products_without_sign=products_without_sign, build=_Build(fold=True)).whole()
     if evaluate:
-        return value
-    return _Reader(tokens, products_without_sign=products_without_sign, build=_AsWritten()).whole()
+        return folded
+    # The limits hold for computed numbers alone, so they were checked above.
+    return _Reader(tokens, products_without_sign=products_without_sign, build=_Build(fold=False)).whole()
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,9 @@ def _tokens(text: str) -> list[_Token]:
     while at < len(text):
         if (match := _TOKEN.match(text, at)) is None:
             raise ExpressionError(f"{text[at]!r} at character {at} is outside of the grammar")
-        if match.lastgroup != "space":
+        if match.lastgroup == "name":
+            found += _named(match[0])
+        elif match.lastgroup != "space":
             found.append(_Token(str(match.lastgroup), match[0]))
         at = match.end()
     if len(found) > MOST_TOKENS:
@@ -114,10 +119,17 @@ def _tokens(text: str) -> list[_Token]:
     return [*found, _Token("end", "")]
 
 
+def _named(name: str) -> list[_Token]:
+    """Returns a name that has a meaning as one token, and any other name as its letters and digits."""
+    if name in FUNCTIONS or name in CONSTANTS or name in _UNKNOWN_NAMES:
+        return [_Token("name", name)]
+    return [_Token("number" if one.isdigit() else "name", one) for one in _PIECES.findall(name)]
+
+
 class _Reader:
     """Reads the tokens of one expression from left to right."""
 
-    def __init__(self, tokens: list[_Token], *, products_without_sign: bool, build: _Evaluated) -> None:
+    def __init__(self, tokens: list[_Token], *, products_without_sign: bool, build: _Build) -> None:
         self._tokens = tokens
         self._at = 0
         self._depth = 0
@@ -215,66 +227,54 @@ class _Reader:
     def _named(self, name: str) -> Any:
         if name in FUNCTIONS:
             return self._build.applied(FUNCTIONS[name], self._parenthesis())
-        if name in CONSTANTS:
-            return _constant(CONSTANTS[name])
-        pieces = [name] if name in _UNKNOWN_NAMES else _PIECES.findall(name)
-        if len(pieces) > 1 and not self._products_without_sign:
-            raise ExpressionError(f"{name!r} is no name that an expression may have")
-        return self._build.product_of([_number(one) if one.isdigit() else _unknown(one) for one in pieces])
+        return _constant(CONSTANTS[name]) if name in CONSTANTS else _unknown(name)
 
 
-class _Evaluated:
-    """Builds expressions that sympy evaluates, and raises `ExpressionError` before a value exceeds the limits."""
+@dataclass(frozen=True)
+class _Build:
+    """Builds the parts of an expression. With ``fold`` numbers are computed; all else stays as it is written.
+
+    To build an unevaluated part is quick. sympy's own evaluation is not: the sign of ``ln(ln(ln(7)))`` takes minutes.
+    """
+
+    fold: bool
 
     def sum_of(self, terms: list[Any]) -> Any:
-        return terms[0] if len(terms) == 1 else _checked(_sympy().Add(*terms))
+        return self._joined(_sympy().Add, operator.add, terms)
 
     def product_of(self, factors: list[Any]) -> Any:
-        value = factors[0]
-        for factor in factors[1:]:
-            value = _checked(_sympy().Mul(value, factor))
-        return value
+        return self._joined(_sympy().Mul, operator.mul, factors)
+
+    def _joined(self, kind: Any, folded: Callable[[Any, Any], Any], parts: list[Any]) -> Any:
+        if len(parts) == 1:
+            return parts[0]
+        if self.fold:
+            numbers = [one for one in parts if one.is_Number]
+            others = [one for one in parts if not one.is_Number]
+            parts = [*([functools.reduce(lambda a, b: _checked(folded(a, b)), numbers)] if numbers else []), *others]
+        flat = [one for part in parts for one in (part.args if part.func is kind else (part,))]
+        return kind(*flat, evaluate=False) if len(flat) > 1 else flat[0]
 
     def subtracted(self, term: Any) -> Any:
-        return -term
+        if self.fold and term.is_Number:
+            return -term
+        return _sympy().Mul(_integer("-1"), term, evaluate=False)
 
     def power(self, base: Any, exponent: Any) -> Any:
         _check_power(base, exponent)
-        return _checked(_sympy().Pow(base, exponent))
+        if self.fold and base.is_Number and exponent.is_Number:
+            return _checked(_sympy().Pow(base, exponent))
+        return _sympy().Pow(base, exponent, evaluate=False)
 
     def factorial(self, value: Any) -> Any:
         if value.is_Number and not (value.is_Integer and 0 <= value.p <= MOST_FACTORIAL):
             raise ExpressionError(f"a factorial of another number than 0 to {MOST_FACTORIAL}")
-        return _checked(_sympy().factorial(value))
+        return _sympy().factorial(value, evaluate=self.fold and value.is_Number)
 
     def applied(self, function: str, value: Any) -> Any:
-        return _checked(getattr(_sympy(), function)(value))
-
-
-class _AsWritten(_Evaluated):
-    """Builds expressions as they are written, by the rules of sympy's ``parse_expr`` with ``evaluate=False``."""
-
-    def sum_of(self, terms: list[Any]) -> Any:
-        return terms[0] if len(terms) == 1 else self._flat(_sympy().Add, terms)
-
-    def product_of(self, factors: list[Any]) -> Any:
-        return factors[0] if len(factors) == 1 else self._flat(_sympy().Mul, factors)
-
-    def subtracted(self, term: Any) -> Any:
-        return _sympy().Mul(_integer("-1"), term, evaluate=False)
-
-    def power(self, base: Any, exponent: Any) -> Any:
-        return _sympy().Pow(base, exponent, evaluate=False)
-
-    def factorial(self, value: Any) -> Any:
-        return _sympy().factorial(value, evaluate=False)
-
-    def applied(self, function: str, value: Any) -> Any:
+        if function == "sqrt":
+            return self.power(value, _sympy().S.Half)
         return getattr(_sympy(), function)(value, evaluate=False)
-
-    def _flat(self, kind: Callable[..., Any], parts: list[Any]) -> Any:
-        flat = [one for part in parts for one in (part.args if part.func is kind else (part,))]
-        return kind(*flat, evaluate=False)
 
 
 def _number(text: str) -> Any:
@@ -288,7 +288,7 @@ def _integer(text: str) -> Any:
     return _sympy().Integer(int(text))
 
 
-@cache
+@functools.cache
 def _unknown(letter: str) -> Any:
     return _sympy().Symbol(letter)
 
@@ -297,7 +297,7 @@ def _constant(name: str) -> Any:
     return getattr(_sympy(), name)
 
 
-@cache
+@functools.cache
 def _sympy() -> Any:
     import sympy  # its import takes a second, and the check of the data needs none of it
 
@@ -305,29 +305,39 @@ def _sympy() -> Any:
 
 
 def _check_power(base: Any, exponent: Any) -> None:
-    """Raises `ExpressionError` if a power may have more than `MOST_BITS` bits."""
-    most = MOST_POWER
-    if base.is_Rational:
-        if abs(base.p) <= 1 and base.q == 1:
-            return  # 0, 1 and -1
-        most = MOST_BITS // max(abs(base.p).bit_length(), base.q.bit_length())
-    elif base.is_Symbol or base.is_NumberSymbol or base.is_Float:
-        most = MOST_BITS
-    for number in exponent.atoms(_sympy().Number):
+    """Raises `ExpressionError` if a power may have more than `MOST_BITS` bits, or is a tower of unknown height."""
+    sympy = _sympy()
+    if any(not power.exp.is_Number for power in exponent.atoms(sympy.Pow)):
+        raise ExpressionError("a power in an exponent, without a number as its own exponent")
+    if base.is_Rational and abs(base.p) <= 1 and base.q == 1:
+        return  # 0, 1 and -1
+    bits = max([1, *map(_bits, base.atoms(sympy.Number))])
+    most = (MOST_POWER if base.has(sympy.Add) else MOST_BITS // bits) // _height(base)
+    for number in exponent.atoms(sympy.Number):
         if abs(number.p) > most * number.q if number.is_Rational else number.is_Float and bool(abs(number) > most):
             raise ExpressionError(f"a power with an exponent above {most}")
 
 
+def _height(value: Any) -> int:
+    """Returns by how much the powers inside of a value multiply an exponent, at least 1."""
+    inner = max([1, *map(_height, value.args)])
+    if not value.is_Pow or not value.exp.is_Rational:
+        return inner
+    return int(inner * max(1, abs(value.exp.p) // value.exp.q))
+
+
 def _checked(value: Any) -> Any:
     """Returns a value whose numbers are within the limits, else raises `ExpressionError`."""
-    for number in value.atoms(_sympy().Number):
-        if number.is_Rational:
-            bits = max(abs(number.p).bit_length(), number.q.bit_length())
-        elif number.is_Float:
-            _, _, power, width = number._mpf_
-            bits = abs(power + width)
-        else:
-            continue  # infinities and nan
-        if bits > MOST_BITS:
-            raise ExpressionError(f"a value of more than {MOST_BITS} bits")
+    if any(_bits(number) > MOST_BITS for number in value.atoms(_sympy().Number)):
+        raise ExpressionError(f"a value of more than {MOST_BITS} bits")
     return value
+
+
+def _bits(number: Any) -> int:
+    """Returns how many bits a rational number has, or the size of a float's exponent of two; 0 for infinities."""
+    if number.is_Rational:
+        return int(max(abs(number.p).bit_length(), number.q.bit_length()))
+    if number.is_Float:
+        _, _, power, width = number._mpf_
+        return int(abs(power + width))
+    return 0

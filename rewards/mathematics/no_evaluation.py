@@ -104,7 +104,9 @@ def _parse_expr(original: Callable[..., Any]) -> Callable[..., Any]:
         if _frame() is None or _imports():
             return original(s, *arguments, evaluate=evaluate, **options)
         try:
-            return expression(s, evaluate=evaluate is None or evaluate)
+            if evaluate is None or evaluate:
+                return expression(s).doit()
+            return expression(s, evaluate=False)
         except ExpressionError as error:
             raise SyntaxError(str(error)) from error  # sympify handles this error of parse_expr
 

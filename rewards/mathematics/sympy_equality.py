@@ -159,7 +159,7 @@ def _is_difference_zero(wanted: str, found: str) -> bool:
     except ExpressionError:
         return False
     try:
-        return bool(sympy.simplify(difference) == 0)
+        return bool(sympy.simplify(difference.doit()) == 0)
     except MemoryError:
         raise
     except Exception:  # sympy raises errors of many types for an expression without a value
