@@ -167,7 +167,7 @@ def test_arithmetic_equals_an_independent_evaluation(made: tuple[str, Fraction |
         ("ln(exp(2))", "2"),
         ("2α+α", "3α"),
         ("1.5", "3/2"),
-        ("mu2", "2mu"),
+        ("mu(2)", "2mu"),
         ("--3", "3"),
     ],
 )
