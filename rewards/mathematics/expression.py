@@ -14,7 +14,7 @@ parser for a fixed grammar. Text outside of the grammar raises `ExpressionError`
 A number has ASCII digits, one point at most and an exponent (``1.5e-3``). `CONSTANTS` and `FUNCTIONS` list the names
 with a meaning, and the name of a Greek letter is one unknown. Any other name is a sequence of its letters and digits,
 so ``x2y`` is x·2·y with products without a sign. A letter is an unknown. The
-letters are those of ASCII and the small Greek letters; no text is normalised, so look-alikes of other alphabets, wide
+letters are those of ASCII and `MORE_LETTERS`; no text is normalised, so look-alikes of other alphabets, wide
 digits and Roman numerals are outside of the grammar.
 
 Every limit below holds before sympy computes: the length of the text, its tokens, the nesting, the digits of a number,
@@ -38,8 +38,8 @@ MOST_BITS = 4096  # of a numerator, a denominator, or of the exponent of two of 
 MOST_POWER = 64  # of a sum or a product
 MOST_FACTORIAL = 200
 
-GREEK = "αβγδεζηθικλμνξοπρστυφχψω"
-_LETTER = f"A-Za-z{GREEK}"
+MORE_LETTERS = "αβγδεζηθικλμνξοπρςστυφχψωϑϕϖϱϵℓħ"  # Greek, with both forms that LaTeX has of some, and its ell and hbar
+_LETTER = f"A-Za-z{MORE_LETTERS}"
 _TOKEN = re.compile(
     rf"(?P<number>(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)|(?P<name>[{_LETTER}][{_LETTER}0-9]*)"
     r"|(?P<sign>\*\*|[-+*/^()!])|(?P<space>[ \t\n]+)"
@@ -234,7 +234,7 @@ class _Reader:
 class _Build:
     """Builds the parts of an expression. With ``fold`` numbers are computed; all else stays as it is written.
 
-    To build an unevaluated part is quick. sympy's own evaluation is not: the sign of ``ln(ln(ln(7)))`` takes minutes.
+    An unevaluated part is built quickly. sympy's evaluation is not: the sign of 38 nested logarithms takes it minutes.
     """
 
     fold: bool
@@ -261,9 +261,10 @@ class _Build:
         return _sympy().Mul(_integer("-1"), term, evaluate=False)
 
     def power(self, base: Any, exponent: Any) -> Any:
-        _check_power(base, exponent)
-        if self.fold and base.is_Number and exponent.is_Number:
-            return _checked(_sympy().Pow(base, exponent))
+        if self.fold:
+            _check_power(base, exponent)
+            if base.is_Number and exponent.is_Number:
+                return _checked(_sympy().Pow(base, exponent))
         return _sympy().Pow(base, exponent, evaluate=False)
 
     def factorial(self, value: Any) -> Any:

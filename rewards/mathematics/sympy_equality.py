@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 from importlib.util import find_spec
 
-from rewards.mathematics.expression import GREEK, ExpressionError, expression
+from rewards.mathematics.expression import MORE_LETTERS, ExpressionError, expression
 from rewards.mathematics.math_form import math_form
 from rewards.mathematics.no_evaluation import evaluates_no_text
 
@@ -31,7 +31,7 @@ _NEVER_PARSED = re.compile(r"\^\{|\^\(|\^[0-9]+\^|\^[0-9][0-9]+|__")
 _MOST_LETTERS = 2  # an expression with more unknown letters is text
 _BRACKETS = "()[]"
 _TOLERANCE = 1e-7
-_WITHOUT_GREEK = str.maketrans("", "", GREEK)
+_WITHOUT_LETTERS = str.maketrans("", "", MORE_LETTERS)
 
 
 def check_package(name: str) -> None:
@@ -147,7 +147,7 @@ def _elements(text: str) -> list[str]:
 
 def _is_difference_zero(wanted: str, found: str) -> bool:
     text = f"({wanted})-({found})"
-    if not text.translate(_WITHOUT_GREEK).isascii() or _NEVER_PARSED.search(text):
+    if not text.translate(_WITHOUT_LETTERS).isascii() or _NEVER_PARSED.search(text):
         return False
     letters = {one for one in text.replace("sqrt", "").replace("frac", "") if one.isalpha()}
     if len(letters) > _MOST_LETTERS:
