@@ -1,6 +1,7 @@
 r"""Right or wrong by math-verify: the response's ``\boxed{}``, or its last expression, against the reference answer.
 
-math-verify parses with sympy, which can hang or fail on odd input. Therefore this reward runs in its own process.
+math-verify parses with sympy, which can hang or fail on odd input. Therefore this reward runs in its own process. It
+also evaluates text; `no_evaluation` replaces the parts that do, and refuses the rest.
 
 With ``rule=boxed`` the rule is that of ``math`` in slime and verl (slime/rollout/rm_hub/math_utils.py,
 ``grade_answer_verl``): the last box, by MATH's normal form or by `rewards.mathematics.sympy_equality`, where 2/4 is not
@@ -17,6 +18,7 @@ from typing import Any
 from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput, RewardSpec, compared
 from rewards.mathematics import sympy_equality
 from rewards.mathematics.boxed import boxed_label, last_boxed
+from rewards.mathematics.no_evaluation import evaluates_no_text
 
 _BOXED = "\\boxed{"
 _FINAL_ANSWER_MARK = "####"  # a GSM8K answer is the worked solution, this mark and the final answer
@@ -37,6 +39,7 @@ def prepare() -> None:
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # math-verify warns that its own timeout is off
 
 
+@evaluates_no_text
 def score(given: RewardInput, config: MathConfig) -> RewardOutput:
     """Returns 1 if the response's answer equals the reference, else 0, and None if the reference cannot be parsed.
 

@@ -84,7 +84,7 @@ def minerva_form(text: str) -> str:
     for pattern, new in _PATTERNS:
         text = pattern.sub(new, text)
     text = text.replace("$", "")
-    if text.replace(",", "").isdigit():
+    if text.isascii() and text.replace(",", "").isdigit():
         text = text.replace(",", "")
     return text.strip()
 
@@ -92,7 +92,9 @@ def minerva_form(text: str) -> str:
 def _label(label: str) -> str:
     """Returns a label as the text of an integer; raises ValueError for one that is no number."""
     try:
-        return str(int(float(minerva_form(label))))
+        if len(last := label.rpartition("=")[2]) > _READ or not (form := minerva_form(last)).isascii():
+            raise ValueError("float takes the digits of every alphabet, and a long text takes long")
+        return str(int(float(form)))
     except (ValueError, OverflowError) as error:
         raise ValueError(
             f"answer={label[:60]!r} is no number, and dapo's labels are integers. Correct it, or use reward=math."

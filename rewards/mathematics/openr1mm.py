@@ -17,6 +17,7 @@ from typing import Any
 
 from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput, RewardSpec, compared
 from rewards.math import prepare
+from rewards.mathematics.no_evaluation import evaluates_no_text
 
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _ONCE = ("</think>", "<answer>", "</answer>")
@@ -42,6 +43,7 @@ def score(given: RewardInput, config: OpenR1MMConfig) -> RewardOutput:
     return RewardOutput(reward=float(exact), exact=exact, answer=found, why=compared(found or None, wanted))
 
 
+@evaluates_no_text
 def _is_verified(response: str, label: str) -> bool:
     from math_verify import parse, verify
 

@@ -2,17 +2,22 @@ r"""Whether two mathematical answers are equal: by their normal forms, or becaus
 
 The comparison is that of prm800k's grader, as DeepScaleR, slime and MathRuler carry it on. It is strict on purpose: a
 fraction that is not reduced, or a decimal number for an integer, is wrong. sympy may compute without end, so a reward
-that uses this module is isolated. An expression is parsed with sympy's own names alone and never with Python's.
+that uses this module is isolated.
+
+Nothing is evaluated as Python: `expression` reads what sympy computes, in the place of the source's ``parse_expr``, and
+`no_evaluation` refuses the rest. Text outside of its grammar is no expression, so it is equal by its normal form alone.
+Of the source's expressions it leaves out brackets, commas, ``!!``, numbers above its limits such as ``9**9**9``, and
+letters and digits beyond ASCII and the small Greek letters.
 """
 
 from __future__ import annotations
 
 import re
-from functools import cache
 from importlib.util import find_spec
-from typing import Any
 
+from rewards.mathematics.expression import MORE_LETTERS, ExpressionError, expression
 from rewards.mathematics.math_form import math_form
+from rewards.mathematics.no_evaluation import evaluates_no_text
 
 _UNITS = (
     *("degree", "cm", "centimeter", "meter", "mile", "second", "minute", "hour", "day", "week", "month", "year"),
@@ -20,12 +25,13 @@ _UNITS = (
 )
 _WORDS = (("million", "*10^6"), ("billion", "*10^9"), ("trillion", "*10^12"))
 _GLYPHS = (("√", "sqrt"), ("π", "pi"), ("∞", "inf"), ("∪", "U"), ("·", "*"), ("×", "*"))
-_THOUSANDS = re.compile(r"(\d),(\d\d\d)($|\D)")
+_THOUSANDS = re.compile(r"([0-9]),([0-9]{3})($|[^0-9])")
 _FRACTION = re.compile(r"-?[0-9]+.?/0*[1-9][0-9]*.?")
 _NEVER_PARSED = re.compile(r"\^\{|\^\(|\^[0-9]+\^|\^[0-9][0-9]+|__")
 _MOST_LETTERS = 2  # an expression with more unknown letters is text
 _BRACKETS = "()[]"
 _TOLERANCE = 1e-7
+_WITHOUT_LETTERS = str.maketrans("", "", MORE_LETTERS)
 
 
 def check_package(name: str) -> None:
@@ -36,10 +42,11 @@ def check_package(name: str) -> None:
 
 def prepare() -> None:
     """Imports the libraries before the first answer is scored, because that takes a second."""
-    import sympy.parsing.sympy_parser  # noqa: F401
+    import sympy  # noqa: F401
     from pylatexenc import latex2text  # noqa: F401
 
 
+@evaluates_no_text
 def is_equal(found: str, wanted: str, *, percent_signs: bool = False) -> bool:
     """Returns whether the answer ``found`` equals the reference ``wanted``.
 
@@ -108,7 +115,7 @@ def _without_latex(text: str) -> str:
 
 def _as_float(text: str) -> float | None:
     try:
-        return float(text)
+        return float(text) if text.isascii() else None  # float takes the digits of every alphabet
     except ValueError:
         return None
 
@@ -140,31 +147,20 @@ def _elements(text: str) -> list[str]:
 
 def _is_difference_zero(wanted: str, found: str) -> bool:
     text = f"({wanted})-({found})"
+    if not text.translate(_WITHOUT_LETTERS).isascii() or _NEVER_PARSED.search(text):
+        return False
     letters = {one for one in text.replace("sqrt", "").replace("frac", "") if one.isalpha()}
-    if len(letters) > _MOST_LETTERS or _NEVER_PARSED.search(text):
+    if len(letters) > _MOST_LETTERS:
         return False
     import sympy
 
     try:
-        return bool(sympy.simplify(_parsed(text)) == 0)
+        difference = expression(wanted, products_without_sign=True) - expression(found, products_without_sign=True)
+    except ExpressionError:
+        return False
+    try:
+        return bool(sympy.simplify(difference.doit()) == 0)
     except MemoryError:
         raise
-    except Exception:  # sympy raises errors of many types for text that is no expression
+    except Exception:  # sympy raises errors of many types for an expression without a value
         return False
-
-
-def _parsed(text: str) -> Any:
-    from sympy.parsing import sympy_parser
-
-    rules = (*sympy_parser.standard_transformations, sympy_parser.implicit_multiplication_application)
-    return sympy_parser.parse_expr(
-        text.replace("^", "**"), local_dict={}, global_dict=dict(_names()), transformations=rules
-    )
-
-
-@cache
-def _names() -> dict[str, Any]:
-    """Returns the names that an expression may use: sympy's, and nothing of Python."""
-    import sympy
-
-    return {"__builtins__": {}, **{name: value for name, value in vars(sympy).items() if not name.startswith("_")}}

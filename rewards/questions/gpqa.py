@@ -24,9 +24,9 @@ from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput,
 
 _LETTERS = string.ascii_uppercase[:10]
 _NAMED = (
-    re.compile(r"(?:answer|option|choice)\s*(?:(?:is|:)\s*)?([A-Z])", re.IGNORECASE),
-    re.compile(r"([A-Z])\s*is\s*(?:the\s*)?correct", re.IGNORECASE),
-    re.compile(r"final\s*(?:answer|option)\s*(?:(?:is|:)\s*)?([A-Z])", re.IGNORECASE),
+    re.compile(r"(?:answer|option|choice)\s*(?:(?:is|:)\s*)?((?a:[A-Z]))", re.IGNORECASE),
+    re.compile(r"((?a:[A-Z]))\s*is\s*(?:the\s*)?correct", re.IGNORECASE),
+    re.compile(r"final\s*(?:answer|option)\s*(?:(?:is|:)\s*)?((?a:[A-Z]))", re.IGNORECASE),
 )
 _ALONE = re.compile(r"\b([A-Z])\b")
 

@@ -21,7 +21,7 @@ from tests.rewards.reward_vectors import FOLDER, Vector, vectors
 HUB = sorted(file.stem for file in FOLDER.glob("*.json"))
 NEEDS = {"deepscaler": "pylatexenc", "geo3k": "pylatexenc", "ifeval": "if_verifiable", "ifbench": "if_verifiable"}
 NEEDS |= {"reasoning_gym": "reasoning_gym"}
-IN_TIME = "None in time"  # sympy would compute for ever
+WITHOUT_END = "1/(x**9-x-1)+1/(y**9-x-1)+1/((x+y)**9-1)+1/((x-y)**9-2)"  # sympy simplifies it for long
 LIMIT_S = 1.0
 PIECES = "<think> </think> <answer> </answer> \\boxed{ } { Answer: $ \\frac 1 2 / ^ \\sqrt = , . \\text{ ( ]"
 PIECES += " A B correct the % \\ <tool_response> \\left million cm - x é ½ 𝟙 ٣"
@@ -61,7 +61,7 @@ def test_a_reward_equals_its_source(reward: str) -> None:
     find_reward(reward).prepare()
     wrong = []
     for number, vector in enumerate(vectors(reward)):
-        if vector.expected == IN_TIME or ("boxed" in vector.settings.values() and not _has("pylatexenc")):
+        if "boxed" in vector.settings.values() and not _has("pylatexenc"):
             continue
         assert vector.departs or isinstance(vector.source, float), f"{number}: the source {vector.source}"
         output = scored(reward, of(vector), **vector.settings)
@@ -149,15 +149,12 @@ def test_a_megabyte_is_scored_or_has_no_reward_in_time(pool: RewardPool, piece: 
             assert output.reward is not None or ends, (reward, output)
 
 
-def test_a_sum_without_end_has_no_reward_in_time(pool: RewardPool) -> None:
-    hanging = [one for name in HUB if _usable(name) for one in vectors(name) if one.expected == IN_TIME]
-    if not hanging:
-        pytest.skip("needs pylatexenc")
-    for one in hanging:
-        row = {"reward": one.reward}
-        (output,) = asyncio.run(
-            pool.score([RewardInput(response=one.response, stopped=True, answer=one.answer, row=row)])
-        )
+def test_a_value_without_end_has_no_reward_in_time(pool: RewardPool) -> None:
+    pytest.importorskip("pylatexenc")
+    for reward in ("boxed", "deepscaler", "geo3k"):
+        response = f"<think></think>\\boxed{{{WITHOUT_END}}}"
+        given_ = RewardInput(response=response, stopped=True, answer=r"\sqrt{5}", row={"reward": reward})
+        (output,) = asyncio.run(asyncio.wait_for(pool.score([given_]), LONG_S))
         assert output.reward is None
         assert "no answer within 1 s" in output.reason or "more memory than reward.memory_gib=1" in output.reason
 

@@ -20,8 +20,8 @@ DESCRIPTIONS = {
     "'(?P<verdict>…)'": f"a regular expression; its group verdict is a number or one of {', '.join(WORDS)}",
 }
 _THOUGHT = "</think>"
-_RANGE = re.compile(r"number\s+(-?\d+(?:\.\d+)?)\.\.(-?\d+(?:\.\d+)?)")
-_NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?")
+_RANGE = re.compile(r"number\s+(-?[0-9]+(?:\.[0-9]+)?)\.\.(-?[0-9]+(?:\.[0-9]+)?)")
+_NUMBER = re.compile(r"[-+]?[0-9]+(?:\.[0-9]+)?")
 _BEFORE = re.compile(r"(?:[\w.+/-]|\d[,:])\Z")  # characters that make what follows a part of something longer
 _BEHIND = re.compile(r"^(?:[\w%]|[.,/:-]\w)")
 

@@ -1,0 +1,149 @@
+"""Keeps a computation from turning text into code: sympy and the libraries on top of it evaluate text in many places.
+
+Within a function that `evaluates_no_text` decorates, in its thread:
+
+- sympy's ``parse_expr``, through which ``sympify`` and ``Number`` read every string, is the grammar of `expression`;
+- sympy's ``lambdify``, which writes the names of unknowns into source code, computes a polynomial without source code;
+- an audit hook of the interpreter raises `EvaluationRefused` for every other compilation and execution of code, for
+  unpickling and for new processes. Imports are exempt, and the one generator in sympy whose code has no text in it.
+
+The first two keep the libraries useful. The third holds for paths that nobody has found yet: CPython reports
+``eval``, ``exec`` and ``compile`` of text to audit hooks before it parses the text, and a hook cannot be removed. It
+is no sandbox for code that runs already; it ends the way from text to code. Outside of such a function nothing changes.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, ParamSpec, TypeVar
+
+from rewards.mathematics.expression import ExpressionError, expression
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_LIBRARIES = ("sympy", "math_verify", "latex2sympy2_extended")
+_REFUSED = frozenset(
+    [
+        *("compile", "exec", "code.__new__", "marshal.loads", "pickle.find_class", "os.system", "os.exec", "os.fork"),
+        *("os.forkpty", "os.posix_spawn", "os.spawn", "subprocess.Popen", "pty.spawn", "ctypes.dlopen", "ctypes.dlsym"),
+    ]
+)
+_IMPORT = "<frozen importlib."  # the start of the file names of the import system's code
+_scope = threading.local()  # frame: that of the outermost decorated function of this thread, None outside of any
+
+
+class EvaluationRefused(RuntimeError):
+    """A library was about to turn text into code, or to start a process, while it compared answers."""
+
+
+def evaluates_no_text(function: Callable[P, T]) -> Callable[P, T]:
+    """Returns the function in the form that turns no text into code, whatever the libraries do that it calls."""
+
+    @functools.wraps(function)
+    def guarded(*arguments: P.args, **options: P.kwargs) -> T:
+        if _frame() is not None:
+            return function(*arguments, **options)
+        _install()
+        _scope.frame = sys._getframe()
+        try:
+            return function(*arguments, **options)
+        finally:
+            _scope.frame = None
+
+    return guarded
+
+
+def _frame() -> FrameType | None:
+    return getattr(_scope, "frame", None)
+
+
+@functools.cache
+def _install() -> None:
+    """Installs the hook and the replacements, once for the process."""
+    import sympy.parsing.sympy_parser as parser
+    from sympy.polys.monomials import MonomialOps
+
+    lambdify_module = sys.modules["sympy.utilities.lambdify"]  # the package has the function by the same name
+    exempt = MonomialOps._build.__code__
+    _replace(parser.parse_expr, _parse_expr(parser.parse_expr))
+    _replace(lambdify_module.lambdify, _lambdify(lambdify_module.lambdify))
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        if event in _REFUSED and _frame() is not None and sys._getframe(1).f_code is not exempt and not _imports():
+            raise EvaluationRefused(f"{event} while answers are compared")
+
+    sys.addaudithook(hook)
+
+
+def _imports() -> bool:
+    """Returns whether the running code was called by an import since the decorated function began."""
+    outermost, frame = _frame(), sys._getframe(1)
+    while frame is not None and frame is not outermost:
+        if frame.f_code.co_filename.startswith(_IMPORT):
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+def _replace(original: object, replacement: object) -> None:
+    """Binds all names of the libraries' modules that have an object to its replacement."""
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] in _LIBRARIES:
+            for key in [key for key, value in vars(module).items() if value is original]:
+                setattr(module, key, replacement)
+
+
+def _parse_expr(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def parse_expr(s: str, *arguments: Any, evaluate: bool | None = True, **options: Any) -> Any:
+        if _frame() is None or _imports():
+            return original(s, *arguments, evaluate=evaluate, **options)
+        try:
+            if evaluate is None or evaluate:
+                return expression(s).doit()
+            return expression(s, evaluate=False)
+        except ExpressionError as error:
+            raise SyntaxError(str(error)) from error  # sympify handles this error of parse_expr
+
+    return parse_expr
+
+
+def _lambdify(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def lambdify(args: Any, expr: Any, *arguments: Any, **options: Any) -> Any:
+        if _frame() is None or _imports():
+            return original(args, expr, *arguments, **options)
+        return _polynomial(args, expr)
+
+    return lambdify
+
+
+def _polynomial(variable: Any, value: Any) -> Callable[[Any], Any]:
+    """Returns a polynomial as a function of numbers; raises NotImplementedError for anything else.
+
+    sympy calls ``lambdify`` with the ratio of a series' terms, for integers, and with a polynomial whose root it
+    refines, for mpmath's numbers.
+    """
+    import mpmath  # type: ignore[import-untyped]
+    import sympy
+
+    if not getattr(variable, "is_Symbol", False) or not value.is_polynomial(variable):
+        raise NotImplementedError("a function of another form than a polynomial in one unknown")
+    parts = [one.as_real_imag() for one in sympy.Poly(value, variable).all_coeffs()]
+    if not all(part.is_Rational for pair in parts for part in pair):
+        raise NotImplementedError("a polynomial with other coefficients than rational numbers")
+    whole = all(real.is_Integer and not imaginary for real, imaginary in parts)
+
+    def computed(at: Any) -> Any:
+        total: Any = 0
+        for real, imaginary in parts:
+            number = int(real) if whole else mpmath.mpc(*(mpmath.mpf(one.p) / one.q for one in (real, imaginary)))
+            total = total * at + number
+        return total
+
+    return computed
