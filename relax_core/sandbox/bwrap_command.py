@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 from collections.abc import Sequence
@@ -24,8 +25,8 @@ def bwrap_command(
 ) -> list[str]:
     """Returns the words before a program that run it in a sandbox.
 
-    The program sees /usr and the paths of ``read_only``, has ``environment`` alone, and may write in /tmp, a file system
-    in memory of ``disk_mib`` MiB. It begins in ``folder``. ``seccomp`` is a descriptor with the filter
+    The program sees /usr and the paths of ``read_only``, has ``environment`` alone, and may write in /tmp, a file
+    system in memory of ``disk_mib`` MiB. It begins in ``folder``. ``seccomp`` is a descriptor with the filter
     (`filter_descriptor`), which the process must inherit.
 
     Raises `SandboxRefused` if there is no bubblewrap.
@@ -35,8 +36,8 @@ def bwrap_command(
         system += ["--symlink", f"usr{name}", name] if Path(name).is_symlink() else ["--ro-bind-try", name, name]
     for name in ("/etc/ld.so.cache", "/etc/alternatives"):  # libraries are found by both
         system += ["--ro-bind-try", name, name]
-    for device in (f"/dev/{name}" for name in _DEVICES):  # read-only: its mode belongs to its owner, who may be root
-        system += ["--dev-bind", device, device, "--remount-ro", device]
+    for device in (f"/dev/{name}" for name in _DEVICES):
+        system += ["--dev-bind", device, device]
     given = [word for name, value in environment.items() for word in ("--setenv", name, value)]
     return [
         _bwrap(),
@@ -56,10 +57,12 @@ def filter_descriptor(stack: ExitStack) -> int:
 
 
 def in_memory(stack: ExitStack, name: str, content: bytes) -> int:
-    """Returns a descriptor from which ``content`` can be read until the end of ``stack``."""
-    file = stack.enter_context(os.fdopen(os.memfd_create(name), "w+b"))
+    """Returns a descriptor from which ``content`` can be read, and not changed, until the end of ``stack``."""
+    file = stack.enter_context(os.fdopen(os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), "w+b"))
     file.write(content)
     file.seek(0)
+    seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
+    fcntl.fcntl(file.fileno(), fcntl.F_ADD_SEALS, seals)
     return file.fileno()
 
 

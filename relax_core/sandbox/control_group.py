@@ -158,7 +158,9 @@ def _mounted(path: str, names: str, mounts: str) -> Path | None:
         before, _, after = line.partition(" - ")
         root, folder = before.split()[3:5]
         kind, _, options = after.split()
-        right = kind == "cgroup2" if not names else kind == "cgroup" and set(names.split(",")) <= set(options.split(","))
+        right = (
+            kind == "cgroup2" if not names else kind == "cgroup" and set(names.split(",")) <= set(options.split(","))
+        )
         if right and Path(path).is_relative_to(root):
             return Path(folder) / Path(path).relative_to(root)
     return None
