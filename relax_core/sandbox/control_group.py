@@ -19,8 +19,9 @@ from pathlib import Path
 _PREFIX = "relax-sandbox-"
 _LEFT_S = 60.0  # an empty group that is older was left by an owner that was killed
 _END_S = 10.0
+_PAUSE_S = 5e-4  # the last process of a sandbox ends within a millisecond of its owner's notice
 _TRY_S = 30.0
-# A process enters each group by itself before it becomes the command: one that its owner moves may have children by then.
+# A process enters each group by itself before it becomes the command: it may have children before its owner moves it.
 _ENTER = 'while [ "$1" != -- ]; do echo 0 > "$1" || exit 125; shift; done; shift; exec "$@"'
 _numbers = itertools.count()
 
@@ -79,7 +80,7 @@ class ControlGroup:
                 except OSError as error:
                     if error.errno != errno.EBUSY or time.monotonic() > until:
                         break
-                    time.sleep(0.01)
+                    time.sleep(_PAUSE_S)
                 else:
                     break
 
