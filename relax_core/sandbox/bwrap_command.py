@@ -51,9 +51,9 @@ def bwrap_command(
     ]
 
 
-def filter_descriptor(stack: ExitStack) -> int:
-    """Returns a descriptor with the filter of system calls, open until the end of ``stack``."""
-    return in_memory(stack, "seccomp", seccomp_filter())
+def filter_descriptor(stack: ExitStack, *, keep_modes: bool = False) -> int:
+    """Returns a descriptor with the filter of system calls (`seccomp_filter`), open until the end of ``stack``."""
+    return in_memory(stack, "seccomp", seccomp_filter(keep_modes=keep_modes))
 
 
 def in_memory(stack: ExitStack, name: str, content: bytes) -> int:

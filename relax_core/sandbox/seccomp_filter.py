@@ -128,6 +128,8 @@ IOCTL = (16, 29)
 # sandbox's own files, so a lock is granted and does nothing, and programs such as sqlite run.
 _LOCKS = (6, 7, 37, 38)  # F_SETLK, F_SETLKW, F_OFD_SETLK, F_OFD_SETLKW
 _REFUSED_FCNTL = (1024, 1026, 1031)  # F_SETLEASE, F_NOTIFY, F_SETPIPE_SZ
+# The modes of devices belong to their owner, and a worker of root is that owner; its devices cannot be read-only.
+MODES = {"chmod": (90, _NONE), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452)}
 _REFUSED_IOCTL = (0x5412, 0x541C)  # TIOCSTI and TIOCLINUX type on a terminal
 
 
@@ -143,8 +145,10 @@ ARCHITECTURES = {"x86_64": Architecture(0xC000003E, 0), "aarch64": Architecture(
 
 
 @cache
-def seccomp_filter() -> bytes:
+def seccomp_filter(*, keep_modes: bool) -> bytes:
     """Returns the filter for this machine as an array of struct sock_filter, for ``bwrap --seccomp``.
+
+    With ``keep_modes`` a change of a file's mode is granted and does nothing.
 
     Raises RuntimeError on a processor that it does not know.
     """
@@ -164,9 +168,12 @@ def seccomp_filter() -> bytes:
         *_for_call(CLONE3[column], [_line(_RETURN, _ERROR | errno.ENOSYS)]),
         *_for_call(FLOCK[column], [_line(_RETURN, _DONE)]),
     ]
-    for numbers in REFUSED.values():
+    results = dict.fromkeys(REFUSED.values(), refuse)
+    if keep_modes:
+        results |= {numbers: _line(_RETURN, _DONE) for numbers in MODES.values()}
+    for numbers, result in results.items():
         if numbers[column] != _NONE:
-            lines += _for_call(numbers[column], [refuse])
+            lines += _for_call(numbers[column], [result])
     lines += _for_call(CLONE[column], [_argument(0), _line(_JUMP_ANY_BIT, _NEW_NAMESPACES, no=1), refuse])
     lines += _for_call(
         MMAP[column],

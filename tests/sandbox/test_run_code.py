@@ -35,6 +35,7 @@ from relax_core.sandbox.seccomp_filter import (
     FLOCK,
     IOCTL,
     MMAP,
+    MODES,
     REFUSED,
     SOCKETPAIR,
 )
@@ -276,8 +277,8 @@ def test_the_numbers_of_system_calls_are_those_of_libseccomp() -> None:
     resolve = ctypes.CDLL(name).seccomp_syscall_resolve_name_arch
     resolve.argtypes = [ctypes.c_uint32, ctypes.c_char_p]
     calls = {"clone": CLONE, "clone3": CLONE3, "mmap": MMAP, "socketpair": SOCKETPAIR, "fcntl": FCNTL}
-    table = {**REFUSED, **calls, "flock": FLOCK, "ioctl": IOCTL}
-    newer = {"open_tree_attr", "statmount", "listmount", "setxattrat"}  # than the library of Debian 12
+    table = {**REFUSED, **MODES, **calls, "flock": FLOCK, "ioctl": IOCTL}
+    newer = {"open_tree_attr", "statmount", "listmount", "setxattrat", "fchmodat2"}  # than the library of Debian 12
     for architecture in ARCHITECTURES.values():
         found = {name: resolve(architecture.audit, name.encode()) for name in table}
         wanted = {name: both[architecture.column] for name, both in table.items()}
