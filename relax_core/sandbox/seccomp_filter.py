@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import platform
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
@@ -133,6 +134,55 @@ MODES = {"chmod": (90, _NONE), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmo
 _REFUSED_IOCTL = (0x5412, 0x541C)  # TIOCSTI and TIOCLINUX type on a terminal
 
 
+# What a process that scores one answer cannot do either: make processes, programs and files, and reach other processes.
+ANSWER_REFUSED = {
+    "fork": (57, _NONE),
+    "vfork": (58, _NONE),
+    "clone": CLONE,
+    "execve": (59, 221),
+    "execveat": (322, 281),
+    "kill": (62, 129),
+    "tkill": (200, 130),
+    "tgkill": (234, 131),
+    "rt_sigqueueinfo": (129, 138),
+    "rt_tgsigqueueinfo": (297, 240),
+    "pidfd_open": (434, 434),
+    "pidfd_send_signal": (424, 424),
+    "setpriority": (141, 140),
+    "ioprio_set": (251, 30),
+    "sched_setparam": (142, 118),
+    "sched_setscheduler": (144, 119),
+    "sched_setattr": (314, 274),
+    "sched_setaffinity": (203, 122),
+    "setpgid": (109, 154),
+    "setsid": (112, 157),
+    "creat": (85, _NONE),
+    "openat2": (437, 437),
+    "truncate": (76, 45),
+    "ftruncate": (77, 46),
+    "fallocate": (285, 47),
+    "mkdir": (83, _NONE),
+    "mkdirat": (258, 34),
+    "mknod": (133, _NONE),
+    "mknodat": (259, 33),
+    "symlink": (88, _NONE),
+    "symlinkat": (266, 36),
+    "link": (86, _NONE),
+    "linkat": (265, 37),
+    "rename": (82, _NONE),
+    "renameat": (264, 38),
+    "renameat2": (316, 276),
+    "unlink": (87, _NONE),
+    "unlinkat": (263, 35),
+    "rmdir": (84, _NONE),
+    "socketpair": SOCKETPAIR,
+}
+OPEN = (2, _NONE)
+OPENAT = (257, 56)
+PRLIMIT = (302, 261)
+_TO_WRITE = 0x01 | 0x02 | 0x40 | 0x200  # O_WRONLY | O_RDWR | O_CREAT | O_TRUNC
+
+
 @dataclass(frozen=True)
 class Architecture:
     """Is a processor that the filter knows: the kernel's number for it, and its place in the table above."""
@@ -152,28 +202,11 @@ def seccomp_filter(*, keep_modes: bool) -> bytes:
 
     Raises RuntimeError on a processor that it does not know.
     """
-    machine = platform.machine()
-    if (architecture := ARCHITECTURES.get(machine)) is None:
-        known = ", ".join(ARCHITECTURES)
-        raise RuntimeError(f"the sandbox has no filter of system calls for {machine}, but for {known}.")
-    column = architecture.column
-    refuse = _line(_RETURN, _ERROR | errno.EPERM)
-    lines = [
-        _line(_LOAD, _ARCHITECTURE),
-        _line(_JUMP_EQUAL, architecture.audit, yes=1),
-        _line(_RETURN, _KILL),
-        _line(_LOAD, _NUMBER),
-        _line(_JUMP_AT_LEAST, _X32, no=1),
-        _line(_RETURN, _ERROR | errno.ENOSYS),
-        *_for_call(CLONE3[column], [_line(_RETURN, _ERROR | errno.ENOSYS)]),
-        *_for_call(FLOCK[column], [_line(_RETURN, _DONE)]),
-    ]
-    results = dict.fromkeys(REFUSED.values(), refuse)
+    column = _column()
+    refuse, done = _line(_RETURN, _ERROR | errno.EPERM), _line(_RETURN, _DONE)
+    lines = [*_for_all(REFUSED, column, refuse), *_for_call(FLOCK[column], [done])]
     if keep_modes:
-        results |= {numbers: _line(_RETURN, _DONE) for numbers in MODES.values()}
-    for numbers, result in results.items():
-        if numbers[column] != _NONE:
-            lines += _for_call(numbers[column], [result])
+        lines += _for_all(MODES, column, done)
     lines += _for_call(CLONE[column], [_argument(0), _line(_JUMP_ANY_BIT, _NEW_NAMESPACES, no=1), refuse])
     lines += _for_call(
         MMAP[column],
@@ -181,11 +214,50 @@ def seccomp_filter(*, keep_modes: bool) -> bytes:
     )
     lines += _for_call(SOCKETPAIR[column], [_argument(0), _line(_JUMP_EQUAL, _AF_UNIX, yes=1), refuse])
     lines += _for_call(IOCTL[column], [_argument(1), *_for_values(_REFUSED_IOCTL, refuse)])
-    lines += _for_call(
-        FCNTL[column],
-        [_argument(1), *_for_values(_REFUSED_FCNTL, refuse), *_for_values(_LOCKS, _line(_RETURN, _DONE))],
-    )
-    return b"".join([*lines, _line(_RETURN, _ALLOW)])
+    lines += _for_call(FCNTL[column], [_argument(1), *_for_values(_REFUSED_FCNTL, refuse), *_for_values(_LOCKS, done)])
+    return _program(lines, column)
+
+
+@cache
+def answer_filter() -> bytes:
+    """Returns the further filter of a process that scores one answer, as `seccomp_filter` does."""
+    column = _column()
+    refuse = _line(_RETURN, _ERROR | errno.EPERM)
+    lines = _for_all(ANSWER_REFUSED, column, refuse)
+    for numbers, flags in ((OPEN, 1), (OPENAT, 2)):
+        if numbers[column] != _NONE:
+            lines += _for_call(numbers[column], [_argument(flags), _line(_JUMP_ANY_BIT, _TO_WRITE, no=1), refuse])
+    lines += _for_call(PRLIMIT[column], [_argument(0), _line(_JUMP_EQUAL, 0, yes=1), refuse])  # only its own limits
+    return _program(lines, column)
+
+
+def _column() -> int:
+    """Returns the place of this machine's processor in the tables."""
+    machine = platform.machine()
+    if (architecture := ARCHITECTURES.get(machine)) is None:
+        known = ", ".join(ARCHITECTURES)
+        raise RuntimeError(f"the sandbox has no filter of system calls for {machine}, but for {known}.")
+    return architecture.column
+
+
+def _program(lines: list[bytes], column: int) -> bytes:
+    """Returns a whole filter; another set of system calls than that of the tables cannot be used."""
+    audit = next(one.audit for one in ARCHITECTURES.values() if one.column == column)
+    before = [
+        _line(_LOAD, _ARCHITECTURE),
+        _line(_JUMP_EQUAL, audit, yes=1),
+        _line(_RETURN, _KILL),
+        _line(_LOAD, _NUMBER),
+        _line(_JUMP_AT_LEAST, _X32, no=1),
+        _line(_RETURN, _ERROR | errno.ENOSYS),
+        *_for_call(CLONE3[column], [_line(_RETURN, _ERROR | errno.ENOSYS)]),
+    ]
+    return b"".join([*before, *lines, _line(_RETURN, _ALLOW)])
+
+
+def _for_all(table: Mapping[str, tuple[int, int]], column: int, result: bytes) -> list[bytes]:
+    """Returns the instructions that give one result for every system call of a table."""
+    return [line for both in table.values() if both[column] != _NONE for line in _for_call(both[column], [result])]
 
 
 def _for_call(number: int, body: list[bytes]) -> list[bytes]:

@@ -28,6 +28,7 @@ from relax_core.sandbox.run_code import (
     try_sandbox,
 )
 from relax_core.sandbox.seccomp_filter import (
+    ANSWER_REFUSED,
     ARCHITECTURES,
     CLONE,
     CLONE3,
@@ -36,6 +37,9 @@ from relax_core.sandbox.seccomp_filter import (
     IOCTL,
     MMAP,
     MODES,
+    OPEN,
+    OPENAT,
+    PRLIMIT,
     REFUSED,
     SOCKETPAIR,
 )
@@ -277,7 +281,8 @@ def test_the_numbers_of_system_calls_are_those_of_libseccomp() -> None:
     resolve = ctypes.CDLL(name).seccomp_syscall_resolve_name_arch
     resolve.argtypes = [ctypes.c_uint32, ctypes.c_char_p]
     calls = {"clone": CLONE, "clone3": CLONE3, "mmap": MMAP, "socketpair": SOCKETPAIR, "fcntl": FCNTL}
-    table = {**REFUSED, **MODES, **calls, "flock": FLOCK, "ioctl": IOCTL}
+    calls |= {"open": OPEN, "openat": OPENAT, "prlimit64": PRLIMIT, "flock": FLOCK, "ioctl": IOCTL}
+    table = {**REFUSED, **MODES, **ANSWER_REFUSED, **calls}
     newer = {"open_tree_attr", "statmount", "listmount", "setxattrat", "fchmodat2"}  # than the library of Debian 12
     for architecture in ARCHITECTURES.values():
         found = {name: resolve(architecture.audit, name.encode()) for name in table}
