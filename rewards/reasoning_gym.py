@@ -65,29 +65,29 @@ class _Watch:
     def _audit(self, event: str, values: tuple[Any, ...]) -> None:
         if event != "compile" or not self.on or values[0] is None or not str(values[1]).startswith(_TEXTS):
             return
-        text = values[0] if isinstance(values[0], str) else bytes(values[0]).decode(errors="replace")
-        if text in self._imports or sys._getframe(1).f_code is self._own:
+        program = values[0].decode(errors="replace") if isinstance(values[0], bytes) else values[0]
+        if program in self._imports or sys._getframe(1).f_code is self._own:
             return
         self.on = False  # the parser, too, compiles the text
         try:
-            safe = _is_formula(text, generated=values[1] != _TEXTS[0])
+            safe = _is_formula(program, generated=values[1] != _TEXTS[0])
         finally:
             self.on = True
         if not safe:
-            self.found = self.found or text
+            self.found = self.found or str(program)
             raise ValueError("the answer is a program")  # the package may catch it; `found` stays
 
 
 _watch = lru_cache(maxsize=1)(_Watch)
 
 
-def _is_formula(text: str, *, generated: bool) -> bool:
-    """Returns whether a text has numbers, names, texts, lists, operators and the functions of formulas alone.
+def _is_formula(program: str | ast.AST, *, generated: bool) -> bool:
+    """Returns whether a program has numbers, names, texts, lists, operators and the functions of formulas alone.
 
     One that sympy has ``generated`` may define a function.
     """
     try:
-        tree = ast.parse(text.strip())
+        tree = program if isinstance(program, ast.AST) else ast.parse(program.strip())
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return True  # it cannot be evaluated either
     for node in ast.walk(tree):

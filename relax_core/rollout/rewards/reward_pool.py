@@ -15,6 +15,7 @@ from typing import Self
 from relax_core.config.reward_choice import ChosenReward, Outcome, RewardChoice
 from relax_core.contracts.data import DataRow
 from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput, RewardSpec
+from relax_core.data.killable.limited_log import LimitedLog
 from relax_core.rollout.rewards.hang_watch import HangWatch, OnHang
 from relax_core.rollout.rewards.reward_calls import score_async, score_here
 from relax_core.rollout.rewards.reward_failures import RewardFailures
@@ -24,6 +25,7 @@ from relax_core.rollout.rewards.reward_worker import RewardWorker
 
 IN_LOOP_S = 1e-3  # a group that takes no longer is scored in the event loop, because a thread would add as much
 ALONE_S = 1e-3  # an answer that takes longer is scored in its own thread
+_LOG_BYTES = 64 * 2**20  # of the output of workers, which a reward or an answer may flood
 _PACE_KEPT = 0.9  # the factor per call by which a slow answer's time decays, so that it counts for some tens of calls
 
 
@@ -84,7 +86,7 @@ class RewardPool:
         self.failures = RewardFailures(config)
         self._choice = RewardChoice(spec, config)
         self._on_hang = on_hang
-        self._log_file = log_file
+        self._log = None if log_file is None else LimitedLog(log_file, most_bytes=_LOG_BYTES)
         self._media_folder = media_folder
         self._worker_count = workers
         self._workers: list[RewardWorker] = []
@@ -101,9 +103,8 @@ class RewardPool:
     def _start_workers(self, rewards: Sequence[ChosenReward]) -> None:
         configs = [one.config for one in rewards]
         sandbox = reward_sandbox(self._choice, rewards, media_folder=self._media_folder)
-        self._workers = [
-            RewardWorker(configs, log_file=self._log_file, sandbox=sandbox) for _ in range(self._worker_count)
-        ]
+        log = None if self._log is None else self._log.descriptor
+        self._workers = [RewardWorker(configs, log=log, sandbox=sandbox) for _ in range(self._worker_count)]
         for index in range(len(self._workers)):
             self._idle.put(index)
 
@@ -211,9 +212,11 @@ class RewardPool:
 
         Calls in flight in worker processes return without a reward. Calls in threads are not waited for.
         """
-        self._closed = True
+        again, self._closed = self._closed, True
         for worker in self._workers:
             worker.process.stop()
+        if self._log is not None and not again:
+            self._log.close()  # after the last restart of a worker
         for reward in self._running.values():
             if reward.watch is not None:
                 reward.watch.close()
