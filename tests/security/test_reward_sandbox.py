@@ -301,7 +301,7 @@ def test_no_answer_of_reasoning_gym_runs_a_program(tmp_path: Path) -> None:
         f"diff(\"\\157\\160\\145\\156('{witness}', 'w')\")",
     ]
     spec = find_reward("reasoning_gym")
-    with RewardPool(spec, spec.config(max_failed=1.0), workers=2) as pool:
+    with RewardPool(spec, spec.config(name="reasoning_gym", max_failed=1.0), workers=2) as pool:
         for task in TASKS:
             row = {"reasoning_gym": {"task": task, "seed": 1, "size": 2, "arguments": {}, "index": 0}}
             right = str(gym.create_dataset(task, seed=1, size=2)[0]["answer"])
@@ -317,19 +317,19 @@ def test_no_answer_of_reasoning_gym_runs_a_program(tmp_path: Path) -> None:
 def test_such_a_reward_is_refused_without_a_sandbox(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     spec = find_reward("reasoning_gym")
     with pytest.raises(ValueError, match=r"reward\.sandbox=none: reward reasoning_gym .* reward\.sandbox=auto"):
-        RewardChoice(spec, spec.config(sandbox="none"))
+        RewardChoice(spec, spec.config(name="reasoning_gym", sandbox="none"))
     math = find_reward("math")
-    by_row = RewardChoice(math, math.config(sandbox="none", by="scorer"))
+    by_row = RewardChoice(math, math.config(name="math", sandbox="none", by="scorer"))
     with pytest.raises(ValueError, match=r"reward\.sandbox=none"):
         by_row.of_row({"scorer": "reasoning_gym"})
     mix = find_reward("mix")
     with pytest.raises(ValueError, match=r"reward\.parts\[0\]\.sandbox=none"):
-        RewardChoice(mix, mix.config(parts=[{"reward": "math", "sandbox": "none"}]))
+        RewardChoice(mix, mix.config(name="mix", parts=[{"reward": "math", "sandbox": "none"}]))
     monkeypatch.setenv("PATH", str(tmp_path))
     worker_refusal.cache_clear()
     try:
         with pytest.raises(ValueError, match=r"reasoning_gym .*apt-get install bubblewrap"):
-            RewardChoice(spec, spec.config())
+            RewardChoice(spec, spec.config(name="reasoning_gym"))
     finally:
         monkeypatch.undo()
         worker_refusal.cache_clear()
@@ -362,7 +362,7 @@ def test_a_path_in_a_data_row_is_no_reward(tmp_path: Path) -> None:
     file.write_text(f"open({str(witness)!r}, 'w').close()")
     math = find_reward("math")
     with pytest.raises(ValueError, match=r"scorer=.*evil\.py: .*reward\.parts"):
-        RewardChoice(math, math.config(by="scorer")).of_row({"scorer": str(file)})
+        RewardChoice(math, math.config(name="math", by="scorer")).of_row({"scorer": str(file)})
     assert not witness.exists()
 
 
