@@ -21,6 +21,7 @@ from relax_core.sandbox.bwrap_command import SandboxRefused, bwrap_command, filt
 _ROOT = Path(__file__).resolve().parents[2]
 _CODE = ("relax_core", "rewards")  # of Relax's checkout, which may hold runs; an installed Relax is a package as others
 _PACKAGES = ("site-packages", "dist-packages")
+_VARIABLES = ("LANG", "LC_ALL", "TZ", "PYTHONHASHSEED", "NLTK_DATA")  # of this process's environment; no secrets
 _UID = "1000"  # a number that is not that of other users' files, which have 65534 inside
 _DISK_MIB = 64
 _START_S = 60.0
@@ -45,8 +46,9 @@ class WorkerSandbox:
         above = [str(path.parent) for path in self.imports]
         environment = {
             "PATH": "/usr/bin:/bin",
-            "HOME": "/tmp",
+            "HOME": str(Path.home()),  # where libraries look for data, of which `read_only` shows what they need
             "LANG": "C.UTF-8",
+            **{name: os.environ[name] for name in _VARIABLES if name in os.environ},
             "PYTHONPATH": os.pathsep.join([str(_ROOT), *map(str, packages), *above]),
             "PYTHONDONTWRITEBYTECODE": "1",
             **variables,
