@@ -99,7 +99,7 @@ class ControlGroup:
             (folder / "pids.max").write_text(str(processes))
 
 
-def new_group(*, memory_bytes: int, processes: int) -> ControlGroup | None:
+def make_control_group(*, memory_bytes: int, processes: int) -> ControlGroup | None:
     """Returns a new group, or None if this process may make none."""
     bases = _usable_bases()
     return ControlGroup(bases, memory_bytes=memory_bytes, processes=processes) if bases else None

@@ -28,7 +28,7 @@ from relax_core.sandbox.bwrap_command import (
     in_memory,
     refusal,
 )
-from relax_core.sandbox.control_group import ControlGroup, new_group
+from relax_core.sandbox.control_group import ControlGroup, make_control_group
 
 _UNUSED_UIDS = range(65519, 61183, -1)  # systemd gives these to services for a moment and to no person
 _SYSTEM_PATH = "/usr/bin:/bin:/usr/sbin:/sbin"
@@ -82,7 +82,7 @@ def run_code(code: str, limits: CodeLimits) -> CodeResult:
     below = [] if python.is_relative_to("/usr") else [Path(sys.base_prefix).resolve()]
     environment = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8"}
     with ExitStack() as stack:
-        group = new_group(
+        group = make_control_group(
             memory_bytes=(limits.memory_mib + limits.disk_mib + _OWN_MIB) * MIB,
             processes=limits.processes + _OWN_PROCESSES,
         )

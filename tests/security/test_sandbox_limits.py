@@ -19,7 +19,7 @@ import pytest
 
 from relax_core.sandbox import bwrap_command, control_group
 from relax_core.sandbox import run_code as module
-from relax_core.sandbox.control_group import _Base, _bases, new_group
+from relax_core.sandbox.control_group import _Base, _bases, make_control_group
 from relax_core.sandbox.run_code import CodeLimits, CodeResult, SandboxRefused, run_code, try_sandbox
 from relax_core.sandbox.seccomp_filter import ARCHITECTURES, MMAP, REFUSED
 
@@ -249,7 +249,7 @@ def holds(result: CodeResult) -> bool:
 
 @pytest.mark.parametrize("name", [*OLD, *MORE])
 def test_an_attack_holds_nothing_without_a_control_group(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "new_group", lambda **limits: None)
+    monkeypatch.setattr(module, "make_control_group", lambda **limits: None)
     result = attacked({**OLD, **MORE}[name])
     assert not holds(result), result
     assert "NameError" not in result.output and "TypeError" not in result.output, result  # an attack that is none
@@ -269,7 +269,7 @@ COUNTED = (
 
 @pytest.mark.parametrize("name", COUNTED)
 def test_a_control_group_alone_counts_what_the_filter_refuses(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if (group := new_group(memory_bytes=2**27, processes=8)) is None:
+    if (group := make_control_group(memory_bytes=2**27, processes=8)) is None:
         pytest.skip("this process may make no control group")
     group.remove()
     allow = struct.pack("=HBBI", 0x06, 0, 0, 0x7FFF0000)

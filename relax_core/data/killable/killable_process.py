@@ -132,7 +132,7 @@ class KillableProcess:
                 before, descriptor = self._sandbox.command(stack, variables=_THREADS)
                 given = {"PATH": os.environ.get("PATH", "")}
                 start = _starter().submit(_popen, [*before, *command], log, environment=given, inherited=(descriptor,))
-                process = start.result()
+                process = start.result(_START_DEADLINE_S)
         assert process.stdin is not None and process.stdout is not None
         os.set_blocking(process.stdin.fileno(), False)
         os.set_blocking(process.stdout.fileno(), False)
