@@ -1,13 +1,15 @@
 """What a slow reward costs the rollout: ``python -m benchmarks.rewards``.
 
 The real rollout and an embedded engine, with a bus that lets in the next step's prompts as soon as it has the groups of
-the last one; there is no trainer. Three tables:
+the last one; there is no trainer. Four tables:
 
 1. Samples a second of steps of 8 groups of 16 answers, where the reward of each answer waits for 50 ms. The ways take
    turns within each round, and the ratio is to the first of them: in the event loop, one answer after the other.
 2. When eight groups of one answer, whose responses come together, are on the bus: an isolated reward of 0.3 s in eight
    worker processes, in seconds after the first of them was given to the reward.
 3. Microseconds a group of 16 answers takes with the demo's own reward, in the event loop and with a thread a group.
+4. Answers a second of reward=math in two warm worker processes, plain ones and in the sandbox by turns, the median of
+   the rounds' ratios, and the seconds from the start of a pool to its first reward. ``--isolated`` shows it alone.
 """
 
 from __future__ import annotations
@@ -42,6 +44,7 @@ from relax_core.rollout.prompt_tokens import PromptMaker
 from relax_core.rollout.rewards import reward_pool
 from relax_core.rollout.rewards.reward_pool import RewardPool
 from relax_core.rollout.rollout_loop import RolloutLoop
+from relax_core.sandbox.worker_sandbox import worker_refusal
 from relax_core.tools.make_tiny import tiny_model_folder
 
 GROUPS, GROUP_SIZE = 8, 16
@@ -231,11 +234,53 @@ def quick_reward(*, groups: int) -> None:
     reward_pool.IN_LOOP_S = usual
 
 
+def isolated_math(*, rounds: int, groups: int) -> None:
+    """The fourth table."""
+    spec = find_reward("math")
+    answers = [f"So the answer is $\\boxed{{\\frac{{{n}}}{{2}}}}$." for n in range(GROUP_SIZE)]
+    group = [RewardInput(response=text, stopped=True, answer="21/2", row={}) for text in answers]
+    rates: dict[str, list[float]] = {"none": [], "auto": []}
+    starts: dict[str, list[float]] = {"none": [], "auto": []}
+    if refusal := worker_refusal():
+        raise SystemExit(refusal)
+
+    async def scored(rewards: RewardPool, count: int) -> None:
+        await asyncio.gather(*(rewards.score(group) for _ in range(count)))
+
+    pools = {}
+    for sandbox in rates:
+        for _ in range(rounds):
+            began = time.perf_counter()
+            with RewardPool(spec, spec.config(name="math", sandbox=sandbox), workers=1) as rewards:
+                asyncio.run(scored(rewards, 1))
+                starts[sandbox].append(time.perf_counter() - began)
+        pools[sandbox] = RewardPool(spec, spec.config(name="math", sandbox=sandbox), workers=2)
+        asyncio.run(scored(pools[sandbox], groups))
+    for round_ in range(rounds):
+        for sandbox in sorted(rates, reverse=bool(round_ % 2)):
+            began = time.perf_counter()
+            asyncio.run(scored(pools[sandbox], groups))
+            rates[sandbox].append(groups * GROUP_SIZE / (time.perf_counter() - began))
+    for rewards in pools.values():
+        rewards.close()
+    print(f"\nreward=math, two warm workers: answers/s in {rounds} rounds, and seconds to the first group")
+    for sandbox, of_rounds in rates.items():
+        shown = ", ".join(f"{one:.0f}" for one in of_rounds)
+        start = statistics.median(starts[sandbox])
+        print(f"reward.sandbox={sandbox:5} {statistics.median(of_rounds):8.0f}   start {start:.2f} s   {shown}")
+    ratios = [own / plain for own, plain in zip(rates["auto"], rates["none"], strict=True)]
+    print(f"in the sandbox over plain: {statistics.median(ratios):.2f}×   {', '.join(f'{one:.2f}' for one in ratios)}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=3, help="steps of each way in a round")
+    parser.add_argument("--isolated", action="store_true", help="the fourth table alone")
     arguments = parser.parse_args()
+    if arguments.isolated:
+        isolated_math(rounds=arguments.rounds, groups=200)
+        return
     folder = tiny_model_folder("tiny_qwen3", task="reverse_digits")
     with tempfile.TemporaryDirectory(prefix="relax-rewards-") as temporary:
         scratch = Path(temporary)
@@ -256,6 +301,7 @@ def main() -> None:
         finally:
             process.stop(timeout_s=5.0)
     quick_reward(groups=2000)
+    isolated_math(rounds=arguments.rounds, groups=200)
 
 
 if __name__ == "__main__":

@@ -96,6 +96,7 @@ def shown(result: CodeResult, limits: CodeLimits) -> str:
         "wall_time": f"[ended after {limits.wall_s:g} s]",
         "cpu_time": f"[ended after {limits.cpu_s} s of CPU time]",
         "memory": f"[ended at {limits.memory_mib} MiB of memory]",
+        "files": f"[ended at {limits.files} files]",
         "output": f"[ended at {limits.output_bytes} bytes of output]",
     }
     return "\n".join(part for part in (result.output.rstrip("\n"), ends[result.ended]) if part) or "[no output]"

@@ -1,9 +1,16 @@
-"""The score that the package reasoning-gym gives an answer to a question of data=reasoning_gym."""
+"""The score that the package reasoning-gym gives an answer to a question of data=reasoning_gym.
+
+For some tasks the package evaluates the answer as Python: lists, and formulas by sympy. An answer that holds anything
+but a formula or a list is not evaluated and has no reward. What is left of the danger ends in the sandbox, in a process
+for each answer.
+"""
 
 from __future__ import annotations
 
+import ast
 import json
 import re
+import sys
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
@@ -13,6 +20,21 @@ from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput,
 
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _THINKING_ENDS = "</think>"
+_SHOWN = 100  # characters of a refused answer
+_TEXTS = ("<string>", "<lambdifygenerated")  # the files of programs that eval, exec or sympy has as texts
+# Functions that sympy writes around numbers and names, and those of formulas in answers.
+_FUNCTIONS = frozenset(
+    [
+        *("Integer", "Float", "Rational", "Symbol", "Function", "factorial", "factorial2", "Abs", "abs", "Add", "Mul"),
+        *("Pow", "Mod", "sqrt", "exp", "log", "ln", "sin", "cos", "tan", "cot", "sec", "csc", "asin", "acos", "atan"),
+        *("acot", "sinh", "cosh", "tanh", "asinh", "acosh", "atanh", "erf", "erfi", "gamma", "Ei", "Si", "Ci", "li"),
+    ]
+)
+_OF_LAMBDIFY = (ast.FunctionDef, ast.arguments, ast.arg, ast.Return)
+_NODES = (
+    *(ast.Expression, ast.Module, ast.Expr, ast.Constant, ast.Name, ast.Load, ast.List, ast.Tuple, ast.Call),
+    *(ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop, ast.Compare, ast.cmpop, ast.BoolOp, ast.boolop),
+)
 
 
 @dataclass(frozen=True)
@@ -23,9 +45,67 @@ class ReasoningGymConfig(RewardConfig):
     timeout_s: float = 10.0
 
 
+class _Watch:
+    """Refuses programs among the texts that this process compiles while `on` is true; `found` is the first of them.
+
+    It lets through what sympy itself compiles: the import of its names, and functions without a text of an answer.
+    """
+
+    def __init__(self) -> None:
+        from sympy.polys.monomials import MonomialOps
+
+        lambdify = sys.modules["sympy.utilities.lambdify"]  # the package has its function by the same name
+        commands = (one for *_, of_module in lambdify.MODULES.values() for one in of_module)
+        self._imports = frozenset([*commands, "from sympy import *"])
+        self._own = MonomialOps._build.__code__
+        self.on = False
+        self.found = ""
+        sys.addaudithook(self._audit)  # for good: a hook cannot be removed
+
+    def _audit(self, event: str, values: tuple[Any, ...]) -> None:
+        if event != "compile" or not self.on or values[0] is None or not str(values[1]).startswith(_TEXTS):
+            return
+        program = values[0].decode(errors="replace") if isinstance(values[0], bytes) else values[0]
+        if program in self._imports or sys._getframe(1).f_code is self._own:
+            return
+        self.on = False  # the parser, too, compiles the text
+        try:
+            safe = _is_formula(program, generated=values[1] != _TEXTS[0])
+        finally:
+            self.on = True
+        if not safe:
+            self.found = self.found or str(program)
+            raise ValueError("the answer is a program")  # the package may catch it; `found` stays
+
+
+_watch = lru_cache(maxsize=1)(_Watch)
+
+
+def _is_formula(program: str | ast.AST, *, generated: bool) -> bool:
+    """Returns whether a program has numbers, names, texts, lists, operators and the functions of formulas alone.
+
+    One that sympy has ``generated`` may define a function.
+    """
+    try:
+        tree = program if isinstance(program, ast.AST) else ast.parse(program.strip())
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return True  # it cannot be evaluated either
+    for node in ast.walk(tree):
+        if not isinstance(node, (*_NODES, *_OF_LAMBDIFY) if generated else _NODES):
+            return False
+        if isinstance(node, ast.FunctionDef) and node.decorator_list:
+            return False
+        if isinstance(node, ast.Call) and not (isinstance(node.func, ast.Name) and node.func.id in _FUNCTIONS):
+            return False
+    return True
+
+
 def prepare() -> None:
     """Imports the package before the first answer is scored, because the import takes seconds."""
     import reasoning_gym  # noqa: F401
+    import sympy.parsing.sympy_parser  # noqa: F401
+
+    _watch()
 
 
 def score(given: RewardInput, config: ReasoningGymConfig) -> RewardOutput:
@@ -38,7 +118,15 @@ def score(given: RewardInput, config: ReasoningGymConfig) -> RewardOutput:
     text = given.response.rpartition(_THINKING_ENDS)[2]
     answer = (_ANSWER.findall(text) or [text])[-1].strip()
     questions, entry = _question(json.dumps(row, sort_keys=True))
-    value = float(questions.score_answer(answer, entry))
+    watch = _watch()
+    watch.on, watch.found = True, ""
+    try:
+        value = float(questions.score_answer(answer, entry))
+    finally:
+        watch.on = False
+    if watch.found:
+        reason = f"the answer is a program, which is not evaluated: {watch.found[:_SHOWN]!r}"
+        return RewardOutput(reward=None, reason=reason, answer=answer, cause="program")
     why = compared(answer, str(given.answer))
     return RewardOutput(reward=value, exact=value == 1.0, answer=answer, why=why)
 
@@ -71,6 +159,7 @@ SPEC = RewardSpec(
     config=ReasoningGymConfig,
     score=score,
     isolated=True,
+    needs_sandbox=True,
     check=check,
     prepare=prepare,
 )

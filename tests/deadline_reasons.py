@@ -186,6 +186,10 @@ REASONS = {
         "relax_core/rollout/judges/judge_check.py",
         "judge_accuracy",
     ): "each answer is scored within reward.timeout_s",
+    (
+        "relax_core/rollout/rewards/answer_process.py",
+        "scored_alone",
+    ): "the owner of the worker kills it, and with it this child, after reward.timeout_s",
     ("rewards/genrm.py", "_pairwise"): "each verdict comes within its judge's timeout_s",
     ("rewards/genrm.py", "_rubric"): "the same",
     (

@@ -153,6 +153,7 @@ def _ask(
             config.reward,
             workers=config.rollout.reward_workers,
             concurrency=config.rollout.reward_concurrency,
+            media_folder=str(media_folder or ""),
         ) as rewards,
         RunEnv(config, log_dir=log_dir) as env,
         eval_engines(config, model, log_dir=log_dir, media_folder=media_folder) as engines,

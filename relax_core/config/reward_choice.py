@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from relax_core.config.plugin_types import plugin_config
 from relax_core.contracts.data import BadRow, DataRow
 from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput, RewardPart, RewardSpec, reward_parts
-from relax_core.registry import PluginError, find_reward, plugin_words
+from relax_core.registry import PluginError, find_reward, is_file_plugin, plugin_words
+from relax_core.sandbox.worker_sandbox import worker_refusal
 
 Outcome = tuple[RewardOutput, Exception | None]  # the output and what the reward raised
 
@@ -26,12 +27,14 @@ class RewardChoice:
     """Knows which rewards score a data row, for the reward of a run and its settings; ``judged`` is what asks judges.
 
     Raises ValueError (key, value, fix) for entries of ``reward.parts`` that make no sense, an unknown reward or setting
-    in one, settings that a part's own check refuses, and two rewards that ask judges.
+    in one, settings that a part's own check refuses, two rewards that ask judges, and a reward that needs a sandbox
+    where there is none.
     """
 
     def __init__(self, spec: RewardSpec, config: RewardConfig) -> None:
         self.own = ChosenReward(spec.name, spec, config)
         self._by = config.by
+        self._sandbox = config.sandbox
         parts = reward_parts(config)
         if spec.combine is not None and not parts:
             raise ValueError(
@@ -57,6 +60,8 @@ class RewardChoice:
                         f"reward.parts: {part.label} has weight, when or optional with reward.by={config.by}, where "
                         "one reward scores a row. Drop them, or use reward=mix."
                     )
+        for one in self.known():
+            self._check_sandbox(one)
 
         asking = [one for one in self.known() if one.spec.judges is not None]
         if len(asking) > 1:
@@ -84,9 +89,24 @@ class RewardChoice:
             self._rewards[name] = self._named(name)
         return self._rewards[name]
 
+    def _check_sandbox(self, chosen: ChosenReward) -> None:
+        """Raises ValueError if a reward needs a sandbox, and the run or the machine has none."""
+        if not chosen.spec.needs_sandbox:
+            return
+        why = f"reward {chosen.label} runs in the sandbox alone, because its library evaluates answers as programs"
+        if self._sandbox == "none":
+            raise ValueError(f"reward.sandbox=none: {why}. Use reward.sandbox=auto, or another reward.")
+        if refusal := worker_refusal():
+            raise ValueError(f"reward.sandbox={self._sandbox}: {why}. {refusal[:1].upper()}{refusal[1:]}")
+
     def _named(self, name: str) -> ChosenReward:
         if name == self.own.label:
             return self.own
+        if is_file_plugin(name):
+            raise ValueError(
+                f"{self._by}={name}: a row names no file, because the file would run as a program. Describe it in "
+                f"reward.parts: {{reward: {name}}}."
+            )
         try:
             spec = find_reward(name)
         except PluginError as error:
@@ -104,7 +124,9 @@ class RewardChoice:
             raise ValueError(
                 f"{self._by}={name}: {error} Settings of a row's reward stand in reward.parts: {{reward: {name}, …}}."
             ) from error
-        return ChosenReward(name, spec, config)
+        chosen = ChosenReward(name, spec, config)
+        self._check_sandbox(chosen)
+        return chosen
 
     def parts_of(self, row: DataRow) -> list[ChosenReward]:
         """Returns the parts of the run's reward that score a data row."""
@@ -175,6 +197,11 @@ def _of_part(part: RewardPart, number: int) -> ChosenReward:
         raise ValueError(f"{where}: {error}") from error
     if spec.combine is not None:
         raise ValueError(f"{where}.reward={part.reward}: it is made of parts itself. Name its parts here.")
+    if "sandbox" in part.settings:
+        raise ValueError(
+            f"{where}.sandbox={part.settings['sandbox']}: the rewards of a run share their processes. Set "
+            "reward.sandbox instead."
+        )
     config = plugin_config("reward", part.reward, dict(part.settings), section=where)
     try:
         spec.check(config)

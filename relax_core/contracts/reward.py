@@ -114,6 +114,9 @@ class RewardConfig:
     that the process of an isolated reward may have while it scores. ``max_failed`` is the share of answers that may
     have no reward, over the newest data rows; above it the run ends.
 
+    With ``sandbox`` "auto" the processes of isolated rewards run in the sandbox if the machine has one; "none" is for
+    rewards that need files, variables or a network of this user.
+
     ``by`` is the column of the data that names a row's reward; a row without it has the reward ``name``. ``parts``
     describes other rewards (`reward_parts`): those that a reward with ``combine`` is made of, or, with ``by``, the
     settings of rewards that rows name.
@@ -122,6 +125,7 @@ class RewardConfig:
     name: str
     timeout_s: float = 10.0
     memory_gib: float = 1.0
+    sandbox: str = "auto"
     max_failed: float = 0.5
     by: str | None = None
     parts: list[dict[str, Any]] = field(default_factory=list)
@@ -216,11 +220,15 @@ class RewardSpec:
     ``check_row`` raises ValueError for a data row whose answer or other columns the reward cannot read; it runs before
     the start, so it is quick.
 
+    ``needs_sandbox``: the library of an isolated reward evaluates answers as programs. The run does not start without a
+    sandbox, and each call gets a process of its own, in which no program, file or process can be made. ``reads``
+    returns files and folders beside the reward's own file that an isolated reward may read in the sandbox.
+
     ``judges`` returns the judges that an async reward asks; its inputs are then of the class
     `relax_core.contracts.judging.judge.JudgedInput`.
 
-    Raises ValueError if not exactly one function is given, and for a function that is async and isolated, or that asks
-    judges and is not async.
+    Raises ValueError if not exactly one function is given, and for a function that is async and isolated, that asks
+    judges and is not async, or that needs a sandbox and is not isolated.
     """
 
     name: str
@@ -230,6 +238,8 @@ class RewardSpec:
     score_group: Callable[[Sequence[RewardInput], Any], Sequence[Scored] | Awaitable[Sequence[Scored]]] | None = None
     combine: Callable[[RewardInput, Mapping[str, RewardOutput], Any], Scored] | None = None
     isolated: bool = False
+    needs_sandbox: bool = False
+    reads: Callable[[Any], Sequence[str]] = lambda config: ()
     check: Callable[[Any], None] = lambda config: None
     check_row: Callable[[Mapping[str, Any], Any], None] | None = None
     prepare: Callable[[], None] = lambda: None
@@ -246,6 +256,11 @@ class RewardSpec:
             raise ValueError(
                 f"reward {self.name}: its SPEC has isolated=True and an async function, but a worker process runs one "
                 "call at a time. Make it a plain function, or drop isolated=True."
+            )
+        if self.needs_sandbox and not self.isolated:
+            raise ValueError(
+                f"reward {self.name}: its SPEC has needs_sandbox=True without isolated=True, but only a worker process "
+                "runs in the sandbox. Set isolated=True."
             )
         if self.judges is not None and not self.is_async:
             raise ValueError(

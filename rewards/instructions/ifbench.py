@@ -20,6 +20,7 @@ from rewards.instructions.instruction_checks import (
     check_package,
     instruction_names,
     instruction_output,
+    nltk_folders,
     prepare,
 )
 
@@ -52,6 +53,7 @@ SPEC = RewardSpec(
     config=IFBenchConfig,
     score=score,
     isolated=True,
+    reads=nltk_folders,
     check=check,
     check_row=check_row,
     prepare=partial(prepare, "ifbench"),

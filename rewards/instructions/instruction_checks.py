@@ -6,6 +6,7 @@ here it never does. An instruction whose data is missing gives no reward, and th
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -119,6 +120,11 @@ def check_package(name: str) -> None:
     """Raises ValueError if the package with the registries is missing; ``name`` is the reward that needs it."""
     if find_spec("if_verifiable") is None:
         raise ValueError(f"reward={name} needs the package if-verifiable: pip install 'relax-core[rewards]'.")
+
+
+def nltk_folders(config: RewardConfig) -> list[str]:
+    """Returns where nltk looks for its data in this user's files."""
+    return [folder for folder in os.environ.get("NLTK_DATA", "").split(os.pathsep) if folder] + ["~/nltk_data"]
 
 
 @cache

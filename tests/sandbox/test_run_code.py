@@ -27,7 +27,22 @@ from relax_core.sandbox.run_code import (
     run_code_without_sandbox,
     try_sandbox,
 )
-from relax_core.sandbox.seccomp_filter import ARCHITECTURES, CLONE, CLONE3, REFUSED
+from relax_core.sandbox.seccomp_filter import (
+    ANSWER_REFUSED,
+    ARCHITECTURES,
+    CLONE,
+    CLONE3,
+    FCNTL,
+    FLOCK,
+    IOCTL,
+    MMAP,
+    MODES,
+    OPEN,
+    OPENAT,
+    PRLIMIT,
+    REFUSED,
+    SOCKETPAIR,
+)
 
 ROOT = Path(__file__).parents[2]
 ORDINARY = 65533
@@ -139,7 +154,7 @@ def test_there_is_no_network(run: Run) -> None:
 
     with socket.create_server(("127.0.0.1", 0)) as server:
         output = run(code.replace("PORT", str(server.getsockname()[1]))).output
-    assert output.split() == ["111", "101"]  # refused by the sandbox's own loopback; unreachable
+    assert output.split() == ["1", "1"]  # there are no sockets
 
 
 def test_files_of_others_are_not_there_and_nothing_can_be_written_outside_of_tmp(run: Run, tmp_path: Path) -> None:
@@ -265,7 +280,12 @@ def test_the_numbers_of_system_calls_are_those_of_libseccomp() -> None:
         pytest.skip("libseccomp is not installed")
     resolve = ctypes.CDLL(name).seccomp_syscall_resolve_name_arch
     resolve.argtypes = [ctypes.c_uint32, ctypes.c_char_p]
-    table = {**REFUSED, "clone": CLONE, "clone3": CLONE3}
+    calls = {"clone": CLONE, "clone3": CLONE3, "mmap": MMAP, "socketpair": SOCKETPAIR, "fcntl": FCNTL}
+    calls |= {"open": OPEN, "openat": OPENAT, "prlimit64": PRLIMIT, "flock": FLOCK, "ioctl": IOCTL}
+    table = {**REFUSED, **MODES, **ANSWER_REFUSED, **calls}
+    newer = {"open_tree_attr", "statmount", "listmount", "setxattrat", "fchmodat2"}  # than the library of Debian 12
     for architecture in ARCHITECTURES.values():
         found = {name: resolve(architecture.audit, name.encode()) for name in table}
-        assert found == {name: both[architecture.column] for name, both in table.items()}
+        wanted = {name: both[architecture.column] for name, both in table.items()}
+        wanted = {name: number for name, number in wanted.items() if not (name in newer and found[name] == -1)}
+        assert {name: max(found[name], -1) for name in wanted} == wanted  # below -1: not of this processor

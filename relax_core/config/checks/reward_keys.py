@@ -8,6 +8,8 @@ from relax_core.config.reward_choice import choice_problems
 from relax_core.config.schema import RelaxConfig
 from relax_core.registry import find_reward
 
+SANDBOXES = ("auto", "none")
+
 
 def reward_problems(config: RelaxConfig) -> Iterator[str]:
     """Yields what is wrong with the reward's settings, and with the reward for the data."""
@@ -16,6 +18,8 @@ def reward_problems(config: RelaxConfig) -> Iterator[str]:
         yield f"reward.timeout_s={reward.timeout_s}: must be more than 0 seconds."
     if not reward.memory_gib > 0:
         yield f"reward.memory_gib={reward.memory_gib}: must be more than 0 GiB."
+    if reward.sandbox not in SANDBOXES:
+        yield f"reward.sandbox={reward.sandbox}: use {' or '.join(SANDBOXES)}."
     if not 0 <= reward.max_failed <= 1:
         yield f"reward.max_failed={reward.max_failed}: a share, from 0 (none may fail) to 1 (all may)."
     yield from choice_problems(spec, reward)

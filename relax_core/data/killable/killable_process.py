@@ -9,8 +9,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +20,14 @@ import msgspec
 import psutil
 
 from relax_core.data.killable.worker_frames import HEADER_BYTES, Ready, payload_bytes, to_frame
+from relax_core.sandbox.worker_sandbox import WorkerSandbox
 
 _START_DEADLINE_S = 120.0
 _END_DEADLINE_S = 10.0  # the limit for the end of a killed process
 _CLOSED_S = 10.0  # the limit for the end of a process that closed its pipe
 _READ_BYTES = 1 << 16
+_SIGNAL_EXIT = 128  # bubblewrap exits with this and the number of the signal that ended the worker
+_THREADS = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
 class WorkerLost(Exception):
@@ -40,11 +45,21 @@ class KillableProcess:
     """Is one worker process; it is replaced if it is lost.
 
     ``command`` is the module that runs and its arguments, and ``settings`` its first message. ``what`` begins the text
-    of errors. The output of the process goes to ``log_file``, a path or a descriptor, or to this process's stderr.
+    of errors. The output of the process goes to ``log_file``, a path or a descriptor, or to this process's stderr. With
+    ``sandbox`` it runs there; raises `SandboxRefused` if there is none.
     """
 
-    def __init__(self, command: Sequence[str], settings: Any, *, what: str, log_file: Path | int | None = None) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        settings: Any,
+        *,
+        what: str,
+        log_file: Path | int | None = None,
+        sandbox: WorkerSandbox | None = None,
+    ) -> None:
         self._command = command
+        self._sandbox = sandbox
         self._settings = settings
         self._what = what
         self._log_file = log_file
@@ -55,7 +70,7 @@ class KillableProcess:
 
     @property
     def pid(self) -> int:
-        """Returns the number of the process that runs now."""
+        """Returns the number of the process that runs now, or of the sandbox around it."""
         return self._process.pid
 
     def ask(self, message: Any, *, limit_s: float, content: bytes = b"") -> bytes:
@@ -104,18 +119,20 @@ class KillableProcess:
             pipe.close()
 
     def _start(self) -> subprocess.Popen[bytes]:
-        root = Path(__file__).parents[3]
-        path = {"PYTHONPATH": os.pathsep.join([str(root), *sys.path])}
-        with self._log_file.open("ab") if isinstance(self._log_file, Path) else nullcontext(self._log_file) as log:
-            process = subprocess.Popen(
-                [sys.executable, "-m", *self._command],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                bufsize=0,
-                env=os.environ | path | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
-                start_new_session=True,  # Ctrl-C reaches only the owner, and a kill reaches the process's own children
-            )
+        command = [sys.executable, "-m", *self._command]
+        with ExitStack() as stack:
+            log = self._log_file
+            if isinstance(log, Path):
+                log = stack.enter_context(log.open("ab")).fileno()
+            if self._sandbox is None:
+                root = Path(__file__).parents[3]
+                path = {"PYTHONPATH": os.pathsep.join([str(root), *sys.path])}
+                process = _popen(command, log, environment=os.environ | path | _THREADS)
+            else:
+                before, descriptor = self._sandbox.command(stack, variables=_THREADS)
+                given = {"PATH": os.environ.get("PATH", "")}
+                start = _starter().submit(_popen, [*before, *command], log, environment=given, inherited=(descriptor,))
+                process = start.result(_START_DEADLINE_S)
         assert process.stdin is not None and process.stdout is not None
         os.set_blocking(process.stdin.fileno(), False)
         os.set_blocking(process.stdout.fileno(), False)
@@ -187,5 +204,28 @@ class KillableProcess:
             code = self._process.wait(_CLOSED_S)
         except subprocess.TimeoutExpired:
             return WorkerLost("its worker process closed its pipe and keeps running")
+        if self._sandbox is not None and code > _SIGNAL_EXIT:
+            code = _SIGNAL_EXIT - code
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         return WorkerLost(f"its worker process died ({how})")
+
+
+@cache
+def _starter() -> ThreadPoolExecutor:
+    """Returns the thread that starts all sandboxes: the kernel ends a sandbox together with the thread that made it."""
+    return ThreadPoolExecutor(1, thread_name_prefix="start of sandboxes")
+
+
+def _popen(
+    command: Sequence[str], log: int | None, *, environment: Mapping[str, str], inherited: tuple[int, ...] = ()
+) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=log,
+        bufsize=0,
+        env=environment,
+        pass_fds=inherited,
+        start_new_session=True,  # Ctrl-C reaches only the owner, and a kill reaches the process's own children
+    )

@@ -49,6 +49,13 @@ class WorkerPipe:
         while rest:
             rest = rest[self._answers.write(rest) :]
 
+    def leave(self) -> None:
+        """Takes the connection away from this process, a child of the worker that reads and answers no request."""
+        self._answers.close()
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(nothing, 0)
+        os.close(nothing)
+
 
 @contextmanager
 def cpu_limit(limit_s: float) -> Iterator[None]:

@@ -85,11 +85,11 @@ class RolloutWorker(Worker):
         directory = EngineDirectory(context)
         pool = traced_pool(context, directory, self.waiting)
         self._follower = await engine_follower(context, pool, directory)
-        rewards = self._rewards()
         source = make_source(config.data, seed=config.seed, eval_rows=held_out_count(config))
         run_env = RunEnv(config, log_dir=context.log_dir, rank=self._rank)
         reclaimed = await self._reclaim(bus)
         encoders = await asyncio.to_thread(self._encoders, bus)
+        rewards = self._rewards()  # its workers see the folder of media, which is there now
         prompts = self._prompts(run_env.env, encoders, bus)
         spec = find_algorithm(config.algo.name)
         teachers = spec.requirements(config.algo).teacher
@@ -222,6 +222,7 @@ class RolloutWorker(Worker):
             workers=config.rollout.reward_workers,
             concurrency=config.rollout.reward_concurrency,
             log_file=self.context.log_dir / REWARD_LOG,
+            media_folder=str(self.context.media_folder or ""),
             on_hang=self.fail,
             waiting=self.waiting,
             name=self.name,

@@ -119,12 +119,21 @@ class TracedRewardPool(RewardPool):
         workers: int,
         concurrency: int,
         log_file: Path,
+        media_folder: str,
         on_hang: OnHang,
         waiting: Waiting,
         name: str,
         judges: JudgePool | None = None,
     ) -> None:
-        super().__init__(spec, config, workers=workers, concurrency=concurrency, log_file=log_file, on_hang=on_hang)
+        super().__init__(
+            spec,
+            config,
+            workers=workers,
+            concurrency=concurrency,
+            log_file=log_file,
+            media_folder=media_folder,
+            on_hang=on_hang,
+        )
         self._waiting = waiting
         self._name = name
         self._judges = judges

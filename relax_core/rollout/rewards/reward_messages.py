@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
 
 from relax_core.contracts.reward import RewardConfig, RewardInput
+from relax_core.registry import is_file_plugin
 
 
 class WorkerReward(msgspec.Struct, frozen=True):
@@ -15,8 +18,9 @@ class WorkerReward(msgspec.Struct, frozen=True):
 
     @staticmethod
     def of(config: RewardConfig) -> WorkerReward:
-        """Returns the reward of these settings."""
-        return WorkerReward(config.name, msgspec.msgpack.encode(config))
+        """Returns the reward of these settings; a file has its whole path, because the process has another folder."""
+        name = str(Path(config.name).expanduser().absolute()) if is_file_plugin(config.name) else config.name
+        return WorkerReward(name, msgspec.msgpack.encode(config))
 
 
 class Load(msgspec.Struct, frozen=True, tag=True):

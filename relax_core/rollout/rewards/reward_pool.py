@@ -15,14 +15,17 @@ from typing import Self
 from relax_core.config.reward_choice import ChosenReward, Outcome, RewardChoice
 from relax_core.contracts.data import DataRow
 from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput, RewardSpec
+from relax_core.data.killable.limited_log import LimitedLog
 from relax_core.rollout.rewards.hang_watch import HangWatch, OnHang
 from relax_core.rollout.rewards.reward_calls import score_async, score_here
 from relax_core.rollout.rewards.reward_failures import RewardFailures
 from relax_core.rollout.rewards.reward_figures import RewardFigures, WorkerTimes
+from relax_core.rollout.rewards.reward_sandbox import reward_sandbox
 from relax_core.rollout.rewards.reward_worker import RewardWorker
 
 IN_LOOP_S = 1e-3  # a group that takes no longer is scored in the event loop, because a thread would add as much
 ALONE_S = 1e-3  # an answer that takes longer is scored in its own thread
+_LOG_BYTES = 64 * 2**20  # of the output of workers, which a reward or an answer may flood
 _PACE_KEPT = 0.9  # the factor per call by which a slow answer's time decays, so that it counts for some tens of calls
 
 
@@ -30,7 +33,7 @@ class _RunningReward:
     """Holds a reward of a pool with what is known of its calls."""
 
     def __init__(self, chosen: ChosenReward, on_hang: OnHang | None) -> None:
-        self.spec, self.config = chosen.spec, chosen.config
+        self.chosen, self.spec, self.config = chosen, chosen.spec, chosen.config
         watched = on_hang is not None and not chosen.spec.isolated
         self.watch = HangWatch(chosen.config, on_hang, shared=not chosen.spec.is_async) if watched and on_hang else None
         self.answer_s = float("inf")  # the longest recent time of an answer; unknown before the first group
@@ -63,9 +66,10 @@ class RewardPool:
     A reward that is not isolated has at most ``concurrency`` calls in flight. A plain function runs in threads, or in
     the event loop if it takes microseconds, because a thread would cost more than the call.
 
-    ``log_file`` receives the output of the child processes. ``on_hang`` is called with an error, in another thread, if
-    a reward that is not isolated takes longer than ``config.timeout_s`` per answer, because such a call cannot be
-    ended. Raises ValueError as `RewardChoice` does.
+    The child processes run in the sandbox unless ``config.sandbox`` is "none" or the machine has none, which is logged.
+    ``log_file`` receives their output. In the sandbox they may read the files of ``media_folder``. ``on_hang`` is
+    called with an error, in another thread, if a reward that is not isolated takes longer than ``config.timeout_s`` per
+    answer, because such a call cannot be ended. Raises ValueError as `RewardChoice` does.
     """
 
     def __init__(
@@ -76,26 +80,31 @@ class RewardPool:
         workers: int,
         concurrency: int = 1,
         log_file: Path | None = None,
+        media_folder: str = "",
         on_hang: OnHang | None = None,
     ) -> None:
         self.failures = RewardFailures(config)
         self._choice = RewardChoice(spec, config)
         self._on_hang = on_hang
-        self._log_file = log_file
+        self._log = None if log_file is None else LimitedLog(log_file, most_bytes=_LOG_BYTES)
+        self._media_folder = media_folder
         self._worker_count = workers
         self._workers: list[RewardWorker] = []
         self._idle: queue.SimpleQueue[int] = queue.SimpleQueue()  # indices of workers
         self._worker_times = WorkerTimes()
         self._worker_threads = ThreadPoolExecutor(max(1, workers), thread_name_prefix="reward worker")
-        if isolated := [one.config for one in self._choice.known() if one.spec.isolated]:
+        if isolated := [one for one in self._choice.known() if one.spec.isolated]:
             self._start_workers(isolated)
         self._threads = ThreadPoolExecutor(concurrency, thread_name_prefix="reward")
         self._calls = asyncio.Semaphore(concurrency)  # limits the calls of async rewards
         self._closed = False
         self._running = {one.label: _RunningReward(one, on_hang) for one in self._choice.known()}
 
-    def _start_workers(self, configs: Sequence[RewardConfig]) -> None:
-        self._workers = [RewardWorker(configs, self._log_file) for _ in range(self._worker_count)]
+    def _start_workers(self, rewards: Sequence[ChosenReward]) -> None:
+        configs = [one.config for one in rewards]
+        sandbox = reward_sandbox(self._choice, rewards, media_folder=self._media_folder)
+        log = None if self._log is None else self._log.descriptor
+        self._workers = [RewardWorker(configs, log=log, sandbox=sandbox) for _ in range(self._worker_count)]
         for index in range(len(self._workers)):
             self._idle.put(index)
 
@@ -158,7 +167,7 @@ class RewardPool:
         loop = asyncio.get_running_loop()
         if reward.spec.isolated:
             if not self._workers and not self._closed:
-                self._start_workers([reward.config])
+                self._start_workers([reward.chosen])
             threads = self._worker_threads
             return await asyncio.gather(
                 *(loop.run_in_executor(threads, self._in_worker, reward, call) for call in each)
@@ -203,9 +212,11 @@ class RewardPool:
 
         Calls in flight in worker processes return without a reward. Calls in threads are not waited for.
         """
-        self._closed = True
+        again, self._closed = self._closed, True
         for worker in self._workers:
             worker.process.stop()
+        if self._log is not None and not again:
+            self._log.close()  # after the last restart of a worker
         for reward in self._running.values():
             if reward.watch is not None:
                 reward.watch.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import msgspec
 
@@ -11,6 +10,7 @@ from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput
 from relax_core.data.killable.killable_process import KillableProcess, WorkerLost
 from relax_core.data.killable.worker_frames import Ready
 from relax_core.rollout.rewards.reward_messages import Load, Score, WorkerReward, WorkerStart
+from relax_core.sandbox.worker_sandbox import WorkerSandbox
 
 _MAIN = "relax_core.rollout.rewards.reward_worker_main"
 _LOAD_S = 120.0  # as long as the start of a process may take
@@ -19,14 +19,18 @@ _LOAD_S = 120.0  # as long as the start of a process may take
 class RewardWorker:
     """Scores in one worker process; a process that is lost is replaced.
 
-    The process imports the rewards of ``configs`` at its start, and others when they are first asked for.
+    The process imports the rewards of ``configs`` at its start, and others when they are first asked for. Its output
+    goes to the descriptor ``log``, or to this process's stderr. With ``sandbox`` it runs there.
     """
 
-    def __init__(self, configs: Sequence[RewardConfig], log_file: Path | None) -> None:
+    def __init__(
+        self, configs: Sequence[RewardConfig], *, log: int | None, sandbox: WorkerSandbox | None = None
+    ) -> None:
         self._at_start = [WorkerReward.of(config) for config in configs]
         self._loaded = set(self._at_start)
         what = "reward " + (", ".join(config.name for config in configs) or "worker")
-        self.process = KillableProcess([_MAIN], WorkerStart(self._at_start), what=what, log_file=log_file)
+        start = WorkerStart(self._at_start)
+        self.process = KillableProcess([_MAIN], start, what=what, log_file=log, sandbox=sandbox)
 
     def score(self, inputs: Sequence[RewardInput], config: RewardConfig) -> list[RewardOutput]:
         """Returns one output per input, in order, within ``config.timeout_s`` seconds per input.

@@ -17,6 +17,7 @@ from relax_core.contracts.reward import RewardInput, RewardOutput, RewardSpec
 from relax_core.data.killable.worker_frames import Ready
 from relax_core.data.killable.worker_pipe import WorkerPipe, cpu_limit
 from relax_core.registry import find_reward
+from relax_core.rollout.rewards.answer_process import scored_alone
 from relax_core.rollout.rewards.reward_calls import score_here
 from relax_core.rollout.rewards.reward_messages import Load, Score, WorkerReward, WorkerStart
 
@@ -24,9 +25,10 @@ _GIB = 1 << 30
 
 
 class _Rewards:
-    """Holds the rewards that this process has imported."""
+    """Holds the rewards that this process has imported; ``pipe`` is its connection to the owner."""
 
-    def __init__(self) -> None:
+    def __init__(self, pipe: WorkerPipe) -> None:
+        self._pipe = pipe
         self._loaded: dict[WorkerReward, tuple[RewardSpec, Any]] = {}
 
     def load(self, reward: WorkerReward) -> None:
@@ -39,6 +41,17 @@ class _Rewards:
     def score(self, reward: WorkerReward, inputs: Sequence[RewardInput]) -> list[RewardOutput]:
         """Returns the outputs of a loaded reward, within its limits of CPU time and memory."""
         spec, config = self._loaded[reward]
+        if not spec.needs_sandbox:
+            return self._score(spec, config, inputs)
+        return scored_alone(
+            lambda: self._score(spec, config, inputs),
+            self._pipe,
+            answers=len(inputs),
+            memory_bytes=round(config.memory_gib * _GIB),
+        )
+
+    @staticmethod
+    def _score(spec: RewardSpec, config: Any, inputs: Sequence[RewardInput]) -> list[RewardOutput]:
         with cpu_limit(config.timeout_s * len(inputs)), memory_limit(config.memory_gib):
             outcomes = score_here(spec, inputs, config)
         return [
@@ -67,7 +80,7 @@ def memory_limit(gib: float) -> Iterator[None]:
 def main() -> None:
     """Reads which rewards to import, imports them and scores until stdin ends."""
     pipe = WorkerPipe()
-    rewards = _Rewards()
+    rewards = _Rewards(pipe)
     try:
         for reward in msgspec.msgpack.decode(pipe.read(), type=WorkerStart).rewards:
             rewards.load(reward)

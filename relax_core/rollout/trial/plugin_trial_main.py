@@ -7,6 +7,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, BinaryIO
 
@@ -21,10 +22,16 @@ from relax_core.registry import find_algorithm, find_env, find_reward, plugin_wo
 from relax_core.rollout.data_source_trial import try_data_source
 from relax_core.rollout.env_workers.env_messages import with_sources
 from relax_core.rollout.rewards.reward_inputs import without_bytes
+from relax_core.rollout.rewards.reward_sandbox import reward_sandbox
+from relax_core.rollout.rewards.reward_worker import RewardWorker
 from relax_core.rollout.trial.algorithm_trial import try_algorithm
 from relax_core.rollout.trial.plugin_trial import START_S, Done, Request, Stage
 
 ALGORITHM_S = 60.0
+_IN_SANDBOX = (
+    " It ran in the sandbox, without a network, variables and files of yours: name files that it reads by reads=… in "
+    "its SPEC, or use reward.sandbox=none."
+)
 
 
 def main() -> None:
@@ -109,43 +116,60 @@ def _try_reward(request: Request, replies: BinaryIO) -> Iterator[str]:
             if chosen.spec.judges is None:  # else it gives no reward before its judges' engines have started
                 rows.setdefault(chosen, []).append((where, row))
     for chosen, its in rows.items():
-        yield from _try_on_rows(chosen, its, request, replies)
+        yield from _try_on_rows(choice, chosen, its, request, replies)
 
 
 def _try_on_rows(
-    chosen: ChosenReward, rows: Sequence[tuple[str, dict[str, Any]]], request: Request, replies: BinaryIO
+    choice: RewardChoice,
+    chosen: ChosenReward,
+    rows: Sequence[tuple[str, dict[str, Any]]],
+    request: Request,
+    replies: BinaryIO,
 ) -> Iterator[str]:
     spec, config = chosen.spec, chosen.config
     name = f"reward.name={config.name}"
     _send(replies, Stage(what=f"{name}: its libraries", limit_s=START_S))
-    if (problem := _problem(spec.prepare, f"{name}: prepare")) is not None:
+    sandbox = reward_sandbox(choice, [chosen]) if spec.isolated else None
+    if sandbox is None and (problem := _problem(spec.prepare, f"{name}: prepare")) is not None:
         yield problem
         return
     first = ""
-    for where, row in rows:
-        answer = str(row["answer"])
-        given = RewardInput(response=answer, stopped=True, answer=answer, row=without_bytes(with_sources(row)))
-        what = f"{name}: the score of {where}, with its own answer as the response"
-        answers = 1 if spec.score is not None else 2
-        _send(replies, Stage(what=what, limit_s=max(request.call_s, config.timeout_s * answers)))
-        try:
-            output = _first_output(spec, given, config)
-        except (WrongResult, RewardUnusable) as error:
-            yield f"{name}: {error}"
-            return
-        except Exception as error:  # plug-in code: the error is reported if no row has a reward
-            first = first or f"{what}: {plugin_words(error)}"
-            continue
-        if output.reward is not None:
-            return
-        first = first or f"{what}: no reward: {output.reason or 'None without a reason'}"
+    with ExitStack() as stack:
+        score = partial(_first_output, spec, config)
+        if sandbox is not None:  # the data's own answers are not scored outside of it either
+            worker = RewardWorker([config], log=None, sandbox=sandbox)
+            stack.callback(worker.process.stop)
+            score = partial(_first_of_worker, worker, config)
+        for where, row in rows:
+            answer = str(row["answer"])
+            given = RewardInput(response=answer, stopped=True, answer=answer, row=without_bytes(with_sources(row)))
+            what = f"{name}: the score of {where}, with its own answer as the response"
+            answers = 1 if spec.score is not None else 2
+            limit_s = max(request.call_s, config.timeout_s * answers)
+            _send(replies, Stage(what=what, limit_s=limit_s if sandbox is None else limit_s + START_S))
+            try:
+                output = score([given] * answers)
+            except (WrongResult, RewardUnusable) as error:
+                yield f"{name}: {error}"
+                return
+            except Exception as error:  # plug-in code: the error is reported if no row has a reward
+                first = first or f"{what}: {plugin_words(error)}"
+                continue
+            if output.reward is not None:
+                return
+            first = first or f"{what}: no reward: {output.reason or 'None without a reason'}"
     several = "" if len(rows) < 2 else f" None of the {len(rows)} rows that were tried has a reward."
-    yield f"{first}.{several}"
+    yield f"{first}.{several}{'' if sandbox is None else _IN_SANDBOX}"
 
 
-def _first_output(spec: RewardSpec, given: RewardInput, config: Any) -> RewardOutput:
+def _first_of_worker(worker: RewardWorker, config: Any, given: Sequence[RewardInput]) -> RewardOutput:
+    """Returns the first output of the answers to a row, by a process; raises RuntimeError if that does not start."""
+    return worker.score(given, config)[0]
+
+
+def _first_output(spec: RewardSpec, config: Any, given: Sequence[RewardInput]) -> RewardOutput:
     """Returns the first output; a reward of groups gets the answer twice, so that a list of wrong length is noticed."""
-    result: Any = spec.score(given, config) if spec.score is not None else spec.score_group([given] * 2, config)  # type: ignore[misc]
+    result: Any = spec.score(given[0], config) if spec.score is not None else spec.score_group(given, config)  # type: ignore[misc]
     if spec.is_async:
         result = asyncio.run(result)
     output = result if spec.score is not None else result[0]

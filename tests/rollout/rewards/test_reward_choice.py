@@ -114,7 +114,8 @@ def test_a_row_names_its_reward() -> None:
 def test_isolated_rewards_of_a_run_share_their_processes(tmp_path: Path) -> None:
     """One that only a row names is imported when it is first asked for."""
     isolated = plugin(tmp_path, isolated=True)
-    config = plugin_config("reward", "exact_match", {"by": "scorer", "max_failed": 1.0}, section="reward")
+    values = {"by": "scorer", "parts": [{"reward": isolated}], "max_failed": 1.0}
+    config = plugin_config("reward", "exact_match", values, section="reward")
 
     async def score_all(pool: RewardPool) -> list[RewardOutput]:
         rows: list[Mapping[str, Any]] = [{}, {"scorer": isolated}, {"scorer": "math"}, {"scorer": isolated}]
@@ -173,6 +174,7 @@ def test_a_setting_that_a_part_does_not_have_is_named() -> None:
     [
         ({"scorer": "no_such"}, "f.jsonl, line 3: scorer: reward.name=no_such is not known"),
         ({"scorer": 7}, "line 3: scorer=7 is no name of a reward"),
+        ({"scorer": "/tmp/mine.py"}, "line 3: scorer=/tmp/mine.py: a row names no file"),
         ({"scorer": "mix"}, "line 3: scorer=mix: it is made of other rewards"),
         ({"scorer": "remote"}, "line 3: scorer=remote: reward.url=''.*stand in reward.parts"),
         ({"scorer": "dapo"}, "line 3: reward dapo: answer='red' is no number"),

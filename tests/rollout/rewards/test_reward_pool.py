@@ -1,4 +1,7 @@
-"""The reward pool with real worker processes, and plug-ins that hang, crash and lie."""
+"""The reward pool with real worker processes, and plug-ins that hang, crash and lie.
+
+The processes are plain ones, whose numbers and files the tests see; tests/security/test_reward_sandbox.py has the others.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +84,7 @@ def make_pool(tmp_path: Path) -> Any:
         path = tmp_path / f"odd{len(pools)}.py"
         path.write_text(code.replace("ISOLATED", str(isolated)))
         spec = find_reward(str(path))
-        pools.append(RewardPool(spec, spec.config(name=str(path), **config), workers=workers))
+        pools.append(RewardPool(spec, spec.config(name=str(path), sandbox="none", **config), workers=workers))
         return pools[-1]
 
     yield make
@@ -322,7 +325,7 @@ def test_no_worker_outlives_an_owner_that_is_killed(tmp_path: Path, busy: str) -
             from relax_core.registry import find_reward
             from relax_core.rollout.rewards.reward_pool import RewardPool
             spec = find_reward({str(path)!r})
-            pool = RewardPool(spec, spec.config(name={str(path)!r}, timeout_s={limit_s}), workers=1)
+            pool = RewardPool(spec, spec.config(name={str(path)!r}, timeout_s={limit_s}, sandbox="none"), workers=1)
             def score(text):
                 given = RewardInput(response=text, stopped=True, answer="a", row={{}})
                 asyncio.run(pool.score([given]))

@@ -1,0 +1,167 @@
+"""Puts a sandbox into a control group of its own, which counts all its memory, also that of the kernel.
+
+A group can be made by root, or by a user to whom a part of the tree was delegated. Elsewhere there is none, and the
+sandbox has the limits that a process gives itself and that its owner checks.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import subprocess
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+_PREFIX = "relax-sandbox-"
+_LEFT_S = 60.0  # an empty group that is older was left by an owner that was killed
+_END_S = 10.0
+_PAUSE_S = 5e-4  # the last process of a sandbox ends within a millisecond of its owner's notice
+_TRY_S = 30.0
+# A process enters each group by itself before it becomes the command: it may have children before its owner moves it.
+_ENTER = 'while [ "$1" != -- ]; do echo 0 > "$1" || exit 125; shift; done; shift; exec "$@"'
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True)
+class _Base:
+    """Is a folder in which groups can be made; ``version`` is 1 or 2, ``controllers`` are those that count in them."""
+
+    folder: Path
+    version: int
+    controllers: frozenset[str]
+
+
+class ControlGroup:
+    """Is one group of processes with limits; `remove` ends it when its processes have ended.
+
+    ``memory_bytes`` counts anonymous and shared memory, files in memory, page tables, buffers of pipes and sockets and
+    the kernel's objects; nothing of it is swapped. ``processes`` is the most processes and threads.
+    """
+
+    def __init__(self, bases: tuple[_Base, ...], *, memory_bytes: int, processes: int) -> None:
+        name = f"{_PREFIX}{os.getpid()}-{time.monotonic_ns():x}-{next(_numbers)}"
+        self._folders: list[tuple[_Base, Path]] = []
+        try:
+            for base in bases:
+                (base.folder / name).mkdir()
+                self._folders.append((base, base.folder / name))
+                self._limit(base, base.folder / name, memory_bytes, processes)
+        except OSError:
+            self.remove()
+            raise
+
+    @property
+    def enter(self) -> list[str]:
+        """Returns the words before a command that make its process enter the group."""
+        return ["/bin/sh", "-c", _ENTER, "sh", *(str(folder / "cgroup.procs") for _, folder in self._folders), "--"]
+
+    def out_of_memory(self) -> bool:
+        """Returns whether the kernel has killed a process because the group was at its limit of memory."""
+        for base, folder in self._folders:
+            if "memory" in base.controllers:
+                file = folder / ("memory.oom_control" if base.version == 1 else "memory.events")
+                words = (line.split() for line in file.read_text().splitlines())
+                return any(name == "oom_kill" and int(count) for name, count in words)
+        return False
+
+    def remove(self) -> None:
+        """Removes the group; one that is still busy after some seconds is removed by the next start of a process."""
+        until = time.monotonic() + _END_S
+        for _, folder in self._folders:
+            while True:
+                try:
+                    folder.rmdir()
+                except FileNotFoundError:
+                    break
+                except OSError as error:
+                    if error.errno != errno.EBUSY or time.monotonic() > until:
+                        break
+                    time.sleep(_PAUSE_S)
+                else:
+                    break
+
+    @staticmethod
+    def _limit(base: _Base, folder: Path, memory_bytes: int, processes: int) -> None:
+        if "memory" in base.controllers:
+            if base.version == 1:
+                (folder / "memory.limit_in_bytes").write_text(str(memory_bytes))
+                with suppress(FileNotFoundError, PermissionError):  # without it the kernel does not count swap
+                    (folder / "memory.memsw.limit_in_bytes").write_text(str(memory_bytes))
+            else:
+                (folder / "memory.max").write_text(str(memory_bytes))
+                with suppress(FileNotFoundError):  # a kernel without swap
+                    (folder / "memory.swap.max").write_text("0")
+        if "pids" in base.controllers:
+            (folder / "pids.max").write_text(str(processes))
+
+
+def make_control_group(*, memory_bytes: int, processes: int) -> ControlGroup | None:
+    """Returns a new group, or None if this process may make none."""
+    bases = _usable_bases()
+    return ControlGroup(bases, memory_bytes=memory_bytes, processes=processes) if bases else None
+
+
+@cache
+def _usable_bases() -> tuple[_Base, ...]:
+    """Returns where groups are made; empty if a process cannot enter a new one. Removes groups that were left."""
+    bases = tuple(_bases(Path("/proc/self/cgroup").read_text(), Path("/proc/self/mountinfo").read_text()))
+    if not any("memory" in base.controllers for base in bases):
+        return ()
+    for base in bases:
+        for left in base.folder.glob(f"{_PREFIX}*"):
+            with suppress(OSError):  # it is in use, or another process has removed it
+                if time.time() - left.stat().st_mtime > _LEFT_S:
+                    left.rmdir()
+    try:
+        group = ControlGroup(bases, memory_bytes=2**26, processes=8)
+    except OSError:
+        return ()
+    try:
+        entered = subprocess.run([*group.enter, "/bin/true"], timeout=_TRY_S, capture_output=True, check=False)
+    finally:
+        group.remove()
+    return bases if entered.returncode == 0 else ()
+
+
+def _bases(own: str, mounts: str) -> list[_Base]:
+    """Returns the folders for groups by the texts of /proc/self/cgroup and /proc/self/mountinfo.
+
+    Of version 1 the group of this process can have groups below it. Of version 2 it can only if it has no processes or
+    is the root; else groups are made beside it.
+    """
+    found = []
+    for line in own.splitlines():
+        _, names, path = line.split(":", 2)
+        controllers = frozenset(names.split(",")) & {"memory", "pids"}
+        version = 1 if names else 2
+        if (version == 1 and not controllers) or (folder := _mounted(path, names, mounts)) is None:
+            continue
+        if version == 1:
+            if os.access(folder, os.W_OK):
+                found.append(_Base(folder, 1, controllers))
+            continue
+        for candidate in (folder, folder.parent):
+            with suppress(OSError):  # above the mounted tree, or not readable
+                given = frozenset((candidate / "cgroup.subtree_control").read_text().split()) & {"memory", "pids"}
+                if "memory" in given and os.access(candidate, os.W_OK):
+                    found.append(_Base(candidate, 2, given))
+                    break
+    return found
+
+
+def _mounted(path: str, names: str, mounts: str) -> Path | None:
+    """Returns the folder of a group in the file system, None if its tree is not mounted here."""
+    for line in mounts.splitlines():
+        before, _, after = line.partition(" - ")
+        root, folder = before.split()[3:5]
+        kind, _, options = after.split()
+        right = (
+            kind == "cgroup2" if not names else kind == "cgroup" and set(names.split(",")) <= set(options.split(","))
+        )
+        if right and Path(path).is_relative_to(root):
+            return Path(folder) / Path(path).relative_to(root)
+    return None

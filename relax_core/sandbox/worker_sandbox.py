@@ -1,0 +1,108 @@
+"""Builds the sandbox for a worker process of Relax itself, such as that of isolated rewards.
+
+The process keeps the user number outside, so that it may read an interpreter that only root or this user can read. What
+it could do with that is taken away: it has no capability, all that it sees of the machine's files is read-only, and
+there are no secrets among them.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from relax_core.sandbox.bwrap_command import SandboxRefused, bwrap_command, filter_descriptor, refusal
+
+_ROOT = Path(__file__).resolve().parents[2]
+_CODE = ("relax_core", "rewards")  # of Relax's checkout, which may hold runs; an installed Relax is a package as others
+_PACKAGES = ("site-packages", "dist-packages")
+_VARIABLES = ("LANG", "LC_ALL", "TZ", "PYTHONHASHSEED", "NLTK_DATA")  # of this process's environment; no secrets
+_UID = "1000"  # a number that is not that of other users' files, which have 65534 inside
+_DISK_MIB = 64
+_START_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerSandbox:
+    """Says what a worker process sees beside the interpreter, its packages and Relax's code.
+
+    ``read_only`` are paths that it may read. ``imports`` are packages and modules, as paths, that it may import.
+    """
+
+    read_only: tuple[Path, ...] = ()
+    imports: tuple[Path, ...] = ()
+
+    def command(self, stack: ExitStack, *, variables: dict[str, str]) -> tuple[list[str], int]:
+        """Returns the words before the interpreter, and a descriptor that the process must inherit.
+
+        The descriptor is open until the end of ``stack``. Raises `SandboxRefused` if there is no bubblewrap.
+        """
+        packages = _package_folders()
+        above = [str(path.parent) for path in self.imports]
+        environment = {
+            "PATH": "/usr/bin:/bin",
+            "HOME": str(Path.home()),  # where libraries look for data, of which `read_only` shows what they need
+            "LANG": "C.UTF-8",
+            **{name: os.environ[name] for name in _VARIABLES if name in os.environ},
+            "PYTHONPATH": os.pathsep.join([str(_ROOT), *map(str, packages), *above]),
+            "PYTHONDONTWRITEBYTECODE": "1",
+            **variables,
+        }
+        seccomp = filter_descriptor(stack, keep_modes=True)
+        paths = [*_interpreter(), *packages, *(_ROOT / name for name in _CODE), *self.imports, *self.read_only]
+        sandbox = bwrap_command(seccomp, disk_mib=_DISK_MIB, environment=environment, read_only=_needed(paths))
+        return [sandbox[0], "--uid", _UID, "--gid", _UID, *sandbox[1:]], seccomp
+
+
+@cache
+def worker_refusal() -> str:
+    """Returns why this machine refuses the sandbox of a worker, with what to do, or an empty text if it does not."""
+    with ExitStack() as stack:
+        try:
+            words, seccomp = WorkerSandbox().command(stack, variables={})
+            done = subprocess.run(
+                [*words, sys.executable, "-c", "import relax_core"],
+                pass_fds=[seccomp],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                env={"PATH": os.environ.get("PATH", "")},
+                timeout=_START_S,
+                check=False,
+            )
+        except (SandboxRefused, PermissionError) as error:
+            return str(error)
+        except subprocess.TimeoutExpired:
+            return f"the sandbox did not start within {_START_S:g} s"
+    return "" if done.returncode == 0 else refusal(done.stdout)
+
+
+def _interpreter() -> list[Path]:
+    """Returns where the interpreter and its library are: as they are named and where links lead."""
+    found = [Path(prefix) for prefix in (sys.prefix, sys.base_prefix)]
+    hop = Path(sys.executable)
+    while True:
+        found.append(hop.parent.resolve() / hop.name)
+        if not hop.is_symlink():
+            break
+        hop = hop.parent / hop.readlink()
+    return [*found, *(path.resolve() for path in found)]
+
+
+def _package_folders() -> list[Path]:
+    """Returns the folders of installed packages. Other folders on sys.path are the user's and may hold anything."""
+    return [Path(entry) for entry in sys.path if Path(entry).name in _PACKAGES and Path(entry).is_dir()]
+
+
+def _needed(paths: Sequence[Path]) -> list[Path]:
+    """Returns the paths that exist and lie neither below another of them nor in /usr, in an order for mounts."""
+    found: list[Path] = []
+    for path in sorted({path for path in paths if path.exists()}, key=lambda path: len(path.parts)):
+        if not any(path.is_relative_to(above) for above in (Path("/usr"), *found)):
+            found.append(path)
+    return found
