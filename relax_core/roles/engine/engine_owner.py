@@ -17,6 +17,7 @@ from typing import Any
 
 from relax_core.contracts.engine import EngineError, EngineUnreachable, WeightManifest
 from relax_core.engines.engine_process import EngineKilled, EngineLaunch, EngineProcess
+from relax_core.engines.http_server.held_port import HeldPort
 from relax_core.engines.protocol.engine_client import EngineClient
 from relax_core.roles.engine.engine_directory import engine_client
 from relax_core.roles.engine.engine_health import EngineHealth, how_it_ended
@@ -166,8 +167,8 @@ class EngineOwner(Worker):
         engine = self.context.config.engine
         return engine.port + self._rank if engine.port and self._rank < engine.count else 0
 
-    def _launch(self, port: int) -> EngineProcess:
-        return EngineProcess.start(self._engine_launch(port))
+    def _launch(self, port: int, held_port: HeldPort | None) -> EngineProcess:
+        return EngineProcess.start(self._engine_launch(port), held_port=held_port)
 
     def work(self) -> None:
         """Runs the engine process, restarts it when it ends, and keeps its weights up to date."""
@@ -202,15 +203,15 @@ class EngineOwner(Worker):
 
     def _launch_again(self, process: EngineProcess, how: str) -> EngineProcess:
         """Restarts the engine process; raises EngineUnreachable if it has ended too often."""
-        process.stop(timeout_s=0.0)  # the process has ended; this call removes its files
+        process.stop(timeout_s=0.0, keeps_port=True)  # the process has ended; this call removes its files
         self._count_restart(how)
-        return self._launch_up(process.port)
+        return self._launch_up(process.port, process.held_port)
 
-    def _launch_up(self, port: int) -> EngineProcess:
+    def _launch_up(self, port: int, held_port: HeldPort | None = None) -> EngineProcess:
         """Starts the engine process; one that is killed before it answers counts as one that was killed later."""
         while True:
             try:
-                return self._launch(port)
+                return self._launch(port, held_port)
             except EngineKilled as error:
                 if self.stopping:
                     raise
