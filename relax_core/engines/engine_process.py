@@ -163,8 +163,8 @@ def _held_port(launch: EngineLaunch) -> HeldPort:
         return HeldPort(host, port)
     except OSError as error:
         raise EngineError(
-            f"engine.port={port} on engine.host={host}: {os.strerror(error.errno)}; end the process that has it, or choose "
-            "another port"
+            f"engine.port={port} on engine.host={host}: {os.strerror(error.errno or 0)}; end the process that has it, "
+            "or choose another port"
         ) from error
 
 
