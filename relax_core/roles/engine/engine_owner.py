@@ -6,6 +6,7 @@ matches. If the owner dies, the engine's stdin closes and the engine ends too.
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import threading
@@ -26,6 +27,7 @@ from relax_core.roles.process.role_context import RunContext
 from relax_core.roles.process.worker import EngineReport, Worker, WorkerStatus
 from relax_core.weights.version_folder import PublishedUnreadable, read_latest, read_pushed, reading
 
+log = logging.getLogger(__name__)
 WATCH_S = 0.25  # how often the owner checks its engine, and how late a new engine may get weights
 LOAD_S = 1.0  # how often it asks for the load
 
@@ -120,6 +122,7 @@ class EngineOwner(Worker):
         self._address = threading.Event()
         self._url = ""
         self._serving = -1
+        self._malformed = ""  # why a client asks for another process
         self._meter = LoadMeter(always=context.config.gateway.name != "none")
         self._reconciler = WeightReconciler(context.config.engine.sync_timeout_s)
         super().__init__(name, context)
@@ -129,6 +132,13 @@ class EngineOwner(Worker):
         if not self._address.wait(timeout_s):
             raise EngineError(f"{self.name} is not up after {timeout_s:.0f} s; see {self._log_file}")
         return self._url
+
+    def replace_engine(self, why: str) -> None:
+        """Starts the engine again, because a client cannot read its replies; ``why`` is the client's error.
+
+        An engine that the run does not own stays as it is.
+        """
+        self._malformed = why
 
     def status(self) -> WorkerStatus:
         """Returns the worker's status with its engine."""
@@ -182,9 +192,16 @@ class EngineOwner(Worker):
                 code = process.poll()
                 if code is not None:
                     health.end()
-                    process = self._launch_again(process, how_it_ended(code, frozen_s=health.frozen_s))
+                    how = how_it_ended(code, frozen_s=health.frozen_s)
+                    process = self._launch_again(process, f"{how}, after {self._malformed}" if self._malformed else how)
+                    self._malformed = ""
                     health = self._watch_over(process)
                     client = engine_client(self.context, self._url)
+                elif self._malformed:
+                    log.warning("%s: its engine process is killed: %s", self.name, self._malformed)
+                    os.kill(process.pid, signal.SIGKILL)
+                    self._stopping.wait(WATCH_S)
+                    continue
                 self._reconcile(client)
                 self._meter.measure(client, now=time.monotonic())
                 self._stopping.wait(WATCH_S)
