@@ -17,7 +17,7 @@ from relax_core.engines.protocol.request_body import response_limit
 
 T = TypeVar("T")
 WORDS = 500  # most characters of a server's text in an error
-MOST_VERSION = np.iinfo(np.int32).max
+MOST_NUMBER = np.iinfo(np.int32).max  # of a token id, and of a weight version
 NEWS = 16  # most events or frames for each token that a call may return
 # Log-probs are at most 0; sums in bfloat16 may be a little more.
 MOST_LOGPROB = 1e-2
@@ -78,11 +78,11 @@ def reply_object(data: bytes, needs: type[msgspec.Struct] | None) -> dict[str, A
 
 def version_number(version: str | int) -> int | None:
     """Returns a weight version as an integer from -1, which stands for none; None for another text."""
-    text = str(version) if isinstance(version, str) or 0 <= abs(version) <= MOST_VERSION else ""
+    text = str(version) if isinstance(version, str) or 0 <= abs(version) <= MOST_NUMBER else ""
     if len(text) > _SIGNS or not text.isascii() or not text.removeprefix("-").isdecimal():
         return None
     number = int(text)
-    return number if -1 <= number <= MOST_VERSION else None
+    return number if -1 <= number <= MOST_NUMBER else None
 
 
 def plain_words(text: str) -> str:
@@ -108,7 +108,7 @@ class ResponseCheck:
         self._prompts = prompts
         self._limits = [response_limit(prompt, params) - prompt.generated for prompt in prompts]
         self._vocab_size = vocab_size
-        self._end_of_ids = MOST_VERSION if vocab_size is None else vocab_size
+        self._end_of_ids = MOST_NUMBER if vocab_size is None else vocab_size
         self._lowest_version = lowest_version
         self.owed = {
             (index, sample)
@@ -158,8 +158,8 @@ class ResponseCheck:
             raise ValueError(fault)
         self._check_experts(one, prompt_tokens=len(prompt.input_ids))
         check_times(one.prefill_ms, one.queue_ms)
-        if not 0 <= one.cached_tokens <= len(prompt.input_ids):
-            raise ValueError(f"{one.cached_tokens} cached tokens of a prompt of {len(prompt.input_ids)}")
+        if not 0 <= one.cached_tokens <= MOST_NUMBER:
+            raise ValueError(f"{one.cached_tokens} cached tokens")
         self.owed.discard((one.prompt, one.sample))
 
     def _check_ids(self, ids: np.ndarray) -> None:
