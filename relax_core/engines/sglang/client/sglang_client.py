@@ -266,7 +266,8 @@ class SglangClient(SglangWeightCalls, EngineClient):
 
     async def _weight_version(self) -> int:
         try:
-            async with self._http_session().get(f"{self.url}/model_info", allow_redirects=False) as response:
+            asking = self._http_session().get(f"{self.url}/model_info", allow_redirects=False)
+            async with asyncio.timeout(self._control_timeout_s), asking as response:
                 data = await self._beginning(response)
                 if response.status != 200:
                     raise self._refusal("/model_info", response.status, data)
