@@ -162,7 +162,7 @@ class EngineClient(WeightCalls):
                 f"engine {self.url} /generate: silent for {self._request_timeout_s:.0f} s"
             ) from error
         except aiohttp.ClientError as error:
-            raise EngineUnreachable(f"engine {self.url} /generate: {_words(error)}") from error
+            raise EngineUnreachable(f"engine {self.url} /generate: {error_words(error)}") from error
         if check.owed:
             found = check.expected - len(check.owed)
             raise EngineUnreachable(
@@ -306,7 +306,7 @@ class EngineClient(WeightCalls):
         except TimeoutError as error:
             raise EngineUnreachable(f"engine {self.url} /ready: no answer within {timeout_s:g} s") from error
         except aiohttp.ClientError as error:
-            raise EngineUnreachable(f"engine {self.url} /ready: {_words(error)}") from error
+            raise EngineUnreachable(f"engine {self.url} /ready: {error_words(error)}") from error
 
     def _http_session(self) -> aiohttp.ClientSession:
         import aiohttp
@@ -447,10 +447,9 @@ class EngineClient(WeightCalls):
             except TimeoutError as error:
                 raise EngineUnreachable(f"engine {self.url} {route}: no answer within {timeout_s:.0f} s") from error
             except OSError as error:
-                raise EngineUnreachable(f"engine {self.url} {route}: {_words(error)}") from error
+                raise EngineUnreachable(f"engine {self.url} {route}: {error_words(error)}") from error
             except http.client.HTTPException as error:
-                words = plain_words(_words(error))
-                raise MalformedReply(f"engine {self.url} {route}: {words}") from error
+                raise MalformedReply(f"engine {self.url} {route}: {error_words(error)}") from error
 
     def _refusal(self, route: str, status: int, body: bytes) -> EngineError:
         """Returns the error for a reply with this status; only 4xx and 5xx refuse a request."""
@@ -458,8 +457,9 @@ class EngineClient(WeightCalls):
         return EngineError(words) if 400 <= status <= 599 else MalformedReply(words)
 
 
-def _words(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
+def error_words(error: BaseException) -> str:
+    """Returns an error's name and text; the text may hold what a server sent."""
+    return plain_words(f"{type(error).__name__}: {error}")
 
 
 def _message(body: bytes) -> str:

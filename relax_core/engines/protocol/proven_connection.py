@@ -11,6 +11,7 @@ from typing import Any, cast
 from relax_core.engines.protocol.server_proof import ProofExchange
 
 PART_BYTES = 1 << 16
+HEAD_BYTES = 1 << 20  # of a reply's head, and of the sizes of its chunks
 _AGAIN = http.client.RemoteDisconnected, BrokenPipeError, ConnectionResetError  # how a kept connection ends
 
 
@@ -29,7 +30,9 @@ class _DeadlineReader(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int | None:
         self._owner.use_time_left()
-        return self._stream.readinto(buffer)
+        read = self._stream.readinto(buffer)
+        self._owner.count(read or 0)
+        return read
 
     def close(self) -> None:
         self._stream.close()
@@ -40,12 +43,18 @@ class _DeadlineSocket:
     """Is the socket that `http.client` sees.
 
     A time limit of a socket counts for each part that arrives. A server that sends one byte now and then would keep a
-    caller for ever, so this socket has a deadline for all parts together.
+    caller for ever, so this socket has a deadline for all parts together, and a limit for their bytes.
     """
 
     def __init__(self, connected: socket.socket) -> None:
         self._socket = connected
         self.deadline = 0.0
+        self.most_bytes = 0
+
+    def count(self, size: int) -> None:
+        self.most_bytes -= size
+        if self.most_bytes < 0:
+            raise ReplyTooLong("a reply with more bytes than the caller takes")
 
     def use_time_left(self) -> None:
         left = self.deadline - time.monotonic()
@@ -134,10 +143,14 @@ class ProvenConnection:
                 connection = _Connection(self._host, self._port, token=self._token, deadline=deadline)
                 self._connection = connection
                 connection.connect()
-            cast("_DeadlineSocket", self._connection.sock).deadline = deadline
+            guarded = cast("_DeadlineSocket", self._connection.sock)
+            guarded.deadline, guarded.most_bytes = deadline, most_bytes + HEAD_BYTES
             self._connection.request(method, route, body, headers)
             response = self._connection.getresponse()
-            data = response.read(most_bytes + 1)
+            try:
+                data = response.read(most_bytes + 1)
+            except ValueError as error:  # of a chunk with a negative size
+                raise http.client.HTTPException(f"a body that cannot be read: {error}") from error
             if len(data) > most_bytes:
                 raise ReplyTooLong(f"a reply of more than {most_bytes} bytes")
             if response.length:

@@ -143,12 +143,14 @@ def _scores(meta: _Meta, item: TokensToScore, *, top_k: int, fewer: bool) -> Tok
     entries = list(chain.from_iterable(tops))
     present = np.arange(top_k) < found[:, None]
     ids = np.full((expected, top_k), -1, dtype=np.int32)
-    ids[present] = [entry.token_id for entry in entries]
     values = np.full((expected, top_k), OUTSIDE, dtype=np.float32)
-    values[present] = [entry.logprob for entry in entries]
+    with np.errstate(over="ignore"):  # infinities are refused later
+        given = np.array(logprobs, dtype=np.float32)
+        values[present] = [entry.logprob for entry in entries]
+    ids[present] = [entry.token_id for entry in entries]
     version = version_number(meta.weight_version)
     return TokenScores(
-        logprobs=np.array(logprobs, dtype=np.float32),
+        logprobs=given,
         top_ids=ids,
         top_logprobs=values,
         version=-1 if version is None else version,

@@ -20,7 +20,7 @@ from relax_core.contracts.engine import (
     SamplingParams,
 )
 from relax_core.engines.pool.open_prompts import cut
-from relax_core.engines.protocol.engine_client import EngineClient
+from relax_core.engines.protocol.engine_client import EngineClient, error_words
 from relax_core.engines.protocol.frames import StreamEnd
 from relax_core.engines.protocol.reply_checks import ResponseCheck, decoded
 from relax_core.engines.protocol.request_body import OnTokens, response_limit
@@ -274,7 +274,7 @@ class SglangClient(SglangWeightCalls, EngineClient):
                 with self._replying("/model_info"):
                     return version_number(decoded(data, _Info).weight_version)
         except (aiohttp.ClientError, TimeoutError) as error:
-            raise EngineUnreachable(f"engine {self.url} /model_info: {type(error).__name__}: {error}") from error
+            raise EngineUnreachable(f"engine {self.url} /model_info: {error_words(error)}") from error
 
     # -- control ------------------------------------------------------------------------------------------------------
     def ready(self) -> bool:
