@@ -70,7 +70,7 @@ class _DeadlineSocket:
         self.use_time_left()
         return self._socket.recv(size)
 
-    def peer(self) -> tuple[Any, ...]:
+    def server_address(self) -> tuple[Any, ...]:
         return cast("tuple[Any, ...]", self._socket.getpeername())
 
     def makefile(self, mode: str) -> io.BufferedReader:
@@ -99,7 +99,7 @@ class _Connection(http.client.HTTPConnection):
         self.sock = cast("socket.socket", guarded)
         if self._token is None:
             return
-        exchange = ProofExchange(self._token, address=guarded.peer())
+        exchange = ProofExchange(self._token, address=guarded.server_address())
         guarded.sendall(exchange.request)
         while not exchange.feed(guarded.receive(PART_BYTES)):
             pass
