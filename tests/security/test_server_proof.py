@@ -149,7 +149,7 @@ def test_a_server_answers_nonces_alone(query: bytes) -> None:
         b"{}",
         b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}",
         b"HTTP/1.1 401 No\r\nContent-Length: 64\r\n\r\n%(right)s",
-        b"HTTP/1.1 200 OK\r\nContent-Length: 64\r\n\r\n%(right)sHTTP/1.1 200 OK\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 64\r\n\r\n%(right)s\r\nHTTP/1.1 200 OK\r\n\r\n",
         b"HTTP/1.1 200 OK\r\nContent-Length: 64\r\n\r\n%(wrong)s",
         b"HTTP/1.1 200 OK\r\nContent-Length: 640\r\n\r\n%(right)s",
         b"HTTP/1.1 200 OK\r\n" + 5000 * b"a",
