@@ -69,8 +69,11 @@ def decoded(data: bytes, kind: type[T]) -> T:
 
 
 def reply_object(data: bytes, needs: type[msgspec.Struct] | None) -> dict[str, Any]:
-    """Returns the JSON object of a reply, ``{}`` for no bytes, which has the fields of ``needs``. Raises ValueError."""
-    reply: dict[str, Any] = decoded(data, dict[str, Any]) if data else {}
+    """Returns the JSON object of a reply, which has the fields of ``needs``. Raises ValueError.
+
+    It is empty for no bytes, and for null, with which SGLang answers calls that return nothing.
+    """
+    reply = (decoded(data, dict[str, Any] | None) if data else None) or {}  # type: ignore[arg-type]
     if needs is not None:
         msgspec.convert(reply, needs)
     return reply
