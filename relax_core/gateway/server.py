@@ -16,7 +16,7 @@ import msgspec
 import uvicorn
 
 from relax_core.engines.http_server.connections import Connection, OpenConnections, connection_limit
-from relax_core.engines.http_server.held_port import BACKLOG
+from relax_core.engines.http_server.held_port import BACKLOG, url_of
 from relax_core.engines.protocol.server_proof import ServerProof
 from relax_core.gateway.gateway_routes import application
 from relax_core.gateway.gateway_settings import FILE, GatewayAddress, GatewaySettings, read_room
@@ -54,7 +54,7 @@ async def serve(settings: GatewaySettings) -> None:
     port = listener.getsockname()[1]
     book, scale_book = OrderBook(folder, busy_s=BUSY_S), ScaleBook(folder, busy_s=BUSY_S)
     connections = OpenConnections(connection_limit())
-    address = GatewayAddress(url=f"http://{settings.host}:{port}", token=settings.token, page="", pid=os.getpid())
+    address = GatewayAddress(url=url_of(listener), token=settings.token, page="", pid=os.getpid())
 
     def tell_link(link: str) -> None:
         nonlocal address

@@ -78,7 +78,7 @@ class GatewayProcess:
             folder=str(self._folder),
             host=config.gateway.host,
             listener=self._listener.fileno(),
-            hosts=[*config.gateway.allowed_hosts, config.gateway.host],
+            hosts=[*config.gateway.allowed_hosts, config.gateway.host, self._listener.getsockname()[0]],
             token=secrets.token_urlsafe(32),
             limits=limits_of(config),
         )

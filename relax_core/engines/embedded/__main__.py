@@ -18,7 +18,7 @@ import sys
 import threading
 from pathlib import Path
 
-from relax_core.engines.http_server.held_port import listening_socket
+from relax_core.engines.http_server.held_port import listening_socket, url_of
 
 DTYPES = ("float32", "bfloat16")
 
@@ -90,9 +90,7 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"embedded engine: {error}", file=sys.stderr, flush=True)
         return 2
-    port = listener.getsockname()[1]
-    host = f"[{arguments.host}]" if ":" in arguments.host else arguments.host
-    ready = json.dumps({"url": f"http://{host}:{port}", "pid": os.getpid(), "port": port})
+    ready = json.dumps({"url": url_of(listener), "pid": os.getpid(), "port": listener.getsockname()[1]})
     gc.collect()
     gc.freeze()  # objects from start-up stay, so the collector does not visit them during decoding
     with asyncio.Runner(loop_factory=_event_loop) as runner:

@@ -27,6 +27,15 @@ def listening_socket(host: str, port: int) -> socket.socket:
     return listener
 
 
+def url_of(listener: socket.socket) -> str:
+    """Returns the URL of a listener with its numeric address.
+
+    A name such as localhost may also stand for ::1, whose port another user may take.
+    """
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
 def refuse_waiting(listener: socket.socket) -> None:
     """Resets all connections that wait at the socket, as the kernel does where nobody listens."""
     listener.setblocking(False)

@@ -148,7 +148,7 @@ def main(arguments: list[str], *, inherited: int | None) -> None:
     """Runs SGLang's server with its own flags until it ends; ``inherited`` is the descriptor of its listener."""
     from importlib.metadata import version
 
-    from relax_core.engines.http_server.held_port import listening_socket
+    from relax_core.engines.http_server.held_port import listening_socket, url_of
     from relax_core.engines.sglang.version import version_problem
 
     if (problem := version_problem(version("sglang"))) is not None:
@@ -171,7 +171,7 @@ def main(arguments: list[str], *, inherited: int | None) -> None:
     signal.signal(signal.SIGTERM, lambda *_: os._exit(143))  # until the server has a handler of its own
 
     def print_ready() -> None:
-        line = {"url": f"http://{server_args.host}:{server_args.port}", "pid": os.getpid(), "port": server_args.port}
+        line = {"url": url_of(listener), "pid": os.getpid(), "port": server_args.port}
         os.write(ready, json.dumps(line).encode() + b"\n")
 
     launch_server(server_args, launch_callback=print_ready)
