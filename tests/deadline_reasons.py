@@ -51,6 +51,14 @@ REASONS = {
     ): "each address has RESOLVE_S in engine_address, which names it",
     ("relax_core/control/host/agent_on_demand.py", "accepted"): "after select: a connection waits",
     ("relax_core/control/host/agent_on_demand.py", "forward"): "after select: bytes wait",
+    (
+        "relax_core/engines/http_server/held_port.py",
+        "refuse_waiting",
+    ): "the listener does not block: without a connection accept() raises at once",
+    (
+        "relax_core/engines/protocol/proven_connection.py",
+        "_DeadlineSocket.receive",
+    ): "the socket has a timeout of what is left of the call's deadline",
     ("relax_core/control/host/fork_server.py", "serve"): "after select: a connection waits",
     ("relax_core/control/host/worker_start.py", "ask_fork_server"): "the socket has a timeout of FORK_S",
     # Work that is already done when it is asked for.

@@ -37,7 +37,7 @@ def command(start: EngineStart) -> list[str]:
     told = {
         "model": str(start.model_folder),
         "host": start.engine.host,
-        "port": start.port,
+        "listener": start.listener,  # a socket that the run holds, so that nobody else can take the port
         "token_file": str(start.token_file),
         "dtype": start.dtype,
         "context": start.engine.context_tokens,
@@ -68,6 +68,7 @@ SPEC = EngineSpec(
     problems=problems,
     transports=frozenset({"shared_memory"}),
     memory_mib=600,
+    takes_listener=True,
 )
 
 
@@ -266,6 +267,8 @@ def frame_of(job: Job, one: Response, reason: FinishReason) -> bytes:
 
 def handler(decoder: Decoder, *, token: str, context: int, model: Any) -> type[BaseHTTPRequestHandler]:
     """Returns the class that answers requests; each connection has a thread of its own."""
+    from relax_core.engines.protocol.server_proof import PATH as PROOF
+    from relax_core.engines.protocol.server_proof import proof_answer
 
     def loads() -> dict[str, Any]:
         held = sum(len(job.running) for job in decoder.jobs if job.min_version > decoder.version)
@@ -291,6 +294,10 @@ def handler(decoder: Decoder, *, token: str, context: int, model: Any) -> type[B
         protocol_version = "HTTP/1.1"
 
         def do_GET(self) -> None:
+            path, _, query = self.path.partition("?")
+            if path == PROOF:
+                proof = proof_answer(token, query=query.encode(), address=self.connection.getsockname())
+                return self._answer(400, "nonce: wrong") if proof is None else self._send(200, "text/plain", proof)
             if self.path not in telling:
                 return self._answer(404, f"{self.path}: no such route")
             self._answer(200, telling[self.path]())
@@ -335,8 +342,11 @@ def handler(decoder: Decoder, *, token: str, context: int, model: Any) -> type[B
 
         def _answer(self, status: int, reply: dict[str, Any] | str) -> None:
             data = msgspec.json.encode({"error": {"message": reply}} if isinstance(reply, str) else reply)
+            self._send(status, "application/json", data)
+
+        def _send(self, status: int, kind: str, data: bytes) -> None:
             self.send_response(status)
-            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Type", kind)
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()
             self.wfile.write(data)
@@ -367,10 +377,12 @@ def main() -> None:
     decoder = Decoder(model, version=told["version"], end_ids=end_token_ids(Path(told["model"])))
     token = Path(told["token_file"]).read_text().strip()
     answers = handler(decoder, token=token, context=told["context"], model=model)
-    server = ThreadingHTTPServer((told["host"], told["port"]), answers)
+    server = ThreadingHTTPServer((told["host"], 0), answers, bind_and_activate=False)
+    server.socket.close()
+    server.socket = socket.socket(fileno=told["listener"])
     server.daemon_threads = True
     decoder.start()
-    port = server.server_address[1]
+    port = server.socket.getsockname()[1]
     print(json.dumps({"url": f"http://{told['host']}:{port}", "pid": os.getpid(), "port": port}), flush=True)
     server.serve_forever()
 

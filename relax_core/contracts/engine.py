@@ -27,6 +27,10 @@ class EngineUnreachable(EngineError):
     """The engine's process has exited or does not answer before the deadline."""
 
 
+class MalformedReply(EngineUnreachable):
+    """The engine's reply does not follow the protocol, so that the engine counts as lost like a silent engine."""
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """Holds the sampling parameters of a call.
 

@@ -2,7 +2,9 @@
 
 An engine is a server with SGLang's HTTP protocol; `relax_core.engines.protocol.engine_client.EngineClient` is the
 client's side of it. A server that a run starts is a child process: when it answers it prints one line of JSON to
-stdout, ``{"url": …, "pid": …, "port": …}``, and it ends when its stdin closes, so it never outlives its owner.
+stdout, ``{"url": …, "pid": …, "port": …}``, and it ends when its stdin closes, so it never outlives its owner. On
+each connection it proves that it knows the run's token (`relax_core.engines.protocol.server_proof`), because clients
+send the token after that only.
 """
 
 from __future__ import annotations
@@ -56,8 +58,9 @@ class EngineStart(Protocol):
     """Holds what one engine process is started with (`relax_core.engines.engine_process.EngineLaunch`).
 
     ``family`` is model.family of the run: a name, a file, or None. ``dtype`` is "float32" or "bfloat16". ``token_file``
-    holds the bearer token that every call needs. ``port`` 0 takes a free port. With ``load_weights`` the engine serves
-    the folder's own weights at once, as version 0; without it, nothing is served until the first update. With
+    holds the bearer token that every call needs. ``port`` 0 takes a free port. ``listener`` is the descriptor of a
+    socket that listens on it already, for a kind with `EngineSpec.takes_listener`. With ``load_weights`` the engine
+    serves the folder's own weights at once, as version 0; without it, nothing is served until the first update. With
     ``beyond_loopback``, ``engine.host`` may be any address of this machine. ``return_routed_experts`` and
     ``stop_strings`` say that requests may ask for these features. ``media_folder`` holds the items that
     requests name by their digests; None starts an engine that takes text only. With ``shard_media`` the ranks of an
@@ -76,6 +79,8 @@ class EngineStart(Protocol):
     def token_file(self) -> Path: ...
     @property
     def port(self) -> int: ...
+    @property
+    def listener(self) -> int | None: ...
     @property
     def load_weights(self) -> bool: ...
     @property
@@ -153,6 +158,9 @@ class EngineSpec:
     all engine.max_total_tokens at its start. ``media`` has the kinds of media that prompts may hold if the model sees,
     and ``feature_mib`` is the most memory for what its vision tower computed, which it keeps for later requests.
     ``deals_items`` says that the GPUs of one engine can share the images of a batch (`EngineStart.shard_media`).
+    ``takes_listener`` says that the process serves from `EngineStart.listener`, which its owner keeps open while the
+    process is started again, so that nobody else can take the port. A process that connects to itself before it is
+    ready prints an empty line first, once it accepts connections.
     """
 
     name: str
@@ -174,3 +182,4 @@ class EngineSpec:
     attached_media: frozenset[MediaKind] = frozenset()
     feature_mib: int = 0
     deals_items: bool = False
+    takes_listener: bool = False

@@ -7,6 +7,7 @@ from pathlib import Path
 from relax_core.config.schema import EngineConfig
 from relax_core.contracts.engine_kind import EngineServer
 from relax_core.engines.protocol.engine_client import EngineClient
+from relax_core.families.hf_config import has_hf_config, language_values, read_hf_config
 from relax_core.registry import find_engine
 
 
@@ -35,6 +36,7 @@ def build_client(
         token = Path(engine.token_file).read_text().strip() if engine.token_file is not None else ""
     else:
         token = token_file.read_text().strip()
+    spec = find_engine(engine.name)
     server = EngineServer(
         url=url,
         token=token,
@@ -46,10 +48,14 @@ def build_client(
         media_folder=media_folder,
         weights_folder=weights_folder,
     )
-    spec = find_engine(engine.name)
     if spec.client is None:
         return EngineClient(
-            url, token, request_timeout_s=server.request_timeout_s, control_timeout_s=server.control_timeout_s
+            url,
+            token,
+            request_timeout_s=server.request_timeout_s,
+            control_timeout_s=server.control_timeout_s,
+            attached=attached,
+            vocab_size=_vocab_size(model_folder),
         )
     client = spec.client(server)
     if not isinstance(client, EngineClient):
@@ -58,3 +64,8 @@ def build_client(
             "(relax_core.engines.protocol.engine_client), or a subclass of it."
         )
     return client
+
+
+def _vocab_size(model_folder: Path) -> int | None:
+    """Returns the size of the model's vocabulary, None for a folder that is not on this machine."""
+    return int(language_values(read_hf_config(model_folder))["vocab_size"]) if has_hf_config(model_folder) else None

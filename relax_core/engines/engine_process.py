@@ -7,7 +7,7 @@ import selectors
 import subprocess
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO
 
@@ -15,6 +15,7 @@ import msgspec
 
 from relax_core.config.schema import EngineConfig
 from relax_core.contracts.engine import EngineError
+from relax_core.engines.http_server.held_port import HeldPort
 from relax_core.engines.sglang.server import scratch as engine_scratch
 from relax_core.registry import find_engine
 
@@ -28,6 +29,7 @@ class EngineLaunch:
 
     ``family``: model.family of the run, a name or a file, which the model may be of beside those that have a name.
     ``load_weights``: serve the folder's own weights at once, as version 0; else nothing is served until an update.
+    ``listener``: the descriptor that `EngineProcess.start` sets.
     ``beyond_loopback``: ``engine.host`` may be any address of this machine; the bearer token is asked for there too.
     ``return_routed_experts``, ``stop_strings``: be ready to tell them, and to look for them; the embedded engine always
     is.
@@ -41,6 +43,7 @@ class EngineLaunch:
     token_file: Path
     log_file: Path
     port: int = 0
+    listener: int | None = None
     family: str | None = None
     load_weights: bool = False
     beyond_loopback: bool = False
@@ -77,30 +80,44 @@ class EngineKilled(EngineError):
 
 
 class EngineProcess:
-    """Owns a running engine, which ends when its stdin is closed, so that it ends with this process in every case."""
+    """Owns a running engine, which ends when its stdin is closed, so that it ends with this process in every case.
 
-    def __init__(self, process: subprocess.Popen[bytes], ready: _Ready, scratch: Path | None) -> None:
+    ``held_port`` is the port of a kind of engine that serves from its owner's socket, else None.
+    """
+
+    def __init__(
+        self, process: subprocess.Popen[bytes], ready: _Ready, scratch: Path | None, *, held_port: HeldPort | None
+    ) -> None:
         self._process = process
         self._scratch = scratch
+        self.held_port = held_port
         self.url = ready.url
         self.pid = ready.pid
         self.port = ready.port
 
     @classmethod
-    def start(cls, launch: EngineLaunch) -> EngineProcess:
+    def start(cls, launch: EngineLaunch, *, held_port: HeldPort | None = None) -> EngineProcess:
         """Starts the engine and waits until it answers, at most ``launch.engine.start_timeout_s`` seconds.
 
+        ``held_port`` is that of an earlier process, whose place this one takes; without it the port is ``launch.port``.
         The log is appended to. Raises EngineError with the log's last line if the engine does not start, and
         `EngineKilled` if somebody else has killed it.
         """
         launch.log_file.parent.mkdir(parents=True, exist_ok=True)
         scratch = launch.new_scratch()
         with ExitStack() as undo:
+            if held_port is None and find_engine(launch.engine.name).takes_listener:
+                held_port = _held_port(launch)
+                undo.callback(held_port.close)
+            if held_port is not None:
+                launch = replace(launch, listener=held_port.descriptor)
             undo.callback(_remove, scratch)
             process = _spawn(launch, scratch)
             undo.callback(_end_rest, process, scratch)
             assert process.stdout is not None
-            line = first_line(process.stdout, deadline=time.monotonic() + launch.engine.start_timeout_s)
+            deadline = time.monotonic() + launch.engine.start_timeout_s
+            while (line := first_line(process.stdout, deadline=deadline)) == b"\n":
+                _hand_over(held_port, process)
             if not line.endswith(b"\n"):
                 ended = process.poll() is not None or not _kill(process)
                 why = (
@@ -111,17 +128,20 @@ class EngineProcess:
                 if ended and process.returncode < 0:
                     raise EngineKilled(words, code=process.returncode)
                 raise EngineError(words)
+            ready = msgspec.json.decode(line, type=_Ready)
+            _hand_over(held_port, process)
             undo.pop_all()
-        return cls(process, msgspec.json.decode(line, type=_Ready), scratch)
+        return cls(process, ready, scratch, held_port=held_port)
 
     def poll(self) -> int | None:
         """Returns the exit code, or None while the process runs."""
         return self._process.poll()
 
-    def stop(self, *, timeout_s: float) -> None:
+    def stop(self, *, timeout_s: float, keeps_port: bool = False) -> None:
         """Ends the process by closing its stdin, after ``timeout_s`` seconds by SIGKILL, and removes its files.
 
-        Call it also if the process has ended by itself.
+        Call it also if the process has ended by itself. With ``keeps_port`` the held port stays taken, for another
+        process.
         """
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.close()
@@ -133,6 +153,24 @@ class EngineProcess:
         self._process.stdout.close()
         _end_rest(self._process, self._scratch)
         _remove(self._scratch)
+        if self.held_port is not None and not keeps_port:
+            self.held_port.close()
+
+
+def _held_port(launch: EngineLaunch) -> HeldPort:
+    host, port = launch.engine.host, launch.port
+    try:
+        return HeldPort(host, port)
+    except OSError as error:
+        raise EngineError(
+            f"engine.port={port} on engine.host={host}: {os.strerror(error.errno or 0)}; end the process that has it, "
+            "or choose another port"
+        ) from error
+
+
+def _hand_over(held_port: HeldPort | None, process: subprocess.Popen[bytes]) -> None:
+    if held_port is not None:
+        held_port.hand_over(process.pid)
 
 
 def _spawn(launch: EngineLaunch, scratch: Path | None) -> subprocess.Popen[bytes]:
@@ -144,6 +182,7 @@ def _spawn(launch: EngineLaunch, scratch: Path | None) -> subprocess.Popen[bytes
             stdout=subprocess.PIPE,
             stderr=log,
             env=launch.environment() | told,
+            pass_fds=() if launch.listener is None else (launch.listener,),
             start_new_session=True,  # a Ctrl-C reaches the owner only, which then stops the engine
         )
 

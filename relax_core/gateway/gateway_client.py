@@ -1,18 +1,21 @@
-"""Asks the gateway of a run from a program on the same machine; with the standard library alone."""
+"""Asks the gateway of a run from a program on the same machine."""
 
 from __future__ import annotations
 
+import http.client
 import time
-import urllib.error
-import urllib.request
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 
+from relax_core.engines.protocol.proven_connection import ProvenConnection
+from relax_core.engines.protocol.reply_checks import plain_words, reply_object
 from relax_core.gateway.gateway_settings import FILE, GatewayAddress, read_address
 
 ANSWER_S = 30.0  # longest time of one request
+ANSWER_BYTES = 16 << 20
 AGAIN_S = 10.0  # how long a gateway that does not answer is asked again, because it may be starting again
 PAUSE_S = 0.25
 
@@ -32,43 +35,37 @@ class GatewayUnreachable(Exception):
     """Says why the gateway of a run does not answer."""
 
 
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    def redirect_request(self, *arguments: Any) -> None:
-        """Makes a redirect an error, because the token is for one address."""
-
-
 class GatewayClient:
-    """Asks the gateway of the run in ``folder`` directly, whatever proxies the environment names."""
+    """Asks the gateway of the run in ``folder`` directly, whatever proxies the environment names.
+
+    The gateway proves on each connection that it knows the token, before the token is sent.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirect())
 
-    def ask(self, method: str, route: str, body: dict[str, Any] | None = None, *, key: str = "") -> Any:
-        """Returns the JSON of the answer; ``key`` is the Idempotency-Key.
+    def ask(self, method: str, route: str, body: dict[str, Any] | None = None, *, key: str = "") -> dict[str, Any]:
+        """Returns the JSON object of the answer; ``key`` is the Idempotency-Key.
 
-        A request without an answer is repeated for `AGAIN_S` seconds, so ``route`` has to be one that may be asked
-        twice, or needs a ``key``. Raises `GatewayRefused` and `GatewayUnreachable`.
+        A request without a readable answer is repeated for `AGAIN_S` seconds, so ``route`` has to be one that may be
+        asked twice, or needs a ``key``. Raises `GatewayRefused` and `GatewayUnreachable`.
         """
         deadline = time.monotonic() + AGAIN_S
         while True:
             address = self._address()
-            request = urllib.request.Request(
-                address.url + route,
-                method=method,
-                data=None if body is None else msgspec.json.encode(body),
-                headers={"Authorization": f"Bearer {address.token}", "Content-Type": "application/json"}
-                | ({"Idempotency-Key": key} if key else {}),
-            )
             try:
-                with self._opener.open(request, timeout=ANSWER_S) as answer:
-                    return msgspec.json.decode(answer.read())
-            except urllib.error.HTTPError as error:
-                with error:
-                    raise GatewayRefused(_problem(error)) from error
-            except OSError as error:
+                status, data = _answer(address, method, route, body, key=key)
+                answer = reply_object(data, None)
+                if 200 <= status < 300:
+                    return answer
+                if not 400 <= status <= 599:
+                    raise ValueError(f"status {status}")
+            except (OSError, http.client.HTTPException, ValueError) as error:
                 if time.monotonic() > deadline:
-                    raise GatewayUnreachable(f"the gateway at {address.url} does not answer: {error}") from error
+                    why = plain_words(f"{type(error).__name__}: {error}")
+                    raise GatewayUnreachable(f"the gateway at {address.url} does not answer: {why}") from error
+            else:
+                raise GatewayRefused({"status": status, "detail": f"it answers {status}"} | answer)
             time.sleep(PAUSE_S)
 
     def _address(self) -> GatewayAddress:
@@ -82,8 +79,16 @@ class GatewayClient:
             raise GatewayUnreachable(f"{self._folder / FILE} cannot be read: {error}") from error
 
 
-def _problem(error: urllib.error.HTTPError) -> dict[str, Any]:
+def _answer(
+    address: GatewayAddress, method: str, route: str, body: dict[str, Any] | None, *, key: str
+) -> tuple[int, bytes]:
+    parts = urlsplit(address.url)
+    connection = ProvenConnection(parts.hostname or "", parts.port, token=address.token)
+    headers = {"Authorization": f"Bearer {address.token}", "Content-Type": "application/json"}
+    if key:
+        headers["Idempotency-Key"] = key
+    data = b"" if body is None else msgspec.json.encode(body)
     try:
-        return msgspec.json.decode(error.read(), type=dict[str, Any])
-    except msgspec.DecodeError:
-        return {"status": error.code, "detail": f"it answers {error.code} {error.reason}"}
+        return connection.call(method, route, data, headers, timeout_s=ANSWER_S, most_bytes=ANSWER_BYTES)
+    finally:
+        connection.close()

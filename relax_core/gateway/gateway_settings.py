@@ -55,17 +55,16 @@ def read_room(folder: Path) -> EngineRoom | None:
 class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
     """Holds what the gateway of one run is started with.
 
-    ``folder`` is the run's. ``port`` is the first one that is tried, 0 takes any; with ``exact`` no other is tried.
+    ``folder`` is the run's. ``listener`` is the descriptor of the listening socket, which the supervisor holds.
     ``hosts`` are further names in the Host header. ``token`` is what its clients show.
     """
 
     folder: str
     host: str
-    port: int
+    listener: int
     hosts: list[str]
     token: str
     limits: Limits
-    exact: bool = False
 
 
 class GatewayAddress(msgspec.Struct, frozen=True, kw_only=True):

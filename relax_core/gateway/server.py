@@ -1,9 +1,8 @@
-"""Serves the gateway on a port of this machine, and writes where it is into ``gateway.json`` of the run's folder."""
+"""Serves the gateway from a socket of the supervisor, and writes its address into ``gateway.json`` of the run."""
 
 from __future__ import annotations
 
 import asyncio
-import errno
 import os
 import socket
 import sys
@@ -16,7 +15,9 @@ from typing import cast
 import msgspec
 import uvicorn
 
-from relax_core.engines.http_server.connections import BACKLOG, Connection, OpenConnections, connection_limit
+from relax_core.engines.http_server.connections import Connection, OpenConnections, connection_limit
+from relax_core.engines.http_server.held_port import BACKLOG, url_of
+from relax_core.engines.protocol.server_proof import ServerProof
 from relax_core.gateway.gateway_routes import application
 from relax_core.gateway.gateway_settings import FILE, GatewayAddress, GatewaySettings, read_room
 from relax_core.gateway.guard import Guard
@@ -24,7 +25,6 @@ from relax_core.gateway.order_book import OrderBook
 from relax_core.gateway.run_page import RunPage
 from relax_core.gateway.scale_book import ScaleBook
 
-PORTS = 100  # ports from gateway.port on that are tried
 KEEP_ALIVE_S = 30
 BUSY_S = 2.0  # how long a request waits for a transaction of the controller
 GRACE_S = 1  # seconds that open requests get when the gateway ends
@@ -35,22 +35,6 @@ class _Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Leaves signals to the supervisor."""
         yield
-
-
-def bind(settings: GatewaySettings) -> socket.socket:
-    """Returns a listener on the first free port. Raises OSError if there is none."""
-    ports = [settings.port] if settings.exact or not settings.port else range(settings.port, settings.port + PORTS)
-    for port in ports:
-        try:
-            listener = socket.create_server((settings.host, port), backlog=BACKLOG)
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE or port == ports[-1]:
-                raise
-            continue
-        # Connections inherit it. asyncio does not set it for a listener that it is given.
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return listener
-    raise AssertionError("the last port raises")
 
 
 def write_address(folder: Path, address: GatewayAddress) -> None:
@@ -66,11 +50,11 @@ def write_address(folder: Path, address: GatewayAddress) -> None:
 async def serve(settings: GatewaySettings) -> None:
     """Serves until standard input is closed. The first line on standard output is the address, in JSON."""
     folder = Path(settings.folder)
-    listener = bind(settings)
+    listener = socket.socket(fileno=settings.listener)
     port = listener.getsockname()[1]
     book, scale_book = OrderBook(folder, busy_s=BUSY_S), ScaleBook(folder, busy_s=BUSY_S)
     connections = OpenConnections(connection_limit())
-    address = GatewayAddress(url=f"http://{settings.host}:{port}", token=settings.token, page="", pid=os.getpid())
+    address = GatewayAddress(url=url_of(listener), token=settings.token, page="", pid=os.getpid())
 
     def tell_link(link: str) -> None:
         nonlocal address
@@ -82,7 +66,7 @@ async def serve(settings: GatewaySettings) -> None:
     page = RunPage(routes, settings, port=port, tell_link=tell_link)
     server = _Server(
         uvicorn.Config(
-            page,
+            ServerProof(page, token=settings.token),
             http=cast("type[asyncio.Protocol]", partial(Connection, connections)),
             ws="none",
             lifespan="off",

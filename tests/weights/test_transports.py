@@ -239,7 +239,7 @@ def test_an_engine_that_was_restarted_joins_anew_and_a_late_one_reads_the_file(
     assert publish(publisher, 1).refused == {}
     os.kill(engine.process.pid, signal.SIGKILL)
     assert list(publish(publisher, 2).refused) == [engine.process.url]
-    again = start_engine(port=engine.process.port, load_weights=False)
+    again = start_engine(after=engine.process, load_weights=False)
     latest = read_latest(tmp_path / "weights")
     assert latest is not None and latest.version == 2
     again.client.update_weights(latest)

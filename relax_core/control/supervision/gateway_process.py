@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import signal
@@ -19,8 +20,10 @@ from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.stop_signals import STOP_SIGNALS
 from relax_core.control.engines.engine_limits import limits_of
 from relax_core.engines.engine_process import first_line, readable
+from relax_core.engines.http_server.held_port import listening_socket, refuse_waiting
 from relax_core.gateway.gateway_settings import FILE, GatewayAddress, GatewaySettings
 
+PORTS = 100  # ports from gateway.port on that are tried
 START_S = 60.0
 LINE_S = 1.0  # in which the rest of its first line comes
 STOP_S = 5.0
@@ -44,8 +47,25 @@ def gateway(config: RelaxConfig) -> Iterator[GatewayProcess | None]:
         process.stop()
 
 
+def listener_of(host: str, first_port: int) -> socket.socket:
+    """Returns a listener on the first free port from ``first_port`` on; 0 takes any. Raises `GatewayUnstarted`."""
+    ports = range(first_port, first_port + PORTS) if first_port else [0]
+    for port in ports:
+        try:
+            return listening_socket(host, port)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or port == ports[-1]:
+                words = f"gateway.port={first_port} on gateway.host={host}: {os.strerror(error.errno or 0)}"
+                raise GatewayUnstarted(f"the gateway did not start: {words}; choose others") from error
+    raise AssertionError("the last port raises")
+
+
 class GatewayProcess:
-    """Owns the gateway's process, which has the stop signals blocked, so that only the supervisor handles them."""
+    """Owns the gateway's process, which has the stop signals blocked, so that only the supervisor handles them.
+
+    It also owns the listening socket, so that nobody else can take the port while the gateway is started again.
+    Connections wait at the socket meanwhile; after the last restart they are refused.
+    """
 
     def __init__(self, config: RelaxConfig) -> None:
         self._folder = Path(config.run.dir)
@@ -53,11 +73,12 @@ class GatewayProcess:
         self._log.parent.mkdir(parents=True, exist_ok=True)
         self._restarts_left = self._most_restarts = config.run.max_restarts
         self._given_up = False
+        self._listener = listener_of(config.gateway.host, config.gateway.port)
         self._settings = GatewaySettings(
             folder=str(self._folder),
             host=config.gateway.host,
-            port=config.gateway.port,
-            hosts=[*config.gateway.allowed_hosts, config.gateway.host],
+            listener=self._listener.fileno(),
+            hosts=[*config.gateway.allowed_hosts, config.gateway.host, self._listener.getsockname()[0]],
             token=secrets.token_urlsafe(32),
             limits=limits_of(config),
         )
@@ -80,6 +101,7 @@ class GatewayProcess:
                     stdout=subprocess.PIPE,
                     stderr=log,
                     bufsize=0,
+                    pass_fds=(self._settings.listener,),
                     start_new_session=True,
                 )
         finally:
@@ -100,12 +122,11 @@ class GatewayProcess:
             how = f"no answer in {START_S:g} s" if code is None else f"it ended with exit code {code}"
             raise GatewayUnstarted(f"the gateway did not start: {how}; see {self._log}")
         address = msgspec.json.decode(line, type=GatewayAddress)
-        self._settings = msgspec.structs.replace(self._settings, port=int(address.url.rpartition(":")[2]), exact=True)
         self.is_up = True
         self._greet(address)
 
     def _greet(self, address: GatewayAddress) -> None:
-        port = self._settings.port
+        port = self._listener.getsockname()[1]
         lines = [f"gateway: {address.url}; its token is in {self._folder / FILE}"]
         if sys.stderr.isatty():  # a log that others may read gets no link
             lines.append(f"page: {address.page} (it works once; {self._folder / FILE} has the next link)")
@@ -124,8 +145,11 @@ class GatewayProcess:
         if not self.is_up:
             self._look_for_address()
             return
+        if self._given_up:
+            refuse_waiting(self._listener)
+            return
         code = self._process.poll()
-        if code is None or self._given_up or time.monotonic() - self._started < AGAIN_S:
+        if code is None or time.monotonic() - self._started < AGAIN_S:
             return
         if not self._restarts_left:
             self._given_up = True
@@ -150,6 +174,7 @@ class GatewayProcess:
             self._process.kill()
             self._process.wait(STOP_S)
         self._close_pipes()
+        self._listener.close()
         (self._folder / FILE).unlink(missing_ok=True)
 
     def _close_pipes(self) -> None:

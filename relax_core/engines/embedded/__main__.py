@@ -18,6 +18,8 @@ import sys
 import threading
 from pathlib import Path
 
+from relax_core.engines.http_server.held_port import listening_socket, url_of
+
 DTYPES = ("float32", "bfloat16")
 
 
@@ -29,6 +31,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
     parser.add_argument("--beyond-loopback", action="store_true", help="allow a --host that other machines can reach")
     parser.add_argument("--port", type=int, default=0, help="0 takes any free port")
+    parser.add_argument("--listener", type=int, help="descriptor of a listening socket that takes the place of --port")
     parser.add_argument("--token-file", type=Path, required=True, help="file with the bearer token")
     parser.add_argument("--max-running-samples", type=int, default=256)
     parser.add_argument("--max-total-tokens", type=int, default=65536, help="tokens in the KV cache")
@@ -42,19 +45,18 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _bind(host: str, port: int, *, beyond_loopback: bool) -> socket.socket:
-    """Binds the port; the server listens only once it can answer, so that no client connects before that."""
+def _listener(host: str, port: int, *, inherited: int | None, beyond_loopback: bool) -> socket.socket:
+    """Returns the socket that the owner has passed down, or one that listens on the port."""
     if not beyond_loopback and host != "localhost" and not ipaddress.ip_address(host).is_loopback:
         raise ValueError(f"--host {host}: not a loopback address; give 127.0.0.1, or add --beyond-loopback")
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if inherited is not None:
+        return socket.socket(fileno=inherited)
     try:
-        listener.bind((host, port))
+        return listening_socket(host, port)
     except OSError as error:
         raise ValueError(
             f"--port {port} on {host}: {error.strerror}; end the process that has it, or choose another port"
         ) from error
-    return listener
 
 
 def _end_with_stdin() -> None:
@@ -74,24 +76,25 @@ def main(argv: list[str] | None = None) -> int:
     if not arguments.stay:
         _end_with_stdin()
     try:
-        listener = _bind(arguments.host, arguments.port, beyond_loopback=arguments.beyond_loopback)
+        listener = _listener(
+            arguments.host, arguments.port, inherited=arguments.listener, beyond_loopback=arguments.beyond_loopback
+        )
         gc.disable()  # during the imports: a fifth of their time would be collections, which find nothing worth freeing
-        from relax_core.engines.embedded.assembly import build_app
+        from relax_core.engines.embedded.assembly import build_app, read_token
         from relax_core.engines.embedded.http.serving import serve
 
         gc.freeze()
         gc.enable()
-        app, scheduler = build_app(arguments)
+        token = read_token(arguments.token_file)
+        app, scheduler = build_app(arguments, token=token)
     except (ValueError, OSError) as error:
         print(f"embedded engine: {error}", file=sys.stderr, flush=True)
         return 2
-    port = listener.getsockname()[1]
-    host = f"[{arguments.host}]" if ":" in arguments.host else arguments.host
-    ready = json.dumps({"url": f"http://{host}:{port}", "pid": os.getpid(), "port": port})
+    ready = json.dumps({"url": url_of(listener), "pid": os.getpid(), "port": listener.getsockname()[1]})
     gc.collect()
     gc.freeze()  # objects from start-up stay, so the collector does not visit them during decoding
     with asyncio.Runner(loop_factory=_event_loop) as runner:
-        runner.run(serve(app, scheduler, listener, ready=ready))
+        runner.run(serve(app, scheduler, listener, token=token, ready=ready))
     return 0
 
 

@@ -27,7 +27,7 @@ from relax_core.families.towers import Towers
 from relax_core.weights.folder_stream import read_safetensors
 
 
-def build_app(arguments: argparse.Namespace) -> tuple[EngineApp, Scheduler]:
+def build_app(arguments: argparse.Namespace, *, token: str) -> tuple[EngineApp, Scheduler]:
     """Builds the application and starts its decode thread.
 
     Raises ValueError, or OSError for a file that cannot be read, with a text for the user.
@@ -35,9 +35,6 @@ def build_app(arguments: argparse.Namespace) -> tuple[EngineApp, Scheduler]:
     torch.set_num_threads(arguments.threads)
     config = read_model_config(arguments.model_path, family=arguments.family)
     _check(arguments, config.max_positions)
-    token = arguments.token_file.read_text().strip()
-    if not token:
-        raise ValueError(f"--token-file {arguments.token_file}: empty; write the run's bearer token into it")
     dtype = getattr(torch, arguments.dtype)
     weights = FusedWeights(config, dtype)
     reader = None if arguments.media_folder is None else FolderReader(arguments.media_folder)
@@ -71,6 +68,14 @@ def build_app(arguments: argparse.Namespace) -> tuple[EngineApp, Scheduler]:
     )
     scheduler.start()
     return app, scheduler
+
+
+def read_token(file: Path) -> str:
+    """Returns the bearer token in the file. Raises ValueError if it is empty, and OSError."""
+    token = file.read_text().strip()
+    if not token:
+        raise ValueError(f"--token-file {file}: empty; write the run's bearer token into it")
+    return token
 
 
 def _features(config: ModelConfig, weights: FusedWeights, reader: FolderReader | None) -> MediaFeatures | None:

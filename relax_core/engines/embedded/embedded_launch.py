@@ -34,6 +34,8 @@ def command(launch: EngineStart) -> list[str]:
         words += ["--media-folder", str(launch.media_folder)]
     if launch.load_weights:
         words.append("--load-weights")
+    if launch.listener is not None:
+        words += ["--listener", str(launch.listener)]
     if launch.beyond_loopback:
         words.append("--beyond-loopback")
     return [sys.executable, "-m", "relax_core.engines.embedded", *words]

@@ -37,4 +37,5 @@ SPEC = EngineSpec(
     media=frozenset({"image", "video", "audio"}),
     feature_mib=FEATURE_MIB,
     keys=frozenset({"urls", "token_file", "prefix_cache_tokens"}),
+    takes_listener=True,
 )

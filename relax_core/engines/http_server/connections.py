@@ -19,10 +19,10 @@ import msgspec
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from relax_core.engines.http_server.asgi import error_payload
+from relax_core.engines.http_server.held_port import BACKLOG
 
 MAX_CONNECTIONS = 1024
 KEPT_FREE = 64  # connections that requests under way never take
-BACKLOG = 512  # connections that the kernel holds until they are accepted; they may then arrive all at one time
 OTHER_FILES = 128  # files and sockets that the process has beside its connections
 HEAD_BYTES = 32 << 10  # most bytes of a request's line and headers
 PIPELINED = 16  # requests that a client may send before it has read the first answer

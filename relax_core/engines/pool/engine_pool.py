@@ -13,7 +13,14 @@ from typing import Any
 
 import msgspec
 
-from relax_core.contracts.engine import EngineError, EngineUnreachable, Generated, PromptRequest, SamplingParams
+from relax_core.contracts.engine import (
+    EngineError,
+    EngineUnreachable,
+    Generated,
+    MalformedReply,
+    PromptRequest,
+    SamplingParams,
+)
 from relax_core.contracts.media import MediaItem
 from relax_core.engines.pool.engine_watch import LOAD_POLL_S, ClientFor, EngineWatch
 from relax_core.engines.pool.fan_out import fan_out, log_failures
@@ -26,6 +33,7 @@ from relax_core.engines.protocol.request_body import OnTokens, response_limit
 
 OnEnd = Callable[[StreamEnd], None]
 BringMedia = Callable[[int, EngineClient, Sequence[PromptRequest]], Awaitable[None]]
+OnMalformed = Callable[[int, str], Coroutine[Any, Any, None]]
 FRUITLESS_ASKS = 5  # times in a row that an engine may abort a sample unasked and without a new token
 log = logging.getLogger(__name__)
 
@@ -84,8 +92,9 @@ class EnginePool:
     and its open samples are asked of the others. ``by_load`` is that of `Router`; ``max_lag`` and ``lag_s`` are those
     of `EngineWatch`. ``bring_media(engine, client, requests)`` returns when the engine has the images and videos of
     requests that it is about to get; None if it always has them. ``item_work`` returns the work of the model's towers
-    for an item in tokens; None if it has none. All methods belong to one event loop. The choice of engine never changes
-    a prompt's tokens.
+    for an item in tokens; None if it has none. ``on_malformed(engine, why)`` is told of an engine whose reply does not
+    follow the protocol, so that it is started again. All methods belong to one event loop. The choice of engine never
+    changes a prompt's tokens.
     """
 
     def __init__(
@@ -100,7 +109,9 @@ class EnginePool:
         lag_s: float = 60.0,
         bring_media: BringMedia | None = None,
         item_work: Callable[[MediaItem], float] | None = None,
+        on_malformed: OnMalformed | None = None,
     ) -> None:
+        self._on_malformed = on_malformed
         self._item_work = item_work or (lambda item: 0.0)
         self._bring_media = bring_media
         self._client_for = client_for
@@ -250,6 +261,8 @@ class EnginePool:
         """
         log.warning("%s does not answer; its open samples are asked for again: %s", engine_name(engine), error)
         self._watch.lost(engine, error)
+        if isinstance(error, MalformedReply) and self._on_malformed is not None:
+            prompt_batch.start(self._on_malformed(engine, str(error)))
         silent_s = time.monotonic() - prompt_batch.silent_since.setdefault(engine, time.monotonic())
         if silent_s > self._timeout_s and all(other in prompt_batch.silent_since for other in self._watch.usable()):
             raise EngineUnreachable(

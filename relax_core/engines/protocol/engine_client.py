@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import http.client
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -16,6 +18,7 @@ from relax_core.contracts.engine import (
     EngineError,
     EngineUnreachable,
     Generated,
+    MalformedReply,
     PauseMode,
     PromptRequest,
     SamplingParams,
@@ -30,15 +33,28 @@ from relax_core.engines.protocol.frames import (
     StreamEnd,
     StreamFailure,
 )
-from relax_core.engines.protocol.request_body import OnTokens, checked_prompt_tokens, generate_body
-from relax_core.engines.protocol.score_calls import TokenScores, TokensToScore, read_scores, score_body
-from relax_core.engines.protocol.server_sent_events import UNKNOWN_VERSION, EventReader
+from relax_core.engines.protocol.proven_connection import ProvenConnection
+from relax_core.engines.protocol.reply_checks import (
+    Loads,
+    ModelInfo,
+    ResponseCheck,
+    check_times,
+    decoded,
+    plain_words,
+    reply_object,
+    version_number,
+)
+from relax_core.engines.protocol.request_body import OnTokens, OtherPrompt, checked_prompt_tokens, generate_body
+from relax_core.engines.protocol.score_calls import TokenScores, TokensToScore, most_bytes, read_scores, score_body
+from relax_core.engines.protocol.server_sent_events import UNKNOWN_VERSION, EventReader, Told
 from relax_core.engines.protocol.weight_calls import WeightCalls
 
 if TYPE_CHECKING:
     import aiohttp
 
 CONNECT_S = 5.0  # an engine is on this host or in this rack, so a connection that takes longer will not succeed
+CONTROL_BYTES = 16 << 20  # most bytes of the reply to a control call
+REFUSAL_BYTES = 64 << 10  # of the body of a refusal that are read
 _encoder = msgspec.json.Encoder()
 
 
@@ -47,18 +63,33 @@ class EngineClient(WeightCalls):
 
     ``request_timeout_s`` is the longest silence in `generate` and `score`, in seconds; ``control_timeout_s`` is the
     longest duration of every other call. `generate` belongs to one event loop, the other calls to one thread at a time.
-    Calls raise EngineUnreachable if the process does not answer, and EngineError with the engine's own text if it
-    refuses.
+    The server proves on each connection that it knows ``token``, before anything else is sent. A server that somebody
+    else started, which ``attached`` says, knows no proof and is not asked. ``vocab_size`` is the model's; responses are
+    checked against it if it is given.
+    Calls raise EngineUnreachable if the process does not answer, its subclass MalformedReply if the answer does not
+    follow the protocol, and EngineError with the engine's own text if it refuses.
     """
 
-    def __init__(self, url: str, token: str, *, request_timeout_s: float, control_timeout_s: float) -> None:
+    def __init__(
+        self,
+        url: str,
+        token: str,
+        *,
+        request_timeout_s: float,
+        control_timeout_s: float,
+        attached: bool = False,
+        vocab_size: int | None = None,
+    ) -> None:
         self.url = url
+        self._proven_token = None if attached else token
+        self._vocab_size = vocab_size
         self._authorization = f"Bearer {token}"
         self._request_timeout_s = request_timeout_s
         self._control_timeout_s = control_timeout_s
         self._session: aiohttp.ClientSession | None = None
         self._session_loop: asyncio.AbstractEventLoop | None = None
-        self._connection: http.client.HTTPConnection | None = None
+        address = urlsplit(url)
+        self._connection = ProvenConnection(address.hostname or "", address.port, token=self._proven_token)
         self._control = threading.Lock()
 
     # -- generate -------------------------------------------------------------------------------------------------
@@ -77,14 +108,14 @@ class EngineClient(WeightCalls):
         are sampled, and may miss the last ones. If the caller leaves the iteration early, the connection is closed and
         the engine aborts the samples that still run.
         """
-        expected = sum(params.n if prompt.samples is None else len(prompt.samples) for prompt in prompts)
+        check = ResponseCheck(prompts, params, vocab_size=self._vocab_size)
         told = {} if on_tokens is None else {"tells_tokens": True}
         body = generate_body(prompts, params, **told)
         async for one in self._streamed(
             body,
             params,
-            lambda response: self._responses(response, prompts, params, on_end, on_tokens),
-            expected=expected,
+            lambda response: self._responses(response, prompts, params, check, on_end, on_tokens),
+            check,
         ):
             yield one
 
@@ -93,24 +124,26 @@ class EngineClient(WeightCalls):
         body: dict[str, Any],
         params: SamplingParams,
         read: Callable[[aiohttp.ClientResponse], AsyncIterator[Generated]],
-        *,
-        expected: int,
+        check: ResponseCheck,
     ) -> AsyncIterator[Generated]:
-        """Posts ``body`` to /generate and yields the ``expected`` responses that ``read`` finds in the answer."""
+        """Posts ``body`` to /generate and yields the responses that ``read`` finds in the answer, checked."""
         import aiohttp
 
-        found = 0
+        posting = self._http_session().post(
+            f"{self.url}/generate",
+            data=_encoder.encode(body),
+            headers={"Content-Type": "application/json", "Accept": f"{MSGPACK}, {EVENT_STREAM}"},
+            allow_redirects=False,  # the token is for this address
+        )
         try:
-            async with self._http_session().post(
-                f"{self.url}/generate",
-                data=_encoder.encode(body),
-                headers={"Content-Type": "application/json", "Accept": f"{MSGPACK}, {EVENT_STREAM}"},
-                allow_redirects=False,  # the token is for this address
-            ) as response:
+            async with asyncio.timeout(2 * self._request_timeout_s):  # to send the body, and to get the reply's head
+                response = await posting
+            async with response:
                 if response.status != 200:
-                    raise self._refusal("/generate", response.status, await response.read())
+                    raise self._refusal("/generate", response.status, await self._beginning(response))
                 async for one in read(response):
-                    found += 1
+                    with self._replying("/generate"):
+                        check.finished(one)
                     if params.return_routed_experts and one.response_experts is None and one.finish_reason != "abort":
                         raise EngineError(
                             f"engine {self.url} /generate: the answer has no routed experts, but "
@@ -129,68 +162,133 @@ class EngineClient(WeightCalls):
                 f"engine {self.url} /generate: silent for {self._request_timeout_s:.0f} s"
             ) from error
         except aiohttp.ClientError as error:
-            raise EngineUnreachable(f"engine {self.url} /generate: {_words(error)}") from error
-        if found != expected:
+            raise EngineUnreachable(f"engine {self.url} /generate: {error_words(error)}") from error
+        if check.owed:
+            found = check.expected - len(check.owed)
             raise EngineUnreachable(
-                f"engine {self.url} /generate: closed the connection after {found} of {expected} responses"
+                f"engine {self.url} /generate: closed the connection after {found} of {check.expected} responses"
             )
+
+    @contextmanager
+    def _replying(self, route: str) -> Iterator[None]:
+        """Turns the ValueError of a check of a reply into MalformedReply, which names engine and route."""
+        try:
+            yield
+        except OtherPrompt as error:
+            raise EngineError(f"engine {self.url} {route}: {error}") from error
+        except ValueError as error:
+            words = plain_words(str(error))
+            raise MalformedReply(f"engine {self.url} {route}: a reply that cannot be read: {words}") from error
+
+    async def _beginning(self, response: aiohttp.ClientResponse) -> bytes:
+        """Returns the first `REFUSAL_BYTES` of a body."""
+        data = bytearray()
+        async with asyncio.timeout(self._control_timeout_s):
+            async for part in response.content.iter_any():
+                data += part
+                if len(data) >= REFUSAL_BYTES:
+                    break
+        return bytes(data[:REFUSAL_BYTES])
+
+    async def _parts(
+        self, response: aiohttp.ClientResponse, reader: FrameReader | EventReader, check: ResponseCheck
+    ) -> AsyncIterator[bytes]:
+        """Yields the bytes of a stream for ``reader``.
+
+        Raises EngineUnreachable if a frame or an event does not end within the longest silence after its begin, because
+        a server may send a few bytes now and then for ever.
+        """
+        progress, parts = time.monotonic(), 0
+        async for data in response.content.iter_any():
+            yield data
+            now = time.monotonic()
+            if reader.parts > parts or not reader.pending:
+                with self._replying("/generate"):
+                    check.news(reader.parts - parts)
+                progress, parts = now, reader.parts
+            elif now - progress > self._request_timeout_s:
+                words = f"a part of its reply has not ended for {self._request_timeout_s:.0f} s"
+                raise EngineUnreachable(f"engine {self.url} /generate: {words}")
 
     async def _responses(
         self,
         response: aiohttp.ClientResponse,
         prompts: Sequence[PromptRequest],
         params: SamplingParams,
+        check: ResponseCheck,
         on_end: Callable[[StreamEnd], None] | None,
         on_tokens: OnTokens | None = None,
     ) -> AsyncIterator[Generated]:
         """Reads an answer: the embedded engine's frames, or the events of another engine."""
         if response.content_type == MSGPACK:
-            frames = FrameReader()
+            reader = FrameReader()
             prompt_experts: dict[int, np.ndarray] = {}
-            async for data in response.content.iter_any():
-                for frame in frames.feed(data):
+            async for data in self._parts(response, reader, check):
+                with self._replying("/generate"):
+                    frames = list(reader.feed(data))
+                for frame in frames:
                     match frame:
                         case Finished():
-                            yield self._response(frame, prompts, prompt_experts)
+                            with self._replying("/generate"):
+                                check.place(frame.prompt, frame.sample)
+                                one = self._response(frame, prompts, prompt_experts)
+                            yield one
                         case StreamFailure(message):
-                            raise EngineError(f"engine {self.url} /generate: {message}")
+                            raise EngineError(f"engine {self.url} /generate: {plain_words(message)}")
                         case StreamEnd() if on_end is not None:
+                            with self._replying("/generate"):
+                                check_times(frame.held_ms, frame.prefill_ms, frame.decode_ms)
                             on_end(frame)
                         case Grown() if on_tokens is not None:
-                            ids = np.frombuffer(frame.output_ids, dtype=INT32).tolist()
+                            with self._replying("/generate"):
+                                ids = np.frombuffer(frame.output_ids, dtype=INT32).tolist()
+                                check.told(frame.prompt, frame.sample, frame.start, ids)
                             on_tokens(frame.prompt, frame.sample, frame.start, ids)
             return
         if params.banned_token_ids:
             raise EngineError(f"engine {self.url} /generate: this engine does not support banned_token_ids")
         samples = [(index, sample) for index in range(len(prompts)) for sample in range(params.n)]
-        async for one in self._events(response, EventReader(prompts, samples=samples, on_tokens=on_tokens)):
+        events = EventReader(prompts, samples=samples, tells_tokens=on_tokens is not None)
+        async for one in self._events(response, events, check, on_tokens):
             yield one
 
-    async def _events(self, response: aiohttp.ClientResponse, reader: EventReader) -> AsyncIterator[Generated]:
+    async def _events(
+        self,
+        response: aiohttp.ClientResponse,
+        reader: EventReader,
+        check: ResponseCheck,
+        on_tokens: OnTokens | None,
+    ) -> AsyncIterator[Generated]:
         """Reads SGLang's server-sent events and yields the responses that they finish."""
-        async for data in response.content.iter_any():
-            try:
+        if response.content_type != EVENT_STREAM:
+            with self._replying("/generate"):
+                raise ValueError(f"Content-Type {response.content_type}")
+        async for data in self._parts(response, reader, check):
+            with self._replying("/generate"):
                 events = list(reader.feed(data))
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                raise EngineError(f"engine {self.url} /generate: an event that cannot be read: {error}") from error
             for event in events:
-                if isinstance(event, str):
-                    raise EngineError(f"engine {self.url} /generate: {event}")
-                yield event
+                match event:
+                    case str():
+                        raise EngineError(f"engine {self.url} /generate: {plain_words(event)}")
+                    case Told():
+                        with self._replying("/generate"):
+                            check.told(*event)
+                        if on_tokens is not None:
+                            on_tokens(*event)
+                    case _:
+                        yield event
 
     def _response(self, frame: Finished, prompts: Sequence[PromptRequest], known: dict[int, np.ndarray]) -> Generated:
         """Returns the response of a frame, with the experts of its prompt.
 
         The engine sends a prompt's experts with one of its responses only. ``known`` maps the index of a prompt to its
-        experts. Raises EngineError if the engine saw another number of prompt tokens.
+        experts. Raises ValueError if the parts of the frame do not fit each other, or if the engine saw another number
+        of prompt tokens.
         """
         if frame.prompt_experts is not None:
             known[frame.prompt] = frame.prompt_experts.array()
-        try:
-            tokens = checked_prompt_tokens(frame.prompt_tokens, prompts[frame.prompt])
-        except ValueError as error:
-            raise EngineError(f"engine {self.url} /generate: {error}") from error
-        experts = None if frame.response_experts is None else known[frame.prompt]
+        tokens = checked_prompt_tokens(frame.prompt_tokens, prompts[frame.prompt])
+        experts = None if frame.response_experts is None else known.get(frame.prompt)
         return frame.response(prompt_tokens=tokens, prompt_experts=experts)
 
     async def answers(self, *, timeout_s: float) -> None:
@@ -208,7 +306,7 @@ class EngineClient(WeightCalls):
         except TimeoutError as error:
             raise EngineUnreachable(f"engine {self.url} /ready: no answer within {timeout_s:g} s") from error
         except aiohttp.ClientError as error:
-            raise EngineUnreachable(f"engine {self.url} /ready: {_words(error)}") from error
+            raise EngineUnreachable(f"engine {self.url} /ready: {error_words(error)}") from error
 
     def _http_session(self) -> aiohttp.ClientSession:
         import aiohttp
@@ -216,10 +314,19 @@ class EngineClient(WeightCalls):
         loop = asyncio.get_running_loop()
         if self._session is None or self._session_loop is not loop:
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=self._request_timeout_s)
+            options: dict[str, Any] = {"limit": 0, "keepalive_timeout": 3600.0}
+            if self._proven_token is None:
+                connector = aiohttp.TCPConnector(**options)
+            else:
+                from relax_core.engines.protocol.proving_connector import ProvingConnector
+
+                connector = ProvingConnector(self._proven_token, **options)
             self._session = aiohttp.ClientSession(
                 timeout=timeout,
                 headers={"Authorization": self._authorization},
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=3600.0),
+                connector=connector,
+                cookie_jar=aiohttp.DummyCookieJar(),
+                auto_decompress=False,  # no engine compresses, and a few bytes could become gigabytes
                 read_bufsize=1 << 20,
             )
             self._session_loop = loop
@@ -239,7 +346,17 @@ class EngineClient(WeightCalls):
 
     def model_info(self) -> dict[str, Any]:
         """Returns ``weight_version``, the weights in force, and ``model_path``."""
-        return self._call("GET", "/model_info")
+        info = self._call("GET", "/model_info", needs=ModelInfo)
+        return {**info, "weight_version": str(self._version_of(info["weight_version"]))}
+
+    def _version_of(self, version: str | int) -> int:
+        """Returns the number of a weight version, -1 for none."""
+        number = version_number(version)
+        if number is None:
+            with self._replying("/model_info"):
+                raise ValueError("weight_version is no number")
+        assert number is not None
+        return number
 
     def server_info(self) -> dict[str, Any]:
         """Returns the settings that the engine was started with; SGLang's also hold its ``version``."""
@@ -247,8 +364,8 @@ class EngineClient(WeightCalls):
 
     def loads(self) -> dict[str, Any]:
         """Returns the engine's load: ``running``, ``queued``, ``held`` samples, ``busy_s``, ``decode_steps``, more."""
-        loads: dict[str, Any] = self._call("GET", "/v1/loads")["loads"][0]
-        return loads
+        load: dict[str, Any] = self._call("GET", "/v1/loads", needs=Loads)["loads"][0]
+        return {"running": load["num_running_reqs"], "queued": load["num_waiting_reqs"], "held": 0} | load
 
     def score(
         self, items: Sequence[TokensToScore], *, top_k: int, temperature: float, banned_token_ids: Sequence[int] = ()
@@ -259,13 +376,19 @@ class EngineClient(WeightCalls):
         embedded engine honours all of these; SGLang scores at temperature 1 over the whole vocabulary only.
         """
         body = self._score_body(items, top_k=top_k, temperature=temperature, banned_token_ids=banned_token_ids)
-        status, data = self._answer("POST", "/generate", body, timeout_s=self._request_timeout_s)
+        status, data = self._answer(
+            "POST", "/generate", body, timeout_s=self._request_timeout_s, most_bytes=most_bytes(items, top_k=top_k)
+        )
         if status != 200:
             raise self._refusal("/generate", status, data)
-        try:
-            return read_scores(data, items, top_k=top_k, fewer="kept_tokens" in body or "banned_token_ids" in body)
-        except (ValueError, msgspec.DecodeError) as error:
-            raise EngineError(f"engine {self.url} /generate: scores that cannot be read: {error}") from error
+        with self._replying("/generate"):
+            return read_scores(
+                data,
+                items,
+                top_k=top_k,
+                vocab_size=self._vocab_size,
+                fewer="kept_tokens" in body or "banned_token_ids" in body,
+            )
 
     def _score_body(self, items: Sequence[TokensToScore], **options: Any) -> dict[str, Any]:
         return score_body(items, **options)
@@ -301,64 +424,42 @@ class EngineClient(WeightCalls):
     def close(self) -> None:
         """Closes the control connection."""
         with self._control:
-            self._hang_up()
+            self._connection.close()
 
-    def _call(self, method: str, route: str, payload: Any = None) -> dict[str, Any]:
+    def _call(
+        self, method: str, route: str, payload: Any = None, *, needs: type[msgspec.Struct] | None = None
+    ) -> dict[str, Any]:
+        """Returns the JSON object of the reply, which has the fields of ``needs``."""
         status, data = self._answer(method, route, payload, timeout_s=self._control_timeout_s)
         if status != 200:
             raise self._refusal(route, status, data)
-        reply: dict[str, Any] = msgspec.json.decode(data) if data else {}
-        return reply
+        with self._replying(route):
+            return reply_object(data, needs)
 
-    def _answer(self, method: str, route: str, payload: Any, *, timeout_s: float) -> tuple[int, bytes]:
+    def _answer(
+        self, method: str, route: str, payload: Any, *, timeout_s: float, most_bytes: int = CONTROL_BYTES
+    ) -> tuple[int, bytes]:
         body = b"" if payload is None else _encoder.encode(payload)
-        with self._control:
-            reused = self._connection is not None
-            try:
-                status, data = self._exchange(method, route, body, timeout_s)
-            except (http.client.RemoteDisconnected, BrokenPipeError, ConnectionResetError) as error:
-                self._hang_up()
-                if not reused:
-                    raise EngineUnreachable(f"engine {self.url} {route}: {_words(error)}") from error
-                # The engine was restarted since the last call.
-                status, data = self._exchange_anew(method, route, body, timeout_s)
-            except TimeoutError as error:
-                self._hang_up()
-                raise EngineUnreachable(f"engine {self.url} {route}: no answer within {timeout_s:.0f} s") from error
-            except (OSError, http.client.HTTPException) as error:
-                self._hang_up()
-                raise EngineUnreachable(f"engine {self.url} {route}: {_words(error)}") from error
-        return status, data
-
-    def _exchange_anew(self, method: str, route: str, body: bytes, timeout_s: float) -> tuple[int, bytes]:
-        try:
-            return self._exchange(method, route, body, timeout_s)
-        except (OSError, http.client.HTTPException) as error:
-            self._hang_up()
-            raise EngineUnreachable(f"engine {self.url} {route}: {_words(error)}") from error
-
-    def _exchange(self, method: str, route: str, body: bytes, timeout_s: float) -> tuple[int, bytes]:
-        if self._connection is None:
-            address = urlsplit(self.url)
-            self._connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=timeout_s)
-        if self._connection.sock is not None:
-            self._connection.sock.settimeout(timeout_s)
         headers = {"Content-Type": "application/json", "Authorization": self._authorization}
-        self._connection.request(method, route, body, headers)
-        response = self._connection.getresponse()
-        return response.status, response.read()
-
-    def _hang_up(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
+        with self._control:
+            try:
+                return self._connection.call(method, route, body, headers, timeout_s=timeout_s, most_bytes=most_bytes)
+            except TimeoutError as error:
+                raise EngineUnreachable(f"engine {self.url} {route}: no answer within {timeout_s:.0f} s") from error
+            except OSError as error:
+                raise EngineUnreachable(f"engine {self.url} {route}: {error_words(error)}") from error
+            except http.client.HTTPException as error:
+                raise MalformedReply(f"engine {self.url} {route}: {error_words(error)}") from error
 
     def _refusal(self, route: str, status: int, body: bytes) -> EngineError:
-        return EngineError(f"engine {self.url} {route}: {status}: {_message(body)}")
+        """Returns the error for a reply with this status; only 4xx and 5xx refuse a request."""
+        words = f"engine {self.url} {route}: {status}: {plain_words(_message(body))}"
+        return EngineError(words) if 400 <= status <= 599 else MalformedReply(words)
 
 
-def _words(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
+def error_words(error: BaseException) -> str:
+    """Returns an error's name and text; the text may hold what a server sent."""
+    return plain_words(f"{type(error).__name__}: {error}")
 
 
 def _message(body: bytes) -> str:
@@ -367,8 +468,8 @@ def _message(body: bytes) -> str:
     Both the embedded engine and SGLang send {"error": {"message"}} or {"message"}.
     """
     try:
-        found = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+        found = decoded(body, object)
+    except ValueError:
         return body[:500].decode(errors="replace")
     if isinstance(found, dict):
         error = found.get("error", found)

@@ -42,6 +42,8 @@ class Experts(msgspec.Struct, frozen=True, array_like=True):
 
     def array(self) -> np.ndarray:
         """Returns the numbers as a read-only view. Raises ValueError if ``data`` does not fit ``shape``."""
+        if min(self.shape) < 0:  # numpy would choose that axis
+            raise ValueError(f"experts of shape {self.shape}")
         return np.frombuffer(self.data, dtype=self.dtype).reshape(self.shape)
 
 
@@ -140,24 +142,47 @@ def encode_frames(frames: Iterable[Frame]) -> bytes:
 
 
 class FrameReader:
-    """Splits a byte stream into frames."""
+    """Splits a byte stream into frames.
+
+    ``parts`` counts the whole frames, and ``pending`` says that a frame has begun and not ended.
+    """
 
     def __init__(self) -> None:
         self._buffer = bytearray()
+        self.parts = 0
+
+    @property
+    def pending(self) -> bool:
+        """Is True if the last bytes belong to a part that has not ended."""
+        return bool(self._buffer)
 
     def feed(self, data: bytes) -> Iterator[Frame]:
         """Yields the frames that ``data`` completes. Raises ValueError for bytes that are no frame."""
         self._buffer += data
+        if self._first_end(0) > len(self._buffer):  # no copy for each piece of a large frame
+            return
         start = 0
         view = memoryview(bytes(self._buffer))
-        while len(view) - start >= _LENGTH_BYTES:
-            length = int.from_bytes(view[start : start + _LENGTH_BYTES], "big")
-            if length > _MAX_FRAME_BYTES:
-                raise ValueError(f"a frame of {length} bytes: this is no stream of the embedded engine")
-            end = start + _LENGTH_BYTES + length
-            if end > len(view):
-                break
-            frame: Frame = _decoder.decode(view[start + _LENGTH_BYTES : end])
+        while (end := self._first_end(start)) <= len(view):
+            frame = _frame(view[start + _LENGTH_BYTES : end])
+            self.parts += 1
             start = end
             yield frame
         del self._buffer[:start]
+
+    def _first_end(self, start: int) -> int:
+        """Returns where the frame at ``start`` ends, which is beyond the buffer if its length is not known yet."""
+        head = bytes(self._buffer[start : start + _LENGTH_BYTES])
+        if len(head) < _LENGTH_BYTES:
+            return start + _LENGTH_BYTES
+        length = int.from_bytes(head, "big")
+        if not 0 < length <= _MAX_FRAME_BYTES:
+            raise ValueError(f"a frame of {length} bytes: this is no stream of the embedded engine")
+        return start + _LENGTH_BYTES + length
+
+
+def _frame(data: memoryview) -> Frame:
+    try:
+        return _decoder.decode(data)
+    except RecursionError:
+        raise ValueError("a frame that is nested too deeply") from None

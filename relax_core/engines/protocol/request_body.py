@@ -71,14 +71,20 @@ def media_fields(prompts: Sequence[Sequence[Media]]) -> dict[str, Any]:
     return {"media": [[(one.item.digest, one.start) for one in media] for media in prompts]}
 
 
+class OtherPrompt(ValueError):
+    """Says that the engine expands the prompt's images or videos to another number of tokens, each time anew."""
+
+
 def checked_prompt_tokens(seen: int, prompt: PromptRequest) -> int:
     """Returns how many tokens of the prompt the engine saw, without the ``generated`` ones at its end; 0 if unknown.
 
     ``seen`` is the number of input tokens that the engine reports, 0 if it reports none. Raises ValueError if it
-    differs from the number that was sent, because the trainer would then compute another prompt.
+    differs from the number that was sent, because the trainer would then compute another prompt; it is `OtherPrompt` if
+    the prompt has media.
     """
     if seen and seen != len(prompt.input_ids):
-        raise ValueError(
+        kind = OtherPrompt if prompt.media else ValueError
+        raise kind(
             f"prompt {prompt.rid}: the engine saw {seen} prompt tokens and the request has {len(prompt.input_ids)}; "
             "engine and trainer expand the prompt's images or videos differently"
         )

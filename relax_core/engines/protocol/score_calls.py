@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 
 from relax_core.contracts.media import Media
 from relax_core.contracts.trees.kept_tokens import OUTSIDE, KeptTokens
+from relax_core.engines.protocol.reply_checks import MOST_LOGPROB, decoded, version_number
 from relax_core.engines.protocol.request_body import media_fields
 
 
@@ -53,7 +54,7 @@ class _Entry(msgspec.Struct, array_like=True, gc=False):
 
 class _TopEntry(msgspec.Struct, array_like=True, gc=False):
     logprob: float
-    token_id: int
+    token_id: Annotated[int, msgspec.Meta(ge=0, le=np.iinfo(np.int32).max)]
 
 
 class _Meta(msgspec.Struct):
@@ -67,7 +68,13 @@ class _Reply(msgspec.Struct):
     meta_info: _Meta
 
 
-_decoder = msgspec.json.Decoder(list[_Reply])
+_ENTRY_BYTES = 512  # of one scored token, or of one of its most likely tokens, with SGLang's text of it
+_OTHER_BYTES = 1 << 20  # of the rest of a reply
+
+
+def most_bytes(items: Sequence[TokensToScore], *, top_k: int) -> int:
+    """Returns the most bytes that a reply with the scores of ``items`` may have."""
+    return _OTHER_BYTES + _ENTRY_BYTES * (top_k + 1) * sum(len(item.input_ids) + 16 for item in items)
 
 
 def score_body(
@@ -94,18 +101,33 @@ def score_body(
     )
 
 
-def read_scores(data: bytes, items: Sequence[TokensToScore], *, top_k: int, fewer: bool = False) -> list[TokenScores]:
-    """Reads the scores of ``items`` from a reply. Raises ValueError if a score is missing.
+def read_scores(
+    data: bytes,
+    items: Sequence[TokensToScore],
+    *,
+    top_k: int,
+    vocab_size: int | None = None,
+    fewer: bool = False,
+) -> list[TokenScores]:
+    """Reads the scores of ``items`` from a reply. Raises ValueError if a score is missing or impossible.
 
+    ``vocab_size`` is the model's, None if it is not known.
     With ``fewer``, a position may have fewer than ``top_k`` most likely tokens, because tokens were left out.
     """
-    replies = _decoder.decode(data)
+    replies = decoded(data, list[_Reply])
     if len(replies) != len(items):
         raise ValueError(f"{len(replies)} replies to {len(items)} prompts")
     fewer = fewer and top_k > 0
-    return [
+    found = [
         _scores(reply.meta_info, item, top_k=top_k, fewer=fewer) for reply, item in zip(replies, items, strict=True)
     ]
+    for scores in found:
+        for values in (scores.logprobs, scores.top_logprobs):
+            if values.size and not (np.isfinite(values).all() and float(values.max()) <= MOST_LOGPROB):
+                raise ValueError("a log-prob is not finite, or is above 0")
+        if vocab_size is not None and scores.top_ids.size and int(scores.top_ids.max()) >= vocab_size:
+            raise ValueError(f"token id {int(scores.top_ids.max())}, which the vocabulary does not have")
+    return found
 
 
 def _scores(meta: _Meta, item: TokensToScore, *, top_k: int, fewer: bool) -> TokenScores:
@@ -121,8 +143,15 @@ def _scores(meta: _Meta, item: TokensToScore, *, top_k: int, fewer: bool) -> Tok
     entries = list(chain.from_iterable(tops))
     present = np.arange(top_k) < found[:, None]
     ids = np.full((expected, top_k), -1, dtype=np.int32)
-    ids[present] = [entry.token_id for entry in entries]
     values = np.full((expected, top_k), OUTSIDE, dtype=np.float32)
-    values[present] = [entry.logprob for entry in entries]
-    version = int(meta.weight_version) if meta.weight_version.isdecimal() else -1
-    return TokenScores(logprobs=np.array(logprobs, dtype=np.float32), top_ids=ids, top_logprobs=values, version=version)
+    with np.errstate(over="ignore"):  # infinities are refused later
+        given = np.array(logprobs, dtype=np.float32)
+        values[present] = [entry.logprob for entry in entries]
+    ids[present] = [entry.token_id for entry in entries]
+    version = version_number(meta.weight_version)
+    return TokenScores(
+        logprobs=given,
+        top_ids=ids,
+        top_logprobs=values,
+        version=-1 if version is None else version,
+    )

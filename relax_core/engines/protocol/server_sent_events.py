@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import msgspec
 import numpy as np
 
 from relax_core.contracts.engine import FinishReason, Generated, PromptRequest
 from relax_core.contracts.trees.kept_tokens import KeptTokens
-from relax_core.engines.protocol.request_body import OnTokens, checked_prompt_tokens
+from relax_core.engines.protocol import reply_checks
+from relax_core.engines.protocol.request_body import checked_prompt_tokens
 from relax_core.engines.protocol.routed_experts import read_routed_experts
 from relax_core.engines.protocol.version_spans import VersionSpan, token_versions
 
 _INT32, _FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
 UNKNOWN_VERSION = -1  # stands for a weight version that is no number, such as SGLang's "default" before any update
+
+
+_TokenId = Annotated[int, msgspec.Meta(ge=0, le=np.iinfo(np.int32).max)]
 
 
 class _Span(msgspec.Struct):
@@ -43,7 +47,7 @@ class _Meta(msgspec.Struct):
     weight_version: str | None = None
     weight_versions: list[_Span] = []
     output_token_logprobs: list[_Entry] = []
-    output_token_sampling_mask: list[list[int]] | None = None  # tokens that top_k, top_p and min_p kept
+    output_token_sampling_mask: list[list[_TokenId]] | None = None  # tokens that top_k, top_p and min_p kept
     output_token_sampling_logprobs: list[float] | None = None  # log-probs over the kept tokens
     routed_experts: str | None = None
     cached_tokens: int = 0
@@ -55,13 +59,23 @@ class _Words(msgspec.Struct):
 
 
 class _Event(msgspec.Struct):
-    output_ids: list[Annotated[int, msgspec.Meta(ge=0, le=np.iinfo(np.int32).max)]] = []
+    output_ids: list[_TokenId] = []
     meta_info: _Meta | None = None
     index: int = 0
     error: _Words | None = None
 
 
-_decoder = msgspec.json.Decoder(_Event)
+MOST_EVENT_BYTES = 256 << 20
+_END = b"\n\n"
+
+
+class Told(NamedTuple):
+    """Holds new tokens of a response that may not be finished; ``start`` is the index of the first of them."""
+
+    prompt: int
+    sample: int
+    start: int
+    ids: list[int]
 
 
 # A response so far: its ids as int32, its log-probs as float32, and the kept sets of each event.
@@ -72,8 +86,9 @@ class EventReader:
     """Gathers events, incremental (with the new tokens) or cumulative (with all tokens so far), into responses.
 
     The token count of an event says which kind it is. ``samples`` is the (prompt, sample) of each event index.
-    ``vocab_size`` is the model's; it is given if the kept sets are wanted. ``on_tokens`` gets tokens as they come, but
-    for those of an engine without a weight version. ``prefills`` maps each finished (prompt, sample) that has a token
+    ``vocab_size`` is the model's; it is given if the kept sets are wanted. With ``tells_tokens`` tokens are yielded as
+    they come, but for those of an engine without a weight version. ``parts`` counts the whole events, and ``pending``
+    says that an event has begun and not ended. ``prefills`` maps each finished (prompt, sample) that has a token
     to how many tokens of its prompt came from the engine's cache, and to the first version span. An empty span says
     that its version ended before a token was sampled.
     """
@@ -84,58 +99,71 @@ class EventReader:
         *,
         samples: Sequence[tuple[int, int]],
         vocab_size: int | None = None,
-        on_tokens: OnTokens | None = None,
+        tells_tokens: bool = False,
     ) -> None:
-        self._on_tokens = on_tokens
+        self._tells_tokens = tells_tokens
         self._prompts = prompts
         self._samples = samples
         self._vocab_size = vocab_size
         self.prefills: dict[tuple[int, int], tuple[int, VersionSpan]] = {}
-        self._buffer = b""
+        self._buffer = bytearray()
         self._growing: dict[int, _Growing] = {}
+        self.parts = 0
 
-    def feed(self, data: bytes) -> Iterator[Generated | str]:
-        """Yields the responses that ``data`` finishes; a failure of the engine is yielded as its text."""
-        *events, self._buffer = (self._buffer + data).split(b"\n\n")
+    @property
+    def pending(self) -> bool:
+        """Is True if the last bytes belong to a part that has not ended."""
+        return bool(self._buffer)
+
+    def feed(self, data: bytes) -> Iterator[Generated | Told | str]:
+        """Yields the responses that ``data`` finishes; a failure of the engine is yielded as its text.
+
+        Raises ValueError for an event that is none of SGLang's, or does not fit the request.
+        """
+        searched = max(0, len(self._buffer) - 1)  # the end may be split, and large events come in many pieces
+        self._buffer += data
+        if self._buffer.find(_END, searched) < 0:
+            if len(self._buffer) > MOST_EVENT_BYTES:
+                raise ValueError(f"an event of more than {MOST_EVENT_BYTES} bytes")
+            return
+        *events, rest = bytes(self._buffer).split(_END)
+        self._buffer = bytearray(rest)
         for event in events:
+            self.parts += 1
             payload = event.strip().removeprefix(b"data:").strip()
             if payload and payload != b"[DONE]":
-                found = self._take(_decoder.decode(payload))
-                if found is not None:
-                    yield found
+                yield from self._take(reply_checks.decoded(payload, _Event))
 
-    def _take(self, event: _Event) -> Generated | str | None:
+    def _take(self, event: _Event) -> Iterator[Generated | Told | str]:
         if event.error is not None:
-            return event.error.message
+            yield event.error.message
+            return
         meta = event.meta_info
         if meta is None:
-            return "an event without meta_info"
+            raise ValueError("an event without meta_info")
+        if not 0 <= event.index < len(self._samples):
+            raise ValueError(f"an event of sample {event.index} of {len(self._samples)}")
         growing = self._growing.get(event.index)
         if growing is None or len(event.output_ids) == meta.completion_tokens:
             growing = self._growing[event.index] = (array("i"), array("f"), [])
         ids, logprobs, kept = growing
         known = meta.weight_version is None or version_number(meta.weight_version) != UNKNOWN_VERSION
-        if self._on_tokens is not None and event.output_ids and known:
-            self._on_tokens(*self._samples[event.index], len(ids), event.output_ids)
+        if self._tells_tokens and event.output_ids and known:
+            yield Told(*self._samples[event.index], len(ids), event.output_ids)
         ids.fromlist(event.output_ids)
         if self._vocab_size is not None and meta.output_token_sampling_mask:
-            try:
-                kept.append(KeptTokens.of_lists(meta.output_token_sampling_mask, vocab_size=self._vocab_size))
-            except ValueError as error:
-                return f"output_token_sampling_mask: {error}"
+            kept.append(KeptTokens.of_lists(meta.output_token_sampling_mask, vocab_size=self._vocab_size))
         if meta.output_token_sampling_logprobs is None:
             logprobs.fromlist([entry.logprob for entry in meta.output_token_logprobs])
         else:
             logprobs.fromlist(meta.output_token_sampling_logprobs)
         if meta.finish_reason is None:
-            return None
+            return
         if meta.finish_reason.status_code is not None:
-            return f"{meta.finish_reason.status_code}: {meta.finish_reason.message}"
+            yield f"{meta.finish_reason.status_code}: {meta.finish_reason.message}"
+            return
         del self._growing[event.index]
-        try:
-            return self._finished(event.index, growing, meta, meta.finish_reason.type)
-        except ValueError as error:
-            return str(error)
+        yield self._finished(event.index, growing, meta, meta.finish_reason.type)
 
     def _finished(self, index: int, growing: _Growing, meta: _Meta, reason: FinishReason) -> Generated:
         """Raises ValueError if the parts of the response do not fit each other."""
@@ -178,4 +206,5 @@ def _spans(meta: _Meta, length: int) -> list[VersionSpan]:
 
 def version_number(version: str) -> int:
     """Returns the version as an integer, or UNKNOWN_VERSION for text such as SGLang's "default"."""
-    return int(version) if version.isdecimal() else UNKNOWN_VERSION
+    number = reply_checks.version_number(version)
+    return UNKNOWN_VERSION if number is None else number

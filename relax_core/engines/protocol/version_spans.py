@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 
 _INT32 = np.dtype("<i4")
+_INT32_MAX = np.iinfo(_INT32).max
 
 
 class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
@@ -26,9 +27,11 @@ def token_versions(spans: Sequence[VersionSpan], *, tokens: int) -> np.ndarray:
     """
     end, parts = 0, []
     for span in spans:
-        if not span.start == end <= span.end:
+        if not span.start == end <= span.end <= tokens:
             break
         end = span.end
+        if not -1 <= span.version <= _INT32_MAX:
+            raise ValueError(f"weight version {span.version}")
         parts.append(span.version.to_bytes(4, "little", signed=True) * (end - span.start))
     if end != tokens or len(parts) != len(spans):
         found = [(span.start, span.end) for span in spans]

@@ -7,7 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from relax_core.contracts.engine import TensorSpec, WeightManifest
+from relax_core.engines.protocol.reply_checks import Updated
 from relax_core.weights.transports.base import WeightGroupAddress
 
 
@@ -17,14 +20,16 @@ class WeightCalls(ABC):
     group_ranks = 1
 
     @abstractmethod
-    def _call(self, method: str, route: str, payload: Any = None) -> dict[str, Any]: ...
+    def _call(
+        self, method: str, route: str, payload: Any = None, *, needs: type[msgspec.Struct] | None = None
+    ) -> dict[str, Any]: ...
 
     def update_weights(self, manifest: WeightManifest) -> dict[str, Any]:
         """Loads a published version from shared memory; returns once it is served.
 
         The answer has ``weight_version``, ``digest`` and ``stall_ms``.
         """
-        return self._call("POST", "/update_weights_from_shared_memory", manifest)
+        return self._call("POST", "/update_weights_from_shared_memory", manifest, needs=Updated)
 
     def update_weights_from_disk(self, manifest: WeightManifest) -> dict[str, Any]:
         """Loads a published version from its folder, which is read as a Hugging Face model.
@@ -36,7 +41,7 @@ class WeightCalls(ABC):
             return self.update_weights(manifest)
         folder = str(Path(manifest.path).parent)
         body = {"model_path": folder, "weight_version": str(manifest.version), "digest": manifest.digest}
-        return self._call("POST", "/update_weights_from_disk", body)
+        return self._call("POST", "/update_weights_from_disk", body, needs=Updated)
 
     def join_weight_group(self, address: WeightGroupAddress) -> dict[str, Any]:
         """Joins the group as ranks 1 to ``group_ranks``; returns once all ranks have joined."""
@@ -66,7 +71,8 @@ class WeightCalls(ABC):
 
     def end_weight_update(self, *, version: int, digest: str) -> dict[str, Any]:
         """Ends the session and serves its weights. Raises EngineError if they have another digest."""
-        return self._call("POST", "/end_weight_update", {"weight_version": str(version), "digest": digest})
+        body = {"weight_version": str(version), "digest": digest}
+        return self._call("POST", "/end_weight_update", body, needs=Updated)
 
 
 def group_body(address: WeightGroupAddress) -> dict[str, Any]:

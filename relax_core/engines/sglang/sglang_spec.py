@@ -60,4 +60,5 @@ SPEC = EngineSpec(
     attached_media=frozenset({"image"}),
     feature_mib=DEFAULT_FEATURE_MIB,
     deals_items=True,
+    takes_listener=True,
 )

@@ -163,6 +163,16 @@ class EngineDirectory:
             return self._clients[engine]
         return await asyncio.to_thread(self.client, engine)
 
+    async def report_malformed(self, engine: int, why: str) -> None:
+        """Asks the owner to start its engine again; ``why`` says which reply does not follow the protocol."""
+
+        def report() -> None:
+            with suppress(ValueError):  # the owner has ended
+                owner: Any = ray.get_actor(worker_name(self._role, engine), namespace=self._context.namespace)
+                owner.replace_engine.remote(why)
+
+        await asyncio.to_thread(report)
+
     def forget(self, url: str) -> None:
         """Forgets this engine's address, so that the next use asks for it."""
         self._clients = {engine: client for engine, client in self._clients.items() if client.url != url}

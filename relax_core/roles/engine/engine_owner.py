@@ -6,6 +6,7 @@ matches. If the owner dies, the engine's stdin closes and the engine ends too.
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import threading
@@ -17,6 +18,7 @@ from typing import Any
 
 from relax_core.contracts.engine import EngineError, EngineUnreachable, WeightManifest
 from relax_core.engines.engine_process import EngineKilled, EngineLaunch, EngineProcess
+from relax_core.engines.http_server.held_port import HeldPort
 from relax_core.engines.protocol.engine_client import EngineClient
 from relax_core.roles.engine.engine_directory import engine_client
 from relax_core.roles.engine.engine_health import EngineHealth, how_it_ended
@@ -25,6 +27,7 @@ from relax_core.roles.process.role_context import RunContext
 from relax_core.roles.process.worker import EngineReport, Worker, WorkerStatus
 from relax_core.weights.version_folder import PublishedUnreadable, read_latest, read_pushed, reading
 
+log = logging.getLogger(__name__)
 WATCH_S = 0.25  # how often the owner checks its engine, and how late a new engine may get weights
 LOAD_S = 1.0  # how often it asks for the load
 
@@ -119,6 +122,7 @@ class EngineOwner(Worker):
         self._address = threading.Event()
         self._url = ""
         self._serving = -1
+        self._malformed = ""  # why a client asks for another process
         self._meter = LoadMeter(always=context.config.gateway.name != "none")
         self._reconciler = WeightReconciler(context.config.engine.sync_timeout_s)
         super().__init__(name, context)
@@ -128,6 +132,13 @@ class EngineOwner(Worker):
         if not self._address.wait(timeout_s):
             raise EngineError(f"{self.name} is not up after {timeout_s:.0f} s; see {self._log_file}")
         return self._url
+
+    def replace_engine(self, why: str) -> None:
+        """Starts the engine again, because a client cannot read its replies; ``why`` is the client's error.
+
+        An engine that the run does not own stays as it is.
+        """
+        self._malformed = why
 
     def status(self) -> WorkerStatus:
         """Returns the worker's status with its engine."""
@@ -166,8 +177,8 @@ class EngineOwner(Worker):
         engine = self.context.config.engine
         return engine.port + self._rank if engine.port and self._rank < engine.count else 0
 
-    def _launch(self, port: int) -> EngineProcess:
-        return EngineProcess.start(self._engine_launch(port))
+    def _launch(self, port: int, held_port: HeldPort | None) -> EngineProcess:
+        return EngineProcess.start(self._engine_launch(port), held_port=held_port)
 
     def work(self) -> None:
         """Runs the engine process, restarts it when it ends, and keeps its weights up to date."""
@@ -181,9 +192,16 @@ class EngineOwner(Worker):
                 code = process.poll()
                 if code is not None:
                     health.end()
-                    process = self._launch_again(process, how_it_ended(code, frozen_s=health.frozen_s))
+                    how = how_it_ended(code, frozen_s=health.frozen_s)
+                    process = self._launch_again(process, f"{how}, after {self._malformed}" if self._malformed else how)
+                    self._malformed = ""
                     health = self._watch_over(process)
                     client = engine_client(self.context, self._url)
+                elif self._malformed:
+                    log.warning("%s: its engine process is killed: %s", self.name, self._malformed)
+                    os.kill(process.pid, signal.SIGKILL)
+                    self._stopping.wait(WATCH_S)
+                    continue
                 self._reconcile(client)
                 self._meter.measure(client, now=time.monotonic())
                 self._stopping.wait(WATCH_S)
@@ -202,15 +220,15 @@ class EngineOwner(Worker):
 
     def _launch_again(self, process: EngineProcess, how: str) -> EngineProcess:
         """Restarts the engine process; raises EngineUnreachable if it has ended too often."""
-        process.stop(timeout_s=0.0)  # the process has ended; this call removes its files
+        process.stop(timeout_s=0.0, keeps_port=True)  # the process has ended; this call removes its files
         self._count_restart(how)
-        return self._launch_up(process.port)
+        return self._launch_up(process.port, process.held_port)
 
-    def _launch_up(self, port: int) -> EngineProcess:
+    def _launch_up(self, port: int, held_port: HeldPort | None = None) -> EngineProcess:
         """Starts the engine process; one that is killed before it answers counts as one that was killed later."""
         while True:
             try:
-                return self._launch(port)
+                return self._launch(port, held_port)
             except EngineKilled as error:
                 if self.stopping:
                     raise

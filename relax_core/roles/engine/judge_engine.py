@@ -101,8 +101,13 @@ def _engines(context: RunContext, judge: str, setup: JudgeSetup, ranks: list[int
         partial(_client_of, directory, ranks),
         timeout_s=engine.start_timeout_s + setup.settings.timeout_s,
         silent_s=engine.silent_s,
+        on_malformed=partial(_report_malformed, directory, ranks),
     )
     return JudgeEngines(judge, setup.settings, pool, model_folder=folder, context_tokens=engine.context_tokens)
+
+
+async def _report_malformed(directory: EngineDirectory, ranks: list[int], engine: int, why: str) -> None:
+    await directory.report_malformed(ranks[engine], why)
 
 
 async def _client_of(directory: EngineDirectory, ranks: list[int], engine: int, refresh: bool) -> EngineClient:

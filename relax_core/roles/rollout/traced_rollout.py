@@ -12,7 +12,7 @@ from relax_core.contracts.engine import Generated, PromptRequest, SamplingParams
 from relax_core.contracts.judging.judge import JudgedInput
 from relax_core.contracts.media import MediaItem
 from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput, RewardSpec
-from relax_core.engines.pool.engine_pool import BringMedia, EnginePool, OnEnd
+from relax_core.engines.pool.engine_pool import BringMedia, EnginePool, OnEnd, OnMalformed
 from relax_core.engines.pool.engine_watch import ClientFor
 from relax_core.engines.pool.request_times import RequestTimes
 from relax_core.engines.protocol.request_body import OnTokens
@@ -49,6 +49,7 @@ class TracedEnginePool(EnginePool):
         waiting: Waiting,
         bring_media: BringMedia | None = None,
         item_work: Callable[[MediaItem], float] | None = None,
+        on_malformed: OnMalformed | None = None,
     ) -> None:
         super().__init__(
             count,
@@ -60,6 +61,7 @@ class TracedEnginePool(EnginePool):
             lag_s=lag_s,
             bring_media=bring_media,
             item_work=item_work,
+            on_malformed=on_malformed,
         )
         self._waiting = waiting
 
@@ -102,6 +104,7 @@ def traced_pool(context: RunContext, directory: EngineDirectory, waiting: Waitin
         waiting=waiting,
         bring_media=None if media is None else media.bring_requests,
         item_work=None if context.media_folder is None else item_work_of(config, model_folder=context.model_folder),
+        on_malformed=directory.report_malformed,
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
@@ -11,7 +10,8 @@ from typing import TYPE_CHECKING, cast
 
 import uvicorn
 
-from relax_core.engines.http_server.connections import BACKLOG, Connection, OpenConnections, connection_limit
+from relax_core.engines.http_server.connections import Connection, OpenConnections, connection_limit
+from relax_core.engines.http_server.held_port import BACKLOG, listening_socket
 
 if TYPE_CHECKING:
     from relax_core.rollout.agents.endpoint_app import EndpointApp
@@ -51,9 +51,7 @@ async def served(app: EndpointApp, *, host: str = "127.0.0.1", port: int = 0) ->
         timeout_graceful_shutdown=GRACE_S,
     )
     server = _Server(config)
-    listener = socket.create_server((host, port), backlog=BACKLOG)
-    # Connections inherit it. asyncio does not set it for a listener that it is given, and each answer would wait 40 ms.
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    listener = listening_socket(host, port)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     sweeping = asyncio.create_task(connections.sweep())
     try:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
+
+import msgspec
 
 from relax_core.contracts.engine import EngineError, Generated, PromptRequest, SamplingParams
 from relax_core.contracts.judging.judge import JudgeConfig
 from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.engines.pool.engine_pool import EnginePool
+from relax_core.engines.protocol.reply_checks import Natural, decoded, plain_words
 from relax_core.rollout.episodes.shared_requests import Asked, SharedRequests
 from relax_core.rollout.judges.judge_prompts import without_markup
 
@@ -201,8 +203,8 @@ class JudgeUrl:
         if status != 200:
             raise JudgeRefused(f"{self._url}: {status}: {_shown(data)}")
         try:
-            return _openai_text(json.loads(data))
-        except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+            return _openai_text(data)
+        except ValueError as error:
             raise JudgeRefused(f"{self._url}: a reply that cannot be read: {_shown(data)}") from error
 
     def _opened(self) -> aiohttp.ClientSession:
@@ -234,14 +236,30 @@ async def _read(response: aiohttp.ClientResponse) -> bytes:
     return bytes(data)
 
 
-def _openai_text(reply: Any) -> JudgeText:
-    choice = reply["choices"][0]
-    text = choice["message"]["content"]
-    if not isinstance(text, str):
-        raise TypeError("content is no text")
-    tokens = (reply.get("usage") or {}).get("total_tokens", 0)
-    return JudgeText(text=text, is_cut=choice.get("finish_reason") == "length", tokens=int(tokens))
+class _Message(msgspec.Struct):
+    content: str
+
+
+class _Choice(msgspec.Struct):
+    message: _Message
+    finish_reason: str | None = None
+
+
+class _Usage(msgspec.Struct):
+    total_tokens: Natural = 0
+
+
+class _Completion(msgspec.Struct):
+    choices: Annotated[list[_Choice], msgspec.Meta(min_length=1)]
+    usage: _Usage | None = None
+
+
+def _openai_text(data: bytes) -> JudgeText:
+    """Reads a reply. Raises ValueError, also for half of a surrogate pair, which no text may hold."""
+    reply = decoded(data, _Completion)
+    choice, usage = reply.choices[0], reply.usage or _Usage()
+    return JudgeText(text=choice.message.content, is_cut=choice.finish_reason == "length", tokens=usage.total_tokens)
 
 
 def _shown(data: bytes) -> str:
-    return " ".join(data[:200].decode(errors="replace").split())
+    return plain_words(data[:200].decode(errors="replace"))

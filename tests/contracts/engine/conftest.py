@@ -94,8 +94,10 @@ def start_engine(launch: EngineLaunch) -> Iterator[Callable[..., Engine]]:
     """Starts embedded engines for one test, with the test's launch if it gives one; keywords replace its fields."""
     started: list[EngineProcess] = []
 
-    def start(given: EngineLaunch = launch, **changes: object) -> Engine:
-        process = EngineProcess.start(replace(given, **changes))  # type: ignore[arg-type]
+    def start(given: EngineLaunch = launch, *, after: EngineProcess | None = None, **changes: object) -> Engine:
+        """With ``after`` the new process takes the place of one that has ended."""
+        held_port = None if after is None else after.held_port
+        process = EngineProcess.start(replace(given, **changes), held_port=held_port)  # type: ignore[arg-type]
         started.append(process)
         return Engine(process)
 

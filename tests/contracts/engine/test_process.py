@@ -86,10 +86,10 @@ def test_a_restart_on_the_same_port_needs_no_new_client(start_engine: Callable[.
     kill(first.process)
     with pytest.raises(EngineUnreachable, match=rf"{first.process.url} /model_info"):
         client.model_info()
-    second = start_engine(port=first.process.port)
+    second = start_engine(after=first.process)
     assert client.model_info()["weight_version"] == "0"
     kill(second.process)
-    start_engine(port=first.process.port)
+    start_engine(after=first.process)
     assert client.ready()
 
 
@@ -133,9 +133,11 @@ def test_an_engine_that_is_stopped_runs_into_the_clients_deadlines(start_engine:
 
 
 def test_a_wrong_token_is_the_engines_own_word(engine: Engine) -> None:
-    client = engine.new_client(token="wrong")
+    with pytest.raises(EngineUnreachable, match="does not prove that it knows the run's token"):
+        engine.new_client(token="wrong").pause("in_place")
+    attached = EngineClient(engine.process.url, "wrong", request_timeout_s=60.0, control_timeout_s=30.0, attached=True)
     with pytest.raises(EngineError, match=r"401.*(bearer token|Unauthorized)"):
-        client.pause("in_place")
+        attached.pause("in_place")
 
 
 def run_engine(launch: EngineLaunch) -> subprocess.CompletedProcess[str]:

@@ -52,7 +52,7 @@ def test_a_frozen_engine_is_killed_once_and_one_that_answers_never() -> None:
             os.kill(process.pid, signal.SIGKILL)
             killed.set()
 
-        client = EngineClient(url, "token", request_timeout_s=FROZEN_S, control_timeout_s=FROZEN_S)
+        client = EngineClient(url, "token", request_timeout_s=FROZEN_S, control_timeout_s=FROZEN_S, attached=True)
         health = EngineHealth(client, timeout_s=FROZEN_S, kill=kill)
         try:
             assert [process.stdout.readline() for _ in range(2)] == ["/ready\n", "/ready\n"]
@@ -74,7 +74,14 @@ def test_an_engine_that_answers_with_a_refusal_is_still_looked_at() -> None:
         url = f"http://127.0.0.1:{int(process.stdout.readline())}"
         killed = threading.Event()
         client = SglangClient(
-            url, "token", request_timeout_s=FROZEN_S, control_timeout_s=FROZEN_S, ranks=1, vocab_size=50, seeds=True
+            url,
+            "token",
+            request_timeout_s=FROZEN_S,
+            control_timeout_s=FROZEN_S,
+            ranks=1,
+            vocab_size=50,
+            seeds=True,
+            attached=True,
         )
         health = EngineHealth(client, timeout_s=FROZEN_S, kill=killed.set)
         try:

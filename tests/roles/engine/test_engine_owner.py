@@ -177,3 +177,23 @@ def test_an_engine_that_is_killed_before_it_answers_starts_again(
     finally:
         owner.request_stop()
         assert owner.join(120.0)
+
+
+def test_an_engine_whose_replies_a_client_cannot_read_is_started_again_at_its_address(
+    tmp_path: Path, wait_until: Callable[..., None]
+) -> None:
+    context = context_of(load_config(settle=settle), tmp_path)
+    owner = EngineOwner("engine-0", context, 0)
+    try:
+        url = owner.endpoint(180.0)
+        client = engine_client(context, url, control_timeout_s=30.0)
+        (pid,) = owner.child_pids
+        owner.replace_engine("engine http://… /generate: a log-prob is not finite")
+        wait_until(lambda: owner.child_pids != (pid,) and owner.restarts == 1, what="another process")
+        assert owner.last_restart is not None and "a log-prob is not finite" in owner.last_restart
+        wait_until(lambda: owner.status().engine is not None and client.ready(), what="its answer")
+        assert owner.endpoint(1.0) == url and owner.restarts == 1
+        client.close()
+    finally:
+        owner.request_stop()
+        assert owner.join(120.0)

@@ -13,7 +13,9 @@ import uvicorn
 
 from relax_core.engines.embedded.http.application import EngineApp
 from relax_core.engines.embedded.scheduler.scheduler import Scheduler
-from relax_core.engines.http_server.connections import BACKLOG, Connection, OpenConnections, connection_limit
+from relax_core.engines.http_server.connections import Connection, OpenConnections, connection_limit
+from relax_core.engines.http_server.held_port import BACKLOG
+from relax_core.engines.protocol.server_proof import ServerProof
 
 KEEP_ALIVE_S = 7 * 24 * 3600  # a client with the token may be silent for a whole train step, however long it is
 GRACE_S = 1  # seconds that open requests get to end when the server stops
@@ -32,11 +34,11 @@ class _Server(uvicorn.Server):
         print(self._ready, flush=True)
 
 
-async def serve(app: EngineApp, scheduler: Scheduler, listener: socket.socket, *, ready: str) -> None:
-    """Serves ``app`` on the bound socket ``listener``; prints ``ready`` once it listens."""
+async def serve(app: EngineApp, scheduler: Scheduler, listener: socket.socket, *, token: str, ready: str) -> None:
+    """Serves ``app`` and the proof of ``token`` on the socket ``listener``; prints ``ready`` once it listens."""
     connections = OpenConnections(connection_limit())
     config = uvicorn.Config(
-        app,
+        ServerProof(app, token=token),
         http=cast("type[asyncio.Protocol]", partial(Connection, connections)),
         ws="none",
         lifespan="off",

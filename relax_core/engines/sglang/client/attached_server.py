@@ -21,7 +21,7 @@ def check_server(client: EngineClient, *, timeout_s: float, rollout: RolloutConf
     """
     wait_ready(client, timeout_s=timeout_s)
     info = client.server_info()
-    version = str(info.get("version", "of no known version"))
+    version = str(info.get("version", "of no known version"))[:40]
     problem = version_problem(version) or truncation_problem(info, rollout) or stop_problem(info, rollout)
     if problem is not None:
         raise EngineError(f"engine {client.url}: {problem}")
@@ -44,6 +44,8 @@ def truncation_problem(info: Mapping[str, Any], rollout: RolloutConfig) -> str |
     ``info`` holds the settings that the server was started with.
     """
     most = info.get("sampling_mask_max_tokens", MASK_TOKENS)
+    if not isinstance(most, int):
+        return f"its sampling_mask_max_tokens={str(most)[:40]!r} is no number."
     if rollout.truncates and rollout.top_k > most:
         return (
             f"rollout.top_k={rollout.top_k}, but it returns at most {most} kept tokens. Lower rollout.top_k, or start "

@@ -20,11 +20,12 @@ from relax_core.contracts.engine import (
     SamplingParams,
 )
 from relax_core.engines.pool.open_prompts import cut
-from relax_core.engines.protocol.engine_client import EngineClient
+from relax_core.engines.protocol.engine_client import EngineClient, error_words
 from relax_core.engines.protocol.frames import StreamEnd
+from relax_core.engines.protocol.reply_checks import ResponseCheck, decoded
 from relax_core.engines.protocol.request_body import OnTokens, response_limit
 from relax_core.engines.protocol.score_calls import TokenScores, TokensToScore
-from relax_core.engines.protocol.server_sent_events import EventReader, version_number
+from relax_core.engines.protocol.server_sent_events import UNKNOWN_VERSION, EventReader, version_number
 from relax_core.engines.protocol.stop_strings import StopTable
 from relax_core.engines.protocol.vocabulary import unknown_token
 from relax_core.engines.sglang.client.attached_images import AttachedImages
@@ -47,9 +48,6 @@ FIRST_POLL_S, LAST_POLL_S = 0.002, 0.05  # seconds between two polls of the weig
 
 class _Info(msgspec.Struct):
     weight_version: str
-
-
-_info_decoder = msgspec.json.Decoder(_Info)
 
 
 class SglangClient(SglangWeightCalls, EngineClient):
@@ -80,12 +78,19 @@ class SglangClient(SglangWeightCalls, EngineClient):
         media_folder: Path | None = None,
         weights_folder: Path | None = None,
     ) -> None:
-        super().__init__(url, token, request_timeout_s=request_timeout_s, control_timeout_s=control_timeout_s)
+        super().__init__(
+            url,
+            token,
+            request_timeout_s=request_timeout_s,
+            control_timeout_s=control_timeout_s,
+            attached=attached,
+            vocab_size=vocab_size,
+        )
         self.group_ranks = ranks
         self.weights_folder = weights_folder
         self._lock = SenderLock(url, timeout_s=2 * control_timeout_s)
         self.has_loader = not attached
-        self._vocab_size = vocab_size
+        self._vocabulary = vocab_size
         self._seeds = seeds
         self._stops = stops
         self._images = AttachedImages(media_folder) if attached else None
@@ -194,11 +199,12 @@ class SglangClient(SglangWeightCalls, EngineClient):
         reader = EventReader(
             chosen,
             samples=[(one.prompt, one.sample) for one in call.sent],
-            vocab_size=self._vocab_size if params.return_kept_tokens else None,
-            on_tokens=None if call.on_tokens is None else call.tell,
+            vocab_size=self._vocabulary if params.return_kept_tokens else None,
+            tells_tokens=call.on_tokens is not None,
         )
+        check = ResponseCheck(chosen, params, vocab_size=self._vocabulary, lowest_version=UNKNOWN_VERSION)
         async for one in self._streamed(
-            body, params, lambda response: self._events(response, reader), expected=len(call.sent)
+            body, params, lambda response: self._events(response, reader, check, call.tell), check
         ):
             prefill = reader.prefills.pop((one.prompt, one.sample), None)
             mixed = False
@@ -260,14 +266,15 @@ class SglangClient(SglangWeightCalls, EngineClient):
 
     async def _weight_version(self) -> int:
         try:
-            async with self._http_session().get(f"{self.url}/model_info", allow_redirects=False) as response:
+            asking = self._http_session().get(f"{self.url}/model_info", allow_redirects=False)
+            async with asyncio.timeout(self._control_timeout_s), asking as response:
+                data = await self._beginning(response)
                 if response.status != 200:
-                    raise self._refusal("/model_info", response.status, await response.read())
-                return version_number(_info_decoder.decode(await response.read()).weight_version)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise EngineError(f"engine {self.url} /model_info: an answer that cannot be read: {error}") from error
+                    raise self._refusal("/model_info", response.status, data)
+                with self._replying("/model_info"):
+                    return version_number(decoded(data, _Info).weight_version)
         except (aiohttp.ClientError, TimeoutError) as error:
-            raise EngineUnreachable(f"engine {self.url} /model_info: {type(error).__name__}: {error}") from error
+            raise EngineUnreachable(f"engine {self.url} /model_info: {error_words(error)}") from error
 
     # -- control ------------------------------------------------------------------------------------------------------
     def ready(self) -> bool:
@@ -277,10 +284,8 @@ class SglangClient(SglangWeightCalls, EngineClient):
             raise self._refusal("/ready", status, data)
         return status == 200
 
-    def model_info(self) -> dict[str, Any]:
-        """Returns SGLang's model info, with ``weight_version`` -1 until the run has sent weights."""
-        info = super().model_info()
-        return {**info, "weight_version": str(version_number(info["weight_version"]))}
+    def _version_of(self, version: str | int) -> int:
+        return version_number(str(version))
 
     def loads(self) -> dict[str, Any]:
         """Returns the load under SGLang's names, and under those of the embedded engine."""
@@ -366,6 +371,6 @@ class SglangClient(SglangWeightCalls, EngineClient):
         return body | image_data([[placed_name(one) for one in item.media] for item in items])
 
     def _check(self, index: int, token_ids: Sequence[int], *, rid: str | None) -> None:
-        problem = unknown_token(index, token_ids, rid=rid, vocab_size=self._vocab_size)
+        problem = unknown_token(index, token_ids, rid=rid, vocab_size=self._vocabulary)
         if problem is not None:
             raise EngineError(f"engine {self.url} /generate: {problem}")

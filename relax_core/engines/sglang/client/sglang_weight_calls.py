@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from relax_core.contracts.engine import EngineError, EngineUnreachable, TensorSpec, WeightManifest
+from relax_core.engines.protocol.reply_checks import ModelInfo
 from relax_core.engines.protocol.server_sent_events import UNKNOWN_VERSION, version_number
 from relax_core.engines.protocol.weight_calls import WeightCalls, group_body, tensors_body
 from relax_core.engines.sglang.client.sender_lock import SenderLock
@@ -30,6 +31,14 @@ from relax_core.weights.transports.base import WeightGroupAddress
 LOADER = "relax_core.engines.sglang.server.weight_loader.follow"
 ALREADY_OPEN = "already open"  # a part of SGLang's error text
 _outcomes = msgspec.json.Decoder(Outcome)
+
+
+class _RankChecksums(msgspec.Struct):
+    checksums: dict[str, str]
+
+
+class _Checksums(msgspec.Struct):
+    ranks: list[_RankChecksums]
 
 
 class SglangWeightCalls(WeightCalls):
@@ -122,7 +131,8 @@ class SglangWeightCalls(WeightCalls):
 
     def _checksums(self) -> dict[tuple[int, str], str]:
         """Returns the checksum of each of the server's tensors by the rank's place in the answer and its name."""
-        ranks = self._call("POST", "/weights_checker", {"action": "checksum", "selector": "target"})["ranks"]
+        asked = {"action": "checksum", "selector": "target"}
+        ranks = self._call("POST", "/weights_checker", asked, needs=_Checksums)["ranks"]
         return {(place, name): digest for place, rank in enumerate(ranks) for name, digest in rank["checksums"].items()}
 
     def _load_folder(self, manifest: WeightManifest, *, version: int) -> None:
@@ -310,7 +320,7 @@ class SglangWeightCalls(WeightCalls):
             ) from error
 
     def _version_in_force(self) -> int:
-        return version_number(self._call("GET", "/model_info")["weight_version"])
+        return version_number(str(self._call("GET", "/model_info", needs=ModelInfo)["weight_version"]))
 
     @property
     def _where(self) -> str:

@@ -53,7 +53,10 @@ def command(launch: EngineStart) -> list[str]:
     else:
         flags["load-format"] = "dummy"
     words = flag_words(flags | engine.flags)
-    return [engine.python or sys.executable, "-P", str(SERVER), "--token-file", str(launch.token_file), *words]
+    own = ["--token-file", str(launch.token_file)]
+    if launch.listener is not None:
+        own += ["--listener", str(launch.listener)]
+    return [engine.python or sys.executable, "-P", str(SERVER), *own, *words]
 
 
 def _check_head(folder: Path) -> None:

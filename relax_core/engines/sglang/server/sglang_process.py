@@ -1,14 +1,16 @@
 """Runs SGLang's server as an engine process: a script for the interpreter of SGLang's own environment.
 
-    RELAX_ENGINE_SCRATCH=FOLDER python -P sglang_process.py --token-file FILE --port 0 [flags of sglang.launch_server]
+    RELAX_ENGINE_SCRATCH=FOLDER python -P sglang_process.py --token-file FILE --listener N [flags of launch_server]
 
-The script reads the token from the file, so that no command line shows it. It prints address and pid to stdout once it
+The script reads the token from the file, so that no command line shows it. It serves from the listening socket with
+descriptor N, which its owner holds; without one it opens --port. It prints address and pid to stdout once it
 serves, keeps its files in the folder (scratch.py), and ends with all its processes when its stdin is closed. SGLang
 starts its own processes by running this file again as their main module ``__mp_main__``.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import importlib.util
 import json
@@ -122,17 +124,31 @@ def end_children() -> None:
         psutil.wait_procs(children, timeout=CHILDREN_END_S)
 
 
-def free_port(host: str) -> int:
-    """Returns a free port; another process may take it before SGLang does, because SGLang takes no open socket."""
-    with socket.create_server((host, 0)) as probe:
-        port: int = probe.getsockname()[1]
-        return port
+def serve_from(listener: socket.socket, *, token: str, ready: int) -> None:
+    """Lets SGLang's HTTP server serve from ``listener``, and prove to clients that it knows the token.
+
+    An empty line on the descriptor ``ready`` says that it accepts connections, because SGLang connects to itself before
+    it is ready.
+    """
+    import uvicorn
+
+    from relax_core.engines.protocol.server_proof import ServerProof
+
+    run = uvicorn.Server.run
+
+    def run_from(server: uvicorn.Server, sockets: list[socket.socket] | None = None) -> None:
+        server.config.app = ServerProof(server.config.app, token=token)
+        os.write(ready, b"\n")
+        run(server, sockets=[listener])
+
+    uvicorn.Server.run = run_from  # type: ignore[method-assign, assignment]
 
 
-def main(arguments: list[str]) -> None:
-    """Runs SGLang's server with its own command-line flags until it ends."""
+def main(arguments: list[str], *, inherited: int | None) -> None:
+    """Runs SGLang's server with its own flags until it ends; ``inherited`` is the descriptor of its listener."""
     from importlib.metadata import version
 
+    from relax_core.engines.http_server.held_port import listening_socket, url_of
     from relax_core.engines.sglang.version import version_problem
 
     if (problem := version_problem(version("sglang"))) is not None:
@@ -146,12 +162,16 @@ def main(arguments: list[str]) -> None:
 
     server_args = prepare_server_args(arguments)
     server_args.api_key = Path(os.environ[TOKEN_FILE]).read_text().strip()
-    if server_args.port == 0:
-        server_args.port = free_port(server_args.host)
+    if inherited is not None:
+        listener = socket.socket(fileno=inherited)
+    else:
+        listener = listening_socket(server_args.host, server_args.port)
+    server_args.port = listener.getsockname()[1]
+    serve_from(listener, token=server_args.api_key, ready=ready)
     signal.signal(signal.SIGTERM, lambda *_: os._exit(143))  # until the server has a handler of its own
 
     def print_ready() -> None:
-        line = {"url": f"http://{server_args.host}:{server_args.port}", "pid": os.getpid(), "port": server_args.port}
+        line = {"url": url_of(listener), "pid": os.getpid(), "port": server_args.port}
         os.write(ready, json.dumps(line).encode() + b"\n")
 
     launch_server(server_args, launch_callback=print_ready)
@@ -159,20 +179,22 @@ def main(arguments: list[str]) -> None:
 
 def start() -> None:
     """Starts the server's main process; all its processes inherit the environment that is set here."""
-    flag = sys.argv.index("--token-file")
-    os.environ[TOKEN_FILE] = os.path.abspath(sys.argv[flag + 1])
+    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
+    parser.add_argument("--token-file", required=True)
+    parser.add_argument("--listener", type=int)
+    own, arguments = parser.parse_known_args()
+    os.environ[TOKEN_FILE] = os.path.abspath(own.token_file)
     import torch
 
     if not torch.cuda.is_available():
         os.environ[ON_CPU] = "1"
         os.environ["TORCHDYNAMO_DISABLE"] = "1"  # compiling one small function of the sampler takes many seconds
     prepare_process()
-    arguments = sys.argv[1:flag] + sys.argv[flag + 2 :]
     if os.environ.get(ON_CPU) == "1":
         from relax_core.engines.sglang.cpu.shims import CPU_FLAGS
 
         arguments = [*CPU_FLAGS, *arguments]
-    main(arguments)
+    main(arguments, inherited=own.listener)
 
 
 if __name__ == "__main__":

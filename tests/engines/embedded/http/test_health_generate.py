@@ -39,7 +39,7 @@ def scheduler(model_folder: Path, tmp_path: Path) -> Iterator[Scheduler]:
         weight_version=0,
         media_folder=None,
     )
-    _, found = build_app(arguments)
+    _, found = build_app(arguments, token="token")
     yield found
     torch.set_num_threads(threads)
 

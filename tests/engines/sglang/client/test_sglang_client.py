@@ -39,6 +39,7 @@ def serving(info: bytes, *events: bytes) -> Iterator[str]:
 
         def _answer(self, body: bytes) -> None:
             self.send_response(200)
+            self.send_header("Content-Type", "text/event-stream" if self.command == "POST" else "application/json")
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
             with suppress(ConnectionError):  # the client has heard enough of the other call
@@ -72,7 +73,7 @@ def test_what_cannot_be_read_reaches_the_caller_in_words(versions: tuple[int, in
     prompts = [PromptRequest(rid="a", input_ids=[1], sampling_seed=1, min_version=version) for version in versions]
 
     async def collect(url: str) -> list[Generated]:
-        client = SglangClient(url, "token", **TIMES, ranks=1, vocab_size=50, seeds=True)
+        client = SglangClient(url, "token", **TIMES, ranks=1, vocab_size=50, seeds=True, attached=True)
         try:
             return [one async for one in client.generate(prompts, SamplingParams())]
         finally:
@@ -97,7 +98,7 @@ def response_by(*events: bytes, params: SamplingParams) -> Generated:
     """Returns the response of a server that answers its requests in turn with these events, under weights 3."""
 
     async def collect(url: str) -> list[Generated]:
-        client = SglangClient(url, "token", **TIMES, ranks=1, vocab_size=50, seeds=True)
+        client = SglangClient(url, "token", **TIMES, ranks=1, vocab_size=50, seeds=True, attached=True)
         try:
             return [
                 one async for one in client.generate([PromptRequest(rid="a", input_ids=[1], sampling_seed=1)], params)
@@ -133,9 +134,9 @@ def test_kept_sets_come_with_the_log_probs_over_them() -> None:
         ({}, r"does not say which tokens top_p, top_k and min_p kept.*Use rollout\.top_p=1"),
         (
             {"output_token_sampling_mask": [[5], [50]]},
-            r"output_token_sampling_mask: a kept set has an id that is not in",
+            r"a kept set has an id that is not in",
         ),
-        ({"output_token_sampling_mask": [[5], []]}, r"output_token_sampling_mask: the kept set of token 1 is empty"),
+        ({"output_token_sampling_mask": [[5], []]}, r"the kept set of token 1 is empty"),
         ({"output_token_sampling_mask": [5, 6]}, r"cannot be read"),
     ],
 )

@@ -1,0 +1,127 @@
+"""Holds the listening socket of a server process, so that its port never becomes free while the owner lives."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import socket
+import struct
+import threading
+import time
+
+BACKLOG = 512  # connections that the kernel holds until they are accepted; they may then arrive all at one time
+BUSY_S = 0.05  # pause of a refusing owner that has no descriptor left
+END_S = 5.0  # in which the thread of a port that is closed has ended
+_RESET = struct.pack("ii", 1, 0)  # SO_LINGER: closing sends a reset, and leaves no connection in TIME_WAIT
+
+
+def listening_socket(host: str, port: int) -> socket.socket:
+    """Returns a socket that listens on the port; 0 takes any free port. Raises OSError.
+
+    It listens at once. SO_REUSEADDR would let another user bind the port of a socket that does not listen yet.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
+    # Connections inherit it. asyncio does not set it for a listener that it is given, and each answer would wait 40 ms.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listener
+
+
+def url_of(listener: socket.socket) -> str:
+    """Returns the URL of a listener with its numeric address.
+
+    A name such as localhost may also stand for ::1, whose port another user may take.
+    """
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def refuse_waiting(listener: socket.socket) -> None:
+    """Resets all connections that wait at the socket, as the kernel does where nobody listens."""
+    listener.setblocking(False)
+    while True:
+        try:
+            connection, _ = listener.accept()
+        except BlockingIOError:
+            return
+        except ConnectionAbortedError:
+            continue
+        with connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+
+
+class HeldPort:
+    """Owns the listening socket from which child processes serve, one after the other.
+
+    While no process serves, every connection is reset at once. The kernel alone would accept connections that nobody
+    answers, and a client would notice at its deadline only that the server has died. ``descriptor`` is passed to the
+    child. Raises OSError if the port cannot be taken.
+    """
+
+    def __init__(self, host: str, port: int) -> None:
+        self._listener = listening_socket(host, port)
+        self.descriptor = self._listener.fileno()
+        self.port: int = self._listener.getsockname()[1]
+        self._lock = threading.Lock()  # of the fields below, and held while connections are refused
+        self._refuses, self._closed = True, False
+        self._next: int | None = None  # a descriptor of the process that has begun to serve
+        self._woken, self._wake = os.pipe()
+        self._thread = threading.Thread(target=self._watch, name=f"port-{self.port}", daemon=True)
+        self._thread.start()
+
+    def hand_over(self, pid: int) -> None:
+        """Leaves all connections from now on to the child ``pid`` until it ends; the child may not be reaped yet."""
+        with self._lock:
+            if self._next is not None:
+                os.close(self._next)
+            self._next = os.pidfd_open(pid)
+            self._refuses = False
+        os.write(self._wake, b".")
+
+    def close(self) -> None:
+        """Frees the port."""
+        if self._closed:
+            return
+        with self._lock:
+            self._closed = True
+        os.write(self._wake, b".")
+        self._thread.join(END_S)
+        for descriptor in (self._woken, self._wake):
+            os.close(descriptor)
+        self._listener.close()
+
+    def _watch(self) -> None:
+        """Refuses connections while no process serves."""
+        serving: int | None = None
+        while True:
+            with self._lock:
+                if self._next is not None:
+                    if serving is not None:
+                        os.close(serving)
+                    serving, self._next = self._next, None
+                if self._closed:
+                    break
+                if self._refuses:
+                    self._refuse()
+            with selectors.DefaultSelector() as waiting:
+                waiting.register(self._woken, selectors.EVENT_READ)
+                if serving is not None:
+                    waiting.register(serving, selectors.EVENT_READ)
+                else:
+                    waiting.register(self._listener, selectors.EVENT_READ)
+                ready = {key.fd for key, _ in waiting.select()}
+            if self._woken in ready:
+                os.read(self._woken, 64)
+            if serving in ready:
+                with self._lock:
+                    self._refuses = self._next is None
+                os.close(serving)
+                serving = None
+        if serving is not None:
+            os.close(serving)
+
+    def _refuse(self) -> None:
+        try:
+            refuse_waiting(self._listener)
+        except OSError:  # the process has no descriptor or no memory left; the connections wait until it has
+            time.sleep(BUSY_S)
