@@ -13,6 +13,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from relax_core.config.reward_choice import ChosenReward, RewardChoice
+from relax_core.contracts.checks.foreign_values import clean_text
 from relax_core.contracts.checks.plugin_results import WrongResult
 from relax_core.contracts.env import EnvSpec, EpisodeStart
 from relax_core.contracts.reward import RewardInput, RewardOutput, RewardSpec, RewardUnusable
@@ -25,6 +26,7 @@ from relax_core.rollout.trial.algorithm_trial import try_algorithm
 from relax_core.rollout.trial.plugin_trial import START_S, Done, Request, Stage
 
 ALGORITHM_S = 60.0
+MOST_PROBLEM = 10_000  # characters
 
 
 def main() -> None:
@@ -43,6 +45,8 @@ def main() -> None:
 
 
 def _send(replies: BinaryIO, message: Stage | Done) -> None:
+    if isinstance(message, Done):
+        message = Done(problems=[clean_text(problem, MOST_PROBLEM) for problem in message.problems])
     replies.write(to_frame(message))
 
 
