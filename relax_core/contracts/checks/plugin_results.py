@@ -70,7 +70,7 @@ def too_large(number: float) -> str | None:
     return None
 
 
-def _as_float(value: numbers.Real) -> float | None:
+def _as_float(value: Any) -> float | None:
     try:
         return float(value)
     except OverflowError:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import msgspec
 
-from relax_core.data.tokenizer import PromptTokenizer
+from relax_core.data.tokenizer import LARGE_TEXT, PromptTokenizer
 from relax_core.engines.http_server.asgi import (
     JSON,
     ClientDisconnected,
@@ -30,6 +30,7 @@ from relax_core.rollout.agents.openai_responses import ResponsesEvents, read_res
 from relax_core.rollout.agents.outside_agents import SESSIONS, OutsideAgents
 from relax_core.rollout.agents.session_table import SessionTable
 from relax_core.rollout.agents.turn_request import RequestRefused, TurnAnswer, TurnRequest
+from relax_core.rollout.off_loop import off_loop
 
 QUIET_S = 15.0  # a stream without news gets a comment after that many seconds, so that no client thinks it dead
 RETRIES = b"x-stainless-retry-count"  # OpenAI's and Anthropic's clients count there how often they repeat a request
@@ -147,8 +148,8 @@ class EndpointApp:
             await self._models(path, send)
             return
         body = await read_body(scope, receive, limit=self._most_body_bytes)
-        request = shape.read(body)
-        turn = session.ask(request, asked_again=_asked_again(scope))
+        request = await off_loop(len(body) > LARGE_TEXT, lambda: shape.read(body))
+        turn = await session.ask(replace(request, size=len(body)), asked_again=_asked_again(scope))
         await self._answer(session, turn, request, shape, receive=receive, send=send)
 
     async def _models(self, path: str, send: Send) -> None:

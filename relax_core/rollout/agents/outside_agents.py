@@ -115,7 +115,7 @@ class OutsideAgents:
 def _object(body: bytes) -> dict[str, Any]:
     """Returns the JSON object of a body; nothing is an empty one."""
     try:
-        given = decode_json(body, Any) if body.strip() else {}
+        given: Any = decode_json(body, Any) if body.strip() else {}
     except ValueError as error:
         raise refused(f"the body is no JSON: {error}") from error
     if not isinstance(given, dict):
