@@ -7,6 +7,7 @@ from dataclasses import replace
 from relax_core.contracts.family import Audio, DeltaNet, ExpertLayout, Experts, Family, HfConfig, Only, Vision
 from relax_core.families.architecture import Architecture
 from relax_core.families.audio.audio_shapes import qwen3_omni_audio_shapes
+from relax_core.families.config_bounds import MOST_EXPERTS, size_problems
 from relax_core.families.hf_config import inner_config
 from relax_core.families.rope import read_rope
 from relax_core.families.vision.tower_shapes import qwen3_omni_vision_shapes, qwen3_vl_vision_shapes
@@ -52,10 +53,20 @@ def read_architecture(family: Family, config: HfConfig) -> Architecture:
             f"config.json layer_types has {', '.join(sorted(other))}: {family.name} computes "
             f"{' and '.join(sorted(computed))} only."
         )
+    if wrong := next(size_problems(config), None):
+        raise ValueError(f"config.json {wrong}.")
     try:
         if family.check is not None:
             family.check(config)
-        return _described(family, config)
+        found = _described(family, config)
+        if found.experts is not None and found.num_layers * found.experts.count > MOST_EXPERTS:
+            raise ValueError(
+                f"config.json: {found.num_layers} layers with {found.experts.count} experts each: expected at most "
+                f"{MOST_EXPERTS} experts in all."
+            )
+        return found
+    except TypeError as error:  # a text or a list where a number is wanted
+        raise ValueError(f"config.json: family {family.name} needs a value of another type: {error}.") from error
     except KeyError as error:
         raise ValueError(f"config.json has no {error.args[0]}, which family {family.name} needs.") from error
 
