@@ -34,6 +34,7 @@ from relax_core.data.row_media import (
 
 MOST_ROW_BYTES = 32 << 20  # of a row without columns of media
 MOST_WHOLE_BYTES = 512 << 20  # of a file that is kept in memory
+_MOST_LINE_BYTES = 1 << 30
 _PIECE_BYTES = 1 << 20  # of a line that is looked for
 _SHOWN = 200  # characters of a value, of which base64 is left out
 
@@ -101,7 +102,7 @@ class JsonlRows:
             if file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8:  # some editors write it at the beginning
                 offset = len(codecs.BOM_UTF8)
             file.seek(offset)
-            for line_number, (count, blank) in enumerate(_lines(file), start=1):
+            for line_number, (count, blank) in enumerate(_lines(file, path), start=1):
                 if not blank:
                     self._offsets.append(offset)
                     self._lines.append(line_number)
@@ -138,11 +139,19 @@ class JsonlRows:
             raise BadRow.because("malformed", f"{self.where(number)}: not a JSON object: {error}") from error
 
 
-def _lines(file: BinaryIO) -> Iterator[tuple[int, bool]]:
-    """Yields the bytes of each line and whether it is blank; a long line is read in pieces."""
+def _lines(file: BinaryIO, path: Path) -> Iterator[tuple[int, bool]]:
+    """Yields the bytes of each line and whether it is blank; a long line is read in pieces.
+
+    Raises ValueError for a line that makes the file none of lines.
+    """
     count, blank = 0, True
     while piece := file.readline(_PIECE_BYTES):
         count += len(piece)
+        if count > _MOST_LINE_BYTES:
+            raise ValueError(
+                f"data file {path}: a line has more than {_MOST_LINE_BYTES / 1e6:.0f} MB. Write one JSON object on "
+                "each line."
+            )
         blank = blank and not piece.strip()
         if piece.endswith(b"\n"):
             yield count, blank

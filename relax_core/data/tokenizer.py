@@ -8,6 +8,7 @@ megabytes. A test checks that the result equals transformers' `apply_chat_templa
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
@@ -16,8 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from relax_core.contracts.checks.foreign_values import clean_text
+from relax_core.contracts.host.regular_file import open_regular, read_regular
 from relax_core.contracts.media import MEDIA_KINDS, Media, MediaItem, MediaKind
-from relax_core.families.hf_config import end_token_ids, has_hf_config, inner_config, read_hf_config
+from relax_core.families.hf_config import end_token_ids, has_hf_config, inner_config, read_hf_config, read_object
 
 if TYPE_CHECKING:
     import jinja2
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
 
 _SPECIAL_TOKEN_KEYS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")  # variables that `render` sets
+_MOST_TOKENIZER_BYTES = 256 << 20
+_MOST_TEMPLATE_BYTES = 1 << 20
 LARGE_TEXT = 1 << 16  # characters; tokenising a longer text takes so long that other threads run meanwhile
 _CHARACTERS_A_TOKEN = 16  # at least, because an unknown word may be one token, and a normaliser may drop characters
 
@@ -50,17 +54,7 @@ class PromptTokenizer:
     """
 
     def __init__(self, model_folder: Path, *, template_arguments: Mapping[str, Any] | None = None) -> None:
-        from tokenizers import Tokenizer
-
-        if not (model_folder / "tokenizer.json").is_file():
-            raise ValueError(
-                f"model folder {model_folder} has no tokenizer.json. Write one with "
-                "AutoTokenizer.from_pretrained(folder).save_pretrained(folder)."
-            )
-        try:
-            self._tokenizer = Tokenizer.from_file(str(model_folder / "tokenizer.json"))
-        except Exception as error:  # The library raises plain Exception.
-            raise ValueError(f"model folder {model_folder}: tokenizer.json cannot be read: {error}") from error
+        self._tokenizer = load_tokenizer(model_folder)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         settings = _read_json(model_folder / "tokenizer_config.json")
@@ -267,6 +261,25 @@ class PromptTokenizer:
         return sorted(found)
 
 
+def load_tokenizer(model_folder: Path) -> Tokenizer:
+    """Returns the tokenizer in a folder's tokenizer.json. Raises ValueError for a file that is missing or wrong."""
+    from tokenizers import Tokenizer
+
+    file = model_folder / "tokenizer.json"
+    if not file.exists():
+        raise ValueError(
+            f"model folder {model_folder} has no tokenizer.json. Write one with "
+            "AutoTokenizer.from_pretrained(folder).save_pretrained(folder)."
+        )
+    try:
+        with open_regular(file) as opened:
+            if (size := os.fstat(opened.fileno()).st_size) > _MOST_TOKENIZER_BYTES:
+                raise ValueError(f"it has {size} bytes, more than {_MOST_TOKENIZER_BYTES}")
+        return Tokenizer.from_file(str(file))
+    except Exception as error:  # The library raises plain Exception.
+        raise ValueError(f"model folder {model_folder}: tokenizer.json cannot be read: {error}") from error
+
+
 def _encoded(tokenizer: Tokenizer, text: str) -> Encoding:
     """Returns the tokens of a text; the interpreter's lock is free while a `LARGE_TEXT` is tokenised."""
     text = clean_text(text)
@@ -308,11 +321,7 @@ def _without_sources(message: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def token_difference(one: Path, other: Path) -> str | None:
     """Returns why token ids of two model folders do not mean the same; None if they do."""
-    from tokenizers import Tokenizer
-
-    vocabularies = [
-        Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab(with_added_tokens=True) for folder in (one, other)
-    ]
+    vocabularies = [load_tokenizer(folder).get_vocab(with_added_tokens=True) for folder in (one, other)]
     if vocabularies[0] == vocabularies[1]:
         return None
     odd = min(set(vocabularies[0].items()) ^ set(vocabularies[1].items()), key=lambda pair: (pair[1], pair[0]))
@@ -323,31 +332,29 @@ def token_difference(one: Path, other: Path) -> str | None:
 
 def _read_json(path: Path) -> dict[str, Any]:
     """Returns the content of a JSON file, or nothing if there is no file: only tokenizer.json must exist."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}.") from error
+    return read_object(path) if path.exists() else {}
 
 
 def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
     """Returns the special tokens that a template may name. Older folders write a token as an object."""
     tokens = {key: settings.get(key) for key in _SPECIAL_TOKEN_KEYS}
     return {
-        key: token["content"] if isinstance(token, dict) else token
+        key: clean_text(text)
         for key, token in tokens.items()
-        if token is not None
+        if isinstance(text := token.get("content") if isinstance(token, dict) else token, str)
     }
 
 
 def _chat_template(model_folder: Path, settings: Mapping[str, Any]) -> str:
     """Returns the content of chat_template.jinja, else the entry in tokenizer_config.json or chat_template.json."""
     file = model_folder / "chat_template.jinja"
-    if file.is_file():
-        return file.read_text(encoding="utf-8")
+    if file.exists():
+        return read_regular(file, most_bytes=_MOST_TEMPLATE_BYTES).decode()
     template = settings.get("chat_template") or _read_json(model_folder / "chat_template.json").get("chat_template")
     if isinstance(template, list):
-        template = {entry["name"]: entry["template"] for entry in template}.get("default")
-    if not isinstance(template, str):
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = named.get("default")
+    if not isinstance(template, str) or len(template) > _MOST_TEMPLATE_BYTES:
         raise ValueError(
             f"model folder {model_folder} has no chat template: put one into chat_template.jinja. "
             "A base model has none; use its instruction-tuned sibling."
