@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from relax_core.contracts.checks.foreign_values import decode_json
+from relax_core.contracts.checks.foreign_values import decode_json, shown
 from relax_core.contracts.family import ExpertLayout, Family, HfConfig
 from relax_core.contracts.host.regular_file import check_regular, open_regular, read_regular
 from relax_core.families.architecture import Architecture, AudioTower, VisionTower
@@ -61,12 +61,12 @@ def family_of(hf_config: HfConfig, *, model_folder: Path, also: str | None = Non
     """
     model_type = hf_config.get("model_type")
     key = family_key(model_type, also=also)
-    if key is None and model_type in _REFUSED:
+    if key is None and isinstance(model_type, str) and model_type in _REFUSED:
         raise ValueError(f"model.path={model_folder}: its model_type is {model_type!r}: {_REFUSED[model_type]}")
     if key is None:
         raise ValueError(
-            f"model.path={model_folder}: its model_type is {model_type!r}, which is no family of Relax. What exists: "
-            f"{', '.join(names('family'))}. For one of your own: model.family=/path/my_family.py"
+            f"model.path={model_folder}: its model_type is {shown(model_type)}, which is no family of Relax. What "
+            f"exists: {', '.join(names('family'))}. For one of your own: model.family=/path/my_family.py"
         )
     return find_family(key)
 
