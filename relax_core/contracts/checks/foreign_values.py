@@ -20,6 +20,7 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 _REPLACEMENT = "\ufffd"
 _DIGITS_A_BIT = math.log10(2)
 _LONG_INTEGER_BITS = 256  # an integer with more bits is described by its number of digits
+_NESTS = (dict, list, tuple)
 _Decoded = TypeVar("_Decoded")
 
 
@@ -52,14 +53,17 @@ def clean_value(value: Any, *, depth: int = MOST_DEPTH) -> Any:
 
 
 def check_depth(value: Any, *, depth: int = MOST_DEPTH) -> None:
-    """Raises ValueError for lists and objects of JSON that are nested more than ``depth`` levels deep."""
-    if not isinstance(value, Mapping | list | tuple):
-        return
-    if depth == 0:
+    """Raises ValueError for lists and dicts that are nested more than ``depth`` levels deep."""
+    level = [value] if isinstance(value, _NESTS) else []
+    for _ in range(depth):
+        level = [
+            inner
+            for one in level
+            for inner in (one.values() if isinstance(one, dict) else one)
+            if isinstance(inner, _NESTS)
+        ]
+    if level:
         raise ValueError(_too_deep())
-    for one in value.values() if isinstance(value, Mapping) else value:
-        if isinstance(one, Mapping | list | tuple):
-            check_depth(one, depth=depth - 1)
 
 
 def decode_json(content: bytes | str, kind: type[_Decoded]) -> _Decoded:
