@@ -32,7 +32,7 @@ from relax_core.data.row_media import (
     without_base64,
 )
 
-MOST_ROW_BYTES = 32 << 20  # of a row without columns of media
+MOST_ROW_BYTES, MOST_MEDIA_ROW_BYTES = 32 << 20, 512 << 20  # of a row without columns of media, and with some
 MOST_WHOLE_BYTES = 512 << 20  # of a file that is kept in memory
 _MOST_LINE_BYTES = 1 << 30
 _PIECE_BYTES = 1 << 20  # of a line that is looked for
@@ -58,7 +58,7 @@ class RowFile(Protocol):
 class RowKeys:
     """Names the keys of a data row: its prompt, its answer, and the columns with media.
 
-    ``row_group_bytes`` is the largest row, and the largest row group of a Parquet file, with such columns.
+    ``row_group_bytes`` is the largest row group of a Parquet file with such columns.
     """
 
     prompt: str
@@ -69,7 +69,7 @@ class RowKeys:
     @property
     def row_bytes(self) -> int:
         """Returns how many bytes a row has at most."""
-        return max(self.row_group_bytes, MOST_ROW_BYTES) if self.media.columns else MOST_ROW_BYTES
+        return max(self.row_group_bytes, MOST_MEDIA_ROW_BYTES) if self.media.columns else MOST_ROW_BYTES
 
 
 def open_rows(path: Path, keys: RowKeys) -> RowFile:
