@@ -34,7 +34,7 @@ from relax_core.data.row_media import (
 
 MOST_ROW_BYTES, MOST_MEDIA_ROW_BYTES = 32 << 20, 512 << 20  # of a row without columns of media, and with some
 MOST_WHOLE_BYTES = 512 << 20  # of a file that is kept in memory
-_MOST_LINE_BYTES = 1 << 30
+_MOST_LINE_BYTES = MOST_MEDIA_ROW_BYTES
 _PIECE_BYTES = 1 << 20  # of a line that is looked for
 _SHOWN = 200  # characters of a value, of which base64 is left out
 
