@@ -472,13 +472,19 @@ TOKENIZERS: dict[str, Callable[[Path], Any]] = {
 }
 
 
+def loaded(folder: Path) -> PromptTokenizer:
+    """Loads a tokenizer as a start does."""
+    try_tokenizer(folder, template=False)
+    return PromptTokenizer(folder)
+
+
 @pytest.mark.parametrize("case", TOKENIZERS)
 def test_a_hostile_tokenizer_is_refused_before_the_start(case: str, tmp_path: Path) -> None:
     folder = model(tmp_path / "m")
     (folder / "tokenizer.json").unlink()
     TOKENIZERS[case](folder / "tokenizer.json")
     with pytest.raises(ValueError, match="tokenizer"):
-        _ = try_tokenizer(folder, template=False), PromptTokenizer(folder)
+        loaded(folder)
 
 
 # -- prompts ----------------------------------------------------------------------------------------------------------

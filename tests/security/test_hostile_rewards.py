@@ -177,7 +177,7 @@ USABLE = {
     "huge answer": (RewardOutput(reward=1.0, answer="y" * 10_000_000), 1.0),
     "numpy text": (RewardOutput(reward=1.0, answer=np.str_("4"), why=np.str_("w")), 1.0),
     "name of a part": (RewardOutput(reward=1.0, parts={HALF: 1.0, "n" * 100_000: 2.0}), 1.0),
-    "exact": (RewardOutput(reward=1.0, exact=np.bool_(True)), 1.0),
+    "exact": (RewardOutput(reward=1.0, exact=np.bool_(True)), 1.0),  # type: ignore[arg-type]
 }
 
 
@@ -321,6 +321,7 @@ def test_texts_of_an_env_can_be_kept() -> None:
     message = {"role": "user", "content": f"a{HALF}", "name": HALF, HALF: {"x": [HALF]}}
     env = opened(StepResult(info={HALF: HALF}, state_key=HALF, context_edit=[message]), [message])
     step = env.step(ACTION)
+    assert isinstance(step, StepResult)
     msgspec.msgpack.encode((step.info, step.state_key, step.context_edit, env.format_observation(None)))
     with pytest.raises(ValueError, match="nested"):
         opened(StepResult(), [message | {"tool_calls": nested(5000)}]).format_observation(None)
