@@ -28,6 +28,7 @@ from relax_core.contracts.algorithm import AlgorithmConfig, AlgorithmSpec
 from relax_core.contracts.checks.checked import checked_algorithm, checked_reward, checked_sink
 from relax_core.contracts.checks.checked_data import checked_data_source
 from relax_core.contracts.checks.checked_env import checked_env
+from relax_core.contracts.checks.foreign_values import shown_error
 from relax_core.contracts.data import DataSourceConfig, DataSourceSpec
 from relax_core.contracts.engine_kind import EngineSpec
 from relax_core.contracts.env import EnvConfig, EnvSpec
@@ -370,7 +371,7 @@ def plugin_location(error: BaseException) -> str:
 
 def plugin_words(error: BaseException) -> str:
     """Returns an error in one line, with its file and line in the plug-in."""
-    words = f"{type(error).__name__}: {error}".splitlines()[0]
+    words = next(iter(shown_error(error).splitlines()), type(error).__name__)
     place = plugin_location(error)
     return f"{words} ({place})" if place else words
 

@@ -7,7 +7,15 @@ from dataclasses import dataclass, replace
 
 from relax_core.config.plugin_types import plugin_config
 from relax_core.contracts.data import BadRow, DataRow
-from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput, RewardPart, RewardSpec, reward_parts
+from relax_core.contracts.reward import (
+    MOST_WHY,
+    RewardConfig,
+    RewardInput,
+    RewardOutput,
+    RewardPart,
+    RewardSpec,
+    reward_parts,
+)
 from relax_core.registry import PluginError, find_reward, is_file_plugin, plugin_words
 from relax_core.sandbox.worker_sandbox import worker_refusal
 
@@ -164,14 +172,14 @@ class RewardChoice:
         for label, (output, error) in found.items():
             if output.reward is None and not self._parts[label].optional:
                 reason = f"{label}: {output.reason}"
-                return RewardOutput(reward=None, reason=reason, why=_why(found), cause=output.cause), error
+                return RewardOutput(reward=None, reason=reason, why=_why(found)[:MOST_WHY], cause=output.cause), error
         try:
             made = combine(given, outputs, self.own.config)
         except Exception as error:  # plug-in code
             return RewardOutput(reward=None, reason=plugin_words(error), cause="raised"), error
         assert isinstance(made, RewardOutput), "the registry checks what a reward returns"
         parts = {name: value for label, one in outputs.items() for name, value in labelled(label, one).items()}
-        return replace(made, parts={**parts, **(made.parts or {})}, why=made.why or _why(found)), None
+        return replace(made, parts={**parts, **(made.parts or {})}, why=made.why or _why(found)[:MOST_WHY]), None
 
     def routed(self, chosen: ChosenReward, outcomes: Sequence[Outcome]) -> list[Outcome]:
         """Returns the outcomes of a row's reward; where rows name their rewards, each reward is a part of its own."""

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from relax_core.contracts.checks.foreign_values import clean_text
+
 DataRow = Mapping[str, Any]  # at least "prompt" (str or list of messages) and "answer" (str)
 
 BAD_ROW = "bad_row"
@@ -24,7 +26,7 @@ class BadRow(ValueError):
     """
 
     def __init__(self, reason: str, text: str) -> None:
-        super().__init__(text)
+        super().__init__(clean_text(text))
         self.reason = reason
 
     @staticmethod

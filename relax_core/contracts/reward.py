@@ -84,8 +84,12 @@ class RewardOutput:
     that the answer is fully right; accuracy counts it. ``reason`` says why there is no reward, else it is empty.
     ``answer`` is the text that the reward took for the answer; an evaluation counts votes for maj@k by it. It is empty
     if the reward found none, and None if the whole response is the answer. ``why`` is a short text that says what was
-    compared with what, or what a judge wrote; only its first `MOST_WHY` characters are kept. ``cause`` is one word in
-    lower case, such as ``timeout``, by which metrics count answers without a reward.
+    compared with what, or what a judge wrote. ``cause`` is one word in lower case, such as ``timeout``, by which
+    metrics count answers without a reward.
+
+    Numbers are finite and at most 1e15 in size; a larger one means that there is no reward. Of ``why``, ``reason``,
+    ``answer`` and ``cause`` the first `MOST_WHY`, `MOST_REASON`, `MOST_ANSWER` and `MOST_CAUSE` characters are kept.
+    There are at most `MOST_PARTS` parts.
     """
 
     reward: float | None
@@ -133,6 +137,10 @@ class RewardConfig:
 
 Scored = RewardOutput | float
 MOST_WHY = 300  # characters
+MOST_REASON = 2000  # characters
+MOST_ANSWER = 10_000  # characters
+MOST_CAUSE = 100  # characters; of the name of a part, too
+MOST_PARTS = 256
 
 
 @dataclass(frozen=True, kw_only=True)

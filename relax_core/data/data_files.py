@@ -1,27 +1,28 @@
 """Reads the data rows of a file by number, checks each, and stores its prompt and answer under "prompt" and "answer".
 
 A data row is checked when it is read. A row that cannot be used raises `BadRow`, and the others stay usable. For a
-JSONL file only the offsets of its lines are kept in memory, for a Parquet file one row group at a time. A CSV file and
-a JSON list are kept in memory as a whole.
+JSONL file only the offsets of its lines are kept in memory, for a Parquet file one row group at a time
+(`relax_core/data/parquet_rows.py`). A CSV file and a JSON list are kept in memory as a whole. A row that is too large
+or nested too deeply is a bad one, and is not read.
 """
 
 from __future__ import annotations
 
 import codecs
 import csv
-import shlex
-import sys
+import io
 from array import array
-from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import msgspec
 
 from relax_core.config.modality_shares import TEXT
+from relax_core.contracts.checks.foreign_values import decode_json, shown
 from relax_core.contracts.data import BadRow, DataRow
+from relax_core.contracts.host.regular_file import open_regular, read_regular
 from relax_core.data.row_media import (
     TEXT_ONLY,
     MediaColumns,
@@ -30,6 +31,12 @@ from relax_core.data.row_media import (
     row_with_sources,
     without_base64,
 )
+
+MOST_ROW_BYTES, MOST_MEDIA_ROW_BYTES = 32 << 20, 512 << 20  # of a row without columns of media, and with some
+MOST_WHOLE_BYTES = 512 << 20  # of a file that is kept in memory
+_MOST_LINE_BYTES = MOST_MEDIA_ROW_BYTES
+_PIECE_BYTES = 1 << 20  # of a line that is looked for
+_SHOWN = 200  # characters of a value, of which base64 is left out
 
 
 class RowFile(Protocol):
@@ -59,6 +66,11 @@ class RowKeys:
     media: MediaColumns = TEXT_ONLY
     row_group_bytes: int = 1 << 28
 
+    @property
+    def row_bytes(self) -> int:
+        """Returns how many bytes a row has at most."""
+        return max(self.row_group_bytes, MOST_MEDIA_ROW_BYTES) if self.media.columns else MOST_ROW_BYTES
+
 
 def open_rows(path: Path, keys: RowKeys) -> RowFile:
     """Opens a .jsonl, .json, .csv or .parquet file.
@@ -68,9 +80,12 @@ def open_rows(path: Path, keys: RowKeys) -> RowFile:
     """
     if path.suffix not in _READERS:
         raise ValueError(f"data file {path}: unknown suffix {path.suffix!r}. Use one of: {', '.join(_READERS)}.")
-    if not path.is_file():
+    if not path.exists():
         raise ValueError(f"data file {path}: no such file.")
-    rows = _READERS[path.suffix](path, keys)
+    try:
+        rows = _READERS[path.suffix](path, keys)
+    except RecursionError as error:
+        raise ValueError(f"data file {path}: it is nested too deeply.") from error
     if len(rows) == 0:
         raise ValueError(f"data file {path}: it has no rows.")
     return rows
@@ -83,16 +98,16 @@ class JsonlRows:
         self._path, self._keys = path, keys
         self._offsets, self._lines = array("q"), array("q")
         offset = 0
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             if file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8:  # some editors write it at the beginning
                 offset = len(codecs.BOM_UTF8)
             file.seek(offset)
-            for line_number, line in enumerate(file, start=1):
-                if line.strip():
+            for line_number, (count, blank) in enumerate(_lines(file, path), start=1):
+                if not blank:
                     self._offsets.append(offset)
                     self._lines.append(line_number)
-                offset += len(line)
-        self._file = path.open("rb")
+                offset += count
+        self._file = open_regular(path)
 
     def __len__(self) -> int:
         return len(self._offsets)
@@ -103,24 +118,46 @@ class JsonlRows:
 
     def modality(self, number: int) -> str:
         """Returns the modality of a data row."""
-        self._file.seek(self._offsets[number])
         try:
-            row = msgspec.json.decode(self._file.readline(), type=dict[str, Any])
-        except (msgspec.DecodeError, UnicodeDecodeError):
+            row = self._row(number)
+        except BadRow:
             return TEXT
         return prompt_modality(row.get(self._keys.prompt), self._keys.media)
 
     def __getitem__(self, number: int) -> DataRow:
-        self._file.seek(self._offsets[number])
-        return self._parse(self._file.readline(), self._lines[number])
+        return check_row(self._row(number), self._keys, where=self.where(number))
 
-    def _parse(self, line: bytes, line_number: int) -> DataRow:
-        where = f"{self._path}, line {line_number}"
+    def _row(self, number: int) -> dict[str, Any]:
+        self._file.seek(self._offsets[number])
+        most = self._keys.row_bytes
+        line = self._file.readline(most + 1)
+        if len(line) > most:
+            raise too_large(self.where(number), most)
         try:
-            row = msgspec.json.decode(line, type=dict[str, Any])
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise BadRow.because("malformed", f"{where}: not a JSON object: {error}") from error
-        return check_row(row, self._keys, where=where)
+            return decode_json(line, dict[str, Any])
+        except ValueError as error:
+            raise BadRow.because("malformed", f"{self.where(number)}: not a JSON object: {error}") from error
+
+
+def _lines(file: BinaryIO, path: Path) -> Iterator[tuple[int, bool]]:
+    """Yields the bytes of each line and whether it is blank; a long line is read in pieces.
+
+    Raises ValueError for a line that makes the file none of lines.
+    """
+    count, blank = 0, True
+    while piece := file.readline(_PIECE_BYTES):
+        count += len(piece)
+        if count > _MOST_LINE_BYTES:
+            raise ValueError(
+                f"data file {path}: a line has more than {_MOST_LINE_BYTES / 1e6:.0f} MB. Write one JSON object on "
+                "each line."
+            )
+        blank = blank and not piece.strip()
+        if piece.endswith(b"\n"):
+            yield count, blank
+            count, blank = 0, True
+    if count:
+        yield count, blank
 
 
 class RowsInMemory:
@@ -154,116 +191,59 @@ class RowsInMemory:
 
 def read_json_list(path: Path, keys: RowKeys) -> RowsInMemory:
     """Reads a .json file that holds one list of objects."""
-    text = path.read_bytes().removeprefix(codecs.BOM_UTF8)
+    text = read_regular(path, most_bytes=MOST_WHOLE_BYTES).removeprefix(codecs.BOM_UTF8)
     try:
-        found = msgspec.json.decode(text, type=list[Any])
+        found = msgspec.json.decode(text, type=list[msgspec.Raw])
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         lines = " With an object on each line it is a .jsonl file." if text.lstrip().startswith(b"{") else ""
         raise ValueError(f"data file {path}: not a JSON list of objects: {error}.{lines}") from error
-    rows = [(f"{path}, row {number}", _object(row)) for number, row in enumerate(found)]
+    rows = [(f"{path}, row {number}", _object(bytes(row), keys)) for number, row in enumerate(found)]
     return RowsInMemory(rows, keys)
 
 
-def _object(row: Any) -> dict[str, Any] | tuple[str, str]:
+def _object(content: bytes, keys: RowKeys) -> dict[str, Any] | tuple[str, str]:
+    if len(content) > keys.row_bytes:
+        return "too_large", _too_large(keys.row_bytes)
+    try:
+        row = decode_json(content, Any)
+    except ValueError as error:
+        return "malformed", f"not a JSON object: {error}"
     return row if isinstance(row, dict) else ("malformed", f"not a JSON object: {_short(row)}")
 
 
 def read_csv(path: Path, keys: RowKeys) -> RowsInMemory:
     """Reads a .csv file with the columns' names in its first line. Every value is text."""
-    csv.field_size_limit(sys.maxsize)
+    csv.field_size_limit(keys.row_bytes)
     rows: list[tuple[str, Mapping[str, Any] | tuple[str, str]]] = []
-    with path.open(encoding="utf-8-sig", newline="") as file:
+    content = read_regular(path, most_bytes=MOST_WHOLE_BYTES)
+    with io.TextIOWrapper(io.BytesIO(content), encoding="utf-8-sig", newline="") as file:
         reader = csv.DictReader(file, strict=True)
         try:
             for row in reader:
                 where = f"{path}, line {reader.line_num}"
                 fields = len(row) - (None in row)
                 wrong = ("fields", f"it has another number of fields than the first line, {fields}.")
+                if sum(len(value) for value in row.values() if isinstance(value, str)) > keys.row_bytes:
+                    rows.append((where, ("too_large", _too_large(keys.row_bytes))))
+                    continue
                 rows.append((where, wrong if None in row or None in row.values() else row))
         except (csv.Error, UnicodeDecodeError) as error:
             raise ValueError(f"{path}, line {reader.line_num}: not CSV in UTF-8: {error}") from error
     return RowsInMemory(rows, keys)
 
 
-class ParquetRows:
-    """Holds the data rows of a Parquet file.
+def open_parquet(path: Path, keys: RowKeys) -> RowFile:
+    """Opens a .parquet file; its library takes a while to import."""
+    from relax_core.data.parquet_rows import ParquetRows
 
-    A row group is read when one of its rows is read; the last one stays in memory.
-    """
-
-    def __init__(self, path: Path, keys: RowKeys) -> None:
-        import pyarrow
-        import pyarrow.parquet
-
-        self._path, self._keys = path, keys
-        try:
-            self._file = pyarrow.parquet.ParquetFile(path)
-        except pyarrow.ArrowInvalid as error:
-            raise ValueError(f"data file {path}: not a Parquet file: {error}") from error
-        metadata = self._file.metadata
-        self._starts = [0]
-        for group in range(metadata.num_row_groups):
-            self._starts.append(self._starts[-1] + metadata.row_group(group).num_rows)
-        columns = self._file.schema_arrow.names
-        for key in (keys.prompt, keys.answer):
-            if key not in columns:
-                raise ValueError(_missing(f"data file {path}", key, columns))
-        for kind, key in keys.media.columns.items():
-            if key not in columns:
-                known = ", ".join(sorted(columns))
-                raise ValueError(f"data.media_keys.{kind}={key}: {path} has no such column; it has {known}.")
-        if keys.media.columns:
-            _check_row_groups(path, metadata, keys.row_group_bytes)
-        self._loaded: tuple[int, Any] | None = None
-        self._prompts: tuple[int, list[Any]] | None = None  # of one row group, without its other columns
-
-    def __len__(self) -> int:
-        return self._starts[-1]
-
-    def where(self, number: int) -> str:
-        """Returns file and number of a data row."""
-        return f"{self._path}, row {number}"
-
-    def modality(self, number: int) -> str:
-        """Returns the modality of a data row. Only the column of the prompts is read."""
-        group = bisect_right(self._starts, number) - 1
-        if self._prompts is None or self._prompts[0] != group:
-            table = self._file.read_row_group(group, columns=[self._keys.prompt])
-            self._prompts = (group, table.column(self._keys.prompt).to_pylist())
-        return prompt_modality(self._prompts[1][number - self._starts[group]], self._keys.media)
-
-    def __getitem__(self, number: int) -> DataRow:
-        group = bisect_right(self._starts, number) - 1
-        if self._loaded is None or self._loaded[0] != group:
-            self._loaded = (group, self._file.read_row_group(group))
-        row = self._loaded[1].slice(number - self._starts[group], 1).to_pylist()[0]
-        return check_row(row, self._keys, where=self.where(number))
-
-
-def _check_row_groups(path: Path, metadata: Any, most_bytes: int) -> None:
-    """Raises ValueError for a row group that is too large: to read one row, the whole group is read."""
-    sizes = [metadata.row_group(group) for group in range(metadata.num_row_groups)]
-    largest = max(sizes, key=lambda group: group.total_byte_size, default=None)
-    if largest is None or largest.num_rows == 1 or largest.total_byte_size <= most_bytes:
-        return
-    rows = max(1, most_bytes * largest.num_rows // (2 * largest.total_byte_size))
-    code = (
-        f"import pyarrow.parquet as p; f = p.ParquetFile({str(path)!r}); "
-        f"w = p.ParquetWriter({str(path.with_suffix('.small.parquet'))!r}, f.schema_arrow); "
-        f"[w.write_batch(b) for b in f.iter_batches({rows})]; w.close()"
-    )
-    raise ValueError(
-        f"data file {path}: its largest row group has {largest.total_byte_size / 1e6:.1f} MB, more than "
-        f"data.row_group_mb={most_bytes / 1e6:g}, and each row of a shuffled file reads a whole one. This writes the "
-        f"same rows in smaller groups: python -c {shlex.quote(code)}"
-    )
+    return ParquetRows(path, keys)
 
 
 _READERS: dict[str, Callable[[Path, RowKeys], RowFile]] = {
     ".jsonl": JsonlRows,
     ".json": read_json_list,
     ".csv": read_csv,
-    ".parquet": ParquetRows,
+    ".parquet": open_parquet,
 }
 
 
@@ -276,7 +256,7 @@ def check_row(row: Mapping[str, Any], keys: RowKeys, *, where: str) -> DataRow:
     """
     for key in (keys.prompt, keys.answer):
         if key not in row:
-            raise BadRow.because("missing_key", _missing(where, key, row))
+            raise BadRow.because("missing_key", missing_key(where, key, row))
     prompt, answer = row[keys.prompt], row[keys.answer]
     if not (isinstance(prompt, str) and prompt) and not _is_conversation(prompt):
         raise BadRow.because(
@@ -287,7 +267,10 @@ def check_row(row: Mapping[str, Any], keys: RowKeys, *, where: str) -> DataRow:
         raise BadRow.because("answer", f"{where}: {keys.answer}={_short(answer)} is neither text nor a number.")
     if keys.media.columns or not (isinstance(prompt, str) or all(isinstance(m["content"], str) for m in prompt)):
         row = row_with_sources(row, keys.media, where=where, prompt_key=keys.prompt)
-    return {**row, "prompt": row[keys.prompt], "answer": str(answer)}
+    try:
+        return {**row, "prompt": row[keys.prompt], "answer": str(answer)}
+    except ValueError as error:  # an integer of thousands of digits
+        raise BadRow.because("answer", f"{where}: {keys.answer}={_short(answer)} is no number to read.") from error
 
 
 def _is_conversation(prompt: Any) -> bool:
@@ -301,7 +284,17 @@ def _is_conversation(prompt: Any) -> bool:
     )
 
 
-def _missing(where: str, key: str, present: Any) -> str:
+def too_large(where: str, most: int) -> BadRow:
+    """Returns the error for a row that is not read, because it has more than ``most`` bytes."""
+    return BadRow.because("too_large", f"{where}: {_too_large(most)}")
+
+
+def _too_large(most: int) -> str:
+    return f"the row has more than {most / 1e6:.0f} MB. Leave it out, or name its media as files."
+
+
+def missing_key(where: str, key: str, present: Any) -> str:
+    """Returns the error for a row or a file without a key."""
     return (
         f"{where}: no key {key!r}; its keys are {', '.join(sorted(present))}. "
         "Set data.prompt_key and data.answer_key to yours."
@@ -309,5 +302,5 @@ def _missing(where: str, key: str, present: Any) -> str:
 
 
 def _short(value: Any) -> str:
-    text = without_base64(repr(value))
+    text = without_base64(shown(value, _SHOWN))
     return text if len(text) <= 60 else text[:57] + "..."

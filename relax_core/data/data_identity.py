@@ -12,6 +12,7 @@ from pathlib import Path
 import xxhash
 
 from relax_core.config.schema import DataConfig
+from relax_core.contracts.host.regular_file import open_regular
 from relax_core.data.paths import data_parts
 from relax_core.data.plugin_source import names_plugin, open_plugin_rows
 
@@ -55,7 +56,7 @@ def file_digest(path: Path) -> str:
     if key in _known:
         return _known[key]
     hasher = xxhash.xxh3_128(f"{stat.st_size}\n".encode())
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         if stat.st_size <= WHOLE_BYTES:
             while block := file.read(BLOCK_BYTES):
                 hasher.update(block)

@@ -8,6 +8,7 @@ megabytes. A test checks that the result equals transformers' `apply_chat_templa
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
@@ -15,14 +16,32 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from relax_core.contracts.checks.foreign_values import clean_text
+from relax_core.contracts.host.regular_file import open_regular, read_regular
 from relax_core.contracts.media import MEDIA_KINDS, Media, MediaItem, MediaKind
-from relax_core.families.hf_config import end_token_ids, has_hf_config, inner_config, read_hf_config
+from relax_core.families.hf_config import end_token_ids, has_hf_config, inner_config, read_hf_config, read_object
 
 if TYPE_CHECKING:
     import jinja2
+    from tokenizers import Encoding, Tokenizer
 
 _SPECIAL_TOKEN_KEYS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")  # variables that `render` sets
+_MOST_TOKENIZER_BYTES = 256 << 20
+_MOST_TEMPLATE_BYTES = 1 << 20
+LARGE_TEXT = 1 << 16  # characters; tokenising a longer text takes so long that other threads run meanwhile
+_CHARACTERS_A_TOKEN = 16  # at least, because an unknown word may be one token, and a normaliser may drop characters
+
+
+class TextTooLong(ValueError):
+    """A text has more characters than a number of tokens can stand for; it was not tokenised.
+
+    ``tokens`` is a number of tokens that the text has at least, larger than that number.
+    """
+
+    def __init__(self, text: str, *, tokens: int) -> None:
+        super().__init__(text)
+        self.tokens = tokens
 
 
 class PromptTokenizer:
@@ -35,17 +54,7 @@ class PromptTokenizer:
     """
 
     def __init__(self, model_folder: Path, *, template_arguments: Mapping[str, Any] | None = None) -> None:
-        from tokenizers import Tokenizer
-
-        if not (model_folder / "tokenizer.json").is_file():
-            raise ValueError(
-                f"model folder {model_folder} has no tokenizer.json. Write one with "
-                "AutoTokenizer.from_pretrained(folder).save_pretrained(folder)."
-            )
-        try:
-            self._tokenizer = Tokenizer.from_file(str(model_folder / "tokenizer.json"))
-        except Exception as error:  # The library raises plain Exception.
-            raise ValueError(f"model folder {model_folder}: tokenizer.json cannot be read: {error}") from error
+        self._tokenizer = load_tokenizer(model_folder)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         settings = _read_json(model_folder / "tokenizer_config.json")
@@ -64,17 +73,35 @@ class PromptTokenizer:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         plain: bool = False,
+        most_tokens: int | None = None,
     ) -> list[int]:
         """Returns the token ids of a conversation as the chat template renders it, up to the next answer.
 
         ``tools`` are the schemas of tools that the template shows. An item of a content part is its placeholder
         (`place_items`). For a model that sees, and if ``plain``, names of special tokens in the messages are plain
-        text. Raises ValueError, with the template's message, for a conversation that the template does not accept.
+        text. Raises ValueError, with the template's message, for a conversation that the template does not accept, and
+        `TextTooLong` for a text that is certain to have more than ``most_tokens`` tokens.
         """
         if not (plain or self.media_ids):
-            return self.encode_text(self.render(messages, tools=tools))
+            return self.encode_text(self.short_enough(self.render(messages, tools=tools), most_tokens))
         hidden_tools = None if tools is None else [self.hidden(one) for one in tools]
-        return self.encode_shown(self.render([self.hidden(one) for one in messages], tools=hidden_tools))
+        rendered = self.render([self.hidden(one) for one in messages], tools=hidden_tools)
+        return self.encode_shown(self.short_enough(rendered, most_tokens))
+
+    def most_characters(self, tokens: int) -> int:
+        """Returns how many characters that many tokens stand for at most, by the longest token of the vocabulary."""
+        return tokens * self._longest_token
+
+    def short_enough(self, text: str, most_tokens: int | None) -> str:
+        """Returns a rendered text. Raises `TextTooLong` if it is certain to have more than ``most_tokens`` tokens."""
+        if most_tokens is None or len(text) <= most_tokens * _CHARACTERS_A_TOKEN:
+            return text
+        if len(text) <= self.most_characters(most_tokens):
+            return text
+        raise TextTooLong(
+            f"it has {len(text):,} characters, which are more than {most_tokens:,} tokens can stand for",
+            tokens=max(most_tokens + 1, len(text) // self._longest_token),
+        )
 
     def hidden(self, value: Any) -> Any:
         """Returns a message or another JSON value whose texts do not contain names of special tokens.
@@ -141,27 +168,36 @@ class PromptTokenizer:
 
     def encode_text(self, text: str) -> list[int]:
         """Returns the token ids of a text from `render`."""
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        ids: list[int] = _encoded(self._tokenizer, text).ids
+        return ids
 
     def encode_plain(self, text: str) -> list[int]:
         """Returns the token ids of a text in which names of special tokens are plain text.
 
         So no text of an environment can end a turn.
         """
-        ids: list[int] = self._plain(text).ids
+        ids: list[int] = _encoded(self._plain, text).ids
         return ids
 
     def plain_spans(self, text: str) -> list[tuple[int, int]]:
         """Returns where each token of `encode_plain` begins and ends in the text, in characters."""
-        offsets: list[tuple[int, int]] = self._plain(text).offsets
+        offsets: list[tuple[int, int]] = _encoded(self._plain, text).offsets
         return offsets
 
-    def _plain(self, text: str) -> Any:
-        self._tokenizer.encode_special_tokens = True
-        try:
-            return self._tokenizer.encode(text, add_special_tokens=False)
-        finally:
-            self._tokenizer.encode_special_tokens = False
+    @cached_property
+    def _plain(self) -> Tokenizer:
+        """Is the tokenizer that encodes names of special tokens as text: several threads encode at the same time."""
+        from tokenizers import Tokenizer
+
+        plain = Tokenizer.from_str(self._tokenizer.to_str())
+        plain.encode_special_tokens = True
+        return plain
+
+    @cached_property
+    def _longest_token(self) -> int:
+        """Is the number of characters of the longest token, which are bytes in a vocabulary of bytes."""
+        names = self._tokenizer.get_vocab(with_added_tokens=True)
+        return max(_CHARACTERS_A_TOKEN, *map(len, names)) if names else _CHARACTERS_A_TOKEN
 
     def token_text(self, token: int) -> str:
         """Returns the text of one token of the vocabulary, such as the name of a special token."""
@@ -191,7 +227,7 @@ class PromptTokenizer:
 
     def spans(self, text: str) -> list[tuple[int, int]]:
         """Returns where each token of a plain text begins and ends in it, in characters."""
-        offsets: list[tuple[int, int]] = self._tokenizer.encode(text, add_special_tokens=False).offsets
+        offsets: list[tuple[int, int]] = _encoded(self._tokenizer, text).offsets
         return offsets
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -223,6 +259,33 @@ class PromptTokenizer:
                 "eos_token_id in generation_config.json."
             )
         return sorted(found)
+
+
+def load_tokenizer(model_folder: Path) -> Tokenizer:
+    """Returns the tokenizer in a folder's tokenizer.json. Raises ValueError for a file that is missing or wrong."""
+    from tokenizers import Tokenizer
+
+    file = model_folder / "tokenizer.json"
+    if not file.exists():
+        raise ValueError(
+            f"model folder {model_folder} has no tokenizer.json. Write one with "
+            "AutoTokenizer.from_pretrained(folder).save_pretrained(folder)."
+        )
+    try:
+        with open_regular(file) as opened:
+            if (size := os.fstat(opened.fileno()).st_size) > _MOST_TOKENIZER_BYTES:
+                raise ValueError(f"it has {size} bytes, more than {_MOST_TOKENIZER_BYTES}")
+        return Tokenizer.from_file(str(file))
+    except Exception as error:  # The library raises plain Exception.
+        raise ValueError(f"model folder {model_folder}: tokenizer.json cannot be read: {error}") from error
+
+
+def _encoded(tokenizer: Tokenizer, text: str) -> Encoding:
+    """Returns the tokens of a text; the interpreter's lock is free while a `LARGE_TEXT` is tokenised."""
+    text = clean_text(text)
+    if len(text) <= LARGE_TEXT:
+        return tokenizer.encode(text, add_special_tokens=False)
+    return tokenizer.encode_batch([text], add_special_tokens=False)[0]
 
 
 # Names of special tokens in a user's text are hidden from the chat template's text while it is split at its own ones.
@@ -258,11 +321,7 @@ def _without_sources(message: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def token_difference(one: Path, other: Path) -> str | None:
     """Returns why token ids of two model folders do not mean the same; None if they do."""
-    from tokenizers import Tokenizer
-
-    vocabularies = [
-        Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab(with_added_tokens=True) for folder in (one, other)
-    ]
+    vocabularies = [load_tokenizer(folder).get_vocab(with_added_tokens=True) for folder in (one, other)]
     if vocabularies[0] == vocabularies[1]:
         return None
     odd = min(set(vocabularies[0].items()) ^ set(vocabularies[1].items()), key=lambda pair: (pair[1], pair[0]))
@@ -273,31 +332,29 @@ def token_difference(one: Path, other: Path) -> str | None:
 
 def _read_json(path: Path) -> dict[str, Any]:
     """Returns the content of a JSON file, or nothing if there is no file: only tokenizer.json must exist."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}.") from error
+    return read_object(path) if path.exists() else {}
 
 
 def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
     """Returns the special tokens that a template may name. Older folders write a token as an object."""
     tokens = {key: settings.get(key) for key in _SPECIAL_TOKEN_KEYS}
     return {
-        key: token["content"] if isinstance(token, dict) else token
+        key: clean_text(text)
         for key, token in tokens.items()
-        if token is not None
+        if isinstance(text := token.get("content") if isinstance(token, dict) else token, str)
     }
 
 
 def _chat_template(model_folder: Path, settings: Mapping[str, Any]) -> str:
     """Returns the content of chat_template.jinja, else the entry in tokenizer_config.json or chat_template.json."""
     file = model_folder / "chat_template.jinja"
-    if file.is_file():
-        return file.read_text(encoding="utf-8")
+    if file.exists():
+        return read_regular(file, most_bytes=_MOST_TEMPLATE_BYTES).decode()
     template = settings.get("chat_template") or _read_json(model_folder / "chat_template.json").get("chat_template")
     if isinstance(template, list):
-        template = {entry["name"]: entry["template"] for entry in template}.get("default")
-    if not isinstance(template, str):
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = named.get("default")
+    if not isinstance(template, str) or len(template) > _MOST_TEMPLATE_BYTES:
         raise ValueError(
             f"model folder {model_folder} has no chat template: put one into chat_template.jinja. "
             "A base model has none; use its instruction-tuned sibling."

@@ -8,6 +8,7 @@ messages, and the tokens equal those of the whole conversation wherever the temp
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +17,8 @@ import msgspec
 from relax_core.contracts.media import Media, MediaItem
 from relax_core.data.tokenizer import PromptTokenizer
 
-_MARK = "RelaxTextGoesHere{}Mark"  # has no white space at its ends, because templates trim it
+# The mark has no white space at its ends, because templates trim it. No text from elsewhere can contain it.
+_MARK = f"Relax{secrets.token_hex(16)}TextGoesHere{{}}Mark"
 _ANSWER = _MARK.format("Answer")
 _TOOL = "tool"  # the name of a tool whose result does not say it
 
@@ -38,20 +40,27 @@ class TurnTokens:
         self._ends, self._before_end = self._closing()
 
     def next_prompt(
-        self, prompt_ids: Sequence[int], sampled: Sequence[int], messages: Messages, items: Sequence[MediaItem] = ()
+        self,
+        prompt_ids: Sequence[int],
+        sampled: Sequence[int],
+        messages: Messages,
+        items: Sequence[MediaItem] = (),
+        *,
+        most_tokens: int | None = None,
     ) -> tuple[list[int], list[Media]]:
         """Returns the token ids before the next answer, and where the new ``items`` stand in them.
 
         ``sampled`` is the answer to ``prompt_ids``, with its stop token if one ended it. ``messages`` follow it; their
         texts are encoded without special tokens, and ``items`` are their media in order. Raises ValueError
-        for messages that the chat template does not accept, or renders without their text or their items.
+        for messages that the chat template does not accept, or renders without their text or their items, and
+        `TextTooLong` for messages that are certain to have more than ``most_tokens`` tokens.
         """
         self._check_shown(messages)
         behind = self._behind_answer([self._tokenizer.hidden(one) for one in messages])
         stopped = sampled[-1] in self._tokenizer.stop_token_ids
         if stopped:
             behind = behind.removeprefix(self._before_end)
-        following = self._tokenizer.encode_shown(behind)
+        following = self._tokenizer.encode_shown(self._tokenizer.short_enough(behind, most_tokens))
         # A family without an end token stops at the mark of the next role (GLM), which must not stand there twice; if
         # another role speaks than the model expected, both marks stay. A template may write the end of an answer in a
         # history with another token than the one that is sampled (gpt-oss).

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -9,7 +10,9 @@ from pathlib import Path
 
 import msgspec
 
+from relax_core.contracts.checks.foreign_values import decode_json, shown
 from relax_core.contracts.family import ExpertLayout, Family, HfConfig
+from relax_core.contracts.host.regular_file import check_regular, open_regular, read_regular
 from relax_core.families.architecture import Architecture, AudioTower, VisionTower
 from relax_core.families.audio.audio_settings import read_audio_tower
 from relax_core.families.hf_config import has_hf_config, inner_config, read_hf_config
@@ -58,12 +61,12 @@ def family_of(hf_config: HfConfig, *, model_folder: Path, also: str | None = Non
     """
     model_type = hf_config.get("model_type")
     key = family_key(model_type, also=also)
-    if key is None and model_type in _REFUSED:
+    if key is None and isinstance(model_type, str) and model_type in _REFUSED:
         raise ValueError(f"model.path={model_folder}: its model_type is {model_type!r}: {_REFUSED[model_type]}")
     if key is None:
         raise ValueError(
-            f"model.path={model_folder}: its model_type is {model_type!r}, which is no family of Relax. What exists: "
-            f"{', '.join(names('family'))}. For one of your own: model.family=/path/my_family.py"
+            f"model.path={model_folder}: its model_type is {shown(model_type)}, which is no family of Relax. What "
+            f"exists: {', '.join(names('family'))}. For one of your own: model.family=/path/my_family.py"
         )
     return find_family(key)
 
@@ -143,11 +146,7 @@ def stored_kinds(model_folder: Path) -> dict[str, str]:
     found: dict[str, str] = {}
     for path in weight_files(model_folder):
         try:
-            with path.open("rb") as file:
-                length = int.from_bytes(file.read(8), "little")
-                if length > _MOST_HEADER_BYTES:
-                    raise ValueError(f"its header has {length} bytes")
-                header = msgspec.json.decode(file.read(length), type=dict[str, _Stored])
+            header = decode_json(read_header(path), dict[str, _Stored])
         except (OSError, ValueError) as error:
             raise ValueError(f"{path} cannot be read: {error}. Download it again.") from error
         found |= {name: one.dtype for name, one in header.items() if name != "__metadata__"}
@@ -157,15 +156,35 @@ def stored_kinds(model_folder: Path) -> dict[str, str]:
 def weight_files(model_folder: Path) -> list[Path]:
     """Returns the safetensors files of a folder's weights in order; the list may be empty.
 
-    If there is an index, it decides, because some folders hold the weights a second time under other names
-    (consolidated.safetensors). Raises ValueError for an index that cannot be read.
+    Those that exist are plain files. If there is an index, it decides, because some folders hold the weights a second
+    time under other names (consolidated.safetensors). Raises ValueError for an index that cannot be read, and for what
+    is no plain file.
     """
     index = model_folder / WEIGHT_INDEX
-    if index.is_file():
+    if index.exists():
         try:
-            names = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map.values()
-        except msgspec.DecodeError as error:
+            content = read_regular(index, most_bytes=_MOST_HEADER_BYTES)
+            names = decode_json(content, _Index).weight_map.values()
+        except ValueError as error:
             raise ValueError(f"{index} cannot be read: {error}. Fetch it again.") from error
-        return sorted(model_folder / name for name in set(names))
-    whole = model_folder / "model.safetensors"
-    return [whole] if whole.is_file() else sorted(model_folder.glob("*.safetensors"))
+        found = sorted(model_folder / name for name in set(names))
+    else:
+        whole = model_folder / "model.safetensors"
+        found = [whole] if whole.exists() else sorted(model_folder.glob("*.safetensors"))
+    for path in found:
+        if path.exists():  # the reader of a missing one names it
+            check_regular(path)
+    return found
+
+
+def read_header(path: Path) -> bytes:
+    """Returns the header of a safetensors file, which is JSON.
+
+    Raises ValueError for what is no plain file, and for a header that is larger than the file or than
+    `_MOST_HEADER_BYTES`.
+    """
+    with open_regular(path) as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > _MOST_HEADER_BYTES or length > os.fstat(file.fileno()).st_size:
+            raise ValueError(f"its header has {length} bytes")
+        return file.read(length)

@@ -2,30 +2,37 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from relax_core.contracts.checks.foreign_values import decode_json, shown
+from relax_core.contracts.host.regular_file import read_regular
+from relax_core.families.config_bounds import size_problems
 
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
 _TEXT_KEY = "text_config"
 _INNER_KEY = "thinker_config"
+MOST_JSON_BYTES = 16 << 20  # of a JSON file of a model folder, without its tokenizer and its index of weights
 
 
 def has_hf_config(model_folder: Path) -> bool:
     """Returns whether the folder holds a config.json, which every Hugging Face model folder does."""
-    return (model_folder / CONFIG_FILE).is_file()
+    return (model_folder / CONFIG_FILE).exists()
 
 
 def read_hf_config(model_folder: Path) -> dict[str, Any]:
     """Returns the content of a Hugging Face folder's config.json.
 
-    Raises ValueError if there is none, or if the file is not a JSON object.
+    Raises ValueError if there is none, if the file is not a JSON object, and for a size out of its range.
     """
     if not has_hf_config(model_folder):
         raise ValueError(f"model.path={model_folder}: no config.json there. Give a Hugging Face model folder.")
-    return _read_object(model_folder / CONFIG_FILE)
+    values = read_object(model_folder / CONFIG_FILE)
+    if wrong := next(size_problems(values), None):
+        raise ValueError(f"{model_folder / CONFIG_FILE}: {wrong}. Give the config.json that belongs to the weights.")
+    return values
 
 
 def inner_config(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -60,14 +67,18 @@ def end_token_ids(model_folder: Path) -> tuple[int, ...]:
     found: set[int] = set()
     for name in (CONFIG_FILE, GENERATION_FILE):
         file = model_folder / name
-        ids = language_values(_read_object(file)).get("eos_token_id") if file.is_file() else None
-        found.update([ids] if isinstance(ids, int) else ids or [])
+        ids = language_values(read_object(file)).get("eos_token_id") if file.exists() else None
+        of_file = ids if isinstance(ids, list) else [] if ids is None else [ids]
+        if wrong := [one for one in of_file if type(one) is not int or one < 0]:
+            raise ValueError(f"{file}: eos_token_id={shown(wrong[0])}: expected a token id, or a list of them.")
+        found.update(of_file)
     return tuple(sorted(found))
 
 
-def _read_object(file: Path) -> dict[str, Any]:
+def read_object(file: Path) -> dict[str, Any]:
+    """Returns the JSON object in a file of a model folder. Raises ValueError for anything else, OSError without it."""
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
+        values = decode_json(read_regular(file, most_bytes=MOST_JSON_BYTES), Any)
     except ValueError as error:
         raise ValueError(f"{file} is not JSON: {error}.") from error
     if not isinstance(values, dict):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
+from relax_core.contracts.checks.foreign_values import shown
 from relax_core.contracts.family import Audio, DeltaNet, ExpertLayout, Experts, Family, HfConfig, Only, Vision
 from relax_core.families.architecture import Architecture
 from relax_core.families.audio.audio_shapes import qwen3_omni_audio_shapes
+from relax_core.families.config_bounds import MOST_EXPERTS, size_problems
 from relax_core.families.hf_config import inner_config
 from relax_core.families.rope import read_rope
 from relax_core.families.vision.tower_shapes import qwen3_omni_vision_shapes, qwen3_vl_vision_shapes
@@ -38,7 +41,15 @@ def read_architecture(family: Family, config: HfConfig) -> Architecture:
     (`relax_core/families/vision/tower_settings.py`). Raises ValueError for a missing key, and for a model that would
     need other code, so that no model is trained as a different one.
     """
-    config = text_config(family, config)
+    try:
+        return _read(family, text_config(family, config))
+    except KeyError as error:
+        raise ValueError(f"config.json has no {error.args[0]}, which family {family.name} needs.") from error
+    except (TypeError, AttributeError, ArithmeticError) as error:  # a text or a list where a number is wanted
+        raise ValueError(f"config.json: family {family.name} needs a value of another type: {error}.") from error
+
+
+def _read(family: Family, config: HfConfig) -> Architecture:
     for only in (*COMMON, *family.only):
         given = config.get(only.key)
         if given is not None and given != only.value:
@@ -46,18 +57,30 @@ def read_architecture(family: Family, config: HfConfig) -> Architecture:
                 f"config.json {only.key}={given}: {family.name} computes {only.key}={only.value} only: {only.why}."
             )
     computed = {_FULL} if family.delta_net is None else {_FULL, _LINEAR}
-    other = set(config.get("layer_types") or ()) - computed
+    other = {str(kind) for kind in config.get("layer_types") or ()} - computed
     if other:
         raise ValueError(
-            f"config.json layer_types has {', '.join(sorted(other))}: {family.name} computes "
+            f"config.json layer_types has {shown(sorted(other))}: {family.name} computes "
             f"{' and '.join(sorted(computed))} only."
         )
-    try:
-        if family.check is not None:
-            family.check(config)
-        return _described(family, config)
-    except KeyError as error:
-        raise ValueError(f"config.json has no {error.args[0]}, which family {family.name} needs.") from error
+    if wrong := next(size_problems(config), None):
+        raise ValueError(f"config.json {wrong}.")
+    if family.check is not None:
+        family.check(config)
+    found = _described(family, config)
+    if found.experts is not None and found.num_layers * found.experts.count > MOST_EXPERTS:
+        raise ValueError(
+            f"config.json: {found.num_layers} layers with {found.experts.count} experts each: expected at most "
+            f"{MOST_EXPERTS} experts in all."
+        )
+    for name, number in {
+        "head_dim": found.head_dim,
+        "rms_norm_eps": found.rms_norm_eps,
+        "rope_theta": found.rope.theta,
+    }.items():
+        if not (isinstance(number, int | float) and 0 < number < math.inf):
+            raise ValueError(f"config.json {name}={shown(number)}: expected a finite number above 0.")
+    return found
 
 
 def text_config(family: Family, config: HfConfig) -> HfConfig:

@@ -13,10 +13,13 @@ from relax_core.contracts.engine import EngineError, Generated, PromptRequest
 from relax_core.contracts.env import EnvSpec, Message, media_sources
 from relax_core.contracts.media import Media, MediaError, MediaItem, MediaSource
 from relax_core.contracts.tool_use.tool_schemas import ToolSchema
-from relax_core.data.tokenizer import PromptTokenizer
+from relax_core.data.tokenizer import LARGE_TEXT, PromptTokenizer, TextTooLong
 from relax_core.rollout.item_cache import ItemCache
+from relax_core.rollout.off_loop import off_loop
 
 DEFAULT_PROMPT_ITEMS = 64
+_CUT_CHARACTERS = 16  # of a text that is cut, for each token that a prompt may have, before it is tokenised
+_CUT_TOKENS = 4  # prompts of up to so many times their limit are tokenised while a text is cut
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,14 +87,15 @@ class PromptMaker:
         ``tools`` are the schemas that the chat template shows.
         """
         sources = media_sources(messages)
+        large = text_size(messages) > LARGE_TEXT
         if not sources:
-            return self._opening(messages, (), where=where, tools=tools)
+            return await off_loop(large, lambda: self._opening(messages, (), where=where, tools=tools))
         if self.items is None:
             raise _unread(sources[0], f"{where}: ")
         self._check_kinds(sources, f"{where}: ")
         try:
             items = await self.encoded(sources, owner=owner)
-            return self._opening(messages, items, where=where, tools=tools)
+            return await off_loop(large, lambda: self._opening(messages, items, where=where, tools=tools))
         except MediaError as error:
             self.release(owner)
             if str(error).startswith(where):
@@ -102,13 +106,20 @@ class PromptMaker:
             raise
 
     def edited(
-        self, messages: Sequence[Message], items: Sequence[MediaItem], *, tools: Sequence[ToolSchema] | None = None
+        self,
+        messages: Sequence[Message],
+        items: Sequence[MediaItem],
+        *,
+        tools: Sequence[ToolSchema] | None = None,
+        most_tokens: int | None = None,
     ) -> Prompt:
         """Returns the prompt of a conversation that an env rewrote, of any length, with its encoded media.
 
-        Raises ValueError for a conversation that the chat template does not take.
+        Raises ValueError for a conversation that the chat template does not take, and `TextTooLong` if it is certain to
+        have more than ``most_tokens`` tokens.
         """
-        ids, media = self.tokenizer.place_items(self.tokenizer.encode(messages, tools=tools, plain=True), items)
+        shown = self.tokenizer.encode(messages, tools=tools, plain=True, most_tokens=most_tokens)
+        ids, media = self.tokenizer.place_items(shown, items)
         return Prompt(token_ids=ids, media=media)
 
     async def encoded(self, sources: Sequence[MediaSource], *, owner: str) -> list[MediaItem]:
@@ -151,12 +162,16 @@ class PromptMaker:
         where: str,
         tools: Sequence[ToolSchema] | None = None,
     ) -> Prompt:
-        prompt = self._encode(messages, items, where=where, tools=tools)
-        count = len(prompt.token_ids)
-        if count <= self.max_prompt_tokens:
-            return prompt
+        has = "has"
+        try:
+            prompt = self._encode(messages, items, where=where, tools=tools)
+            count = len(prompt.token_ids)
+            if count <= self.max_prompt_tokens:
+                return prompt
+        except TextTooLong as error:
+            has, count = "has at least", error.tokens
         text = (
-            f"{where}: its prompt has {count} tokens, but engine.context_length leaves room for "
+            f"{where}: its prompt {has} {count} tokens, but engine.context_length leaves room for "
             f"{self.max_prompt_tokens} beside rollout.max_new_tokens."
         )
         if items:
@@ -189,8 +204,14 @@ class PromptMaker:
         return len(self._render(messages, where=where).encode()) + sum(self._rows_of(messages, where=where))
 
     def count(self, row: DataRow, *, where: str) -> int:
-        """Returns the number of tokens of the whole prompt, of any length. Raises as `text` does."""
-        return len(self._encode(self._messages(row, where=where), (), where=where).token_ids)
+        """Returns the number of tokens of the whole prompt, of any length. Raises as `text` does.
+
+        A prompt that is certain to be too long is not tokenised; the number is then one that it has at least.
+        """
+        try:
+            return len(self._encode(self._messages(row, where=where), (), where=where).token_ids)
+        except TextTooLong as error:
+            return error.tokens
 
     def sources(self, row: DataRow, *, where: str) -> list[MediaSource]:
         """Returns the media of a data row, in order. Raises `BadRow` if the env makes no prompt of it."""
@@ -239,9 +260,14 @@ class PromptMaker:
         *,
         where: str,
         tools: Sequence[ToolSchema] | None = None,
+        most_tokens: int | None = None,
     ) -> Prompt:
+        """Returns the prompt. Raises `TextTooLong` for more than ``most_tokens``, None for those of a prompt."""
+        most = self.max_prompt_tokens if most_tokens is None else most_tokens
         try:
-            ids = self.tokenizer.encode(messages, tools=tools, plain=self._env.has_turns)
+            ids = self.tokenizer.encode(messages, tools=tools, plain=self._env.has_turns, most_tokens=most)
+        except TextTooLong:
+            raise
         except ValueError as error:
             raise BadRow.because("template", f"{where}: {error}") from error
         if not items:
@@ -269,11 +295,19 @@ class PromptMaker:
         if not texts:
             return None
         message, part, text = max(texts, key=lambda one: len(one[2]))
+        window = self.max_prompt_tokens * _CUT_CHARACTERS
+        if len(text) > window:  # most of it is left out in any case, and is not tokenised
+            head = window // 2 if self._overlong is Overlong.truncate_middle else 0
+            text, excess = text[:head] + text[head - window :], 0
         spans = self.tokenizer.spans(text)
         kept = len(spans) - excess
         while kept > 0:
             shorter = _with_text(messages, message, part, shortened(text, spans, kept=kept, how=self._overlong))
-            prompt = self._encode(shorter, items, where=where, tools=tools)
+            try:
+                most = self.max_prompt_tokens * _CUT_TOKENS
+                prompt = self._encode(shorter, items, where=where, tools=tools, most_tokens=most)
+            except TextTooLong:  # by its other texts
+                return None
             if len(prompt.token_ids) <= self.max_prompt_tokens:
                 return prompt
             kept -= len(prompt.token_ids) - self.max_prompt_tokens
@@ -329,6 +363,11 @@ def _of_row(error: MediaError, where: str) -> MediaError:
 
 def _too_long(text: str, items: Sequence[MediaItem]) -> BadRow:
     return MediaError(items[0].kind, "too_many_tokens", text) if items else BadRow(TOO_LONG, text)
+
+
+def text_size(messages: Sequence[Message]) -> int:
+    """Returns the number of characters of the texts of a conversation."""
+    return sum(len(text) for *_, text in _texts(messages))
 
 
 def _texts(messages: Sequence[Message]) -> Iterator[tuple[int, int | None, str]]:

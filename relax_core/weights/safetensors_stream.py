@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from relax_core.contracts.engine import TensorSpec
+from relax_core.families.folder import read_header
 
 if TYPE_CHECKING:
     import torch
@@ -58,11 +59,14 @@ class StoredBytes:
 
 
 def stored_bytes(path: Path) -> Iterator[tuple[str, StoredBytes]]:
-    """Yields the tensors of a file in the order in which they are stored, from its header alone."""
+    """Yields the tensors of a file in the order in which they are stored, from its header alone.
+
+    Raises ValueError as `read_header` does.
+    """
     names = {stored: name for name, stored in DTYPES.items()}
-    with path.open("rb") as file:
-        size = int.from_bytes(file.read(LENGTH_BYTES), "little")
-        entries: dict[str, dict[str, Any]] = msgspec.json.decode(file.read(size))
+    header = read_header(path)
+    size = len(header)
+    entries: dict[str, dict[str, Any]] = msgspec.json.decode(header)
     entries.pop("__metadata__", None)
     for name, entry in sorted(entries.items(), key=lambda one: one[1]["data_offsets"][0]):
         first, behind = entry["data_offsets"]

@@ -14,12 +14,15 @@ import msgspec
 
 from relax_core.config.errors import NotYet
 from relax_core.config.schema import RelaxConfig
+from relax_core.contracts.checks.foreign_values import decode_json
 from relax_core.contracts.family import Family, HfConfig
+from relax_core.contracts.host.regular_file import read_regular
 from relax_core.families.folder import family_key
 from relax_core.families.hf_config import has_hf_config, language_values, read_hf_config
 from relax_core.families.tiny_configs import MODEL_NAMES, tiny_config
 from relax_core.registry import find_family, is_builtin, names
 
+MOST_TOKENIZER_BYTES = 256 << 20
 DTYPES = ("float32", "bfloat16")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json")
 _MEDIA_TOKEN = re.compile(r"<\|?_?(vision|image|video|audio)[a-z_]*\|?>", re.IGNORECASE)
@@ -45,8 +48,8 @@ def media_token_ids(folder: Path) -> list[int]:
     """
     file = folder / "tokenizer.json"
     try:
-        added = msgspec.json.decode(file.read_bytes(), type=_TokenizerFile).added_tokens
-    except msgspec.DecodeError as error:
+        added = decode_json(read_regular(file, most_bytes=MOST_TOKENIZER_BYTES), _TokenizerFile).added_tokens
+    except ValueError as error:
         raise ValueError(f"{file} is no tokenizer: {error}.") from error
     found = {token.id for token in added if _MEDIA_TOKEN.fullmatch(token.content)}
     return sorted(found | _media_ids_of(read_hf_config(folder)))

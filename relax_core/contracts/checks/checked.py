@@ -19,8 +19,18 @@ from relax_core.contracts.algorithm import (
     StepTotals,
     ValueInputs,
 )
-from relax_core.contracts.checks.plugin_results import PluginFunction, as_number, not_awaited
-from relax_core.contracts.reward import MOST_WHY, RewardInput, RewardOutput, RewardSpec
+from relax_core.contracts.checks.foreign_values import clean_text, shown
+from relax_core.contracts.checks.plugin_results import PluginFunction, as_number, not_awaited, too_large
+from relax_core.contracts.reward import (
+    MOST_ANSWER,
+    MOST_CAUSE,
+    MOST_PARTS,
+    MOST_REASON,
+    MOST_WHY,
+    RewardInput,
+    RewardOutput,
+    RewardSpec,
+)
 from relax_core.contracts.sink import BaseSink, SinkSpec, SinkStart
 
 if TYPE_CHECKING:
@@ -33,8 +43,9 @@ def checked_reward(spec: RewardSpec) -> RewardSpec:
     """Returns the reward with a function that gives a `RewardOutput` for each answer.
 
     The function is async if the reward's own is. A number alone is the reward, and the answer is exact if it is 1 (or
-    True). If the reward is NaN or infinite, there is no reward, and the reason says so. The function raises
-    `WrongResult` for anything else, and for a ``score_group`` whose list is not as long as the group.
+    True). If the reward or a part is NaN, infinite or too large (`too_large`), there is no reward, and the reason says
+    so. Texts are shortened, and have no halves of surrogate pairs (`clean_text`). The function raises `WrongResult` for
+    anything else, and for a ``score_group`` whose list is not as long as the group.
     """
     if spec.combine is not None:
         return replace(spec, combine=_checked_combine(spec))
@@ -88,10 +99,10 @@ def _checked_score_group(spec: RewardSpec) -> Callable[[Sequence[RewardInput], A
 
 def _one_reward(came: Any, name: str, source: PluginFunction, *, what: str = "") -> RewardOutput:
     if (number := as_number(came)) is not None:
-        return _finite(RewardOutput(reward=number, exact=number == 1.0), name)
+        return _finite(RewardOutput(reward=number, exact=number == 1.0), name, came=came)
     if not isinstance(came, RewardOutput):
         raise source.wrong(not_awaited(came), A_REWARD, what=what)
-    return _finite(_checked_output(came, source), name)
+    return _finite(_checked_output(came, source), name, came=came.reward)
 
 
 def _checked_output(came: RewardOutput, source: PluginFunction) -> RewardOutput:
@@ -108,20 +119,32 @@ def _checked_output(came: RewardOutput, source: PluginFunction) -> RewardOutput:
         raise source.wrong(came.answer, "text, or None", what="answer")
     if came.parts is not None and not isinstance(came.parts, Mapping):
         raise source.wrong(came.parts, "names with numbers, or None", what="parts")
+    if came.parts is not None and len(came.parts) > MOST_PARTS:
+        raise source.wrong(f"{len(came.parts)} numbers", f"at most {MOST_PARTS} numbers", what="parts")
     parts = {}
     for name, value in (came.parts or {}).items():
         number = as_number(value)
         if number is None or not isinstance(name, str):
             raise source.wrong(came.parts, "names with numbers, or None", what="parts")
-        parts[name] = number
-    return replace(came, reward=reward, exact=bool(exact), parts=parts or None, why=came.why[:MOST_WHY])
+        parts[clean_text(name, MOST_CAUSE)] = number
+    return replace(
+        came,
+        reward=reward,
+        exact=bool(exact),
+        parts=parts or None,
+        reason=clean_text(came.reason, MOST_REASON),
+        answer=None if came.answer is None else clean_text(came.answer, MOST_ANSWER),
+        why=clean_text(came.why, MOST_WHY),
+        cause=clean_text(came.cause, MOST_CAUSE),
+    )
 
 
-def _finite(output: RewardOutput, name: str) -> RewardOutput:
+def _finite(output: RewardOutput, name: str, *, came: object) -> RewardOutput:
+    """Returns the output, or why there is no reward; ``came`` is the reward as the function returned it."""
     figures = {"reward": output.reward, **(output.parts or {})}
     for what, value in figures.items():
-        if value is not None and not math.isfinite(value):
-            reason = f"reward {name}: {what} is {value}, which is no number to train on"
+        if value is not None and (why := too_large(value)) is not None:
+            reason = f"reward {name}: {what} is {shown(came) if what == 'reward' else value}, {why}"
             return RewardOutput(reward=None, reason=reason, cause="not_finite")
     return output
 
@@ -154,8 +177,9 @@ def _per_token(came: Any, tokens: int, source: PluginFunction, *, what: str = ""
     wanted = f"a finite float tensor of shape [{tokens}], one value a token"
     if not isinstance(came, torch.Tensor) or list(came.shape) != [tokens] or not came.is_floating_point():
         raise source.wrong_tensor(came, wanted, what=what)
-    if not bool(torch.isfinite(came).all()):
-        position = int((~torch.isfinite(came)).nonzero()[0])
+    finite = torch.isfinite(came.float())  # the columns are float32, in which a float64 may overflow
+    if not bool(finite.all()):
+        position = int((~finite).nonzero()[0])
         raise source.wrong(float(came[position]), wanted, what=f"{what or 'the tensor'}[{position}]")
     return came
 

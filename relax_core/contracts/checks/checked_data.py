@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from relax_core.contracts.checks.foreign_values import clean_value
 from relax_core.contracts.checks.plugin_results import PluginFunction
 from relax_core.contracts.data import BaseDataSource, DataSourceSpec
 
@@ -60,4 +61,5 @@ class _CheckedDataSource(BaseDataSource):
 def _row(came: Any, source: PluginFunction) -> Mapping[str, Any]:
     if not isinstance(came, Mapping) or not all(isinstance(key, str) for key in came):
         raise source.wrong(came, A_ROW)
-    return came
+    row: Mapping[str, Any] = clean_value(came)
+    return row

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import msgspec
 
-from relax_core.contracts.checks.plugin_results import PluginFunction, as_number, not_awaited
+from relax_core.contracts.checks.foreign_values import clean_text, clean_value, shown
+from relax_core.contracts.checks.plugin_results import PluginFunction, as_number, not_awaited, too_large
 from relax_core.contracts.env import Action, BaseInteractionEnv, EnvSpec, EpisodeStart, Message, StepResult
 from relax_core.contracts.media import MEDIA_KINDS, MediaSource
 from relax_core.contracts.tool_use.tool_schemas import ToolSchema, checked_schemas
@@ -26,6 +26,9 @@ PARTS = (
 
 def checked_env(spec: EnvSpec) -> EnvSpec:
     """Returns the env with functions that raise `WrongResult` if they return no conversation, or no `StepResult`.
+
+    They raise ValueError for a number that cannot be trained on and for messages that are nested too deeply, which ends
+    the episode alone. Texts have no halves of surrogate pairs.
 
     Its ``tools`` returns JSON schemas alone, and raises `WrongResult` for anything that is neither a schema nor a typed
     function, and for two tools of one name.
@@ -106,16 +109,21 @@ def _checked_step(came: Any, source: PluginFunction, *, keyed: bool) -> StepResu
     if not isinstance(came, StepResult):
         raise source.wrong(not_awaited(came), A_STEP)
     reward = None if came.reward is None else as_number(came.reward)
-    if came.reward is not None and (reward is None or not math.isfinite(reward)):
+    if came.reward is not None and reward is None:
         raise source.wrong(came.reward, "a finite number, or None if the turn has no reward of its own", what="reward")
+    if reward is not None and (why := too_large(reward)) is not None:
+        raise ValueError(f"reward is {shown(came.reward)}, {why}")
     done = as_number(came.done)
     if done is None:
         raise source.wrong(came.done, "True or False", what="done")
     if not isinstance(came.info, Mapping):
         raise source.wrong(came.info, "names with values", what="info")
+    info = clean_value(came.info)
     try:
-        msgspec.json.encode(came.info)
-    except (TypeError, ValueError) as error:
+        msgspec.json.encode(info)
+    except (OverflowError, ValueError) as error:
+        raise ValueError(f"info has a number that JSON cannot hold: {shown(info)}") from error
+    except TypeError as error:
         raise source.wrong(came.info, f"names with values that JSON can hold; {error}", what="info") from error
     if came.state_key is None and keyed:
         raise source.wrong(
@@ -124,7 +132,8 @@ def _checked_step(came: Any, source: PluginFunction, *, keyed: bool) -> StepResu
     if came.state_key is not None and not isinstance(came.state_key, str):
         raise source.wrong(came.state_key, "text, or None", what="state_key")
     edit = None if came.context_edit is None else _conversation(came.context_edit, source)
-    return replace(came, reward=reward, done=bool(done), context_edit=edit)
+    key = None if came.state_key is None else clean_text(came.state_key)
+    return replace(came, reward=reward, done=bool(done), info=info, state_key=key, context_edit=edit)
 
 
 def _conversation(came: Any, source: PluginFunction) -> list[Message]:
@@ -141,7 +150,7 @@ def _conversation(came: Any, source: PluginFunction) -> list[Message]:
             raise source.wrong(message, MESSAGES, what="a message")
         if not all(isinstance(message.get(key, ""), str) for key in ("name", "tool_call_id")):
             raise source.wrong(message, f"{MESSAGES}; name and tool_call_id are text", what="a message")
-    return list(came)
+    return [clean_value(message) for message in came]
 
 
 def _is_part(part: Any) -> bool:

@@ -8,7 +8,10 @@ import numbers
 from collections.abc import Callable
 from typing import Any
 
-SHOWN = 80  # characters of a wrong result that an error shows
+from relax_core.contracts.checks.foreign_values import shown
+
+# The largest size of a number of a reward. Its square, and a sum of some thousand squares, are finite in float32.
+MOST_REWARD = 1e15
 
 
 class WrongResult(TypeError):
@@ -26,10 +29,8 @@ class PluginFunction:
 
     def wrong(self, came: object, wanted: str, *, what: str = "") -> WrongResult:
         """Returns the error for a result of the wrong type or value."""
-        shown = repr(came)
-        shown = shown if len(shown) <= SHOWN else f"{shown[:SHOWN]}…"
         of = f" {what}=" if what else " "
-        return WrongResult(f"{self._words} returned{of}{shown} of type {type(came).__name__}. Wanted: {wanted}.")
+        return WrongResult(f"{self._words} returned{of}{shown(came)} of type {type(came).__name__}. Wanted: {wanted}.")
 
     def wrong_tensor(self, came: object, wanted: str, *, what: str = "") -> WrongResult:
         """Returns the error for a result that is not the wanted tensor, with its shape and dtype."""
@@ -47,11 +48,32 @@ def not_awaited(came: Any) -> Any:
 
 
 def as_number(value: object) -> float | None:
-    """Returns a number of Python, or an array or tensor of one element, as a float; None for any other object."""
+    """Returns a number of Python, or an array or tensor of one element, as a float; None for any other object.
+
+    It is infinite for an integer or a fraction that no float holds. An object that fails to give its value is none.
+    """
     if isinstance(value, numbers.Real):
-        return float(value)
+        return _as_float(value)
     if hasattr(value, "item") and getattr(value, "ndim", None) is not None:  # an array of numpy or a tensor of torch
         shape = getattr(value, "shape", None)
         if shape is not None and math.prod(shape) == 1 and isinstance(inner := value.item(), numbers.Real):
-            return float(inner)
+            return _as_float(inner)
     return None
+
+
+def too_large(number: float) -> str | None:
+    """Returns why a number is none to train on; None if it is finite and at most `MOST_REWARD` in size."""
+    if not math.isfinite(number):
+        return "which is no number to train on"
+    if abs(number) > MOST_REWARD:
+        return f"which is larger than {MOST_REWARD:g}, so sums of its squares overflow"
+    return None
+
+
+def _as_float(value: Any) -> float | None:
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
+    except Exception:  # the number of a plug-in is foreign code
+        return None

@@ -11,6 +11,7 @@ from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.judging.judge import JudgeConfig, JudgeSetup
 from relax_core.data.sources import GENERATED_KEYS
 from relax_core.data.tokenizer import PromptTokenizer
+from relax_core.data.tokenizer_trial import try_tokenizer
 from relax_core.families.folder import folder_architecture
 from relax_core.families.tiny_configs import MODEL_NAMES
 from relax_core.registry import PluginError, find_engine
@@ -117,6 +118,7 @@ def _model_problems(config: RelaxConfig, judge: JudgeConfig, *, key: str) -> Ite
     try:
         if not find_engine(judge.engine).on_gpus:  # Relax computes this model itself
             folder_architecture(folder)
+        try_tokenizer(folder)
         PromptTokenizer(folder)
     except ValueError as error:
         yield f"{key}={folder}: {error}"

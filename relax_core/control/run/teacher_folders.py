@@ -9,6 +9,7 @@ from relax_core.config.checks.modality_keys import media_kinds
 from relax_core.config.checks.model_folder import folder_problems, media_token_ids
 from relax_core.config.schema import RelaxConfig
 from relax_core.data.tokenizer import token_difference
+from relax_core.data.tokenizer_trial import try_tokenizer
 from relax_core.families.architecture import VisionTower
 from relax_core.families.folder import folder_architecture
 from relax_core.families.hf_config import language_values, read_hf_config
@@ -57,6 +58,7 @@ def _misfits(config: RelaxConfig, folder: Path, *, student: Path, key: str, top_
     """Yields the reasons why a teacher's log-probs do not apply to the student's tokens."""
     try:
         teacher = folder_architecture(folder, also=config.model.family)
+        try_tokenizer(folder, template=False)
     except ValueError as error:
         yield f"{key}: {error}"
         return

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from relax_core.contracts.checks.foreign_values import clean_value, shown
 from relax_core.contracts.tool_use.tool_calls import ToolCall
 
 MOST_CHARACTERS = 1 << 20  # of one call; a longer text is not read
@@ -68,7 +69,7 @@ def json_value(text: str) -> Any:
     if len(text) > MOST_CHARACTERS:
         raise BrokenCall(f"A tool call has {len(text)} characters, more than {MOST_CHARACTERS}.")
     try:
-        return json.loads(text, parse_constant=_refuse, parse_float=_finite)
+        return clean_value(json.loads(text, parse_constant=_refuse, parse_float=_finite))
     except (ValueError, RecursionError) as error:
         raise BrokenCall(f"A tool call is not JSON: {error}.") from error
 
@@ -83,5 +84,5 @@ def _finite(digits: str) -> float:
 
 
 def _shown(value: Any) -> str:
-    text = re.sub(r"\s+", " ", repr(value))
+    text = re.sub(r"\s+", " ", shown(value))
     return text if len(text) <= 40 else f"{text[:40]}…"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from typing import Any
 
+from relax_core.contracts.checks.foreign_values import clean_value
 from relax_core.contracts.tool_use.tool_calls import ToolCall
 from relax_core.data.tool_calls.marked_calls import MOST_CHARACTERS, BrokenCall, ReadCalls
 
@@ -41,7 +42,7 @@ def _call(node: ast.expr) -> ToolCall:
     for argument in node.keywords:
         if argument.arg is None:
             raise BrokenCall("An argument of a tool call has no name.")
-        arguments[argument.arg] = _json_like(ast.literal_eval(argument.value))
+        arguments[argument.arg] = clean_value(_json_like(ast.literal_eval(argument.value)))
     return ToolCall(name=ast.unparse(node.func), arguments=arguments)
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from relax_core.contracts.family import Audio, Family, HfConfig
 from relax_core.families.architecture import AudioTower
+from relax_core.families.hf_config import read_object
 
 EXTRACTOR_FILE = "preprocessor_config.json"
 PROCESSOR_FILE = "processor_config.json"  # transformers 5 writes all processors of a model into this one
@@ -81,10 +81,10 @@ def _extractor(model_folder: Path) -> Mapping[str, Any]:
     """Returns the settings of the feature extractor from the file that has them."""
     for name in (EXTRACTOR_FILE, PROCESSOR_FILE):
         file = model_folder / name
-        if not file.is_file():
+        if not file.exists():
             continue
         try:
-            settings: Mapping[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+            settings: Mapping[str, Any] = read_object(file)
         except ValueError as error:
             raise ValueError(f"{file} is not JSON: {error}. Fetch it again.") from error
         settings = settings.get(_PART, settings)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from relax_core.contracts.family import Family, HfConfig, Vision
 from relax_core.families.architecture import VisionTower
+from relax_core.families.hf_config import read_object
 
 IMAGE_FILE = "preprocessor_config.json"
 VIDEO_FILE = "video_preprocessor_config.json"
@@ -72,13 +72,13 @@ def tower_of(vision: Vision, hf_config: HfConfig, *, image: Mapping[str, Any], v
 
 def _settings(model_folder: Path, name: str) -> Mapping[str, Any]:
     file = model_folder / name
-    if not file.is_file():
+    if not file.exists():
         raise ValueError(
             f"model.path={model_folder}: no {name} there, which a model that sees needs. Fetch the folder again, with "
             "its processor files."
         )
     try:
-        settings: Mapping[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        settings: Mapping[str, Any] = read_object(file)
     except ValueError as error:
         raise ValueError(f"{file} is not JSON: {error}. Fetch it again.") from error
     return settings

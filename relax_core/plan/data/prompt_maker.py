@@ -13,6 +13,7 @@ from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.media import MediaError, MediaKind, MediaSource
 from relax_core.data.generated import MEDIA_ROWS
 from relax_core.data.tokenizer import PromptTokenizer
+from relax_core.data.tokenizer_trial import try_tokenizer
 from relax_core.data.tool_calls.tool_parsers import AUTO, tool_parser
 from relax_core.families.architecture import AudioSettings, PatchSettings
 from relax_core.families.audio.audio_settings import EXTRACTOR_FILE, audio_tower_of
@@ -202,6 +203,7 @@ def _tokenizer(config: RelaxConfig) -> PromptTokenizer | None:
     if model.builtin is not None or any(folder_problems(config, folder, key="model.path")):
         return None
     try:
+        try_tokenizer(folder, arguments=arguments)
         return PromptTokenizer(folder, template_arguments=arguments)
     except ValueError as error:
         raise ValueError(f"model.path: {error}") from error

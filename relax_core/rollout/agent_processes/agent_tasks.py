@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 import stat
 from collections.abc import Callable, Mapping
@@ -13,6 +12,8 @@ from typing import Any, Protocol
 
 import msgspec
 
+from relax_core.contracts.checks.foreign_values import clean_text, decode_json, shown
+from relax_core.contracts.checks.plugin_results import as_number, too_large
 from relax_core.contracts.data import DataRow
 from relax_core.contracts.env import Ended
 from relax_core.rollout.rewards.reward_inputs import without_bytes
@@ -107,18 +108,20 @@ def result_of(told: Any, *, output: str = "", what: str) -> AgentResult:
     if not isinstance(told, dict):
         return failed('it is no JSON object, such as {"reward": 1.0}')
     if error := told.get("error"):
-        return AgentResult(failed=f"the agent says: {str(error)[:1000]}", output=output)
+        words = clean_text(error, 1000) if isinstance(error, str) else shown(error, 1000)
+        return AgentResult(failed=f"the agent says: {words}", output=output)
     reward, metrics = told.get("reward"), told.get("metrics") or {}
     if reward is not None and not _is_number(reward):
-        return failed(f"reward={str(reward)[:80]}: give a finite number, or leave it out for the run's reward")
+        return failed(f"reward={shown(reward)}: give a finite number, or leave it out for the run's reward")
     if not isinstance(metrics, dict) or not all(map(_is_number, metrics.values())):
-        return failed(f'metrics={str(metrics)[:80]}: give names with finite numbers, such as {{"calls": 2}}')
+        return failed(f'metrics={shown(metrics)}: give names with finite numbers, such as {{"calls": 2}}')
     own = None if reward is None else float(reward)
     return AgentResult(reward=own, metrics={str(name): float(one) for name, one in metrics.items()}, output=output)
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
+    number = as_number(value) if isinstance(value, int | float) else None
+    return number is not None and too_large(number) is None
 
 
 def read_result(file: Path, *, output: str) -> AgentResult:
@@ -139,6 +142,6 @@ def read_result(file: Path, *, output: str) -> AgentResult:
     if not content.strip():
         return AgentResult(output=output)
     try:
-        return result_of(msgspec.json.decode(content), output=output, what=what)
-    except (msgspec.DecodeError, RecursionError) as error:
+        return result_of(decode_json(content, Any), output=output, what=what)
+    except ValueError as error:
         return AgentResult(failed=f"{what}: it is no JSON: {error}", output=output)

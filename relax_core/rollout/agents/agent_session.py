@@ -11,8 +11,10 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
+from relax_core.contracts.checks.foreign_values import shown
 from relax_core.contracts.engine import EngineError, Generated, PromptRequest
 from relax_core.contracts.env import Ended
+from relax_core.data.tokenizer import LARGE_TEXT
 from relax_core.rollout.agents.answer_reading import (
     THINK,
     AnswerForm,
@@ -33,11 +35,13 @@ from relax_core.rollout.agents.turn_request import (
 )
 from relax_core.rollout.episodes.episode_records import EpisodeRecord
 from relax_core.rollout.episodes.tree_builder import PlayedTurn
+from relax_core.rollout.off_loop import off_loop
 from relax_core.rollout.prompt_tokens import check_prompt_tokens
 from relax_core.rollout.rewards.reward_inputs import response_text
 
 log = logging.getLogger(__name__)
 SHOWN = 80  # the characters of a foreign message that the log shows
+_SHOWN_WISH = 40  # characters
 LAST_TOKENS = 16  # of a prompt, in which the tag that opens thinking is looked for
 
 
@@ -120,6 +124,7 @@ class AgentSession:
         self.counts: Counter[str] = Counter()
         self.seen_s = time.monotonic()
         self.asked, self.answered = asyncio.Event(), asyncio.Event()
+        self._asking = asyncio.Lock()  # requests are served in the order in which they came
         self.over = False
 
     @property
@@ -133,14 +138,19 @@ class AgentSession:
         return [turn for turn in self._turns.values() if not turn.done]
 
     # -- requests -----------------------------------------------------------------------------------------------------
-    def ask(self, request: TurnRequest, *, asked_again: bool = False) -> OpenTurn:
+    async def ask(self, request: TurnRequest, *, asked_again: bool = False) -> OpenTurn:
         """Returns the answer to a request, under way or ended, and starts it if the request is a new one.
 
-        ``asked_again``: the client says that it repeats the request. Raises `RequestRefused`.
+        ``asked_again``: the client says that it repeats the request. The prompt of a large request is made beside the
+        event loop; the next requests of the session wait for it. Raises `RequestRefused`.
         """
         self.seen_s = time.monotonic()
-        if self.over:
-            raise RequestRefused(410, "this episode has ended; its key opens nothing any more", code="episode_ended")
+        async with self._asking:
+            return await self._ask(request, asked_again=asked_again)
+
+    async def _ask(self, request: TurnRequest, *, asked_again: bool) -> OpenTurn:
+        self._check_open()
+        self._prompts.check_size(request)
         self.counts["requests"] += 1
         self._count_wishes(request)
         conversation = self._conversation(request)
@@ -158,12 +168,18 @@ class AgentSession:
                 429, f"{len(self.under_way)} requests of this episode are under way; ask again", retry_after_s=1
             )
         self._check_limits()
-        prompt_ids, between = self._prompts.prompt(walk, request)
+        large = request.size > LARGE_TEXT
+        prompt_ids, between = await off_loop(large, lambda: self._prompts.prompt(walk, request))
+        self._check_open()
         most = self._room(prompt_ids, request)
         asked = self._forest.ask(walk, kind=kind, prompt_ids=prompt_ids, whole=between is not None)
         if between is not None:
             self._prompts.keep(asked, between)
         return self._start(request, conversation, asked, walk.place, most=most)
+
+    def _check_open(self) -> None:
+        if self.over:
+            raise RequestRefused(410, "this episode has ended; its key opens nothing any more", code="episode_ended")
 
     def _conversation(self, request: TurnRequest) -> list[ChatMessage]:
         """Returns the messages of a request behind those of the answer that it names, without instructions."""
@@ -322,11 +338,7 @@ class AgentSession:
         """Returns how many tokens an answer may have; requests at one time share what is left of the episode's."""
         context = self._form.limits.context_tokens
         if len(prompt_ids) >= context:
-            raise refused(
-                f"messages: they have {len(prompt_ids)} tokens, and engine.context_length leaves room for "
-                f"{context - 1}; shorten the history",
-                code="context_length_exceeded",
-            )
+            raise self._prompts.too_long(str(len(prompt_ids)))
         given = (request.max_tokens, self._form.max_turn_tokens)
         left = self._form.limits.sampled_tokens - self.sampled_tokens
         return min(left, context - len(prompt_ids), *(one for one in given if one is not None))
@@ -339,7 +351,8 @@ class AgentSession:
             self.counts["wishes"] += 1
             if name not in self._form.told:
                 self._form.told.add(name)
-                log.info("an agent asks for %s=%.40r, which the run decides; this is not said again", name, value)
+                words = shown(value, _SHOWN_WISH)
+                log.info("an agent asks for %s=%s, which the run decides; this is not said again", name, words)
 
     def _tell_foreign(self, walk: Walk) -> None:
         for message in walk.foreign:

@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
+from relax_core.contracts.checks.foreign_values import MOST_DEPTH, check_depth
 from relax_core.rollout.agents.answer_reading import Piece
 from relax_core.rollout.agents.chat_messages import ChatCall, ChatMessage, Role
 from relax_core.rollout.agents.turn_request import RequestRefused, TurnAnswer, TurnRequest, check_request, refused
@@ -122,11 +123,14 @@ _decoder = msgspec.json.Decoder(_ChatBody)
 def decoded(body: bytes, decoder: msgspec.json.Decoder[Body]) -> Body:
     """Returns a JSON body with its types checked. Raises `RequestRefused` in words."""
     try:
-        return decoder.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raw = decoder.decode(body)
+        if body.count(b"[") + body.count(b"{") > MOST_DEPTH:  # fewer cannot be nested too deeply
+            check_depth(msgspec.to_builtins(raw))
+    except ValueError as error:
         raise refused(f"the body: {error}") from error
     except RecursionError as error:
         raise refused("the body is nested too deep") from error
+    return raw
 
 
 def read_chat(body: bytes) -> TurnRequest:

@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from relax_core.contracts.checks.foreign_values import clean_value
+
 Role = Literal["system", "user", "assistant", "tool"]
 Grade = Literal["same", "begins", "foreign"]
 Identity = tuple[Any, ...]
@@ -142,7 +144,7 @@ def _shown_call(call: ChatCall, *, as_text: bool) -> dict[str, Any]:
     arguments: Any = call.arguments
     if not as_text:
         try:
-            arguments = json.loads(call.arguments)
+            arguments = clean_value(json.loads(call.arguments))
         except (ValueError, RecursionError):
             arguments = call.arguments
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
-from relax_core.data.tokenizer import PromptTokenizer
+from relax_core.data.tokenizer import LARGE_TEXT, PromptTokenizer
 from relax_core.engines.http_server.asgi import (
     JSON,
     ClientDisconnected,
@@ -30,6 +30,7 @@ from relax_core.rollout.agents.openai_responses import ResponsesEvents, read_res
 from relax_core.rollout.agents.outside_agents import SESSIONS, OutsideAgents
 from relax_core.rollout.agents.session_table import SessionTable
 from relax_core.rollout.agents.turn_request import RequestRefused, TurnAnswer, TurnRequest
+from relax_core.rollout.off_loop import off_loop
 
 if TYPE_CHECKING:
     from relax_core.engines.http_server.connections import Connection
@@ -166,8 +167,8 @@ class EndpointApp:
             await self._models(path, send)
             return
         body = await read_body(scope, receive, limit=self._most_body_bytes)
-        request = shape.read(body)
-        turn = session.ask(request, asked_again=_asked_again(scope))
+        request = await off_loop(len(body) > LARGE_TEXT, lambda: shape.read(body))
+        turn = await session.ask(replace(request, size=len(body)), asked_again=_asked_again(scope))
         client = _Client(scope["connection"], asyncio.create_task(_disconnect(receive)))
         await self._answer(session, turn, request, shape, client=client, send=send)
 

@@ -13,8 +13,7 @@ from hmac import digest as keyed_digest
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
+from relax_core.contracts.checks.foreign_values import decode_json
 from relax_core.rollout.agent_processes.agent_tasks import AgentResult, AgentTask, result_of
 from relax_core.rollout.agents.turn_request import RequestRefused, refused
 
@@ -116,8 +115,8 @@ class OutsideAgents:
 def _object(body: bytes) -> dict[str, Any]:
     """Returns the JSON object of a body; nothing is an empty one."""
     try:
-        given = msgspec.json.decode(body) if body.strip() else {}
-    except (msgspec.DecodeError, RecursionError) as error:
+        given: Any = decode_json(body, Any) if body.strip() else {}
+    except ValueError as error:
         raise refused(f"the body is no JSON: {error}") from error
     if not isinstance(given, dict):
         raise refused('the body is no JSON object; send {} or such as {"reward": 1.0}')

@@ -6,16 +6,18 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from relax_core.contracts.env import EpisodeLimits
-from relax_core.data.tokenizer import PromptTokenizer
+from relax_core.data.tokenizer import LARGE_TEXT, PromptTokenizer, TextTooLong
 from relax_core.data.tool_calls.tool_parsers import AUTO, tool_parser
 from relax_core.data.tool_calls.tool_templates import check_template_shows_tools
 from relax_core.data.turn_tokens import TurnTokens
 from relax_core.rollout.agents.chat_messages import template_messages
 from relax_core.rollout.agents.message_forest import ForestAnswer, Walk
-from relax_core.rollout.agents.turn_request import TurnRequest, refused
+from relax_core.rollout.agents.turn_request import RequestRefused, TurnRequest, refused
 from relax_core.rollout.episodes.shared_requests import SharedRequests
 from relax_core.rollout.episodes.tool_use import ToolUse
 from relax_core.rollout.prompt_tokens import PromptMaker
+
+_MOST_SIZES = 4  # times the longest prompt, the body of a request with its escapes and its left-out text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,8 +79,29 @@ class SessionPrompts:
             if walk.known is not None and self._form.history == "continue" and (ids := self._going_on(walk, tools)):
                 return ids, None
             return self._whole(request, tools)
+        except TextTooLong as error:
+            raise self.too_long(f"at least {error.tokens}") from error
         except ValueError as error:
             raise refused(f"messages: {error}") from error
+
+    def too_long(self, tokens: str) -> RequestRefused:
+        """Returns the refusal of a prompt that has that many tokens, in words."""
+        return refused(
+            f"messages: they have {tokens} tokens, and engine.context_length leaves room for "
+            f"{self._form.limits.context_tokens - 1}; shorten the history",
+            code="context_length_exceeded",
+        )
+
+    def check_size(self, request: TurnRequest) -> None:
+        """Raises `RequestRefused` for a request that is far too long for the context, before anything is done with it.
+
+        Thinking and other text that a chat template leaves out may make it longer than its prompt.
+        """
+        limit = self._form.limits.context_tokens
+        if request.size <= LARGE_TEXT:
+            return
+        if request.size > _MOST_SIZES * self._form.prompts.tokenizer.most_characters(limit):
+            raise self.too_long(f"at least {limit}")
 
     def _going_on(self, walk: Walk, tools: ToolUse) -> list[int]:
         """Returns the prompt before the known answer, its sampled tokens, and what follows; empty without tokens."""
@@ -88,11 +111,13 @@ class SessionPrompts:
         if walk.rest:
             if sampled and sampled[-1] in tokenizer.stop_token_ids:
                 sampled = sampled[:-1]
-            sampled = [*sampled, *tokenizer.encode_plain(walk.rest)]
+            rest = tokenizer.short_enough(walk.rest, self._form.limits.context_tokens)
+            sampled = [*sampled, *tokenizer.encode_plain(rest)]
         if not sampled:
             return []
         between = self._between[known.opening]
-        ids, _ = between.next_prompt(known.prompt_ids, sampled, tools.shown(template_messages(walk.tail)))
+        tail, limit = tools.shown(template_messages(walk.tail)), self._form.limits.context_tokens
+        ids, _ = between.next_prompt(known.prompt_ids, sampled, tail, most_tokens=limit)
         return ids
 
     def _whole(self, request: TurnRequest, tools: ToolUse) -> tuple[list[int], TurnTokens]:
@@ -102,8 +127,11 @@ class SessionPrompts:
             messages = template_messages(request.messages, arguments_as_text=as_text)
             shown = tools.opening(tools.shown(messages))
             try:
-                prompt = self._form.prompts.edited(shown, [], tools=tools.schemas)
+                limit = self._form.limits.context_tokens
+                prompt = self._form.prompts.edited(shown, [], tools=tools.schemas, most_tokens=limit)
                 return prompt.token_ids, TurnTokens(self._form.prompts.tokenizer, shown, tools=tools.schemas)
+            except TextTooLong:
+                raise
             except ValueError as error:
                 problem = problem or error
         assert problem is not None

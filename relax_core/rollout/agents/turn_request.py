@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from relax_core.contracts.checks.foreign_values import clean_text
 from relax_core.contracts.tool_use.tool_schemas import ToolSchema
 from relax_core.rollout.agents.chat_messages import ChatCall, ChatMessage, Reply
 
@@ -38,7 +39,7 @@ class TurnRequest:
     ``max_tokens`` limits its sampled tokens. ``wishes`` are values that the request names and the run does not follow,
     by their keys, such as a temperature. ``token_ids``: the answer tells its tokens. ``usage``: a stream ends with the
     counts of tokens. ``previous`` names the answer of the session whose conversation goes on with ``messages``, and
-    ``instructions`` are a system message in front of the whole (`whole`).
+    ``instructions`` are a system message in front of the whole (`whole`). ``size`` is the number of bytes of its body.
     """
 
     messages: Sequence[ChatMessage]
@@ -52,6 +53,7 @@ class TurnRequest:
     usage: bool = False
     token_ids: bool = False
     wishes: Mapping[str, Any] = field(default_factory=dict)
+    size: int = 0
 
     def whole(self) -> TurnRequest:
         """Returns the request with its instructions as the first message."""
@@ -117,7 +119,7 @@ def _check_results(messages: Sequence[ChatMessage]) -> None:
                 "it has; send the assistant's message with the call, too"
             )
         for text in (message.content, message.reasoning, *_call_texts(message.calls)):
-            if not text.isascii() and any("\ud800" <= one <= "\udfff" for one in text):
+            if clean_text(text) != text:
                 raise refused(f"messages[{number}]: half of a surrogate pair is no text; send whole characters")
 
 

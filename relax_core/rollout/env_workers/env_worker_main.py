@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from relax_core.contracts.checks.foreign_values import clean_text, shown_error
 from relax_core.contracts.checks.plugin_results import WrongResult
 from relax_core.contracts.env import BaseInteractionEnv, EnvSpec, EpisodeStart, StepResult
 from relax_core.data.killable.worker_frames import Ready
@@ -64,7 +65,7 @@ class _OpenEpisodes:
                 return self._step(request)
             return self._close(request)
         except WrongResult as error:
-            return Failed(words=str(error), wrong_result=True)
+            return Failed(words=clean_text(str(error)), wrong_result=True)
         except Exception as error:  # plug-in code: the owner decides what becomes of the episode
             return Failed(words=plugin_words(error))
 
@@ -119,7 +120,7 @@ def main() -> None:
         spec = find_env(settings.env)
         config: Any = msgspec.msgpack.decode(settings.config, type=spec.config)
     except Exception as error:  # plug-in code: the owner reports the error to the user
-        pipe.write(Ready(f"{type(error).__name__}: {error}"))
+        pipe.write(Ready(shown_error(error)))
         raise
     pipe.write(Ready(""))
     with asyncio.Runner() as runner:
@@ -136,6 +137,8 @@ def main() -> None:
                         words=f"env {spec.name}: a message or info holds what JSON cannot: {error}", wrong_result=True
                     )
                 )
+            except (ValueError, OverflowError, RecursionError) as error:  # a value, and no type; nothing was written
+                pipe.write(Failed(words=f"env {spec.name}: a message or info cannot be sent: {shown_error(error)}"))
 
 
 if __name__ == "__main__":

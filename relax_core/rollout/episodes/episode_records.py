@@ -10,10 +10,12 @@ from typing import Any
 
 import numpy as np
 
+from relax_core.contracts.checks.foreign_values import clean_text
+from relax_core.contracts.checks.plugin_results import as_number, too_large
 from relax_core.contracts.data import DataRow
 from relax_core.contracts.env import Ended, Message
 from relax_core.contracts.media import Media, MediaError
-from relax_core.contracts.reward import RewardInput, RewardOutput
+from relax_core.contracts.reward import MOST_REASON, RewardInput, RewardOutput
 from relax_core.contracts.sink import SAMPLED_MARKS
 from relax_core.rollout.episodes.tree_builder import PlayedEpisode, PlayedTurn
 from relax_core.rollout.rewards.reward_inputs import without_bytes
@@ -68,8 +70,8 @@ class EpisodeRecord:
         return sum(len(turn.response.output_ids) for turn in self.turns)
 
     def fail(self, ended: Ended, words: str, error: Exception | None = None) -> None:
-        """Ends the episode without a reward."""
-        self.ended, self.failed, self.error = ended, words, error
+        """Ends the episode without a reward. ``words`` may hold text of foreign code."""
+        self.ended, self.failed, self.error = ended, clean_text(words, MOST_REASON), error
 
     def start_again(self) -> None:
         """Forgets everything but the tokens that were sampled, which are not trained."""
@@ -90,10 +92,11 @@ class EpisodeRecord:
         return sum(turn.response.queue_ms for turn in self.turns) / 1e3
 
     def take_info(self, info: Mapping[str, object]) -> None:
-        """Keeps the numbers of a step's info."""
+        """Keeps the finite numbers of a step's info."""
         for name, value in info.items():
-            if isinstance(value, int | float):
-                self.info[name].append(float(value))
+            number = as_number(value) if isinstance(value, int | float) else None
+            if number is not None and too_large(number) is None:
+                self.info[name].append(number)
 
     @property
     def bad_media(self) -> MediaError | None:

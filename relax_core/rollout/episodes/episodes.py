@@ -28,12 +28,13 @@ from relax_core.contracts.env import (
 )
 from relax_core.contracts.media import MediaError
 from relax_core.contracts.tree import sample_uid
+from relax_core.data.tokenizer import LARGE_TEXT, TextTooLong
 from relax_core.data.turn_tokens import TurnTokens
 from relax_core.engines.pool.engine_pool import EnginePool
 from relax_core.registry import plugin_words
 from relax_core.rollout.episodes.env_calls import EnvCalls, EnvTooSlow
 from relax_core.rollout.episodes.episode_records import EpisodeRecord
-from relax_core.rollout.episodes.observations import shortened_observation
+from relax_core.rollout.episodes.observations import MOST_CHARACTERS_A_TOKEN, shortened_observation
 from relax_core.rollout.episodes.played_group import (
     STARTS_AGAIN,
     EarlyEnds,
@@ -47,7 +48,8 @@ from relax_core.rollout.episodes.played_group import (
 from relax_core.rollout.episodes.shared_requests import Lockstep, SharedRequests, start_in
 from relax_core.rollout.episodes.tool_use import ToolUse
 from relax_core.rollout.episodes.tree_builder import PlayedTurn
-from relax_core.rollout.prompt_tokens import PromptMaker, check_prompt_tokens
+from relax_core.rollout.off_loop import off_loop
+from relax_core.rollout.prompt_tokens import PromptMaker, check_prompt_tokens, text_size
 from relax_core.rollout.rewards.reward_inputs import response_text
 
 log = logging.getLogger(__name__)
@@ -254,7 +256,18 @@ class EpisodePlayer:
             if following.edits:
                 record.messages = list(following.messages)
                 between = TurnTokens(self._prompts.tokenizer, following.messages, tools=group.tools.schemas)
-                prompt = self._prompts.edited(following.messages, following.items, tools=group.tools.schemas)
+                edited = partial(
+                    self._prompts.edited,
+                    following.messages,
+                    following.items,
+                    tools=group.tools.schemas,
+                    most_tokens=self._limits.context_tokens,
+                )
+                try:
+                    prompt = await off_loop(text_size(following.messages) > LARGE_TEXT, edited)
+                except TextTooLong:
+                    record.ended = "context_full"
+                    return
                 prompt_ids, record.media = prompt.token_ids, list(prompt.media)
             else:
                 record.messages += following.messages
@@ -337,8 +350,10 @@ class EpisodePlayer:
             following.messages += tools.opening(tools.shown(step.context_edit))
         else:
             messages = await calls(env.format_observation, step.observation)
-            messages, cut = shortened_observation(
-                messages, self._prompts.tokenizer, limit=self._config.observation_tokens
+            observed, limit = messages, self._config.observation_tokens
+            large = limit * MOST_CHARACTERS_A_TOKEN > LARGE_TEXT
+            messages, cut = await off_loop(
+                large, lambda: shortened_observation(observed, self._prompts.tokenizer, limit=limit)
             )
             record.cut_observations += cut
             following.messages += tools.shown(messages)

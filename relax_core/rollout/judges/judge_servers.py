@@ -13,11 +13,12 @@ import msgspec
 
 from relax_core.contracts.engine import EngineError, Generated, PromptRequest, SamplingParams
 from relax_core.contracts.judging.judge import JudgeConfig
-from relax_core.data.tokenizer import PromptTokenizer
+from relax_core.data.tokenizer import LARGE_TEXT, PromptTokenizer, TextTooLong
 from relax_core.engines.pool.engine_pool import EnginePool
 from relax_core.engines.protocol.reply_checks import Natural, decoded, plain_words
 from relax_core.rollout.episodes.shared_requests import Asked, SharedRequests
 from relax_core.rollout.judges.judge_prompts import without_markup
+from relax_core.rollout.off_loop import off_loop
 
 if TYPE_CHECKING:
     import aiohttp
@@ -84,12 +85,17 @@ class JudgeEngines:
         return value
 
     def tokens(self, text: str) -> list[int]:
-        """Returns the tokens of a prompt."""
-        return self._tokenizer.encode([{"role": "user", "content": text}], plain=True)
+        """Returns the tokens of a prompt. Raises `TextTooLong` for one that no context of the judge holds."""
+        most = self._context_tokens
+        return self._tokenizer.encode([{"role": "user", "content": text}], plain=True, most_tokens=most)
 
     async def answer(self, text: str, *, seed: int, temperature: float) -> JudgeText:
         """Returns the answer of one of the engines; see `JudgeServer`."""
-        ids, most = self.tokens(text), self._settings.max_new_tokens
+        most = self._settings.max_new_tokens
+        try:
+            ids = await off_loop(len(text) > LARGE_TEXT, lambda: self.tokens(text))
+        except TextTooLong as error:
+            raise JudgeRefused(f"the prompt is too long for the judge's context: {error}") from error
         if len(ids) + most > self._context_tokens:
             raise JudgeRefused(
                 f"the prompt has {len(ids)} tokens, and with max_new_tokens={most} the judge's context holds "

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from relax_core.contracts.checks.foreign_values import shown_error
 from relax_core.contracts.reward import RewardInput, RewardOutput, RewardSpec
 from relax_core.data.killable.worker_frames import Ready
 from relax_core.data.killable.worker_pipe import WorkerPipe, cpu_limit
@@ -85,7 +86,7 @@ def main() -> None:
         for reward in msgspec.msgpack.decode(pipe.read(), type=WorkerStart).rewards:
             rewards.load(reward)
     except Exception as error:  # plug-in code: the owner reports the error to the user
-        pipe.write(Ready(f"{type(error).__name__}: {error}"))
+        pipe.write(Ready(shown_error(error)))
         raise
     pipe.write(Ready(""))
     while True:
@@ -96,7 +97,7 @@ def main() -> None:
         try:
             rewards.load(request.reward)
         except Exception as error:  # plug-in code: as at the start
-            pipe.write(Ready(f"{type(error).__name__}: {error}"))
+            pipe.write(Ready(shown_error(error)))
         else:
             pipe.write(Ready(""))
 

@@ -14,6 +14,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from relax_core.config.reward_choice import ChosenReward, RewardChoice
+from relax_core.contracts.checks.foreign_values import clean_text
 from relax_core.contracts.checks.plugin_results import WrongResult
 from relax_core.contracts.env import EnvSpec, EpisodeStart
 from relax_core.contracts.reward import RewardInput, RewardOutput, RewardSpec, RewardUnusable
@@ -32,6 +33,7 @@ _IN_SANDBOX = (
     " It ran in the sandbox, without a network, variables and files of yours: name files that it reads by reads=… in "
     "its SPEC, or use reward.sandbox=none."
 )
+MOST_PROBLEM = 10_000  # characters
 
 
 def main() -> None:
@@ -50,6 +52,8 @@ def main() -> None:
 
 
 def _send(replies: BinaryIO, message: Stage | Done) -> None:
+    if isinstance(message, Done):
+        message = Done(problems=[clean_text(problem, MOST_PROBLEM) for problem in message.problems])
     replies.write(to_frame(message))
 
 

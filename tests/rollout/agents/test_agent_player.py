@@ -68,7 +68,7 @@ result(reward=0.25, metrics={"asked": 2}, said=ask("2+2 ?", first, "sure ?"))
         ("print('no model'); sys.exit(3)", "exit code 3; the last that it wrote: no model"),
         ("ask('a'); raise ValueError('bad tool')", "ValueError: bad tool"),
         ("print('bye')", "the agent took no answer of the model; the last that it wrote: bye"),
-        ("ask('a'); result(reward='much')", "reward=much: give a finite number"),
+        ("ask('a'); result(reward='much')", "reward='much': give a finite number"),
         ("ask('a'); result(reward=float('nan'))", "RELAX_RESULT"),
         ("ask('a'); result(metrics={'x': 'y'})", "metrics={'x': 'y'}: give names with finite numbers"),
         ("ask('a'); open(os.environ['RELAX_RESULT'], 'w').write('[1]')", "it is no JSON object"),

@@ -1,0 +1,123 @@
+"""Makes values of plug-ins, data and clients safe to keep: texts that UTF-8 can hold, flat JSON, short descriptions.
+
+A text of Python may hold half of a surrogate pair, which no file, database or message takes. A value may be nested
+deeper than the interpreter can follow, and the description of a value may raise or have gigabytes.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import reprlib
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import msgspec
+
+MOST_DEPTH = 64  # levels of lists and objects in a value
+SHOWN = 80  # characters of a foreign value that an error shows
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_REPLACEMENT = "\ufffd"
+_DIGITS_A_BIT = math.log10(2)
+_LONG_INTEGER_BITS = 256  # an integer with more bits is described by its number of digits
+_NESTS = (dict, list, tuple)
+_Decoded = TypeVar("_Decoded")
+
+
+def clean_text(text: str, most: int | None = None) -> str:
+    """Returns the first ``most`` characters of a text; U+FFFD stands for each half of a surrogate pair.
+
+    The result is a plain str of the same text if that is short enough and can be encoded as UTF-8.
+    """
+    text = str(text) if most is None else str(text)[:most]
+    return text if text.isascii() else _SURROGATE.sub(_REPLACEMENT, text)
+
+
+def clean_value(value: Any, *, depth: int = MOST_DEPTH) -> Any:
+    """Returns a value of JSON with `clean_text` for all its texts and names; other objects stay as they are.
+
+    Raises ValueError for lists and objects that are nested more than ``depth`` levels deep.
+    """
+    if isinstance(value, str):
+        return clean_text(value)
+    if not isinstance(value, Mapping | list | tuple):
+        return value
+    if depth == 0:
+        raise ValueError(_too_deep())
+    if isinstance(value, Mapping):
+        return {
+            clean_text(name) if isinstance(name, str) else name: clean_value(one, depth=depth - 1)
+            for name, one in value.items()
+        }
+    return [clean_value(one, depth=depth - 1) for one in value]
+
+
+def check_depth(value: Any, *, depth: int = MOST_DEPTH) -> None:
+    """Raises ValueError for lists and dicts that are nested more than ``depth`` levels deep."""
+    level = [value] if isinstance(value, _NESTS) else []
+    for _ in range(depth):
+        level = [
+            inner
+            for one in level
+            for inner in (one.values() if isinstance(one, dict) else one)
+            if isinstance(inner, _NESTS)
+        ]
+    if level:
+        raise ValueError(_too_deep())
+
+
+def decode_json(content: bytes | str, kind: type[_Decoded]) -> _Decoded:
+    """Returns the value of a JSON text, checked against a type; ``kind`` may be `typing.Any`.
+
+    Raises ValueError, `msgspec.DecodeError` among its subclasses, for a text that is no JSON of this type, and for
+    lists and objects that are nested more than `MOST_DEPTH` levels deep.
+    """
+    opening: tuple[Any, Any] = ("[", "{") if isinstance(content, str) else (b"[", b"{")
+    try:
+        value = msgspec.json.decode(content, type=kind)
+    except RecursionError:
+        raise ValueError(_too_deep()) from None
+    if sum(map(content.count, opening)) > MOST_DEPTH:  # fewer cannot be nested too deeply
+        check_depth(value)
+    return value
+
+
+def shown(value: object, most: int = SHOWN) -> str:
+    """Returns at most ``most`` characters that describe any object, whatever its own description does."""
+    text = clean_text(_SHORT.repr(value))
+    return text if len(text) <= most else f"{text[:most]}…"
+
+
+def shown_error(error: BaseException, most: int = 2000) -> str:
+    """Returns the type and the text of an error of foreign code, whose ``__str__`` may raise."""
+    try:
+        text = str(error)
+    except Exception as broken:  # foreign code may raise anything
+        text = f"its text raises {type(broken).__name__}"
+    return clean_text(f"{type(error).__name__}: {text}", most)
+
+
+class _Short(reprlib.Repr):
+    """Describes values in a few characters; a description that raises is replaced by the value's type."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel = 4
+        self.maxstring = self.maxother = self.maxlong = 2 * SHOWN
+        self.maxlist = self.maxtuple = self.maxset = self.maxfrozenset = self.maxdict = 8
+
+    def repr_int(self, x: int, level: int) -> str:
+        bits = x.bit_length()
+        if bits > _LONG_INTEGER_BITS:  # the interpreter refuses to write thousands of digits
+            return f"{'-' if x < 0 else ''}an integer of about {int(bits * _DIGITS_A_BIT) + 1} digits"
+        return int.__repr__(x)
+
+    def repr_bytes(self, x: bytes, level: int) -> str:
+        return repr(x[: self.maxstring])
+
+
+_SHORT = _Short()
+
+
+def _too_deep() -> str:
+    return f"it is nested more than {MOST_DEPTH} levels deep"

@@ -1,0 +1,164 @@
+"""Reads the data rows of a Parquet file by number, within limits of memory.
+
+A file of a few kilobytes may hold gigabytes: repeated values are stored once, and pages are compressed. So the sizes in
+the file's description are checked first, repeated texts stay stored once while a row group is in memory, and the memory
+of each group and the size of each row are limited, whatever the description says.
+"""
+
+from __future__ import annotations
+
+import shlex
+from bisect import bisect_right
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.compute
+import pyarrow.parquet
+
+from relax_core.config.modality_shares import TEXT
+from relax_core.contracts.checks.foreign_values import check_depth
+from relax_core.contracts.data import BadRow, DataRow
+from relax_core.contracts.host.regular_file import check_regular
+from relax_core.data.data_files import RowKeys, check_row, missing_key, too_large
+from relax_core.data.row_media import prompt_modality
+
+TEXT_GROUP_BYTES = 2 << 30  # of a row group without columns of media, unless data.row_group_mb is larger
+_NUMBER_BYTES = 32  # of a number in a row, which is an object of Python
+_VALUE_BYTES = 8  # of a value of a column, at least, in memory
+_LEAST_GROUP_BYTES = 64 << 20  # that are never too many in memory; the buffers of a small group are larger than it
+_TEXTS = (pyarrow.BinaryArray, pyarrow.StringArray, pyarrow.LargeBinaryArray, pyarrow.LargeStringArray)
+_BATCH_ROWS = 256  # rows that are read before the memory is looked at
+
+
+class ParquetRows:
+    """Holds the data rows of a Parquet file.
+
+    A row group is read when one of its rows is read; the last one stays in memory. Raises ValueError for a file that is
+    malformed, lacks a column or has row groups that are too large.
+    """
+
+    def __init__(self, path: Path, keys: RowKeys) -> None:
+        self._path, self._keys = path, keys
+        check_regular(path)
+        try:
+            metadata = pyarrow.parquet.read_metadata(path)
+            texts = [metadata.schema.column(number) for number in range(metadata.num_columns)]
+            repeated = [one.path for one in texts if one.physical_type == "BYTE_ARRAY"]
+            self._file = pyarrow.parquet.ParquetFile(path, metadata=metadata, read_dictionary=repeated)
+        except (pyarrow.ArrowException, OSError) as error:
+            raise ValueError(f"data file {path}: not a Parquet file: {error}") from error
+        self._starts = [0]
+        for group in range(metadata.num_row_groups):
+            self._starts.append(self._starts[-1] + metadata.row_group(group).num_rows)
+        columns = self._file.schema_arrow.names
+        for key in (keys.prompt, keys.answer):
+            if key not in columns:
+                raise ValueError(missing_key(f"data file {path}", key, columns))
+        for kind, key in keys.media.columns.items():
+            if key not in columns:
+                known = ", ".join(sorted(columns))
+                raise ValueError(f"data.media_keys.{kind}={key}: {path} has no such column; it has {known}.")
+        self._most = keys.row_group_bytes if keys.media.columns else max(keys.row_group_bytes, TEXT_GROUP_BYTES)
+        _check_row_groups(path, metadata, self._most)
+        self._loaded: tuple[int, pyarrow.Table | str] | None = None
+        self._prompts: tuple[int, pyarrow.Table | str] | None = None  # of one row group, without its other columns
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def where(self, number: int) -> str:
+        """Returns file and number of a data row."""
+        return f"{self._path}, row {number}"
+
+    def modality(self, number: int) -> str:
+        """Returns the modality of a data row. Only the column of the prompts is read."""
+        group = bisect_right(self._starts, number) - 1
+        if self._prompts is None or self._prompts[0] != group:
+            self._prompts = group, self._read(group, columns=[self._keys.prompt])
+        try:
+            row = self._row(self._prompts[1], group, number)
+        except BadRow:
+            return TEXT
+        return prompt_modality(row[self._keys.prompt], self._keys.media)
+
+    def __getitem__(self, number: int) -> DataRow:
+        group = bisect_right(self._starts, number) - 1
+        if self._loaded is None or self._loaded[0] != group:
+            self._loaded = group, self._read(group)
+        return check_row(self._row(self._loaded[1], group, number), self._keys, where=self.where(number))
+
+    def _read(self, group: int, *, columns: list[str] | None = None) -> pyarrow.Table | str:
+        """Returns a row group, or why it cannot be read."""
+        before, batches = pyarrow.total_allocated_bytes(), []
+        most = max(2 * self._most, _LEAST_GROUP_BYTES)
+        try:
+            for batch in self._file.iter_batches(_BATCH_ROWS, row_groups=[group], columns=columns):
+                batches.append(batch)
+                if pyarrow.total_allocated_bytes() - before > most:
+                    return f"its row group needs more than {most / 1e6:.0f} MB of memory, twice data.row_group_mb"
+            return pyarrow.Table.from_batches(batches)
+        except (pyarrow.ArrowException, OSError, MemoryError) as error:
+            return f"its row group cannot be read: {error}"
+
+    def _row(self, table: pyarrow.Table | str, group: int, number: int) -> dict[str, Any]:
+        where = self.where(number)
+        if isinstance(table, str):
+            raise BadRow.because("malformed", f"{where}: {table}")
+        rows = table.slice(number - self._starts[group], 1)
+        if rows.num_rows == 0:
+            raise BadRow.because("malformed", f"{where}: its row group has fewer rows than the file says")
+        if sum(_decoded_bytes(column.combine_chunks()) for column in rows.columns) > self._keys.row_bytes:
+            raise too_large(where, self._keys.row_bytes)
+        try:
+            row: dict[str, Any] = rows.to_pylist()[0]
+            check_depth(row)
+        except (ValueError, RecursionError) as error:  # a text that is not UTF-8, a value that Python has none for
+            raise BadRow.because("malformed", f"{where}: {error}") from error
+        return row
+
+
+def _decoded_bytes(array: Any) -> int:
+    """Returns about how many bytes the values of an array of arrow have as objects, repeated ones each time."""
+    if isinstance(array, pyarrow.ChunkedArray):
+        return sum(_decoded_bytes(chunk) for chunk in array.chunks)
+    kind = array.type
+    if isinstance(array, pyarrow.DictionaryArray):
+        lengths = pyarrow.compute.binary_length(array.dictionary)
+        return int(pyarrow.compute.sum(lengths.take(array.indices)).as_py() or 0)
+    if pyarrow.types.is_struct(kind):
+        return sum(_decoded_bytes(field) for field in array.flatten())
+    if pyarrow.types.is_map(kind):
+        values = array.flatten() if hasattr(array, "flatten") else array
+        return _decoded_bytes(values)
+    if pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind) or pyarrow.types.is_fixed_size_list(kind):
+        return _NUMBER_BYTES * len(array) + _decoded_bytes(array.flatten())
+    if isinstance(array, _TEXTS):
+        return int(pyarrow.compute.sum(pyarrow.compute.binary_length(array)).as_py() or 0)
+    return _NUMBER_BYTES * len(array)
+
+
+def _group_bytes(group: Any) -> int:
+    """Returns how many bytes a row group has in memory by its description, texts that are repeated counted once."""
+    columns = [group.column(number) for number in range(group.num_columns)]
+    values = sum(max(one.total_uncompressed_size, one.num_values * _VALUE_BYTES) for one in columns)
+    return max(int(values), int(group.total_byte_size), int(group.num_rows))
+
+
+def _check_row_groups(path: Path, metadata: Any, most_bytes: int) -> None:
+    """Raises ValueError for a row group that is too large: to read one row, the whole group is read."""
+    groups = [metadata.row_group(group) for group in range(metadata.num_row_groups)]
+    size, rows = max(((_group_bytes(group), group.num_rows) for group in groups), default=(0, 0))
+    if size <= most_bytes or (rows == 1 and size <= TEXT_GROUP_BYTES):
+        return
+    fewer = max(1, most_bytes * rows // (2 * size))
+    code = (
+        f"import pyarrow.parquet as p; f = p.ParquetFile({str(path)!r}); "
+        f"w = p.ParquetWriter({str(path.with_suffix('.small.parquet'))!r}, f.schema_arrow); "
+        f"[w.write_batch(b) for b in f.iter_batches({fewer})]; w.close()"
+    )
+    raise ValueError(
+        f"data file {path}: its largest row group has {size / 1e6:.1f} MB, more than "
+        f"data.row_group_mb={most_bytes / 1e6:g}, and each row of a shuffled file reads a whole one. This writes the "
+        f"same rows in smaller groups: python -c {shlex.quote(code)}"
+    )

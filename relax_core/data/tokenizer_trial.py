@@ -1,0 +1,80 @@
+"""Loads the tokenizer and the chat template of a model folder in a process that is killed if they take too much.
+
+A template is a program: it may never end, and it may allocate without bound while it is compiled or rendered. A folder
+that passes is loaded by this process and by those of the run. What is wrong with it in other ways is found there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from relax_core.data.killable.killable_process import KillableProcess, WorkerLost
+from relax_core.families.hf_config import CONFIG_FILE
+
+MEMORY_GIB = 2.0
+LOAD_S, RENDER_S = 30.0, 2.0  # of computing; the largest tokenizers take 2 s, and templates some milliseconds
+_WALL = 10.0  # times the seconds of computing, on a machine that does other work
+_MAIN = "relax_core.data.tokenizer_trial_main"
+_FILES = (CONFIG_FILE, "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json")
+_passed: set[tuple[Any, ...]] = set()  # the states of folders that this process has tried
+
+
+class Trial(msgspec.Struct, frozen=True, kw_only=True):
+    """Is what the process is to try; without ``template`` the tokenizer alone."""
+
+    folder: str
+    arguments: dict[str, Any]
+    template: bool
+
+
+class Tried(msgspec.Struct, frozen=True):
+    """Is the process's answer to each of its two messages: what took too much, or nothing."""
+
+    problem: str
+
+
+def try_tokenizer(folder: Path, *, arguments: Mapping[str, Any] | None = None, template: bool = True) -> None:
+    """Raises ValueError for a tokenizer or a chat template that takes too much time or memory, or ends its process.
+
+    ``arguments`` are variables for the chat template. A folder that has not changed is not tried again.
+    """
+    state = (str(folder), repr(sorted((arguments or {}).items())), template, *map(_state, _files(folder)))
+    if state in _passed:
+        return
+    trial = Trial(folder=str(folder), arguments=dict(arguments or {}), template=template)
+    process = KillableProcess([_MAIN], trial, what=f"model folder {folder}: the trial of its tokenizer")
+    try:
+        _ask(process, "load", LOAD_S, f"model folder {folder}: its tokenizer.json", "the tokenizer")
+        if template:
+            _ask(process, "render", RENDER_S, f"model folder {folder}: its chat template", "the chat template")
+    finally:
+        process.stop()
+        process.close_pipes()
+    _passed.add(state)
+
+
+def _ask(process: KillableProcess, message: str, limit_s: float, what: str, part: str) -> None:
+    try:
+        problem = msgspec.msgpack.decode(process.ask(message, limit_s=_WALL * limit_s), type=Tried).problem
+    except WorkerLost as lost:
+        problem = f"its process was lost ({lost})"
+    if problem:
+        raise ValueError(
+            f"{what} needs more than {limit_s:g} s of computing or {MEMORY_GIB:g} GiB of memory: {problem}. Give "
+            f"{part} that belongs to the model."
+        )
+
+
+def _files(folder: Path) -> list[Path]:
+    return [folder / name for name in _FILES]
+
+
+def _state(file: Path) -> tuple[int, int, int] | None:
+    if not file.is_file():
+        return None
+    stat = file.stat()
+    return stat.st_size, stat.st_mtime_ns, stat.st_ino
