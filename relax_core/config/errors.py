@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Sequence
 
+from relax_core.config.redaction import shown
+
 
 class NotYet(str):
     """Is a problem that is no mistake: something that is not built yet, or a value that is not given yet.
@@ -16,12 +18,16 @@ class NotYet(str):
 
 
 class ConfigError(ValueError):
-    """Holds everything that is wrong with a configuration. Each problem names the key, the value and the fix."""
+    """Holds everything that is wrong with a configuration. Each problem names the key, the value and the fix.
+
+    Secrets of the command line are taken out of the problems.
+    """
 
     def __init__(self, problems: Sequence[str]) -> None:
         assert problems
-        super().__init__("\n".join(problems))
-        self.problems = list(problems)
+        shown_problems = [NotYet(shown(one)) if isinstance(one, NotYet) else shown(one) for one in problems]
+        super().__init__("\n".join(shown_problems))
+        self.problems = shown_problems
 
     def report(self) -> str:
         """Returns what the user sees: one line for one problem, a list for several."""
