@@ -48,7 +48,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _without_secrets(arguments: Sequence[str] | None) -> list[str]:
-    """Returns the words of the command line without their secrets, which also leave `ps`. Exits for an unreadable one."""
+    """Returns the words of the command line without their secrets, which also leave `ps`.
+
+    Raises SystemExit for a secret that cannot be read.
+    """
     from relax_core.config.command_line.secret_words import hide_arguments, without_secrets
     from relax_core.config.errors import ConfigError
 

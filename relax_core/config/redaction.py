@@ -47,6 +47,13 @@ class FromVariable(str):
         return f"${{oc.env:{self.variable}}}"
 
 
+def packed_text(value: Any) -> str:
+    """Returns the text of a `FromVariable` for msgspec, which packs no other subclass of str."""
+    if isinstance(value, FromVariable):
+        return str(value)
+    raise NotImplementedError(type(value))
+
+
 def variable_of(text: Any) -> str | None:
     """Returns NAME if the text is ``${oc.env:NAME}`` and nothing else."""
     found = _OF_VARIABLE.fullmatch(text) if isinstance(text, str) else None
@@ -103,7 +110,7 @@ def _assigned(word: str) -> str:
     return f"{name[1] if name else ''}{REDACTED}"
 
 
-# -- secrets of the command line ----------------------------------------------------------------------------------------
+# -- secrets of the command line --------------------------------------------------------------------------------------
 # What the user typed as a secret is kept here alone, and the words of the command line have a reference to it. So no
 # library that reads the words, and no message that quotes them, has the secret.
 _RESOLVER = "redacted"
@@ -135,7 +142,7 @@ def shown(text: str) -> str:
     return text
 
 
-# -- references that stay references ------------------------------------------------------------------------------------
+# -- references that stay references ----------------------------------------------------------------------------------
 def references(values: Any, path: Path = ()) -> dict[Path, str]:
     """Returns the variable of each secret place whose value is ``${oc.env:NAME}``; ``values`` are not resolved yet."""
     if isinstance(values, Mapping):
@@ -169,7 +176,7 @@ def with_variable(value: Any, path: Path, variable: str) -> Any:
     return value
 
 
-# -- plain values of files ----------------------------------------------------------------------------------------------
+# -- plain values of files --------------------------------------------------------------------------------------------
 def as_text(values: Any, path: Path = ()) -> Any:
     """Returns values of a file in which no text is an interpolation, but for the references of secret places.
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from relax_core.contracts.host.no_redirect import NoRedirect
 from relax_core.gateway.gateway_settings import FILE, GatewayAddress, read_address
 
 ANSWER_S = 30.0  # longest time of one request
@@ -32,17 +33,12 @@ class GatewayUnreachable(Exception):
     """Says why the gateway of a run does not answer."""
 
 
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    def redirect_request(self, *arguments: Any) -> None:
-        """Makes a redirect an error, because the token is for one address."""
-
-
 class GatewayClient:
     """Asks the gateway of the run in ``folder`` directly, whatever proxies the environment names."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirect())
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), NoRedirect())
 
     def ask(self, method: str, route: str, body: dict[str, Any] | None = None, *, key: str = "") -> Any:
         """Returns the JSON of the answer; ``key`` is the Idempotency-Key.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from relax_core.config.redaction import packed_text
 from relax_core.contracts.reward import RewardConfig, RewardInput
 
 
@@ -16,7 +17,7 @@ class WorkerReward(msgspec.Struct, frozen=True):
     @staticmethod
     def of(config: RewardConfig) -> WorkerReward:
         """Returns the reward of these settings."""
-        return WorkerReward(config.name, msgspec.msgpack.encode(config))
+        return WorkerReward(config.name, msgspec.msgpack.encode(config, enc_hook=packed_text))
 
 
 class Load(msgspec.Struct, frozen=True, tag=True):
