@@ -262,15 +262,20 @@ _HIDDEN = re.compile(f"{_HIDE_MARK}([{chr(_HIDE_FROM)}-{chr(_HIDE_FROM + 0xFFFD)
 
 _WORDS = ("role", "type")  # keys of which a template compares the values, such as "assistant" and "image"
 _COMPARED = frozenset(
-    ("system", "user", "assistant", "tool", "developer", "function", "text", "image", "video", "audio")
-    + ("object", "string", "number", "integer", "boolean", "array", "null")
+    {
+        *("system", "user", "assistant", "tool", "developer", "function", "text", "image", "video", "audio"),
+        *("object", "string", "number", "integer", "boolean", "array", "null"),
+    }
 )
 
 
 # Keys that templates read; no key that a tool or an agent may choose has to be among them.
 _KNOWN_KEYS = frozenset(
-    ("role", "content", "type", "text", "name", "id", "tool_calls", "tool_call_id", "function", "arguments", "thinking")
-    + ("reasoning_content", "parameters", "properties", "required", "description", "enum", "items", "return", "default")
+    {
+        *("role", "content", "type", "text", "name", "id", "tool_calls", "tool_call_id", "function", "arguments"),
+        *("reasoning_content", "thinking", "parameters", "properties", "required", "description", "enum", "items"),
+        *("return", "default"),
+    }
 )
 
 
