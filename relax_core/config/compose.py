@@ -20,6 +20,7 @@ from relax_core.config.checks.model_folder import set_banned_tokens
 from relax_core.config.checks.validate import PLANS, Check, problems_of
 from relax_core.config.command_line.error_messages import explain
 from relax_core.config.command_line.override_words import PATHS, CommandLine, hydra_words
+from relax_core.config.command_line.secret_words import without_secrets
 from relax_core.config.errors import ConfigError
 from relax_core.config.options import conf_folder, plugin_options, shipped
 from relax_core.config.plugin_lists import with_absolute_paths
@@ -82,7 +83,9 @@ def _compose(overrides: Sequence[str], *, with_hydra: bool) -> DictConfig:
     register_schema()
     try:
         with initialize_config_dir(str(conf_folder()), version_base=_VERSION_BASE):
-            return hydra_compose("config", overrides=hydra_words(overrides), return_hydra_config=with_hydra)
+            return hydra_compose(
+                "config", overrides=hydra_words(without_secrets(overrides)), return_hydra_config=with_hydra
+            )
     except (HydraException, OmegaConfBaseException, MarkedYAMLError) as error:
         raise explain(error) from error
 

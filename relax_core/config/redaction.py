@@ -133,6 +133,11 @@ def has_withheld(text: str) -> bool:
     return _REFERENCE.search(text) is not None
 
 
+def is_reference(value: Any) -> bool:
+    """Returns whether a value is a reference to a variable, or to a secret of the command line, and nothing else."""
+    return variable_of(value) is not None or (isinstance(value, str) and _REFERENCE.fullmatch(value) is not None)
+
+
 def shown(text: str) -> str:
     """Returns a text as it is shown or kept: `REDACTED` stands for each secret of the command line."""
     text = _REFERENCE.sub(REDACTED, text)

@@ -31,7 +31,9 @@ def line_problems(config: RelaxConfig) -> Iterator[str]:
     for key in secret_leaves(values):
         yield f"{key} is a secret of a saved configuration, which does not hold it. Add {key}=..."
     for name, value in config.agent.env.items():
-        if not re.fullmatch(r"[^=\0\n\r]+", name) or "\0" in value:
+        if not isinstance(value, str):  # OmegaConf lets a mapping pass
+            yield f"agent.env.{name}: expected text."
+        elif not re.fullmatch(r"[^=\0\n\r]+", name) or "\0" in value:
             yield f"agent.env has the variable {name!r}: no process can have it. Drop '=' and control characters."
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from relax_core.config.command_line.override_words import quoted, quoted_word
 from relax_core.config.errors import ConfigError
-from relax_core.config.redaction import REDACTED, has_withheld, is_secret_place, redacted, variable_of, withhold
+from relax_core.config.redaction import REDACTED, has_withheld, is_reference, is_secret_place, redacted, withhold
 
 _NAMES = re.compile(r"[.\[\]@:/]+")  # what separates the names of a key
 _MAY_HOLD = re.compile(r"env|header|cookie|token|secret|passw|passphrase|credential|auth|key", re.IGNORECASE)
@@ -22,7 +22,8 @@ def without_secrets(words: Sequence[str]) -> list[str]:
     """Returns the words with a reference in place of each secret, which this process keeps (`withhold`).
 
     So neither Hydra, nor a file of the run, nor an error message gets the secret of a word. A value by reference, such
-    as ``agent.env.TOKEN=${oc.env:TOKEN}``, stays. Raises `ConfigError` for a secret that cannot be read.
+    as ``agent.env.TOKEN=${oc.env:TOKEN}``, stays, and so do the references of an earlier call. Raises `ConfigError` for
+    a secret that cannot be read.
     """
     return [_without_secrets(word) for word in words]
 
@@ -68,8 +69,8 @@ def _written(value: Any, path: tuple[str, ...]) -> str:
         return f"[{','.join(_written(one, (*path, '-')) for one in value)}]"
     if value is None:
         return "null"
-    if isinstance(value, str) and variable_of(value) is not None:
-        return value
+    if is_reference(value):
+        return str(value)
     if redacted(value, path) != value:
         return withhold(value)
     if isinstance(value, bool):
