@@ -123,7 +123,7 @@ def _weights(config: RelaxConfig, target: Target, folder: Path) -> Iterator[Path
         return
     with tempfile.TemporaryDirectory(prefix=".weights-", dir=folder) as written:
         out = Path(written) / "hf"
-        export(target.checkpoint, out, model=None, dtype=None, shard_gb=4.0)
+        export(target.checkpoint, out, model=None, dtype=None, shard_gb=4.0, trust=True)  # checked by `rerun_line`
         yield out
 
 
