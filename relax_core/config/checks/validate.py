@@ -59,7 +59,9 @@ _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 def problems_of(config: RelaxConfig, checks: Iterable[Check] = ()) -> list[str]:
     """Returns every problem of the configuration, or none if it can run. ``checks`` are those of other folders."""
-    if problems := [*line_problems(config), *launcher_problems(config), *engine_name_problems(config)]:
+    if problems := list(line_problems(config)):
+        return problems
+    if problems := [*launcher_problems(config), *engine_name_problems(config)]:
         return problems
     here = (*_FILE_CHECKS, *checks) if config.launcher.name is not LauncherKind.ray_job else ()  # the files exist
     return [problem for check in (range_problems, *_CHECKS, *here) for problem in check(config)]
