@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 Path = tuple[str, ...]
@@ -92,6 +92,11 @@ def redacted(value: Any, path: Path = ()) -> Any:
     return value
 
 
+def is_secret_name(name: str) -> bool:
+    """Returns whether the name of a key says that its value is secret."""
+    return _SECRET_KEY.search(name) is not None
+
+
 def without_address_secrets(text: str) -> str:
     """Returns a text without the passwords and secret parameters of its addresses."""
     return _PARAMETER.sub(rf"\g<1>{REDACTED}", USER_INFO.sub(REDACTED, text))
@@ -140,8 +145,12 @@ def is_reference(value: Any) -> bool:
 
 def shown(text: str) -> str:
     """Returns a text as it is shown or kept: `REDACTED` stands for each secret of the command line."""
-    text = _REFERENCE.sub(REDACTED, text)
-    for secret in sorted((one for one in _withheld if isinstance(one, str)), key=len, reverse=True):
+    return without_values(_REFERENCE.sub(REDACTED, text), [one for one in _withheld if isinstance(one, str)])
+
+
+def without_values(text: str, secrets: Iterable[str]) -> str:
+    """Returns a text without the secrets that are long enough not to be common words."""
+    for secret in sorted(secrets, key=len, reverse=True):
         if len(secret) >= _SHORTEST:
             text = text.replace(secret, REDACTED)
     return text

@@ -162,8 +162,12 @@ def saved(base: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def repeated(*words: str) -> list[RelaxConfig]:
     found: list[RelaxConfig] = []
-    code = run(rerun_line(words), lambda config: found.append(config) or 0)
-    return found if code == 0 else []
+
+    def job(config: RelaxConfig) -> int:
+        found.append(config)
+        return 0
+
+    return found if run(rerun_line(words), job) == 0 else []
 
 
 def test_an_own_run_needs_no_trust_wherever_it_lies(saved: Callable[..., Path], tmp_path: Path) -> None:
@@ -389,7 +393,7 @@ def servers() -> Iterator[tuple[str, list[str]]]:
     class First(Other):
         def answer(self) -> None:
             self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            self.send_response(307)
+            self.send_response(302)
             self.send_header("Location", f"http://127.0.0.1:{other.server_address[1]}{self.path}")
             self.send_header("Content-Length", "0")
             self.end_headers()
@@ -424,16 +428,16 @@ def test_no_client_with_a_key_follows_a_redirect(
     token_file.write_text("t0ken-of-mine")
     token_file.chmod(0o600)
     given = RewardInput(response="a", stopped=True, answer="b", row={"prompt": "p"})
-    with pytest.raises(RewardUnusable, match=r"reward\.url=.*307"):
+    with pytest.raises(RewardUnusable, match=r"reward\.url=.*302"):
         asyncio.run(score(given, RemoteConfig(url=f"{url}/score", token_env="RELAX_TEST_TOKEN")))
     judge = JudgeUrl(JudgeConfig(url=url, model="m", token_file=str(token_file)))
-    with pytest.raises(JudgeRefused, match="307"):
+    with pytest.raises(JudgeRefused, match="302"):
         asyncio.run(judge.answer("q", seed=0, temperature=0.0))
     headers = tmp_path / "headers"
     headers.write_text(json.dumps({"Authorization": "Bearer t0ken-of-mine"}))
     headers.chmod(0o600)
     sink = OtlpSink(SinkStart(run_dir=tmp_path), OtlpConfig(endpoint=f"{url}/v1/metrics", headers_file=str(headers)))
-    with pytest.raises(RuntimeError, match="307"):
+    with pytest.raises(RuntimeError, match="302"):
         sink.write([MetricRecord(source="actor", step=1, time_s=1.0, values={"a": 1.0})])
     with pytest.raises(ValueError, match=r"env\.url"):
         _schema(OpenEnvConfig(url=url))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import pickle
@@ -30,6 +31,7 @@ from relax_core.config.errors import ConfigError
 from relax_core.config.redaction import REDACTED, FromVariable, redacted
 from relax_core.config.saved import plain, to_whole_yaml, to_yaml
 from relax_core.config.schema import RelaxConfig
+from relax_core.rollout.agent_processes.agent_process import AgentProcess
 
 ROOT = Path(__file__).resolve().parents[2]
 END_S = 200.0
@@ -208,6 +210,25 @@ def test_messages_show_no_value(tmp_path: Path, capsys: pytest.CaptureFixture[st
         assert told.err.startswith("relax: "), words
 
 
+async def _output_of(program: str, value: str) -> str:
+    command = [sys.executable, "-c", program]
+    process = await AgentProcess.start(command, cwd="/", env={"A": value}, grace_s=1.0, secrets=[value])
+    return (await process.wait()).words()
+
+
+def test_what_an_agent_writes_is_shown_without_its_values() -> None:
+    program = "import os, sys; print('I have', os.environ['A']); sys.exit(3)"
+    shown = asyncio.run(_output_of(program, VALUES["harmless"]))
+    assert f"I have {REDACTED}" in shown and "exit code 3" in shown
+    assert_no_value(shown)
+
+
+def test_no_engine_gets_a_key_on_its_command_line() -> None:
+    with pytest.raises(ConfigError, match=r"engine\.flags\.api-key") as caught:
+        load_config(["engine=sglang", f"+engine.flags.api-key={MARKS['TOKEN']}"])
+    assert_no_value(str(caught.value))
+
+
 def test_a_plan_shows_no_value(tmp_path: Path, capfd: pytest.CaptureFixture[str], variable: None) -> None:
     for plan in ("true", "json"):
         assert main([*typed_words(tmp_path / plan), f"plan={plan}"]) == 0
@@ -280,7 +301,12 @@ def test_a_repeated_run_asks_for_values_and_takes_references(tmp_path: Path, var
 
     def repeated(*words: str) -> Mapping[str, str]:
         found: list[RelaxConfig] = []
-        assert run(rerun_line([str(tmp_path), *words]), lambda config: found.append(config) or 0) == 0
+
+        def job(config: RelaxConfig) -> int:
+            found.append(config)
+            return 0
+
+        assert run(rerun_line([str(tmp_path), *words]), job) == 0
         return dict(found[0].agent.env)
 
     with pytest.raises(ConfigError) as caught:

@@ -48,9 +48,9 @@ class PlainIndexReader(dcp.FileSystemReader):
             plain = isinstance(stored, filesystem._StorageInfo) and isinstance(stored.relative_path, str)
             if not plain or Path(stored.relative_path).name != stored.relative_path or stored.transform_descriptors:
                 raise pickle.UnpicklingError("it names a file outside of its folder, or one in another format")
-        if getattr(found, "storage_meta", None) is None:
-            found.storage_meta = index.StorageMeta()
-        found.storage_meta.load_id = self.load_id
+        about = getattr(found, "storage_meta", None) or index.StorageMeta()
+        about.load_id = self.load_id
+        found.storage_meta = about
         return found
 
 
