@@ -134,7 +134,7 @@ def test_a_run_keeps_and_shows_no_value(tmp_path: Path, variable: None) -> None:
                 # An interpreter has to start before it can take the words out of its own command line.
                 hidden = hidden or (process.pid in shown and not shown[process.pid] and folder.exists())
                 seen |= {pid for pid, names in shown.items() if names and (hidden or pid != process.pid)}
-                time.sleep(0.05)
+                time.sleep(0.2)
             assert process.poll() == 0, output.read_text(errors="replace")
         finally:
             process.kill()
@@ -180,23 +180,19 @@ def test_explain_shows_no_value(key: str, words: list[str], capsys: pytest.Captu
     assert REDACTED in shown
 
 
-def test_messages_show_no_value(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_messages_show_no_value(capsys: pytest.CaptureFixture[str]) -> None:
     mark, wrong = MARKS["harmless"], "rollout.workers=0"
     lines = [
         [f"agent.env.A={mark}", wrong],
-        [f"agent.env.A={mark}", "agent.nothing=1"],
         [f"agent.env.A={mark},x"],
         [f"agent.env.A={mark}=b"],  # Hydra cannot read it
         [f"agent.env.A='{mark}"],
         [f"agent.env={{A: '{mark}'"],
         [f"agent={{env: {{A: {mark}"],
-        [f"agent.env={mark}"],
         [f"agent.env={{A: {{B: {mark}}}}}"],
-        [f"agent.env.A=[{mark}]"],
         [f"+agnt.env.A={mark}"],
         [f"seed=http://user:{mark}@host"],
         ["launcher=ray_job", f"launcher.env=[{mark}]"],
-        [f"agent.env.A={mark}", f"run.dir={tmp_path}/run", "data.path=/nowhere.jsonl"],
         [f"hydra.job.env_set.A={mark}", wrong],
     ]
     for words in lines:
