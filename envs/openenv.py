@@ -18,6 +18,7 @@ from typing import Any
 import aiohttp
 
 from relax_core.contracts.env import Action, BaseInteractionEnv, EnvSpec, EpisodeStart, InteractionConfig, StepResult
+from relax_core.contracts.host.no_redirect import NoRedirect
 
 _TOOL = "act"
 _CLOSE_S = 2.0
@@ -193,7 +194,7 @@ def tools(row: Mapping[str, Any], config: OpenEnvConfig) -> Sequence[dict[str, A
 def _schema(config: OpenEnvConfig) -> dict[str, Any]:
     address = f"{config.url.rstrip('/')}/schema"
     try:
-        with urllib.request.urlopen(address, timeout=config.step_timeout_s) as reply:
+        with urllib.request.build_opener(NoRedirect()).open(address, timeout=config.step_timeout_s) as reply:
             action: dict[str, Any] = json.load(reply)["action"]
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"env.url={config.url}: {address} gives no schema of an action: {error}") from error

@@ -10,6 +10,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 
+from relax_core.config.own_runs import marked
 from relax_core.config.saved import to_yaml
 from relax_core.config.schema import FolderByTime, RelaxConfig
 from relax_core.contracts.host.private_folder import private_folder
@@ -112,7 +113,7 @@ def _made(folder: Path, *, exist_ok: bool) -> Path:
 
 def save_config(config: RelaxConfig, folder: Path) -> Path:
     """Writes config.yaml, whole or not at all. A resumed run keeps the earlier file as config.1.yaml and so on."""
-    target, text = folder / "config.yaml", to_yaml(config)
+    target, text = folder / "config.yaml", marked(to_yaml(config))
     if target.exists() and target.read_text(encoding="utf-8") != text:
         target.rename(next(path for n in itertools.count(1) if not (path := folder / f"config.{n}.yaml").exists()))
     partial = folder / ".config.yaml.partial"

@@ -21,7 +21,7 @@ from relax_core.plan.plan_command import plan_run, save_plan
 CONFIG_FILE = "submitted.yaml"
 END_FILE = "end.json"
 JOB_FILE = "job.json"
-_OVERRIDES = "# overrides: "
+OVERRIDES = "# overrides: "
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,13 +58,13 @@ def make_folder(config: RelaxConfig, overrides: Sequence[str]) -> RelaxConfig:
 
 def submitted_text(config: RelaxConfig, overrides: Sequence[str]) -> str:
     """Returns the text of submitted.yaml, which contains the configuration's secrets."""
-    return f"{_OVERRIDES}{json.dumps(list(overrides))}\n{to_whole_yaml(config)}"
+    return f"{OVERRIDES}{json.dumps(list(overrides))}\n{to_whole_yaml(config)}"
 
 
 def read_submitted(text: str) -> tuple[RelaxConfig, list[str]]:
     """Returns the typed configuration in the text of submitted.yaml, and the overrides that it was made from."""
     first = text.split("\n", 1)[0]
-    overrides = json.loads(first.removeprefix(_OVERRIDES)) if first.startswith(_OVERRIDES) else []
+    overrides = json.loads(first.removeprefix(OVERRIDES)) if first.startswith(OVERRIDES) else []
     return config_from_yaml(text), overrides
 
 

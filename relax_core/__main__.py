@@ -41,10 +41,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     with unread_streams():
         try:
-            return _main(list(sys.argv[1:] if arguments is None else arguments))
+            return _main(_without_secrets(arguments))
         except KeyboardInterrupt:
             print("relax: interrupted", file=sys.stderr)
             return INTERRUPTED
+
+
+def _without_secrets(arguments: Sequence[str] | None) -> list[str]:
+    """Returns the words of the command line without their secrets, which also leave `ps`.
+
+    Raises SystemExit for a secret that cannot be read.
+    """
+    from relax_core.config.command_line.secret_words import hide_arguments, without_secrets
+    from relax_core.config.errors import ConfigError
+
+    typed = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        words = without_secrets(typed)
+    except ConfigError as error:
+        print(error.report(), file=sys.stderr)
+        raise SystemExit(USAGE) from None
+    if arguments is None:
+        hide_arguments(typed, words)
+        sys.argv[1:] = words
+    return words
 
 
 def _main(words: list[str]) -> int:

@@ -6,7 +6,8 @@ columns of the data row; slime's ``remote_rm`` sends the first three. The answer
 
 A status of 5xx, 408 or 429 and a refused connection are asked again, with growing waits inside of ``timeout_s``; then
 there is no reward. Any other 4xx says that the request is wrong for every answer, so it ends the run. The source asks
-ten times, up to two minutes each, and then ends the run. At most ``rollout.reward_concurrency`` requests are under way.
+ten times, up to two minutes each, and then ends the run. A redirect is not followed, and ends the run. At
+most ``rollout.reward_concurrency`` requests are under way.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ async def _asked(given: RewardInput, config: RemoteConfig) -> bytes:
     limit = aiohttp.ClientTimeout(total=config.timeout_s)
     async with (
         aiohttp.ClientSession(timeout=limit) as session,
-        session.post(config.url, data=body, headers=headers) as answer,
+        session.post(config.url, data=body, headers=headers, allow_redirects=False) as answer,
     ):
         content = bytearray()
         async for part in answer.content.iter_chunked(1 << 16):
@@ -84,6 +85,11 @@ async def _asked(given: RewardInput, config: RemoteConfig) -> bytes:
         shown = bytes(content[:_SHOWN]).decode(errors="replace")
         if answer.status >= 500 or answer.status in _BUSY:
             raise _Again(f"status {answer.status}: {shown}")
+        if 300 <= answer.status < 400:  # the token and the answer are for this address alone
+            raise RewardUnusable(
+                f"reward.url={config.url}: the server sends the request elsewhere, with status {answer.status}. Give "
+                "the address at which it answers itself."
+            )
         if answer.status >= 400:
             raise RewardUnusable(
                 f"reward.url={config.url}: the server refuses the request with status {answer.status}: {shown} "

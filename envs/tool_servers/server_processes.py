@@ -36,7 +36,7 @@ class McpServer:
     command: str = ""
     url: str = ""
     cwd: str | None = None
-    env: dict[str, str] = field(default_factory=dict)
+    env: dict[str, str] = field(default_factory=dict, repr=False)
 
 
 class LastOutput:

@@ -1,9 +1,16 @@
-"""Defines what a Ray job executes: its command and environment variables, and the check that it has no secret."""
+"""Defines what a Ray job executes: its command, its environment variables, and its configuration without secrets."""
 
 from __future__ import annotations
 
+import json
+import shlex
+from collections.abc import Sequence
+from dataclasses import replace
+
+from launchers.submitted import OVERRIDES
 from relax_core.config.checks.launcher_keys import environment
-from relax_core.config.saved import REDACTED, to_yaml
+from relax_core.config.redaction import REDACTED, secret_leaves, without_address_secrets
+from relax_core.config.saved import plain, to_yaml
 from relax_core.config.schema import RelaxConfig
 from relax_core.config.sections.launcher_schema import RayJobLauncherConfig
 from relax_core.control.host.ray_session import ONE_THREAD
@@ -18,8 +25,9 @@ def launcher_of(config: RelaxConfig) -> RayJobLauncherConfig:
 
 
 def entrypoint(launcher: RayJobLauncherConfig, *arguments: str) -> str:
-    """Returns the shell command that executes the run on the cluster."""
-    return " ".join([launcher.python, "-u", "-m", "launchers.saved_run", "--ray-address=auto", *arguments])
+    """Returns the shell command that executes the run on the cluster. No word of it is read as more than a word."""
+    python = shlex.split(launcher.python)
+    return shlex.join([*python, "-u", "-m", "launchers.saved_run", "--ray-address=auto", *arguments])
 
 
 def variables(config: RelaxConfig) -> dict[str, str]:
@@ -31,10 +39,18 @@ def variables(config: RelaxConfig) -> dict[str, str]:
     return {**ONE_THREAD, "RAY_JOB_STOP_WAIT_TIME_S": str(stop_s), **environment(launcher.env)}
 
 
-def refuse_secrets(config: RelaxConfig) -> None:
-    """Raises ValueError if the configuration has a secret, because everybody who sees the job can read it."""
-    if lines := [line.strip() for line in to_yaml(config).splitlines() if REDACTED in line]:
+def job_text(config: RelaxConfig, overrides: Sequence[str]) -> str:
+    """Returns the text of submitted.yaml for a job, whose configuration everybody who sees the job can read.
+
+    Secrets by reference stay references, which the job resolves on the cluster. launcher.env is left out, because the
+    job's processes have these variables. Raises ValueError if the configuration has a secret that is no reference.
+    """
+    sent = replace(config, launcher=replace(launcher_of(config), env=[]))
+    addresses = [word for word in launcher_of(config).env if without_address_secrets(word) != word]
+    if secrets := [*secret_leaves(plain(sent)), *("launcher.env" for _ in addresses)]:
         raise ValueError(
-            f"{lines[0]}: a job's configuration can be read in the cluster's dashboard. Set secrets as environment "
-            "variables of the cluster's nodes, or as a Kubernetes secret."
+            f"{secrets[0]}={REDACTED}: a job's configuration can be read in the cluster's dashboard. Set the secret as "
+            "an environment variable of the cluster's nodes, or as a Kubernetes secret, and refer to it: "
+            f"{secrets[0]}='${{oc.env:NAME}}'."
         )
+    return f"{OVERRIDES}{json.dumps(list(overrides))}\n{to_yaml(sent)}"

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launchers.ray_job.entrypoint import entrypoint, launcher_of, refuse_secrets, variables
+from launchers.ray_job.entrypoint import entrypoint, job_text, launcher_of, variables
 from launchers.saved_run import CONFIG_VARIABLE
-from launchers.submitted import JOB_FILE, submitted_text, write_whole
+from launchers.submitted import JOB_FILE, write_whole
 from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.host.private_folder import private_folder
 
@@ -68,9 +68,8 @@ def submit(config: RelaxConfig, overrides: Sequence[str]) -> RayJob:
     secret.
     """
     launcher = launcher_of(config)
-    refuse_secrets(config)
     job = RayJob(job_id="", address=launcher.address, token_file=launcher.token_file, run_dir=Path(config.run.dir))
-    runtime: dict[str, Any] = {"env_vars": variables(config) | {CONFIG_VARIABLE: submitted_text(config, overrides)}}
+    runtime: dict[str, Any] = {"env_vars": variables(config) | {CONFIG_VARIABLE: job_text(config, overrides)}}
     if launcher.working_dir is not None:
         runtime["working_dir"] = launcher.working_dir
     job_id = _client(job).submit_job(entrypoint=entrypoint(launcher), runtime_env=runtime)
@@ -149,11 +148,21 @@ def _client(job: RayJob) -> JobSubmissionClient:
     from ray.exceptions import AuthenticationError
     from ray.job_submission import JobSubmissionClient
 
+    class Client(JobSubmissionClient):
+        def _do_request(self, *arguments: Any, **options: Any) -> Any:
+            answer = super()._do_request(*arguments, **{**options, "allow_redirects": False})
+            if answer.is_redirect:  # the token and the job's variables are for this address
+                raise ConnectionError(
+                    f"launcher.address={job.address}: it sends the request elsewhere, with status "
+                    f"{answer.status_code}. Give the address at which the cluster answers itself."
+                )
+            return answer
+
     headers = None
     if job.token_file is not None:
         headers = {"Authorization": f"Bearer {Path(job.token_file).read_text().strip()}"}
     try:
-        return JobSubmissionClient(job.address, headers=headers)
+        return Client(job.address, headers=headers)
     except AuthenticationError as error:
         key = f"launcher.token_file={'null' if job.token_file is None else job.token_file}"
         raise RuntimeError(f"{key}: {job.address} says: {_first_line(error)}. Name a file with its token.") from error

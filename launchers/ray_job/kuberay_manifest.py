@@ -9,8 +9,8 @@ from typing import Any
 import ray
 import yaml
 
-from launchers.ray_job.entrypoint import entrypoint, launcher_of, refuse_secrets, variables
-from launchers.submitted import CONFIG_FILE, submitted_text
+from launchers.ray_job.entrypoint import entrypoint, job_text, launcher_of, variables
+from launchers.submitted import CONFIG_FILE
 from relax_core.config.schema import RelaxConfig
 from relax_core.config.sections.launcher_schema import RayJobLauncherConfig
 
@@ -25,7 +25,6 @@ def manifest(config: RelaxConfig, overrides: Sequence[str]) -> str:
     KubeRay makes the cluster's token as a secret of its own (authOptions), so the manifest holds no secret. Raises
     ValueError if the configuration has a secret.
     """
-    refuse_secrets(config)
     launcher = launcher_of(config)
     name = _name(config.name)
     metadata = {"name": name, "namespace": launcher.namespace, "labels": {"app.kubernetes.io/name": "relax"}}
@@ -33,7 +32,7 @@ def manifest(config: RelaxConfig, overrides: Sequence[str]) -> str:
         "apiVersion": "v1",
         "kind": "ConfigMap",
         "metadata": metadata,
-        "data": {CONFIG_FILE: submitted_text(config, overrides)},
+        "data": {CONFIG_FILE: job_text(config, overrides)},
     }
     job = {
         "apiVersion": "ray.io/v1",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 import sys
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from launchers.slurm.follow import follow
 from launchers.slurm.job_state import SlurmRun
 from launchers.slurm.node_task import SlurmTask
 from launchers.submitted import JOB_FILE, make_folder, write_whole
-from relax_core.config.checks.launcher_keys import sbatch_arguments
+from relax_core.config.checks.launcher_keys import sbatch_arguments, script_path_problem
 from relax_core.config.schema import RelaxConfig
 from relax_core.config.sections.launcher_schema import SlurmLauncherConfig
 
@@ -105,7 +106,11 @@ def _executor(config: RelaxConfig, files: Path) -> SlurmExecutor:
             return 2  # so that a machine without Slurm can print the script
 
     launcher = launcher_of(config)
-    executor = Executor(files, python=launcher.python)
+    if problem := script_path_problem("the folder of the sweep", str(files)):
+        raise ValueError(problem)
+    # The shell of the batch script reads these words as words.
+    python = None if launcher.python is None else shlex.join(shlex.split(launcher.python))
+    executor = Executor(files, python=python)
     executor.update_parameters(**_parameters(config, launcher))
     return executor
 

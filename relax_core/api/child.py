@@ -16,8 +16,10 @@ from typing import Any
 
 from relax_core.api.function_reward import FUNCTION_FILE, write_private
 from relax_core.config.choices import LauncherKind
+from relax_core.config.command_line.secret_words import without_secrets
 from relax_core.config.compose import load_config
 from relax_core.config.errors import ConfigError
+from relax_core.config.redaction import shown
 from relax_core.config.schema import RelaxConfig
 from relax_core.control.host.subreaper import PR_SET_PDEATHSIG, prctl
 from relax_core.observe.service.sinks import METRICS_FILE
@@ -35,8 +37,10 @@ def main() -> int:
         return INTERRUPTED
     del os.environ["PYTHONUNBUFFERED"]  # the child's own processes do not inherit it
     request = json.loads((staging / REQUEST).read_text(encoding="utf-8"))
-    sys.argv = ["relax", *request["words"]]  # the summary records them as the run's command line
     try:
+        request["words"] = without_secrets(request["words"])
+        # The summary records them as the run's command line.
+        sys.argv = ["relax", *map(shown, request["words"])]
         config = _config(request, staging)
     except ConfigError as error:
         (staging / PROBLEMS).write_text(json.dumps(error.problems), encoding="utf-8")

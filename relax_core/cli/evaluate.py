@@ -16,6 +16,7 @@ from rich.console import Console
 from relax_core.cli.eval_engines import EvalEngine, eval_engines
 from relax_core.cli.eval_media import EvalMedia, eval_media
 from relax_core.cli.eval_report import ANSWERS_FILE, as_result, print_result, write_result
+from relax_core.config.own_runs import marked
 from relax_core.config.saved import to_yaml
 from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.engine import EngineError
@@ -63,7 +64,7 @@ def evaluate(config: RelaxConfig, target: Target) -> int:
         ):
             prompts = prompt_maker(config, model, media)
             sets = runner.run(prepared(config, prompts))
-            (folder / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+            (folder / "config.yaml").write_text(marked(to_yaml(config)), encoding="utf-8")
             found = _ask(config, model, prompts, sets, runner=runner, media=media)
     except (ValueError, OSError) as error:
         print(f"relax: {error}", file=sys.stderr)
@@ -123,7 +124,7 @@ def _weights(config: RelaxConfig, target: Target, folder: Path) -> Iterator[Path
         return
     with tempfile.TemporaryDirectory(prefix=".weights-", dir=folder) as written:
         out = Path(written) / "hf"
-        export(target.checkpoint, out, model=None, dtype=None, shard_gb=4.0)
+        export(target.checkpoint, out, model=None, dtype=None, shard_gb=4.0, trust=True)  # checked by `rerun_line`
         yield out
 
 

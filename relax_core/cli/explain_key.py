@@ -16,6 +16,7 @@ from relax_core.config.command_line.key_docs import DocumentedKey, keys_of_optio
 from relax_core.config.compose import choices_of, compose, typed_config
 from relax_core.config.errors import ConfigError
 from relax_core.config.options import conf_folder, groups
+from relax_core.config.redaction import shown
 from relax_core.config.saved import plain
 from relax_core.config.schema import RelaxConfig
 from relax_core.config.schema_keys import section_types, unknown_key
@@ -47,7 +48,7 @@ def explain_command(words: Sequence[str]) -> int:
     key, overrides = words[0].partition("=")[0], list(words[1:])
     try:
         for line in _lines(key, overrides):
-            print(line)
+            print(shown(line))
     except ConfigError as error:
         print(error.report(), file=sys.stderr)
         return USAGE

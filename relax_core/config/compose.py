@@ -11,6 +11,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, cast
 
+import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import MarkedYAMLError
@@ -19,10 +20,12 @@ from relax_core.config.checks.model_folder import set_banned_tokens
 from relax_core.config.checks.validate import PLANS, Check, problems_of
 from relax_core.config.command_line.error_messages import explain
 from relax_core.config.command_line.override_words import PATHS, CommandLine, hydra_words
+from relax_core.config.command_line.secret_words import without_secrets
 from relax_core.config.errors import ConfigError
 from relax_core.config.options import conf_folder, plugin_options, shipped
 from relax_core.config.plugin_lists import with_absolute_paths
 from relax_core.config.plugin_types import give_task_to_source, typed_plugin
+from relax_core.config.redaction import as_text, escaped, references, shown, with_variable
 from relax_core.config.schema import FolderByTime, RelaxConfig
 from relax_core.config.schema_keys import section_types, unknown_key
 from relax_core.config.sections.launcher_schema import LAUNCHERS
@@ -80,7 +83,9 @@ def _compose(overrides: Sequence[str], *, with_hydra: bool) -> DictConfig:
     register_schema()
     try:
         with initialize_config_dir(str(conf_folder()), version_base=_VERSION_BASE):
-            return hydra_compose("config", overrides=hydra_words(overrides), return_hydra_config=with_hydra)
+            return hydra_compose(
+                "config", overrides=hydra_words(without_secrets(overrides)), return_hydra_config=with_hydra
+            )
     except (HydraException, OmegaConfBaseException, MarkedYAMLError) as error:
         raise explain(error) from error
 
@@ -94,11 +99,11 @@ def load_config(
 
 def config_from_yaml(text: str, *, checks: Iterable[Check] = ()) -> RelaxConfig:
     """Reads what `relax_core.config.saved.to_whole_yaml` wrote, and validates it again. Raises `ConfigError`."""
-    values = OmegaConf.create(text)
     root = OmegaConf.structured(RelaxConfig)
     for kind in KINDS:
         root[kind] = DictConfig({}, flags={"struct": False})
     try:
+        values = OmegaConf.create(as_text(yaml.safe_load(text)))
         assert isinstance(values, DictConfig)
         root.launcher = OmegaConf.structured(LAUNCHERS[values.launcher.name])
         merged = OmegaConf.merge(root, values)
@@ -134,9 +139,10 @@ def typed_config(cfg: DictConfig) -> RelaxConfig:
     """Does the work of `to_run_config` that comes before the validation."""
     problems = _unknown_keys(cfg)
     by_time = "${now:" in str(cfg.run._get_node("dir"))
+    by_variable = references(OmegaConf.to_container(cfg))
     try:
         problems += _missing_values(cfg)
-        OmegaConf.resolve(cfg)
+        _resolve(cfg, OmegaConf.to_container(cfg, resolve=True))
     except OmegaConfBaseException as error:
         raise ConfigError([*problems, *explain(error).problems]) from error
     plugin_config = {}
@@ -147,13 +153,32 @@ def typed_config(cfg: DictConfig) -> RelaxConfig:
             problems += error.problems
     if problems:
         raise ConfigError(problems)
-    config = _absolute(dataclasses.replace(cast(RelaxConfig, OmegaConf.to_object(cfg)), **plugin_config))
+    config = dataclasses.replace(cast(RelaxConfig, OmegaConf.to_object(cfg)), **plugin_config)
+    for path, variable in by_variable.items():
+        config = with_variable(config, path, variable)
+    config = _absolute(config)
     give_task_to_source(config)
     if by_time:
         config.run.dir = FolderByTime(config.run.dir)
     set_banned_tokens(config)
     config.model.freeze = sorted(set(config.model.freeze))  # A resumed run compares it, and its order means nothing.
     return config
+
+
+def _resolve(node: Any, values: Any) -> None:
+    """Sets each interpolation of a configuration to its value in ``values``, which are the same, resolved.
+
+    What a variable holds is a value, and is not resolved again, whatever its text is.
+    """
+    for key in range(len(values)) if isinstance(values, list) else list(values):
+        child = node._get_node(key)
+        if child._is_interpolation():
+            if isinstance(values[key], dict | list):
+                node[key] = escaped(values[key])
+            else:
+                child._set_value(escaped(values[key]))
+        elif isinstance(values[key], dict | list):
+            _resolve(child, values[key])
 
 
 def run(
@@ -232,6 +257,7 @@ class _Jobs:
             return None
         overrides, folder = self._line.as_typed(HydraConfig.get().overrides.task), Path(HydraConfig.get().sweep.dir)
         swept = self._line.swept(overrides)
+        overrides = [shown(word) for word in overrides]
         try:
             config, problems = settled(typed_config(cfg), checks=self._checks, settle=self._settle)
             if self._is_plan(config):
@@ -258,7 +284,7 @@ class _Jobs:
             return self._plan(config, problems)
         if problems:
             raise ConfigError(problems)
-        with _argv(self._line.typed):
+        with _argv([shown(word) for word in self._line.typed]):
             return self._job(config)
 
     def _is_plan(self, config: RelaxConfig) -> bool:

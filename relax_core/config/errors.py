@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Sequence
+
+from relax_core.config.redaction import shown
+
+_ODD = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u061c\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 class NotYet(str):
@@ -16,12 +21,16 @@ class NotYet(str):
 
 
 class ConfigError(ValueError):
-    """Holds everything that is wrong with a configuration. Each problem names the key, the value and the fix."""
+    """Holds everything that is wrong with a configuration. Each problem names the key, the value and the fix.
+
+    Secrets of the command line are taken out of the problems, and control characters are shown by code.
+    """
 
     def __init__(self, problems: Sequence[str]) -> None:
         assert problems
-        super().__init__("\n".join(problems))
-        self.problems = list(problems)
+        shown_problems = [type(one)(_printable(shown(one))) for one in problems]
+        super().__init__("\n".join(shown_problems))
+        self.problems = shown_problems
 
     def report(self) -> str:
         """Returns what the user sees: one line for one problem, a list for several."""
@@ -29,6 +38,11 @@ class ConfigError(ValueError):
             return f"relax: {self.problems[0]}"
         lines = [f"relax: {len(self.problems)} problems in the configuration"]
         return "\n".join(lines + [f"  - {problem}" for problem in self.problems])
+
+
+def _printable(text: str) -> str:
+    """Returns a text that a terminal shows as it is: control and direction characters become their codes."""
+    return _ODD.sub(lambda found: repr(found[0])[1:-1], text)
 
 
 def nearest(word: str, choices: Iterable[str], *, count: int = 3) -> list[str]:

@@ -55,7 +55,7 @@ def group_options(group: str) -> list[str]:
 COMMANDS = {
     "train": ("train [key=value ...]", "a run; the word may be left out"),
     "demo": ("demo [key=value ...]", "a tiny model learns to reverse digits, in a minute; the same as train alone"),
-    "rerun": ("rerun RUN [key=value ...]", "a run once more, from its own config.yaml, in a new folder"),
+    "rerun": ("rerun RUN [--trust] [key=value ...]", "a run once more, from its own config.yaml, in a new folder"),
     "eval": ("eval MODEL|CHECKPOINT|RUN [key=value ...]", "an evaluation without training (docs/evaluation.md)"),
     "engines": ("engines RUN [add N|remove N|watch]", "the engines of a run that has a gateway (docs/elastic.md)"),
     "stall": ("stall RUN", "what a run that goes on waits for, and the stacks of whom it waits for"),

@@ -13,6 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 from relax_core.config.choices import CALCULATOR, NUMBER_GUESS, SEEDS
 from relax_core.config.command_line.error_messages import explain_value
 from relax_core.config.errors import ConfigError, nearest
+from relax_core.config.redaction import escaped
 from relax_core.config.schema import RelaxConfig
 from relax_core.registry import Kind, PluginError, find, is_builtin, is_file_plugin, key_of
 
@@ -44,7 +45,7 @@ def plugin_config(kind: Kind, name: str, values: Mapping[str, Any], *, section: 
     Raises:
         ConfigError: for an unknown plug-in, an unknown key, a wrong type or a missing value; all of them at once.
     """
-    node = values if isinstance(values, DictConfig) else OmegaConf.create(dict(values) | {"name": name})
+    node = values if isinstance(values, DictConfig) else OmegaConf.create(escaped(dict(values)) | {"name": name})
     try:
         config = find(kind, name).config
         schema = OmegaConf.structured(config)
@@ -77,7 +78,9 @@ def _fill(schema: DictConfig, config: Any, values: DictConfig, *, section: str, 
             problems.append(f"{section}.{key} is not a setting of {of}. {hint}")
         elif not OmegaConf.is_missing(values, key):
             try:
-                schema[key], wrong = _nested(schema, key, values[key], section=f"{section}.{key}")
+                value = values[key]  # a text is resolved already; the texts of a section are escaped
+                value = escaped(value) if isinstance(value, str) else value
+                schema[key], wrong = _nested(schema, key, value, section=f"{section}.{key}")
                 problems += wrong
             except OmegaConfBaseException as error:
                 problems.append(explain_value(error, key=f"{section}.{key}"))

@@ -10,6 +10,7 @@ import xxhash
 
 from relax_core.config.modality_shares import modality_of_row
 from relax_core.config.plugin_types import plugin_config
+from relax_core.config.redaction import packed_text
 from relax_core.config.schema import DataConfig
 from relax_core.contracts.data import BadRow, BaseDataSource, DataRow
 from relax_core.data.data_files import RowKeys, check_row
@@ -57,7 +58,7 @@ def is_configured(config: DataConfig) -> bool:
 
 def open_plugin_rows(config: DataConfig) -> PluginRows:
     """Returns the rows of the plug-in that ``config`` names. Raises ValueError for a source that does not open."""
-    key = msgspec.msgpack.encode((config.name, config.config))
+    key = msgspec.msgpack.encode((config.name, config.config), enc_hook=packed_text)
     if key not in _newest:
         found = source_config(config)
         try:

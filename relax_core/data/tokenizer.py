@@ -11,6 +11,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -104,21 +105,44 @@ class PromptTokenizer:
         )
 
     def hidden(self, value: Any) -> Any:
-        """Returns a message or another JSON value whose texts do not contain names of special tokens.
+        """Returns a message or another JSON value whose texts and keys do not contain names of special tokens.
 
-        `encode_shown` makes plain text of what stands for them in the rendered text.
+        Nor do they contain a part of such a name where it may become whole beside other text: the template joins texts,
+        and writes keys between signs such as "<" and ">". `encode_shown` makes plain text of what stands for them in
+        the rendered text.
         """
-        special = self._special_names
-        return value if special is None else _with_texts(value, lambda text: special.sub(_hide, text))
+        return value if self._special_names is None else _with_texts(value, self._hidden_text)
+
+    def _hidden_text(self, text: str) -> str:
+        special, names = self._special_names, self._special_parts
+        assert special is not None
+        core = text.strip()  # a template may trim it
+        if core and len(core) <= names.longest and core in names.inside:
+            return text.replace(core, _hide_text(core))
+        begins = next((k for k in range(min(names.longest, len(core)), 0, -1) if core[:k] in names.ends), 0)
+        ends = next((k for k in range(min(names.longest, len(core)), 0, -1) if core[-k:] in names.begins), 0)
+        if not begins and not ends:
+            return special.sub(_hide, text)
+        at = len(text) - len(text.lstrip())
+        middle = core[begins : len(core) - ends] if begins + ends < len(core) else ""
+        if not middle:
+            return text.replace(core, _hide_text(core))
+        first, last = _hide_text(core[:begins]), _hide_text(core[len(core) - ends :])
+        return text[:at] + first + special.sub(_hide, middle) + last + text[at + len(core) :]
 
     def encode_shown(self, rendered: str) -> list[int]:
         """Returns the token ids of a text that `render` made of `hidden` messages."""
-        if _HIDE_MARK not in rendered:  # pieces apart may differ from the whole where a tokenizer marks the first word
+        special = self._special_names
+        if special is None:
             return self.encode_text(rendered)
-        assert self._special_names is not None
+        shown = _HIDDEN.sub(_shown, rendered)
+        if special.findall(shown) == special.findall(rendered):
+            # All special tokens are the template's. Pieces apart may differ from the whole where a tokenizer marks the
+            # first word.
+            return self.encode_text(shown)
         ids: list[int] = []
         # The pattern has one group, so every second piece is a special token, which the template wrote.
-        for number, piece in enumerate(self._special_names.split(rendered)):
+        for number, piece in enumerate(special.split(rendered)):
             if piece:
                 ids += self.encode_text(piece) if number % 2 else self.encode_plain(_HIDDEN.sub(_shown, piece))
         return ids
@@ -220,6 +244,11 @@ class PromptTokenizer:
         names = sorted((token.content for token in added if token.special and token.content), key=len, reverse=True)
         return re.compile(f"({'|'.join(map(re.escape, names))})") if names else None
 
+    @cached_property
+    def _special_parts(self) -> _NameParts:
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        return _name_parts(token.content for token in added if token.special and token.content)
+
     @property
     def vocabulary_size(self) -> int:
         """Returns the number of rows that an embedding needs for every token: the largest id plus 1."""
@@ -294,8 +323,52 @@ _HIDE_FROM, _HIDE_MARK = 0xF0000, "\U00100000"
 _HIDDEN = re.compile(f"{_HIDE_MARK}([{chr(_HIDE_FROM)}-{chr(_HIDE_FROM + 0xFFFD)}]+)")
 
 
+_WORDS = ("role", "type")  # keys of which a template compares the values, such as "assistant" and "image"
+_COMPARED = frozenset(
+    {
+        *("system", "user", "assistant", "tool", "developer", "function", "text", "image", "video", "audio"),
+        *("object", "string", "number", "integer", "boolean", "array", "null"),
+    }
+)
+
+
+# Keys that templates read; no key that a tool or an agent may choose has to be among them.
+_KNOWN_KEYS = frozenset(
+    {
+        *("role", "content", "type", "text", "name", "id", "tool_calls", "tool_call_id", "function", "arguments"),
+        *("reasoning_content", "thinking", "parameters", "properties", "required", "description", "enum", "items"),
+        *("return", "default"),
+    }
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _NameParts:
+    """Holds parts of the names of special tokens: proper beginnings, proper ends, and what stands inside of one."""
+
+    begins: frozenset[str]
+    ends: frozenset[str]
+    inside: frozenset[str]
+    longest: int
+
+
+def _name_parts(names: Iterable[str]) -> _NameParts:
+    known = list(names)
+    return _NameParts(
+        begins=frozenset(name[:k] for name in known for k in range(1, len(name))),
+        ends=frozenset(name[k:] for name in known for k in range(1, len(name))),
+        inside=frozenset(name[i:j] for name in known for i in range(len(name)) for j in range(i + 1, len(name) + 1)),
+        longest=max(map(len, known)),
+    )
+
+
+def _hide_text(text: str) -> str:
+    """Returns what stands for a text; the mark says where it begins."""
+    return _HIDE_MARK + "".join(chr(_HIDE_FROM + ord(one)) for one in text) if text else ""
+
+
 def _hide(found: re.Match[str]) -> str:
-    return _HIDE_MARK + "".join(chr(_HIDE_FROM + ord(one)) for one in found[0])
+    return _hide_text(found[0])
 
 
 def _shown(found: re.Match[str]) -> str:
@@ -303,12 +376,16 @@ def _shown(found: re.Match[str]) -> str:
 
 
 def _with_texts(value: Any, change: Callable[[str], str], key: str = "") -> Any:
-    """Returns a JSON value with all its texts changed but for those that say what a message or a part is."""
+    """Returns a JSON value with all its texts and keys changed but for those that say what a message or a part is."""
     if isinstance(value, str):
-        return value if key in ("role", "type") else change(value)
+        return value if key in _WORDS and value in _COMPARED else change(value)
     if isinstance(value, Mapping):
-        return {name: _with_texts(one, change, name) for name, one in value.items()}
-    return [_with_texts(one, change) for one in value] if isinstance(value, list | tuple) else value
+        return {_changed_key(name, change): _with_texts(one, change, name) for name, one in value.items()}
+    return [_with_texts(one, change, key) for one in value] if isinstance(value, list | tuple) else value
+
+
+def _changed_key(name: Any, change: Callable[[str], str]) -> Any:
+    return change(name) if isinstance(name, str) and name not in _KNOWN_KEYS else name
 
 
 def _without_sources(message: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from relax_core.config.command_line.rerun import check_powers
+from relax_core.config.own_runs import is_own
 from relax_core.tools.make_tiny import tiny_model_folder
 from relax_core.train.checkpoints.checkpoint_store import CONFIG, META, CheckpointStore
 
@@ -28,9 +30,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtype", choices=DTYPES, help="default: that of each tensor in the model's folder")
     parser.add_argument("--model", type=Path, help="folder of configuration and tokenizer; default: the run's own")
     parser.add_argument("--shard-gb", type=float, default=4.0, help="largest file; default: 4")
+    parser.add_argument("--trust", action="store_true", help="run the plug-in file of a foreign run's model family")
     words = parser.parse_args(arguments)
     try:
-        export(words.checkpoint, words.out, model=words.model, dtype=words.dtype, shard_gb=words.shard_gb)
+        export(
+            words.checkpoint,
+            words.out,
+            model=words.model,
+            dtype=words.dtype,
+            shard_gb=words.shard_gb,
+            trust=words.trust,
+        )
     except (ValueError, OSError) as error:
         print(f"relax: {error}", file=sys.stderr)
         return 2
@@ -38,10 +48,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def export(checkpoint: Path, out: Path, *, model: Path | None, dtype: str | None, shard_gb: float) -> None:
+def export(checkpoint: Path, out: Path, *, model: Path | None, dtype: str | None, shard_gb: float, trust: bool) -> None:
     """Checks every file of a checkpoint against its digest, then writes ``out``.
 
-    Raises ValueError and OSError as `relax_core.train.checkpoints.checkpoint_export.export_checkpoint` does.
+    Without ``trust``, a model family that is a file is refused in a run of somebody else. Raises ValueError and OSError
+    as `relax_core.train.checkpoints.checkpoint_export.export_checkpoint` does.
     """
     # This import takes seconds, so the command line is parsed first.
     from relax_core.train.checkpoints.checkpoint_export import export_checkpoint
@@ -53,19 +64,21 @@ def export(checkpoint: Path, out: Path, *, model: Path | None, dtype: str | None
             f"{checkpoint}: no {META} there. Give a folder of a run's checkpoints/, such as step_00000100."
         )
     CheckpointStore.verify(checkpoint)
+    keys, own_run = _model_keys(checkpoint)
+    if not own_run and not trust:
+        check_powers({"model": {"family": keys.get("family")}}, checkpoint / CONFIG)
     export_checkpoint(
         checkpoint / POLICY,
         out,
-        model_folder=model if model is not None else _model_of_run(checkpoint),
-        family=_model_keys(checkpoint).get("family"),
+        model_folder=model if model is not None else _model_of_run(keys),
+        family=keys.get("family"),
         dtype=dtype,
         shard_bytes=int(shard_gb * 1e9),
     )
 
 
-def _model_of_run(checkpoint: Path) -> Path:
+def _model_of_run(saved: Mapping[str, Any]) -> Path:
     """Returns the model folder of the run that saved the checkpoint."""
-    saved = _model_keys(checkpoint)
     if saved["path"] is None:
         return tiny_model_folder(saved["builtin"], task=saved["task"])
     folder = Path(saved["path"])
@@ -74,10 +87,10 @@ def _model_of_run(checkpoint: Path) -> Path:
     return folder
 
 
-def _model_keys(checkpoint: Path) -> dict[str, Any]:
-    """Returns the section ``model`` of the configuration of the run that saved it."""
-    keys: dict[str, Any] = yaml.safe_load((checkpoint / CONFIG).read_text(encoding="utf-8"))["model"]
-    return keys
+def _model_keys(checkpoint: Path) -> tuple[dict[str, Any], bool]:
+    """Returns the section ``model`` of the configuration of the run that saved it, and whether it is this user's."""
+    text = (checkpoint / CONFIG).read_text(encoding="utf-8")
+    return yaml.safe_load(text)["model"], is_own(text)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@ from __future__ import annotations
 import yaml
 
 from relax_core.config.compose import compose, load_config
-from relax_core.config.saved import REDACTED, plain, to_yaml
+from relax_core.config.redaction import REDACTED
+from relax_core.config.saved import plain, to_yaml
 
 
 def test_saved_values_are_those_that_ran() -> None:

@@ -44,7 +44,7 @@ from relax_core.config.sections.launcher_schema import LAUNCHERS, LauncherConfig
             ["launcher=ray_job", "launcher.address=host:8265"],
             "launcher.address=host:8265: give the dashboard's address",
         ),
-        (["launcher=ray_job", "launcher.env=[NAME]"], "launcher.env has 'NAME': write it as NAME=value."),
+        (["launcher=ray_job", "launcher.env=[NAME]"], "launcher.env[0] is not NAME=value"),
         (["launcher=ray_job", "launcher.manifest=true"], "launcher.manifest=true needs launcher.image="),
     ],
 )

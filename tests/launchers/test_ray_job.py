@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from launchers.ray_job.entrypoint import refuse_secrets, variables
+from launchers.ray_job.entrypoint import job_text, variables
 from launchers.ray_job.job_client import submit
 from launchers.ray_job.kuberay_manifest import manifest
 from launchers.submitted import read_submitted
@@ -72,7 +72,7 @@ def test_the_command_prints_it() -> None:
 def test_a_secret_is_not_sent() -> None:
     config = load_config(["launcher=ray_job", 'launcher.env=["INDEX=https://me:s3cret@host/x"]'])
     with pytest.raises(ValueError, match="can be read in the cluster's dashboard") as caught:
-        refuse_secrets(config)
+        job_text(config, [])
     assert "s3cret" not in str(caught.value)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from relax_core.config.command_line.error_messages import is_planned, missing_name
 from relax_core.config.errors import NotYet
+from relax_core.config.redaction import is_secret_name, redacted
 from relax_core.config.schema import RelaxConfig
 from relax_core.registry import PluginError, find_engine, is_builtin, is_file_plugin, names
 
@@ -40,7 +41,13 @@ def engine_problems(config: RelaxConfig) -> Iterator[str]:
     for key, unset in _UNSET.items():
         if key not in spec.keys and (value := getattr(engine, key)) != unset:
             kinds = " or ".join(f"engine={name}" for name in _with_key(key))
-            yield f"engine.{key}={value} is a key of {kinds} only. Drop it, or choose {kinds}."
+            shown = redacted(value, ("engine", key))
+            yield f"engine.{key}={shown} is a key of {kinds} only. Drop it, or choose {kinds}."
+    for name in filter(is_secret_name, engine.flags):
+        yield (
+            f"engine.flags.{name}: `ps` shows an engine's command line to every user of the machine. Drop it: the run "
+            "gives a key of its own to engines that it starts, and engine.token_file names the key of others."
+        )
     if not spec.on_gpus and engine.tp != 1:
         yield (
             f"engine.tp={engine.tp}: engine={spec.name} is one process on CPU cores. Use engine.tp=1, engine.count=N."

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from collections.abc import Iterator
 from pathlib import PurePosixPath
 
@@ -14,7 +16,13 @@ from relax_core.config.sections.launcher_schema import (
     SlurmLauncherConfig,
 )
 
+_WORDS = ("partition", "account", "qos", "constraint")
 _NAMES_OF_OURS = ("job-name", "output", "error", "signal", "nodes", "ntasks-per-node", "time", "open-mode", "array")
+_NO_RUN = ("wrap", "input", "test-only", "parsable", "wait", "quiet", "help", "usage", "version", "batch")
+_WORD = re.compile(r"[\w/][\w.,:@+=/-]*")  # neither an option, nor quotes, nor patterns of file names
+_FEATURES = re.compile(r"[\w\[(][\w.,:@+=&|*()\[\]!-]*")
+_OPTION = re.compile(r"--[a-z][a-z0-9-]*(=[^'\"\\#`$]*)?")
+_PATTERNS = re.compile(r"[%'\"\\`$#]")
 _KEYS_OF_OURS = {  # options that have a key of their own
     "partition": "partition",
     "account": "account",
@@ -62,7 +70,7 @@ def launcher_problems(config: RelaxConfig) -> Iterator[str]:
             "itself. Drop it."
         )
     if isinstance(launcher, SlurmLauncherConfig):
-        yield from _slurm(launcher)
+        yield from _slurm(launcher, name=config.name, run_dir=config.run.dir)
     if isinstance(launcher, RayJobLauncherConfig):
         yield from _ray_job(config, launcher)
 
@@ -75,11 +83,44 @@ def _local(launcher: LauncherConfig) -> Iterator[str]:
         )
 
 
-def _slurm(launcher: SlurmLauncherConfig) -> Iterator[str]:
+def script_path_problem(key: str, path: str) -> str | None:
+    """Returns why Slurm would not use a path as it is: its options replace patterns such as %j. None if it does."""
+    if (found := _PATTERNS.search(path)) is None:
+        return None
+    return f"{key}={path} has the character {found[0]!r}, which Slurm or the shell replaces. Choose another folder."
+
+
+def python_problems(python: str | None) -> Iterator[str]:
+    """Yields what is wrong with launcher.python, whose words become words of a shell command."""
+    try:
+        words = shlex.split(python or "python")
+    except ValueError as error:
+        yield f"launcher.python={python}: {error}. Close the quote, or escape it."
+        return
+    if not words or words[0].startswith("-"):
+        yield f"launcher.python={python!r}: give a program, and its arguments behind it."
+
+
+def _slurm(launcher: SlurmLauncherConfig, *, name: str, run_dir: str) -> Iterator[str]:
+    for key, value in (("name", name), *((f"launcher.{one}", getattr(launcher, one)) for one in _WORDS)):
+        allowed = _FEATURES if key == "launcher.constraint" else _WORD
+        if value is not None and not allowed.fullmatch(value):
+            yield (
+                f"{key}={value!r} with launcher=slurm: sbatch reads it as a word of the batch script. Use letters, "
+                "digits and . , : @ + = / _ - alone, and no - at the beginning."
+            )
+    if problem := script_path_problem("run.dir", run_dir):
+        yield problem
+    yield from python_problems(launcher.python)
+    for word in launcher.srun:
+        if not word.startswith("--"):
+            yield f"launcher.srun has {word!r}: write it as --name or --name=value."
     for word in launcher.sbatch:
         name = word.removeprefix("--").partition("=")[0]
-        if not word.startswith("--") or not name:
-            yield f"launcher.sbatch has {word!r}: write it as --name or --name=value."
+        if not _OPTION.fullmatch(word):
+            yield f"launcher.sbatch has {word!r}: write it as --name or --name=value. No value has quotes."
+        elif name in _NO_RUN:
+            yield f"launcher.sbatch has {word!r}, with which no run is submitted. Drop it."
         elif name in _KEYS_OF_OURS:
             yield f"launcher.sbatch has {word!r}: use launcher.{_KEYS_OF_OURS[name]}."
         elif name in _NAMES_OF_OURS:
@@ -92,9 +133,10 @@ def _slurm(launcher: SlurmLauncherConfig) -> Iterator[str]:
 
 
 def _ray_job(config: RelaxConfig, launcher: RayJobLauncherConfig) -> Iterator[str]:
-    for word in launcher.env:
-        if "=" not in word or word.startswith("="):
-            yield f"launcher.env has {word!r}: write it as NAME=value."
+    for number, word in enumerate(launcher.env):
+        if not re.match(r"[A-Za-z_]\w*=", word) or "\0" in word:  # a message shows no value, which may be secret
+            yield f"launcher.env[{number}] is not NAME=value. Write it so, with letters, digits and _ in the name."
+    yield from python_problems(launcher.python)
     if not launcher.address.startswith(("http://", "https://")):
         yield f"launcher.address={launcher.address}: give the dashboard's address, e.g. http://127.0.0.1:8265."
     if not launcher.manifest:

@@ -15,6 +15,7 @@ from relax_core.config.checks.engine_keys import engine_file_problems, engine_na
 from relax_core.config.checks.freeze_keys import freeze_problems
 from relax_core.config.checks.gateway_keys import gateway_problems
 from relax_core.config.checks.launcher_keys import launcher_problems
+from relax_core.config.checks.line_values import line_problems
 from relax_core.config.checks.modality_keys import modality_problems
 from relax_core.config.checks.model_folder import model_problems
 from relax_core.config.checks.ranges import range_problems
@@ -58,6 +59,8 @@ _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 def problems_of(config: RelaxConfig, checks: Iterable[Check] = ()) -> list[str]:
     """Returns every problem of the configuration, or none if it can run. ``checks`` are those of other folders."""
+    if problems := list(line_problems(config)):
+        return problems
     if problems := [*launcher_problems(config), *engine_name_problems(config)]:
         return problems
     here = (*_FILE_CHECKS, *checks) if config.launcher.name is not LauncherKind.ray_job else ()  # the files exist

@@ -217,10 +217,10 @@ def _option_by_path(group: str, value: str) -> str:
 def _for_hydra(word: str, *, several: bool) -> str:
     """Returns ``word`` for Hydra: quoted, and with two pluses before a key that may or may not exist."""
     opens = word.startswith(tuple(f"{key}{end}" for key in _OPEN for end in ".="))
-    return "++" * opens + _quoted(word, several=several)
+    return "++" * opens + quoted_word(word, several=several)
 
 
-def _quoted(word: str, *, several: bool) -> str:
+def quoted_word(word: str, *, several: bool) -> str:
     """Returns ``word`` with quotes around a path that Hydra's grammar cannot read.
 
     With ``several``, commas separate the values of a sweep.

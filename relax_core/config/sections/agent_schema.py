@@ -15,7 +15,7 @@ class AgentConfig:
 
     command: str | None = None  # None: agents that Relax does not start open the sessions
     cwd: str | None = None  # None: the folder in which the run was started
-    env: dict[str, str] = field(default_factory=dict)
+    env: dict[str, str] = field(default_factory=dict, repr=False)
     python: str | None = None  # None: the Python of the run
     workers: int = MISSING
     timeout_s: float = MISSING

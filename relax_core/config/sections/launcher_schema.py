@@ -51,7 +51,7 @@ class RayJobLauncherConfig(LauncherConfig):
     token_file: str | None = None
     working_dir: str | None = None
     python: str = MISSING
-    env: list[str] = field(default_factory=list)
+    env: list[str] = field(default_factory=list, repr=False)
     follow: bool = MISSING
     manifest: bool = MISSING
     image: str | None = None

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Mapping
 
-from relax_core.config.saved import REDACTED, USER_INFO
+from relax_core.config.redaction import REDACTED, USER_INFO
 
 MOST_CHARACTERS = 500
 _SECRET_NAME = re.compile(r"token|secret|password|passwd|api_?key|credential|auth", re.IGNORECASE)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from relax_core.contracts.host.no_redirect import NoRedirect
 from relax_core.contracts.sink import BaseSink, MetricRecord, Record, SinkConfig, SinkSpec, SinkStart
 
 SERVICE = "relax"
@@ -62,6 +63,7 @@ class OtlpSink(BaseSink):
         self._config = config
         own = {} if config.headers_file is None else _headers(Path(config.headers_file).expanduser())
         self._headers = {**own, "Content-Type": "application/json"}
+        self._opener = urllib.request.build_opener(NoRedirect())  # the headers are for this address
         self._resource = {"attributes": [_text("service.name", SERVICE), _text("relax.run", start.run_dir.name)]}
 
     def write(self, batch: Sequence[Record]) -> None:
@@ -84,7 +86,7 @@ class OtlpSink(BaseSink):
         body = json.dumps({"resourceMetrics": [{"resource": self._resource, "scopeMetrics": [scope]}]}).encode()
         request = urllib.request.Request(self._config.endpoint, data=body, headers=self._headers, method="POST")
         try:
-            with urllib.request.urlopen(request, timeout=self._config.timeout_s) as answer:
+            with self._opener.open(request, timeout=self._config.timeout_s) as answer:
                 answer.read()
         except urllib.error.HTTPError as error:
             raise RuntimeError(f"{self._config.endpoint} answers {error.code}") from error

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from relax_core.config.choices import LauncherKind
+from relax_core.config.redaction import packed_text
 from relax_core.config.reward_choice import RewardChoice
 from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.algorithm import AlgorithmSpec
@@ -54,7 +55,7 @@ def source_problems(config: RelaxConfig) -> list[str]:
     if config.launcher.name is LauncherKind.ray_job or not names_plugin(config.data):
         return []
     try:
-        packed = msgspec.msgpack.encode(source_config(config.data))
+        packed = msgspec.msgpack.encode(source_config(config.data), enc_hook=packed_text)
     except ValueError:
         return []
     request = Request(rows=[], data=(config.data.name, packed), call_s=CALL_S, open_s=OPEN_S)
@@ -78,7 +79,7 @@ def _packed(config: RelaxConfig, kind: Kind) -> tuple[str, bytes] | None:
             RewardChoice(spec, plugin_config)
     except ValueError:
         return None
-    return plugin_config.name, msgspec.msgpack.encode(plugin_config)
+    return plugin_config.name, msgspec.msgpack.encode(plugin_config, enc_hook=packed_text)
 
 
 def _rows(config: RelaxConfig) -> Iterator[tuple[str, dict[str, Any]]]:

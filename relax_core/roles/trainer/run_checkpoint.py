@@ -12,6 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
+from relax_core.config.own_runs import marked
 from relax_core.config.saved import to_yaml
 from relax_core.contracts.bus import Bus
 from relax_core.roles.process.role_context import RunContext
@@ -56,7 +57,7 @@ class RunCheckpoints:
         self._worker_group = worker_group
         self._report_progress = report_progress
         self._taken = context.start_step
-        self._config = to_yaml(context.config)
+        self._config = marked(to_yaml(context.config))
         self._data_digest = context.data_digest
         self._naming = threading.Lock()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")

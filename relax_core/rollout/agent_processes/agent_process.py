@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from relax_core.config.redaction import without_values
 from relax_core.rollout.agent_processes import agent_guard
 
 _GUARD = Path(agent_guard.__file__)
@@ -59,8 +60,14 @@ class AgentProcess:
     """
 
     def __init__(
-        self, guard: subprocess.Popen[bytes], to_guard: asyncio.WriteTransport, told: asyncio.StreamReader
+        self,
+        guard: subprocess.Popen[bytes],
+        to_guard: asyncio.WriteTransport,
+        told: asyncio.StreamReader,
+        *,
+        secrets: Collection[str],
     ) -> None:
+        self._secrets = secrets
         self._guard = guard
         self._to_guard = to_guard
         self._pid = 0
@@ -72,10 +79,18 @@ class AgentProcess:
 
     @classmethod
     async def start(
-        cls, command: Sequence[str], *, cwd: str, env: Mapping[str, str], grace_s: float, warm: bool = False
+        cls,
+        command: Sequence[str],
+        *,
+        cwd: str,
+        env: Mapping[str, str],
+        grace_s: float,
+        warm: bool = False,
+        secrets: Collection[str] = (),
     ) -> AgentProcess:
         """Starts a command, whose environment is ``env`` alone, and which reads tasks from stdin if it is ``warm``.
 
+        What it writes is kept without the values ``secrets`` of its environment.
         Raises OSError if the folder ``cwd`` cannot be entered.
         """
         mode = "warm" if warm else "cold"
@@ -92,7 +107,7 @@ class AgentProcess:
         loop, told = asyncio.get_running_loop(), asyncio.StreamReader(limit=_MOST_LINE_BYTES)
         await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(told), guard.stdout)
         to_guard, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, guard.stdin)
-        return cls(guard, to_guard, told)
+        return cls(guard, to_guard, told, secrets=secrets)
 
     @property
     def guard_pid(self) -> int:
@@ -131,11 +146,12 @@ class AgentProcess:
         if "pid" in told:
             self._pid = told["pid"]
         elif "ended" in told:
-            self._end = AgentEnd(**told["ended"])
+            code, output = told["ended"]["code"], told["ended"]["output"]
+            self._end = AgentEnd(code=code, output=without_values(output, self._secrets))
         elif self.answers.full():
             self.kill(f"it wrote more than {MOST_ANSWERS} answers that no task asked for")
         else:
-            self.answers.put_nowait((told["answer"], told["output"]))
+            self.answers.put_nowait((told["answer"], without_values(told["output"], self._secrets)))
 
     async def _clear_up(self) -> None:
         """Takes notice of the guard's end. A guard that was killed itself leaves processes of the agent's group."""

@@ -70,6 +70,7 @@ class AgentRuns:
             cwd=self._agent.cwd or str(self._folder),
             env=agent_environment(self._agent, variables),
             grace_s=self._agent.grace_s,
+            secrets=tuple(self._agent.env.values()),
         )
         self._limits.running.add(process)
         return process

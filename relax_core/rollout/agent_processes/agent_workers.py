@@ -65,6 +65,7 @@ class AgentWorkers:
             cwd=self._cwd,
             env=agent_environment(self._agent, variables),
             grace_s=self._agent.grace_s,
+            secrets=tuple(self._agent.env.values()),
             warm=True,
         )
         self._limits.running.add(process)

@@ -12,6 +12,7 @@ from typing import TypeVar
 import msgspec
 import psutil
 
+from relax_core.config.redaction import packed_text
 from relax_core.contracts.checks.plugin_results import WrongResult
 from relax_core.contracts.env import IsolatedConfig
 from relax_core.data.killable.killable_process import KillableProcess, WorkerLost
@@ -35,7 +36,7 @@ class EnvWorker:
     """
 
     def __init__(self, env: str, config: IsolatedConfig, *, log: int) -> None:
-        settings = Settings(env=env, config=msgspec.msgpack.encode(config))
+        settings = Settings(env=env, config=msgspec.msgpack.encode(config, enc_hook=packed_text))
         self.open_episodes = 0
         self._config = config
         self._process = KillableProcess([_MAIN, env], settings, what=f"env {config.name}", log_file=log)

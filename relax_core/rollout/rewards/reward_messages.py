@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 
+from relax_core.config.redaction import packed_text
 from relax_core.contracts.reward import RewardConfig, RewardInput
 from relax_core.registry import is_file_plugin
 
@@ -20,7 +21,7 @@ class WorkerReward(msgspec.Struct, frozen=True):
     def of(config: RewardConfig) -> WorkerReward:
         """Returns the reward of these settings; a file has its whole path, because the process has another folder."""
         name = str(Path(config.name).expanduser().absolute()) if is_file_plugin(config.name) else config.name
-        return WorkerReward(name, msgspec.msgpack.encode(config))
+        return WorkerReward(name, msgspec.msgpack.encode(config, enc_hook=packed_text))
 
 
 class Load(msgspec.Struct, frozen=True, tag=True):

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+from relax_core.train.checkpoints.plain_index import PlainIndexReader
 from relax_core.train.checkpoints.synced_stream import SyncedFiles
 
 WEIGHTS = "weights/"  # The names of a model's own tensors begin with this.
@@ -112,7 +113,7 @@ def read_pieces(folder: Path, pieces: Mapping[str, Pieces], *, group: dist.Proce
     """Fills the blocks of each rank from files of any ranks; the call is collective over ``group``."""
     dcp.load(
         dict(pieces),
-        storage_reader=dcp.FileSystemReader(folder),
+        storage_reader=PlainIndexReader(folder),
         planner=_LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
         process_group=group,
     )
@@ -122,7 +123,7 @@ class StoredFolder:
     """Reads what `write_pieces` wrote in one process that is not a rank."""
 
     def __init__(self, folder: Path) -> None:
-        self._reader = dcp.FileSystemReader(folder)
+        self._reader = PlainIndexReader(folder)
         self._metadata: Metadata = self._reader.read_metadata()
 
     def tensors(self) -> dict[str, TensorStorageMetadata]:

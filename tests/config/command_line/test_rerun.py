@@ -93,7 +93,7 @@ def test_what_cannot_be_repeated_is_said(folder: Path, tmp_path: Path, capsys: p
             rerun_line(words)
         return caught.value.problems[0]
 
-    assert told() == told("seed=1") == "relax rerun RUN [key=value ...], where RUN is a run's folder."
+    assert told() == told("seed=1") == "relax rerun RUN [--trust] [key=value ...], where RUN is a run's folder."
     assert told(str(tmp_path)).startswith(f"{tmp_path}: it has no config.yaml.")
     assert told(str(folder), "experiment=math_file").startswith("experiment=math_file: ")
     file = folder / "config.yaml"
