@@ -19,7 +19,7 @@ from starlette.staticfiles import StaticFiles
 
 from relax_core.bus.ledger.ledger_reader import LedgerFile
 from relax_core.dashboard.ledger_drops import readable_ledger
-from relax_core.dashboard.page_guard import LOOPBACK_NAMES, Guard, Session, cookie_name
+from relax_core.dashboard.page_guard import LOOPBACK_NAMES, Guard, Session
 from relax_core.dashboard.run_folders import NotInside, find_runs, inside, run_state
 from relax_core.dashboard.run_logs import log_chunk, log_files, search_log
 from relax_core.dashboard.run_processes import process_rows
@@ -57,7 +57,6 @@ class Dashboard:
         names: Collection[str] = LOOPBACK_NAMES,
     ) -> None:
         self._folders, self._cache, self._session, self._on_exchange = folders, cache, session, on_exchange
-        self._port = port
         self._lock = threading.Lock()
         self._readers: dict[str, RunReader] = {}
         self._views: dict[str, SampleViews] = {}
@@ -125,13 +124,11 @@ class Dashboard:
             body += part
             if len(body) > MOST_BODY:
                 raise HTTPException(413, "The token is too long.")
-        cookie = self._session.exchange(body.decode("utf-8", "replace"))
-        if cookie is None:
+        key = self._session.exchange(body.decode("utf-8", "replace"))
+        if key is None:
             raise HTTPException(401, "This link was used already. Open the one that the command printed last.")
-        response = Response(status_code=204)
-        response.set_cookie(cookie_name(self._port()), cookie, httponly=True, samesite="strict", path="/")
         self._on_exchange()
-        return response
+        return _json({"session": key})
 
     async def _runs(self, request: Request) -> Response:
         def listed() -> list[dict[str, Any]]:
