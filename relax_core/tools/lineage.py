@@ -21,9 +21,23 @@ import msgspec
 
 from relax_core.bus.ledger.ledger_reader import FILTERS, Event, FileCounts, LedgerFile, SampleHistory
 from relax_core.config.errors import nearest
+from relax_core.contracts.foreign_files import decode_json, read_whole
 from relax_core.contracts.tree import Episode, Turn, group_uid, sample_uid
 
 LEDGER = "ledger.sqlite"
+MOST_SUMMARY = 4 * 2**20  # bytes of a summary.json that are read
+
+
+class _LedgerOver(msgspec.Struct):
+    open: int
+
+
+class _SummaryOver(msgspec.Struct):
+    outcome: str
+    ledger: _LedgerOver
+
+
+_summary = msgspec.json.Decoder(_SummaryOver)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -102,10 +116,10 @@ def _is_over(run: Path) -> bool:
     A run that was stopped, or resumed with fewer steps than it had groups for, keeps its open samples for a resume.
     """
     try:
-        summary = msgspec.json.decode((run / "summary.json").read_bytes())
+        summary = decode_json(read_whole(run / "summary.json", most_bytes=MOST_SUMMARY), _summary)
     except FileNotFoundError:
         return False
-    return bool(summary["outcome"] == "finished" and summary["ledger"]["open"] == 0)
+    return summary.outcome == "finished" and summary.ledger.open == 0
 
 
 def _other_runs(run: Path) -> str:
