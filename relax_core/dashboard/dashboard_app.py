@@ -142,11 +142,12 @@ class Dashboard:
                 self._readers[run] = RunReader(path, self._cache)
                 self._turns[run] = asyncio.Semaphore(AT_ONCE)
             found = self._readers[run] = self._readers.pop(run)  # the last of them is the one that was asked last
-            if len(self._readers) > MOST_READERS:
-                oldest = next(iter(self._readers))
-                self._views.pop(oldest, None)
-                self._readers.pop(oldest).close()
-            return found
+            oldest = next(iter(self._readers)) if len(self._readers) > MOST_READERS else ""
+            self._views.pop(oldest, None)
+            gone = self._readers.pop(oldest, None)
+        if gone is not None:
+            gone.close()
+        return found
 
     async def _exchange(self, request: Request) -> Response:
         body = b""

@@ -9,12 +9,13 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from relax_core.contracts.foreign_files import read_whole
+from relax_core.contracts.foreign_files import decode_json, read_whole
 from relax_core.contracts.shown_text import shown_line
 from relax_core.dashboard.foreign_yaml import decode_yaml
 from relax_core.dashboard.run_folders import (
     BROKEN,
     METRICS,
+    MOST_SUMMARY,
     SUMMARY,
     UNREADABLE,
     Standing,
@@ -23,7 +24,7 @@ from relax_core.dashboard.run_folders import (
     run_name,
     run_standing,
 )
-from relax_core.dashboard.run_reader import CONFIG, MOST_CONFIG
+from relax_core.dashboard.run_reader import CONFIG, MOST_CONFIG, SUMMARY_DECODER
 from relax_core.dashboard.sqlite_files import connect, readable_database
 from relax_core.observe.alarms.alarm_book import FILE as ALARMS
 from relax_core.observe.service.sinks import TEXTS_FILE
@@ -77,6 +78,8 @@ def _problem(run_dir: Path) -> str:
             path = inside(run_dir, name)
             if name == CONFIG:
                 decode_yaml(read_whole(path, most_bytes=MOST_CONFIG).decode("utf-8", "replace"))
+            if name == SUMMARY:
+                decode_json(read_whole(path, most_bytes=MOST_SUMMARY), SUMMARY_DECODER)
             if not os.access(path, os.R_OK):
                 raise PermissionError("it may not be read")
             if name in DATABASES and readable_database(run_dir, name) is not None:

@@ -47,7 +47,7 @@ MOST_CONFIG = 2**18  # bytes of config.yaml
 READ_S = 5.0  # a call reads metrics.jsonl for so long at most
 SAMPLES_LEFT_OUT = f"{SAMPLES_FOLDER} is no folder of the run, so no sample is shown"
 Answer = TypeVar("Answer")
-_summary = msgspec.json.Decoder(dict[str, Any])
+SUMMARY_DECODER = msgspec.json.Decoder(dict[str, Any])
 
 
 class Rested(Generic[Answer]):
@@ -207,7 +207,7 @@ class RunReader:
         return decode_yaml(self._bytes(CONFIG, MOST_CONFIG).decode("utf-8", "replace"))
 
     def _read_summary(self) -> dict[str, Any]:
-        return decode_json(self._bytes(SUMMARY, MOST_SUMMARY), _summary)
+        return decode_json(self._bytes(SUMMARY, MOST_SUMMARY), SUMMARY_DECODER)
 
     def _bytes(self, name: str, most: int) -> bytes:
         with open_inside(self.run_dir, name) as file:
@@ -224,6 +224,7 @@ class RunReader:
     def close(self) -> None:
         """Ends the thread and closes the index."""
         self._closing = True
+        self._wanted.set()  # the thread looks at once
         if self._indexing is not None:
             self._indexing.join(END_S)
         with self._lock:

@@ -6,7 +6,7 @@ import os
 import socket
 from pathlib import Path
 
-from relax_core.bus.ledger.foreign_database import ForeignDatabase, foreign_database
+from relax_core.bus.ledger.foreign_database import ForeignDatabase, check_plain, foreign_database
 from relax_core.dashboard.run_folders import LOCK, MOST_LOCK, inside, open_inside
 
 BUSY_S = 1.0
@@ -18,12 +18,13 @@ def readable_database(run_dir: Path, name: str) -> Path | None:
     """Returns the path of a database of the run, or None if there is none or SQLite must not open it from here.
 
     While a run of another host writes it on a shared disk, its write-ahead log is in that host's memory. Raises
-    ValueError if it is no plain file.
+    ValueError if it or a file of SQLite beside it is no plain file.
     """
     try:
         path = inside(run_dir, name)
     except FileNotFoundError:
         return None
+    check_plain(path)
     if os.path.lexists(path.with_name(f"{name}-wal")):
         try:
             with open_inside(run_dir, LOCK) as file:

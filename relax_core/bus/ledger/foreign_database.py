@@ -43,7 +43,7 @@ def foreign_database(path: Path, *, tables: Set[str], busy_s: float, seconds: fl
     a read waits for a writer's lock. Raises FileNotFoundError without the file, ValueError if it or a file of SQLite
     beside it is no plain file, or if a name is no plain table of plain columns, and sqlite3.Error for a damaged file.
     """
-    _check_plain(path)
+    check_plain(path)
     # Without a write-ahead log no process has the file open. Opened as immutable, it needs no lock file.
     immutable = "" if path.with_name(f"{path.name}-wal").exists() else "&immutable=1"
     deadline = None if seconds is None else time.monotonic() + seconds
@@ -77,7 +77,8 @@ def bounded_rows(cursor: sqlite3.Cursor, *, most_bytes: int | None) -> Iterator[
         yield row
 
 
-def _check_plain(path: Path) -> None:
+def check_plain(path: Path) -> None:
+    """Raises ValueError if a database or a file of SQLite beside it is no plain file, and FileNotFoundError."""
     try:
         mode = path.lstat().st_mode
     except FileNotFoundError:
