@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 # Control characters but for tab and newline, characters without a width, those that turn the direction of text, line
@@ -18,6 +19,11 @@ _HIDDEN = re.compile(
 def shown(text: str) -> str:
     """Returns ``text`` with each hidden character as its code, such as ``U+202E``; tab and newline stay."""
     return _HIDDEN.sub(lambda match: f"U+{ord(match[0]):04X}", text)
+
+
+def shown_json(text: str) -> str:
+    """Returns the JSON ``text`` with each hidden character, which only a string of it can hold, as JSON escapes it."""
+    return _HIDDEN.sub(lambda match: json.dumps(match[0])[1:-1], text)
 
 
 def shown_line(text: str) -> str:

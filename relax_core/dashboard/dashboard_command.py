@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from relax_core.dashboard.run_folders import find_runs
+from relax_core.observe.terminal.standard_streams import unread_streams
 
 LOOPBACK = "127.0.0.1"
 FIRST_PORT, PORTS = 7788, 50
@@ -88,4 +89,5 @@ def _serve(folders: Sequence[Path], listener: socket.socket) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with unread_streams():
+        sys.exit(main())

@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from relax_core.observe.terminal.standard_streams import unread_streams
 from relax_core.tools.make_tiny import tiny_model_folder
 from relax_core.train.checkpoints.checkpoint_store import CONFIG, META, CheckpointStore
 
@@ -81,4 +82,5 @@ def _model_keys(checkpoint: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with unread_streams():
+        sys.exit(main())

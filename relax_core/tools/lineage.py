@@ -22,7 +22,9 @@ import msgspec
 from relax_core.bus.ledger.ledger_reader import FILTERS, Event, FileCounts, LedgerFile, SampleHistory
 from relax_core.config.errors import nearest
 from relax_core.contracts.foreign_files import decode_json, read_whole
+from relax_core.contracts.shown_text import shown_json, shown_line
 from relax_core.contracts.tree import Episode, Turn, group_uid, sample_uid
+from relax_core.observe.terminal.standard_streams import unread_streams
 
 LEDGER = "ledger.sqlite"
 MOST_SUMMARY = 4 * 2**20  # bytes of a summary.json that are read
@@ -63,13 +65,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "counts": states(samples),
             "books": counts,
         }
-        print(msgspec.json.encode(answer).decode())
+        print(shown_json(msgspec.json.encode(answer).decode()))
     else:
         for line in (
             *(line for sample in samples for line in sample_lines(sample)),
             *summary_lines(samples, counts, filters),
         ):
-            print(line)
+            print(shown_line(line))
     return 1 if counts.lost or counts.trained_twice else 0
 
 
@@ -255,4 +257,5 @@ def _counted(counts: dict[str, int]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with unread_streams():
+        sys.exit(main())

@@ -102,8 +102,8 @@ def _check_table(database: sqlite3.Connection, file: str, table: str) -> None:
     ).fetchmany(2)
     if not found:
         raise ValueError(f"{file} has no table {table}")
-    kind, root, made_by = found[0]
-    words = str(made_by).split(None, 2)[:2]
+    kind, root, statement = found[0]
+    words = str(statement).split(None, 2)[:2]
     if len(found) > 1 or kind != "table" or not root or [word.upper() for word in words] != ["CREATE", "TABLE"]:
         raise ValueError(f"{file}: {table} is no plain table")
     columns = database.execute(f"PRAGMA table_xinfo({table})").fetchall()
