@@ -121,6 +121,8 @@ def _is_over(run: Path) -> bool:
         summary = decode_json(read_whole(run / "summary.json", most_bytes=MOST_SUMMARY), _summary)
     except FileNotFoundError:
         return False
+    except ValueError as error:
+        raise ValueError(f"{run / 'summary.json'} is no summary of a run: {error}") from error
     return summary.outcome == "finished" and summary.ledger.open == 0
 
 
