@@ -33,6 +33,7 @@ from relax_core.dashboard.run_series import MOST_POINTS
 from relax_core.dashboard.sample_views import SampleViews, picture_file, played_file
 from relax_core.dashboard.sqlite_files import MOST_ROW_BYTES, QUERY_S
 from relax_core.dashboard.timeline.run_timeline import make_timeline
+from relax_core.data.media.played_files import MOST_FILE_BYTES as MOST_PLAYED
 from relax_core.data.media.played_files import played_type
 from relax_core.observe.samples.sample_index import FILTERS
 from relax_core.observe.stragglers.straggler_records import Straggler, straggler_words
@@ -187,7 +188,8 @@ class Dashboard:
         """Answers with a sound or video, or with the part of it that the request's Range names."""
         run = await self._thread(self._reader, request.path_params["run"])
         path = played_file(run.run_dir, request.path_params["digest"])
-        found = None if path is None else await self._thread(played_type, path)
+        large = path is None or path.stat().st_size > MOST_PLAYED  # a run keeps none that is larger
+        found = None if path is None or large else await self._thread(played_type, path)
         if path is None or found is None:
             raise HTTPException(404, "There is no sound or video of this item.")
         return FileResponse(path, media_type=found)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import socket
 import sqlite3
 import stat
@@ -53,6 +54,7 @@ class _Summary(msgspec.Struct):
     outcome: str
 
 
+_OUTCOME = re.compile(r"[a-z][a-z_ -]{0,39}")
 _summary = msgspec.json.Decoder(_Summary)
 
 
@@ -166,7 +168,9 @@ def run_standing(run_dir: Path) -> Standing:
         return Standing("crashed")
     except (OSError, ValueError) as error:
         return Standing(UNREADABLE, reason(SUMMARY, error))
-    return Standing(shown_line(summary.outcome)[:MOST_NAME])
+    if not _OUTCOME.fullmatch(summary.outcome):
+        return Standing(UNREADABLE, f"{SUMMARY}: outcome={shown_line(summary.outcome)[:MOST_NAME]} is none of a run")
+    return Standing(summary.outcome)
 
 
 def reason(name: str, error: BaseException) -> str:

@@ -147,6 +147,7 @@ LISTED: dict[str, Breaks] = {
     "texts_pipe": instead("texts.jsonl", os.mkfifo),
     "alarms_pipe": instead("alarms.jsonl", os.mkfifo),
     "links_out": links,
+    "name_\x1b[31m\u202e_\x85": text("summary.json", '{"outcome": "\\u001b[31m\\u202e<script>"}'),
     "ledger_view": ledger(VIEW),
     "ledger_spoofed_view": spoofed,
     "ledger_virtual_table": ledger(f"{OTHERS} CREATE VIRTUAL TABLE events USING fts5(event, uid);"),
@@ -214,7 +215,6 @@ OTHER: dict[str, Breaks] = {
     "tokenizer_pipe": instead("samples/tokenizer/tokenizer.json", os.mkfifo),
     "tokenizer_slow_pattern": tokenizer(decoder={"type": "Replace", "pattern": {"Regex": "(a+)+$"}, "content": ""}),
     "tokenizer_long_token": tokenizer(model={"type": "WordLevel", "vocab": {"a" * 5_000_000: 0}, "unk_token": "a"}),
-    "name_\x1b[31m\u202e_\x85": text("summary.json", '{"outcome": "\\u001b[31m\\u202e<script>"}'),
     "name_no_text_\udcff": lambda run: None,
     "<img src=x onerror=alert(1)>": lambda run: None,
 }
