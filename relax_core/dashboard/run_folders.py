@@ -54,7 +54,7 @@ class _Summary(msgspec.Struct):
     outcome: str
 
 
-_OUTCOME = re.compile(r"[a-z][a-z_ -]{0,39}")
+_OUTCOME = re.compile(r"[a-z][a-z_ -]{0,39}(: .*)?", re.DOTALL)  # "finished", or "failed: CAUSE"
 _summary = msgspec.json.Decoder(_Summary)
 
 
@@ -170,7 +170,7 @@ def run_standing(run_dir: Path) -> Standing:
         return Standing(UNREADABLE, reason(SUMMARY, error))
     if not _OUTCOME.fullmatch(summary.outcome):
         return Standing(UNREADABLE, f"{SUMMARY}: outcome={shown_line(summary.outcome)[:MOST_NAME]} is none of a run")
-    return Standing(summary.outcome)
+    return Standing(shown_line(summary.outcome)[:MOST_NAME])
 
 
 def reason(name: str, error: BaseException) -> str:

@@ -240,6 +240,10 @@ def test_the_state_of_a_run(tmp_path: Path) -> None:
     os.utime(lock, (1.0, 1.0))
     (tmp_path / "summary.json").write_text('{"outcome":"stopped"}')
     assert run_state(tmp_path) == "stopped"
+    (tmp_path / "summary.json").write_text(json.dumps({"outcome": "failed: \x1b[31mit\nraised"}))
+    assert run_state(tmp_path) == "failed: U+001B[31mit raised"
+    (tmp_path / "summary.json").write_text("{}")
+    assert run_state(tmp_path) == "unreadable"
 
 
 def test_links_lead_nowhere(run_dir: Path, tmp_path: Path) -> None:

@@ -98,6 +98,17 @@ def spoofed(run: Path) -> None:
         )
 
 
+def beside_ledger(ending: str) -> Breaks:
+    """Puts a large file beside a ledger that a process of this machine seems to write."""
+
+    def write(run: Path) -> None:
+        (run / ".lock").write_text(f"process 1 of {socket.gethostname()}")
+        (run / "ledger.sqlite-wal").touch()
+        sparse(f"ledger.sqlite{ending}")(run)
+
+    return write
+
+
 def orders_view(run: Path) -> None:
     with closing(sqlite3.connect(run / "operations.sqlite")) as database:
         database.executescript(f"CREATE TABLE states (id, state, at); CREATE VIEW orders AS {ENDLESS} SELECT i FROM n;")
@@ -171,6 +182,9 @@ OTHER: dict[str, Breaks] = {
         f"{OTHERS} CREATE TABLE events ({COLUMNS});"
         "INSERT INTO events VALUES (1, zeroblob(60000000), '', '', 1, 1, '', 1.0);"
     ),
+    "ledger_wal_sparse": beside_ledger("-wal"),
+    "ledger_shm_sparse": beside_ledger("-shm"),
+    "config_plan_pipe": instead("plan.json", os.mkfifo),
     "metrics_sparse": sparse("metrics.jsonl"),
     "metrics_sparse_behind_lines": sparse("metrics.jsonl", (LINE % 0).encode()),
     "metrics_huge_step": text("metrics.jsonl", (LINE % 0).replace('"step":0', '"step":' + "9" * 40)),
@@ -210,7 +224,7 @@ OTHER: dict[str, Breaks] = {
     ),
     "samples_nested": text("samples/rollout-0.0.msgpack", frame(b"\x91" * 100_000)),
     "samples_pipe": instead("samples/rollout-0.0.msgpack", os.mkfifo),
-    "samples_link": lambda run: (shutil.rmtree(run / "samples"), (run / "samples").symlink_to("/proc")),
+    "samples_link": instead("samples", lambda path: path.symlink_to("/proc")),
     "tokenizer_sparse": sparse("samples/tokenizer/tokenizer.json"),
     "tokenizer_pipe": instead("samples/tokenizer/tokenizer.json", os.mkfifo),
     "tokenizer_slow_pattern": tokenizer(decoder={"type": "Replace", "pattern": {"Regex": "(a+)+$"}, "content": ""}),
