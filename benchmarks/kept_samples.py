@@ -10,6 +10,7 @@ all processes of the run, of which the last 0.2 s are not seen. The page's own p
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import subprocess
 import sys
@@ -107,10 +108,10 @@ def _open_page(folder: Path) -> Iterator[Page]:
 
 def _read(address: str, token: str, page: Page, ended: threading.Event) -> None:
     with urllib.request.urlopen(f"{address}api/session", data=token.encode(), timeout=ASK_S) as answer:
-        cookie = answer.headers["Set-Cookie"].split(";")[0]
+        known = {"Authorization": f"Bearer {json.load(answer)['session']}"}
 
     def ask(path: str) -> bytes:
-        request = urllib.request.Request(f"{address}api/{path}", headers={"Cookie": cookie})
+        request = urllib.request.Request(f"{address}api/{path}", headers=known)
         with urllib.request.urlopen(request, timeout=ASK_S) as answer:
             page.answers += 1
             return bytes(answer.read())
@@ -122,7 +123,7 @@ def _read(address: str, token: str, page: Page, ended: threading.Event) -> None:
             continue
         run = runs[0]["id"]
         if stream is None:
-            request = urllib.request.Request(f"{address}api/run/{run}/stream", headers={"Cookie": cookie})
+            request = urllib.request.Request(f"{address}api/run/{run}/stream", headers=known)
             stream = urllib.request.urlopen(request, timeout=ASK_S)
         ask(f"run/{run}")
         ask(f"run/{run}/series?points=800&tags={TAGS}")

@@ -11,8 +11,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
-
 from relax_core.cli.eval_engines import EvalEngine, eval_engines
 from relax_core.cli.eval_media import EvalMedia, eval_media
 from relax_core.cli.eval_report import ANSWERS_FILE, as_result, print_result, write_result
@@ -27,6 +25,7 @@ from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.engines.pool.engine_pool import EnginePool
 from relax_core.engines.protocol.engine_client import EngineClient
 from relax_core.observe.results.summary import library_versions
+from relax_core.observe.terminal.shown_console import ShownConsole
 from relax_core.registry import find_env, find_reward
 from relax_core.rollout.env_workers.run_env import RunEnv
 from relax_core.rollout.evaluation.evaluator import PreparedSet, SetAnswers
@@ -87,7 +86,7 @@ def evaluate(config: RelaxConfig, target: Target) -> int:
     }
     result = as_result(found, meta=meta)
     path = write_result(folder, result, found)
-    print_result(Console(), result)
+    print_result(ShownConsole(), result)
     print(f"\nresult   {path}\nanswers  {folder / ANSWERS_FILE}")
     return 0
 

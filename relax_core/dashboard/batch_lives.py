@@ -9,8 +9,9 @@ from pathlib import Path
 
 import msgspec
 
+from relax_core.bus.ledger.foreign_database import bounded_rows
 from relax_core.dashboard.ledger_drops import readable_ledger
-from relax_core.dashboard.sqlite_files import connect
+from relax_core.dashboard.sqlite_files import MOST_ROW_BYTES, connect
 
 TIMES = {"issued": "issued_s", "put": "put_s", "leased": "leased_s", "trained": "ended_s", "dropped": "ended_s"}
 AFTER_S = 60.0  # the bus records the end of a sample so long after its step at most
@@ -40,13 +41,14 @@ def batch_lives(run_dir: Path, *, step: int, from_s: float, to_s: float) -> list
     path = readable_ledger(run_dir)
     if path is None:
         raise FileNotFoundError("This run has no ledger that can be read from this machine.")
-    with closing(connect(path)) as database:
+    with closing(connect(path, "events")) as database:
         low, high = _first_at(database, from_s), _first_at(database, to_s + AFTER_S)
-        rows = database.execute(
+        found_rows = database.execute(
             "SELECT event, uid, group_uid, version, reason, time, step FROM events WHERE id >= ? AND id < ? "
             "ORDER BY id DESC LIMIT ?",
             (low, high, MOST_EVENTS),
-        ).fetchall()
+        )
+        rows = list(bounded_rows(found_rows, most_bytes=MOST_ROW_BYTES))
     wanted = {uid for event, uid, *_, at in rows if event in ("trained", "dropped") and at == step}
     found: dict[str, SampleLife] = {}
     reasons: dict[str, str] = defaultdict(str)

@@ -6,8 +6,10 @@ import asyncio
 import sqlite3
 import threading
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.applications import Starlette
@@ -18,25 +20,34 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from relax_core.bus.ledger.ledger_reader import LedgerFile
+from relax_core.contracts.foreign_files import open_plain
+from relax_core.contracts.shown_text import shown
 from relax_core.dashboard.ledger_drops import readable_ledger
-from relax_core.dashboard.page_guard import LOOPBACK_NAMES, Guard, Session, cookie_name
-from relax_core.dashboard.run_folders import NotInside, find_runs, inside, run_state
+from relax_core.dashboard.listed_runs import ListedRuns
+from relax_core.dashboard.page_guard import LOOPBACK_NAMES, Guard, Session
+from relax_core.dashboard.run_folders import BROKEN, NotInside, find_runs, reason
 from relax_core.dashboard.run_logs import log_chunk, log_files, search_log
 from relax_core.dashboard.run_processes import process_rows
 from relax_core.dashboard.run_reader import CONFIG, PLAN, RunReader
 from relax_core.dashboard.run_series import MOST_POINTS
 from relax_core.dashboard.sample_views import SampleViews, picture_file, played_file
+from relax_core.dashboard.sqlite_files import MOST_ROW_BYTES, QUERY_S
 from relax_core.dashboard.timeline.run_timeline import make_timeline
+from relax_core.data.media.played_files import MOST_FILE_BYTES as MOST_PLAYED
 from relax_core.data.media.played_files import played_type
 from relax_core.observe.samples.sample_index import FILTERS
 from relax_core.observe.stragglers.straggler_records import Straggler, straggler_words
 
 STATIC = Path(__file__).parent / "static"
 PULSE_S = 1.0
+THREADS, AT_ONCE = 32, 2  # threads that read, and how many of them read one run
+QUEUE_S = 60.0  # for a question about a run, behind the others about it
+MOST_READERS = 10  # runs of which it is kept what was read; the page compares eight
 MOST_BODY = 4096
 MOST_FIRST = 2**40
 MOST_TAGS, MOST_LISTED = 80, 100
 JPEG, MOST_PICTURE = b"\xff\xd8\xff", 4 * 2**20  # how such a file begins, and its bytes at most
+Answer = TypeVar("Answer")
 _TEXT_FILTERS = ("uid", "group", "state", "reason", "engine", "ended")
 
 
@@ -57,10 +68,12 @@ class Dashboard:
         names: Collection[str] = LOOPBACK_NAMES,
     ) -> None:
         self._folders, self._cache, self._session, self._on_exchange = folders, cache, session, on_exchange
-        self._port = port
         self._lock = threading.Lock()
         self._readers: dict[str, RunReader] = {}
         self._views: dict[str, SampleViews] = {}
+        self._turns: dict[str, asyncio.Semaphore] = {}
+        self._listed = ListedRuns()
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="page")
         pages = {
             "": lambda run, query: run.overview(),
             "/series": _series,
@@ -95,20 +108,31 @@ class Dashboard:
         """Closes the indices."""
         for reader in self._readers.values():
             reader.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _answer(self, page: Callable[[RunReader, Mapping[str, str]], Any]) -> Callable[[Request], Any]:
         async def answer(request: Request) -> Response:
-            run = await asyncio.to_thread(self._reader, request.path_params["run"])
+            run = await self._thread(self._reader, request.path_params["run"])
             try:
-                return _json(await asyncio.to_thread(page, run, request.query_params))
+                async with asyncio.timeout(QUEUE_S), self._turns[run.run_id]:
+                    return await self._thread(lambda: _json(page(run, request.query_params)))
+            except TimeoutError as error:
+                raise HTTPException(503, "Other questions about this run are still being answered.") from error
             except (FileNotFoundError, NotInside) as error:
-                raise HTTPException(404, f"{error}") from error
+                raise HTTPException(404, shown(f"{error}")) from error
             except sqlite3.Error as error:
-                raise HTTPException(503, f"The ledger cannot be read just now: {error}. Try again.") from error
+                words = f"The ledger cannot be read just now: {reason('', error)}. Try again."
+                raise HTTPException(503, words) from error
             except ValueError as error:
-                raise HTTPException(400, f"{error}") from error
+                raise HTTPException(400, shown(f"{error}")) from error
+            except BROKEN as error:
+                words = f"A file of this run cannot be read: {reason('', error)}."
+                raise HTTPException(422, words) from error
 
         return answer
+
+    async def _thread(self, work: Callable[..., Answer], *given: Any) -> Answer:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, partial(work, *given))
 
     def _reader(self, run: str) -> RunReader:
         with self._lock:
@@ -117,7 +141,14 @@ class Dashboard:
                 if path is None:
                     raise HTTPException(404, "There is no such run. It may have been moved or removed.")
                 self._readers[run] = RunReader(path, self._cache)
-            return self._readers[run]
+                self._turns[run] = asyncio.Semaphore(AT_ONCE)
+            found = self._readers[run] = self._readers.pop(run)  # the last of them is the one that was asked last
+            oldest = next(iter(self._readers)) if len(self._readers) > MOST_READERS else ""
+            self._views.pop(oldest, None)
+            gone = self._readers.pop(oldest, None)
+        if gone is not None:
+            gone.close()
+        return found
 
     async def _exchange(self, request: Request) -> Response:
         body = b""
@@ -125,48 +156,40 @@ class Dashboard:
             body += part
             if len(body) > MOST_BODY:
                 raise HTTPException(413, "The token is too long.")
-        cookie = self._session.exchange(body.decode("utf-8", "replace"))
-        if cookie is None:
+        key = self._session.exchange(body.decode("utf-8", "replace"))
+        if key is None:
             raise HTTPException(401, "This link was used already. Open the one that the command printed last.")
-        response = Response(status_code=204)
-        response.set_cookie(cookie_name(self._port()), cookie, httponly=True, samesite="strict", path="/")
         self._on_exchange()
-        return response
+        return _json({"session": key})
 
     async def _runs(self, request: Request) -> Response:
-        def listed() -> list[dict[str, Any]]:
-            found = find_runs(self._folders)
-            return [
-                {"id": run, "name": path.name, "folder": str(path), "state": run_state(path)}
-                for run, path in found.items()
-            ]
-
-        return _json(await asyncio.to_thread(listed))
+        return _json(await self._thread(lambda: self._listed(find_runs(self._folders))))
 
     async def _stream(self, request: Request) -> Response:
-        run = await asyncio.to_thread(self._reader, request.path_params["run"])
+        run = await self._thread(self._reader, request.path_params["run"])
 
         async def events() -> AsyncIterator[bytes]:
             while not await request.is_disconnected():
-                pulse = await asyncio.to_thread(run.pulse)
+                pulse = await self._thread(run.pulse)
                 yield b"data: " + msgspec.json.encode(pulse) + b"\n\n"
                 await asyncio.sleep(PULSE_S)
 
         return StreamingResponse(events(), media_type="text/event-stream")
 
     async def _picture(self, request: Request) -> Response:
-        run = await asyncio.to_thread(self._reader, request.path_params["run"])
+        run = await self._thread(self._reader, request.path_params["run"])
         path = picture_file(run.run_dir, request.path_params["digest"])
-        data = b"" if path is None else await asyncio.to_thread(_first_bytes, path)
+        data = b"" if path is None else await self._thread(_first_bytes, path)
         if not data.startswith(JPEG) or len(data) > MOST_PICTURE:
             raise HTTPException(404, "There is no picture of this item.")
         return Response(data, media_type="image/jpeg")
 
     async def _media(self, request: Request) -> Response:
         """Answers with a sound or video, or with the part of it that the request's Range names."""
-        run = await asyncio.to_thread(self._reader, request.path_params["run"])
+        run = await self._thread(self._reader, request.path_params["run"])
         path = played_file(run.run_dir, request.path_params["digest"])
-        found = None if path is None else await asyncio.to_thread(played_type, path)
+        large = path is None or path.stat().st_size > MOST_PLAYED  # a run keeps none that is larger
+        found = None if path is None or large else await self._thread(played_type, path)
         if path is None or found is None:
             raise HTTPException(404, "There is no sound or video of this item.")
         return FileResponse(path, media_type=found)
@@ -215,7 +238,7 @@ class Dashboard:
 
 
 def _first_bytes(path: Path) -> bytes:
-    with path.open("rb") as file:
+    with open_plain(path) as file:
         return file.read(MOST_PICTURE + 1)
 
 
@@ -294,14 +317,13 @@ def _lineage(run: RunReader, query: Mapping[str, str]) -> dict[str, Any]:
     path = readable_ledger(run.run_dir)
     if path is None:
         raise FileNotFoundError("This run has no ledger that can be read from this machine.")
-    inside(run.run_dir, path.name)
     filters: dict[str, str | int] = {}
     for name in ("uid", "group", "reason"):
         if value := query.get(name, ""):
             filters[name] = value
     if step := query.get("step", ""):
         filters["step"] = int(step)
-    with LedgerFile(path) as ledger:
+    with LedgerFile(path, seconds=QUERY_S, most_bytes=MOST_ROW_BYTES) as ledger:
         if not filters:
             return {"counts": ledger.counts(run_over=False), "reasons": ledger.reasons(), "steps": ledger.steps()}
         found = ledger.samples(filters)

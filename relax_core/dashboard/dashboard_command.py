@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from relax_core.dashboard.run_folders import find_runs
+from relax_core.observe.terminal.standard_streams import unread_streams
 
 LOOPBACK = "127.0.0.1"
 FIRST_PORT, PORTS = 7788, 50
-CLOSE_S = 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -59,10 +59,9 @@ def _listener(port: int | None) -> socket.socket:
 
 
 def _serve(folders: Sequence[Path], listener: socket.socket) -> int:
-    import uvicorn
-
     from relax_core.dashboard.dashboard_app import Dashboard
     from relax_core.dashboard.page_guard import Session
+    from relax_core.dashboard.page_server import PageServer
     from relax_core.dashboard.run_reader import cache_folder
 
     port = listener.getsockname()[1]
@@ -80,11 +79,8 @@ def _serve(folders: Sequence[Path], listener: socket.socket) -> int:
     tell_link()
     host = f"{getpass.getuser()}@{socket.gethostname()}"
     print(f"From another machine, first: ssh -L {port}:{LOOPBACK}:{port} {host}", flush=True)
-    config = uvicorn.Config(
-        dashboard.app, log_level="warning", lifespan="off", timeout_graceful_shutdown=CLOSE_S, access_log=False
-    )
     try:
-        asyncio.run(uvicorn.Server(config).serve(sockets=[listener]))
+        asyncio.run(PageServer(dashboard.app).serve(listener))
     except KeyboardInterrupt:  # uvicorn has closed the connections by then
         pass
     finally:
@@ -93,4 +89,5 @@ def _serve(folders: Sequence[Path], listener: socket.socket) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with unread_streams():
+        sys.exit(main())

@@ -1,4 +1,8 @@
-"""Guards the page: a one-time link becomes a cookie, and no other host, origin or reader gets an answer with data."""
+"""Guards the page: a one-time link becomes a session, and no other host, origin or reader gets an answer with data.
+
+The page keeps the key of its session in the storage of its tab and sends it as a header. A cookie would go to every
+port of this machine, and so to the servers of other users.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +12,8 @@ from collections.abc import Awaitable, Callable, Collection, MutableMapping
 from typing import Any
 
 POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; media-src 'self'; connect-src 'self'; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob:; media-src 'self' blob:; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 _HEADERS = [
     (b"content-security-policy", POLICY.encode()),
@@ -29,31 +33,22 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class Session:
-    """Holds the token of the next link and the value of the ``cookie``, by default a random one; a link works once."""
+    """Holds the token of the next link, which works once, and the session's ``key``, by default a random one."""
 
-    def __init__(self, cookie: str | None = None) -> None:
-        self._cookie = cookie or secrets.token_urlsafe(32)
+    def __init__(self, key: str | None = None) -> None:
+        self._key = key or secrets.token_urlsafe(32)
         self.link_token = secrets.token_urlsafe(32)
 
     def exchange(self, token: str) -> str | None:
-        """Returns the cookie's value for the token of the newest link, which then works no more; else None."""
+        """Returns the session's key for the token of the newest link, which then works no more; else None."""
         if not hmac.compare_digest(token.encode(), self.link_token.encode()):
             return None
         self.link_token = secrets.token_urlsafe(32)
-        return self._cookie
+        return self._key
 
-    def knows(self, cookie_header: str, *, name: str) -> bool:
-        """Returns whether the cookie ``name`` of a request has the session's value."""
-        for part in cookie_header.split(";"):
-            key, _, value = part.strip().partition("=")
-            if key == name and hmac.compare_digest(value.encode(), self._cookie.encode()):
-                return True
-        return False
-
-
-def cookie_name(port: int) -> str:
-    """Returns the name of the cookie of the server at ``port``: a browser sends a host's cookies to all its ports."""
-    return f"relax_dashboard_{port}"
+    def knows(self, authorization: str) -> bool:
+        """Returns whether the Authorization header of a request has the session's key."""
+        return hmac.compare_digest(authorization.encode(), f"Bearer {self._key}".encode())
 
 
 class Guard:
@@ -61,7 +56,8 @@ class Guard:
 
     Every answer gets the headers of the content-security policy. A request whose Host is not one of ``names`` with the
     server's port gets 403, which stops names of other sites that lead here. What lies below ``/api`` gets 401 without
-    the cookie, but for the exchange of the link's token. An Origin that is not ours gets 403.
+    ``Authorization: Bearer KEY``, but for the exchange of the link's token. An Origin that is not ours gets 403. A
+    connection that showed the key is not replaced by strangers (`http_server/connections.py`).
     """
 
     def __init__(self, app: App, session: Session, *, port: Callable[[], int], names: Collection[str]) -> None:
@@ -99,7 +95,11 @@ class Guard:
         if origin is not None and origin.removeprefix("http://") not in hosts:
             return 403, "Another site's page asks. Only the dashboard's own page may."
         path = scope["path"]
-        cookies, name = fields.get(b"cookie", ""), cookie_name(self._port())
-        if path.startswith("/api/") and path != "/api/session" and not self._session.knows(cookies, name=name):
+        if not path.startswith("/api/") or path == "/api/session":
+            return None
+        if not self._session.knows(fields.get(b"authorization", "")):
             return 401, "Open the link that the command printed last."
+        connection = scope.get("connection")  # it is missing where no server is, as in a test
+        if connection is not None and not connection.showed_token():
+            return 503, "Too many requests are under way. Try again."
         return None

@@ -1,53 +1,115 @@
-"""Finds runs below the folders that the user named, and opens only files that lie in a run's folder."""
+"""Finds runs below the folders that the user named, and opens only files that lie in a run's folder.
+
+Whatever stands in such a folder may be foreign. What cannot be read costs this run its place or a view, and no other.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import os
+import re
 import socket
+import sqlite3
+import stat
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
+from typing import BinaryIO, NamedTuple
 
+import msgspec
 import psutil
+
+from relax_core.contracts.foreign_files import decode_json, open_plain, read_whole
+from relax_core.contracts.shown_text import shown_line
 
 MARKS = ("metrics.jsonl", "config.yaml")  # a folder with one of them is a run's
 MOST_DEPTH, MOST_RUNS = 3, 200
+MOST_ENTRIES, SEARCH_S = 20_000, 2.0  # entries of one folder that are looked at, and seconds for all folders
 SILENT_S = 120.0  # a run of another host that has written nothing for so long counts as ended
 LOCK, SUMMARY, METRICS = ".lock", "summary.json", "metrics.jsonl"
+MOST_SUMMARY, MOST_LOCK = 4 * 2**20, 200  # bytes that are read of them
+MOST_WORDS, MOST_NAME = 300, 200  # characters of a reason, and of a name of a run
+UNREADABLE = "unreadable"
+# What reading a foreign file may raise. SQLite's shortage of memory is a MemoryError, and a link to itself a
+# RuntimeError, as is a text that is nested too deeply.
+BROKEN = (
+    *(OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError),
+    *(RuntimeError, MemoryError, AssertionError, sqlite3.Error),
+)
 
 
 class NotInside(ValueError):
     """The path leads out of the run's folder, or to something that is no plain file."""
 
 
+class Standing(NamedTuple):
+    """Is the state of a run, and why its files cannot be read, "" if they can."""
+
+    state: str
+    problem: str = ""
+
+
+class _Summary(msgspec.Struct):
+    outcome: str
+
+
+_OUTCOME = re.compile(r"[a-z][a-z_ -]{0,39}(: .*)?", re.DOTALL)  # "finished", or "failed: CAUSE"
+_summary = msgspec.json.Decoder(_Summary)
+
+
 def find_runs(folders: Sequence[Path]) -> dict[str, Path]:
     """Returns the runs in or below the folders, the newest first, by an id that depends on the path alone.
 
-    Links are not followed below the folders.
+    Links are not followed below the folders. Folders are searched level by level for `SEARCH_S` seconds at most, so a
+    folder with a million entries does not hide the runs beside it.
     """
-    found = {path.resolve() for folder in folders for path in _runs_below(folder, MOST_DEPTH)}
+    found: set[Path] = set()
+    level, until = list(folders), time.monotonic() + SEARCH_S
+    for _ in range(MOST_DEPTH + 1):
+        below: list[Path] = []
+        for folder in level:
+            if any(os.path.lexists(folder / mark) for mark in MARKS):
+                found.add(Path(os.path.realpath(folder)))
+            elif time.monotonic() < until:
+                below += _folders_in(folder)
+        level = below
     ordered = sorted(found, key=_changed_s, reverse=True)[:MOST_RUNS]
     return {run_id(path): path for path in ordered}
 
 
 def run_id(path: Path) -> str:
     """Returns the id of a run's folder in addresses of the page."""
-    return hashlib.blake2b(str(path).encode(), digest_size=6).hexdigest()
+    return hashlib.blake2b(os.fsencode(path), digest_size=6).hexdigest()
 
 
-def _runs_below(folder: Path, depth: int) -> Iterator[Path]:
-    if any((folder / mark).is_file() for mark in MARKS):
-        yield folder
-        return
-    if depth:
-        try:
-            children = [entry for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False)]
-        except OSError:  # it cannot be read or has gone
-            return
-        for entry in children:
-            if not entry.name.startswith("."):
-                yield from _runs_below(Path(entry.path), depth - 1)
+def run_name(path: Path) -> str:
+    """Returns the name of a run's folder as it may be shown."""
+    return shown_line(path.name)[:MOST_NAME]
+
+
+def _folders_in(folder: Path) -> list[Path]:
+    try:
+        with os.scandir(folder) as entries:
+            return [
+                Path(entry.path)
+                for entry in islice(entries, MOST_ENTRIES)
+                if not entry.name.startswith(".") and entry.is_dir(follow_symlinks=False)
+            ]
+    except OSError:  # it cannot be read or has gone
+        return []
+
+
+def files_in(run_dir: Path, *parts: str, most: int) -> list[Path]:
+    """Returns the files in a folder of the run, sorted, ``most`` at most; none if it is no folder of the run itself."""
+    folder = run_dir.joinpath(*parts)
+    if os.path.realpath(folder) != os.path.join(os.path.realpath(run_dir), *parts):
+        return []
+    try:
+        with os.scandir(folder) as entries:
+            return sorted(Path(entry.path) for entry in islice(entries, most))
+    except OSError:
+        return []
 
 
 def _changed_s(run_dir: Path) -> float:
@@ -68,30 +130,60 @@ def inside(run_dir: Path, *parts: str) -> Path:
     FileNotFoundError if there is nothing.
     """
     named = all(Path(part).name == part and part != ".." for part in parts)
-    real = run_dir.joinpath(*parts).resolve(strict=True) if named else run_dir
-    if not named or not real.is_relative_to(run_dir.resolve()) or not real.is_file():
+    try:
+        real = run_dir.joinpath(*parts).resolve(strict=True) if named else run_dir
+        plain = named and real.is_relative_to(run_dir.resolve()) and stat.S_ISREG(real.stat().st_mode)
+    except (RuntimeError, NotADirectoryError) as error:  # a link that leads to itself
+        raise NotInside(f"{'/'.join(parts)} is no file in the run's folder") from error
+    if not plain:
         raise NotInside(f"{'/'.join(parts)} is no file in the run's folder")
     return real
+
+
+def open_inside(run_dir: Path, *parts: str) -> BinaryIO:
+    """Opens what `inside` returns. Raises what it raises, also if the file was exchanged meanwhile."""
+    file = open_plain(inside(run_dir, *parts))
+    if not Path(os.readlink(f"/proc/self/fd/{file.fileno()}")).is_relative_to(run_dir.resolve()):
+        file.close()
+        raise NotInside(f"{'/'.join(parts)} is no file in the run's folder")
+    return file
 
 
 def run_state(run_dir: Path) -> str:
     """Returns "live", the outcome in summary.json, or "crashed" for a run that ended without a summary.
 
     A run is live while the process that holds its folder exists. That cannot be seen for a run of another host, which
-    counts as live while it writes.
+    counts as live while it writes. "unreadable" is a run whose summary.json cannot be read.
     """
+    return run_standing(run_dir).state
+
+
+def run_standing(run_dir: Path) -> Standing:
+    """Returns what `run_state` does, and why the summary cannot be read."""
     if _process_lives(run_dir):
-        return "live"
+        return Standing("live")
     try:
-        return str(_summary_outcome(inside(run_dir, SUMMARY)))
-    except (OSError, ValueError):
-        return "crashed"
+        summary = decode_json(read_whole(inside(run_dir, SUMMARY), most_bytes=MOST_SUMMARY), _summary)
+    except FileNotFoundError:
+        return Standing("crashed")
+    except (OSError, ValueError) as error:
+        return Standing(UNREADABLE, reason(SUMMARY, error))
+    if not _OUTCOME.fullmatch(summary.outcome):
+        return Standing(UNREADABLE, f"{SUMMARY}: outcome={shown_line(summary.outcome)[:MOST_NAME]} is none of a run")
+    return Standing(shown_line(summary.outcome)[:MOST_NAME])
+
+
+def reason(name: str, error: BaseException) -> str:
+    """Returns why a file cannot be read as one line to be shown."""
+    words = str(error) or type(error).__name__
+    return shown_line(words if name in words else f"{name}: {words}")[:MOST_WORDS]
 
 
 def _process_lives(run_dir: Path) -> bool:
+    lock = run_dir / LOCK
     try:
-        lock = inside(run_dir, LOCK)
-        words = lock.read_text(encoding="utf-8", errors="replace")[:200].split()
+        with open_inside(run_dir, LOCK) as file:
+            words = file.read(MOST_LOCK).decode("utf-8", "replace").split()
     except (OSError, ValueError):
         return False
     if len(words) != 4 or not words[1].isdecimal():
@@ -101,11 +193,5 @@ def _process_lives(run_dir: Path) -> bool:
         return time.time() - newest < SILENT_S and _modified_s(run_dir / SUMMARY) < newest
     try:
         return bool(psutil.Process(int(words[1])).create_time() <= _modified_s(lock) + 1.0)
-    except psutil.Error:
+    except (psutil.Error, OverflowError):
         return False
-
-
-def _summary_outcome(path: Path) -> object:
-    import msgspec
-
-    return msgspec.json.decode(path.read_bytes(), type=dict[str, object])["outcome"]

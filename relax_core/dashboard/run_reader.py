@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sqlite3
 import threading
 import time
 from collections.abc import Callable
@@ -11,16 +10,29 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
 import msgspec
-import yaml
 
+from relax_core.contracts.foreign_files import decode_json
+from relax_core.contracts.shown_text import shown_line
 from relax_core.dashboard.batch_lives import SampleLife, batch_lives
+from relax_core.dashboard.foreign_yaml import decode_yaml
 from relax_core.dashboard.ledger_drops import event_counts, take_drops
-from relax_core.dashboard.run_folders import SUMMARY, NotInside, inside, run_id, run_state
+from relax_core.dashboard.run_folders import (
+    BROKEN,
+    MOST_NAME,
+    MOST_SUMMARY,
+    SUMMARY,
+    inside,
+    open_inside,
+    reason,
+    run_id,
+    run_name,
+    run_standing,
+)
 from relax_core.dashboard.run_series import RunSeries
 from relax_core.dashboard.run_texts import RunTexts
 from relax_core.dashboard.timeline.event_spans import event_spans
 from relax_core.observe.alarms.alarm_book import FILE as ALARMS
-from relax_core.observe.alarms.alarm_book import read_alarms
+from relax_core.observe.alarms.alarm_book import Alarm, read_alarms
 from relax_core.observe.samples.sample_index import FORMAT, SampleIndex
 from relax_core.observe.samples.sample_records import SAMPLES_FOLDER
 from relax_core.observe.service.records import ACTOR
@@ -30,8 +42,12 @@ REST = 100  # a slow answer is computed anew once 100 times as long as it took h
 NEWEST_S = 1.0  # a call waits so long for the newest samples
 END_S = 10.0
 MOST_ALARMS = 50
-MOST_TEXT_BYTES = 4 * 2**20
+MOST_TEXT_BYTES = 2**20  # of a file that is shown as it is
+MOST_CONFIG = 2**18  # bytes of config.yaml
+READ_S = 5.0  # a call reads metrics.jsonl for so long at most
+SAMPLES_LEFT_OUT = f"{SAMPLES_FOLDER} is no folder of the run, so no sample is shown"
 Answer = TypeVar("Answer")
+SUMMARY_DECODER = msgspec.json.Decoder(dict[str, Any])
 
 
 class Rested(Generic[Answer]):
@@ -67,8 +83,12 @@ class RunReader:
         self._indexing: threading.Thread | None = None
         self.samples_share, self._index_problem, self._closing = 0.0, "", False
         self._wanted, self._read_all = threading.Event(), threading.Event()
-        self._events = Rested(lambda: event_counts(run_dir))
-        self._state = Rested(lambda: run_state(run_dir))
+        none: dict[str, Any] = {}
+        self._events = Rested(lambda: self._tried("ledger.sqlite", lambda: event_counts(run_dir), none))
+        self._standing = Rested(lambda: run_standing(run_dir))
+        self._values = Rested(lambda: self._tried(CONFIG, self._read_config, none))
+        self._outcome = Rested(lambda: self._tried(SUMMARY, self._read_summary, none))
+        self._problems: dict[str, str] = {}  # by file
         self._staleness = Rested(self._count_staleness)
         self._counts = Rested(self._count_samples)
         self.engines = Rested(self._count_engines)
@@ -78,7 +98,8 @@ class RunReader:
     def series(self) -> RunSeries:
         """Returns the run's numbers as of now."""
         with self._lock:
-            while self._read.refresh():
+            until = time.monotonic() + READ_S
+            while self._read.refresh(until) and time.monotonic() < until:
                 pass
             return self._read
 
@@ -91,7 +112,10 @@ class RunReader:
         with self._lock:
             if self._index is None:
                 folder = self.run_dir / SAMPLES_FOLDER
-                if not folder.is_dir() or folder.resolve().parent != self.run_dir.resolve():
+                if not folder.is_dir() or os.path.realpath(folder) != os.path.join(
+                    os.path.realpath(self.run_dir), SAMPLES_FOLDER
+                ):
+                    self._problems[SAMPLES_FOLDER] = SAMPLES_LEFT_OUT if os.path.lexists(folder) else ""
                     return None
                 name = f"{self.run_id}-{folder.stat().st_ino}-{FORMAT}.sqlite"
                 self._index = SampleIndex(self.run_dir, None if self._cache is None else self._cache / name)
@@ -115,20 +139,20 @@ class RunReader:
                     self.samples_share = index.share()
                 self.samples_share, self._index_problem = 1.0, ""
                 self._drops()
-            except (OSError, sqlite3.Error) as error:  # the folder has gone, or the cache's disk is full
-                self._index_problem = f"The samples cannot be read on: {error}."
+            except BROKEN as error:  # a file holds something else, the folder has gone, or the cache's disk is full
+                self._index_problem = f"The samples cannot be read on: {reason('', error)}."
             self._read_all.set()
 
     def overview(self) -> dict[str, Any]:
         """Returns what the head of the page shows: state, progress, expected end, newest values, ledger."""
         series, config, index = self.series(), self.config(), self.samples()
         total = _number(_at(config, "run", "steps"))
-        state, step_s, done = self._state(), series.step_s(), series.steps_done
+        state, step_s, done = self._standing().state, series.step_s(), series.steps_done
         live = state == "live" and step_s is not None and total is not None
-        return {
+        found = {
             "id": self.run_id,
-            "folder": str(self.run_dir),
-            "name": str(config.get("name") or self.run_dir.name),
+            "folder": shown_line(str(self.run_dir)),
+            "name": shown_line(str(config.get("name") or ""))[:MOST_NAME] or run_name(self.run_dir),
             "state": state,
             "steps_done": done,
             "steps": total,
@@ -142,49 +166,65 @@ class RunReader:
             "samples": self._counts(),
             "samples_share": 1.0 if index is None else self.samples_share,
             "staleness": self._staleness(),
-            "problems": [
-                *([series.problem] if series.problem else []),
-                *(index.problems() if index else []),
-                *filter(None, [self._index_problem]),
-            ],
         }
+        own = [self._standing().problem, *self._problems.values(), series.problem, self.texts.problem]
+        of_samples = [*(index.problems() if index else []), self._index_problem]
+        return found | {"problems": list(dict.fromkeys(filter(None, [*own, *of_samples])))}
+
+    def _tried(self, name: str, read: Callable[[], Answer], otherwise: Answer) -> Answer:
+        """Returns what a file says; one that cannot be read costs its own values alone, and a line of the overview."""
+        try:
+            found = read()
+        except FileNotFoundError:
+            self._problems.pop(name, None)
+            return otherwise
+        except BROKEN as error:
+            self._problems[name] = reason(name, error)
+            return otherwise
+        self._problems.pop(name, None)
+        return found
 
     def _alarms(self) -> list[dict[str, Any]]:
         """Returns the newest messages about the run, the newest first."""
-        try:
-            found = read_alarms(inside(self.run_dir, ALARMS), newest=MOST_ALARMS)
-        except (OSError, NotInside):  # there is none, or it is no file of this folder
-            return []
+        found: list[Alarm] = []
+        found = self._tried(ALARMS, lambda: read_alarms(inside(self.run_dir, ALARMS), newest=MOST_ALARMS), found)
         return [msgspec.to_builtins(one) for one in reversed(found)]
 
     def pulse(self) -> dict[str, Any]:
         """Returns the little that tells an open page whether there is something new."""
         series = self.series()
-        return {"state": self._state(), "steps_done": series.steps_done, "points": len(series.tags())}
+        return {"state": self._standing().state, "steps_done": series.steps_done, "points": len(series.tags())}
 
     def config(self) -> dict[str, Any]:
         """Returns the run's configuration, empty if there is none that can be read."""
-        try:
-            found = yaml.safe_load(self.text(CONFIG))
-        except (OSError, ValueError, yaml.YAMLError):
-            return {}
-        return found if isinstance(found, dict) else {}
+        return self._values()
 
     def summary(self) -> dict[str, Any]:
         """Returns summary.json, empty if there is none that can be read."""
-        try:
-            return msgspec.json.decode(self.text(SUMMARY).encode(), type=dict[str, Any])
-        except (OSError, ValueError):
-            return {}
+        return self._outcome()
+
+    def _read_config(self) -> dict[str, Any]:
+        return decode_yaml(self._bytes(CONFIG, MOST_CONFIG).decode("utf-8", "replace"))
+
+    def _read_summary(self) -> dict[str, Any]:
+        return decode_json(self._bytes(SUMMARY, MOST_SUMMARY), SUMMARY_DECODER)
+
+    def _bytes(self, name: str, most: int) -> bytes:
+        with open_inside(self.run_dir, name) as file:
+            data = file.read(most + 1)
+        if len(data) > most:
+            raise ValueError(f"it has more than {most} bytes")
+        return data
 
     def text(self, name: str) -> str:
-        """Returns a file's text, of a large one the first 4 MiB. Raises FileNotFoundError and NotInside."""
-        with inside(self.run_dir, name).open("rb") as file:
+        """Returns a file's text, of a large one the first MiB. Raises FileNotFoundError and NotInside."""
+        with open_inside(self.run_dir, name) as file:
             return file.read(MOST_TEXT_BYTES).decode("utf-8", "replace")
 
     def close(self) -> None:
         """Ends the thread and closes the index."""
         self._closing = True
+        self._wanted.set()  # the thread looks at once
         if self._indexing is not None:
             self._indexing.join(END_S)
         with self._lock:
@@ -197,7 +237,8 @@ class RunReader:
             counts = self._index.staleness()
             if counts:
                 return counts
-        return dict(_at(self.summary(), "staleness", "histogram") or {})
+        counts = _at(self.summary(), "staleness", "histogram")
+        return self._tried(SUMMARY, lambda: msgspec.convert(counts or {}, dict[str, int]), {})
 
     def batch(self, step: int) -> list[SampleLife]:
         """Returns the lives of the samples that ended at a train step. Raises FileNotFoundError if it has not ended."""
@@ -217,8 +258,8 @@ class RunReader:
 
     def _take_drops(self) -> bool:
         assert self._index is not None, "the samples are open"
-        take_drops(self.run_dir, self._index)
-        return True
+        index = self._index
+        return self._tried("the drops in ledger.sqlite", lambda: take_drops(self.run_dir, index), None) is None
 
 
 def cache_folder() -> Path:
@@ -234,4 +275,4 @@ def _at(values: Any, *keys: str) -> Any:
 
 
 def _number(value: Any) -> int | None:
-    return value if isinstance(value, int) else None
+    return value if isinstance(value, int) and 0 <= value < 2**53 else None

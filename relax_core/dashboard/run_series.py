@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
+import time
 from array import array
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Annotated, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
 
-from relax_core.dashboard.run_folders import METRICS, inside
+from relax_core.contracts.foreign_files import decode_json
+from relax_core.dashboard.run_folders import METRICS, open_inside, reason
 from relax_core.observe.service.records import ACTOR, EVAL, RANK, RESUMED, ROLLOUT, RUN
 
 MOST_POINTS = 2000
-READ_BYTES = 32 * 2**20
+READ_BYTES = 4 * 2**20  # at once; no line is longer
+MOST_BYTES = 512 * 2**20  # of the numbers in memory
+RECORD_BYTES, POINT_BYTES = 250, 16
+MOST_TAGS, MOST_TAG = 20_000, 300  # numbers, and characters of a name
+MOST_RESUMES = 1000
 _COUNTS = ("samples", "tokens", "worker")
 _OF_ENGINES = "engine/"  # numbers of the rollout about requests to one engine begin so
 _KEPT: dict[str, Callable[[str], bool]] = {  # source → which of its numbers `Timed` has
@@ -92,9 +99,9 @@ class PackedTimed(NamedTuple):
 
 
 class _Line(msgspec.Struct):
-    source: str
-    step: int
-    time_s: float
+    source: Annotated[str, msgspec.Meta(max_length=MOST_TAG)]
+    step: Annotated[int, msgspec.Meta(ge=-(2**53), le=2**53)]
+    time_s: Annotated[float, msgspec.Meta(ge=0.0, le=1e11)]
     values: dict[str, float | None]
 
 
@@ -142,36 +149,46 @@ class RunSeries:
         self.timed: list[TimedRecord] = []
         self._names: dict[tuple[str, ...], tuple[str, ...]] = {}
         self.problem = ""
+        self._bytes = 0  # about what the numbers take in memory
 
-    def refresh(self) -> int:
-        """Reads the lines that have come since, and returns how many."""
+    def refresh(self, until: float = math.inf) -> int:
+        """Reads the lines that have come since, until a time of the monotonic clock, and returns how many."""
         with self._lock:
-            return self._take_in()
+            return self._take_in(until)
 
-    def _take_in(self) -> int:
+    def _take_in(self, until: float) -> int:
         try:
-            path = inside(self._run_dir, METRICS)
-            with path.open("rb") as file:
+            with open_inside(self._run_dir, METRICS) as file:
                 status = os.fstat(file.fileno())
                 if status.st_ino != self._inode or status.st_size < self._offset:  # another file has its name
                     self._start()
                     self._inode = status.st_ino
                 file.seek(self._offset)
                 data = file.read(READ_BYTES)
-        except (OSError, ValueError):
+        except FileNotFoundError:
+            return 0
+        except (OSError, ValueError) as error:
+            self.problem = reason(METRICS, error)
+            return 0
+        if len(data) == READ_BYTES and b"\n" not in data:
+            self.problem = f"{METRICS}: the line at byte {self._offset} has more than {READ_BYTES} bytes"
+        if self._bytes > MOST_BYTES:
+            self.problem = f"{METRICS}: its numbers take more than {MOST_BYTES} bytes of memory; the rest is left out"
             return 0
         lines = 0
-        end = data.rfind(b"\n") + 1
-        for line in data[:end].splitlines():
+        for line in data[: data.rfind(b"\n") + 1].splitlines(keepends=True):
+            if time.monotonic() > until:
+                break
             try:
-                self._add(self._decoder.decode(line))
+                self._add(decode_json(line, self._decoder))
                 lines += 1
-            except msgspec.DecodeError as error:
-                self.problem = f"{METRICS}: a line is not a record of Relax ({error})"
-        self._offset += end
+            except ValueError as error:
+                self.problem = reason(METRICS, ValueError(f"a line is not a record of Relax ({error})"))
+            self._offset += len(line)
         return lines
 
     def _add(self, line: _Line) -> None:
+        self._bytes += RECORD_BYTES + POINT_BYTES * len(line.values)
         if line.source == RUN and RESUMED in line.values:
             self._undo(line.step)
             return
@@ -187,10 +204,15 @@ class RunSeries:
                 numbers = array("f", ms.values())
                 self.timed.append(PackedTimed(RANK, line.step, line.time_s, len(self.resumes), names, numbers))
                 return  # the ranks have so many numbers that they are shown over time alone
+        new = sum(f"{line.source}/{name}" not in self._points for name in line.values)
+        if new and (len(self._points) + new > MOST_TAGS or max(map(len, line.values)) > MOST_TAG):
+            raise ValueError(f"there are more than {MOST_TAGS} numbers, or a name has more than {MOST_TAG} characters")
         for name, value in line.values.items():
             self._points[f"{line.source}/{name}"].set(line.step, np.nan if value is None else value)
 
     def _undo(self, step: int) -> None:
+        if len(self.resumes) >= MOST_RESUMES:
+            raise ValueError(f"there are more than {MOST_RESUMES} resumes")
         self.resumes.append(step)
         for points in self._points.values():
             points.cut(step)

@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
-from relax_core.dashboard.run_folders import inside
+from relax_core.contracts.foreign_files import decode_json
+from relax_core.dashboard.run_folders import open_inside, reason
 from relax_core.observe.service.records import EVAL
 from relax_core.observe.service.sinks import TEXTS_FILE
 from relax_core.observe.stragglers.straggler_records import STRAGGLER, Straggler, straggler_of_row
 
 READ_BYTES = 32 * 2**20
+REFRESH_S = 5.0  # a call reads for so long at most
+MOST_EVALUATIONS, MOST_STRAGGLERS = 100_000, 10_000
 MOST_SHOWN, MOST_TEXT = 100, 20_000  # rows of an answer, and characters of a text
+Step = Annotated[int, msgspec.Meta(ge=-(2**53), le=2**53)]
 MOST_HISTORY = 64  # evaluations, the newest, in which a prompt is looked up
 
 
 class _Line(msgspec.Struct):
     kind: str
-    step: int
+    step: Step
     rows: list[dict[str, str | int | float | bool | None]]
 
 
@@ -52,15 +57,13 @@ class RunTexts:
     def evaluations(self) -> list[Evaluation]:
         """Returns all evaluations as of now, in order of step."""
         with self._lock:
-            while self._refresh():
-                pass
+            self._refresh_all()
             return [self._found[step] for step in sorted(self._found)]
 
     def stragglers(self) -> list[Straggler]:
         """Returns who was slower than its equals, as the run has told it until now."""
         with self._lock:
-            while self._refresh():
-                pass
+            self._refresh_all()
             return list(self._stragglers.values())
 
     def rows(self, step: int, *, exact: bool | None, words: str, first: int) -> dict[str, Any]:
@@ -87,39 +90,54 @@ class RunTexts:
             found += [{"step": one.step, **_shortened(row)} for row in self._read(one) if row.get("prompt") == prompt]
         return found
 
+    def _refresh_all(self) -> None:
+        until = time.monotonic() + REFRESH_S
+        while self._refresh():
+            if time.monotonic() > until:  # the next call goes on
+                return
+
     def _refresh(self) -> bool:
         try:
-            with inside(self._run_dir, TEXTS_FILE).open("rb") as file:
+            with open_inside(self._run_dir, TEXTS_FILE) as file:
                 if os.fstat(file.fileno()).st_size < self._offset:  # another file has its name
-                    self._offset, self._found, self._stragglers = 0, {}, {}
+                    self._offset, self._found, self._stragglers, self.problem = 0, {}, {}, ""
                 file.seek(self._offset)
                 data = file.read(READ_BYTES)
-        except (OSError, ValueError):
+        except FileNotFoundError:
             return False
+        except (OSError, ValueError) as error:
+            self.problem = reason(TEXTS_FILE, error)
+            return False
+        if len(data) == READ_BYTES and b"\n" not in data:
+            self.problem = f"{TEXTS_FILE}: the line at byte {self._offset} has more than {READ_BYTES} bytes"
         end = data.rfind(b"\n") + 1
         at = self._offset
         for line in data[:end].splitlines(keepends=True):
             try:
-                self._add(self._decoder.decode(line), at, len(line))
-            except msgspec.DecodeError as error:
-                self.problem = f"{TEXTS_FILE}: a line is not a record of Relax ({error})"
+                self._add(decode_json(line, self._decoder), at, len(line))
+            except (ValueError, LookupError, TypeError) as error:
+                self.problem = reason(TEXTS_FILE, ValueError(f"a line is not a record of Relax ({error})"))
             at += len(line)
         self._offset += end
         return end > 0
 
     def _add(self, line: _Line, offset: int, size: int) -> None:
         if line.kind == STRAGGLER:
+            if len(self._stragglers) >= MOST_STRAGGLERS:
+                raise ValueError(f"there are more than {MOST_STRAGGLERS} stragglers")
             for slow in map(straggler_of_row, line.rows):
                 self._stragglers[slow.who, slow.from_step] = slow
         if line.kind == EVAL:
             exact = sum(bool(row.get("exact")) for row in line.rows)
             one = Evaluation(step=line.step, offset=offset, size=size, rows=len(line.rows), exact=exact)
+            if len(self._found) >= MOST_EVALUATIONS:
+                raise ValueError(f"there are more than {MOST_EVALUATIONS} evaluations")
             self._found[line.step] = one
 
     def _read(self, one: Evaluation) -> list[dict[str, Any]]:
-        with inside(self._run_dir, TEXTS_FILE).open("rb") as file:
+        with open_inside(self._run_dir, TEXTS_FILE) as file:
             file.seek(one.offset)
-            return self._decoder.decode(file.read(one.size)).rows
+            return decode_json(file.read(one.size), self._decoder).rows
 
 
 def _shortened(row: dict[str, Any]) -> dict[str, Any]:

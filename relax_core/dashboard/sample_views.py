@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +16,7 @@ import numpy as np
 from relax_core.contracts import columns as c
 from relax_core.contracts.columns import decode_episodes
 from relax_core.contracts.tree import Episode, TokenTree
-from relax_core.dashboard.run_folders import inside
+from relax_core.dashboard.run_folders import inside, reason
 from relax_core.observe.samples.sample_index import SampleIndex, every_id
 from relax_core.observe.samples.sample_reader import (
     SampleText,
@@ -32,6 +33,7 @@ from relax_core.observe.samples.sample_records import (
     TokensAt,
 )
 
+SEARCH_S = 20.0  # a search reads for so long at most
 SEARCHED = 2000  # samples whose text one search reads, the newest that fit the other filters
 PREVIEW = 160  # characters of an answer in a list
 MOST_TOKENS = 20_000  # of one sample on the page: its first and its last half of them
@@ -45,10 +47,11 @@ class SampleViews:
 
     def __init__(self, run_dir: Path, index: SampleIndex) -> None:
         self._run_dir, self._index = run_dir, index
+        self.problem = ""  # why the tokenizer cannot be read
         try:
             self._text: SampleText | None = SampleText(run_dir)
-        except (FileNotFoundError, ValueError):
-            self._text = None
+        except (FileNotFoundError, ValueError) as error:
+            self._text, self.problem = None, "" if isinstance(error, FileNotFoundError) else reason("samples", error)
         self._trees: OrderedDict[tuple[str, int], TokenTree] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -66,7 +69,10 @@ class SampleViews:
         there is no older sample.
         """
         wanted, found, searched, last = words.casefold(), [], 0, None
+        until = time.monotonic() + SEARCH_S
         for row in every_id(self._index, filters, most=SEARCHED, before=before):
+            if time.monotonic() > until:
+                break
             searched, last = searched + 1, row["id"]
             prompt, answer = self._texts(row)
             if wanted in f"{prompt}{answer}".casefold():
@@ -143,7 +149,8 @@ class SampleViews:
         return self._words(ids[:first]), self._words(ids[first:])
 
     def _words(self, ids: np.ndarray) -> str:
-        return " ".join(map(str, ids.tolist())) if self._text is None else self._text.text(ids.tolist())
+        shown = ids[:MOST_TOKENS].tolist()
+        return " ".join(map(str, shown)) if self._text is None else self._text.text(shown)
 
     def _with_preview(self, row: dict[str, Any]) -> dict[str, Any]:
         return {**row, "answer": self._texts(row)[1][:PREVIEW]}

@@ -18,6 +18,7 @@ from relax_core.dashboard.run_series import RunSeries
 from relax_core.dashboard.timeline.event_spans import event_spans
 from relax_core.dashboard.timeline.run_timeline import all_spans
 from relax_core.dashboard.timeline.trace_formats import WRITERS
+from relax_core.observe.terminal.standard_streams import unread_streams
 
 HOW = {
     "chrome": "Open it at https://ui.perfetto.dev or in chrome://tracing.",
@@ -79,4 +80,5 @@ def steps_of(words: str) -> tuple[int, float]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with unread_streams():
+        sys.exit(main())

@@ -9,7 +9,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from relax_core.gateway.problems import Refusal
 
-ADDRESS = "/api/gateway"  # the page's guard stands before it: cookie, Host and Origin
+ADDRESS = "/api/gateway"  # the page's guard stands before it: session, Host and Origin
 _BELOW, _STALL = "/rollout/", "/run/stall"  # the parts of the gateway that the page reaches
 
 

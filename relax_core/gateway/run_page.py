@@ -21,8 +21,8 @@ _BELOW = ("/api/", "/static/")
 class RunPage:
     """Answers the page's addresses and passes all others on to ``routes``.
 
-    A reader exchanges the link's token for a cookie; the run's bearer token opens nothing here. The cookie opens the
-    routes of engines and the report of what the run waits for below the page's own address, to the page alone
+    A reader exchanges the link's token for the key of a session; the run's bearer token opens nothing here. The key
+    opens the routes of engines and the report of what the run waits for below the page's own address, to the page alone
     (`PageOrders`), and no other route of the gateway.
     It follows from the run's token, so a gateway that was started again knows it.
     ``tell_link`` gets each new link, which works once.
@@ -32,8 +32,7 @@ class RunPage:
         self, routes: ASGIApp, settings: GatewaySettings, *, port: int, tell_link: Callable[[str], None]
     ) -> None:
         self._routes = routes
-        cookie = hashlib.blake2b(b"the page of the run", key=settings.token.encode()).hexdigest()
-        session = Session(cookie)
+        session = Session(hashlib.blake2b(b"the page of the run", key=settings.token.encode()).hexdigest())
         names = [*LOOPBACK_NAMES, *settings.hosts]
         url = f"http://{settings.host}:{port}"
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from relax_core.config.options import yaml_options
 from relax_core.families.folder import family_key, folder_architecture
+from relax_core.observe.terminal.standard_streams import unread_streams
 from relax_core.train.hf.check_weights import weight_problems
 from relax_core.train.hf.stored_weights import stored_weights
 
@@ -48,4 +49,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with unread_streams():
+        sys.exit(main())

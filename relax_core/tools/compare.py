@@ -13,6 +13,7 @@ from typing import Any
 from relax_core.observe.results.summary import SUMMARY_FILE
 from relax_core.observe.service.records import ACTOR, EVAL, MetricRecord, by_step, without_undone
 from relax_core.observe.service.sinks import read_metrics
+from relax_core.observe.terminal.standard_streams import unread_streams
 from relax_core.tools.compare_seeds import Spread, mean_curve, settings_of, spread_of
 
 PICTURE = "compare.png"
@@ -279,4 +280,5 @@ def _smooth(values: Sequence[float]) -> list[float]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with unread_streams():
+        sys.exit(main())

@@ -15,6 +15,7 @@ import yaml
 
 from relax_core.config.command_line.rerun import check_powers
 from relax_core.config.own_runs import is_own
+from relax_core.observe.terminal.standard_streams import unread_streams
 from relax_core.tools.make_tiny import tiny_model_folder
 from relax_core.train.checkpoints.checkpoint_store import CONFIG, META, CheckpointStore
 
@@ -94,4 +95,5 @@ def _model_keys(checkpoint: Path) -> tuple[dict[str, Any], bool]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with unread_streams():
+        sys.exit(main())

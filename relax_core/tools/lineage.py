@@ -21,9 +21,25 @@ import msgspec
 
 from relax_core.bus.ledger.ledger_reader import FILTERS, Event, FileCounts, LedgerFile, SampleHistory
 from relax_core.config.errors import nearest
+from relax_core.contracts.foreign_files import decode_json, read_whole
+from relax_core.contracts.shown_text import shown_json, shown_line
 from relax_core.contracts.tree import Episode, Turn, group_uid, sample_uid
+from relax_core.observe.terminal.standard_streams import unread_streams
 
 LEDGER = "ledger.sqlite"
+MOST_SUMMARY = 4 * 2**20  # bytes of a summary.json that are read
+
+
+class _LedgerOver(msgspec.Struct):
+    open: int
+
+
+class _SummaryOver(msgspec.Struct):
+    outcome: str
+    ledger: _LedgerOver
+
+
+_summary = msgspec.json.Decoder(_SummaryOver)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -49,13 +65,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "counts": states(samples),
             "books": counts,
         }
-        print(msgspec.json.encode(answer).decode())
+        print(shown_json(msgspec.json.encode(answer).decode()))
     else:
         for line in (
             *(line for sample in samples for line in sample_lines(sample)),
             *summary_lines(samples, counts, filters),
         ):
-            print(line)
+            print(shown_line(line))
     return 1 if counts.lost or counts.trained_twice else 0
 
 
@@ -102,10 +118,12 @@ def _is_over(run: Path) -> bool:
     A run that was stopped, or resumed with fewer steps than it had groups for, keeps its open samples for a resume.
     """
     try:
-        summary = msgspec.json.decode((run / "summary.json").read_bytes())
+        summary = decode_json(read_whole(run / "summary.json", most_bytes=MOST_SUMMARY), _summary)
     except FileNotFoundError:
         return False
-    return bool(summary["outcome"] == "finished" and summary["ledger"]["open"] == 0)
+    except ValueError as error:
+        raise ValueError(f"{run / 'summary.json'} is no summary of a run: {error}") from error
+    return summary.outcome == "finished" and summary.ledger.open == 0
 
 
 def _other_runs(run: Path) -> str:
@@ -241,4 +259,5 @@ def _counted(counts: dict[str, int]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with unread_streams():
+        sys.exit(main())

@@ -28,6 +28,9 @@ from relax_core.config.plugin_types import plugin_config
 from relax_core.config.reward_choice import RewardChoice
 from relax_core.contracts.checks.plugin_results import WrongResult
 from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput, RewardSpec
+from relax_core.contracts.shown_text import shown_json
+from relax_core.observe.terminal.shown_console import ShownConsole
+from relax_core.observe.terminal.standard_streams import unread_streams
 from relax_core.registry import find_reward
 from relax_core.rollout.rewards.reward_pool import RewardPool
 
@@ -64,9 +67,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     lines = [_line(row, number, output) for row, outputs in found for number, output in enumerate(outputs)]
     if given.json:
         for line in lines:
-            print(json.dumps(line, ensure_ascii=False))
+            print(shown_json(json.dumps(line, ensure_ascii=False)))
     else:
-        _print_table(Console(), lines)
+        _print_table(ShownConsole(), lines)
     return ALL_SCORED if all(line["reward"] is not None for line in lines) else SOME_NOT
 
 
@@ -168,4 +171,5 @@ def _print_table(console: Console, lines: Sequence[Mapping[str, Any]]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with unread_streams():
+        sys.exit(main())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import threading
@@ -11,27 +12,25 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-import uvicorn
-
 from relax_core.dashboard.dashboard_app import Dashboard
 from relax_core.dashboard.page_guard import Session
+from relax_core.dashboard.page_server import PageServer
 
 DEADLINE_S = 60.0
 
 
 class Server:
-    """The page's server in a thread, with a session's cookie."""
+    """The page's server in a thread, with the key of a session."""
 
     def __init__(self, folder: Path) -> None:
         self.session = Session()
         listener = socket.create_server(("127.0.0.1", 0))
         self.port = int(listener.getsockname()[1])
         self.dashboard = Dashboard([folder], cache=None, session=self.session, port=lambda: self.port)
-        config = uvicorn.Config(self.dashboard.app, log_level="error", lifespan="off", timeout_graceful_shutdown=1)
-        self._server = uvicorn.Server(config)
-        self._thread = threading.Thread(target=lambda: self._server.run(sockets=[listener]), daemon=True)
+        self._server = PageServer(self.dashboard.app)
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._server.serve(listener)), daemon=True)
         self._thread.start()
-        self.cookie = ""
+        self.authorization = ""
         deadline = time.monotonic() + DEADLINE_S
         while not self._server.started:
             assert time.monotonic() < deadline
@@ -41,7 +40,7 @@ class Server:
         request = urllib.request.Request(
             f"http://127.0.0.1:{self.port}{path}", data=data, method="POST" if data else "GET"
         )
-        for name, value in ({"Cookie": self.cookie} | headers).items():
+        for name, value in ({"Authorization": self.authorization} | headers).items():
             request.add_header(name, value)
         try:
             with urllib.request.urlopen(request, timeout=DEADLINE_S) as answer:
@@ -55,11 +54,11 @@ class Server:
         return json.loads(body)
 
     def enter(self) -> None:
-        status, headers, _ = self.ask("/api/session", data=self.session.link_token.encode())
-        assert status == 204
-        self.cookie = headers["set-cookie"].split(";")[0]
+        status, _, body = self.ask("/api/session", data=self.session.link_token.encode())
+        assert status == 200
+        self.authorization = f"Bearer {json.loads(body)['session']}"
 
     def stop(self) -> None:
-        self._server.should_exit = True
+        self._server.stop()
         self._thread.join(DEADLINE_S)
         self.dashboard.close()

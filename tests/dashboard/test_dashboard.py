@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from relax_core.dashboard.dashboard_command import main
-from relax_core.dashboard.page_guard import POLICY, cookie_name
+from relax_core.dashboard.page_guard import POLICY
 from relax_core.dashboard.run_folders import NotInside, find_runs, inside, run_id, run_state
 from relax_core.dashboard.run_logs import log_chunk, log_files, search_log
 from relax_core.dashboard.run_reader import RunReader
@@ -42,21 +42,21 @@ def base(run_dir: Path) -> str:
     return f"/api/run/{run_id(run_dir.resolve())}"
 
 
-def test_a_link_works_once_and_its_cookie_is_out_of_reach_of_scripts(run_dir: Path) -> None:
+def test_a_link_works_once_and_gives_the_key_of_a_session(run_dir: Path) -> None:
     made = Server(run_dir)
     try:
         token = made.session.link_token.encode()
         assert made.ask("/api/runs")[0] == 401
         assert made.ask("/api/session", data=b"wrong")[0] == 401
         assert made.ask("/api/session", data=b"x" * 9000)[0] == 413
-        status, headers, _ = made.ask("/api/session", data=token)
-        assert status == 204
-        flags = headers["set-cookie"].lower()
-        assert "httponly" in flags
-        assert "samesite=strict" in flags
+        status, headers, body = made.ask("/api/session", data=token)
+        assert status == 200 and "set-cookie" not in headers
+        key = json.loads(body)["session"]
         assert made.ask("/api/session", data=token)[0] == 401
-        assert made.ask("/api/runs", Cookie=f"{cookie_name(made.port)}=guess")[0] == 401
-        assert made.ask("/api/runs", Cookie=headers["set-cookie"].split(";")[0])[0] == 200
+        for wrong in ("", "Bearer guess", f"Basic {key}", key, f"Bearer {key}x", "Bearer \xff"):
+            assert made.ask("/api/runs", Authorization=wrong)[0] == 401, wrong
+        assert made.ask("/api/runs", Cookie=f"relax_dashboard_{made.port}={key}")[0] == 401
+        assert made.ask("/api/runs", Authorization=f"Bearer {key}")[0] == 200
     finally:
         made.stop()
 
@@ -189,7 +189,8 @@ def test_configuration_logs_and_lineage(server: Server, base: str) -> None:
 
 
 def test_the_stream_tells_at_once(server: Server, base: str) -> None:
-    request = urllib.request.Request(f"http://127.0.0.1:{server.port}{base}/stream", headers={"Cookie": server.cookie})
+    address, known = f"http://127.0.0.1:{server.port}{base}/stream", {"Authorization": server.authorization}
+    request = urllib.request.Request(address, headers=known)
     with urllib.request.urlopen(request, timeout=DEADLINE_S) as answer:
         assert json.loads(answer.readline().removeprefix(b"data: ")) == {
             "state": "finished",
@@ -239,6 +240,10 @@ def test_the_state_of_a_run(tmp_path: Path) -> None:
     os.utime(lock, (1.0, 1.0))
     (tmp_path / "summary.json").write_text('{"outcome":"stopped"}')
     assert run_state(tmp_path) == "stopped"
+    (tmp_path / "summary.json").write_text(json.dumps({"outcome": "failed: \x1b[31mit\nraised"}))
+    assert run_state(tmp_path) == "failed: U+001B[31mit raised"
+    (tmp_path / "summary.json").write_text("{}")
+    assert run_state(tmp_path) == "unreadable"
 
 
 def test_links_lead_nowhere(run_dir: Path, tmp_path: Path) -> None:

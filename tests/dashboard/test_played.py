@@ -83,7 +83,7 @@ def test_the_page_gets_the_files_and_parts_of_them(played: tuple[Server, str, li
     assert server.ask(f"{base}/media/{film.digest}")[1]["content-type"] == "video/mp4"
     status, headers, body = server.ask(f"{base}/media/{sound.digest}", Range="bytes=100-199")
     assert (status, body) == (206, SOUND[100:200])
-    assert server.ask(f"{base}/media/{sound.digest}", Cookie="none=1")[0] == 401
+    assert server.ask(f"{base}/media/{sound.digest}", Authorization="")[0] == 401
 
 
 def test_what_is_no_sound_or_video_of_the_run_is_not_given(

@@ -33,29 +33,30 @@ class Reader:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self.cookie = ""
+        self.authorization = ""
 
     def address(self) -> GatewayAddress:
         return GatewayAddress(**json.loads((self._folder / FILE).read_text()))
 
     def ask(self, route: str, *, data: bytes | None = None, **headers: str) -> tuple[int, bytes]:
-        given = {"Cookie": self.cookie} | headers
+        given = {"Authorization": self.authorization} | headers
         request = urllib.request.Request(self.address().url + route, data=data, headers=given)
         try:
             with urllib.request.urlopen(request, timeout=DEADLINE_S) as answer:
-                if cookie := answer.headers["set-cookie"]:
-                    self.cookie = cookie.split(";")[0]
                 return answer.status, answer.read()
         except urllib.error.HTTPError as error:
             with error:
                 return error.code, error.read()
 
     def exchange(self, link: str) -> int:
-        return self.ask("/api/session", data=link.partition("#token=")[2].encode())[0]
+        status, body = self.ask("/api/session", data=link.partition("#token=")[2].encode())
+        if status == 200:
+            self.authorization = f"Bearer {json.loads(body)['session']}"
+        return status
 
 
 def assert_orders(reader: Reader, *, origin: str) -> None:
-    """The page reads engines, and orders them if its cookie and its Origin say that it is the page."""
+    """The page reads engines, and orders them if its session and its Origin say that it is the page."""
     order = json.dumps({"num_replicas": 1, "dry_run": True}).encode()
     given = {"data": order, "Content-Type": "application/json"}
     route, asked = "/api/gateway/rollout/scale_out", given | {"Origin": origin}
@@ -66,17 +67,17 @@ def assert_orders(reader: Reader, *, origin: str) -> None:
     for foreign in ("http://elsewhere.example", "null", origin.replace("http:", "https:"), f"{origin}0"):
         assert reader.ask(route, **given, Origin=foreign)[0] == 403, foreign
     assert reader.ask(route, **asked, Host="elsewhere.example")[0] == 403
-    assert reader.ask(route, **asked, Cookie="")[0] == 401
+    assert reader.ask(route, **asked, Authorization="")[0] == 401
     assert reader.ask(route, data=b"num_replicas=1", Origin=origin)[0] == 415, "a form"
     status, told = reader.ask("/api/gateway/run/stall", **asked)
     assert (status, json.loads(told)["type"]) == (503, "urn:relax:problem:run-starts")
     assert reader.ask("/api/gateway/run/stall", **given)[0] == 403, "a form of another site asks for no report"
-    assert reader.ask("/api/gateway/run/stall", **asked, Cookie="")[0] == 401
+    assert reader.ask("/api/gateway/run/stall", **asked, Authorization="")[0] == 401
     for elsewhere in ("/run", "/run/stall/", "/run/stall2", "/run/stop", "/openapi.json", "/rollout", "/../run", ""):
         assert reader.ask(f"/api/gateway{elsewhere}", data=b"{}", Origin=origin)[0] == 404, elsewhere
 
 
-def test_a_link_opens_the_page_once_and_the_cookie_outlives_the_gateway(
+def test_a_link_opens_the_page_once_and_the_session_outlives_the_gateway(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -94,16 +95,16 @@ def test_a_link_opens_the_page_once_and_the_cookie_outlives_the_gateway(
         assert reader.ask("/api/runs")[0] == 401
         assert reader.ask("/api/runs", Authorization=bearer)[0] == 401, "the run's token opens no page"
         assert reader.ask("/", Host="elsewhere.example")[0] == 403
-        assert reader.exchange(first.page) == 204
+        assert reader.exchange(first.page) == 200
         status, body = reader.ask("/api/runs")
         assert status == 200 and [one["name"] for one in json.loads(body)] == ["run"]
-        assert reader.ask("/rollout/engines")[0] == 401, "the cookie opens the routes below the page's address alone"
+        assert reader.ask("/rollout/engines")[0] == 401, "the session opens the routes below the page's address alone"
         assert_orders(reader, origin=first.url)
         assert reader.ask("/rollout/engines", Authorization=bearer)[0] == 200
 
         second = reader.address()
         assert second.page != first.page and (second.url, second.token) == (first.url, first.token)
-        assert Reader(folder).exchange(first.page) == 401 and Reader(folder).exchange(second.page) == 204
+        assert Reader(folder).exchange(first.page) == 401 and Reader(folder).exchange(second.page) == 200
 
         os.kill(process.pid, signal.SIGKILL)
         deadline = time.monotonic() + DEADLINE_S

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import sqlite3
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import msgspec
 
+from relax_core.bus.ledger.foreign_database import bounded_rows, foreign_database
 from relax_core.contracts.columns import decode_episodes
 from relax_core.contracts.tree import Episode
 
+TABLES = {"events", "rolled_back", "generated"}
 BUSY_S = 10.0  # a read waits this long for a writer's lock
 SETTLE_S = 2.0  # all ends of a group are on disk this long after the first of them
 FILTERS = ("uid", "group", "step", "reason")
@@ -77,14 +78,16 @@ class EngineShare(msgspec.Struct, kw_only=True):
 
 
 class LedgerFile:
-    """Reads a ledger file as a context manager; it never writes. Raises FileNotFoundError if there is no such file."""
+    """Reads a ledger file as a context manager; it never writes.
 
-    def __init__(self, path: Path) -> None:
-        if not path.is_file():
-            raise FileNotFoundError(path)
-        # If there is no write-ahead log, no process has the file open. Opened as immutable, it needs no lock file.
-        immutable = "" if path.with_name(f"{path.name}-wal").exists() else "&immutable=1"
-        self._database = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro{immutable}", uri=True, timeout=BUSY_S)
+    All reads together may take ``seconds``, and the rows of each ``most_bytes`` of memory; for None there is no limit.
+    Raises what `foreign_database` raises; the methods raise sqlite3.Error for a damaged file or the end of the time,
+    and ValueError for too many rows.
+    """
+
+    def __init__(self, path: Path, *, seconds: float | None = None, most_bytes: int | None = None) -> None:
+        self._database = foreign_database(path, tables=TABLES, busy_s=BUSY_S, seconds=seconds)
+        self._most_bytes = most_bytes
         self._made: dict[int, dict[str, Episode]] = {}
 
     def __enter__(self) -> Self:
@@ -106,7 +109,7 @@ class LedgerFile:
         tables = ["events"] if {"step", "reason"} & filters.keys() else ["events", "rolled_back"]
         matching = " UNION ".join(f"SELECT uid FROM {table} WHERE {where}" for table in tables)
         found: dict[str, list[tuple[Any, ...]]] = {}
-        rows = self._database.execute(
+        rows = self._rows(
             f"WITH matching AS ({matching}) "
             f"SELECT {_EVENT}, 0 FROM events WHERE uid IN matching UNION ALL "
             f"SELECT {_EVENT}, 1 FROM rolled_back WHERE uid IN matching ORDER BY id",
@@ -118,6 +121,9 @@ class LedgerFile:
             self._sample_events(uid, rows)
             for uid, rows in sorted(found.items(), key=lambda item: _issue_order(item[0]))
         ]
+
+    def _rows(self, query: str, values: Sequence[Any] = ()) -> Iterator[tuple[Any, ...]]:
+        return bounded_rows(self._database.execute(query, values), most_bytes=self._most_bytes)
 
     def _sample_events(self, uid: str, rows: list[tuple[Any, ...]]) -> SampleHistory:
         events = [
@@ -184,7 +190,7 @@ class LedgerFile:
     def engine_shares(self) -> dict[str, EngineShare]:
         """Returns the share of each engine in all groups that were put on the bus, those that were undone included."""
         shares: defaultdict[str, EngineShare] = defaultdict(EngineShare)
-        for (episodes,) in self._database.execute("SELECT episodes FROM generated"):
+        for (episodes,) in self._rows("SELECT episodes FROM generated"):
             for one in decode_episodes(episodes):
                 for engine in {turn.engine for turn in one.turns}:
                     shares[engine].samples += 1
@@ -193,7 +199,7 @@ class LedgerFile:
         return dict(shares)
 
     def _all_events(self) -> Iterator[tuple[str, str, str, str, float]]:
-        return self._database.execute("SELECT event, uid, group_uid, reason, time FROM events ORDER BY id")
+        return self._rows("SELECT event, uid, group_uid, reason, time FROM events ORDER BY id")
 
     def last_uid(self) -> str | None:
         """Returns the uid that was issued last; None for an empty ledger."""
@@ -209,7 +215,7 @@ class LedgerFile:
 
     def reasons(self) -> dict[str, int]:
         """Returns every reason that events give, with the number of events."""
-        return dict(self._database.execute("SELECT reason, COUNT(*) FROM events WHERE reason != '' GROUP BY reason"))
+        return dict(self._rows("SELECT reason, COUNT(*) FROM events WHERE reason != '' GROUP BY reason"))
 
 
 def _issue_order(uid: str) -> tuple[str, int]:

@@ -1,17 +1,72 @@
 // Asks the server. An answer that is no success becomes an Error with the server's words.
 
-export async function ask(path, query = {}) {
-  const given = new URLSearchParams(Object.entries(query).filter(([, value]) => value !== "" && value !== undefined));
-  const words = given.toString();
-  const response = await fetch(`/api/${path}${words ? `?${words}` : ""}`, { headers: { accept: "application/json" } });
+// The key of the session lies in the storage of this tab, which belongs to this address and port alone. A cookie would go to every port of the machine.
+const KEY = "relax.session";
+const HANDED_MS = 300; // how long a new tab waits for one that has the key
+let key = sessionStorage.getItem(KEY) ?? "";
+const tabs = new BroadcastChannel(KEY); // reaches the tabs of this address and port alone
+
+tabs.addEventListener("message", ({ data }) => {
+  if (data === "" && key) tabs.postMessage(key);
+  else if (data && !key) keep(data);
+});
+
+function keep(given) {
+  key = given;
+  sessionStorage.setItem(KEY, key);
+}
+
+// Waits until this tab has the key, or no other tab has it.
+export function entered() {
+  if (key) return Promise.resolve();
+  return new Promise((resolve) => {
+    tabs.addEventListener("message", () => resolve(), { once: true });
+    tabs.postMessage("");
+    setTimeout(resolve, HANDED_MS);
+  });
+}
+
+function send(path, given = {}) {
+  return fetch(`/api/${path}`, { ...given, headers: { ...given.headers, authorization: `Bearer ${key}` } });
+}
+
+async function answered(path, given) {
+  const response = await send(path, given);
   if (!response.ok) throw new Error(await response.text());
-  return response.json();
+  return response;
+}
+
+function withQuery(path, query) {
+  const words = new URLSearchParams(Object.entries(query).filter(([, value]) => value !== "" && value !== undefined)).toString();
+  return words ? `${path}?${words}` : path;
+}
+
+export async function ask(path, query = {}) {
+  return (await answered(withQuery(path, query), { headers: { accept: "application/json" } })).json();
+}
+
+// The address, for this page alone, of a file that the server gives: an element cannot send the session's key itself.
+export async function fileAddress(path) {
+  return URL.createObjectURL(await (await answered(path)).blob());
+}
+
+// Yields the text of each event of a stream until it ends.
+export async function* events(path, signal) {
+  const reader = (await answered(path, { signal })).body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    const { done, value } = await reader.read();
+    if (done) return;
+    const parts = (rest + value).split("\n\n");
+    rest = parts.pop();
+    for (const part of parts) yield part.replace(/^data: /, "");
+  }
 }
 
 // Sends a body to a route of the run's gateway, or reads one if there is no body. null: the page is not that of a gateway.
 export async function gateway(path, body) {
   const given = body === undefined ? {} : { method: "POST", body: JSON.stringify(body), headers: { "content-type": "application/json" } };
-  const response = await fetch(`/api/gateway/${path}`, given);
+  const response = await send(`gateway/${path}`, given);
   if (response.ok) return response.json();
   if (response.status === 404 && body === undefined) return null;
   const problem = await response.json();
@@ -21,10 +76,9 @@ export async function gateway(path, body) {
 export async function exchange(token) {
   const response = await fetch("/api/session", { method: "POST", body: token });
   if (!response.ok) throw new Error(await response.text());
+  keep((await response.json()).session);
 }
 
 export function address(run, view, query = {}) {
-  const given = new URLSearchParams(Object.entries(query).filter(([, value]) => value !== "" && value !== undefined));
-  const words = given.toString();
-  return `#/${run}/${view}${words ? `?${words}` : ""}`;
+  return `#/${withQuery(`${run}/${view}`, query)}`;
 }

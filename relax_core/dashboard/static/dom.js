@@ -1,10 +1,23 @@
-// Makes elements. Text is only ever a text node, so no word of a model or of a run becomes markup.
+// Makes elements. Text is only ever a text node, so no word of a model or of a run becomes markup, and every text node
+// and every attribute that is read shows hidden characters by their code.
+
+// Control characters, and those that are not seen or turn the direction of text, which would hide what a sample says.
+// relax_core/contracts/shown_text.py has the same list for the terminal.
+const HIDDEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u2028-\u202e\u2060-\u206f\u3164\ufe00-\ufe0e\ufeff\uffa0\ufff0-\ufffb\ud800-\udfff\u{1d173}-\u{1d17a}\u{e0000}-\u{e0fff}]/gu;
+const READ = new Set(["title", "aria-label", "alt", "placeholder", "label"]);
+
+const code = (character) => `U+${character.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}`;
+
+export function visible(text) {
+  return text.replace(HIDDEN, code);
+}
 
 export function h(name, properties = {}, ...children) {
   const element = document.createElement(name);
   for (const [key, value] of Object.entries(properties)) {
     if (value === null || value === undefined || value === false) continue;
-    if (key.startsWith("on")) element.addEventListener(key.slice(2), value);
+    if (READ.has(key)) element.setAttribute(key, visible(String(value)));
+    else if (key.startsWith("on")) element.addEventListener(key.slice(2), value);
     else if (key === "class") element.className = value;
     else if (key in element && key !== "list") element[key] = value;
     else element.setAttribute(key, value === true ? "" : value);
@@ -14,19 +27,16 @@ export function h(name, properties = {}, ...children) {
 }
 
 function nodeOf(child) {
-  return child instanceof Node ? child : document.createTextNode(String(child));
+  return child instanceof Node ? child : document.createTextNode(visible(String(child)));
 }
 
-// Control characters and those that turn the direction of text, which would hide what a sample says.
-const HIDDEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb]/gu;
-
+// Text of a model or a run, with a mark around each code.
 export function foreign(text) {
   const found = document.createDocumentFragment();
   let last = 0;
   for (const match of text.matchAll(HIDDEN)) {
     found.append(document.createTextNode(text.slice(last, match.index)));
-    const code = match[0].codePointAt(0).toString(16).toUpperCase().padStart(4, "0");
-    found.append(h("span", { class: "control", title: "a character that is not shown" }, `U+${code}`));
+    found.append(h("span", { class: "control", title: "a character that is not shown" }, code(match[0])));
     last = match.index + match[0].length;
   }
   found.append(document.createTextNode(text.slice(last)));

@@ -1,6 +1,6 @@
 // Starts the page: exchanges the link's token, keeps the address and the views together, and listens to the run.
-import { address, ask, exchange } from "./api.js";
-import { h, problem } from "./dom.js";
+import { address, ask, entered, events, exchange } from "./api.js";
+import { h, problem, visible } from "./dom.js";
 import * as compare from "./views/compare.js";
 import * as config from "./views/config.js";
 import * as engines from "./views/engines.js";
@@ -13,12 +13,13 @@ import * as samples from "./views/samples.js";
 
 const VIEWS = { run, samples, evaluation, pipeline, engines, config, logs, lineage, compare };
 const WORDS = { run: "Run", samples: "Samples", evaluation: "Evaluation", pipeline: "Pipeline", engines: "Engines", config: "Config", logs: "Logs", lineage: "Lineage", compare: "Compare" };
+const AGAIN_MS = 3000; // between the end of a stream and the next one
 const main = document.getElementById("main");
 const select = document.getElementById("runs");
 const badge = document.getElementById("state");
 let runs = [];
 let shown = null; // the view that is open, with update(pulse) and leave()
-let stream = null;
+let stream = null; // ends the stream of the run that is open
 let open = "";
 
 function parsed() {
@@ -28,7 +29,7 @@ function parsed() {
 }
 
 function state(words) {
-  badge.textContent = words;
+  badge.textContent = visible(words);
   badge.className = `badge ${words}`;
 }
 
@@ -44,7 +45,7 @@ async function show() {
   const links = Object.keys(VIEWS).map((name) => h("a", { href: address(chosen.id, name), "aria-current": name === view ? "page" : false }, WORDS[name]));
   document.getElementById("views").replaceChildren(...links);
   links.find((link) => link.ariaCurrent)?.scrollIntoView({ block: "nearest", inline: "nearest" });
-  document.title = `${WORDS[view]} · ${chosen.name} · Relax`;
+  document.title = `${WORDS[view]} · ${visible(chosen.name)} · Relax`;
   shown?.leave?.();
   shown = null;
   listen(chosen.id);
@@ -62,25 +63,37 @@ async function show() {
 
 function listen(id) {
   if (stream && open === id) return;
-  stream?.close();
+  stream?.abort();
   open = id;
   stream = null;
   if (document.hidden) return;
+  stream = new AbortController();
+  follow(id, stream.signal);
+}
+
+// Reads the run's stream until it is told to end, and begins again if the server ends it.
+async function follow(id, signal) {
   let last = "";
-  stream = new EventSource(`/api/run/${id}/stream`);
-  stream.onmessage = (event) => {
-    if (event.data === last) return;
-    const first = !last;
-    last = event.data;
-    const pulse = JSON.parse(event.data);
-    state(pulse.state);
-    if (!first) shown?.update?.(pulse);
-  };
+  while (!signal.aborted) {
+    try {
+      for await (const data of events(`run/${id}/stream`, signal)) {
+        if (data === last) continue;
+        const first = !last;
+        last = data;
+        const pulse = JSON.parse(data);
+        state(pulse.state);
+        if (!first) shown?.update?.(pulse);
+      }
+    } catch (error) {
+      if (signal.aborted) return;
+    }
+    await new Promise((resolve) => { setTimeout(resolve, AGAIN_MS); });
+  }
 }
 
 document.addEventListener("visibilitychange", () => {
   if (document.hidden) {
-    stream?.close();
+    stream?.abort();
     stream = null;
   } else if (open) {
     listen(open);
@@ -95,7 +108,7 @@ async function load() {
     main.replaceChildren(problem(error));
     return;
   }
-  select.replaceChildren(...runs.map((one) => h("option", { value: one.id, title: one.folder }, `${one.name} – ${one.state} – ${one.folder}`)));
+  select.replaceChildren(...runs.map((one) => h("option", { value: one.id, title: one.folder }, [one.name, one.state, one.folder, one.problem].filter(Boolean).join(" – "))));
   await show();
 }
 
@@ -111,4 +124,4 @@ function enter() {
   return true;
 }
 
-if (!enter()) load();
+if (!enter()) entered().then(load);

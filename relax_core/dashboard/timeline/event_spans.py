@@ -12,13 +12,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
-from relax_core.dashboard.run_folders import SUMMARY, inside
+from relax_core.bus.ledger.foreign_database import bounded_rows
+from relax_core.contracts.foreign_files import decode_json, read_whole
+from relax_core.dashboard.run_folders import BROKEN, SUMMARY, inside, reason
 from relax_core.dashboard.run_series import TimedRecord
-from relax_core.dashboard.sqlite_files import connect, readable_database
+from relax_core.dashboard.sqlite_files import MOST_ROW_BYTES, connect, readable_database
 from relax_core.dashboard.timeline.timeline_spans import Span
 from relax_core.observe.service.records import ACTOR
 
@@ -28,6 +29,8 @@ BOOK = "operations.sqlite"
 IN_PLACE = 1  # the tier of a recovery that is a restart of one process
 ENDED = ("ACTIVE", "COMPLETED", "NOOP", "FAILED", "CANCELLED")  # states of an order that changes no more
 MOST_ORDERS = 1000  # the newest ones
+MOST_STATES = 100  # of an order
+MOST_FILE = 4 * 2**20  # bytes of a JSON file
 MOST_NAMED = 4  # engines of an order that its name has
 
 
@@ -56,6 +59,11 @@ class _Ended(msgspec.Struct):
     operations: list[_Order] = []
 
 
+_recoveries_decoder = msgspec.json.Decoder(list[_Recovery])
+_ended_decoder = msgspec.json.Decoder(_Ended)
+_engines_decoder = msgspec.json.Decoder(list[int | str])
+
+
 def event_spans(run_dir: Path, timed: Sequence[TimedRecord]) -> tuple[list[Span], list[str]]:
     """Returns the spans of restarts, recoveries and orders of a run, and sentences about files that cannot be read.
 
@@ -67,13 +75,14 @@ def event_spans(run_dir: Path, timed: Sequence[TimedRecord]) -> tuple[list[Span]
     newest_s = max((one.end_s for one in timed), default=0.0)
     try:
         spans += _recovery_spans(_recoveries(run_dir), ends, newest_s)
-    except (OSError, ValueError) as error:
-        problems.append(f"{'/'.join(FILE)} cannot be read, so no restart and no recovery is shown: {error}.")
+    except BROKEN as error:
+        words = reason("", error)
+        problems.append(f"{'/'.join(FILE)} cannot be read, so no restart and no recovery is shown: {words}.")
     try:
         for order in _orders(run_dir):
             spans += _order_spans(order, ends, newest_s)
-    except (OSError, ValueError, sqlite3.Error) as error:
-        problems.append(f"The orders of the run cannot be read just now: {error}.")
+    except BROKEN as error:
+        problems.append(f"The orders of the run cannot be read just now: {reason('', error)}.")
     return spans, problems
 
 
@@ -82,7 +91,7 @@ def _recoveries(run_dir: Path) -> list[_Recovery]:
         path = inside(run_dir, *FILE)
     except FileNotFoundError:  # nothing was lost
         return []
-    return msgspec.json.decode(path.read_bytes(), type=list[_Recovery])
+    return decode_json(read_whole(path, most_bytes=MOST_FILE), _recoveries_decoder)
 
 
 def _recovery_spans(
@@ -110,23 +119,26 @@ def _orders(run_dir: Path) -> list[_Order]:
     """Returns the newest orders, the oldest of them first. Raises OSError, ValueError and sqlite3.Error."""
     path = readable_database(run_dir, BOOK)
     if path is not None:
-        with closing(connect(path)) as database:
+        with closing(connect(path, "orders", "states")) as database:
             return _orders_of_book(database)
     try:
-        return msgspec.json.decode(inside(run_dir, SUMMARY).read_bytes(), type=_Ended).operations
+        return decode_json(read_whole(inside(run_dir, SUMMARY), most_bytes=MOST_FILE), _ended_decoder).operations
     except FileNotFoundError:  # the run goes on, or it had no gateway
         return []
 
 
 def _orders_of_book(database: sqlite3.Connection) -> list[_Order]:
     columns = "SELECT id, kind, engines, failure FROM orders ORDER BY number DESC LIMIT ?"
-    rows = database.execute(columns, (MOST_ORDERS,)).fetchall()
+    rows = list(bounded_rows(database.execute(columns, (MOST_ORDERS,)), most_bytes=MOST_ROW_BYTES))
     found = []
     for name, kind, engines, failure in reversed(rows):
-        states = database.execute("SELECT state, at FROM states WHERE id = ? ORDER BY rowid", (name,))
-        history = [_StateAt(state, at) for state, at in states]
-        numbers: list[Any] = msgspec.json.decode(engines)
-        found.append(_Order(kind, [f"engine-{number}" for number in numbers], failure, history))
+        states = database.execute(
+            "SELECT state, at FROM states WHERE id = ? ORDER BY rowid LIMIT ?", (name, MOST_STATES)
+        )
+        history = [{"state": state, "at": at} for state, at in states]
+        numbers = decode_json(str(engines).encode("utf-8", "replace"), _engines_decoder)
+        fields = {"kind": kind, "engine_ids": [f"engine-{one}" for one in numbers], "failure": failure}
+        found.append(msgspec.convert(fields | {"history": history}, _Order))
     return found
 
 

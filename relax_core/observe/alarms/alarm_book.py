@@ -13,6 +13,8 @@ from typing import Literal
 
 import msgspec
 
+from relax_core.contracts.foreign_files import decode_json, open_plain
+
 FILE = "alarms.jsonl"
 MOST_READ_BYTES = 1 << 20  # of the end of the file
 MOST_CAUSES = 10_000  # that are remembered; the oldest are forgotten first
@@ -32,6 +34,9 @@ class Alarm(msgspec.Struct, frozen=True, kw_only=True):
     title: str
     text: str
     left_out: int = 0
+
+
+_decoder = msgspec.json.Decoder(Alarm)
 
 
 class AlarmBook:
@@ -104,7 +109,7 @@ def _end_last_line(file: Path) -> None:
 def read_alarms(file: Path, *, newest: int | None = None) -> list[Alarm]:
     """Returns the ``newest`` messages of a file, the oldest first; a line that cannot be read is left out."""
     try:
-        with file.open("rb") as opened:
+        with open_plain(file) as opened:
             size = opened.seek(0, os.SEEK_END)
             opened.seek(max(0, size - MOST_READ_BYTES))
             lines = opened.read().splitlines()
@@ -113,7 +118,7 @@ def read_alarms(file: Path, *, newest: int | None = None) -> list[Alarm]:
     found = []
     for line in lines if newest is None else lines[-newest:]:
         try:
-            found.append(msgspec.json.decode(line, type=Alarm))
-        except (msgspec.DecodeError, UnicodeDecodeError):
+            found.append(decode_json(line, _decoder))
+        except ValueError:
             continue
     return found

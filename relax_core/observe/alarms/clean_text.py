@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 
 from relax_core.config.redaction import REDACTED, USER_INFO
+from relax_core.contracts.shown_text import shown
 
 MOST_CHARACTERS = 500
 _SECRET_NAME = re.compile(r"token|secret|password|passwd|api_?key|credential|auth", re.IGNORECASE)
@@ -19,7 +20,6 @@ _SECRETS = (
 )
 _ERROR_NAME = re.compile(r"\b[A-Z]\w*(?:Error|Exception|Warning|Timeout|Lost)\b(?=:)")
 _SHORTEST = 6  # characters of a variable's value that may be a secret
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 def clean(text: str, *, environment: Mapping[str, str] = os.environ) -> str:
@@ -36,4 +36,4 @@ def clean(text: str, *, environment: Mapping[str, str] = os.environ) -> str:
             text = text.replace(value, REDACTED)
     for secret in _SECRETS:
         text = secret.sub(REDACTED, text)
-    return _CONTROL.sub(" ", text)[:MOST_CHARACTERS]
+    return shown(text)[:MOST_CHARACTERS]

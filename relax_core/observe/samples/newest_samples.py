@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from relax_core.contracts.columns import decode_episodes
+from relax_core.contracts.shown_text import shown
 from relax_core.observe.samples.sample_reader import (
     SampleText,
     TokensRemoved,
@@ -81,6 +82,5 @@ def _next_multiple(step: int, every: int) -> int:
 
 def _on_one_line(text: str, *, most: int) -> str:
     """Returns the beginning of a text of a model, in which no character moves the cursor or turns the direction."""
-    line = text.replace("\n", "↵")[:most]
-    shown = "".join(one if one.isprintable() else f"U+{ord(one):04X}" for one in line)
-    return shown if len(text) <= most else f"{shown}…"
+    line = shown(text.replace("\n", "↵")[:most])
+    return line if len(text) <= most else f"{line}…"

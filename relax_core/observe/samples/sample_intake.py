@@ -23,6 +23,7 @@ from relax_core.observe.samples.sample_records import (
     TrainedRecord,
 )
 
+MOST_ATTEMPTS = 1000  # services that were started together, in the life of a run
 REFRESH_BYTES = 2**20  # of each file at most, so that the caller's lock is free again soon
 _TABLES = """
     CREATE TABLE IF NOT EXISTS files (name TEXT PRIMARY KEY, offset INTEGER, problem TEXT);
@@ -107,7 +108,7 @@ class SampleIntake:
                 record = decode_numbers(frame)
                 time_s = max(time_s, record.time_s)  # a clock that was set back does not change the order of a file
                 entries.append((time_s, record, _At(name, frame)))
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             self._database.execute("UPDATE files SET problem = ? WHERE name = ?", (f"{name}: {error}", name))
             cut = False
         return _Chunk(entries, entries[-1][0] if cut and entries else math.inf)
@@ -142,6 +143,8 @@ class SampleIntake:
         known = [row["attempt"] for row in self._database.execute("SELECT attempt FROM attempts")]
         if record.attempt in known:
             return
+        if len(known) >= MOST_ATTEMPTS:
+            raise ValueError(f"there are more than {MOST_ATTEMPTS} attempts")
         values = (record.attempt, record.start_step, record.time_s)
         self._database.execute("INSERT INTO attempts VALUES (?, ?, ?)", values)
         if not known:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import msgspec
@@ -13,6 +15,7 @@ import numpy as np
 from relax_core.contracts import columns as c
 from relax_core.contracts.bus import LeasedGroup
 from relax_core.contracts.columns import decode_tree
+from relax_core.contracts.foreign_files import NotPlain, open_plain, read_whole
 from relax_core.contracts.tree import TokenTree
 from relax_core.observe.samples.sample_records import (
     NUMBERS_SUFFIX,
@@ -25,11 +28,15 @@ from relax_core.observe.samples.sample_records import (
     Numbers,
     TokensAt,
     TrainedTokens,
+    check_frame,
     split_frames,
 )
 
 _OWN_NAME = re.compile(r"[\w-]+\.\d+(\.tokens-\d+)?\.msgpack")
 READ_BYTES = 16 * 2**20
+MOST_FILES = 20_000  # entries of the folder of samples
+MOST_NUMBERS_BYTES, MOST_TOKENS_BYTES = 8 * 2**20, 128 * 2**20  # of one frame
+MOST_TOKENIZER_BYTES, MOST_TOKEN, MOST_DECODER_BYTES = 64 * 2**20, 2048, 4096
 REPLACEMENT = "\ufffd"  # stands for bytes that are no character yet
 _numbers = msgspec.msgpack.Decoder(Numbers)
 _made = msgspec.msgpack.Decoder(MadeTokens)
@@ -43,16 +50,20 @@ class TokensRemoved(Exception):
 def numbers_files(run_dir: Path) -> list[str]:
     """Returns the names of the files with numbers in a run's folder of samples, sorted; none without such a folder.
 
-    Links and whatever is no plain file are left out.
+    Links, whatever is no plain file and other names are left out, and what lies behind the first `MOST_FILES` entries.
     """
-    folder = run_dir / SAMPLES_FOLDER
-    return sorted(
-        path.name for path in folder.glob(f"*{NUMBERS_SUFFIX}") if TOKENS_MARK not in path.name and _is_plain(path)
-    )
-
-
-def _is_plain(path: Path) -> bool:
-    return path.is_file() and not path.is_symlink()
+    try:
+        with os.scandir(run_dir / SAMPLES_FOLDER) as entries:
+            return sorted(
+                entry.name
+                for entry in islice(entries, MOST_FILES)
+                if entry.name.endswith(NUMBERS_SUFFIX)
+                and TOKENS_MARK not in entry.name
+                and _OWN_NAME.fullmatch(entry.name)
+                and entry.is_file(follow_symlinks=False)
+            )
+    except OSError:
+        return []
 
 
 def read_frames(path: Path, offset: int, *, most_bytes: int = READ_BYTES) -> list[Frame]:
@@ -60,10 +71,12 @@ def read_frames(path: Path, offset: int, *, most_bytes: int = READ_BYTES) -> lis
 
     Raises ValueError for a file that holds something else.
     """
-    with path.open("rb") as file:
+    with open_plain(path) as file:
         file.seek(offset)
         data = file.read(most_bytes)
         frames = split_frames(data, offset=offset)
+        if len(data) == most_bytes:
+            check_frame(data, offset=offset, most=MOST_NUMBERS_BYTES)
         while not frames and len(data) == most_bytes:  # one frame is larger
             most_bytes *= 2
             file.seek(offset)
@@ -76,7 +89,7 @@ def decode_numbers(frame: Frame) -> Numbers:
     """Returns the record of a frame. Raises ValueError for one that this Relax does not know."""
     try:
         return _numbers.decode(frame.payload)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise ValueError(f"the record at byte {frame.offset} is of another Relax or damaged: {error}") from error
 
 
@@ -117,15 +130,16 @@ def read_trained(run_dir: Path, at: TokensAt, *, first: int, count: int) -> Trai
 def _payload(run_dir: Path, at: TokensAt) -> bytes:
     if not _OWN_NAME.fullmatch(at.file):
         raise TokensRemoved(f"{at.file!r} is no name of a file of samples")
-    path = run_dir / SAMPLES_FOLDER / at.file
-    if path.exists() and not _is_plain(path):
-        raise TokensRemoved(f"{at.file} is no plain file")
+    if not 0 <= at.size <= MOST_TOKENS_BYTES or not 0 <= at.offset < 2**53:
+        raise TokensRemoved(f"{at.file}: tokens of {at.size} bytes are not read; at most {MOST_TOKENS_BYTES} are")
     try:
-        with path.open("rb") as file:
+        with open_plain(run_dir / SAMPLES_FOLDER / at.file) as file:
             file.seek(at.offset)
             data = file.read(at.size)
     except FileNotFoundError as error:
         raise TokensRemoved(f"{at.file} is not there any more: tracker.samples_max_mb was reached") from error
+    except NotPlain as error:
+        raise TokensRemoved(str(error)) from error
     frames = split_frames(data, offset=at.offset)
     if len(frames) != 1:
         raise TokensRemoved(f"{at.file} ends before the sample's tokens: the copy of the run's folder is not whole")
@@ -142,10 +156,10 @@ class SampleText:
         from tokenizers import Tokenizer
 
         path = run_dir / SAMPLES_FOLDER / TOKENIZER_FOLDER / "tokenizer.json"
-        if not _is_plain(path):
-            raise FileNotFoundError(path)
         try:
-            tokenizer = Tokenizer.from_file(str(path))
+            tokenizer = Tokenizer.from_buffer(_for_decoding(read_whole(path, most_bytes=MOST_TOKENIZER_BYTES)))
+        except FileNotFoundError:
+            raise
         except Exception as error:  # The library raises plain Exception.
             raise ValueError(f"{path} cannot be read: {error}") from error
         self._decode: Callable[[list[int]], str] = lambda ids: tokenizer.decode(ids, skip_special_tokens=False)
@@ -169,6 +183,38 @@ class SampleText:
             if whole:
                 open_ids = []
         return found
+
+
+def _for_decoding(data: bytes) -> bytes:
+    """Returns the parts of a tokenizer.json that decode. Raises ValueError for what could take long or grow large."""
+    try:
+        whole = msgspec.json.decode(data, type=_TokenizerFile)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    if b'"Regex"' in bytes(whole.decoder):
+        raise ValueError("its decoder has a regular expression, which may take for ever")
+    vocabulary = msgspec.json.decode(whole.model, type=_Vocabulary).vocab
+    texts = vocabulary if isinstance(vocabulary, dict) else (entry[0] for entry in vocabulary)
+    added = msgspec.json.decode(whole.added_tokens, type=list[_AddedToken])
+    longest = max(map(len, [*texts, *(one.content for one in added)]), default=0)
+    if longest > MOST_TOKEN or len(whole.decoder) > MOST_DECODER_BYTES:
+        raise ValueError(f"it has a token of {longest} characters, or a decoder of {len(whole.decoder)} bytes")
+    return msgspec.json.encode(whole)
+
+
+class _TokenizerFile(msgspec.Struct):
+    model: msgspec.Raw
+    version: str = "1.0"
+    added_tokens: msgspec.Raw = msgspec.Raw(b"[]")
+    decoder: msgspec.Raw = msgspec.Raw(b"null")
+
+
+class _Vocabulary(msgspec.Struct):
+    vocab: dict[str, int] | list[tuple[str, float]]
+
+
+class _AddedToken(msgspec.Struct):
+    content: str
 
 
 MOST_BYTES_OF_A_CHARACTER = 4

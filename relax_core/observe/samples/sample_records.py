@@ -136,6 +136,13 @@ def split_frames(data: bytes, *, offset: int) -> list[Frame]:
     return found
 
 
+def check_frame(data: bytes, *, offset: int, most: int) -> None:
+    """Raises ValueError if the frame at the start of ``data`` is longer than ``most`` bytes."""
+    size = int.from_bytes(data[1:_HEAD_BYTES], "big")
+    if size > most:
+        raise ValueError(f"the record at byte {offset} has {size} bytes; at most {most} are read")
+
+
 def token_columns(tree: TokenTree) -> dict[str, bytes]:
     """Returns the columns of `TOKEN_COLUMNS` of a tree that the bus does not get."""
     arrays = {

@@ -17,6 +17,7 @@ from relax_core.observe.service.records import MetricRecord
 from relax_core.observe.terminal.panel_numbers import RunningNumbers
 from relax_core.observe.terminal.panel_view import PanelView, line, picture, role_line
 from relax_core.observe.terminal.role_states import RoleState
+from relax_core.observe.terminal.shown_console import ShownConsole
 
 REFRESH_S = 0.5
 LINE_STEPS = 10
@@ -57,7 +58,7 @@ class Panel:
         self._total_steps = total_steps
         self._run_dir = run_dir
         self._title = title
-        self._console = console or Console()
+        self._console = console or ShownConsole()
         self._numbers = RunningNumbers()
         self._state = PanelState(step=0)
         self._opened = time.monotonic()

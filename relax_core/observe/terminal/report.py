@@ -19,6 +19,7 @@ from relax_core.observe.samples.sample_records import SAMPLES_FOLDER
 from relax_core.observe.service.records import TextCell
 from relax_core.observe.service.sinks import METRICS_FILE, TENSORBOARD_FOLDER
 from relax_core.observe.terminal.formatting import UNKNOWN, duration, number, staleness_shares
+from relax_core.observe.terminal.shown_console import ShownConsole
 
 Answer = Mapping[str, TextCell]
 
@@ -42,7 +43,7 @@ RESULT_FILES = (
 
 def report_console() -> Console:
     """Returns a console for stdout. It does not wrap lines in a file, because logs are searched by line."""
-    return Console() if sys.stdout.isatty() else Console(width=NO_WIDTH)
+    return ShownConsole() if sys.stdout.isatty() else ShownConsole(width=NO_WIDTH)
 
 
 def print_report(

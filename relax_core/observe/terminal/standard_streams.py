@@ -1,7 +1,8 @@
-"""Makes standard streams that never raise and do not block a run, because they drop output without a reader.
+"""Makes standard streams that never raise, do not block a run, and show the hidden characters of foreign text by code.
 
+They drop output without a reader.
 A reader may exit first (``… | head -1``, ``… | tee log`` after Ctrl-C), a terminal may close, and a pager may stop
-reading. This module imports only the standard library, because the entry point uses it before any other import.
+reading. This module imports little, because the entry point uses it before any other import.
 """
 
 from __future__ import annotations
@@ -11,9 +12,13 @@ import io
 import os
 import select
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, TextIO
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TextIO
+
+from relax_core.contracts.shown_text import shown
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -21,6 +26,33 @@ if TYPE_CHECKING:
 RUN_TIMEOUT_S = 1.0  # a run drops its output while a reader has read nothing for so long
 PIECE_BYTES = 4096  # a pipe that is ready for writing takes this number of bytes without waiting (PIPE_BUF)
 UNWRITABLE = (errno.EPIPE, errno.EIO, errno.EBADF, errno.ENXIO)  # the reader, terminal or descriptor has closed
+
+
+class ShownStream(io.TextIOWrapper):
+    """Writes each hidden character of a text by its code, so that no text moves the cursor or turns its direction.
+
+    ``unfiltered`` writes text as it is, for `ShownConsole`.
+    """
+
+    def __init__(self, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **options)
+        self.unfiltered = _Unfiltered(self)
+
+    def write(self, text: str) -> int:
+        """Writes a text and returns its length."""
+        super().write(shown(text))
+        return len(text)
+
+
+class _Unfiltered:
+    def __init__(self, stream: ShownStream) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        return io.TextIOWrapper.write(self._stream, text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 class UnreadFile(io.RawIOBase):
@@ -99,6 +131,11 @@ def unread_streams(*, timeout_s: float | None = None) -> Iterator[None]:
             sys.stdout, sys.stderr = before
 
 
+def show_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Prints an error that nobody caught, as `sys.excepthook` does, with the hidden characters of its text by code."""
+    print(shown("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr)
+
+
 def _unread(
     now: TextIO | None, original: TextIO | None, descriptor: int, timeout_s: float | None, undo: ExitStack
 ) -> TextIO:
@@ -113,7 +150,7 @@ def _unread(
         now.flush()
     file = UnreadFile(descriptor, "<stdout>" if descriptor == 1 else "<stderr>", timeout_s=timeout_s)
     encoding = "utf-8" if now is None else now.encoding
-    return io.TextIOWrapper(io.BufferedWriter(file), encoding=encoding, errors="backslashreplace", line_buffering=True)
+    return ShownStream(io.BufferedWriter(file), encoding=encoding, errors="backslashreplace", line_buffering=True)
 
 
 def _point_to_null(descriptor: int) -> None:

@@ -1,5 +1,5 @@
 // One sample: what it is, and its text by token and turn by turn, coloured by a number of each token.
-import { address, ask } from "../api.js";
+import { address, ask, fileAddress } from "../api.js";
 import { field, foreign, h, number, problem } from "../dom.js";
 
 const MODES = [["logprob", "log-prob"], ["advantage", "advantage"], ["gap", "trainer − engine"], ["trained", "mask"], ["version", "weight version"], ["none", "none"]];
@@ -40,13 +40,24 @@ export async function sample(run, query) {
     )];
 }
 
+const addresses = []; // of the files of the sample that is shown
+
+function load(element, path) {
+  fileAddress(path).then((found) => {
+    addresses.push(found);
+    element.src = found;
+  }, (error) => element.replaceWith(problem(error)));
+  return element;
+}
+
 // Pictures of images, sounds and videos to be played, frames of videos side by side, and the spectra of sounds, as far as the run kept them.
 function media(run, row) {
   if (!row.media.length) return [];
+  addresses.splice(0).forEach((one) => URL.revokeObjectURL(one));
   const figures = row.media.map((one) => {
     const words = `${one.words}, ${number(one.rows)} rows`;
-    const picture = one.picture ? h("img", { src: `/api/run/${run.id}/picture/${one.digest}`, alt: words, loading: "lazy" }) : h("div", { class: "quiet small" }, "no picture was kept");
-    const player = one.played ? h(one.kind === "video" ? "video" : "audio", { src: `/api/run/${run.id}/media/${one.digest}`, controls: true, preload: "metadata", "aria-label": words }) : null;
+    const picture = one.picture ? load(h("img", { alt: words }), `run/${run.id}/picture/${one.digest}`) : h("div", { class: "quiet small" }, "no picture was kept");
+    const player = one.played ? load(h(one.kind === "video" ? "video" : "audio", { controls: true, preload: "metadata", "aria-label": words }), `run/${run.id}/media/${one.digest}`) : null;
     return h("figure", {}, player, one.played && !one.picture ? null : picture, h("figcaption", { class: "small quiet" }, words));
   });
   return [h("div", { class: "figures" }, ...figures)];
