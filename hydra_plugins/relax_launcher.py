@@ -17,6 +17,7 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, open_dict
 
 from relax_core.config.sweep_runs import SweepFailed
+from relax_core.contracts.host.private_folder import private_folder
 
 # ``metric`` is the value of a run: a dotted path in its summary.json. This is no dataclass, because Hydra loads this
 # file without an entry in sys.modules.
@@ -38,7 +39,7 @@ class RelaxLauncher(Launcher):
         """Executes one run for each list of overrides and returns their metrics; a failed run has status FAILED."""
         setup_globals()
         configure_log(self._config.hydra.hydra_logging, self._config.hydra.verbose)
-        Path(str(self._config.hydra.sweep.dir)).mkdir(parents=True, exist_ok=True)
+        private_folder(Path(str(self._config.hydra.sweep.dir)), key="hydra.sweep.dir")
         returns = [
             self._start(list(overrides), initial_job_idx + number) for number, overrides in enumerate(job_overrides)
         ]

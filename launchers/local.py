@@ -12,6 +12,7 @@ from pathlib import Path
 
 from relax_core.config.saved import to_yaml
 from relax_core.config.schema import FolderByTime, RelaxConfig
+from relax_core.contracts.host.private_folder import private_folder
 from relax_core.train.checkpoints.checkpoint_store import has_checkpoint
 
 USAGE = 2
@@ -81,7 +82,7 @@ def make_run_folder(config: RelaxConfig) -> Path:
     wanted, by_time = Path(config.run.dir), isinstance(config.run.dir, FolderByTime)
     if config.resume == "auto" and isinstance(config.run.dir, FolderByTime):
         if (newest := _newest_beside(wanted, label=config.run.dir.label)) is not None:
-            return newest
+            return private_folder(newest, key="run.dir")
     elif config.resume == "auto":
         return _made(wanted, exist_ok=True)
     numbered = (wanted.with_name(f"{wanted.name}-{number}") for number in itertools.count(2))
@@ -102,12 +103,11 @@ def _newest_beside(folder: Path, *, label: str) -> Path | None:
 def _made(folder: Path, *, exist_ok: bool) -> Path:
     """Makes the folder. Raises FileExistsError if it exists and ``exist_ok`` is False."""
     try:
-        folder.mkdir(parents=True, exist_ok=exist_ok)
+        return private_folder(folder, key="run.dir", exist_ok=exist_ok)
     except OSError as error:
         if isinstance(error, FileExistsError) and not exist_ok:
             raise
         raise ValueError(f"run.dir={folder} cannot be made: {error.strerror}. Choose another folder.") from error
-    return folder
 
 
 def save_config(config: RelaxConfig, folder: Path) -> Path:

@@ -20,6 +20,7 @@ from relax_core.config.choices import LauncherKind
 from relax_core.config.errors import ConfigError
 from relax_core.config.schema import FolderByTime, RelaxConfig
 from relax_core.config.sections.launcher_schema import SlurmLauncherConfig
+from relax_core.contracts.host.private_folder import private_folder
 from relax_core.observe.results.summary import SUMMARY_FILE
 from relax_core.plan.plan_command import plan_run
 
@@ -225,7 +226,7 @@ class Sweep:
 
     def _write(self) -> None:
         assert self._folder is not None
-        self._folder.mkdir(parents=True, exist_ok=True)
+        private_folder(self._folder, key="hydra.sweep.dir")
         runs = [
             {
                 "number": run.number,

@@ -20,7 +20,7 @@ PLUGINS = {
     "rewards": ("contracts", "registry"),
     "data_sources": ("contracts", "registry"),
     "envs": ("contracts", "registry", "sandbox"),
-    "hydra_plugins": ("config",),
+    "hydra_plugins": ("config", "contracts"),
 }
 TOPS = ("relax_core", "launchers", *PLUGINS)
 

@@ -15,6 +15,7 @@ from launchers.ray_job.entrypoint import entrypoint, launcher_of, refuse_secrets
 from launchers.saved_run import CONFIG_VARIABLE
 from launchers.submitted import JOB_FILE, submitted_text, write_whole
 from relax_core.config.schema import RelaxConfig
+from relax_core.contracts.host.private_folder import private_folder
 
 if TYPE_CHECKING:
     from ray.job_submission import JobSubmissionClient
@@ -75,7 +76,7 @@ def submit(config: RelaxConfig, overrides: Sequence[str]) -> RayJob:
     job_id = _client(job).submit_job(entrypoint=entrypoint(launcher), runtime_env=runtime)
     job = replace(job, job_id=job_id)
     if job.run_dir.parent.is_dir():  # this machine sees the run's folder too
-        job.run_dir.mkdir(exist_ok=True)
+        private_folder(job.run_dir, key="run.dir")
         record = {"launcher": "ray_job", "job_id": job_id, "address": job.address, "token_file": job.token_file}
         write_whole(job.run_dir / JOB_FILE, json.dumps(record | {"run_dir": str(job.run_dir)}))
     return job

@@ -19,6 +19,7 @@ from relax_core.cli.eval_report import ANSWERS_FILE, as_result, print_result, wr
 from relax_core.config.saved import to_yaml
 from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.engine import EngineError
+from relax_core.contracts.host.private_folder import private_folder
 from relax_core.data.eval_sets import asks_held_out, eval_sets
 from relax_core.data.sources import make_source
 from relax_core.data.tokenizer import PromptTokenizer
@@ -54,7 +55,7 @@ def evaluate(config: RelaxConfig, target: Target) -> int:
     """
     started, folder = time.monotonic(), Path(config.run.dir)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        private_folder(folder, key="run.dir")
         with (
             _weights(config, target, folder) as model,
             eval_media(config, model, log_dir=folder / "logs") as media,

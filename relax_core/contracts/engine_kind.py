@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from relax_core.contracts.host.private_folder import set_compile_cache
 from relax_core.contracts.media import MediaKind
 
 
@@ -113,10 +114,12 @@ class EngineServer:
 
 
 def environment_of_threads(start: EngineStart) -> dict[str, str]:
-    """Returns this process's environment with ``engine.threads`` for every maths library."""
+    """Returns this process's environment with ``engine.threads`` for every maths library, and a private code cache."""
     threads = str(start.engine.threads)
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-    return {**os.environ, **dict.fromkeys(names, threads), "OMP_WAIT_POLICY": "PASSIVE", "PYTHONUNBUFFERED": "1"}
+    given = {**os.environ, **dict.fromkeys(names, threads), "OMP_WAIT_POLICY": "PASSIVE", "PYTHONUNBUFFERED": "1"}
+    set_compile_cache(given)
+    return given
 
 
 def no_problems(config: Any) -> Iterator[str]:

@@ -22,6 +22,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from relax_core.contracts.host.file_lock import file_locked
+from relax_core.contracts.host.private_folder import private_folder, user_cache
 from relax_core.families.tiny_configs import MODEL_NAMES, OMNI, STUDENT, VISION_NAMES
 from relax_core.tools.tiny_warm_start import WARM_STARTS, write_text_model
 
@@ -59,7 +60,7 @@ def check_tiny_model(name: str, *, task: str) -> None:
 
 def default_cache_root() -> Path:
     """Returns ``$XDG_CACHE_HOME/relax/models``, by default below ``~/.cache``."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "relax" / "models"
+    return user_cache("models")
 
 
 def tiny_model_folder(name: str, *, task: str, cache_root: Path | None = None) -> Path:
@@ -72,7 +73,7 @@ def tiny_model_folder(name: str, *, task: str, cache_root: Path | None = None) -
     folder = root / f"{name}-{task}-{_cache_key(name, task)}"
     if folder.is_dir():
         return folder
-    root.mkdir(parents=True, exist_ok=True)
+    private_folder(root, key="XDG_CACHE_HOME")
     with file_locked(root / f".{folder.name}.lock", deadline_s=_MAKE_DEADLINE_S, makes="the tiny model"):
         if not folder.is_dir():
             _make_in_subprocess(folder, name=name, task=task)
@@ -111,7 +112,6 @@ def _make_in_subprocess(folder: Path, *, name: str, task: str) -> None:
         )
         if done.returncode != 0:
             raise RuntimeError(f"making the tiny model failed with exit code {done.returncode}:\n{done.stderr[-2000:]}")
-        partial.chmod(0o755)
         partial.rename(folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)

@@ -1,8 +1,4 @@
-"""Makes and checks folders that no other user of this machine can enter, and the modes of the files of a run.
-
-Every folder in which Relax keeps files of its own comes from here: those of runs, sweeps and evaluations, and the
-user's cache, in which the run executes what it finds.
-"""
+"""Makes and checks folders that no other user of the machine can read, change or lock: run folders and caches."""
 
 from __future__ import annotations
 
@@ -10,53 +6,153 @@ import errno
 import os
 import stat
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
-PRIVATE = 0o700
-OTHERS = 0o077  # what members of the group and all others may do
-OTHERS_WRITE = 0o022
-MOST_LINKS = 40  # as many as the kernel follows in one path
-_FULL_MAP = ["0", "0", "4294967295"]
+MODE = 0o700
+COMPILE_CACHE = "TORCHINDUCTOR_CACHE_DIR"  # torch and Triton keep compiled code below it
+_OTHERS = 0o077  # the rights of a group and of everybody
+_ROOT = 0
+_MOST_LINKS = 40  # as many as the kernel follows in one path
+_ALL_USERS = ["0", "0", str(2**32 - 1)]
 
 
-def private_folder(path: Path, *, key: str) -> Path:
-    """Makes the folder with mode 0700, with the parents that it needs, or checks that it is private; returns ``path``.
+def private_folder(folder: Path, *, key: str, exist_ok: bool = True) -> Path:
+    """Makes a folder of mode 0700 with its missing parents, or makes an existing folder private, and returns it.
 
-    A folder of this user that others may enter gets the mode 0700, and stderr says so. ``key`` is the setting that
-    named the folder. Raises ValueError, with key, value and fix, if another user owns the folder, a parent, or a link
-    on the way, if another user may replace a parent, or if everybody shares the folder. Raises OSError if the folder
-    cannot be made.
+    ``key`` names the setting in errors, and on stderr when the mode of an existing folder is changed. Raises
+    ValueError, with key, value and fix, if the folder, a parent, or a link on the way belongs to another user, or if
+    everybody may rename a parent: another user could then replace the folder. A folder below /tmp is fine, where only
+    the owner of a file may rename it; /tmp itself is none, since all users share it. Raises FileExistsError if the
+    folder exists and ``exist_ok`` is False, and OSError if it cannot be made.
+
+    A folder that a group may write into is accepted as a parent: members of a group are trusted.
     """
-    named = f"{key}={path}"
-    found = _walk(Path.cwd() / path, named)
-    state = found.lstat()
-    if state.st_uid != os.geteuid():
-        raise ValueError(f"{named}: the folder belongs to user {state.st_uid}. Choose a folder of your own.")
-    if state.st_mode & stat.S_ISVTX or found == Path("/"):
-        raise ValueError(f"{named}: other users share this folder. Choose a folder below it.")
-    if state.st_mode & OTHERS:
-        _tighten(found)
-        print(f"relax: {named}: other users could enter the folder; its mode is now 0700", file=sys.stderr)
-    return path
+    named = f"{key}={folder}"
+    left, current, links = [*reversed((Path.cwd() / folder).parts[1:])], Path("/"), 0
+    _check_parent(current, current.lstat(), named=named)
+    while left:
+        if (name := left.pop()) == "..":
+            current = current.parent
+            continue
+        entry = current / name
+        is_new, state = _made(entry)
+        if stat.S_ISLNK(state.st_mode):
+            links += 1
+            target = _target(entry, state, named=named, links=links)
+            left += reversed(target.parts[1:] if target.is_absolute() else target.parts)
+            current = Path("/") if target.is_absolute() else current
+            continue
+        if not stat.S_ISDIR(state.st_mode):
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(entry))
+        if left:
+            _check_parent(entry, state, named=named)
+        elif not is_new and not exist_ok:
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(entry))
+        current = entry
+    _make_private(current, named=named)
+    return folder
 
 
-def user_cache_root() -> Path:
-    """Returns the path of Relax's folder in the user's cache: ``$XDG_CACHE_HOME/relax``, by default below ~/.cache."""
-    return (Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "relax").resolve()
+def _made(entry: Path) -> tuple[bool, os.stat_result]:
+    """Makes a folder if nothing is there; returns whether it did, and the state of what is there, of a link its own."""
+    try:
+        return False, entry.lstat()
+    except FileNotFoundError:
+        with suppress(FileExistsError):  # somebody has just made it: it is checked as any other
+            entry.mkdir(mode=MODE)
+            return True, entry.lstat()
+        return False, entry.lstat()
 
 
-def user_cache(name: str) -> Path:
-    """Returns the folder ``name`` in the user's cache; it is made, or checked, as `private_folder` does."""
-    return _checked(user_cache_root()) / _made(user_cache_root() / name).name
+def _target(link: Path, state: os.stat_result, *, named: str, links: int) -> Path:
+    """Returns where a link of this user or of root leads; ``links`` counts those of the path."""
+    if links > _MOST_LINKS:
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(link))
+    if state.st_uid not in (os.geteuid(), _ROOT, _missing_user()):
+        raise ValueError(
+            f"{named}: {link} is a link of another user (uid {state.st_uid}), who could change it. "
+            "Choose another folder."
+        )
+    return Path(os.readlink(link))
+
+
+def _check_parent(parent: Path, state: os.stat_result, *, named: str) -> None:
+    """Raises ValueError if another user could rename what is in a folder."""
+    # Root of a container may work below a mounted folder of the person who started the container.
+    if os.geteuid() != _ROOT and state.st_uid not in (os.geteuid(), _ROOT, _missing_user()):
+        raise ValueError(
+            f"{named}: {parent} belongs to another user (uid {state.st_uid}), who could replace the folder. "
+            "Choose a folder below one of your own."
+        )
+    if state.st_mode & stat.S_IWOTH and not state.st_mode & stat.S_ISVTX:
+        raise ValueError(
+            f"{named}: every user may write into {parent} (mode {stat.S_IMODE(state.st_mode):o}) and could replace the "
+            f"folder. Run `chmod o-w {parent}`, or choose another folder."
+        )
+
+
+@cache
+def _missing_user() -> int | None:
+    """Returns the number that stands for every user whom this process's namespace lacks; None if it has all.
+
+    The root folder of some containers, and folders that are mounted into one, belong to such a user.
+    """
+    if Path("/proc/self/uid_map").read_text(encoding="ascii").split() == _ALL_USERS:
+        return None
+    return int(Path("/proc/sys/kernel/overflowuid").read_text(encoding="ascii"))
+
+
+def _make_private(folder: Path, *, named: str) -> None:
+    """Takes the rights of other users from a folder of this user; ``folder`` is no link."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        found = os.fstat(descriptor)
+        if found.st_uid != os.geteuid():
+            raise ValueError(
+                f"{named} belongs to another user (uid {found.st_uid}), who could read and change what Relax writes. "
+                "Choose another folder."
+            )
+        if found.st_mode & stat.S_ISVTX or folder == Path("/"):
+            raise ValueError(f"{named}: all users of this machine share this folder. Choose a folder below it.")
+        if found.st_mode & _OTHERS:
+            os.fchmod(descriptor, stat.S_IMODE(found.st_mode) & ~_OTHERS)
+            print(f"relax: {named}: other users could enter this folder; now its mode is 0700", file=sys.stderr)
+    finally:
+        os.close(descriptor)
+
+
+def user_cache(*names: str) -> Path:
+    """Returns a path in the user's cache of Relax: ``$XDG_CACHE_HOME/relax``, by default ``~/.cache/relax``.
+
+    ``names`` are the parts of the path below it. The cache is made private if it exists, and not made otherwise.
+    """
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "relax")
+    if folder.exists():
+        private_folder(folder, key="XDG_CACHE_HOME")
+    return folder.joinpath(*names)
+
+
+def set_compile_cache(environment: MutableMapping[str, str]) -> None:
+    """Sets the folder of code that torch compiles, unless the user has set it.
+
+    torch's own default is /tmp/torchinductor_NAME. Another user could make that folder first and put code into it.
+    """
+    if COMPILE_CACHE not in environment:
+        environment[COMPILE_CACHE] = str(private_folder(user_cache("torchinductor"), key="XDG_CACHE_HOME"))
+
+
+def set_private_files() -> int:
+    """Lets this process, and those that it will start, make files for this user alone. Returns the earlier umask."""
+    return os.umask(_OTHERS)
 
 
 @contextmanager
 def private_files() -> Iterator[None]:
-    """Lets this process and the processes that it starts make files with mode 0600 until the block ends."""
-    earlier = os.umask(OTHERS)
+    """Does the same until the block ends."""
+    earlier = set_private_files()
     try:
         yield
     finally:
@@ -66,118 +162,9 @@ def private_files() -> Iterator[None]:
 @contextmanager
 def unshared_writes() -> Iterator[None]:
     """Lets this process make files that no other user can write; who may read them is left to the user's umask."""
-    earlier = os.umask(OTHERS)
-    os.umask(earlier | OTHERS_WRITE)
+    earlier = set_private_files()
+    os.umask(earlier | 0o022)
     try:
         yield
     finally:
         os.umask(earlier)
-
-
-@cache
-def _checked(root: Path) -> Path:
-    return private_folder(root, key="XDG_CACHE_HOME: cache")
-
-
-def _made(folder: Path) -> Path:
-    """Makes a folder in a private folder, or returns the one that is there."""
-    folder.mkdir(mode=PRIVATE, exist_ok=True)
-    return folder
-
-
-def _walk(path: Path, named: str) -> Path:
-    """Makes what is missing of an absolute path, checks every folder above the last, and returns it without links."""
-    left, current, links = list(reversed(path.parts[1:])), Path("/"), 0
-    _check_parent(current, current.lstat(), named)
-    while left:
-        name = left.pop()
-        if name == "..":
-            current = current.parent
-            continue
-        entry = current / name
-        state = _entry(entry)
-        if stat.S_ISLNK(state.st_mode):
-            links += 1
-            if links > MOST_LINKS:
-                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
-            if not _is_trusted(state.st_uid):
-                raise ValueError(f"{named}: user {state.st_uid} owns the link {entry}. Choose another folder.")
-            target = Path(os.readlink(entry))
-            left += reversed(target.parts[1:] if target.is_absolute() else target.parts)
-            current = Path("/") if target.is_absolute() else current
-            continue
-        if not stat.S_ISDIR(state.st_mode):
-            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(entry))
-        if left:
-            _check_parent(entry, state, named)
-        current = entry
-    return current
-
-
-def _entry(entry: Path) -> os.stat_result:
-    """Returns the state of what is at the path; a folder is made if nothing is."""
-    try:
-        return entry.lstat()
-    except FileNotFoundError:
-        _made_if_missing(entry)
-        return entry.lstat()
-
-
-def _made_if_missing(folder: Path) -> None:
-    try:
-        folder.mkdir(mode=PRIVATE)
-    except FileExistsError:  # another process has just made it, and its owner is checked as that of any other
-        pass
-
-
-def _check_parent(folder: Path, state: os.stat_result, named: str) -> None:
-    """Raises ValueError if another user may rename what is in the folder."""
-    if not _is_trusted(state.st_uid):
-        raise ValueError(f"{named}: {folder} belongs to user {state.st_uid}, who may replace what is in it. {_ADVICE}")
-    if state.st_mode & stat.S_ISVTX:
-        return
-    if state.st_mode & stat.S_IWOTH or (state.st_mode & stat.S_IWGRP and not _is_own_group(state.st_gid)):
-        fix = f"chmod go-w {folder}" if state.st_uid == os.geteuid() else f"have chmod +t {folder} done by its owner"
-        raise ValueError(f"{named}: other users may replace what is in {folder}. Use {fix}, or choose another folder.")
-
-
-_ADVICE = "Choose a folder below one of your own."
-
-
-def _is_trusted(uid: int) -> bool:
-    """Says whether a folder's owner may replace what is in it: this user, and root.
-
-    In a namespace without all users, such as that of a container, the owners that it lacks have one common number.
-    """
-    return uid in (0, os.geteuid()) or uid == _unmapped_user()
-
-
-@cache
-def _unmapped_user() -> int | None:
-    if Path("/proc/self/uid_map").read_text(encoding="ascii").split() == _FULL_MAP:
-        return None
-    return int(Path("/proc/sys/kernel/overflowuid").read_text(encoding="ascii"))
-
-
-@cache
-def _is_own_group(gid: int) -> bool:
-    """Says whether root or this user is the only member of a group, as many systems give each user such a group."""
-    if gid == 0:
-        return True
-    import grp
-    import pwd
-
-    try:
-        group, user = grp.getgrgid(gid), pwd.getpwuid(os.geteuid())
-    except KeyError:  # a number without a name: its members are unknown
-        return False
-    return user.pw_gid == gid and group.gr_name == user.pw_name and set(group.gr_mem) <= {user.pw_name}
-
-
-def _tighten(folder: Path) -> None:
-    """Sets the mode 0700 of a folder that is known to be no link."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        os.fchmod(descriptor, PRIVATE)
-    finally:
-        os.close(descriptor)

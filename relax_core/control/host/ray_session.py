@@ -8,7 +8,6 @@ import secrets
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -18,6 +17,7 @@ from typing import Self
 
 from relax_core.config.schema import PlacementConfig
 from relax_core.config.sections.launcher_schema import LauncherConfig
+from relax_core.contracts.host.private_folder import set_compile_cache
 from relax_core.control.host.process_trees import kill_trees
 from relax_core.control.host.run_paths import RunPaths
 from relax_core.control.host.worker_start import FORK_SERVER
@@ -103,10 +103,9 @@ class RaySession:
     def _init_ray(self, undo: ExitStack) -> None:
         own = self._launcher.ray_address is None
         os.environ.update(ONE_THREAD)
+        set_compile_cache(os.environ)
         if own:
             assert "ray" not in sys.modules or os.environ.get("RAY_AUTH_MODE") == "token", "Ray reads it when imported"
-            # This is torch's own default. It is set before TMPDIR changes, so that later runs find compiled code.
-            os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}")
             os.environ.update(QUIET, RAY_AUTH_TOKEN_PATH=str(new_token_file(self._paths.folder / "ray-token")))
             os.environ["TMPDIR"] = str(self._paths.folder)  # temporary files are removed with the run's folder
             if self._preloaded:

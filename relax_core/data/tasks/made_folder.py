@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 from relax_core.contracts.host.file_lock import file_locked
+from relax_core.contracts.host.private_folder import private_folder, user_cache
 
 _LAST_FILE = ".complete"
 _MAKE_DEADLINE_S = 120.0
@@ -16,7 +16,7 @@ _MAKE_DEADLINE_S = 120.0
 
 def cache_folder() -> Path:
     """Returns the folder below which all folders of `made_folder` lie."""
-    return (Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "relax").resolve()
+    return user_cache().resolve()
 
 
 def made_folder(name: str, make: Callable[[Path], None], *, what: str) -> Path:
@@ -27,7 +27,7 @@ def made_folder(name: str, make: Callable[[Path], None], *, what: str) -> Path:
     root = cache_folder()
     folder = root / name
     if not (folder / _LAST_FILE).is_file():
-        root.mkdir(parents=True, exist_ok=True)
+        private_folder(root, key="XDG_CACHE_HOME")
         with file_locked(root / f".{name}.lock", deadline_s=_MAKE_DEADLINE_S, makes=what):
             if not (folder / _LAST_FILE).is_file():
                 _make(folder, make)
@@ -39,7 +39,6 @@ def _make(folder: Path, make: Callable[[Path], None]) -> None:
     try:
         make(partial)
         (partial / _LAST_FILE).touch()
-        partial.chmod(0o755)
         shutil.rmtree(folder, ignore_errors=True)
         partial.rename(folder)
     finally:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import resource
+import select
 from typing import Any
 
 import msgspec
@@ -124,6 +125,14 @@ class Connection(HttpToolsProtocol):
         """Protects the request under way from being replaced; returns False if too many requests are protected."""
         self.knows_token = True
         return self._connections.protect(self)
+
+    def has_hung_up(self) -> bool:
+        """Returns whether the client has closed the connection, also where the event loop has not read that yet."""
+        if self.transport.is_closing():
+            return True
+        arrived = select.poll()
+        arrived.register(self.transport.get_extra_info("socket").fileno(), select.POLLRDHUP)
+        return bool(arrived.poll(0))
 
     def sweep(self) -> None:
         """Closes the connection if it is too slow."""

@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from relax_core.contracts.host.private_folder import private_folder
 from relax_core.observe.samples.sample_intake import SampleIntake
 from relax_core.observe.samples.sample_reader import numbers_files
 from relax_core.observe.samples.sample_records import (
@@ -36,7 +37,7 @@ class SampleIndex:
     def __init__(self, run_dir: Path, path: Path | None) -> None:
         self._run_dir = run_dir
         if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            private_folder(path.parent, key="XDG_CACHE_HOME")
         self._lock = threading.Lock()
         self._database = sqlite3.connect(":memory:" if path is None else path, check_same_thread=False)
         self._database.row_factory = sqlite3.Row

@@ -16,6 +16,7 @@ from typing import IO
 from urllib.parse import urlsplit
 
 from relax_core.contracts.engine import EngineError
+from relax_core.contracts.host.private_folder import private_folder, user_cache
 
 WAIT_S = 10.0  # how long a process of the same run that was killed may still hold it
 RETRY_S = 0.1
@@ -23,7 +24,7 @@ RETRY_S = 0.1
 
 def marks_folder() -> Path:
     """Returns ``$XDG_CACHE_HOME/relax/servers``, by default below ``~/.cache``."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "relax" / "servers"
+    return user_cache("servers")
 
 
 @contextmanager
@@ -34,7 +35,7 @@ def held_server(url: str, *, run_dir: Path, wait_s: float = WAIT_S) -> Iterator[
     """
     parts = urlsplit(url)
     path = marks_folder() / f"{parts.hostname}-{parts.port}"
-    path.parent.mkdir(parents=True, exist_ok=True)
+    private_folder(path.parent, key="XDG_CACHE_HOME")
     deadline = time.monotonic() + wait_s
     while (mark := _locked(path)) is None:
         if time.monotonic() > deadline:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Literal
 
 from relax_core.contracts.bus import BusClosed
+from relax_core.contracts.host.private_folder import set_compile_cache
 from relax_core.observe.process_usage import ProcessUsage, UsageMeter
 from relax_core.roles.process.failure import Lost, failure_line, what_was_lost
 from relax_core.roles.process.output_log import keep_output
@@ -113,6 +114,7 @@ class Worker(ABC):
     """Is a role's worker; subclasses implement `work`, which returns when the worker's part of the run is done."""
 
     def __init__(self, name: str, context: RunContext) -> None:
+        set_compile_cache(os.environ)
         self.name = name
         self.context = on_this_node(context)
         self._state: State = "starting"

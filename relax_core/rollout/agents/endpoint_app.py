@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
@@ -30,6 +30,9 @@ from relax_core.rollout.agents.openai_responses import ResponsesEvents, read_res
 from relax_core.rollout.agents.outside_agents import SESSIONS, OutsideAgents
 from relax_core.rollout.agents.session_table import SessionTable
 from relax_core.rollout.agents.turn_request import RequestRefused, TurnAnswer, TurnRequest
+
+if TYPE_CHECKING:
+    from relax_core.engines.http_server.connections import Connection
 
 QUIET_S = 15.0  # a stream without news gets a comment after that many seconds, so that no client thinks it dead
 RETRIES = b"x-stainless-retry-count"  # OpenAI's and Anthropic's clients count there how often they repeat a request
@@ -93,6 +96,22 @@ SHAPES: Mapping[str, Shape] = {
 }
 
 
+@dataclass(frozen=True)
+class _Client:
+    """Is the client of one request: its connection, and the task that ends when the event loop reads its end."""
+
+    connection: Connection
+    watcher: asyncio.Task[None]
+
+    def has_hung_up(self) -> bool:
+        """Returns whether the client is gone at this moment.
+
+        The connection is asked too: an answer may end in the moment in which its client hangs up, and the task notices
+        that some turns of the event loop later. The agent would not have received tokens that are trained as seen.
+        """
+        return self.watcher.done() or self.connection.has_hung_up()
+
+
 class EndpointApp:
     """Answers the clients of agents. ``model`` is the name that it tells of the policy.
 
@@ -149,7 +168,8 @@ class EndpointApp:
         body = await read_body(scope, receive, limit=self._most_body_bytes)
         request = shape.read(body)
         turn = session.ask(request, asked_again=_asked_again(scope))
-        await self._answer(session, turn, request, shape, receive=receive, send=send)
+        client = _Client(scope["connection"], asyncio.create_task(_disconnect(receive)))
+        await self._answer(session, turn, request, shape, client=client, send=send)
 
     async def _models(self, path: str, send: Send) -> None:
         model = {"id": self._model, "object": "model", "created": 0, "owned_by": "relax"}
@@ -157,34 +177,33 @@ class EndpointApp:
         await _send_json(send, payload)
 
     async def _answer(
-        self, session: AgentSession, turn: OpenTurn, request: TurnRequest, shape: Shape, *, receive: Receive, send: Send
+        self, session: AgentSession, turn: OpenTurn, request: TurnRequest, shape: Shape, *, client: _Client, send: Send
     ) -> None:
         """Waits for an answer and sends it. If the client hangs up, the answer goes on without it."""
         name = session.record.uid
-        watcher = asyncio.create_task(_disconnect(receive))
-        watcher.add_done_callback(lambda done: turn.grew.set())
+        client.watcher.add_done_callback(lambda done: turn.grew.set())
         turn.waiting += 1
         given = False
         try:
             if request.stream:
                 events = shape.events(request, turn, name)
-                given = await self._stream(turn, events, watcher, send)
+                given = await self._stream(turn, events, client, send)
             else:
-                await _end(turn, watcher)
+                await _end(turn, client.watcher)
                 if turn.failure is not None:
                     raise turn.failure
-                if turn.answer is not None and not watcher.done():
+                if turn.answer is not None and not client.has_hung_up():
                     await _send_json(send, shape.reply(request, turn.answer, name))
                     given = True
         finally:
             turn.waiting -= 1
-            watcher.cancel()
+            client.watcher.cancel()
             if given:
                 turn.given()
             else:
                 turn.hung_up()
 
-    async def _stream(self, turn: OpenTurn, events: Events, watcher: asyncio.Task[None], send: Send) -> bool:
+    async def _stream(self, turn: OpenTurn, events: Events, client: _Client, send: Send) -> bool:
         """Sends an answer while it is sampled; returns whether the client has all of it."""
 
         async def write(body: bytes, *, more: bool = True) -> None:
@@ -196,7 +215,7 @@ class EndpointApp:
         sent: list[int] = []
         while True:
             turn.grew.clear()
-            if watcher.done():
+            if client.watcher.done():
                 return False
             if turn.anew or turn.failure is not None or turn.tokens[: len(sent)] != sent:
                 lost = RequestRefused(503, "an engine was lost in the middle of the answer; ask again")
@@ -207,9 +226,11 @@ class EndpointApp:
                 sent += new
                 growing.add(new)
             if turn.answer is not None:
+                if client.has_hung_up():
+                    return False
                 pieces = streamed.ended(turn.answer.reply)
                 await write(b"".join(map(events.piece, pieces)) + events.end(turn.answer), more=False)
-                return not watcher.done()
+                return not client.has_hung_up()
             if new and (pieces := streamed.grown(growing.text)):
                 await write(b"".join(map(events.piece, pieces)))
             if not await _news(turn):

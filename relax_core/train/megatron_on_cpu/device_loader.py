@@ -24,6 +24,8 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import TYPE_CHECKING
 
+from relax_core.contracts.host.private_folder import private_folder, user_cache
+
 if TYPE_CHECKING:
     import torch
 
@@ -58,9 +60,8 @@ def training_device() -> torch.device:
 
 def cache_folder() -> Path:
     """Returns ``$XDG_CACHE_HOME or ~/.cache`` / relax / megatron-<version>-<python tag>."""
-    root = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     version = importlib.metadata.version("megatron-core")
-    return Path(root) / "relax" / f"megatron-{version}-{sys.implementation.cache_tag}"
+    return user_cache(f"megatron-{version}-{sys.implementation.cache_tag}")
 
 
 @functools.cache
@@ -84,8 +85,13 @@ class CodeCache:
         return self.folder / f"{digest.hexdigest()}.marshal"
 
     def read(self, path: Path) -> CodeType | None:
-        """Returns the cached code, or None if there is none."""
+        """Returns the cached code, or None if there is none.
+
+        Raises ValueError if the folder belongs to another user, whose code it would be.
+        """
         try:
+            if self.folder.exists():
+                private_folder(self.folder, key="XDG_CACHE_HOME")
             payload = path.read_bytes()
         except FileNotFoundError:
             return None
@@ -96,7 +102,7 @@ class CodeCache:
     def write(self, path: Path, code: CodeType) -> None:
         """Caches code; a cache that cannot be written (full disk, read-only home) only makes each start slower."""
         try:
-            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            private_folder(self.folder, key="XDG_CACHE_HOME")
             with tempfile.NamedTemporaryFile(dir=self.folder, suffix=".partial", delete=False) as partial:
                 try:
                     partial.write(marshal.dumps(code))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -252,6 +253,29 @@ def test_an_answer_that_nobody_got_is_counted_and_not_trained(tokenizer: PromptT
         tree = one.tree()
         assert one.record.orphan == len(pool.given[0]) and len(one.record.turns) == 2
         assert [turn.after for turn in one.record.turns] == [None, 0] and len(tree.episodes[0].leaves) == 1
+
+    serve(tokenizer, scene, pool)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_ends_while_its_client_hangs_up_is_not_given(tokenizer: PromptTokenizer, stream: bool) -> None:
+    """The client closes its socket before the answer ends; the event loop reads both at once."""
+    hold = asyncio.Event()
+    pool = ScriptedPool(tokenizer, Say(text="lost", hold=hold), "kept")
+
+    async def scene(one: Served) -> None:
+        host, port = one.url.removeprefix("http://").split(":")
+        body = json.dumps({"messages": [ASK], "stream": stream})
+        lines = ["POST /v1/chat/completions HTTP/1.1", "Host: x", f"Authorization: Bearer {one.key}"]
+        with socket.create_connection((host, int(port))) as client:
+            client.sendall("\r\n".join([*lines, f"Content-Length: {len(body)}", "", body]).encode())
+            await until(lambda: bool(one.session.under_way))
+            await asyncio.sleep(0.05)  # the answer waits for `hold` now
+        hold.set()
+        await until(lambda: not one.session.under_way)
+        await one.said([{"role": "user", "content": "another question"}])
+        one.tree()
+        assert one.record.orphan == len(pool.given[0]) and len(one.record.turns) == 1
 
     serve(tokenizer, scene, pool)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from relax_core.contracts.engine import EngineError
 from relax_core.contracts.engine_kind import EngineStart
+from relax_core.contracts.host.private_folder import set_compile_cache
 from relax_core.engines.sglang.client.sglang_weight_calls import LOADER
 from relax_core.engines.sglang.media.placed_items import MEDIA_FOLDER, VISION_FOLDER
 from relax_core.families.folder import audio_tower, vision_tower
@@ -76,8 +77,10 @@ def _can_deal_items(folder: Path) -> bool:
 
 def environment(launch: EngineStart) -> dict[str, str]:
     """Returns the environment of an SGLang server, which must not download anything."""
+    given = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+    set_compile_cache(given)
     return {
-        **{name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")},
+        **given,
         "OMP_NUM_THREADS": str(launch.engine.threads),
         "OMP_WAIT_POLICY": "PASSIVE",
         "HF_HUB_OFFLINE": "1",
