@@ -49,8 +49,7 @@ REASONS = {
         "relax_core/gateway/limits.py",
         "OrderChecks.addresses",
     ): "each address has RESOLVE_S in engine_address, which names it",
-    ("relax_core/control/host/agent_on_demand.py", "accepted"): "after select: a connection waits",
-    ("relax_core/control/host/agent_on_demand.py", "forward"): "after select: bytes wait",
+    ("relax_core/control/host/agent_on_demand.py", "wait_for_user"): "after select: a connection waits",
     ("relax_core/control/host/fork_server.py", "serve"): "after select: a connection waits",
     ("relax_core/control/host/worker_start.py", "ask_fork_server"): "the socket has a timeout of FORK_S",
     # Work that is already done when it is asked for.
