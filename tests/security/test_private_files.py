@@ -121,6 +121,7 @@ def test_a_second_user_can_do_nothing_with_the_files_of_a_run(
     looks, sockets, found = json.loads(output)
     assert looks > 20 and sockets >= 3 and found == []
     assert (run_dir / "ledger.sqlite").exists() and not any(any(squat.iterdir()) for squat in squats)
+    assert set(open_tmp.iterdir()) == set(squats), "the run has removed all that it made there"
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "relax"
     assert {mode_of(one) for one in (run_dir, run_dir.parent, cache)} == {0o700}
     opened = [path for path in run_dir.rglob("*") if not path.is_symlink() and mode_of(path) & 0o077]
