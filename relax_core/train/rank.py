@@ -87,6 +87,7 @@ class MegatronRank:
             rank=setup.rank,
             world_size=setup.world_size,
             store_address=setup.store_address,
+            token=setup.token,
             timeout_s=setup.timeout_s,
             seed=setup.seed,
         )

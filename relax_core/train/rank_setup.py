@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from relax_core.train.parallel.layout_arithmetic import world_size
 class RankSetup:
     """Holds the settings of one rank.
 
-    ``store_address`` is the "host:port" of the TCPStore that rank 0 hosts. ``timeout_s`` bounds every wait for other
+    ``store_address`` and ``token`` are those of `open_rank_store`. ``timeout_s`` bounds every wait for other
     ranks, in seconds. ``moe_aux_loss_coef`` weights the load-balancing loss of a mixture of experts.
     ``banned_token_ids`` are tokens that are never sampled, so they have no probability. ``frozen`` are the parts
     of the model that do not train (`relax_core.config.choices.MODEL_PARTS`).
@@ -40,6 +40,7 @@ class RankSetup:
     moe_aux_loss_coef: float = 0.0
     banned_token_ids: Sequence[int] = ()
     frozen: Sequence[str] = ()
+    token: str = field(default="", repr=False)
 
 
 def rank_setup(
@@ -50,6 +51,7 @@ def rank_setup(
     store_address: str,
     parallel: ParallelConfig | None = None,
     optimizer: OptimizerConfig | None = None,
+    token: str = "",
 ) -> RankSetup:
     """Returns the setup of rank ``rank`` of a model of the run.
 
@@ -73,4 +75,5 @@ def rank_setup(
         moe_aux_loss_coef=config.model.moe_aux_loss_coef,
         banned_token_ids=config.rollout.banned(),
         frozen=frozen_parts(config),
+        token=token,
     )

@@ -1,30 +1,177 @@
-"""Opens the TCPStore through which the ranks of a group find each other; it listens only on its own address."""
+"""Opens the stores through which the ranks of a group find each other.
+
+torch's TCPStore asks for no password: whoever connects may join as a rank, read every key and change it. The trainer's
+ranks therefore use a file in a private folder if they are on one host, and a `SignedStore` if they are on several.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import os
 import socket
+import time
 from datetime import timedelta
 
 import torch.distributed as dist
+
+LOOPBACK_PREFIX = "127."
+POLL_S = 0.01
+_ARRIVED = "arrived"
+_DIGEST_BYTES = 32
 
 
 def open_store(
     host: str, port: int, *, rank: int, world_size: int, timeout_s: float, listener: socket.socket | None = None
 ) -> dist.TCPStore:
-    """Joins the store that rank 0 opens at ``host``:``port`` and returns when all ranks have joined.
+    """Joins the TCPStore that rank 0 opens at ``host``:``port`` and returns when all ranks have joined.
 
     A single rank may use port 0. ``listener`` is rank 0's socket if its port is already bound, and the store owns it
     from then on. On a loopback host the gloo groups of this process also stay on loopback. Raises torch's
     DistStoreError after ``timeout_s`` seconds, and OSError if rank 0 cannot listen.
     """
-    if host.startswith("127.") or host == "localhost":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # By default gloo listens on the host name's address.
+    return _tcp_store(
+        host, port, rank=rank, world_size=world_size, timeout_s=timeout_s, listener=listener, waits_for_ranks=True
+    )
+
+
+def open_rank_store(address: str, *, token: str, rank: int, world_size: int, timeout_s: float) -> dist.Store:
+    """Joins the store of the trainer's ranks and returns when all ranks have joined.
+
+    ``address`` is the path of a new file in a folder of this user alone, or "host:port", at which rank 0 then opens a
+    `SignedStore` with the run's ``token``. Raises TimeoutError after ``timeout_s`` seconds.
+    """
+    store: dist.Store
+    if address.startswith("/"):
+        keep_gloo_on_loopback()
+        store = dist.FileStore(address, world_size)
+        store.set_timeout(timedelta(seconds=timeout_s))
+    else:
+        host, port = address.rsplit(":", 1)
+        try:
+            inner = _tcp_store(
+                host, int(port), rank=rank, world_size=world_size, timeout_s=timeout_s, waits_for_ranks=False
+            )
+        except dist.DistStoreError as error:
+            raise TimeoutError(_late(address, rank, world_size, timeout_s, str(error))) from error
+        store = SignedStore(inner, key=f"{address}\n{token}".encode())
+    try:
+        wait_for_arrivals(store, _ARRIVED, world_size=world_size, timeout_s=timeout_s)
+    except TimeoutError as error:
+        raise TimeoutError(_late(address, rank, world_size, timeout_s, str(error))) from error
+    return store
+
+
+def wait_for_arrivals(store: dist.Store, name: str, *, world_size: int, timeout_s: float) -> None:
+    """Returns once each rank of the store has called this with ``name``; raises TimeoutError after ``timeout_s``."""
+    deadline = time.monotonic() + timeout_s
+    arrived = store.add(name, 1)
+    while arrived < world_size:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{arrived} ranks have arrived")
+        time.sleep(POLL_S)
+        arrived = store.add(name, 0)
+
+
+def _late(address: str, rank: int, world_size: int, timeout_s: float, why: str) -> str:
+    return f"trainer rank {rank} waited {timeout_s:g} s at {address} for all {world_size} ranks: {why}"
+
+
+def _tcp_store(
+    host: str,
+    port: int,
+    *,
+    rank: int,
+    world_size: int,
+    timeout_s: float,
+    waits_for_ranks: bool,
+    listener: socket.socket | None = None,
+) -> dist.TCPStore:
+    if host.startswith(LOOPBACK_PREFIX) or host == "localhost":
+        keep_gloo_on_loopback()
     descriptor = None
     if rank == 0:
-        # By default the store listens on every interface, and it requires no token.
+        # By default the store listens on every interface.
         server = listener or socket.create_server((host, port))
         port, descriptor = server.getsockname()[1], server.detach()
     return dist.TCPStore(
-        host, port, world_size, is_master=rank == 0, timeout=timedelta(seconds=timeout_s), master_listen_fd=descriptor
+        host,
+        port,
+        world_size,
+        is_master=rank == 0,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=waits_for_ranks,
+        master_listen_fd=descriptor,
     )
+
+
+def keep_gloo_on_loopback() -> None:
+    """Makes the gloo groups of this process listen on loopback, unless the user has named an interface."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # By default gloo listens on the host name's address.
+
+
+class SignedStore(dist.Store):
+    """Signs the values of a store, and hides the names of its keys, with a ``key`` that the ranks share.
+
+    Names are keyed hashes (HMAC-SHA256), so that nobody else can name a key. A value is followed by the keyed hash of
+    its name and itself. Counters carry no hash: their values are numbers under hidden names.
+    """
+
+    def __init__(self, inner: dist.Store, *, key: bytes) -> None:
+        super().__init__()
+        self._inner = inner
+        self._key = key
+
+    def _hash(self, *parts: bytes) -> bytes:
+        return hmac.new(self._key, b"\n".join(parts), hashlib.sha256).digest()
+
+    def _name(self, key: str) -> str:
+        return self._hash(b"name", key.encode()).hex()
+
+    def _signed(self, name: str, value: str | bytes) -> bytes:
+        plain = value.encode() if isinstance(value, str) else bytes(value)
+        return plain + self._hash(b"value", name.encode(), plain)
+
+    def _verified(self, name: str, value: bytes) -> bytes:
+        plain, digest = value[:-_DIGEST_BYTES], value[-_DIGEST_BYTES:]
+        if not hmac.compare_digest(digest, self._hash(b"value", name.encode(), plain)):
+            raise RuntimeError("a value in the store of the ranks was not written by a rank of this run")
+        return plain
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Sets a key."""
+        name = self._name(key)
+        self._inner.set(name, self._signed(name, value))  # type: ignore[arg-type]  # bytes are fine
+
+    def get(self, key: str) -> bytes:
+        """Returns the value of a key and waits for it. Raises RuntimeError for a value without the ranks' signature."""
+        name = self._name(key)
+        return self._verified(name, self._inner.get(name))
+
+    def add(self, key: str, amount: int) -> int:
+        """Adds to a counter and returns the sum."""
+        return self._inner.add(self._name(key), amount)
+
+    def check(self, keys: list[str]) -> bool:
+        """Returns whether all keys are set."""
+        return self._inner.check([self._name(key) for key in keys])
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Waits until all keys are set."""
+        names = [self._name(key) for key in keys]
+        if timeout is None:
+            self._inner.wait(names)
+        else:
+            self._inner.wait(names, timeout)
+
+    def delete_key(self, key: str) -> bool:
+        """Deletes a key and returns whether it was set."""
+        return self._inner.delete_key(self._name(key))
+
+    def num_keys(self) -> int:
+        """Returns the number of keys."""
+        return self._inner.num_keys()
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Sets how long `get` and `wait` wait."""
+        self._inner.set_timeout(timeout)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import socket
 from dataclasses import replace
 from functools import cache
@@ -46,7 +47,7 @@ def build_role_backend(context: RunContext, role: str, *, rank: int, store_addre
 def build_teacher(context: RunContext, folder: Path) -> MegatronBackend:
     """Builds the model of ``folder``, of any family, as a whole in this process, without gradient."""
     parallel = one_rank(context.config.parallel)
-    setup = _setup(context, parallel, context.config.optimizer, rank=0, store_address=store_address(1))
+    setup = _setup(context, parallel, context.config.optimizer, rank=0, store_address="")
     architecture = folder_architecture(folder, also=context.config.model.family)
     family = family_key(architecture.family, also=context.config.model.family)
     setup = replace(setup, model_folder=folder, family=family)
@@ -72,7 +73,7 @@ def build_critic(context: RunContext) -> CriticBackend:
     if optimizer.critic_lr is not None:
         optimizer = replace(optimizer, lr=optimizer.critic_lr)
     parallel = critic_parallel(context.config.parallel)
-    setup = _setup(context, parallel, optimizer, rank=0, store_address=store_address(1))
+    setup = _setup(context, parallel, optimizer, rank=0, store_address="")
     return CriticBackend(setup, media=_media_reader(context))
 
 
@@ -108,17 +109,17 @@ def _setup(
         optimizer=optimizer,
         rank=rank,
         store_address=store_address,
+        token=context.token_file.read_text(encoding="utf-8").strip(),
     )
 
 
-def store_address(ranks: int, *, host: str = LOOPBACK) -> str:
-    """Returns the "host:port" at which ``ranks`` ranks find each other.
+def store_address(context: RunContext, *, host: str) -> str:
+    """Returns the address at which ranks find each other: a new file on one host, or "host:port" on several.
 
-    A single rank uses port 0 on loopback, which stands for any free port. Rank 0 must bind the port at once, before
-    another process takes it.
+    Rank 0 must bind the port at once, before another process takes it.
     """
-    if ranks == 1:
-        return f"{LOOPBACK}:0"
+    if host == LOOPBACK:
+        return str(context.token_file.parent / f"ranks-{secrets.token_hex(8)}")
     with socket.socket() as probe:
         probe.bind((host, 0))
         return f"{host}:{probe.getsockname()[1]}"

@@ -41,7 +41,7 @@ def assemble_ranks(
     for name in names[1:]:
         with waiting("its start", on=name):
             other_ranks.append((name, _restarted_rank(context, name)))
-    address = store_address(ranks, host=node_address(context.config.launcher))
+    address = store_address(context, host=node_address(context.config.launcher))
     built = [(name, other_rank.build.remote(address)) for name, other_rank in other_ranks]
     if built and on_loss is not None:
         threading.Thread(target=watch_build, args=(built, timeout_s, on_loss), name="build-watch", daemon=True).start()

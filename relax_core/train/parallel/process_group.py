@@ -12,9 +12,9 @@ from megatron.core import parallel_state, tensor_parallel
 
 from relax_core.config.schema import ParallelConfig
 from relax_core.train.megatron_on_cpu.device_loader import has_cuda
-from relax_core.train.parallel.gloo_device import share_gloo_device
+from relax_core.train.parallel.gloo_device import admitting_ranks, share_gloo_device
 from relax_core.train.parallel.layout_arithmetic import check_layout
-from relax_core.weights.rendezvous import open_store
+from relax_core.weights.rendezvous import keep_gloo_on_loopback, open_rank_store, wait_for_arrivals
 
 _store: dist.Store | None = None  # It is kept after `leave`, because the next layout joins through it again.
 _layouts = 0  # the number of layouts that this process has joined
@@ -22,13 +22,20 @@ _gloo_world: dist.ProcessGroup | None = None
 
 
 def join(
-    parallel: ParallelConfig, *, rank: int, world_size: int, store_address: str, timeout_s: float, seed: int
+    parallel: ParallelConfig,
+    *,
+    rank: int,
+    world_size: int,
+    store_address: str,
+    timeout_s: float,
+    seed: int,
+    token: str = "",
 ) -> None:
     """Waits up to ``timeout_s`` seconds for all ranks, builds Megatron's groups and seeds its random streams.
 
-    ``store_address`` is the "host:port" of the TCPStore that rank 0 hosts; a single rank may use port 0. If the process
-    has joined already, a second back end must have the same rank, world size and layout, unless all ranks `leave`
-    first. Raises TimeoutError if some ranks do not arrive.
+    ``store_address`` and ``token`` are those of `open_rank_store`; a single rank uses neither. If the process has
+    joined already, a second back end must have the same rank, world size and layout, unless all ranks `leave` first.
+    Raises TimeoutError if some ranks do not arrive, and `ForeignRank` if another user connects in the place of a rank.
     """
     global _store, _layouts, _gloo_world
     check_layout(parallel, world_size)
@@ -36,30 +43,30 @@ def join(
         assert (dist.get_rank(), dist.get_world_size()) == (rank, world_size), "a process has one layout at a time"
         assert _sizes() == _wanted(parallel), "a process has one layout at a time; all ranks must leave it first"
         return
-    if _store is None:
-        host, port = store_address.rsplit(":", 1)
-        try:
-            _store = open_store(host, int(port), rank=rank, world_size=world_size, timeout_s=timeout_s)
-        except dist.DistStoreError as error:
-            raise TimeoutError(
-                f"trainer rank {rank} waited {timeout_s:g} s at {store_address} for all {world_size} ranks: {error}"
-            ) from error
+    if _store is None and world_size == 1:
+        keep_gloo_on_loopback()
+        _store = dist.HashStore()  # in memory: nothing listens
+    elif _store is None:
+        _store = open_rank_store(store_address, token=token, rank=rank, world_size=world_size, timeout_s=timeout_s)
     _layouts += 1
     timeout = timedelta(seconds=timeout_s)
     backend = "cpu:gloo,cuda:nccl" if has_cuda() else "gloo"
     share_gloo_device()
     prefixed = dist.PrefixStore(f"layout-{_layouts}", _store)
-    dist.init_process_group(backend, store=prefixed, rank=rank, world_size=world_size, timeout=timeout)
-    _gloo_world = dist.new_group(backend="gloo", timeout=timeout) if has_cuda() else dist.group.WORLD
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=parallel.tp,
-        pipeline_model_parallel_size=parallel.pp,
-        virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
-        context_parallel_size=parallel.cp,
-        expert_model_parallel_size=parallel.ep,
-        expert_tensor_parallel_size=parallel.etp,
-        distributed_timeout_minutes=timeout_s / 60,
-    )
+    with admitting_ranks():
+        # A rank that does not admit others yet would drop their requests, which the kernel repeats after a second.
+        wait_for_arrivals(prefixed, "admits", world_size=world_size, timeout_s=timeout_s)
+        dist.init_process_group(backend, store=prefixed, rank=rank, world_size=world_size, timeout=timeout)
+        _gloo_world = dist.new_group(backend="gloo", timeout=timeout) if has_cuda() else dist.group.WORLD
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=parallel.tp,
+            pipeline_model_parallel_size=parallel.pp,
+            virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
+            context_parallel_size=parallel.cp,
+            expert_model_parallel_size=parallel.ep,
+            expert_tensor_parallel_size=parallel.etp,
+            distributed_timeout_minutes=timeout_s / 60,
+        )
     random.seed(seed)  # Relax draws nothing from Python's and numpy's streams, but a plug-in may.
     np.random.seed(seed)
     torch.manual_seed(seed)

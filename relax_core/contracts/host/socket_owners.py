@@ -1,0 +1,91 @@
+"""Finds the users of connections on this host in the kernel's tables, and lets listeners drop new clients."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+_TABLES = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))  # a kernel without IPv6 has no second table
+_ESTABLISHED, _CLOSED_BY_CLIENT, _LISTENS = "01", "08", "0A"
+_SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27  # of asm-generic/socket.h; Python's socket module lacks them
+_RETURN = 0x06  # BPF_RET | BPF_K of linux/filter.h: the number of bytes of a packet that are let through
+
+
+@dataclass(frozen=True)
+class Client:
+    """Is the other end of a connection; ``uid`` is None for an end that is closed or on another host."""
+
+    address: str
+    uid: int | None
+
+
+def _rows() -> Iterator[list[str]]:
+    for table in _TABLES:
+        if table.exists():
+            for line in table.read_text(encoding="ascii").splitlines()[1:]:
+                yield line.split()
+
+
+def listeners() -> dict[int, int]:
+    """Returns the TCP ports on which this process listens, with a descriptor of each."""
+    inodes: dict[str, int] = {}
+    for entry in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{entry}")
+        except FileNotFoundError:  # the descriptor of the listing itself
+            continue
+        if target.startswith("socket:["):
+            inodes[target[len("socket:[") : -1]] = int(entry)
+    return {
+        int(fields[1].rpartition(":")[2], 16): inodes[fields[9]]
+        for fields in _rows()
+        if fields[3] == _LISTENS and fields[9] in inodes
+    }
+
+
+def clients(port: int) -> list[Client]:
+    """Returns the clients of the server on a TCP port of this host."""
+    rows = list(_rows())
+    ends = {(fields[1], fields[2]): fields for fields in rows}
+    found = []
+    for fields in rows:
+        if fields[3] in (_ESTABLISHED, _CLOSED_BY_CLIENT) and int(fields[1].rpartition(":")[2], 16) == port:
+            other = ends.get((fields[2], fields[1]))
+            # A socket that its process has closed has no inode, and its user is shown as 0.
+            uid = int(other[7]) if other is not None and other[9] != "0" else None
+            found.append(Client(fields[2], uid))
+    return found
+
+
+def is_loopback(client: Client) -> bool:
+    """Returns whether a client is on this host, by its loopback address."""
+    address = client.address.rpartition(":")[0]
+    return address[-2:] == "7F" or address == "00000000000000000000000001000000"
+
+
+class _Instruction(ctypes.Structure):
+    _fields_ = [("code", ctypes.c_ushort), ("yes", ctypes.c_ubyte), ("no", ctypes.c_ubyte), ("value", ctypes.c_uint)]
+
+
+class _Program(ctypes.Structure):
+    _fields_ = [("length", ctypes.c_ushort), ("instructions", ctypes.POINTER(_Instruction))]
+
+
+def refuse_clients(descriptor: int) -> None:
+    """Lets a listening socket drop all requests to connect, until `admit_clients`."""
+    drop = _Instruction(_RETURN, 0, 0, 0)
+    program = _Program(1, ctypes.pointer(drop))
+    with socket.socket(fileno=os.dup(descriptor)) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, bytes(program))
+
+
+def admit_clients(descriptor: int) -> None:
+    """Lets a listening socket accept connections again."""
+    # FileNotFoundError is the kernel's answer for a socket without a filter.
+    with socket.socket(fileno=os.dup(descriptor)) as listener, suppress(FileNotFoundError):
+        listener.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
