@@ -16,7 +16,7 @@ from relax_core.config.compose import settled
 from relax_core.config.errors import ConfigError
 from relax_core.config.schema import RelaxConfig
 from relax_core.config.sections.launcher_schema import LauncherConfig
-from relax_core.contracts.host.private_folder import private_folder
+from relax_core.contracts.host.private_folder import private_files, private_folder
 from relax_core.preflight import CHECKS, settle
 
 CONFIG_VARIABLE = "RELAX_SUBMITTED"  # the text of submitted.yaml, for a launcher that cannot send a file
@@ -42,7 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(error.report(), file=sys.stderr)
         return USAGE
     sys.argv = ["relax", *overrides]  # the summary records them as the run's command line
-    return run_saved(config, again=words.again)
+    with private_files():
+        return run_saved(config, again=words.again)
 
 
 def as_run_here(config: RelaxConfig, *, ray_address: str | None) -> RelaxConfig:

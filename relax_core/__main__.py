@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 INTERRUPTED = 130
 USAGE = 2
+SHARED = ("export", "trace", "compare")  # commands that write files which a user may share with others
 
 
 def launch(config: RelaxConfig) -> int:
@@ -72,9 +73,12 @@ def _main(words: list[str]) -> int:
     from relax_core.config.options import COMMANDS
 
     command, rest = (words[0], words[1:]) if words and words[0] in COMMANDS else ("train", words)
-    if command in ("train", "demo", "rerun"):
-        return _run(words, rest, again=command == "rerun")
-    return _tool(command, rest)
+    from relax_core.contracts.host.private_folder import private_files, unshared_writes
+
+    with unshared_writes() if command in SHARED else private_files():
+        if command in ("train", "demo", "rerun"):
+            return _run(words, rest, again=command == "rerun")
+        return _tool(command, rest)
 
 
 def _run(words: Sequence[str], rest: Sequence[str], *, again: bool) -> int:

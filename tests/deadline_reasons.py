@@ -49,8 +49,7 @@ REASONS = {
         "relax_core/gateway/limits.py",
         "OrderChecks.addresses",
     ): "each address has RESOLVE_S in engine_address, which names it",
-    ("relax_core/control/host/agent_on_demand.py", "accepted"): "after select: a connection waits",
-    ("relax_core/control/host/agent_on_demand.py", "forward"): "after select: bytes wait",
+    ("relax_core/control/host/agent_on_demand.py", "wait_for_user"): "after select: a connection waits",
     (
         "relax_core/engines/http_server/held_port.py",
         "refuse_waiting",

@@ -16,7 +16,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable
@@ -30,6 +29,7 @@ from launchers.slurm.job_state import slurm_call
 from launchers.slurm.task_identity import TaskIdentity, task_folder
 from launchers.submitted import CONFIG_FILE, RunEnd, read_submitted, write_end, write_whole
 from relax_core.config.sections.launcher_schema import SlurmLauncherConfig
+from relax_core.contracts.host.private_folder import set_private_files
 from relax_core.control.host.ray_session import LOOPBACK_SWITCH, ONE_THREAD, QUIET, new_token_file
 from relax_core.control.host.run_paths import SHARED_MEMORY
 from relax_core.control.host.subreaper import become_subreaper, end_children
@@ -90,6 +90,7 @@ class NodeLost(Exception):
 def run_task(run_dir: Path, identity: TaskIdentity) -> int:
     """Executes one task and returns its exit code. No process and no temporary folder of the task remains."""
     signals = Signals()
+    set_private_files()
     config, _ = read_submitted((run_dir / CONFIG_FILE).read_text(encoding="utf-8"))
     launcher = config.launcher
     assert isinstance(launcher, SlurmLauncherConfig)
@@ -147,10 +148,11 @@ class _Task:
     def _start_head(self) -> tuple[str, Child]:
         new_token_file(self._token)
         self._undo.callback(self._token.unlink, missing_ok=True)
-        port = _free_port(self._identity.address)
-        head = self._start_ray("head", "--head", f"--port={port}", "--include-dashboard=false")
-        self._await(lambda: _listens(self._identity.address, port), head, "the Ray head", HEAD_S)
-        address = f"{self._identity.address}:{port}"
+        # Every port is chosen by the kernel and bound at once: no other user of this node can take one before.
+        head = self._start_ray("head", "--head", "--port=0", "--include-dashboard=false")
+        named = self._folder / "ray" / "ray_current_cluster"  # Ray writes it when the head listens
+        self._await(lambda: named.exists() and bool(named.read_text()), head, "the Ray head", HEAD_S)
+        address = named.read_text().strip()
         write_whole(self._attempt / HEAD, f"{address} {self._folder}")
         return address, head
 
@@ -243,7 +245,7 @@ class _Task:
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
         command += [f"--node-ip-address={self._identity.address}", f"--num-cpus={launcher.ray_logical_cpus}"]
         command += [f"--num-gpus={launcher.gpus_per_node}", f"--object-store-memory={launcher.object_store_mb << 20}"]
-        command += ["--min-worker-port=0", "--max-worker-port=0", *arguments]
+        command += ["--min-worker-port=0", "--max-worker-port=0", "--dashboard-agent-listen-port=0", *arguments]
         if arguments[0] == "--head":
             command.append(f"--temp-dir={self._folder / 'ray'}")
         return Child(command, environment=self._environment(joined=True), log=self._attempt / f"{name}.log")
@@ -269,17 +271,3 @@ class _Task:
             if time.monotonic() > deadline:
                 raise NodeLost(f"{node}: {name} was not there within {limit_s:.0f} s; see {self._attempt}")
             time.sleep(POLL_S)
-
-
-def _free_port(address: str) -> int:
-    with socket.socket() as probe:
-        probe.bind((address, 0))
-        return int(probe.getsockname()[1])
-
-
-def _listens(address: str, port: int) -> bool:
-    try:
-        with socket.create_connection((address, port), timeout=1.0):
-            return True
-    except OSError:
-        return False

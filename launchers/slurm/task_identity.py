@@ -7,6 +7,7 @@ import re
 import secrets
 import shutil
 import socket
+import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +17,9 @@ from pathlib import Path
 from launchers.slurm.job_state import slurm_answer
 
 PREFIX = "rs"  # the job's number follows
-BASE_BYTES = 11  # a socket's path has at most 107 bytes; Ray's names and this module's folder take the rest
+BASE_BYTES = 9  # a socket's path has at most 107 bytes; Ray's names and this module's folder take the rest
+RANDOM_BYTES = 4
+RANDOM = "[A-Za-z0-9_-]{6}"  # the text of so many bytes
 LOOPBACK = "127.0.0.1"
 
 
@@ -77,7 +80,9 @@ def task_folder(raw_job_id: str) -> Iterator[Path]:
     if len(str(base)) > BASE_BYTES:
         base = Path("/tmp")
     _remove_stale_folders(base)
-    folder = base / f"{PREFIX}{raw_job_id}-{secrets.token_hex(2)}"
+    folder = (
+        base / f"{PREFIX}{raw_job_id}-{secrets.token_urlsafe(RANDOM_BYTES)}"
+    )  # nobody can make all such names first
     folder.mkdir(mode=0o700)
     try:
         yield folder
@@ -89,7 +94,7 @@ def _remove_stale_folders(base: Path) -> None:
     found_folders = {
         folder: found[1]
         for folder in base.glob(f"{PREFIX}*-*")
-        if (found := re.fullmatch(rf"{PREFIX}(\d+)-[0-9a-f]{{4}}", folder.name)) and folder.stat().st_uid == os.getuid()
+        if (found := re.fullmatch(rf"{PREFIX}(\d+)-{RANDOM}", folder.name)) and _is_own_folder(folder)
     }
     if not found_folders:
         return
@@ -97,3 +102,12 @@ def _remove_stale_folders(base: Path) -> None:
     for folder, job in found_folders.items():
         if job not in queued:
             shutil.rmtree(folder, ignore_errors=True)  # another task on this node may remove the same folder
+
+
+def _is_own_folder(folder: Path) -> bool:
+    """Says whether a path in a folder of all users is a folder of this user, and not a link that leads to one."""
+    try:
+        found = folder.lstat()
+    except FileNotFoundError:  # another task has just removed it
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()

@@ -21,6 +21,7 @@ from relax_core.config.compose import load_config
 from relax_core.config.errors import ConfigError
 from relax_core.config.redaction import shown
 from relax_core.config.schema import RelaxConfig
+from relax_core.contracts.host.private_folder import set_private_files
 from relax_core.control.host.subreaper import PR_SET_PDEATHSIG, prctl
 from relax_core.observe.service.sinks import METRICS_FILE
 from relax_core.registry import with_file
@@ -32,6 +33,7 @@ USAGE, INTERRUPTED = 2, 130
 def main() -> int:
     """Executes the run and returns its exit code, or 2 for a mistake in the configuration."""
     staging, parent = Path(sys.argv[1]), int(sys.argv[2])
+    set_private_files()
     prctl(PR_SET_PDEATHSIG, signal.SIGTERM)  # the run stops if the parent is killed
     if os.getppid() != parent:
         return INTERRUPTED

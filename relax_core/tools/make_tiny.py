@@ -112,7 +112,6 @@ def _make_in_subprocess(folder: Path, *, name: str, task: str) -> None:
         )
         if done.returncode != 0:
             raise RuntimeError(f"making the tiny model failed with exit code {done.returncode}:\n{done.stderr[-2000:]}")
-        partial.chmod(0o755)
         partial.rename(folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Reads what the kernel of this host counts of a thread, for the trainer and the engine, which share no other code.
+"""Asks and tells the kernel of this host: waits of a thread for a core, locked files, folders of this user alone.
 
-Start reading in `core_wait.py`.
+All folders of the code may use it. Start reading in `private_folder.py`.
 """

@@ -2,74 +2,124 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
-from collections.abc import MutableMapping
+import sys
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 
 MODE = 0o700
 COMPILE_CACHE = "TORCHINDUCTOR_CACHE_DIR"  # torch and Triton keep compiled code below it
 _OTHERS = 0o077  # the rights of a group and of everybody
 _ROOT = 0
+_MOST_LINKS = 40  # as many as the kernel follows in one path
+_ALL_USERS = ["0", "0", str(2**32 - 1)]
 
 
 def private_folder(folder: Path, *, key: str, exist_ok: bool = True) -> Path:
     """Makes a folder of mode 0700 with its missing parents, or makes an existing folder private, and returns it.
 
-    ``key`` names the setting in errors. Raises ValueError, with key, value and fix, if the folder or a parent belongs
-    to another user, or if everybody may rename a parent: another user could then replace the folder. A folder below
-    /tmp is fine, where only the owner of a file may rename it. Raises FileExistsError if the folder exists and
-    ``exist_ok`` is False, and OSError if it cannot be made.
+    ``key`` names the setting in errors, and on stderr when the mode of an existing folder is changed. Raises
+    ValueError, with key, value and fix, if the folder, a parent, or a link on the way belongs to another user, or if
+    everybody may rename a parent: another user could then replace the folder. A folder below /tmp is fine, where only
+    the owner of a file may rename it; /tmp itself is none, since all users share it. Raises FileExistsError if the
+    folder exists and ``exist_ok`` is False, and OSError if it cannot be made.
 
     A folder that a group may write into is accepted as a parent: members of a group are trusted.
     """
-    whole = Path(os.path.abspath(folder))
-    missing = [parent for parent in (whole, *whole.parents) if not os.path.lexists(parent)]
-    for parent in reversed(missing[1:]):
-        parent.mkdir(mode=MODE, exist_ok=True)
-    check_parents(whole, key=key)
-    try:
-        whole.mkdir(mode=MODE)
-    except FileExistsError:
-        if not exist_ok:
-            raise
-        _make_private(whole, key=key)
+    named = f"{key}={folder}"
+    left, current, links = [*reversed((Path.cwd() / folder).parts[1:])], Path("/"), 0
+    _check_parent(current, current.lstat(), named=named)
+    while left:
+        if (name := left.pop()) == "..":
+            current = current.parent
+            continue
+        entry = current / name
+        is_new, state = _made(entry)
+        if stat.S_ISLNK(state.st_mode):
+            links += 1
+            target = _target(entry, state, named=named, links=links)
+            left += reversed(target.parts[1:] if target.is_absolute() else target.parts)
+            current = Path("/") if target.is_absolute() else current
+            continue
+        if not stat.S_ISDIR(state.st_mode):
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(entry))
+        if left:
+            _check_parent(entry, state, named=named)
+        elif not is_new and not exist_ok:
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(entry))
+        current = entry
+    _make_private(current, named=named)
     return folder
 
 
-def check_parents(folder: Path, *, key: str) -> None:
-    """Raises ValueError if another user could replace ``folder`` by renaming it or a parent of it."""
-    if folder.is_symlink() and folder.lstat().st_uid not in (os.getuid(), _ROOT):
-        raise ValueError(f"{key}={folder} is a link of another user, who could change it. Choose another folder.")
-    for parent in {*folder.parents, *Path(os.path.realpath(folder)).parents}:
-        found = parent.stat()
-        if not stat.S_ISDIR(found.st_mode):
-            continue  # the folder cannot be made, and its own error says so
-        # Root of a container may work below a mounted folder of the person who started the container.
-        if found.st_uid not in (os.getuid(), _ROOT) and os.getuid() != _ROOT:
-            raise ValueError(
-                f"{key}={folder}: {parent} belongs to another user (uid {found.st_uid}), who could replace the folder. "
-                "Choose a folder below one of your own."
-            )
-        if found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
-            raise ValueError(
-                f"{key}={folder}: every user may write into {parent} (mode {stat.S_IMODE(found.st_mode):o}) and could "
-                f"replace the folder. Run `chmod o-w {parent}`, or choose another folder."
-            )
+def _made(entry: Path) -> tuple[bool, os.stat_result]:
+    """Makes a folder if nothing is there; returns whether it did, and the state of what is there, of a link its own."""
+    try:
+        return False, entry.lstat()
+    except FileNotFoundError:
+        with suppress(FileExistsError):  # somebody has just made it: it is checked as any other
+            entry.mkdir(mode=MODE)
+            return True, entry.lstat()
+        return False, entry.lstat()
 
 
-def _make_private(folder: Path, *, key: str) -> None:
-    """Takes the rights of other users from an existing folder of this user."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+def _target(link: Path, state: os.stat_result, *, named: str, links: int) -> Path:
+    """Returns where a link of this user or of root leads; ``links`` counts those of the path."""
+    if links > _MOST_LINKS:
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(link))
+    if state.st_uid not in (os.geteuid(), _ROOT, _missing_user()):
+        raise ValueError(
+            f"{named}: {link} is a link of another user (uid {state.st_uid}), who could change it. "
+            "Choose another folder."
+        )
+    return Path(os.readlink(link))
+
+
+def _check_parent(parent: Path, state: os.stat_result, *, named: str) -> None:
+    """Raises ValueError if another user could rename what is in a folder."""
+    # Root of a container may work below a mounted folder of the person who started the container.
+    if os.geteuid() != _ROOT and state.st_uid not in (os.geteuid(), _ROOT, _missing_user()):
+        raise ValueError(
+            f"{named}: {parent} belongs to another user (uid {state.st_uid}), who could replace the folder. "
+            "Choose a folder below one of your own."
+        )
+    if state.st_mode & stat.S_IWOTH and not state.st_mode & stat.S_ISVTX:
+        raise ValueError(
+            f"{named}: every user may write into {parent} (mode {stat.S_IMODE(state.st_mode):o}) and could replace the "
+            f"folder. Run `chmod o-w {parent}`, or choose another folder."
+        )
+
+
+@cache
+def _missing_user() -> int | None:
+    """Returns the number that stands for every user whom this process's namespace lacks; None if it has all.
+
+    The root folder of some containers, and folders that are mounted into one, belong to such a user.
+    """
+    if Path("/proc/self/uid_map").read_text(encoding="ascii").split() == _ALL_USERS:
+        return None
+    return int(Path("/proc/sys/kernel/overflowuid").read_text(encoding="ascii"))
+
+
+def _make_private(folder: Path, *, named: str) -> None:
+    """Takes the rights of other users from a folder of this user; ``folder`` is no link."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         found = os.fstat(descriptor)
-        if found.st_uid != os.getuid():
+        if found.st_uid != os.geteuid():
             raise ValueError(
-                f"{key}={folder} belongs to another user (uid {found.st_uid}), who could read and change what Relax "
-                "writes. Choose another folder."
+                f"{named} belongs to another user (uid {found.st_uid}), who could read and change what Relax writes. "
+                "Choose another folder."
             )
+        if found.st_mode & stat.S_ISVTX or folder == Path("/"):
+            raise ValueError(f"{named}: all users of this machine share this folder. Choose a folder below it.")
         if found.st_mode & _OTHERS:
             os.fchmod(descriptor, stat.S_IMODE(found.st_mode) & ~_OTHERS)
+            print(f"relax: {named}: other users could enter this folder; now its mode is 0700", file=sys.stderr)
     finally:
         os.close(descriptor)
 
@@ -79,10 +129,10 @@ def user_cache(*names: str) -> Path:
 
     ``names`` are the parts of the path below it. The cache is made private if it exists, and not made otherwise.
     """
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "relax")
-    if cache.exists():
-        private_folder(cache, key="XDG_CACHE_HOME")
-    return cache.joinpath(*names)
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "relax")
+    if folder.exists():
+        private_folder(folder, key="XDG_CACHE_HOME")
+    return folder.joinpath(*names)
 
 
 def set_compile_cache(environment: MutableMapping[str, str]) -> None:
@@ -92,3 +142,29 @@ def set_compile_cache(environment: MutableMapping[str, str]) -> None:
     """
     if COMPILE_CACHE not in environment:
         environment[COMPILE_CACHE] = str(private_folder(user_cache("torchinductor"), key="XDG_CACHE_HOME"))
+
+
+def set_private_files() -> int:
+    """Lets this process, and those that it will start, make files for this user alone. Returns the earlier umask."""
+    return os.umask(_OTHERS)
+
+
+@contextmanager
+def private_files() -> Iterator[None]:
+    """Does the same until the block ends."""
+    earlier = set_private_files()
+    try:
+        yield
+    finally:
+        os.umask(earlier)
+
+
+@contextmanager
+def unshared_writes() -> Iterator[None]:
+    """Lets this process make files that no other user can write; who may read them is left to the user's umask."""
+    earlier = set_private_files()
+    os.umask(earlier | 0o022)
+    try:
+        yield
+    finally:
+        os.umask(earlier)

@@ -2,10 +2,10 @@
 
 The raylet starts two agents and ends with either of them. Each takes a second of processor time and about 100 MB. A run
 needs neither: it has no dashboard, and its workers have no runtime environment. With the path of a port file, this
-program listens in the agent's place. At the first connection of this user it starts the agent, which listens on a port
-that the kernel chooses, and passes all connections on to it. Its own port stays bound for its whole life: another user
-who could bind it would end the raylet. Without a port file, it only waits for the raylet's end. The program imports no
-Ray, and `python -I -S` executes it.
+program listens in the agent's place, and executes the agent as soon as this user connects, which is when the raylet
+asks for a runtime environment. The agent inherits the listening socket, with the connections that wait there, so its
+port is never free: another user who could bind it would end the raylet. Without a port file, the program only waits for
+the raylet's end. It imports no Ray, and `python -I -S` executes it.
 """
 
 from __future__ import annotations
@@ -15,52 +15,61 @@ import select
 import socket
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 PORT = "--runtime-env-agent-port="  # the options of the agent that say where it listens
 HOST = "--node-ip-address="
+INHERITED = "--inherited-listener="  # this program's own option: the descriptor of the listening socket
 LOOK_S = 1.0  # how long this program may outlive the raylet
-START_S = 60.0  # how long the agent may take until it has written its port
-POLL_S = 0.02
-PART_BYTES = 1 << 16
+WAITING = 128  # connections that wait to be accepted
+_TABLES = ("/proc/net/tcp", "/proc/net/tcp6")  # one line for each socket of this network
+_ESTABLISHED = "01"
+_MAPPED = "0000000000000000FFFF0000"  # comes before an address of IPv4 in a socket of IPv6
 
 
-def accepted(listener: socket.socket, *, raylet: int) -> socket.socket | None:
-    """Returns the next connection of this user, or None if the raylet has ended, which was this process's parent.
+def wait_for_user(listener: socket.socket, *, raylet: int) -> bool:
+    """Returns True if a process of this user connects, and False if the raylet, this process's parent, has ended.
 
-    A connection of another user is closed. The agent has a token of its own; this only spares its start.
+    Connections of other users are closed. The agent asks for a token itself; here it is only not started for them.
     """
     while os.getppid() == raylet:
         if select.select([listener], [], [], LOOK_S)[0]:
-            connection = listener.accept()[0]
-            if uid_of_client(connection) == os.getuid():
-                return connection
-            connection.close()
-    return None
+            if os.geteuid() in users_of_clients(listener):
+                return True
+            listener.accept()[0].close()  # the first of those that wait was there before this user was looked for
+    return False
 
 
-def uid_of_client(connection: socket.socket) -> int | None:
-    """Returns the user who has the other end of a connection on this host, None if there is none."""
-    client, server = connection.getpeername()[:2], connection.getsockname()[:2]
-    wanted = [_in_hex(connection.family, *client), _in_hex(connection.family, *server)]
-    table = "/proc/net/tcp6" if connection.family == socket.AF_INET6 else "/proc/net/tcp"
-    with open(table, encoding="ascii") as rows:
-        for row in rows:
-            fields = row.split()
-            if fields[1:3] == wanted and fields[9] != "0":  # the inode: an end that is closed has none, and no user
-                return int(fields[7])
-    return None
+def users_of_clients(listener: socket.socket) -> set[int]:
+    """Returns the users on this host who have an open connection to the listener, as the kernel's tables tell."""
+    host, port = listener.getsockname()[:2]
+    address = _in_hex(listener.family, host)
+    wanted = {f"{address}:{port:04X}", f"{_MAPPED}{address}:{port:04X}"}
+    users = set()
+    for table in filter(os.path.exists, _TABLES):  # a kernel without IPv6 has no second table
+        with open(table, encoding="ascii") as rows:
+            for fields in map(str.split, rows):
+                # The kernel names user 0 for a connection that its client has closed, which has no inode any more.
+                if fields[2] in wanted and fields[3] == _ESTABLISHED and fields[9] != "0":
+                    users.add(int(fields[7]))
+    return users
 
 
-def _in_hex(family: int, host: str, port: int) -> str:
+def _in_hex(family: int, host: str) -> str:
     """Returns an address as the kernel prints it: words of four bytes in the byte order of this machine."""
     packed = socket.inet_pton(family, host)
-    words = [int.from_bytes(packed[at : at + 4], sys.byteorder) for at in range(0, len(packed), 4)]
-    return "".join(f"{word:08X}" for word in words) + f":{port:04X}"
+    words = (int.from_bytes(packed[at : at + 4], sys.byteorder) for at in range(0, len(packed), 4))
+    return "".join(f"{word:08X}" for word in words)
 
 
 def listen(host: str, port_file: str) -> socket.socket:
-    """Listens on any free port of ``host`` and writes its number to ``port_file``, for which the raylet waits."""
-    listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    """Listens on any free port of ``host`` and writes its number to ``port_file``, for which the raylet waits.
+
+    The socket has no SO_REUSEADDR: with it, another user could bind the port until this process listens.
+    """
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listener.bind((host, 0))
+    listener.listen(WAITING)
     partial = f"{port_file}.partial"
     with open(partial, "w", encoding="ascii") as file:
         file.write(str(listener.getsockname()[1]))
@@ -68,56 +77,59 @@ def listen(host: str, port_file: str) -> socket.socket:
     return listener
 
 
-def serve(listener: socket.socket, first: socket.socket, agent: Sequence[str], *, port_file: str, raylet: int) -> None:
-    """Starts the agent and passes connections on to it, until the raylet or the agent has ended."""
-    import subprocess
-    import threading
-    import time
-
-    os.unlink(port_file)  # the raylet has read it; the agent writes its own port there
-    process = subprocess.Popen([f"{PORT}0" if word.startswith(PORT) else word for word in agent])
-    deadline = time.monotonic() + START_S
-    while not os.path.exists(port_file):
-        if process.poll() is not None or os.getppid() != raylet or time.monotonic() > deadline:
-            process.kill()
-            sys.exit(f"Ray's agent did not write its port to {port_file}: exit code {process.wait(LOOK_S)}")
-        time.sleep(POLL_S)
-    with open(port_file, encoding="ascii") as file:
-        address = listener.getsockname()[0], int(file.read())
-    connection: socket.socket | None = first
-    try:
-        while connection is not None and process.poll() is None:
-            threading.Thread(target=forward, args=[connection, address], daemon=True).start()
-            connection = accepted(listener, raylet=raylet)
-    finally:
-        process.kill()
-        process.wait(START_S)
+def become_agent(listener: socket.socket, agent: Sequence[str]) -> None:
+    """Executes the agent's command line in this process, with the listener in place of the socket that it binds."""
+    port, program = listener.getsockname()[1], _program(agent)
+    options = [f"{PORT}{port}" if word.startswith(PORT) else word for word in agent[program:]]
+    listener.set_inheritable(True)
+    this = [os.path.abspath(__file__), f"{INHERITED}{listener.fileno()}"]
+    os.execv(agent[0], [*agent[:program], *this, *options])
 
 
-def forward(client: socket.socket, address: tuple[str, int]) -> None:
-    """Passes bytes between a client and the agent at ``address`` until either of them closes its connection."""
-    with client, socket.create_connection(address, START_S) as agent:
-        other = {client: agent, agent: client}
-        while True:
-            for one in select.select([*other], [], [], LOOK_S)[0]:
-                if not (data := one.recv(PART_BYTES)):
-                    return
-                other[one].sendall(data)
+def _program(agent: Sequence[str]) -> int:
+    """Returns the position of the program in a command line of Python, behind the interpreter and its options."""
+    return next(at for at, word in enumerate(agent) if at and not word.startswith("-"))
 
 
-def main(port_file: str, agent: Sequence[str]) -> None:
-    """Stands in for the command line ``agent``; ``port_file`` is "" for an agent without a port."""
+def run_agent(descriptor: int, agent: Sequence[str]) -> None:
+    """Runs the agent's program, whose bind to the listener's port gives it the listener itself."""
+    import runpy
+
+    port = socket.socket(fileno=os.dup(descriptor)).getsockname()[1]
+
+    class Socket(socket.socket):
+        def bind(self, address: Any, /) -> None:
+            if isinstance(address, tuple) and address[1] == port:
+                os.dup2(descriptor, self.fileno(), inheritable=False)
+                os.close(descriptor)
+            else:
+                super().bind(address)
+
+    socket.socket = Socket  # type: ignore[misc]
+    sys.argv[:] = agent
+    sys.path[0] = os.path.dirname(agent[0])
+    runpy.run_path(agent[0], run_name="__main__")
+
+
+def main(words: Sequence[str]) -> None:
+    """Stands in for an agent: ``words`` are the port file, "" for an agent without a port, and its command line.
+
+    Within the agent's own process they are the listener's descriptor, and the agent's program with its options.
+    """
+    first, *agent = words
+    if first.startswith(INHERITED):
+        run_agent(int(first.removeprefix(INHERITED)), agent)
+        return
     raylet = os.getppid()
-    if not port_file:
+    if not first:
         while os.getppid() == raylet:
             select.select([], [], [], LOOK_S)
         return
     host = next(word.removeprefix(HOST) for word in agent if word.startswith(HOST))
-    with listen(host, port_file) as listener:
-        first = accepted(listener, raylet=raylet)
-        if first is not None:
-            serve(listener, first, agent, port_file=port_file, raylet=raylet)
+    with listen(host, first) as listener:
+        if wait_for_user(listener, raylet=raylet):
+            become_agent(listener, agent)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:])
+    main(sys.argv[1:])

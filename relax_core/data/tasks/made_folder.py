@@ -39,7 +39,6 @@ def _make(folder: Path, make: Callable[[Path], None]) -> None:
     try:
         make(partial)
         (partial / _LAST_FILE).touch()
-        partial.chmod(0o755)
         shutil.rmtree(folder, ignore_errors=True)
         partial.rename(folder)
     finally:

@@ -9,6 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
+from relax_core.contracts.host.private_folder import set_private_files
+
 
 def keep_output(log_file: Path) -> None:
     """Appends stdout and stderr of this process to ``log_file`` from now on, if this is a process of Ray.
@@ -19,9 +21,10 @@ def keep_output(log_file: Path) -> None:
 
     if not ray.is_initialized() or ray.get_runtime_context().get_actor_id() is None:
         return
+    set_private_files()  # Ray on a cluster that the run joined has a umask of its own
     with suppress(OSError):
         log_file.parent.mkdir(parents=True, exist_ok=True)
-        log = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        log = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.dup2(log, 1)
         os.dup2(log, 2)
         os.close(log)

@@ -94,6 +94,8 @@ def remove_left_scratch(parent: Path) -> None:
 def remove_scratch(folder: Path) -> None:
     """Removes a server's folder and shared memory once all its processes have ended; the server may have done it."""
     for shared in SHARED_MEMORY.glob(f"*{folder.name}*"):
-        shared.unlink(missing_ok=True)
+        with suppress(FileNotFoundError):
+            if shared.lstat().st_uid == os.getuid():  # others may make files there whose names have this one in them
+                shared.unlink()
     with suppress(FileNotFoundError):
         shutil.rmtree(folder)
