@@ -43,5 +43,5 @@ def test_other_letters_are_no_choice() -> None:
 
 
 def test_a_long_label_of_dapo_is_refused_at_once() -> None:
-    assert scored("dapo", "Answer: 1", "{$" * 500_000).reward is None
+    assert scored("dapo", "Answer: 1", "{" * 500_000).reward is None
     assert scored("dapo", "Answer: 42", "x = " * 50_000 + "42").reward == 1.0
