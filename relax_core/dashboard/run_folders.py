@@ -25,7 +25,8 @@ from relax_core.contracts.shown_text import shown_line
 
 MARKS = ("metrics.jsonl", "config.yaml")  # a folder with one of them is a run's
 MOST_DEPTH, MOST_RUNS = 3, 200
-MOST_ENTRIES, SEARCH_S = 20_000, 2.0  # entries of one folder that are looked at, and seconds for all folders
+MOST_ENTRIES, MOST_BELOW = 20_000, 5_000  # entries that are looked at of a folder that the user named, or of another
+SEARCH_S = 2.0  # for all folders together
 SILENT_S = 120.0  # a run of another host that has written nothing for so long counts as ended
 LOCK, SUMMARY, METRICS = ".lock", "summary.json", "metrics.jsonl"
 MOST_SUMMARY, MOST_LOCK = 4 * 2**20, 200  # bytes that are read of them
@@ -66,13 +67,13 @@ def find_runs(folders: Sequence[Path]) -> dict[str, Path]:
     """
     found: set[Path] = set()
     level, until = list(folders), time.monotonic() + SEARCH_S
-    for _ in range(MOST_DEPTH + 1):
+    for depth in range(MOST_DEPTH + 1):
         below: list[Path] = []
         for folder in level:
             if any(os.path.lexists(folder / mark) for mark in MARKS):
                 found.add(Path(os.path.realpath(folder)))
             elif time.monotonic() < until:
-                below += _folders_in(folder)
+                below += _folders_in(folder, MOST_BELOW if depth else MOST_ENTRIES)
         level = below
     ordered = sorted(found, key=_changed_s, reverse=True)[:MOST_RUNS]
     return {run_id(path): path for path in ordered}
@@ -88,12 +89,12 @@ def run_name(path: Path) -> str:
     return shown_line(path.name)[:MOST_NAME]
 
 
-def _folders_in(folder: Path) -> list[Path]:
+def _folders_in(folder: Path, most: int) -> list[Path]:
     try:
         with os.scandir(folder) as entries:
             return [
                 Path(entry.path)
-                for entry in islice(entries, MOST_ENTRIES)
+                for entry in islice(entries, most)
                 if not entry.name.startswith(".") and entry.is_dir(follow_symlinks=False)
             ]
     except OSError:  # it cannot be read or has gone

@@ -105,13 +105,13 @@ def test_a_server_on_another_port_gets_no_credential(
 
 def ends_after(port: int, *parts: bytes, pause_s: float = 0.0) -> float:
     """Sends the parts, and returns after how many seconds the server closes the connection."""
-    with closing(socket.create_connection(("127.0.0.1", port), timeout=DEADLINE_S)) as peer:
+    with closing(socket.create_connection(("127.0.0.1", port), timeout=DEADLINE_S)) as client:
         began = time.monotonic()
         for part in parts:
-            peer.sendall(part)
+            client.sendall(part)
             time.sleep(pause_s)
         try:
-            while peer.recv(65536):
+            while client.recv(65536):
                 pass
         except ConnectionResetError:
             pass
@@ -152,22 +152,22 @@ def test_half_open_connections_are_closed_and_a_followed_run_is_not(tmp_path: Pa
 
 
 def test_a_thousand_silent_strangers_keep_no_reader_out(server: Server) -> None:
-    peers = []
+    clients = []
     try:
         for _ in range(connections.connection_limit() + 50):
-            peers.append(socket.create_connection(("127.0.0.1", server.port), timeout=DEADLINE_S))
+            clients.append(socket.create_connection(("127.0.0.1", server.port), timeout=DEADLINE_S))
         assert json.loads(server.ask("/api/runs")[2])[0]["state"] == "finished"
     finally:
-        for peer in peers:
-            peer.close()
+        for client in clients:
+            client.close()
 
 
-def test_the_kernel_notices_a_peer_that_has_gone(server: Server) -> None:
+def test_the_kernel_notices_a_client_that_has_gone(server: Server) -> None:
     """The server's end of a connection has the probes of TCP."""
-    with closing(socket.create_connection(("127.0.0.1", server.port), timeout=DEADLINE_S)) as peer:
-        peer.sendall(f"GET / HTTP/1.1\r\nHost: 127.0.0.1:{server.port}\r\n\r\n".encode())
-        assert peer.recv(100)
-        own = f"{peer.getsockname()[1]:04X}"
+    with closing(socket.create_connection(("127.0.0.1", server.port), timeout=DEADLINE_S)) as client:
+        client.sendall(f"GET / HTTP/1.1\r\nHost: 127.0.0.1:{server.port}\r\n\r\n".encode())
+        assert client.recv(100)
+        own = f"{client.getsockname()[1]:04X}"
         rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
         timers = [
             row[5].split(":")[0]

@@ -124,6 +124,27 @@ def test_an_error_that_nobody_caught_is_shown_by_code(tmp_path: Path) -> None:
     assert_harmless(output)
 
 
+def test_a_live_panel_moves_the_cursor_and_its_texts_do_not(tmp_path: Path) -> None:
+    program = f"""
+from pathlib import Path
+from relax_core.observe.terminal.panel import Panel, PanelState
+from relax_core.observe.terminal.role_states import RoleState
+from relax_core.observe.terminal.standard_streams import unread_streams, write_as_it_is
+hostile = {HOSTILE!r}
+with unread_streams(timeout_s=1.0):
+    with Panel(4, Path("run" + hostile), "title" + hostile) as panel:
+        role = RoleState(name="actor" + hostile, state="failed", since_s=1.0, detail=hostile)
+        panel.update(PanelState(step=1, roles=[role], message=hostile))
+        panel.print_line("line" + hostile)
+        print("plain" + hostile)
+    write_as_it_is("\\x1b[?25h")
+"""
+    output = on_a_terminal("-c", program, folder=tmp_path)
+    assert output.startswith(b"\x1b[?25l") and output.endswith(b"\x1b[?25h") and b"\x1b[1A" in output
+    assert b"U+001B" in output and b"\x1b[2J" not in output
+    assert_harmless(output.replace(b"\x1b[1A", b"").replace(b"\x1b[2K", b"").replace(b"\r", b""))
+
+
 def test_answers_of_a_reward_on_a_terminal(tmp_path: Path) -> None:
     row = {"prompt": f"1+1{HOSTILE}", "answer": "2", "response": f"3{HOSTILE}"}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")

@@ -30,7 +30,7 @@ from relax_core.control.supervision.gateway_process import GatewayProcess, Gatew
 from relax_core.control.supervision.signals import StopSignals
 from relax_core.control.supervision.supervisor_pipe import SupervisorPipe
 from relax_core.observe.alarms.clean_text import clean
-from relax_core.observe.terminal.standard_streams import RUN_TIMEOUT_S, unread_streams
+from relax_core.observe.terminal.standard_streams import RUN_TIMEOUT_S, unread_streams, write_as_it_is
 
 TELL_S = 60.0
 RAY_STARTS = 3  # how often Ray is started before the run fails
@@ -93,7 +93,7 @@ def _supervise(
         if end.how == "ended":
             return end.code
         if sys.stdout.isatty():
-            print(SHOW_CURSOR, end="")
+            write_as_it_is(SHOW_CURSOR)
         if end.how == "stopped":
             return _stopped(config, end.cause, signals)
         if signals.received is not None:

@@ -33,7 +33,7 @@ BODY_SWEEPS = 30  # sweeps after which a body must have arrived at BODY_RATE
 BODY_RATE = 64 << 10  # bytes a sweep
 STRANGER_SWEEPS = 60  # sweeps for which a client that never showed the token may be quiet
 WRITE_SWEEPS = 60  # sweeps in which a client must read some of what was written
-KEEP_ALIVE = {  # a peer whose machine or network has gone is noticed by the kernel
+KEEP_ALIVE = {  # a client whose machine or network has gone is noticed by the kernel
     socket.TCP_KEEPIDLE: 60,  # seconds of silence before the first probe
     socket.TCP_KEEPINTVL: 10,  # seconds between probes
     socket.TCP_KEEPCNT: 3,  # probes without an answer
@@ -64,10 +64,10 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Adds the connection to the open ones."""
         super().connection_made(transport)
-        if (peer := transport.get_extra_info("socket")) is not None and peer.family != socket.AF_UNIX:
-            peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        if (client := transport.get_extra_info("socket")) is not None and client.family != socket.AF_UNIX:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for option, value in KEEP_ALIVE.items():
-                peer.setsockopt(socket.IPPROTO_TCP, option, value)
+                client.setsockopt(socket.IPPROTO_TCP, option, value)
         self._connections.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:

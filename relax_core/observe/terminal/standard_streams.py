@@ -131,6 +131,12 @@ def unread_streams(*, timeout_s: float | None = None) -> Iterator[None]:
             sys.stdout, sys.stderr = before
 
 
+def write_as_it_is(code: str) -> None:
+    """Writes a code of the terminal, which is Relax's own, to stdout."""
+    getattr(sys.stdout, "unfiltered", sys.stdout).write(code)
+    sys.stdout.flush()
+
+
 def show_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Prints an error that nobody caught, as `sys.excepthook` does, with the hidden characters of its text by code."""
     print(shown("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr)
