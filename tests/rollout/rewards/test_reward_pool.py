@@ -1,6 +1,7 @@
 """The reward pool with real worker processes, and plug-ins that hang, crash and lie.
 
-The processes are plain ones, whose numbers and files the tests see; tests/security/test_reward_sandbox.py has the others.
+The processes are plain, so that the tests see their numbers and files; tests/security/test_reward_sandbox.py has those
+in the sandbox.
 """
 
 from __future__ import annotations
