@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, Protocol
 import msgspec
 
 from relax_core.config.modality_shares import TEXT
-from relax_core.contracts.checks.foreign_values import decode_json, shown
+from relax_core.contracts.checks.foreign_values import decode_json, holds_huge_integer, shown
 from relax_core.contracts.data import BadRow, DataRow
 from relax_core.contracts.host.regular_file import open_regular, read_regular
 from relax_core.data.row_media import (
@@ -268,9 +268,15 @@ def check_row(row: Mapping[str, Any], keys: RowKeys, *, where: str) -> DataRow:
     if keys.media.columns or not (isinstance(prompt, str) or all(isinstance(m["content"], str) for m in prompt)):
         row = row_with_sources(row, keys.media, where=where, prompt_key=keys.prompt)
     try:
-        return {**row, "prompt": row[keys.prompt], "answer": str(answer)}
+        shown_answer = str(answer)
     except ValueError as error:  # an integer of thousands of digits
         raise BadRow.because("answer", f"{where}: {keys.answer}={_short(answer)} is no number to read.") from error
+    if holds_huge_integer(answer):
+        row = {**row, keys.answer: shown_answer}
+    made = {**row, "prompt": row[keys.prompt], "answer": shown_answer}
+    if holds_huge_integer(made):
+        raise BadRow.because("malformed", f"{where}: a number has more than 64 bits. Write it as text.")
+    return made
 
 
 def _is_conversation(prompt: Any) -> bool:

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -100,12 +101,12 @@ def write_parquet(file: Path, columns: dict[str, Any], **options: Any) -> None:
 
 
 def zeros_in_pages(file: Path) -> None:
-    """Writes about 150 KB that become 4 GB of text."""
+    """Writes about 100 KB that become 2.7 GB of text, more than a row group may have."""
     block = pyarrow.table({"prompt": pyarrow.array(["\0" * (16 << 20)] * 4), "answer": pyarrow.array(["1"] * 4)})
     with pyarrow.parquet.ParquetWriter(
         file, block.schema, compression="zstd", use_dictionary=False, store_schema=False
     ) as writer:
-        writer.write_table(pyarrow.concat_tables([block] * 64), row_group_size=1 << 20)
+        writer.write_table(pyarrow.concat_tables([block] * 40), row_group_size=1 << 20)
 
 
 def repeated_text(file: Path) -> None:
@@ -123,8 +124,8 @@ def repeated_in_lists(file: Path) -> None:
 
 
 def repeated_numbers(file: Path) -> None:
-    """Writes one row with 20 million numbers."""
-    count = 20_000_000
+    """Writes one row with 3 million numbers in 500 bytes."""
+    count = 3_000_000
     numbers = pyarrow.repeat(pyarrow.scalar(7, pyarrow.int64()), count)
     lists = pyarrow.ListArray.from_arrays(pyarrow.array([0, count], pyarrow.int32()), numbers)
     write_parquet(file, {"prompt": pyarrow.array(["p"]), "answer": pyarrow.array(["1"]), "extra": lists})
@@ -181,6 +182,7 @@ DATA: dict[str, tuple[str, Callable[[Path], Any], tuple[str, ...]]] = {
     "line of 6 GB": ("jsonl", sparse(6 << 30), ("REFUSED", "line")),
     "answer of 5000 digits": ("jsonl", text(f'{{"prompt": "p", "answer": 1{"0" * 5000}}}\n{GOOD}'), ("BAD 0", "ROW 1")),
     "answer of 4000 digits": ("jsonl", text(f'{{"prompt": "p", "answer": 1{"0" * 4000}}}\n{GOOD}'), ("ROW 1",)),
+    "integer of 31 digits": ("jsonl", text(f'{{"prompt": "p", "answer": "a", "x": 1{"0" * 30}}}\n'), ("BAD 0", "64")),
     "half of a pair": ("jsonl", text(f'{{"prompt": "\\ud800", "answer": "a"}}\n{GOOD}'), ("BAD 0", "ROW 1")),
     "bytes": ("jsonl", text(b"\xff\xfe\x00\n" + GOOD.encode()), ("BAD 0", "ROW 1")),
     "deep list": ("json", text(nested(100_000)), ("REFUSED", "nested")),
@@ -552,6 +554,14 @@ def test_halves_of_pairs_are_tokens_like_any_unknown_character() -> None:
     for plain in (True, False):
         assert len(tokenizer.encode([{"role": "user", "content": "1\ud8001"}], plain=plain)) > 3
     assert len(tokenizer.plain_spans("1\ud8001")) == 3
+
+
+def test_a_large_integer_may_be_an_answer_and_every_row_can_be_sent_to_a_worker(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text(f'{{"question": "p", "solution": 1{"0" * 30}}}\n')
+    row = open_rows(file, RowKeys(prompt="question", answer="solution"))[0]
+    assert row["answer"] == row["solution"] == "1" + "0" * 30
+    msgspec.msgpack.encode(row)
 
 
 def test_the_rows_of_a_limit_are_rows_that_can_be_read(tmp_path: Path) -> None:

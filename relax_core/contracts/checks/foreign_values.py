@@ -66,6 +66,21 @@ def check_depth(value: Any, *, depth: int = MOST_DEPTH) -> None:
         raise ValueError(_too_deep())
 
 
+def holds_huge_integer(value: Any) -> bool:
+    """Returns whether a value of JSON holds an integer that no message between processes takes: one beyond 64 bits."""
+    level = [value]
+    while level:
+        if any(type(one) is int and not -(1 << 63) <= one < 1 << 64 for one in level):
+            return True
+        level = [
+            inner
+            for one in level
+            if isinstance(one, _NESTS)
+            for inner in (one.values() if isinstance(one, dict) else one)
+        ]
+    return False
+
+
 def decode_json(content: bytes | str, kind: type[_Decoded]) -> _Decoded:
     """Returns the value of a JSON text, checked against a type; ``kind`` may be `typing.Any`.
 

@@ -99,6 +99,6 @@ def _rows(config: RelaxConfig) -> Iterator[tuple[str, dict[str, Any]]]:
         try:
             row = dict(rows[number])
             msgspec.msgpack.encode(row)
-        except (ValueError, TypeError):  # a row that cannot be read, or that cannot be sent to another process
+        except (ValueError, TypeError, OverflowError):  # it cannot be read, or sent to another process
             continue
         yield rows.where(number), row
