@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 import threading
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -70,6 +72,7 @@ class Dashboard:
         self._folders, self._cache, self._session, self._on_exchange = folders, cache, session, on_exchange
         self._lock = threading.Lock()
         self._readers: dict[str, RunReader] = {}
+        self._users: Counter[str] = Counter()  # requests that use the reader of a run at this moment
         self._views: dict[str, SampleViews] = {}
         self._turns: dict[str, asyncio.Semaphore] = {}
         self._listed = ListedRuns()
@@ -112,9 +115,12 @@ class Dashboard:
 
     def _answer(self, page: Callable[[RunReader, Mapping[str, str]], Any]) -> Callable[[Request], Any]:
         async def answer(request: Request) -> Response:
-            run = await self._thread(self._reader, request.path_params["run"])
             try:
-                async with asyncio.timeout(QUEUE_S), self._turns[run.run_id]:
+                async with (
+                    self._used_reader(request) as run,
+                    asyncio.timeout(QUEUE_S),
+                    self._turns[run.run_id],
+                ):
                     return await self._thread(lambda: _json(page(run, request.query_params)))
             except TimeoutError as error:
                 raise HTTPException(503, "Other questions about this run are still being answered.") from error
@@ -134,7 +140,22 @@ class Dashboard:
     async def _thread(self, work: Callable[..., Answer], *given: Any) -> Answer:
         return await asyncio.get_running_loop().run_in_executor(self._threads, partial(work, *given))
 
+    @asynccontextmanager
+    async def _used_reader(self, request: Request) -> AsyncIterator[RunReader]:
+        """Yields the reader of the request's run, which stays open while the block runs."""
+        name = request.path_params["run"]
+        with self._lock:
+            self._users[name] += 1
+        try:
+            yield await self._thread(self._reader, name)
+        finally:
+            with self._lock:
+                self._users[name] -= 1
+                if not self._users[name]:
+                    del self._users[name]
+
     def _reader(self, run: str) -> RunReader:
+        """Returns the reader of a run; closes those that no request uses, if there are too many."""
         with self._lock:
             if run not in self._readers:
                 path = find_runs(self._folders).get(run)
@@ -143,11 +164,13 @@ class Dashboard:
                 self._readers[run] = RunReader(path, self._cache)
                 self._turns[run] = asyncio.Semaphore(AT_ONCE)
             found = self._readers[run] = self._readers.pop(run)  # the last of them is the one that was asked last
-            oldest = next(iter(self._readers)) if len(self._readers) > MOST_READERS else ""
-            self._views.pop(oldest, None)
-            gone = self._readers.pop(oldest, None)
-        if gone is not None:
-            gone.close()
+            unused = [name for name in self._readers if name not in self._users]
+            oldest = unused[: max(0, len(self._readers) - MOST_READERS)]
+            gone = [self._readers.pop(name) for name in oldest]
+            for name in oldest:
+                self._views.pop(name, None)
+        for reader in gone:
+            reader.close()
         return found
 
     async def _exchange(self, request: Request) -> Response:
@@ -166,19 +189,21 @@ class Dashboard:
         return _json(await self._thread(lambda: self._listed(find_runs(self._folders))))
 
     async def _stream(self, request: Request) -> Response:
-        run = await self._thread(self._reader, request.path_params["run"])
+        async with self._used_reader(request):  # an unknown run is refused before the stream begins
+            pass
 
         async def events() -> AsyncIterator[bytes]:
             while not await request.is_disconnected():
-                pulse = await self._thread(run.pulse)
+                async with self._used_reader(request) as run:
+                    pulse = await self._thread(run.pulse)
                 yield b"data: " + msgspec.json.encode(pulse) + b"\n\n"
                 await asyncio.sleep(PULSE_S)
 
         return StreamingResponse(events(), media_type="text/event-stream")
 
     async def _picture(self, request: Request) -> Response:
-        run = await self._thread(self._reader, request.path_params["run"])
-        path = picture_file(run.run_dir, request.path_params["digest"])
+        async with self._used_reader(request) as run:
+            path = picture_file(run.run_dir, request.path_params["digest"])
         data = b"" if path is None else await self._thread(_first_bytes, path)
         if not data.startswith(JPEG) or len(data) > MOST_PICTURE:
             raise HTTPException(404, "There is no picture of this item.")
@@ -186,8 +211,8 @@ class Dashboard:
 
     async def _media(self, request: Request) -> Response:
         """Answers with a sound or video, or with the part of it that the request's Range names."""
-        run = await self._thread(self._reader, request.path_params["run"])
-        path = played_file(run.run_dir, request.path_params["digest"])
+        async with self._used_reader(request) as run:
+            path = played_file(run.run_dir, request.path_params["digest"])
         large = path is None or path.stat().st_size > MOST_PLAYED  # a run keeps none that is larger
         found = None if path is None or large else await self._thread(played_type, path)
         if path is None or found is None:

@@ -9,8 +9,11 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -21,123 +24,107 @@ from tests.ports import free_port
 from tests.security.conftest import INTRUDER, SecondUser
 
 ROOT = Path(__file__).resolve().parents[2]
-RANK = """
-import json, os, sys, time
-import torch, torch.distributed as dist
-from tests.train.worker_group_layouts import parallel_config
-from relax_core.train.parallel import process_group
-from relax_core.contracts.host.socket_owners import listeners
-
-rank, address, steps = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-began = time.monotonic()
-process_group.join(
-    parallel_config(dp=2), rank=rank, world_size=2, store_address=address, token="secret", timeout_s=60.0, seed=0
-)
-print(json.dumps({"joined": time.monotonic() - began, "ports": sorted(listeners())}), flush=True)
-sys.stdin.readline()
-slowest = 0.0
-for _ in range(steps):
-    began = time.monotonic()
-    found = [None, None]
-    dist.all_gather_object(found, {"rank": rank})
-    assert found == [{"rank": 0}, {"rank": 1}]
-    slowest = max(slowest, time.monotonic() - began)
-print(json.dumps({"slowest": slowest}), flush=True)
-"""
-# It connects to a port as often as it may, and says in each connection that it is pair 0, 1, 2, …
-FLOOD = """
-import json, socket, struct, sys, time
-kept, connected = [], 0
-until = time.monotonic() + float(sys.argv[2])
-while time.monotonic() < until:
-    for port in json.loads(sys.argv[1]):
-        one = socket.socket()
-        one.settimeout(0.2)
+# It connects to each port with the numbers of many pairs, keeps the connections, and says how many there are.
+INTRUDER_PROGRAM = """
+import socket, struct, sys
+kept = []
+for port in map(int, sys.argv[2:]):
+    for number in range(int(sys.argv[1])):
+        link = socket.socket()
+        link.settimeout(0.3)
         try:
-            one.connect(("127.0.0.1", port))
-            one.sendall(struct.pack("<q", connected))
-            connected += 1
-            kept.append(one)
+            link.connect(("127.0.0.1", port))
+            link.sendall(struct.pack("<q", number))
         except OSError:
-            one.close()
-print(connected)
-"""
-# It connects to each new listening port of the victim as soon as the kernel shows it.
-HIJACKER = """
-import select, socket, struct, sys, time
-victim, kept, connected = sys.argv[1], {}, 0
-print("ready", flush=True)
-until = time.monotonic() + 60
-while time.monotonic() < until and not select.select([sys.stdin], [], [], 0)[0]:
-    for line in open("/proc/net/tcp").readlines()[1:]:
-        fields = line.split()
-        host, port = fields[1].split(":")
-        if fields[3] != "0A" or fields[7] != victim or port in kept or not host.endswith("7F"):
             continue
-        kept[port] = []
-        for number in range(64):
-            try:
-                one = socket.create_connection(("127.0.0.1", int(port, 16)), 0.05)
-                one.sendall(struct.pack("<q", number))
-                kept[port].append(one)
-                connected += 1
-            except OSError:
-                break
-print(connected)
+        kept.append(link)
+print(len(kept), flush=True)
+sys.stdin.readline()
 """
 
 
-def start_ranks(address: str, *, steps: int) -> list[subprocess.Popen[str]]:
-    return [
+@contextmanager
+def ranks(address: str, *, tokens: tuple[str, str] = ("a", "a"), open_s: float = 0.0) -> Iterator[list[Any]]:
+    started = [
         subprocess.Popen(
-            [sys.executable, "-c", RANK, str(rank), address, str(steps)],
+            [sys.executable, "-m", "tests.security.store_rank", str(rank), address, tokens[rank], str(open_s)],
             cwd=ROOT,
-            env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
             text=True,
         )
         for rank in range(2)
     ]
+    try:
+        yield started
+    finally:
+        for one in started:
+            one.kill()
+            one.communicate()
 
 
-def test_ranks_join_and_no_port_of_theirs_takes_another_user(tmp_path: Path, second_user: SecondUser) -> None:
-    """They go on at the same pace while another user connects as often as the system allows."""
-    ranks = start_ranks(str(tmp_path / "store"), steps=100)
-    joined = []
-    for one in ranks:
-        assert one.stdout is not None
-        line = one.stdout.readline()
-        assert line, one.communicate()[1]
-        joined.append(json.loads(line))
-    ports = sorted({port for one in joined for port in one["ports"]})
-    assert len(ports) == 2, "gloo alone listens"
-    with second_user.popen(FLOOD, json.dumps(ports), 3.0) as flood:
-        for one in ranks:
-            assert one.stdin is not None
-            one.stdin.write("\n")
-            one.stdin.flush()
-        ended = [one.communicate(timeout=60) for one in ranks]
-        output, _ = flood.communicate(timeout=60)
-    assert [one.returncode for one in ranks] == [0, 0], ended
-    assert output.split() == ["0"]
-    assert max(json.loads(out)["slowest"] for out, _ in ended) < 1.0
+def said(process: Any) -> dict[str, Any]:
+    line = process.stdout.readline()
+    assert line, "the rank ended without a word"
+    answer: dict[str, Any] = json.loads(line)
+    return answer
 
 
-def test_a_user_who_connects_while_ranks_join_is_named_and_not_read(tmp_path: Path, second_user: SecondUser) -> None:
-    """The ranks end with a reason, or join without the other user; they never take data from that user."""
-    with second_user.popen(HIJACKER, os.getuid()) as hijacker:
-        assert hijacker.stdout is not None
-        assert hijacker.stdout.readline() == "ready\n"
-        ranks = start_ranks(str(tmp_path / "store"), steps=1)
-        ended = [one.communicate("\n", timeout=120) for one in ranks]
-        output, _ = hijacker.communicate("\n", timeout=60)
-    for one, (_, errors) in zip(ranks, ended, strict=True):
-        if one.returncode != 0:
-            assert "ForeignRank" in errors or "Connection closed by peer" in errors or "timed out" in errors.lower()
-    if int(output) and any(one.returncode for one in ranks):
-        assert any(f"user {INTRUDER}" in errors for _, errors in ended), ended
+def go_on(started: list[Any]) -> None:
+    for one in started:
+        one.stdin.write("\n")
+        one.stdin.flush()
+
+
+def test_another_user_reaches_no_port_of_connected_ranks_and_delays_none(
+    second_user: SecondUser, tmp_path: Path
+) -> None:
+    with ranks(str(tmp_path / "store")) as started:
+        ports = [port for one in started for port in said(one)["ports"]]
+        assert len(ports) == 2
+        with second_user.popen(INTRUDER_PROGRAM, 4, *ports) as intruder:
+            assert intruder.stdout is not None
+            assert intruder.stdout.readline().strip() == "0"
+            go_on(started)
+            answers = [said(one) for one in started]
+            intruder.kill()
+    for answer in answers:
+        assert answer["gathered"] == [{"rank": 0}, {"rank": 1}] and answer["slowest"] < 1.0
+
+
+def test_another_user_in_the_place_of_a_rank_ends_the_group_before_it_carries_data(
+    second_user: SecondUser, tmp_path: Path
+) -> None:
+    with ranks(str(tmp_path / "store"), open_s=3.0) as started:
+        ports = [port for one in started for port in said(one)["ports"]]
+        go_on(started)
+        with second_user.popen(INTRUDER_PROGRAM, 64, *ports) as intruder:
+            assert intruder.stdout is not None
+            assert int(intruder.stdout.readline()) > 0
+            answers = []
+            for one in started:
+                answers.append(said(one))
+                one.kill()
+            intruder.kill()
+    assert not any("gathered" in answer for answer in answers)
+    assert any(answer["error"] == "ForeignRank" and str(INTRUDER) in answer["text"] for answer in answers), answers
+
+
+@pytest.mark.parametrize("tokens", [("a", "b"), ("", "a")])
+def test_a_rank_without_the_token_joins_no_group(tmp_path: Path, tokens: tuple[str, str]) -> None:
+    with ranks(str(tmp_path / "store"), tokens=tokens) as started:
+        answers = [said(one) for one in started]
+    assert "ForeignRank" in [answer.get("error") for answer in answers], answers
+    assert not any("ports" in answer for answer in answers)
+
+
+def test_ranks_of_several_hosts_join_by_a_signed_store() -> None:
+    with ranks(f"127.0.0.1:{free_port()}") as started:
+        for one in started:
+            assert said(one)["ports"]
+        go_on(started)
+        assert [said(one)["gathered"] for one in started] == [[{"rank": 0}, {"rank": 1}]] * 2
 
 
 def opened(port: int, token: str) -> list[dist.Store]:
@@ -192,7 +179,7 @@ def test_a_listener_that_refuses_clients_answers_nobody() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         descriptor = listeners()[port]
-        with socket.create_connection(("127.0.0.1", port)):
+        with socket.create_connection(("127.0.0.1", port)), listener.accept()[0]:
             assert [one.uid for one in clients(port)] == [os.getuid()]
             refuse_clients(descriptor)
             with pytest.raises(TimeoutError):

@@ -31,8 +31,8 @@ def _rows() -> Iterator[list[str]]:
                 yield line.split()
 
 
-def listeners() -> dict[int, int]:
-    """Returns the TCP ports on which this process listens, with a descriptor of each."""
+def _own_sockets() -> dict[str, int]:
+    """Returns the descriptors of this process's sockets by their inodes."""
     inodes: dict[str, int] = {}
     for entry in os.listdir("/proc/self/fd"):
         try:
@@ -41,20 +41,30 @@ def listeners() -> dict[int, int]:
             continue
         if target.startswith("socket:["):
             inodes[target[len("socket:[") : -1]] = int(entry)
-    return {
-        int(fields[1].rpartition(":")[2], 16): inodes[fields[9]]
-        for fields in _rows()
-        if fields[3] == _LISTENS and fields[9] in inodes
-    }
+    return inodes
+
+
+def listeners() -> dict[int, int]:
+    """Returns the TCP ports on which this process listens, with a descriptor of each."""
+    own = _own_sockets()
+    return {_port(fields[1]): own[fields[9]] for fields in _rows() if fields[3] == _LISTENS and fields[9] in own}
+
+
+def _port(address: str) -> int:
+    return int(address.rpartition(":")[2], 16)
 
 
 def clients(port: int) -> list[Client]:
-    """Returns the clients of the server on a TCP port of this host."""
+    """Returns the clients of this process at a TCP port on which it listens.
+
+    The kernel's table is not read in one moment, so an end that exists may be missing once.
+    """
+    own = _own_sockets()
     rows = list(_rows())
     ends = {(fields[1], fields[2]): fields for fields in rows}
     found = []
     for fields in rows:
-        if fields[3] in (_ESTABLISHED, _CLOSED_BY_CLIENT) and int(fields[1].rpartition(":")[2], 16) == port:
+        if fields[3] in (_ESTABLISHED, _CLOSED_BY_CLIENT) and fields[9] in own and _port(fields[1]) == port:
             other = ends.get((fields[2], fields[1]))
             # A socket that its process has closed has no inode, and its user is shown as 0.
             uid = int(other[7]) if other is not None and other[9] != "0" else None

@@ -5,27 +5,40 @@ groups, also for a single rank; their threads took 2% of a core while nothing ha
 
 A device listens on a TCP port and asks for no password. A connection that names the number of a pair of ranks, which is
 small, takes the place of a rank, and torch unpickles what ranks send. So the device drops all requests to connect,
-except while ranks join a group, and each group checks the users of its connections before anything is received.
+except while ranks join a group. Each group then checks the users of its connections on this host, and each pair of
+ranks proves to the other that it knows the run's token, before the group carries data.
 """
 
 from __future__ import annotations
 
+import hmac
 import os
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroupGloo, distributed_c10d
 
-from relax_core.contracts.host.socket_owners import admit_clients, clients, is_loopback, listeners, refuse_clients
+from relax_core.contracts.host.socket_owners import (
+    Client,
+    admit_clients,
+    clients,
+    is_loopback,
+    listeners,
+    refuse_clients,
+)
 
+_READS = 5  # of the kernel's table, before a client counts as foreign
+_NUMBER_BYTES = 32  # as many as a proof has
 _INTERFACES = "GLOO_SOCKET_IFNAME"  # torch reads it as well: names of network interfaces, separated by commas
 
 
 class ForeignRank(RuntimeError):
-    """Says that another user of this host has connected in the place of a rank."""
+    """Says that a process of another user, or one without the run's token, has connected in the place of a rank."""
 
 
 class OneDeviceGloo(ProcessGroupGloo):
@@ -33,6 +46,7 @@ class OneDeviceGloo(ProcessGroupGloo):
 
     _devices: list[ProcessGroupGloo.Device] = []
     _ports: set[int] = set()
+    _token = ""
     _admits = 0  # the number of open blocks of `admitting_ranks`
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
@@ -52,10 +66,39 @@ class OneDeviceGloo(ProcessGroupGloo):
         super().__init__(store, rank, size, options)
         if size > 1:
             check_clients(self._ports)
+            self._prove_ranks(rank, size, timeout)
+
+    def _prove_ranks(self, rank: int, size: int, timeout: timedelta) -> None:
+        """Exchanges proofs of the token with every other rank, each for random numbers of both that are new."""
+        others = [other for other in range(size) if other != rank]
+        numbers = {other: secrets.token_bytes(_NUMBER_BYTES) for other in others}
+        received = self._exchange(numbers, timeout)
+        proofs = {other: self._proof(rank, other, received[other] + numbers[other]) for other in others}
+        for other, proof in self._exchange(proofs, timeout).items():
+            if not hmac.compare_digest(proof, self._proof(other, rank, numbers[other] + received[other])):
+                raise ForeignRank(f"rank {other} of a gloo group of {size} ranks does not know the run's token")
+
+    def _proof(self, sender: int, receiver: int, numbers: bytes) -> bytes:
+        return hmac.digest(self._token.encode(), b"gloo %d %d " % (sender, receiver) + numbers, "sha256")
+
+    def _exchange(self, sent: dict[int, bytes], timeout: timedelta) -> dict[int, bytes]:
+        group: Any = self  # torch's type annotations lack send and recv
+        received = {other: torch.zeros(_NUMBER_BYTES, dtype=torch.uint8) for other in sent}
+        works = [
+            group.send([torch.frombuffer(bytearray(data), dtype=torch.uint8)], other, 0) for other, data in sent.items()
+        ]
+        works += [group.recv([data], other, 0) for other, data in received.items()]
+        for work in works:
+            work.wait(timeout)
+        return {other: data.numpy().tobytes() for other, data in received.items()}
 
 
-def share_gloo_device() -> None:
-    """Makes torch build `OneDeviceGloo` for each gloo group from now on; there is no public way to choose a device."""
+def share_gloo_device(*, token: str) -> None:
+    """Makes torch build `OneDeviceGloo` for each gloo group from now on; there is no public way to choose a device.
+
+    All ranks have the same ``token``.
+    """
+    OneDeviceGloo._token = token
     assert distributed_c10d.ProcessGroupGloo in (ProcessGroupGloo, OneDeviceGloo), "torch's own class is replaced"
     distributed_c10d.ProcessGroupGloo = OneDeviceGloo  # type: ignore[misc]
 
@@ -84,10 +127,21 @@ def check_clients(ports: set[int]) -> None:
     A client that has closed its end already has no user, and what it sent could still be read.
     """
     for port in ports:
-        for client in clients(port):
-            if client.uid != os.getuid() and (client.uid is not None or is_loopback(client)):
-                user = "that has gone" if client.uid is None else f"of user {client.uid}"
-                raise ForeignRank(
-                    f"a process {user} connected to port {port}, at which the trainer's ranks find each other. Its "
-                    "data was not read. Ask that user to stop, or run on a machine of your own."
-                )
+        foreign = _foreign(port)
+        for _ in range(_READS - 1):
+            if foreign:
+                foreign &= _foreign(port)
+        for client in foreign:
+            user = "that has gone" if client.uid is None else f"of user {client.uid}"
+            raise ForeignRank(
+                f"a process {user} connected to port {port}, at which the trainer's ranks find each other. Its data "
+                "was not read. Ask that user to stop, or run on a machine of your own."
+            )
+
+
+def _foreign(port: int) -> set[Client]:
+    return {
+        client
+        for client in clients(port)
+        if client.uid != os.getuid() and (client.uid is not None or is_loopback(client))
+    }

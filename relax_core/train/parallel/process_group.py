@@ -51,7 +51,7 @@ def join(
     _layouts += 1
     timeout = timedelta(seconds=timeout_s)
     backend = "cpu:gloo,cuda:nccl" if has_cuda() else "gloo"
-    share_gloo_device()
+    share_gloo_device(token=token)
     prefixed = dist.PrefixStore(f"layout-{_layouts}", _store)
     with admitting_ranks():
         # A rank that does not admit others yet would drop their requests, which the kernel repeats after a second.
