@@ -19,6 +19,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from relax_core.config.redaction import variable_of
+from relax_core.contracts.host.private_folder import private_folder, user_cache
 
 _MARK = "# relax: a run of this user: "
 _UNMARKED = "# relax: not marked as a run of this user, because the key cannot be kept: "
@@ -33,7 +34,7 @@ _OPENS = re.compile(r"host|allowed_hosts")
 
 def key_file() -> Path:
     """Returns ``$XDG_CACHE_HOME/relax/own_runs.key``, by default below ``~/.cache``."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "relax" / "own_runs.key"
+    return user_cache("own_runs.key")
 
 
 def marked(text: str) -> str:
@@ -105,7 +106,7 @@ def _key(*, make: bool) -> bytes:
     """Returns this user's key. Raises OSError if there is none, or if others may read or write it."""
     file = key_file()
     if make and not file.exists():
-        file.parent.mkdir(parents=True, exist_ok=True)
+        private_folder(file.parent, key="XDG_CACHE_HOME")
         partial = file.with_name(f".{file.name}.{secrets.token_hex(8)}")
         with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as out:
             out.write(secrets.token_bytes(_KEY_BYTES))
