@@ -58,6 +58,7 @@ REASONS = {
         "relax_core/engines/protocol/proven_connection.py",
         "_DeadlineSocket.receive",
     ): "the socket has a timeout of what is left of the call's deadline",
+    ("relax_core/train/parallel/gloo_device.py", "OneDeviceGloo._exchange"): "the group's deadline, for each work",
     ("relax_core/control/host/fork_server.py", "serve"): "after select: a connection waits",
     ("relax_core/control/host/worker_start.py", "ask_fork_server"): "the socket has a timeout of FORK_S",
     # Work that is already done when it is asked for.

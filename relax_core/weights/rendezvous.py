@@ -41,6 +41,7 @@ def open_rank_store(address: str, *, token: str, rank: int, world_size: int, tim
     ``address`` is the path of a new file in a folder of this user alone, or "host:port", at which rank 0 then opens a
     `SignedStore` with the run's ``token``. Raises TimeoutError after ``timeout_s`` seconds.
     """
+    deadline = time.monotonic() + timeout_s
     store: dist.Store
     if address.startswith("/"):
         keep_gloo_on_loopback()
@@ -55,22 +56,13 @@ def open_rank_store(address: str, *, token: str, rank: int, world_size: int, tim
         except dist.DistStoreError as error:
             raise TimeoutError(_late(address, rank, world_size, timeout_s, str(error))) from error
         store = SignedStore(inner, key=f"{address}\n{token}".encode())
-    try:
-        wait_for_arrivals(store, _ARRIVED, world_size=world_size, timeout_s=timeout_s)
-    except TimeoutError as error:
-        raise TimeoutError(_late(address, rank, world_size, timeout_s, str(error))) from error
-    return store
-
-
-def wait_for_arrivals(store: dist.Store, name: str, *, world_size: int, timeout_s: float) -> None:
-    """Returns once each rank of the store has called this with ``name``; raises TimeoutError after ``timeout_s``."""
-    deadline = time.monotonic() + timeout_s
-    arrived = store.add(name, 1)
+    arrived = store.add(_ARRIVED, 1)
     while arrived < world_size:
         if time.monotonic() > deadline:
-            raise TimeoutError(f"{arrived} ranks have arrived")
+            raise TimeoutError(_late(address, rank, world_size, timeout_s, f"{arrived} have joined"))
         time.sleep(POLL_S)
-        arrived = store.add(name, 0)
+        arrived = store.add(_ARRIVED, 0)
+    return store
 
 
 def _late(address: str, rank: int, world_size: int, timeout_s: float, why: str) -> str:

@@ -111,7 +111,7 @@ def test_exports_are_the_folder_to_the_byte(
         backend.save(partial / "train")
 
     checkpoint = CheckpointStore(tmp_path / "checkpoints", keep_last=1).write(1, writers=write, meta={})
-    assert export.main([str(checkpoint), str(tmp_path / "out")]) == 0, capsys.readouterr().err
+    assert export.main([str(checkpoint), str(tmp_path / "out"), "--trust"]) == 0, capsys.readouterr().err
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == exported(backend, folder, tmp_path / "after")
     assert read_hf_config(tmp_path / "out") == read_hf_config(folder)
 

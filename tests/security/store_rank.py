@@ -24,8 +24,7 @@ def main() -> None:
     store = open_rank_store(address, token="store", rank=rank, world_size=2, timeout_s=20.0)
     share_gloo_device(token=token)
     try:
-        with admitting_ranks():
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timeout)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timeout)
         say(ports=sorted(OneDeviceGloo._ports))
         sys.stdin.readline()
         began = time.monotonic()

@@ -70,7 +70,7 @@ def test_the_python_tool_passes(capsys: pytest.CaptureFixture[str]) -> None:
         ({"reset": "str(random.random())"}, "two episodes of a group open differently"),
         ({"reset": "42"}, "format_observation returned 42"),
         ({"step": "return None"}, "step returned None"),
-        ({"step": "return StepResult(reward=float('nan'))"}, "a finite number"),
+        ({"step": "return StepResult(reward=float('nan'))"}, "reward is nan"),
         ({"step": "return StepResult(done=True, info={'x': object()})"}, "names with values that JSON can hold"),
         ({"step": "return StepResult(observation=str(int(action.text)))"}, "step with an empty response: ValueError"),
         ({"close": "raise OSError('gone')"}, "close after reset: OSError: gone"),

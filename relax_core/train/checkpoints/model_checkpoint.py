@@ -52,7 +52,6 @@ from relax_core.train.checkpoints.provenance import (
 from relax_core.train.checkpoints.random_state import random_state, set_random_state
 from relax_core.train.hf.weight_slices import WeightSlice
 from relax_core.train.parallel import process_group
-from relax_core.train.parallel.gloo_device import admitting_ranks
 
 if TYPE_CHECKING:
     from relax_core.train.rank_setup import RankSetup
@@ -89,11 +88,7 @@ class RankCheckpoint:
         self._optimizer = optimizer
         # The group is separate, because collectives of a writing thread must not mix with those of the train step, and
         # because ranks that have written wait for a rank whose disk is slower.
-        with admitting_ranks():
-            if setup.world_size > 1:  # each rank must admit the others before the first connects
-                doing = "make the group of the checkpoints"
-                process_group.wait_for_ranks(doing, rank=setup.rank, timeout_s=setup.timeout_s)
-            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=SLOWEST_WRITE_S))
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=SLOWEST_WRITE_S))
 
     def copy(self, *, steps_done: int) -> StateCopy:
         """Copies the state after ``steps_done`` train steps to the host."""

@@ -5,8 +5,8 @@ groups, also for a single rank; their threads took 2% of a core while nothing ha
 
 A device listens on a TCP port and asks for no password. A connection that names the number of a pair of ranks, which is
 small, takes the place of a rank, and torch unpickles what ranks send. So the device drops all requests to connect,
-except while ranks join a group. Each group then checks the users of its connections on this host, and each pair of
-ranks proves to the other that it knows the run's token, before the group carries data.
+except while the ranks of a group connect. Each group then checks the users of its connections on this host, and each
+pair of ranks proves to the other that it knows the run's token, before the group carries data.
 """
 
 from __future__ import annotations
@@ -63,7 +63,9 @@ class OneDeviceGloo(ProcessGroupGloo):
         torch_class: Any = ProcessGroupGloo  # whose type annotations lack these options
         options = torch_class._Options()
         options._devices, options._timeout = self._devices, timeout
-        super().__init__(store, rank, size, options)
+        # The others connect after this rank has published its address in the store, and thus after it admits them.
+        with admitting_ranks():
+            super().__init__(store, rank, size, options)
         if size > 1:
             check_clients(self._ports)
             self._prove_ranks(rank, size, timeout)
@@ -105,7 +107,7 @@ def share_gloo_device(*, token: str) -> None:
 
 @contextmanager
 def admitting_ranks() -> Iterator[None]:
-    """Lets other ranks connect to this process while the block runs, in which all ranks make the same groups."""
+    """Lets other ranks connect to this process while the block runs."""
     OneDeviceGloo._admits += 1
     _admit(True)
     try:

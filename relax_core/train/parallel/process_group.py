@@ -12,9 +12,9 @@ from megatron.core import parallel_state, tensor_parallel
 
 from relax_core.config.schema import ParallelConfig
 from relax_core.train.megatron_on_cpu.device_loader import has_cuda
-from relax_core.train.parallel.gloo_device import admitting_ranks, share_gloo_device
+from relax_core.train.parallel.gloo_device import share_gloo_device
 from relax_core.train.parallel.layout_arithmetic import check_layout
-from relax_core.weights.rendezvous import keep_gloo_on_loopback, open_rank_store, wait_for_arrivals
+from relax_core.weights.rendezvous import keep_gloo_on_loopback, open_rank_store
 
 _store: dist.Store | None = None  # It is kept after `leave`, because the next layout joins through it again.
 _layouts = 0  # the number of layouts that this process has joined
@@ -53,20 +53,17 @@ def join(
     backend = "cpu:gloo,cuda:nccl" if has_cuda() else "gloo"
     share_gloo_device(token=token)
     prefixed = dist.PrefixStore(f"layout-{_layouts}", _store)
-    with admitting_ranks():
-        # A rank that does not admit others yet would drop their requests, which the kernel repeats after a second.
-        wait_for_arrivals(prefixed, "admits", world_size=world_size, timeout_s=timeout_s)
-        dist.init_process_group(backend, store=prefixed, rank=rank, world_size=world_size, timeout=timeout)
-        _gloo_world = dist.new_group(backend="gloo", timeout=timeout) if has_cuda() else dist.group.WORLD
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=parallel.tp,
-            pipeline_model_parallel_size=parallel.pp,
-            virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
-            context_parallel_size=parallel.cp,
-            expert_model_parallel_size=parallel.ep,
-            expert_tensor_parallel_size=parallel.etp,
-            distributed_timeout_minutes=timeout_s / 60,
-        )
+    dist.init_process_group(backend, store=prefixed, rank=rank, world_size=world_size, timeout=timeout)
+    _gloo_world = dist.new_group(backend="gloo", timeout=timeout) if has_cuda() else dist.group.WORLD
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tp,
+        pipeline_model_parallel_size=parallel.pp,
+        virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
+        context_parallel_size=parallel.cp,
+        expert_model_parallel_size=parallel.ep,
+        expert_tensor_parallel_size=parallel.etp,
+        distributed_timeout_minutes=timeout_s / 60,
+    )
     random.seed(seed)  # Relax draws nothing from Python's and numpy's streams, but a plug-in may.
     np.random.seed(seed)
     torch.manual_seed(seed)

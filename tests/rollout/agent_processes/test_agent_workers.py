@@ -70,7 +70,7 @@ def test_one_process_plays_task_after_task(tmp_path: Path) -> None:
             *(workers.play(task(prompt, f"g0.{number}")) for number, prompt in enumerate(prompts))
         )
         assert len({found[number].reward for number in (0, 1, 4)}) == 1 and found[0].metrics == {"attempt": 1.0}
-        assert "reward=much: give a finite number" in found[2].failed
+        assert "reward='much': give a finite number" in found[2].failed
         assert found[3].failed == "the agent says: no docker"
         assert "a library says hello" in found[4].output
 

@@ -128,7 +128,7 @@ def test_a_wrong_result_ends_the_run_with_env_uid_row_and_turn(engine: Engine, f
     file = tmp_path / "mine.py"
     where = r"episode g0000000\d\.\d \(rows.jsonl, line \d\), turn 1: env mine .*"
     for right, wrong, words in (
-        ("reward=0.5", "reward=float('nan')", "step returned reward=nan"),
+        ("reward=0.5", "reward='much'", "step returned reward="),
         ("str(random.randrange(10))", "42", "format_observation returned 42"),
     ):
         file.write_text(ENV.replace("FATAL", "False").replace(right, wrong))

@@ -278,7 +278,7 @@ def test_a_text_model_imports_neither_transformers_nor_the_tower(tmp_path: Path)
 import sys
 from relax_core.engines.embedded.__main__ import _arguments
 from relax_core.engines.embedded.assembly import build_app
-build_app(_arguments({options}))
+build_app(_arguments({options}), token="token")
 print([name for name in ("transformers", "PIL", "av", "relax_core.families.vision.tower") if name in sys.modules])
 """
     found = subprocess.run(
