@@ -24,7 +24,9 @@ STRICT_RUN = (
     "tests/integration/test_metrics_page.py",
     "tests/integration/test_on_policy.py",
 )
-TOGETHER = {"Ray": RAY, "strict run": STRICT_RUN}
+# The intruder of the first file connects to every port of this machine, also to those of ranks that find each other.
+RAIDS = ("tests/security/test_ray_ports.py", "tests/security/test_rank_store.py")
+TOGETHER = {"Ray": RAY, "strict run": STRICT_RUN, "raids": RAIDS}
 # What takes longest begins first, so that no worker is left alone with it at the end.
 FIRST = (*RAY, *STRICT_RUN, "tests/integration/", "tests/train/", "tests/contracts/engine/", "tests/engines/")
 
