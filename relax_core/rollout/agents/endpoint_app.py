@@ -231,7 +231,7 @@ class EndpointApp:
                     return False
                 pieces = streamed.ended(turn.answer.reply)
                 await write(b"".join(map(events.piece, pieces)) + events.end(turn.answer), more=False)
-                return not client.has_hung_up()
+                return not client.watcher.done()  # a client that has read the last event may close at once
             if new and (pieces := streamed.grown(growing.text)):
                 await write(b"".join(map(events.piece, pieces)))
             if not await _news(turn):
