@@ -343,6 +343,21 @@ def test_a_resolved_variable_is_not_resolved_again(monkeypatch: pytest.MonkeyPat
     assert config.agent.env["A"] == "${oc.env:RELAX_TEST_TOKEN}"
 
 
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("${oc.env:RELAX_TEST_TOKEN,none}", VALUES["TOKEN"]),
+        ("${oc.env:RELAX_TEST_UNSET,none}", "none"),
+        ("'Bearer ${oc.env:RELAX_TEST_TOKEN}'", f"Bearer {VALUES['TOKEN']}"),
+        ("'step ${run.steps}'", "step 7"),
+    ],
+)
+def test_a_variable_inside_a_value_is_resolved(monkeypatch: pytest.MonkeyPatch, value: str, expected: str) -> None:
+    monkeypatch.setenv("RELAX_TEST_TOKEN", VALUES["TOKEN"])
+    config = load_config(["run.steps=7", *without_secrets([f"agent.env.A={value}"])])
+    assert config.agent.env["A"] == expected and VALUES["TOKEN"] not in to_yaml(config)
+
+
 def test_a_saved_text_stays_a_text() -> None:
     texts = ["${seed}", r"\${seed}", "\\\\${oc.env:HOME}", "a ${b} ${c:d} \\", "$${y}", "${${x}}", "\n${x}\\"]
     config = load_config([])

@@ -72,10 +72,26 @@ def _written(value: Any, path: tuple[str, ...]) -> str:
     if is_reference(value):
         return str(value)
     if redacted(value, path) != value:
-        return withhold(value)
+        return _withheld(value)
     if isinstance(value, bool):
         return str(value).lower()
     return _text(value) if isinstance(value, str) else repr(value)
+
+
+def _withheld(value: Any) -> str:
+    """Returns the reference to a secret, whose variables (``${oc.env:NAME,default}`` in a text) are resolved first.
+
+    A text that names another key of the configuration stays, because only the whole configuration can resolve it.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import InterpolationKeyError
+
+    if not isinstance(value, str) or "${" not in value:
+        return withhold(value)
+    try:
+        return withhold(OmegaConf.create({"value": value})["value"])
+    except InterpolationKeyError:
+        return _text(value)
 
 
 def _text(text: str) -> str:
