@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,7 @@ from relax_core.config.redaction import REDACTED, has_withheld, is_reference, is
 
 _NAMES = re.compile(r"[.\[\]@:/]+")  # what separates the names of a key
 _MAY_HOLD = re.compile(r"env|header|cookie|token|secret|passw|passphrase|credential|auth|key", re.IGNORECASE)
+_ROOT_NAME = re.compile(r"\$\{([A-Za-z_]\w*)[.\[}]")  # of a key that a text names
 _FIX = "Give it in quotes, or by an environment variable: {key}='${{oc.env:NAME}}', where NAME is the variable's name"
 
 
@@ -81,7 +83,8 @@ def _written(value: Any, path: tuple[str, ...]) -> str:
 def _withheld(value: Any) -> str:
     """Returns the reference to a secret, whose variables (``${oc.env:NAME,default}`` in a text) are resolved first.
 
-    A text that names another key of the configuration stays, because only the whole configuration can resolve it.
+    A text that names a key of the configuration stays, because only the whole configuration can resolve it. Any other
+    ``${…}`` is a part of the secret.
     """
     from omegaconf import OmegaConf
     from omegaconf.errors import InterpolationKeyError
@@ -91,7 +94,10 @@ def _withheld(value: Any) -> str:
     try:
         return withhold(OmegaConf.create({"value": value})["value"])
     except InterpolationKeyError:
-        return _text(value)
+        from relax_core.config.schema import RelaxConfig
+
+        roots = {field.name for field in dataclasses.fields(RelaxConfig)}
+        return _text(value) if roots & set(_ROOT_NAME.findall(value)) else withhold(value)
 
 
 def _text(text: str) -> str:
