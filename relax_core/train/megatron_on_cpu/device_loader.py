@@ -72,6 +72,19 @@ def _rules_digest() -> bytes:
     return hashlib.blake2b(Path(patch_cuda_calls.__file__).read_bytes(), digest_size=16).digest()
 
 
+@functools.cache
+def _code_cache(root: str | None) -> CodeCache:
+    """Returns the cache below the user's cache folder ``root``, which is checked once a process."""
+    return CodeCache(cache_folder())
+
+
+@functools.cache
+def _check_private(folder: Path) -> None:
+    """Raises ValueError if the folder is there and belongs to another user."""
+    if folder.exists():
+        private_folder(folder, key="XDG_CACHE_HOME")
+
+
 class CodeCache:
     """Caches compiled modules on disk by source content; files appear complete, so several processes may share it."""
 
@@ -90,8 +103,7 @@ class CodeCache:
         Raises ValueError if the folder belongs to another user, whose code it would be.
         """
         try:
-            if self.folder.exists():
-                private_folder(self.folder, key="XDG_CACHE_HOME")
+            _check_private(self.folder)
             payload = path.read_bytes()
         except FileNotFoundError:
             return None
@@ -128,7 +140,7 @@ class CpuLoader(SourceFileLoader):
         from relax_core.train.megatron_on_cpu import patch_cuda_calls as patch_cuda_calls
 
         source = self.get_data(self.path)
-        cache = CodeCache(cache_folder())
+        cache = _code_cache(os.environ.get("XDG_CACHE_HOME"))
         cached = cache.path(source, self.path)
         code = cache.read(cached)
         if code is None:
