@@ -21,7 +21,7 @@ from relax_core.config.host_memory import available_bytes
 from relax_core.control.host.run_paths import SHARED_MEMORY, temporary_folder
 from relax_core.control.host.stale_runs import find_stale_runs, remove_stale_runs
 from relax_core.plan.build_plan import make_plan
-from relax_core.plan.plan_text import size_words
+from relax_core.plan.memory.memory_terms import size_words
 
 CORES, DISK_BYTES, SHARED_BYTES = 2, 2 << 30, 512 << 20
 _NVIDIA_S = 10.0
@@ -74,7 +74,7 @@ def doctor_command(*, clean: bool = False) -> int:
     With ``clean``, it first removes what killed runs have left, and prints what it removes.
     """
     for stale_run in remove_stale_runs() if clean else ():
-        print(f"removed {stale_run}")
+        print(stale_run.removal())
     findings = [finding for check in _CHECKS for finding in check()]
     for finding in findings:
         print(f"{finding.verdict.value:<5} {finding.topic:<14} {finding.words}")

@@ -8,7 +8,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from relax_core.cli.eval_engines import EvalEngine, eval_engines
@@ -18,7 +18,7 @@ from relax_core.config.own_runs import marked
 from relax_core.config.saved import to_yaml
 from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.engine import EngineError
-from relax_core.contracts.host.private_folder import private_folder
+from relax_core.contracts.host.output_path import new_private_folder
 from relax_core.data.eval_sets import asks_held_out, eval_sets
 from relax_core.data.sources import make_source
 from relax_core.data.tokenizer import PromptTokenizer
@@ -50,12 +50,16 @@ class Target:
 def evaluate(config: RelaxConfig, target: Target) -> int:
     """Starts engines with the target's weights, asks every set, and writes the result into ``run.dir``.
 
-    Returns the exit code: 0 for success, 1 if an engine or a reward failed, 2 if the data or the checkpoint cannot be
-    used. Errors are printed to stderr.
+    A ``run.dir`` that has files stays as it is: the result is in the next free folder, such as ``DIR-2``. Returns the
+    exit code: 0 for success, 1 if an engine or a reward failed, 2 if the data or the checkpoint cannot be used. Errors
+    are printed to stderr.
     """
-    started, folder = time.monotonic(), Path(config.run.dir)
+    started, wanted = time.monotonic(), Path(config.run.dir)
     try:
-        private_folder(folder, key="run.dir")
+        folder = new_private_folder(wanted, key="run.dir")
+        if folder != wanted:
+            print(f"relax: {wanted} has files, so the result is written to {folder}", file=sys.stderr)
+            config = replace(config, run=replace(config.run, dir=str(folder)))
         with (
             _weights(config, target, folder) as model,
             eval_media(config, model, log_dir=folder / "logs") as media,

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from relax_core.contracts.host.output_path import check_output_file, next_free
 from relax_core.dashboard.run_series import RunSeries
 from relax_core.dashboard.timeline.event_spans import event_spans
 from relax_core.dashboard.timeline.run_timeline import all_spans
@@ -36,9 +37,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", default=":", help="train steps A:B, B not included; either may be left out")
     parser.add_argument("--format", choices=WRITERS, default="chrome", help="chrome, if it is not given")
     names = ", ".join(name for name, _ in WRITERS.values())
-    parser.add_argument("--out", type=Path, help=f"by default {names} in the working folder; - writes to the output")
+    parser.add_argument(
+        "--out", type=Path, help=f"a new file, by default {names} in the working folder; - writes to the output"
+    )
     given = parser.parse_args(arguments)
+    to_output = str(given.out) == "-"
     try:
+        if given.out is not None and not to_output:
+            check_output_file(given.out, option="--out")
         first, behind = steps_of(given.steps)
     except ValueError as error:
         print(f"relax trace: {error}", file=sys.stderr)
@@ -62,10 +68,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"relax trace: {error}", file=sys.stderr)
         return 2
-    if str(given.out) == "-":
+    if to_output:
         sys.stdout.buffer.write(data)
         return 0
-    out = given.out or Path(name)
+    out = given.out or next_free(Path(name))
     out.write_bytes(data)
     print(f"{out}: {len(spans)} spans, {len(data)} bytes. {HOW[given.format]}")
     return 0

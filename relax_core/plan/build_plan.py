@@ -10,6 +10,7 @@ from relax_core.config.choices import LauncherKind
 from relax_core.config.host_memory import available_bytes
 from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.algorithm import Requirements
+from relax_core.control.host.run_paths import SHARED_MEMORY
 from relax_core.control.run.role_counts import roles_of
 from relax_core.data.sources import are_rows_named
 from relax_core.gateway.gateway_settings import EngineRoom
@@ -21,6 +22,7 @@ from relax_core.plan.encode_placement import EncodeNode, encode_nodes
 from relax_core.plan.engine_room import engine_room, room_words
 from relax_core.plan.gpu_placement import Place, gpus_of, place, placement_faults
 from relax_core.plan.gpus import UNSEEN
+from relax_core.plan.host_warnings import host_warnings
 from relax_core.plan.memory.memory_cpu import cache_tokens, cpu_holders
 from relax_core.plan.memory.memory_gpu import SHARED, cache_tokens_that_fit, gpu_holders
 from relax_core.plan.memory.memory_terms import GIB, Holder, engine_bytes
@@ -111,6 +113,8 @@ def make_plan(config: RelaxConfig, not_yet: Sequence[str] = ()) -> Plan:
         free = available_bytes() if _runs_here(config) and not on_gpus else None
         refused += _gpu_faults(memory) if on_gpus else _cpu_faults(config, memory, free)
     room = engine_room(config, memory, here=_runs_here(config))
+    transfers = find_transfers(config, requirements, model=model, work=work)
+    of_host = host_warnings(config, memory, transfers, shared_memory=SHARED_MEMORY) if _runs_here(config) else ()
     return Plan(
         name=config.name,
         model=model,
@@ -126,13 +130,13 @@ def make_plan(config: RelaxConfig, not_yet: Sequence[str] = ()) -> Plan:
         free_bytes=free,
         cache_tokens=config.engine.max_total_tokens if engines_take_gpus(config) else cache_tokens(config, work),
         cache_tokens_fit=cache_tokens_that_fit(config, model, work) if engines_take_gpus(config) else None,
-        transfers=find_transfers(config, requirements, model=model, work=work),
+        transfers=transfers,
         engines=list(room_words(config, room, free=free)),
         engine_room=room,
         data=[] if look is None else look.words(what=config.data.name),
         left_out=[] if look is None else look.left_out(),
         unread=list(unused_keys(config)),
-        warnings=[*([UNSEEN] if on_gpus else []), *_order_words(config), *_encode_faults(encoding)],
+        warnings=[*([UNSEEN] if on_gpus else []), *_order_words(config), *_encode_faults(encoding), *of_host],
         not_yet=list(not_yet),
         refused=refused,
     )

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from relax_core.plan.batch import plural
 from relax_core.plan.build_plan import Plan
-from relax_core.plan.memory.memory_terms import GIB, MIB, Holder
+from relax_core.plan.memory.memory_terms import Holder, size_words
 
 _WIDTH = 118
 
@@ -14,13 +14,6 @@ _WIDTH = 118
 def as_text(plan: Plan) -> str:
     """Returns the plan as text of a few screens, with the verdict first."""
     return "\n".join(_lines(plan)) + "\n"
-
-
-def size_words(size: int) -> str:
-    """Returns a number of bytes in MiB or GiB."""
-    if size >= GIB:
-        return f"{size / GIB:.1f} GiB"
-    return f"{size / MIB:.1f} MiB" if size < 100 * MIB else f"{size / MIB:.0f} MiB"
 
 
 def _lines(plan: Plan) -> Iterator[str]:

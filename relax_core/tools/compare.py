@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from relax_core.contracts.host.output_path import check_output_file
+from relax_core.observe.results.curves import draw_picture, picture_figure
 from relax_core.observe.results.summary import SUMMARY_FILE
 from relax_core.observe.service.records import ACTOR, EVAL, MetricRecord, by_step, without_undone
 from relax_core.observe.service.sinks import read_metrics
@@ -51,9 +53,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line. Returns 0, or 2 if there is nothing to compare."""
     parser = argparse.ArgumentParser(prog="relax compare", description=__doc__)
     parser.add_argument("folders", type=Path, nargs="+", help="folders of sweeps (multirun/…) or of runs (runs/…)")
-    parser.add_argument("--picture", type=Path, help=f"default: {PICTURE} in the first folder")
+    parser.add_argument("--picture", type=Path, help=f"a new file; default: {PICTURE} in the first folder")
     words = parser.parse_args(arguments)
     try:
+        if words.picture is not None:
+            check_output_file(words.picture, option="--picture")
         show(words.folders, picture=words.picture)
     except ValueError as error:
         print(f"relax: {error}", file=sys.stderr)
@@ -70,8 +74,9 @@ def show(folders: Sequence[Path], *, picture: Path | None = None) -> None:
             print(f"\n  {run.label}: {run.cause}")
     if groups := [group for group in by_settings(runs) if len(group) > 1]:
         print(f"\n{seeds_table(groups)}")
-    drawn = draw(runs, picture if picture is not None else folders[0] / PICTURE)
-    print(f"\n  curves  {drawn}" if drawn is not None else "\n  no step to draw yet")
+    drawn, problem = draw_picture(lambda: draw(runs, picture if picture is not None else folders[0] / PICTURE))
+    none = "no step to draw yet" if problem is None else f"the curves are left out: {problem}"
+    print(f"\n  curves  {drawn}" if drawn is not None else f"\n  {none}")
 
 
 def read_runs(folder: Path) -> list[ComparedRun]:
@@ -134,12 +139,9 @@ def draw(runs: Sequence[ComparedRun], path: Path) -> Path | None:
 
     Runs that differ by their seed alone are drawn as their mean with a band of one standard deviation.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
+    figure = picture_figure(figsize=(12, 4.8), dpi=120, layout="constrained")
+    from matplotlib.ticker import MaxNLocator  # behind the import that `picture_figure` guards
 
-    figure = Figure(figsize=(12, 4.8), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
     drawn = drawn_runs(runs)
     curves = curves_of([held for one in drawn for held in one.records])
     axes = figure.subplots(1, len(curves))

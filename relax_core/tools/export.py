@@ -15,6 +15,7 @@ import yaml
 
 from relax_core.config.command_line.rerun import check_powers
 from relax_core.config.own_runs import is_own
+from relax_core.contracts.host.output_path import check_output_folder
 from relax_core.observe.terminal.standard_streams import unread_streams
 from relax_core.tools.make_tiny import tiny_model_folder
 from relax_core.train.checkpoints.checkpoint_store import CONFIG, META, CheckpointStore
@@ -27,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line. Returns 0, or 2 with the reason on stderr if nothing was written."""
     parser = argparse.ArgumentParser(prog="relax export", description=__doc__)
     parser.add_argument("checkpoint", type=Path, help="such as RUN/checkpoints/step_00000100")
-    parser.add_argument("out", type=Path, help="the folder to write; an existing one is replaced")
+    parser.add_argument("out", type=Path, help="the folder to write; it is missing or empty")
     parser.add_argument("--dtype", choices=DTYPES, help="default: that of each tensor in the model's folder")
     parser.add_argument("--model", type=Path, help="folder of configuration and tokenizer; default: the run's own")
     parser.add_argument("--shard-gb", type=float, default=4.0, help="largest file; default: 4")
@@ -50,27 +51,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def export(checkpoint: Path, out: Path, *, model: Path | None, dtype: str | None, shard_gb: float, trust: bool) -> None:
-    """Checks every file of a checkpoint against its digest, then writes ``out``.
+    """Checks every file of a checkpoint against its digest, then writes ``out``, a missing or empty folder.
 
-    Without ``trust``, a model family that is a file is refused in a run of somebody else. Raises ValueError and OSError
-    as `relax_core.train.checkpoints.checkpoint_export.export_checkpoint` does.
+    Nothing that exists is replaced or removed. Without ``trust``, a model family that is a file is refused in a run of
+    somebody else. Raises ValueError and OSError as
+    `relax_core.train.checkpoints.checkpoint_export.export_checkpoint` does.
     """
-    # This import takes seconds, so the command line is parsed first.
-    from relax_core.train.checkpoints.checkpoint_export import export_checkpoint
-
     if shard_gb <= 0:
         raise ValueError(f"--shard-gb {shard_gb:g}: must be more than 0.")
     if not (checkpoint / META).is_file():
         raise ValueError(
             f"{checkpoint}: no {META} there. Give a folder of a run's checkpoints/, such as step_00000100."
         )
+    check_output_folder(out, option="OUT")
+    # This import takes seconds, so the command line is checked first.
+    from relax_core.train.checkpoints.checkpoint_export import export_checkpoint
+
     CheckpointStore.verify(checkpoint)
     keys, own_run = _model_keys(checkpoint)
     if not own_run and not trust:
         check_powers({"model": {"family": keys.get("family")}}, checkpoint / CONFIG)
     export_checkpoint(
         checkpoint / POLICY,
-        out,
+        out.absolute(),
         model_folder=model if model is not None else _model_of_run(keys),
         family=keys.get("family"),
         dtype=dtype,

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 
+from relax_core.contracts.host.output_path import check_output_file
 from relax_core.data.generated import example
 
 
@@ -26,6 +27,10 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
+    try:
+        check_output_file(arguments.out, option="--out")
+    except ValueError as error:
+        parser.error(str(error))
     write_arithmetic(arguments.out, rows=arguments.rows, seed=arguments.seed)
     print(f"{arguments.rows} rows in {arguments.out}")
 

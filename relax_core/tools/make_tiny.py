@@ -22,6 +22,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from relax_core.contracts.host.file_lock import file_locked
+from relax_core.contracts.host.output_path import check_output_folder
 from relax_core.contracts.host.private_folder import private_folder, user_cache
 from relax_core.families.tiny_configs import MODEL_NAMES, OMNI, STUDENT, VISION_NAMES
 from relax_core.tools.tiny_warm_start import WARM_STARTS, write_text_model
@@ -124,9 +125,13 @@ def main() -> None:
     tasks = sorted({task for _, task in WARM_STARTS})
     parser.add_argument("--task", required=True, choices=tasks, help="generated task of the warm start")
     parser.add_argument("--cache-root", type=Path, default=None, help="default: the user's cache folder")
-    parser.add_argument("--into", type=Path, default=None, help="write into this folder, past the cache")
+    parser.add_argument("--into", type=Path, default=None, help="write into this new or empty folder, past the cache")
     arguments = parser.parse_args()
     if arguments.into is not None:
+        try:
+            check_output_folder(arguments.into, option="--into")
+        except ValueError as error:
+            parser.error(str(error))
         make_tiny_model(arguments.into, task=arguments.task, name=arguments.name)
         print(arguments.into)
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Collection, Iterable
 from contextlib import ExitStack
 from pathlib import Path
@@ -37,7 +38,20 @@ class VersionWriter:
         self._header_room: int | None = None
 
     def write(self, folder: Path, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightManifest:
-        """Writes a version into its ``folder`` and returns its manifest."""
+        """Writes a version into its ``folder`` and returns its manifest.
+
+        If the disk or the shared memory is full, OSError names the folder and its free bytes.
+        """
+        try:
+            return self._write(folder, version, tensors)
+        except OSError as error:
+            free = shutil.disk_usage(folder).free
+            text = (
+                f"weight version {version} was not written to {folder}: {error.strerror}. {free:,} bytes are free there"
+            )
+            raise OSError(error.errno, text) from error
+
+    def _write(self, folder: Path, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightManifest:
         from relax_core.weights.version_file import HEADER_ROOM, WeightFile  # Readers of manifests need no torch.
 
         with ExitStack() as files:

@@ -81,7 +81,13 @@ def test_a_model_by_name_and_by_folder_give_the_same(tmp_path: Path, capsys: pyt
     folder = tiny_model_folder("tiny_qwen3", task="reverse_digits")
     for target, more in (("tiny_qwen3", ()), (str(folder), ("engine.count=2", "model.dtype=float32"))):
         out = tmp_path / Path(target).name
+        if more:  # a folder with a file of the user stays as it is
+            out.mkdir()
+            (out / "answers.jsonl").write_text("precious")
         assert evaluated(target, f"run.dir={out}", *sampled, *more) == 0
+        if more:
+            assert [(path.name, path.read_text()) for path in out.iterdir()] == [("answers.jsonl", "precious")]
+            out = out.with_name(f"{out.name}-2")
         results[target] = json.loads((out / "evaluation.json").read_text())
         answers = [json.loads(line) for line in (out / "answers.jsonl").read_text().splitlines()]
         assert [len(one["responses"]) for one in answers] == [4] * 12

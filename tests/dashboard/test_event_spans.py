@@ -131,6 +131,7 @@ def test_the_page_and_the_trace_have_them_in_the_time_of_their_steps(tmp_path: P
 
     def restarts(*words: str) -> int:
         out = tmp_path / "trace.json"
+        out.unlink(missing_ok=True)  # no command overwrites a file
         assert main([str(run_dir), f"--out={out}", *words]) == 0
         return sum(event.get("cat") == "restarts" for event in json.loads(out.read_bytes())["traceEvents"])
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from relax_core.weights.folder_stream import read_safetensors
 from relax_core.weights.publisher import WeightPublisher
 from relax_core.weights.transports.choice import SharedMemoryTransport
 from relax_core.weights.transports.collective import CollectiveTransport
-from relax_core.weights.version_file import DigestMismatch, read_weights
+from relax_core.weights.version_file import DigestMismatch, WeightFile, read_weights
 from relax_core.weights.version_folder import read_latest
 from relax_core.weights.version_writer import FROZEN, FROZEN_FOLDER, VersionWriter
 from tests.contracts.engine.harness import hf_weights, make_model
@@ -87,3 +89,12 @@ def test_a_version_loads_as_a_model_of_transformers(tmp_path: Path) -> None:
     writer.write(tmp_path / "1", 1, weights)
     found = Qwen3ForCausalLM.from_pretrained(tmp_path / "1").state_dict()
     assert all(torch.equal(found[name], value) for name, value in model.state_dict().items())
+
+
+def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: WeightFile, name: str, tensor: torch.Tensor) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(WeightFile, "add", full)
+    with pytest.raises(OSError, match=rf"weight version 1 .*{tmp_path}.*No space left.*bytes are free"):
+        write(tmp_path, VersionWriter(tmp_path, frozen=[], model_folder=None), 1)

@@ -62,6 +62,6 @@ def run_paths(*, run_dir: Path, shared: bool = False) -> Iterator[RunPaths]:
             undo.enter_context(owned(weights_folder, f"{owner}, beside {folder}"))
             # Copies of weights for servers of somebody else, if one joined.
             undo.callback(shutil.rmtree, run_dir / namespace, ignore_errors=True)
-        undo.callback(shutil.rmtree, weights_folder)
+        undo.callback(shutil.rmtree, weights_folder, ignore_errors=shared)  # a network file system may hold a file
         token_folder = weights_folder if shared else folder
         yield RunPaths(folder=folder, weights_folder=weights_folder, token_folder=token_folder, namespace=namespace)

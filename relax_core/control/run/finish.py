@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from relax_core.contracts.bus import BusProgress
-from relax_core.observe.results.curves import CURVES_FILE, plot_curves
+from relax_core.observe.results.curves import CURVES_FILE, draw_picture, plot_curves
 from relax_core.observe.results.summary import build_summary, write_summary
 from relax_core.observe.service.metrics_actor import MetricsClient, MetricsUnavailable
 from relax_core.observe.service.metrics_service import MetricsHealth
 from relax_core.observe.service.records import ACTOR, MetricRecord, TextCell, TextRecord, bad_rows_kind
 from relax_core.observe.service.sinks import read_metrics, read_texts
-from relax_core.observe.terminal.report import print_report, report_console
+from relax_core.observe.terminal.report import CHECKPOINTS_FOLDER, print_report, report_console
+from relax_core.train.checkpoints.atomic_folder import unremoved
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +70,9 @@ def write_end(run_dir: Path, end: RunRecords, *, meta: Mapping[str, Any], starte
     summary = build_summary(end.records, progress=end.progress, meta={**meta, **own})
     write_summary(run_dir, summary)
     if any(record.source == ACTOR for record in end.records):
-        plot_curves(end.records, run_dir / CURVES_FILE)
+        _, problem = draw_picture(lambda: plot_curves(end.records, run_dir / CURVES_FILE))
+        if problem is not None:
+            print(f"relax: {CURVES_FILE} is left out: {problem}", file=sys.stderr)
     return summary
 
 
@@ -82,3 +85,5 @@ def show_end(run_dir: Path, end: RunRecords, summary: Mapping[str, Any]) -> None
         print(f"relax: data row {row['row']} was left out ({row['reason']}): {row['text']}", file=sys.stderr)
     for problem in end.health.problems:
         print(f"relax: {problem}", file=sys.stderr)
+    for folder in unremoved(run_dir / CHECKPOINTS_FOLDER):
+        print(f"relax: {folder} is an old checkpoint that cannot be removed; remove it by hand", file=sys.stderr)

@@ -93,7 +93,12 @@ def run_local(
         _tell_end(alarms, outcome, run_dir)
         return FAILED
     assert outcome.records is not None
-    show_end(run_dir, outcome.records, _write_end(outcome, config, started=started))
+    try:
+        summary = _write_end(outcome, config, started=started)
+    except OSError as error:
+        print(f"relax: failed: the run ended, but its summary is not written: {error}", file=sys.stderr)
+        return FAILED
+    show_end(run_dir, outcome.records, summary)
     _tell_end(alarms, outcome, run_dir)
     return 128 + supervisor.stop_signal if outcome.word == "stopped" and supervisor.stop_signal else 0
 

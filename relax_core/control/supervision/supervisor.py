@@ -154,7 +154,7 @@ def _remove_stale_runs() -> None:
     """Removes stale runs and reports them. A stale run that cannot be removed is reported too."""
     try:
         for stale_run in remove_stale_runs():
-            _report(f"removed {stale_run}")
+            _report(stale_run.removal())
     except (OSError, RuntimeError) as error:
         _report(f"a stale run cannot be removed: {error}")
 

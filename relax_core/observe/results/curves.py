@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import os
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -11,9 +13,48 @@ from relax_core.observe.service.records import ACTOR, EVAL, MetricRecord, by_ste
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 CURVES_FILE = "curves.png"
 BLUE, ORANGE, GREY = "#1f5fa8", "#d9660a", "#5a5a5a"
+
+
+_BACKEND = "MPLBACKEND"
+
+
+def draw_picture(draw: Callable[[], Path | None]) -> tuple[Path | None, str | None]:
+    """Calls ``draw``, which makes a picture with `picture_figure`, and returns its path.
+
+    A picture is an optional product: if it cannot be drawn or written, the result is None and the reason.
+    """
+    try:
+        return draw(), None
+    except (ImportError, OSError, RuntimeError, ValueError) as error:  # matplotlib, its settings, its fonts, the disk
+        return None, f"{type(error).__name__}: {error}"
+
+
+def picture_figure(**settings: Any) -> Figure:
+    """Returns an empty figure that is drawn without a screen; ``settings`` are those of matplotlib's Figure.
+
+    A notebook exports its own MPLBACKEND to each command, and the package behind it may be missing here. So matplotlib
+    is imported without that variable, and a backend that exists is chosen afterwards for the code of the user.
+    """
+    if "matplotlib" not in sys.modules and (chosen := os.environ.pop(_BACKEND, None)) is not None:
+        try:
+            import matplotlib
+
+            try:
+                matplotlib.rcParams["backend"] = chosen
+            except ValueError as error:
+                print(f"relax: {_BACKEND}={chosen} is ignored: {error}", file=sys.stderr)
+        finally:
+            os.environ[_BACKEND] = chosen
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(**settings)
+    FigureCanvasAgg(figure)
+    return figure
 
 
 def plot_curves(records: Iterable[MetricRecord], path: Path) -> Path:
@@ -21,16 +62,14 @@ def plot_curves(records: Iterable[MetricRecord], path: Path) -> Path:
 
     The picture is a PNG of 1320 x 528 pixels. Raises ValueError if no train step and no evaluation was recorded.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.layout_engine import ConstrainedLayoutEngine
-
     held = without_undone(records)
     training, evaluation = by_step(held, ACTOR), by_step(held, EVAL)
     if not training and not evaluation:
         raise ValueError(f"{path}: there is nothing to draw, because no train step was recorded")
-    figure = Figure(figsize=(11, 4.4), dpi=120, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1))
-    FigureCanvasAgg(figure)
+    figure = picture_figure(figsize=(11, 4.4), dpi=120)
+    from matplotlib.layout_engine import ConstrainedLayoutEngine  # behind the import that `picture_figure` guards
+
+    figure.set_layout_engine(ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1))
     axes = figure.subplots(1, 2)
     for axis, name, title in zip(axes, ("reward", "exact"), ("mean reward", "share of exact answers"), strict=True):
         _draw(axis, training=_points(training, name), evaluation=_points(evaluation, name))

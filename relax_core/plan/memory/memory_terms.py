@@ -16,6 +16,13 @@ FLEX_BLOCK = 128  # rows of a block of FlexAttention
 MASK_BOOLS = 3  # bytes for each pair of rows: the bool masks from which the attention mask is made
 
 
+def size_words(size: int) -> str:
+    """Returns a number of bytes in MiB or GiB."""
+    if size >= GIB:
+        return f"{size / GIB:.1f} GiB"
+    return f"{size / MIB:.1f} MiB" if size < 100 * MIB else f"{size / MIB:.0f} MiB"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Phase:
     """Is one phase of a process. ``terms`` maps the purpose of the memory to its bytes."""

@@ -26,7 +26,7 @@ def export_checkpoint(
     dtype: str | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Writes ``target`` as `export_hf_folder` does, with 64 MiB or one tensor in memory.
+    """Writes ``target`` as `export_hf_folder` does, with 64 MiB or one tensor in memory, and never replaces a folder.
 
     ``checkpoint`` is a model's part of a checkpoint and has provenance.json. ``model_folder`` gives the configuration
     and the tokenizer. ``family`` is the name or file of a further family. ``dtype`` is "float32" or "bfloat16", or None
@@ -61,4 +61,5 @@ def export_checkpoint(
         target=target,
         shard_bytes=shard_bytes,
         passed=architecture.passed,
+        replace=False,
     )

@@ -6,6 +6,7 @@ It has no heavy imports.
 <root>/best -> step_00000100          the checkpoint with the best evaluation (run.keep_best)
 <root>/.step_00000150.partial/        a checkpoint that is being written and is never read
 <root>/.step_00000100.replaced/       the older checkpoint of a step while a new one replaces it
+<root>/.step_00000050.removed/        an old checkpoint that is being removed, or of which a file cannot be removed
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import re
-import shutil
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,9 +25,11 @@ import xxhash
 
 from relax_core.train.checkpoints.atomic_folder import (
     PARTIAL_SUFFIX,
+    REMOVED_SUFFIX,
     REPLACED_SUFFIX,
     atomic_folder,
     recover_replaced,
+    remove_folder,
     sync,
 )
 from relax_core.weights.digested_json import decode_digested, encode_digested
@@ -39,7 +41,6 @@ DATUM = "datum"  # The key of ``run`` with the form of what the ledger and the b
 TOKEN_TREE = "token tree"
 BEST = "best"  # A link to the checkpoint with the best evaluation, if run.keep_best names a metric.
 SLOWEST_WRITE_S = 86_400.0  # The timeout of waits for a write in seconds; `progress` shows whether it goes on.
-REMOVED_SUFFIX = ".removed"
 LIBRARIES = ("torch", "megatron-core", "transformers", "ray", "numpy", "safetensors", "msgspec")
 _READ_BYTES = 8 << 20
 _ANEW = "Start anew with resume=null and another run.dir."
@@ -236,15 +237,12 @@ class CheckpointStore:
     def _remove_oldest(self) -> None:
         kept = self._kept()
         for folder in (folder for meta, folder in self._by_sequence()[0][: -self._keep_last] if meta.step not in kept):
-            # The folder is renamed first, so that no reader finds a part of it.
-            removed = folder.with_name(f".{folder.name}{REMOVED_SUFFIX}")
-            folder.rename(removed)
-            shutil.rmtree(removed)
+            remove_folder(folder)
 
     def _remove_stale_folders(self) -> None:
         for suffix in (PARTIAL_SUFFIX, REPLACED_SUFFIX, REMOVED_SUFFIX):
             for stale in self._root.glob(f".step_*{suffix}"):
-                shutil.rmtree(stale)
+                remove_folder(stale)
 
 
 def has_checkpoint(root: Path) -> bool:

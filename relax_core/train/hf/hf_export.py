@@ -43,6 +43,7 @@ def export_hf_folder(
     target: Path,
     shard_bytes: int = SHARD_BYTES,
     passed: tuple[str, ...] = (),
+    replace: bool = True,
 ) -> None:
     """Writes ``target`` with the weights as safetensors and all other files as in ``source_folder``.
 
@@ -51,12 +52,13 @@ def export_hf_folder(
     it has no floating-point dtype there. Behind them come the tensors of ``source_folder`` whose names begin with one
     of ``passed``; they are copied in pieces and keep their dtypes and bytes. A file holds at most ``shard_bytes``
     bytes, or one tensor. If config.json ties the embeddings, the output weight is left out as transformers does. The
-    new config.json has ``dtype``. The folder appears complete or not at all and replaces an older one. OSError names
-    what was not written, where, and how many bytes are free. Raises ValueError if the source has no config.json.
+    new config.json has ``dtype``. The folder appears complete or not at all. With ``replace`` it replaces an older one;
+    without, only a missing or an empty folder is written. OSError names what was not written, where, and how many
+    bytes are free. Raises ValueError if the source has no config.json.
     """
     if not has_hf_config(source_folder):
         raise ValueError(f"model.path={source_folder}: no config.json there. Give a Hugging Face model folder.")
-    with atomic_folder(target) as folder:
+    with atomic_folder(target, replace=replace) as folder:
         for path in sorted(source_folder.iterdir()):
             if path.suffix in COPIED_SUFFIXES and path.is_file() and not path.name.endswith(".index.json"):
                 shutil.copyfile(path, folder / path.name)

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroupGloo, distributed_c10d
 
+from relax_core.contracts.host.interfaces import GLOO_INTERFACES, missing_interface
 from relax_core.contracts.host.socket_owners import (
     Client,
     admit_clients,
@@ -34,7 +35,6 @@ from relax_core.contracts.host.socket_owners import (
 
 _READS = 5  # of the kernel's table, before a client counts as foreign
 _NUMBER_BYTES = 32  # as many as a proof has
-_INTERFACES = "GLOO_SOCKET_IFNAME"  # torch reads it as well: names of network interfaces, separated by commas
 
 
 class ForeignRank(RuntimeError):
@@ -52,7 +52,9 @@ class OneDeviceGloo(ProcessGroupGloo):
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         if not self._devices:
             others = set(listeners())
-            names = os.environ.get(_INTERFACES, "")
+            names = os.environ.get(GLOO_INTERFACES, "")
+            if names and (problem := missing_interface(names)) is not None:
+                raise ValueError(problem)
             self._devices.extend(
                 [self.create_device(interface=name) for name in names.split(",")]
                 if names

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from relax_core.train.checkpoints.atomic_folder import atomic_folder, recover_replaced
+from relax_core.train.checkpoints.atomic_folder import atomic_folder, recover_replaced, remove_folder, unremoved
 from relax_core.train.checkpoints.checkpoint_store import META, CheckpointStore, has_checkpoint
 
 
@@ -308,3 +309,60 @@ def test_importing_the_store_does_not_import_torch() -> None:
     code += "sys.exit('torch' in sys.modules or 'ray' in sys.modules)"
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
     subprocess.run([sys.executable, "-c", code], env=environment, check=True)
+
+
+@pytest.fixture
+def protected(monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a file that cannot be removed, as a protected file, or one that another machine holds open."""
+    unlink = os.unlink
+
+    def refuse(path: str, **words: int | None) -> None:
+        if Path(path).name == "held":
+            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), path)
+        unlink(path, **words)
+
+    monkeypatch.setattr(os, "unlink", refuse)
+    return "held"
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_ends_no_run(
+    tmp_path: Path, protected: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = CheckpointStore(tmp_path, keep_last=1)
+    store.write(10, writers=writes(protected, b"x"), meta={})
+    for step in (20, 30, 40):
+        store.write(step, writers=writes("w", b"x"), meta={})
+        assert newest(store).name == f"step_{step:08d}"
+        assert [folder.name for folder in unremoved(tmp_path)] == [".step_00000010.removed"]
+    warnings = [record.getMessage() for record in caplog.records]
+    assert len(warnings) == 1 and ".step_00000010.removed" in warnings[0] and protected in warnings[0]
+
+
+def test_a_stale_folder_that_cannot_be_removed_does_not_block_its_step(tmp_path: Path, protected: str) -> None:
+    store = CheckpointStore(tmp_path, keep_last=1)
+    for _ in range(2):  # a process was killed while it wrote this step, and again
+        (tmp_path / ".step_00000010.partial").mkdir()
+        (tmp_path / ".step_00000010.partial" / protected).touch()
+        store.write(10, writers=writes("w", b"x"), meta={})
+        assert newest(store).name == "step_00000010"
+    assert len(unremoved(tmp_path)) == 2
+
+
+def test_a_folder_that_cannot_be_renamed_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "old").mkdir()
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "rename", lambda self, target: (_ for _ in ()).throw(OSError(errno.EBUSY, "busy")))
+        remove_folder(tmp_path / "old")
+    assert names(tmp_path) == ["old"]
+    remove_folder(tmp_path / "old")
+    assert names(tmp_path) == []
+
+
+def test_without_replace_a_folder_with_files_stays(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    with atomic_folder(tmp_path / "out", replace=False) as folder:  # an empty folder is filled
+        (folder / "model").touch()
+    assert names(tmp_path / "out") == ["model"]
+    with pytest.raises(OSError, match="was not written"), atomic_folder(tmp_path / "out", replace=False) as folder:
+        (folder / "other").touch()
+    assert names(tmp_path / "out") == ["model"] and names(tmp_path) == ["out"]

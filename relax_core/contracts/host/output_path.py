@@ -1,0 +1,49 @@
+"""Checks the paths that a user names for a command's output, so that no command replaces or removes what exists."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+from relax_core.contracts.host.private_folder import private_folder
+
+
+def check_output_folder(folder: Path, *, option: str) -> None:
+    """Raises ValueError, with ``option``, value and fix, unless ``folder`` is missing or an empty folder."""
+    fix = "Name a folder that does not exist, or an empty one."
+    if folder.is_symlink():
+        raise ValueError(f"{option}={folder} is a link, which would be replaced. {fix}")
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{option}={folder} is a file. {fix}")
+    if folder.exists() and folder.resolve() == Path.cwd():
+        raise ValueError(f"{option}={folder} is the working folder. {fix}")
+    if folder.exists() and (first := next(iter(sorted(folder.iterdir())), None)) is not None:
+        raise ValueError(f"{option}={folder} is not empty: it has {first.name}, and nothing is overwritten. {fix}")
+
+
+def check_output_file(path: Path, *, option: str) -> None:
+    """Raises ValueError, with ``option``, value and fix, if something exists at ``path``."""
+    if path.is_symlink() or path.exists():
+        raise ValueError(f"{option} {path} exists, and nothing is overwritten. Name another file, or remove it.")
+
+
+def next_free(path: Path) -> Path:
+    """Returns ``path``, or with the next free number: trace.json, trace-2.json, trace-3.json."""
+    numbered = (path.with_name(f"{path.stem}-{number}{path.suffix}") for number in itertools.count(2))
+    return next(each for each in itertools.chain([path], numbered) if not (each.exists() or each.is_symlink()))
+
+
+def new_private_folder(wanted: Path, *, key: str) -> Path:
+    """Makes ``wanted`` as `private_folder` does if it is missing or empty, or else the next free DIR-2.
+
+    Returns the folder. Raises as `private_folder` does.
+    """
+    numbered = (wanted.with_name(f"{wanted.name}-{number}") for number in itertools.count(2))
+    for folder in itertools.chain([wanted], numbered):
+        empty = folder.is_dir() and not any(folder.iterdir())
+        if empty or not folder.exists():
+            try:
+                return private_folder(folder, key=key, exist_ok=empty)
+            except FileExistsError:  # another process has just made it
+                continue
+    raise AssertionError("itertools.count does not end")
