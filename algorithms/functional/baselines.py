@@ -11,6 +11,8 @@ if TYPE_CHECKING:
 
 DEVIATIONS = ("group", "batch", "none")
 LEAVE_ONE_OUT_DEVIATIONS = ("none", "group", "others", "batch")
+LARGEST_OF_OTHERS = 10.0  # the bound of an advantage that is divided by the std of the other rewards
+ROUNDING = 1e-6  # a smaller std, as a share of the largest reward, is rounding in float32
 
 
 def group_relative_advantages(*, rewards: Tensor, normalize_std: bool, std_epsilon: float) -> Tensor:
@@ -35,8 +37,10 @@ def leave_one_out_advantages(*, rewards: Tensor, deviation: str = "none", std_ep
 
     That is n / (n - 1) × (r - mean) of n rewards. ``deviation`` says what it is divided by: "none" nothing, "group" the
     group's unbiased std + ``std_epsilon``, "others" the unbiased std of the other rewards + ``std_epsilon``, so that a
-    reward does not influence its own scale. With "others" an advantage is not divided if the other rewards are all
-    equal. Equal rewards give exactly 0. Raises ValueError for a group of one sample.
+    reward does not influence its own scale. With "others" an advantage is not divided if the other rewards are equal up
+    to `ROUNDING`, and it is clipped to ±`LARGEST_OF_OTHERS`, because nearly equal rewards are no scale: -1 / 1e-6 would
+    outweigh a whole step. A higher reward still never gives a lower advantage. Equal rewards give exactly 0. Raises
+    ValueError for a group of one sample.
     """
     _require_group(rewards)
     values, count = rewards.double(), rewards.numel()
@@ -46,10 +50,11 @@ def leave_one_out_advantages(*, rewards: Tensor, deviation: str = "none", std_ep
     if deviation == "group":
         centred = centred / (values.std(correction=1) + std_epsilon)
     elif deviation == "others":
-        for index in range(count):
+        for index in range(count if count > 2 else 0):  # one other reward has no deviation
             others = values[[other for other in range(count) if other != index]]
-            if not _all_equal(others):
-                centred[index] /= others.std(correction=1) + std_epsilon
+            std = others.std(correction=1)
+            if std > ROUNDING * others.abs().max():
+                centred[index] = (centred[index] / (std + std_epsilon)).clamp(-LARGEST_OF_OTHERS, LARGEST_OF_OTHERS)
     return centred.float()
 
 
@@ -59,8 +64,8 @@ def pass_at_k_advantages(*, rewards: Tensor, k: int, normalize_std: bool, std_ep
     Every subset of ``k`` of the group's samples has the reward of its best sample. A sample's advantage is the mean
     reward of the subsets that contain it, less the mean reward of all subsets. ``normalize_std`` divides it by the
     subsets' population std + ``std_epsilon``. For rewards of 0 and 1 the result equals the paper's closed forms; the
-    sums over sorted rewards below extend them to any rewards. The result is 0 for a group of at most ``k`` samples and
-    for equal rewards.
+    sums over sorted rewards below extend them to any rewards. With ``k`` = 1 they are r - mean, over the population
+    std. The result is 0 for a group of at most ``k`` samples and for equal rewards.
     """
     count = rewards.numel()
     if count <= k or _all_equal(rewards):
@@ -71,7 +76,7 @@ def pass_at_k_advantages(*, rewards: Tensor, k: int, normalize_std: bool, std_ep
     best = values.new_tensor([comb(j, k - 1) / subsets for j in range(count)])
     own = values.new_tensor([comb(j, k - 1) / subsets_of_one for j in range(count)])
     # That sample is also the best of a lower sample's subset if the other k - 2 are among the j - 1 that remain below.
-    above = values.new_tensor([comb(j - 1, k - 2) / subsets_of_one if j else 0.0 for j in range(count)])
+    above = values.new_tensor([comb(j - 1, k - 2) / subsets_of_one if j and k > 1 else 0.0 for j in range(count)])
     better = values * above
     of_sample = values * own + (better.sum() - better.cumsum(0))
     mean = (best * values).sum()

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from algorithms import functional as F
+from algorithms.functional.baselines import LARGEST_OF_OTHERS
 from relax_core.registry import find_algorithm
 from tests.conformance import cases
 from tests.conformance.reference import ALGORITHMS
@@ -229,7 +230,7 @@ def test_a_probability_that_moved_too_far_is_not_moved_on(new: float, old: float
 
 
 # -- advantages -------------------------------------------------------------------------------------------------------
-@given(right=st.integers(1, 7), wrong=st.integers(1, 7), k=st.integers(2, 6))
+@given(right=st.integers(1, 7), wrong=st.integers(1, 7), k=st.integers(1, 6))
 @patient
 def test_pass_at_k_is_the_papers_closed_form_for_right_and_wrong_answers(right: int, wrong: int, k: int) -> None:
     """Arxiv 2508.10751: the mean and the deviation of the subsets' rewards, and the advantage of either kind."""
@@ -245,7 +246,7 @@ def test_pass_at_k_is_the_papers_closed_form_for_right_and_wrong_answers(right: 
     assert got.tolist() == pytest.approx(wanted, rel=1e-5, abs=1e-6)
 
 
-@given(eighths=EIGHTHS, k=st.integers(2, 4), shift=st.integers(-16, 16), data=st.data())
+@given(eighths=EIGHTHS, k=st.integers(1, 4), shift=st.integers(-16, 16), data=st.data())
 @patient
 def test_pass_at_k_adds_up_to_zero_and_knows_neither_order_nor_shift(
     eighths: list[int], k: int, shift: int, data: st.DataObject
@@ -272,7 +273,17 @@ def test_a_reward_has_no_say_in_the_deviation_of_the_others(eighths: list[int], 
     )
     assume(len(set(eighths)) > 1 and len(set(raised)) > 1)
     scale = float(others.std(correction=1)) + 1e-6 if len(set(others.tolist())) > 1 else 1.0
-    assert high - low == pytest.approx(by / 8 / scale, rel=1e-4, abs=1e-4)
+    bound = LARGEST_OF_OTHERS if len(set(others.tolist())) > 1 else math.inf
+    wanted = [min(max((one[place] / 8 - float(others.mean())) / scale, -bound), bound) for one in (eighths, raised)]
+    assert [low, high] == pytest.approx(wanted, rel=1e-4, abs=1e-4) and high >= low
+
+
+@pytest.mark.parametrize("apart", [1e-9, 1e-7, 1e-4, 1e-2])
+def test_nearly_equal_other_rewards_are_no_scale(apart: float) -> None:
+    rewards = torch.tensor([0.0, 1.0, 1.0 + apart, 1.0 - apart], dtype=torch.float64)
+    got = F.leave_one_out_advantages(rewards=rewards, deviation="others", std_epsilon=1e-6)
+    assert -LARGEST_OF_OTHERS <= float(got[0]) <= -1.0 and bool((got[1:] > 0).all())
+    assert float(got.abs().max()) <= LARGEST_OF_OTHERS
 
 
 @given(groups=st.lists(EIGHTHS, min_size=2, max_size=4), scale=st.sampled_from([0.25, 2.0, 16.0]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from rich.console import Console
 from rich.live import Live
 
 from relax_core.contracts.bus import BusProgress
-from relax_core.observe.service.records import MetricRecord
+from relax_core.observe.service.records import ACTOR, MetricRecord
 from relax_core.observe.terminal.panel_numbers import RunningNumbers
 from relax_core.observe.terminal.panel_view import PanelView, line, picture, role_line
 from relax_core.observe.terminal.role_states import RoleState
@@ -91,7 +92,7 @@ class Panel:
             return
         self._is_open = False
         if self._live is None:
-            if self._state.step > self._line_step:
+            if self._recorded_step() > self._line_step:
                 self._print_figures()
             return
         self._live.update(picture(self._view()))
@@ -150,8 +151,9 @@ class Panel:
         if state.message and state.message != self._printed_message:
             self._print(state.message)
         self._printed_message = state.message
-        self._line_step = min(self._line_step, state.step)  # a recovery returns to an earlier step
-        steps = state.step - self._line_step
+        step = self._recorded_step()
+        self._line_step = min(self._line_step, step)  # a recovery returns to an earlier step
+        steps = step - self._line_step
         if steps >= LINE_STEPS or (steps > 0 and now - self._line_time >= LINE_S):
             self._print_figures()
         elif steps == 0 and now - self._line_time >= STALL_S:
@@ -159,10 +161,18 @@ class Panel:
             roles = " · ".join(role_line(role) for role in state.roles)
             self._print(f"step {state.step}/{self._total_steps}, still  {roles}")
 
+    def _recorded_step(self) -> int:
+        """Returns the number of train steps up to the newest record, whose figures a line shows.
+
+        It differs from the state's step for a moment, because records and state take different ways.
+        """
+        newest = self._numbers.latest_step(ACTOR)
+        return self._state.step if newest is None else newest + 1
+
     def _print_figures(self) -> None:
-        self._line_step = self._state.step
+        self._line_step = self._recorded_step()
         self._line_time = time.monotonic()
-        self._print(line(self._view()))
+        self._print(line(dataclasses.replace(self._view(), step=self._line_step)))
 
     def _print(self, text: str) -> None:
         """Prints one line without wrapping it, because logs are searched by line."""

@@ -83,17 +83,17 @@ def picture(view: PanelView) -> RenderableType:
 
 
 def line(view: PanelView) -> str:
-    """Returns the figures as one plain line."""
+    """Returns the figures of the newest step as one plain line; a figure that the step lacks is left out."""
     numbers = view.numbers
     parts = [f"step {view.step}/{view.total_steps}"]
     for label, value, spec in (
-        ("reward", numbers.latest("reward"), ".3f"),
-        ("exact", numbers.latest("exact"), ".3f"),
+        ("reward", numbers.of_newest_step("reward"), ".3f"),
+        ("exact", numbers.of_newest_step("exact"), ".3f"),
         ("eval", numbers.latest("exact", source=EVAL), ".3f"),
         ("samples/s", numbers.per_second("samples"), ".0f"),
         ("tokens/s", numbers.per_second("tokens"), ".0f"),
-        ("loss", numbers.latest("loss"), ".4g"),
-        ("grad_norm", numbers.latest("grad_norm"), ".3g"),
+        ("loss", numbers.of_newest_step("loss"), ".4g"),
+        ("grad_norm", numbers.of_newest_step("grad_norm"), ".3g"),
         ("gap", numbers.of_newest_step("logprob_gap_max"), ".1e"),
         ("cut", numbers.of_newest_step("truncated") or None, ".0%"),
         ("equal groups", numbers.of_newest_step("groups_without_signal") or None, ".0%"),

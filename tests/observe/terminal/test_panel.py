@@ -394,3 +394,14 @@ def test_a_recovery_is_told_in_a_line_and_the_count_goes_on_from_its_checkpoint(
         panel.update(PanelState(step=20))
     lines = [line.split("  ")[0] for line in out.getvalue().splitlines()[1:]]
     assert lines == ["step 20/40", "tier 2 at step 20: the bus died", "step 20/40"]
+
+
+def test_a_line_has_the_figures_of_its_own_step(make_record: MakeRecord) -> None:
+    """State and records take different ways: either may be ahead of the other."""
+    out = io.StringIO()
+    with Panel(30, Path("/runs/x"), "grpo", live=False, console=Console(file=out, width=200)) as panel:
+        for done, recorded in ((10, 20), (20, 20), (30, 20), (30, 30)):
+            records = [make_record("actor", step, reward=(step + 1) / 100) for step in range(recorded)]
+            panel.update(PanelState(step=done, records=records))
+    lines = [shown.split("  ")[:2] for shown in out.getvalue().splitlines() if shown.startswith("step ")]
+    assert lines == [["step 20/30", "reward 0.200"], ["step 30/30", "reward 0.300"]]
