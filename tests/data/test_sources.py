@@ -178,7 +178,7 @@ FIELDS = r"rows\.csv, line 2: it has another number of fields than the first lin
         ("rows.csv", "question,answer\n,2\n1,2\n", "bad_row:prompt", r"rows\.csv, line 2: question='' is neither text"),
         ("rows.csv", "prompt,answer\n1,2\n1,2\n", "bad_row:missing_key", r"rows\.csv, line 2: no key 'question'"),
         ("rows.json", '[{"question": "1"}, {}]', "bad_row:missing_key", r"rows\.json, row 0: no key 'answer'"),
-        ("rows.json", '[7, {"question": "1"}]', "bad_row:malformed", r"rows\.json, row 0: not a JSON object: 7"),
+        ("rows.json", '[7, {"question": "1"}]', "bad_row:malformed", r"rows\.json, row 0: not a JSON object"),
     ],
 )
 def test_a_bad_row_of_a_table_is_named(tmp_path: Path, name: str, text: str, reason: str, told: str) -> None:

@@ -23,7 +23,7 @@ from relax_core.contracts.data import TOO_LONG, BadRow, PromptSource
 from relax_core.contracts.media import BAD_MEDIA
 from relax_core.data.eval_sets import eval_sets, held_out_count
 from relax_core.data.generated import LONGEST_PROMPT, example
-from relax_core.data.paths import data_parts
+from relax_core.data.paths import data_files, data_parts
 from relax_core.data.plugin_source import names_plugin
 from relax_core.data.shares import NAMED_ROWS, too_many_bad
 from relax_core.data.sources import make_source
@@ -302,11 +302,12 @@ def _key(config: RelaxConfig) -> str | None:
     try:
         has_files = config.data.task is None and not names_plugin(config.data)
         parts = data_parts(config.data) if has_files else []
+        evaluated = [one for one in (config.data.eval_path, *config.eval.sets.values()) if one is not None]
+        files = [file for one in evaluated for file in data_files(one)]
     except ValueError:
         return None
-    files = [file for part in parts for file in part.files]
+    files += [file for part in parts for file in part.files]
     files += [Path(config.data.name)] if is_file_plugin(config.data.name) else []
-    files += [Path(one) for one in (config.data.eval_path, *config.eval.sets.values()) if one is not None]
     if config.model.path is not None:
         folder = Path(config.model.path)
         files += [folder / name for name in (CONFIG_FILE, "tokenizer.json")]
