@@ -258,6 +258,7 @@ def test_what_is_wrong_with_the_settings_is_named(tmp_path: Path) -> None:
     path = _write(tmp_path / "rows.jsonl", ROWS)
     with pytest.raises(ValueError, match=r"eval.rows=5, but data.eval_size=4 holds out 4"):
         _file_source(path, eval_rows=5)
+    (tmp_path / "rows.txt").touch()
     with pytest.raises(ValueError, match=r"unknown suffix '.txt'"):
         _file_source(str(tmp_path / "rows.txt"))
     with pytest.raises(ValueError, match=r"gone.jsonl: no such file"):
