@@ -318,10 +318,11 @@ class _Found:
             return
         for one in sets:
             if same := [number for number, row in enumerate(one.rows) if _row_hash(row) in self._trained]:
-                name = f"evaluation set {one.name}" if one.name else "the held-out rows"
+                name = f"rows of evaluation set {one.name}" if one.name else "held-out rows"
                 yield (
-                    f"{len(same):,} of the {len(one.rows):,} rows of {name} are trained on too, with the same prompt "
-                    f"and answer: its figures say little about new prompts. The first is number {same[0]}."
+                    f"{len(same):,} of {len(one.rows):,} {name} are trained on, with the same prompt and answer, so an "
+                    f"evaluation measures memory too. The first is row {same[0]} of the set. Leave them out of one of "
+                    "the two."
                 )
 
     def too_long_in_order(self) -> list[tuple[str, int]]:

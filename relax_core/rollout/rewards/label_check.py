@@ -78,8 +78,8 @@ class LabelCheck:
             if found := self._faults(chosen, keys[:MOST_SHAPES]):
                 rows = sum(self._counts[key] for key in found)
                 lines.append(
-                    f"reward {label} does not award the plain answer to some labels, or to others of their form: "
-                    f"{rows:,} rows at most. Correct the labels, or use another reward. The first of them:"
+                    f"reward {label} does not award the plain answer to some labels; rows with labels of their form: "
+                    f"{rows:,}. Correct the labels, or use another reward. The first of them:"
                 )
                 lines += [f"  {text}" for text in list(found.values())[:NAMED_LABELS]]
         return lines
