@@ -12,7 +12,6 @@ import codecs
 import csv
 import io
 import json
-import re
 import shlex
 from array import array
 from collections import Counter

@@ -93,7 +93,11 @@ def test_a_float_of_parquet_has_its_shortest_form(tmp_path: Path, kind: Any) -> 
 
 
 def test_a_decimal_and_an_integer_are_labels() -> None:
-    assert [label_text(Decimal("72.00")), label_text(Decimal("1.50")), label_text(10**30)] == ["72", "1.50", str(10**30)]
+    assert [label_text(Decimal("72.00")), label_text(Decimal("1.50")), label_text(10**30)] == [
+        "72",
+        "1.50",
+        str(10**30),
+    ]
     for wrong in (Decimal("NaN"), Decimal("1e999999"), float("inf"), 10**5000, None, [1], True, ""):
         with pytest.raises(ValueError, match=r"^is "):
             label_text(wrong)
@@ -120,7 +124,9 @@ def test_a_key_that_is_there_twice_makes_a_bad_row(tmp_path: Path, name: str, te
 
 
 def test_a_key_that_is_in_a_text_too_is_there_once(tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "answer", "answer": "answer", "m": [{"answer": 1}, {"answer": 2}]}')
+    (tmp_path / "rows.jsonl").write_text(
+        '{"prompt": "answer", "answer": "answer", "m": [{"answer": 1}, {"answer": 2}]}'
+    )
     assert labels(opened(tmp_path / "rows.jsonl")) == ["answer"]
 
 

@@ -20,20 +20,26 @@ from relax_core.rollout.rewards.reward_worker import RewardWorker
 MOST_SHAPES = 256  # of a reward's labels, the most frequent first
 NAMED_LABELS = 3
 _MOST_KEPT = 20_000  # shapes in memory
+_MOST_UNIT = 40  # characters of a number with its unit
 _MOST_LATE = 3  # labels whose answers reach the reward's limit of time
 _RUN = re.compile(r"\\[A-Za-z]+|[A-Za-z]{2,}(?:\s+[A-Za-z]{2,})*|[A-Za-z]|\d+")
 
 
 def label_shape(label: str) -> str:
-    """Returns a label with 0 for each number, a for each letter and aa for words; commands of LaTeX stay."""
-    return _RUN.sub(_class_of, label.strip())
+    """Returns a label with 0 for each number, a for each letter and aa for words.
 
+    Commands of LaTeX stay, and so do words beside a number, which may be its unit, in a short label.
+    """
+    label = label.strip()
+    units = len(label) <= _MOST_UNIT and not label.isalpha() and any(map(str.isdigit, label))
 
-def _class_of(run: re.Match[str]) -> str:
-    text = run[0]
-    if text[0] == "\\":
-        return text
-    return "0" if text[0].isdigit() else "a" if len(text) == 1 else "aa"
+    def kind(run: re.Match[str]) -> str:
+        text = run[0]
+        if text[0] == "\\" or (units and len(text) > 1 and text[0].isalpha()):
+            return text
+        return "0" if text[0].isdigit() else "a" if len(text) == 1 else "aa"
+
+    return _RUN.sub(kind, label)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +54,8 @@ class _Seen:
 class LabelCheck:
     """Collects data rows by the shapes of their labels, and scores one label of each shape.
 
-    Only rewards with ``right_answers`` that are not async are asked. An isolated reward is not asked about integers, so that most data
-    needs no process.
+    Only rewards with ``right_answers`` that are not async are asked. An isolated reward is not asked about integers, so
+    that most data needs no process.
     """
 
     def __init__(self, choice: RewardChoice) -> None:
@@ -103,7 +109,6 @@ class LabelCheck:
                 if late >= _MOST_LATE:
                     break
         return faults
-
 
     @contextmanager
     def _scorer(self, chosen: ChosenReward) -> Iterator[Callable[[RewardInput], RewardOutput]]:

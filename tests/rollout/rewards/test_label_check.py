@@ -23,13 +23,19 @@ def notes(name: str, labels: list[str], **settings: Any) -> list[str]:
 
 
 def test_math_is_asked_about_one_label_of_each_form() -> None:
-    good = [str(number) for number in range(40)] + ["\\frac{1}{2}", "x^2 + 1", "1,234", "(1, 2)", "so 5 + 6 = 11\n#### 11"]
+    good = [str(number) for number in range(40)] + [
+        "\\frac{1}{2}",
+        "x^2 + 1",
+        "1,234",
+        "(1, 2)",
+        "so 5 + 6 = 11\n#### 11",
+    ]
     assert notes("math", good) == []
-    head, *named = notes("math", [*good, "A", "B", *ODD])
+    head, *named = notes("math", [*good, "5 cm", "A", "B", *ODD])
     assert head.startswith("reward math does not award") and "their form: 4." in head
-    assert "line 46: answer='A', and 'The answer is A.' gets 0." in named[0]
-    assert "line 48: answer='18 dollars', and '\\boxed{18}' gets 0." in named[1]
-    assert "line 49: answer='\\$18.90'" in named[2]
+    assert "line 47: answer='A', and 'The answer is A.' gets 0." in named[0]
+    assert "line 49: answer='18 dollars', and '\\boxed{18}' gets 0." in named[1]
+    assert "line 50: answer='\\$18.90'" in named[2]
 
 
 @pytest.mark.parametrize(
@@ -53,5 +59,6 @@ def test_rewards_that_award_every_label_are_not_asked() -> None:
 
 
 def test_numbers_and_words_make_no_form() -> None:
-    assert label_shape("18 dollars") == label_shape("7 big  cats") == "0 aa"
+    assert label_shape("Monday") == label_shape("two big  cats") == "aa"
+    assert [label_shape("18 dollars"), label_shape("7 cm")] == ["0 dollars", "0 cm"]
     assert [label_shape(one) for one in ("-3.5", "A", "\\frac{1}{22}")] == ["-0.0", "a", "\\frac{0}{0}"]
