@@ -296,7 +296,7 @@ def read_csv(path: Path, keys: RowKeys) -> RowsInMemory:
                     rows.append((where, ("too_large", _too_large(keys.row_bytes))))
                     continue
                 if (label := row.get(keys.answer)) is not None and FLOAT_TEXT.fullmatch(label):
-                    row[keys.answer] = WrittenNumber(float(label), label)
+                    row[keys.answer] = WrittenNumber(label, label)
                 rows.append((where, wrong if None in row or None in row.values() else row))
         except (csv.Error, UnicodeDecodeError) as error:
             raise ValueError(f"{path}, line {reader.line_num}: not CSV in UTF-8: {error}") from error

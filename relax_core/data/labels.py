@@ -16,9 +16,9 @@ FLOAT_TEXT = re.compile(r"-?\d+\.0|-?\d(\.\d+)?e[+-]\d+|nan|NaN|-?inf", re.ASCII
 
 @dataclass(frozen=True)
 class WrittenNumber:
-    """Is a number of a file with the text that stands for it there, such as 1e-05."""
+    """Is a number with the text that stands for it in a file, such as 1e-05; ``value`` is what its column keeps."""
 
-    value: float
+    value: float | str
     text: str
 
 

@@ -71,6 +71,9 @@ def test_a_label_beside_another_name_leaves_its_column_a_number(tmp_path: Path) 
     (tmp_path / "a.jsonl").write_text('{"prompt": "p", "gold": 45.0}')
     row = opened(tmp_path / "a.jsonl", answer_key="gold").numbered(0)
     assert (row["answer"], row["gold"], type(row["gold"])) == ("45", 45.0, float)
+    (tmp_path / "a.csv").write_text("prompt,gold\np,45.0\n")
+    row = opened(tmp_path / "a.csv", answer_key="gold").numbered(0)
+    assert (row["answer"], row["gold"]) == ("45", "45.0")
 
 
 def test_a_number_of_csv_is_one_where_a_program_wrote_it(tmp_path: Path) -> None:
