@@ -27,7 +27,7 @@ from relax_core.contracts.checks.foreign_values import decode_json, holds_huge_i
 from relax_core.contracts.data import BadRow, DataRow
 from relax_core.contracts.host.regular_file import open_regular, read_regular
 from relax_core.data.labels import FLOAT_TEXT, WrittenNumber, label_text, value_at, written_number
-from relax_core.data.prompt_forms import messages_of
+from relax_core.data.prompt_forms import MessagesOfText, messages_of
 from relax_core.data.row_media import (
     TEXT_ONLY,
     MediaColumns,
@@ -336,9 +336,10 @@ def check_row(row: Mapping[str, Any], keys: RowKeys, *, where: str) -> DataRow:
             if (value := value_at(row, key, missing=_MISSING)) is _MISSING:
                 raise BadRow.because("missing_key", missing_key(where, key, row))
             row = {**row, key: value}
-    prompt, answer = messages_of(row[keys.prompt]), row[keys.answer]
-    if isinstance(prompt, ValueError):
-        raise BadRow.because("prompt", f"{where}: {keys.prompt}={_short(row[keys.prompt])} {prompt}")
+    found = messages_of(row[keys.prompt])
+    if isinstance(found, ValueError):
+        raise BadRow.because("prompt", f"{where}: {keys.prompt}={_short(row[keys.prompt])} {found}")
+    prompt, answer = found, row[keys.answer]
     if not (isinstance(prompt, str) and prompt) and not _is_conversation(prompt):
         raise BadRow.because(
             "prompt",
@@ -357,7 +358,8 @@ def check_row(row: Mapping[str, Any], keys: RowKeys, *, where: str) -> DataRow:
         row = row_with_sources(row, keys.media, where=where, prompt_key=keys.prompt)
     if holds_huge_integer(answer):
         row = {**row, keys.answer: shown_answer}
-    made = {**row, "prompt": row[keys.prompt], "answer": shown_answer}
+    prompt = MessagesOfText(row[keys.prompt]) if isinstance(found, MessagesOfText) else row[keys.prompt]
+    made = {**row, "prompt": prompt, "answer": shown_answer}
     if holds_huge_integer(made):
         raise BadRow.because("malformed", f"{where}: a number has more than 64 bits. Write it as text.")
     return made
