@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from relax_core.config.reward_choice import ChosenReward, RewardChoice
+from relax_core.contracts.checks.foreign_values import shown
 from relax_core.contracts.reward import RewardInput, RewardOutput
 from relax_core.data.killable.limited_log import LimitedLog
+from relax_core.registry import plugin_words
 from relax_core.rollout.rewards.reward_calls import score_here
 from relax_core.rollout.rewards.reward_inputs import without_bytes
 from relax_core.rollout.rewards.reward_sandbox import reward_sandbox
@@ -76,7 +78,10 @@ class LabelCheck:
             self._counts[key] += 1
 
     def words(self) -> list[str]:
-        """Returns what a user should know about labels; empty if each answer is exact."""
+        """Returns what a user should know about labels; empty if each answer is exact.
+
+        Raises ValueError for ``right_answers`` that raises or returns no texts, and for a worker that does not start.
+        """
         rewards = {key[0]: one.chosen for key, one in self._seen.items()}
         lines: list[str] = []
         for label, chosen in rewards.items():
@@ -91,17 +96,14 @@ class LabelCheck:
         return lines
 
     def _faults(self, chosen: ChosenReward, keys: Sequence[tuple[str, str]]) -> dict[tuple[str, str], str]:
-        right_answers = chosen.spec.right_answers
-        assert right_answers is not None
         faults: dict[tuple[str, str], str] = {}
         late = 0
         with self._scorer(chosen) as score:
             for key in keys:
                 one = self._seen[key]
                 label, row = one.row["answer"], without_bytes(one.row)
-                for answer in right_answers(label, chosen.config):
-                    given = RewardInput(response=answer, stopped=True, answer=label, row=row)
-                    output = score(given)
+                for answer in _right_answers(chosen, label):
+                    output = score(RewardInput(response=answer, stopped=True, answer=label, row=row))
                     late += output.cause == "timeout"
                     if not output.exact:
                         faults[key] = f"{one.where}: answer={_short(label)}, and {_short(answer)} {_got(output)}"
@@ -120,10 +122,23 @@ class LabelCheck:
         worker = RewardWorker([chosen.config], log=log.descriptor, sandbox=reward_sandbox(self._choice, [chosen]))
         try:
             yield lambda given: worker.score([given], chosen.config)[0]
+        except RuntimeError as error:
+            raise ValueError(f"reward {chosen.label}: {error}") from error
         finally:
             worker.process.stop()
             worker.process.close_pipes()
             log.close()
+
+
+def _right_answers(chosen: ChosenReward, label: str) -> Sequence[str]:
+    assert chosen.spec.right_answers is not None
+    try:
+        answers: Any = chosen.spec.right_answers(label, chosen.config)
+    except Exception as error:  # plug-in code
+        raise ValueError(f"reward {chosen.label}: right_answers({label!r}): {plugin_words(error)}") from error
+    if isinstance(answers, list | tuple) and all(isinstance(one, str) for one in answers):
+        return answers
+    raise ValueError(f"reward {chosen.label}: right_answers returned {shown(answers)}. Return a list of texts.")
 
 
 def _got(output: RewardOutput) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -56,6 +57,17 @@ def test_rewards_that_award_every_label_are_not_asked() -> None:
     for name in ("f1", "multiple_choice", "gpqa", "format_think"):
         assert notes(name, ODD) == []
     assert notes("exact_match", [*ODD, "A", "50%", "Monday"]) == []
+
+
+@pytest.mark.parametrize(("answers", "told"), [("1 / 0", "ZeroDivisionError"), ("5", "returned 5"), ("[None]", "None")])
+def test_right_answers_that_give_no_texts_are_refused(tmp_path: Path, answers: str, told: str) -> None:
+    (tmp_path / "own.py").write_text(
+        "from relax_core.contracts.reward import RewardConfig, RewardSpec\n"
+        "SPEC = RewardSpec(name='own', summary='s', config=RewardConfig, score=lambda given, config: 1.0,\n"
+        f"    right_answers=lambda label, config: {answers})\n"
+    )
+    with pytest.raises(ValueError, match=f"right_answers.*{told}"):
+        notes(str(tmp_path / "own.py"), ["7"])
 
 
 def test_numbers_and_words_make_no_form() -> None:
