@@ -13,9 +13,10 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from relax_core.config.media_schema import MediaKeys
+from relax_core.config.compose import load_config
+from relax_core.config.modality_shares import modality_of_row
 from relax_core.config.schema import DataConfig
-from tests.data.test_labels import opened
+from relax_core.data.sources import make_source
 
 PAGE = Path(__file__).parents[2] / "docs" / "data.md"
 KNOWN = {one.name for one in dataclasses.fields(DataConfig)}
@@ -46,24 +47,24 @@ def label_of(number: int, path: str) -> str:
 def test_a_layout_is_read_by_its_words(tmp_path: Path, number: int) -> None:
     assert len(layouts()) == 9
     row, words = layouts()[number]
-    path = words.pop("data.path")
-    keys: dict[str, Any] = {key.removeprefix("data."): value for key, value in words.items() if key[:5] == "data."}
-    keys.pop("eval_path", None)
-    if (image := keys.pop("media_keys.image", None)) is not None:
-        keys["media_keys"] = MediaKeys(image=image)
-    unknown = keys.keys() - KNOWN
-    if unknown == {"media_place"}:
+    path, image = words.pop("data.path"), words.get("data.media_keys.image")
+    words.pop("data.eval_path", None)
+    if "data.media_place" in words and "media_place" not in KNOWN:
         pytest.skip("data.media_place is not there yet")
-    for key in unknown & {"last_assistant"}:
-        del keys[key]
+    if "last_assistant" not in KNOWN:
+        words.pop("data.last_assistant", None)
+    model = "model=tiny_qwen3_vl" if image else "model=tiny_qwen3"
     file = tmp_path / f"rows{Path(path).suffix}"
     if file.suffix == ".parquet":
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), file)
     else:
         file.write_text(f"[{json.dumps(row)}]" if file.suffix == ".json" else json.dumps(row))
-    source = opened(file, **keys)
+    chosen = [f"{key}={value}" for key, value in words.items()]
+    start = ["data=file", f"data.path={file}", model, "data.eval_size=0", "eval.every=0"]
+    config = load_config([*start, *([] if image else ["model.task=arithmetic"]), *chosen])
+    source = make_source(config.data, seed=0, eval_rows=0)
     got = source.numbered(0)
     assert got["answer"].endswith(label_of(number, path))
-    assert source.modality(0) == ("image" if image else "text")
+    assert modality_of_row(got) == ("image" if image else "text")
     prompt = got["prompt"]
     assert isinstance(prompt, str) or (prompt[0]["role"], type(prompt[0]["content"])) in (("user", str), ("user", list))
