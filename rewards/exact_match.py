@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput, RewardSpec, compared
+from rewards.mathematics.boxed import named_answers
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,17 @@ def score(given: RewardInput, config: ExactMatchConfig) -> RewardOutput:
     return RewardOutput(reward=float(exact), exact=exact, why=compared(given.response.strip(), given.answer.strip()))
 
 
+def check_row(row: Mapping[str, Any], config: ExactMatchConfig) -> None:
+    """Raises ValueError for an empty label, which an empty response would be."""
+    if not str(row["answer"]).strip():
+        raise ValueError("answer='' is empty. Give the answer.")
+
+
 SPEC = RewardSpec(
-    name="exact_match", summary="1 if the response is the answer, else 0", config=ExactMatchConfig, score=score
+    name="exact_match",
+    summary="1 if the response is the answer, else 0",
+    config=ExactMatchConfig,
+    score=score,
+    check_row=check_row,
+    right_answers=lambda label, config: named_answers(label)[:1],
 )

@@ -17,7 +17,7 @@ from typing import Any
 
 from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput, RewardSpec, compared
 from rewards.mathematics import sympy_equality
-from rewards.mathematics.boxed import boxed_label, last_boxed
+from rewards.mathematics.boxed import boxed_answers, boxed_label, last_boxed
 from rewards.mathematics.no_evaluation import evaluates_no_text
 
 _BOXED = "\\boxed{"
@@ -83,6 +83,12 @@ def check_row(row: Mapping[str, Any], config: MathConfig) -> None:
         raise ValueError(f"{_unreadable(label)}. Give the answer.")
 
 
+def right_answers(label: str, config: MathConfig) -> list[str]:
+    """Returns the answer of a label in a box; by math-verify a word or a letter also in a sentence, without a box."""
+    alone = [f"The answer is {label}."] if config.rule == "math_verify" and label.replace(" ", "").isalpha() else []
+    return [*boxed_answers(label), *alone]
+
+
 def check(config: MathConfig) -> None:
     """Raises ValueError for an unknown rule, and if the package is missing that rule=boxed reads LaTeX with."""
     if config.rule not in ("math_verify", "boxed"):
@@ -113,5 +119,6 @@ SPEC = RewardSpec(
     isolated=True,
     check=check,
     check_row=check_row,
+    right_answers=right_answers,
     prepare=prepare,
 )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -34,6 +36,7 @@ from relax_core.registry import GROUP_KINDS, KINDS, is_file_plugin, short_name
 
 _VERSION_BASE = "1.3"
 SHOWN_PATH = 120  # characters
+_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 Settle = Callable[[RelaxConfig], tuple[RelaxConfig, list[str]]]  # fills in derived values and returns problems
 
 
@@ -386,6 +389,8 @@ def _path(key: str, text: str) -> str:
     Raises `ConfigError` if no file can have the name, or if this user may not access it.
     """
     shown = text if len(text) <= SHOWN_PATH else f"{text[: SHOWN_PATH - 20]}…{text[-20:]}"
+    if _ADDRESS.match(text):
+        raise ConfigError([f"{key}={shown}: an address is no path of this machine. {_copy_words(text)}"])
     try:
         path = Path(text).expanduser().absolute()
         with suppress(FileNotFoundError, NotADirectoryError):  # another check reports a file that must exist
@@ -395,6 +400,16 @@ def _path(key: str, text: str) -> str:
     except RuntimeError as error:  # ~nobody/x
         raise ConfigError([f"{key}={shown}: {error} Give another path."]) from error
     return str(path)
+
+
+def _copy_words(address: str) -> str:
+    """Returns how to get what an address names onto this machine."""
+    if address.startswith("hf://"):
+        return "Download it with hf download, and give the path of the copy."
+    if address.startswith(("http://", "https://")):
+        name = address.partition("?")[0].rstrip("/").rpartition("/")[2]
+        return f"Download it: curl -L -o {shlex.quote(name)} {shlex.quote(address)}; then give {name}."
+    return "Copy it to this machine, and give the path of the copy."
 
 
 def _absolute_each(paths: Any, *, key: str) -> Any:

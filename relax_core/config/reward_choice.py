@@ -234,7 +234,7 @@ def choice_problems(spec: RewardSpec, config: RewardConfig) -> list[str]:
 def row_check(spec: RewardSpec, config: RewardConfig) -> RewardChoice | None:
     """Returns what checks data rows for a reward, or None if it scores every row."""
     choice = RewardChoice(spec, config)
-    checks = any(one.spec.check_row is not None for one in choice.known())
+    checks = any(one.spec.check_row is not None or one.spec.right_answers is not None for one in choice.known())
     return choice if checks or config.by is not None else None
 
 

@@ -226,7 +226,8 @@ class RewardSpec:
     plain function that is not isolated takes longer, the run ends. ``check`` raises ValueError for settings that make
     no sense. ``prepare`` does slow imports; a worker process calls it once at its start, without a timeout.
     ``check_row`` raises ValueError for a data row whose answer or other columns the reward cannot read; it runs before
-    the start, so it is quick.
+    the start, so it is quick. ``right_answers`` returns responses that name the answer of a label in the reward's own
+    format; before the start the reward scores them, and a label for which one of them is not exact is reported.
 
     ``needs_sandbox``: the library of an isolated reward evaluates answers as programs. The run does not start without a
     sandbox, and each call gets a process of its own, in which no program, file or process can be made. ``reads``
@@ -250,6 +251,7 @@ class RewardSpec:
     reads: Callable[[Any], Sequence[str]] = lambda config: ()
     check: Callable[[Any], None] = lambda config: None
     check_row: Callable[[Mapping[str, Any], Any], None] | None = None
+    right_answers: Callable[[str, Any], Sequence[str]] | None = None
     prepare: Callable[[], None] = lambda: None
     tasks: tuple[str, ...] = ()
     judges: Callable[[Any], JudgePlan] | None = None

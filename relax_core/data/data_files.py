@@ -11,7 +11,10 @@ from __future__ import annotations
 import codecs
 import csv
 import io
+import json
+import shlex
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +26,8 @@ from relax_core.config.modality_shares import TEXT
 from relax_core.contracts.checks.foreign_values import decode_json, holds_huge_integer, shown
 from relax_core.contracts.data import BadRow, DataRow
 from relax_core.contracts.host.regular_file import open_regular, read_regular
+from relax_core.data.labels import FLOAT_TEXT, WrittenNumber, label_text, value_at, written_number
+from relax_core.data.prompt_forms import MessagesOfText, messages_of
 from relax_core.data.row_media import (
     TEXT_ONLY,
     MediaColumns,
@@ -37,6 +42,8 @@ MOST_WHOLE_BYTES = 512 << 20  # of a file that is kept in memory
 _MOST_LINE_BYTES = MOST_MEDIA_ROW_BYTES
 _PIECE_BYTES = 1 << 20  # of a line that is looked for
 _SHOWN = 200  # characters of a value, of which base64 is left out
+_MISSING = object()
+_UNPACK = {".gz": "gunzip -k", ".bz2": "bunzip2 -k", ".xz": "unxz -k", ".zst": "zstd -d", ".zip": "unzip"}
 
 
 class RowFile(Protocol):
@@ -58,13 +65,15 @@ class RowFile(Protocol):
 class RowKeys:
     """Names the keys of a data row: its prompt, its answer, and the columns with media.
 
-    ``row_group_bytes`` is the largest row group of a Parquet file with such columns.
+    A dotted key reaches into a column where no column has this name (`value_at`). ``row_group_bytes`` is the largest
+    row group of a Parquet file with columns of media. With ``may_be_empty`` the answer may be an empty text.
     """
 
     prompt: str
     answer: str
     media: MediaColumns = TEXT_ONLY
     row_group_bytes: int = 1 << 28
+    may_be_empty: bool = False
 
     @property
     def row_bytes(self) -> int:
@@ -78,17 +87,50 @@ def open_rows(path: Path, keys: RowKeys) -> RowFile:
     Raises ValueError for a file that does not exist, has another suffix or no rows; for a Parquet file that is
     malformed, lacks a column, or has row groups that are too large; and for a malformed JSON list or CSV file.
     """
-    if path.suffix not in _READERS:
-        raise ValueError(f"data file {path}: unknown suffix {path.suffix!r}. Use one of: {', '.join(_READERS)}.")
     if not path.exists():
-        raise ValueError(f"data file {path}: no such file.")
+        raise ValueError(f"data file {path}: no such file.{_of_hub(path)}")
+    if path.suffix in _UNPACK:
+        raise ValueError(
+            f"data file {path}: a compressed file is not read. Unpack it: {_UNPACK[path.suffix]} "
+            f"{shlex.quote(str(path))}, then name the file without {path.suffix}."
+        )
+    if path.suffix == ".arrow":
+        raise ValueError(f"data file {path}: Arrow files are not read. {arrow_to_parquet([path], path)}")
+    if path.suffix not in READERS:
+        raise ValueError(f"data file {path}: unknown suffix {path.suffix!r}. Use one of: {', '.join(READERS)}.")
     try:
-        rows = _READERS[path.suffix](path, keys)
+        rows = READERS[path.suffix](path, keys)
     except RecursionError as error:
         raise ValueError(f"data file {path}: it is nested too deeply.") from error
     if len(rows) == 0:
         raise ValueError(f"data file {path}: it has no rows.")
     return rows
+
+
+def arrow_to_parquet(files: Sequence[Path], target: Path) -> str:
+    """Returns the sentence with the command that writes Arrow files, as Hugging Face's datasets saves, as Parquet."""
+    made = target.with_suffix(".parquet")
+    code = (
+        "import pyarrow as a, pyarrow.parquet as p; "
+        f"t = a.concat_tables(a.ipc.open_stream(f).read_all() for f in {[str(file) for file in files]!r}); "
+        f"p.write_table(t, {str(made)!r}, row_group_size=1000)"
+    )
+    return f"This writes them as Parquet: python -c {shlex.quote(code)}; then use {made}."
+
+
+def _of_hub(path: Path) -> str:
+    """Returns the hint for a path that looks like the name of a dataset of Hugging Face's hub; empty for others."""
+    try:
+        parts = path.relative_to(Path.cwd()).parts
+    except ValueError:
+        return ""
+    if len(parts) != 2 or path.suffix in READERS or path.parent.exists():
+        return ""
+    name = "/".join(parts)
+    return (
+        f" If {name} is a dataset of the Hugging Face hub, download it: hf download {name} --repo-type dataset "
+        f"--local-dir {parts[1]}; then name its files, such as data.path='{parts[1]}/**/train*.parquet'."
+    )
 
 
 class JsonlRows:
@@ -122,7 +164,7 @@ class JsonlRows:
             row = self._row(number)
         except BadRow:
             return TEXT
-        return prompt_modality(row.get(self._keys.prompt), self._keys.media)
+        return prompt_modality(messages_of(value_at(row, self._keys.prompt)), self._keys.media)
 
     def __getitem__(self, number: int) -> DataRow:
         return check_row(self._row(number), self._keys, where=self.where(number))
@@ -134,9 +176,31 @@ class JsonlRows:
         if len(line) > most:
             raise too_large(self.where(number), most)
         try:
-            return decode_json(line, dict[str, Any])
+            return _read_object(line, self._keys)
         except ValueError as error:
-            raise BadRow.because("malformed", f"{self.where(number)}: not a JSON object: {error}") from error
+            raise BadRow.because("malformed", f"{self.where(number)}: {error}") from error
+
+
+def _read_object(content: bytes, keys: RowKeys) -> dict[str, Any]:
+    """Returns a JSON object; raises ValueError for what is none, and for a key that is there twice.
+
+    A label that is no integer is a `WrittenNumber` under ``keys.answer``.
+    """
+    try:
+        row = decode_json(content, dict[str, Any])
+    except ValueError as error:
+        raise ValueError(f"not a JSON object: {error}") from error
+    if any(content.count(f'"{key}"'.encode()) > 1 for key in row):  # a key, or else a text that is like it
+        json.loads(content, object_pairs_hook=_check_keys)
+    if isinstance(value_at(row, keys.answer), float):
+        row[keys.answer] = written_number(content, keys.answer)
+    return row
+
+
+def _check_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if twice := [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]:
+        raise ValueError(f"the key {twice[0]!r} is there twice. Drop or rename one.")
+    return dict(pairs)
 
 
 def _lines(file: BinaryIO, path: Path) -> Iterator[tuple[int, bool]]:
@@ -179,7 +243,9 @@ class RowsInMemory:
     def modality(self, number: int) -> str:
         """Returns the modality of a data row."""
         row = self._rows[number][1]
-        return TEXT if isinstance(row, tuple) else prompt_modality(row.get(self._keys.prompt), self._keys.media)
+        if isinstance(row, tuple):
+            return TEXT
+        return prompt_modality(messages_of(value_at(row, self._keys.prompt)), self._keys.media)
 
     def __getitem__(self, number: int) -> DataRow:
         where, row = self._rows[number]
@@ -205,20 +271,23 @@ def _object(content: bytes, keys: RowKeys) -> dict[str, Any] | tuple[str, str]:
     if len(content) > keys.row_bytes:
         return "too_large", _too_large(keys.row_bytes)
     try:
-        row = decode_json(content, Any)
+        return _read_object(content, keys)
     except ValueError as error:
-        return "malformed", f"not a JSON object: {error}"
-    return row if isinstance(row, dict) else ("malformed", f"not a JSON object: {_short(row)}")
+        return "malformed", str(error)
 
 
 def read_csv(path: Path, keys: RowKeys) -> RowsInMemory:
-    """Reads a .csv file with the columns' names in its first line. Every value is text."""
+    """Reads a .csv file with the columns' names in its first line.
+
+    Every value is text; a label that a program wrote for a float, such as 72.0 or 1e-05, is a number.
+    """
     csv.field_size_limit(keys.row_bytes)
     rows: list[tuple[str, Mapping[str, Any] | tuple[str, str]]] = []
     content = read_regular(path, most_bytes=MOST_WHOLE_BYTES)
     with io.TextIOWrapper(io.BytesIO(content), encoding="utf-8-sig", newline="") as file:
         reader = csv.DictReader(file, strict=True)
         try:
+            check_columns(path, [name for name in reader.fieldnames or () if name], line=", line 1")
             for row in reader:
                 where = f"{path}, line {reader.line_num}"
                 fields = len(row) - (None in row)
@@ -226,10 +295,18 @@ def read_csv(path: Path, keys: RowKeys) -> RowsInMemory:
                 if sum(len(value) for value in row.values() if isinstance(value, str)) > keys.row_bytes:
                     rows.append((where, ("too_large", _too_large(keys.row_bytes))))
                     continue
+                if (label := row.get(keys.answer)) is not None and FLOAT_TEXT.fullmatch(label):
+                    row[keys.answer] = WrittenNumber(label, label)
                 rows.append((where, wrong if None in row or None in row.values() else row))
         except (csv.Error, UnicodeDecodeError) as error:
             raise ValueError(f"{path}, line {reader.line_num}: not CSV in UTF-8: {error}") from error
     return RowsInMemory(rows, keys)
+
+
+def check_columns(path: Path, columns: Sequence[str], *, line: str = "") -> None:
+    """Raises ValueError for two columns of one name."""
+    if twice := [name for name, count in Counter(columns).items() if count > 1]:
+        raise ValueError(f"data file {path}{line}: two columns have the name {twice[0]!r}. Rename or drop one.")
 
 
 def open_parquet(path: Path, keys: RowKeys) -> RowFile:
@@ -239,7 +316,7 @@ def open_parquet(path: Path, keys: RowKeys) -> RowFile:
     return ParquetRows(path, keys)
 
 
-_READERS: dict[str, Callable[[Path, RowKeys], RowFile]] = {
+READERS: dict[str, Callable[[Path, RowKeys], RowFile]] = {
     ".jsonl": JsonlRows,
     ".json": read_json_list,
     ".csv": read_csv,
@@ -256,24 +333,33 @@ def check_row(row: Mapping[str, Any], keys: RowKeys, *, where: str) -> DataRow:
     """
     for key in (keys.prompt, keys.answer):
         if key not in row:
-            raise BadRow.because("missing_key", missing_key(where, key, row))
-    prompt, answer = row[keys.prompt], row[keys.answer]
+            if (value := value_at(row, key, missing=_MISSING)) is _MISSING:
+                raise BadRow.because("missing_key", missing_key(where, key, row))
+            row = {**row, key: value}
+    found = messages_of(row[keys.prompt])
+    if isinstance(found, ValueError):
+        raise BadRow.because("prompt", f"{where}: {keys.prompt}={_short(row[keys.prompt])} {found}")
+    prompt, answer = found, row[keys.answer]
     if not (isinstance(prompt, str) and prompt) and not _is_conversation(prompt):
         raise BadRow.because(
             "prompt",
             f"{where}: {keys.prompt}={_short(prompt)} is neither text nor a list of messages with role and content.",
         )
-    if isinstance(answer, bool) or not isinstance(answer, str | int | float):
-        raise BadRow.because("answer", f"{where}: {keys.answer}={_short(answer)} is neither text nor a number.")
+    if prompt is not row[keys.prompt]:
+        row = {**row, keys.prompt: prompt}
+    try:
+        shown_answer = label_text(answer, may_be_empty=keys.may_be_empty)
+    except ValueError as error:
+        value = answer.value if isinstance(answer, WrittenNumber) else answer
+        raise BadRow.because("answer", f"{where}: {keys.answer}={_short(value)} {error}") from error
+    if isinstance(answer, WrittenNumber):
+        row = {**row, keys.answer: answer.value}
     if keys.media.columns or not (isinstance(prompt, str) or all(isinstance(m["content"], str) for m in prompt)):
         row = row_with_sources(row, keys.media, where=where, prompt_key=keys.prompt)
-    try:
-        shown_answer = str(answer)
-    except ValueError as error:  # an integer of thousands of digits
-        raise BadRow.because("answer", f"{where}: {keys.answer}={_short(answer)} is no number to read.") from error
     if holds_huge_integer(answer):
         row = {**row, keys.answer: shown_answer}
-    made = {**row, "prompt": row[keys.prompt], "answer": shown_answer}
+    prompt = MessagesOfText(row[keys.prompt]) if isinstance(found, MessagesOfText) else row[keys.prompt]
+    made = {**row, "prompt": prompt, "answer": shown_answer}
     if holds_huge_integer(made):
         raise BadRow.because("malformed", f"{where}: a number has more than 64 bits. Write it as text.")
     return made
@@ -299,10 +385,11 @@ def _too_large(most: int) -> str:
     return f"the row has more than {most / 1e6:.0f} MB. Leave it out, or name its media as files."
 
 
-def missing_key(where: str, key: str, present: Any) -> str:
-    """Returns the error for a row or a file without a key."""
+def missing_key(where: str, key: str, present: Mapping[str, Any]) -> str:
+    """Returns the error for a row or a file without a key; ``present`` is the row, or has the file's columns."""
+    inner = [f"{name}.{one}" for name, value in present.items() if isinstance(value, Mapping) for one in value]
     return (
-        f"{where}: no key {key!r}; its keys are {', '.join(sorted(present))}. "
+        f"{where}: no key {key!r}; its keys are {', '.join(sorted([*present, *inner]))}. "
         "Set data.prompt_key and data.answer_key to yours."
     )
 

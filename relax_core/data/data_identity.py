@@ -13,7 +13,7 @@ import xxhash
 
 from relax_core.config.schema import DataConfig
 from relax_core.contracts.host.regular_file import open_regular
-from relax_core.data.paths import data_parts
+from relax_core.data.paths import data_files, data_parts
 from relax_core.data.plugin_source import names_plugin, open_plugin_rows
 
 WHOLE_BYTES = 256 << 20  # up to this size, a file is read as a whole; of a larger file, blocks of this total are read
@@ -41,7 +41,8 @@ def data_digest(config: DataConfig) -> str:
             for file in part.files:
                 hasher.update(f"{file_digest(file)}\n".encode())
     if config.eval_path is not None:
-        hasher.update(f"held out\n{file_digest(Path(config.eval_path))}\n".encode())
+        for file in data_files(config.eval_path, key="data.eval_path"):
+            hasher.update(f"held out\n{file_digest(file)}\n".encode())
     return hasher.hexdigest()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.data import BadRow, EvalSet, PromptSource
@@ -56,7 +55,7 @@ def _read(config: RelaxConfig, source: PromptSource | None, name: str, file: str
         assert source is not None
         held_out = source.held_out()
         return EvalSet(name=name, rows=held_out.rows, bad=held_out.bad, parts=held_out.parts)
-    rows = rows_of(Path(file), config.data)
+    rows = rows_of(file, config.data, key=f"eval.sets.{name}")
     return read_eval_set(name, ((rows, number) for number in range(min(len(rows), config.eval.rows))))
 
 

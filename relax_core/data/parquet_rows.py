@@ -12,6 +12,7 @@ from bisect import bisect_right
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pyarrow
 import pyarrow.compute
 import pyarrow.parquet
@@ -20,7 +21,9 @@ from relax_core.config.modality_shares import TEXT
 from relax_core.contracts.checks.foreign_values import check_depth
 from relax_core.contracts.data import BadRow, DataRow
 from relax_core.contracts.host.regular_file import check_regular
-from relax_core.data.data_files import RowKeys, check_row, missing_key, too_large
+from relax_core.data.data_files import RowKeys, check_columns, check_row, missing_key, too_large
+from relax_core.data.labels import WrittenNumber, value_at
+from relax_core.data.prompt_forms import messages_of
 from relax_core.data.row_media import prompt_modality
 
 TEXT_GROUP_BYTES = 2 << 30  # of a row group without columns of media, unless data.row_group_mb is larger
@@ -52,11 +55,18 @@ class ParquetRows:
         for group in range(metadata.num_row_groups):
             self._starts.append(self._starts[-1] + metadata.row_group(group).num_rows)
         columns = self._file.schema_arrow.names
+        check_columns(path, columns)
         for key in (keys.prompt, keys.answer):
-            if key not in columns:
-                raise ValueError(missing_key(f"data file {path}", key, columns))
+            if self._column(key) not in columns:
+                fields = {one.name: one.type for one in self._file.schema_arrow}
+                inner = {
+                    name: {kind.field(number).name: None for number in range(kind.num_fields)}
+                    for name, kind in fields.items()
+                    if pyarrow.types.is_struct(kind)
+                }
+                raise ValueError(missing_key(f"data file {path}", key, {**dict.fromkeys(columns), **inner}))
         for kind, key in keys.media.columns.items():
-            if key not in columns:
+            if self._column(key) not in columns:
                 known = ", ".join(sorted(columns))
                 raise ValueError(f"data.media_keys.{kind}={key}: {path} has no such column; it has {known}.")
         self._most = keys.row_group_bytes if keys.media.columns else max(keys.row_group_bytes, TEXT_GROUP_BYTES)
@@ -75,18 +85,33 @@ class ParquetRows:
         """Returns the modality of a data row. Only the column of the prompts is read."""
         group = bisect_right(self._starts, number) - 1
         if self._prompts is None or self._prompts[0] != group:
-            self._prompts = group, self._read(group, columns=[self._keys.prompt])
+            self._prompts = group, self._read(group, columns=[self._column(self._keys.prompt)])
         try:
             row = self._row(self._prompts[1], group, number)
         except BadRow:
             return TEXT
-        return prompt_modality(row[self._keys.prompt], self._keys.media)
+        return prompt_modality(messages_of(value_at(row, self._keys.prompt)), self._keys.media)
 
     def __getitem__(self, number: int) -> DataRow:
         group = bisect_right(self._starts, number) - 1
         if self._loaded is None or self._loaded[0] != group:
             self._loaded = group, self._read(group)
-        return check_row(self._row(self._loaded[1], group, number), self._keys, where=self.where(number))
+        row = self._row(self._loaded[1], group, number)
+        label = value_at(row, self._keys.answer)
+        if isinstance(label, float) and (bits := self._label_bits()) < 64:
+            row[self._keys.answer] = WrittenNumber(label, str(numpy.dtype(f"float{bits}").type(label)))
+        return check_row(row, self._keys, where=self.where(number))
+
+    def _column(self, key: str) -> str:
+        """Returns the column that a key, which may be dotted, begins in."""
+        return key if key in self._file.schema_arrow.names else key.partition(".")[0]
+
+    def _label_bits(self) -> int:
+        """Returns the size of the label's floats."""
+        kind, key = self._file.schema_arrow.field(self._column(self._keys.answer)).type, self._keys.answer
+        for part in key.split(".")[1:] if self._column(key) != key else ():
+            kind = kind.field(part).type if pyarrow.types.is_struct(kind) else kind.value_type
+        return int(kind.bit_width)
 
     def _read(self, group: int, *, columns: list[str] | None = None) -> pyarrow.Table | str:
         """Returns a row group, or why it cannot be read."""

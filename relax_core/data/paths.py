@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import glob
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from relax_core.config.schema import DataConfig
+from relax_core.data.data_files import READERS, arrow_to_parquet
 
 _WANTED = "Give a list of files, [a.jsonl,more/*.parquet], or files with their weights, {a.jsonl:3,b.jsonl:1}"
+_NO_ROWS = ("dataset_dict.json", "dataset_info.json", "dataset_infos.json", "state.json")  # of Hugging Face's datasets
+_SPLIT = re.compile(r"(?<![a-z])(train|test|val|valid|validation|dev|eval)(?![a-z])")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,37 +32,67 @@ class FilePart:
 def data_parts(config: DataConfig) -> list[FilePart]:
     """Returns the files of ``data.path`` or ``data.paths`` in the order in which their rows are numbered.
 
-    Wildcards are resolved. A list is one part; in a mapping each entry is a part. Raises ValueError (key, value, fix)
-    for an entry that names no file, and for a file that is named twice.
+    Wildcards and folders are resolved. A list is one part; in a mapping each entry is a part. Raises ValueError (key,
+    value, fix) for an entry that names no file, and for a file that is named twice, links included.
     """
     assert config.task is None
+    paths, key = config.paths, "data.path" if config.path is not None else "data.paths"
     if config.path is not None:
-        return [FilePart(files=(Path(config.path),))]
-    paths = config.paths
-    if isinstance(paths, Mapping) and paths:
-        parts = [FilePart(files=_files(str(name)), weight=_weight(name, weight)) for name, weight in paths.items()]
+        parts = [FilePart(files=data_files(config.path, key=key))]
+    elif isinstance(paths, Mapping) and paths:
+        parts = [FilePart(files=data_files(str(name)), weight=_weight(name, weight)) for name, weight in paths.items()]
     elif isinstance(paths, list) and paths:
-        parts = [FilePart(files=tuple(file for name in paths for file in _files(name)))]
+        parts = [FilePart(files=tuple(file for name in paths for file in data_files(name)))]
     else:
         raise ValueError(f"data.paths={paths}: it names no file. {_WANTED}.")
-    seen: set[Path] = set()
+    seen: dict[object, Path] = {}
     for file in (file for part in parts for file in part.files):
-        if file in seen:
-            raise ValueError(f"data.paths: {file} is named twice. Name it once.")
-        seen.add(file)
+        identity = (file.stat().st_dev, file.stat().st_ino) if file.exists() else file
+        if identity in seen:
+            other = "" if seen[identity] == file else f": {seen[identity]} is the same file"
+            raise ValueError(f"{key}: {file} is named twice{other}. Name it once.")
+        seen[identity] = file
     return parts
 
 
-def _files(name: object) -> tuple[Path, ...]:
-    """Returns one file, or the files that a pattern with * ? [ matches, in alphabetical order."""
+def data_files(name: object, *, key: str = "data.paths") -> tuple[Path, ...]:
+    """Returns one file, the files that a pattern with * ? [ matches, or those in a folder, in alphabetical order.
+
+    Raises ValueError (key, value, fix) for a pattern that matches no file, and for a folder whose files are not clear.
+    """
     if not isinstance(name, str) or not name:
-        raise ValueError(f"data.paths: {name!r} is no path. {_WANTED}.")
+        raise ValueError(f"{key}: {name!r} is no path. {_WANTED}.")
+    if (folder := Path(name)).is_dir():
+        return _folder_files(folder, key)
     if not glob.has_magic(name) or Path(name).exists():
         return (Path(name),)
     found = tuple(Path(one) for one in sorted(glob.glob(name, recursive=True)) if Path(one).is_file())
     if not found:
-        raise ValueError(f"data.paths: no file matches {name}.")
+        raise ValueError(f"{key}: no file matches {name}.")
     return found
+
+
+def _folder_files(folder: Path, key: str) -> tuple[Path, ...]:
+    """Returns the data files in a folder, which are of one kind and of one split."""
+    inside = sorted(folder.iterdir())
+    files = [one for one in inside if one.suffix in READERS and one.name not in _NO_ROWS and one.name[0] not in "._"]
+    if not files:
+        if arrows := [one for one in inside if one.suffix == ".arrow"]:
+            raise ValueError(f"{key}={folder}: Arrow files are not read. {arrow_to_parquet(arrows, folder)}")
+        kinds = [one for suffix in (*READERS, ".arrow") for one in sorted(folder.rglob(f"*{suffix}"))]
+        below = sorted({str(one.parent) for one in kinds if one.name not in _NO_ROWS})
+        more = f" These folders below it have some: {', '.join(below[:5])}." if below else ""
+        raise ValueError(f"{key}={folder}: the folder has no file of {', '.join(READERS)}.{more}")
+    suffixes = sorted({one.suffix for one in files})
+    splits = {found[1] if (found := _SPLIT.search(one.stem.lower())) else "" for one in files}
+    if len(suffixes) == 1 and (len(splits) == 1 or splits <= {"", "train"}):
+        return tuple(files)
+    what = "kinds" if len(suffixes) > 1 else "splits"
+    start = "train" if "train" in splits else ""
+    raise ValueError(
+        f"{key}={folder}: the folder has files of several {what}, such as {files[0].name} and {files[-1].name}. Name "
+        f"those to train on: {key}='{folder}/{start}*{suffixes[-1]}'."
+    )
 
 
 def _weight(name: object, weight: object) -> float:

@@ -15,7 +15,7 @@ from relax_core.data import generated
 from relax_core.data.data_files import RowFile, open_rows
 from relax_core.data.mixed_source import MixedSource
 from relax_core.data.order import Mixture, apportion, row_of
-from relax_core.data.paths import FilePart, data_parts
+from relax_core.data.paths import FilePart, data_files, data_parts
 from relax_core.data.plugin_source import PluginRows, names_plugin, open_plugin_rows, row_keys
 
 GENERATED_KEYS = ("prompt", "answer")
@@ -57,7 +57,8 @@ def _file_source(config: DataConfig, *, seed: int, eval_rows: int) -> FileSource
     kept = _held_out_counts(config, files)
     training = FirstRows(files, [len(file) - count for file, count in zip(files, kept, strict=True)])
     if config.eval_path is not None:
-        held_out, where = rows_of(Path(config.eval_path), config), f"data.eval_path={config.eval_path}"
+        held_out = rows_of(config.eval_path, config, key="data.eval_path")
+        where = f"data.eval_path={config.eval_path}"
         chosen: Iterable[tuple[RowFile, int]] = (
             (held_out, number) for number in range(_eval_count(eval_rows, available=len(held_out), where=where))
         )
@@ -87,7 +88,7 @@ def _opened(config: DataConfig) -> tuple[list[FilePart], list[RowFile]]:
     if names_plugin(config):
         return [FilePart(files=(Path(config.name),))], [open_plugin_rows(config)]
     parts = data_parts(config)
-    return parts, [rows_of(file, config) for part in parts for file in part.files]
+    return parts, [_rows_of(file, config) for part in parts for file in part.files]
 
 
 def _own_held_out(config: DataConfig, files: Sequence[RowFile]) -> RowFile | None:
@@ -101,11 +102,16 @@ def are_rows_named(config: DataConfig) -> bool:
     return config.path is not None or config.paths is not None or names_plugin(config)
 
 
-def rows_of(file: Path, config: DataConfig) -> RowFile:
-    """Returns the data rows of one file, with the columns that ``config`` names.
+def rows_of(name: str, config: DataConfig, *, key: str) -> RowFile:
+    """Returns the data rows of the file, wildcard or folder that ``key`` names, with the columns of ``config``.
 
-    Raises ValueError as `open_rows` does.
+    Raises ValueError as `data_files` and `open_rows` do.
     """
+    files = [_rows_of(file, config) for file in data_files(name, key=key)]
+    return files[0] if len(files) == 1 else FirstRows(files, [len(file) for file in files])
+
+
+def _rows_of(file: Path, config: DataConfig) -> RowFile:
     return open_rows(file, row_keys(config, folder=file.parent))
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from relax_core.config.media_schema import MEDIA_TASKS, ModalityConfig
 from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.media import MediaItem
-from relax_core.data.paths import data_parts
+from relax_core.data.paths import data_files, data_parts
 from relax_core.data.plugin_source import names_plugin
 from relax_core.data.tasks.made_folder import cache_folder
 from relax_core.registry import is_file_plugin
@@ -89,4 +89,4 @@ def media_root(config: RelaxConfig) -> Path:
     if data.path is not None or data.paths is not None:
         return data_parts(data)[0].files[0].parent.absolute()
     sets = [file for file in config.eval.sets.values() if file is not None]
-    return Path(sets[0]).parent.absolute() if sets else Path.cwd()
+    return data_files(sets[0], key="eval.sets")[0].parent.absolute() if sets else Path.cwd()

@@ -29,9 +29,11 @@ from relax_core.config.reward_choice import RewardChoice
 from relax_core.contracts.checks.plugin_results import WrongResult
 from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput, RewardSpec
 from relax_core.contracts.shown_text import shown_json
+from relax_core.data.labels import label_text, written_number
 from relax_core.observe.terminal.shown_console import ShownConsole
 from relax_core.observe.terminal.standard_streams import unread_streams
 from relax_core.registry import find_reward
+from relax_core.rollout.rewards.label_check import LabelCheck
 from relax_core.rollout.rewards.reward_pool import RewardPool
 
 ALL_SCORED, SOME_NOT, WRONG_INPUT = 0, 1, 2
@@ -58,12 +60,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         spec, config, file = _settings(given.words)
         rows = list(_rows(file))
         choice = RewardChoice(spec, config)
+        labels = LabelCheck(choice)
         for one in rows:
             choice.check_row(one.row, f"{file}, line {one.line}")
+            labels.see(one.row, f"{file}, line {one.line}")
         found = list(zip(rows, asyncio.run(_scored(spec, config, rows, workers=given.workers)), strict=True))
     except (ConfigError, ValueError, OSError, WrongResult, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return WRONG_INPUT
+    for note in labels.words():
+        print(note, file=sys.stderr)
     lines = [_line(row, number, output) for row, outputs in found for number, output in enumerate(outputs)]
     if given.json:
         for line in lines:
@@ -112,10 +118,15 @@ def _rows(file: Path) -> Iterator[_Row]:
         if not isinstance(row, dict):
             raise ValueError(f"{where}: not a JSON object.")
         responses = row.pop("responses", None) or [row.pop("response", None)]
+        key = "label" if "label" in row else "answer"
         answer = row.pop("label", row.get("answer"))
         if not all(isinstance(one, str) for one in responses) or not isinstance(answer, str | int | float):
             raise ValueError(f"{where}: it needs response (or responses) and answer (or label), as text.")
-        yield _Row(line=number, row=row | {"answer": str(answer)}, responses=responses)
+        try:
+            text = label_text(written_number(line, key) if isinstance(answer, float) else answer, may_be_empty=True)
+        except ValueError as error:
+            raise ValueError(f"{where}: {key}={answer} {error}") from error
+        yield _Row(line=number, row=row | {"answer": text}, responses=responses)
 
 
 async def _scored(spec: RewardSpec, config: Any, rows: Sequence[_Row], *, workers: int) -> list[list[RewardOutput]]:

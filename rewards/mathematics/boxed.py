@@ -5,6 +5,10 @@ from __future__ import annotations
 import re
 
 _BRACES = re.compile(r"[{}]")
+_FINAL_ANSWER = "####"  # a GSM8K answer is the worked solution, this mark and the final answer
+_NUMBER_WITH_WORDS = re.compile(
+    r"(?=.*[^\d.,-])(?:\\?[$€£]\s*)?(-?\d[\d,]*(?:\.\d+)?)(?:\s+(?!pi\b)[A-Za-z]{2,}\.?)*\s*", re.ASCII
+)
 
 
 def last_boxed(text: str, *, also_without_brace: bool = False) -> str | None:
@@ -31,3 +35,18 @@ def boxed_label(label: str) -> str | None:
     r"""Returns a reference answer without its ``\boxed{}``, or as it is; None if nothing is left of it."""
     found = last_boxed(label, also_without_brace=True) if "\\boxed" in label else label
     return found or None
+
+
+def named_answers(label: str) -> list[str]:
+    r"""Returns the answers that a label names: its final answer, ``50\%`` for 50%, and 18 for "18 dollars"."""
+    answer = label.rpartition(_FINAL_ANSWER)[2].strip()
+    answer = last_boxed(answer) or answer
+    answer = answer[1:-1] if len(answer) > 2 and answer[0] == answer[-1] == "$" else answer
+    found = _NUMBER_WITH_WORDS.fullmatch(answer)
+    others = [found[1]] if found else [re.sub(r"\\?%$", r"\\%", answer)] if answer.endswith("%") else []
+    return [answer, *(one for one in others if one != answer)]
+
+
+def boxed_answers(label: str, *, start: str = "") -> list[str]:
+    r"""Returns the answers that a label names, each in ``\boxed{}`` behind ``start``."""
+    return [f"{start}\\boxed{{{one}}}" for one in named_answers(label)]

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput, RewardSpec, compared
-from rewards.mathematics.boxed import last_boxed
+from rewards.mathematics.boxed import boxed_answers, last_boxed, named_answers
 
 _READ, _READ_STRICT = 300, 100  # characters at the end of a response
 _ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
@@ -101,6 +101,11 @@ def _label(label: str) -> str:
         ) from error
 
 
+def right_answers(label: str, config: DapoConfig) -> list[str]:
+    """Returns the answer of a label in the line "Answer: …", or in a box with ``strict``."""
+    return boxed_answers(label) if config.strict else [f"Answer: {one}" for one in named_answers(label)]
+
+
 def check_row(row: Mapping[str, Any], config: DapoConfig) -> None:
     """Raises ValueError for a label that is no number; with ``strict`` every text is a label."""
     if not config.strict:
@@ -113,4 +118,5 @@ SPEC = RewardSpec(
     config=DapoConfig,
     score=score,
     check_row=check_row,
+    right_answers=right_answers,
 )

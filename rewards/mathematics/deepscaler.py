@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput, RewardSpec, compared
-from rewards.mathematics.boxed import boxed_label, last_boxed
+from rewards.mathematics.boxed import boxed_answers, boxed_label, last_boxed
 from rewards.mathematics.sympy_equality import check_package, is_equal, prepare
 
 _THINKING_ENDS = "</think>"
@@ -75,5 +75,6 @@ SPEC = RewardSpec(
     isolated=True,
     check=check,
     check_row=check_row,
+    right_answers=lambda label, config: boxed_answers(label, start="<think></think>"),
     prepare=prepare,
 )

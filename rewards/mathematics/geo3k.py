@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput, RewardSpec, compared
-from rewards.mathematics.boxed import last_boxed
+from rewards.mathematics.boxed import boxed_answers, last_boxed
 from rewards.mathematics.sympy_equality import check_package, is_equal, prepare
 
 _EMPTY = "answer='' is empty. Give the answer."
@@ -77,5 +77,6 @@ SPEC = RewardSpec(
     isolated=True,
     check=check,
     check_row=check_row,
+    right_answers=lambda label, config: boxed_answers(label),
     prepare=prepare,
 )

@@ -17,6 +17,7 @@ from typing import Any
 
 from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput, RewardSpec, compared
 from rewards.math import prepare
+from rewards.mathematics.boxed import named_answers
 from rewards.mathematics.no_evaluation import evaluates_no_text
 
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
@@ -71,5 +72,6 @@ SPEC = RewardSpec(
     score=score,
     isolated=True,
     check_row=check_row,
+    right_answers=lambda label, config: [f"<answer>{one}</answer>" for one in named_answers(_tagged(label))],
     prepare=prepare,
 )

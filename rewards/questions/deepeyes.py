@@ -96,4 +96,5 @@ SPEC = RewardSpec(
     score=score,
     check=check,
     check_row=check_row,
+    right_answers=lambda label, config: [f"<think></think><answer>{label}</answer>"],
 )

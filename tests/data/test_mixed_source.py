@@ -69,7 +69,7 @@ def test_every_file_gives_a_row_the_modality_of_its_media(jsonl: Path, tmp_path:
     listed = tmp_path / "rows.json"
     listed.write_text(json.dumps(rows))
     table = tmp_path / "rows.parquet"
-    plain = [{"prompt": "<image>?" if "images" in row else "?", "answer": "", **row_images(row)} for row in rows]
+    plain = [{"prompt": "<image>?" if "images" in row else "?", "answer": "x", **row_images(row)} for row in rows]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(plain), table, row_group_size=5)
     for path in (jsonl, listed, table):
         source = make_source(config_of(path), seed=0, eval_rows=0)

@@ -10,21 +10,22 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from relax_core.config.checks.modality_keys import media_kinds
 from relax_core.config.choices import Overlong
 from relax_core.config.reward_choice import RewardChoice, row_check
 from relax_core.config.schema import RelaxConfig
-from relax_core.contracts.data import TOO_LONG, BadRow, PromptSource
-from relax_core.contracts.media import BAD_MEDIA
+from relax_core.contracts.data import TOO_LONG, BadRow, DataRow, EvalSet, PromptSource
+from relax_core.contracts.media import BAD_MEDIA, MediaSource
 from relax_core.data.eval_sets import eval_sets, held_out_count
 from relax_core.data.generated import LONGEST_PROMPT, example
-from relax_core.data.paths import data_parts
+from relax_core.data.paths import data_files, data_parts
 from relax_core.data.plugin_source import names_plugin
+from relax_core.data.prompt_forms import MessagesOfText
 from relax_core.data.shares import NAMED_ROWS, too_many_bad
 from relax_core.data.sources import make_source
 from relax_core.families.hf_config import CONFIG_FILE
@@ -33,6 +34,7 @@ from relax_core.plan.data.prompt_maker import ItemHeaders, positions, prompt_mak
 from relax_core.registry import find_algorithm, find_reward, is_file_plugin
 from relax_core.rollout.evaluation.evaluator import PreparedSet, prepare
 from relax_core.rollout.prompt_tokens import PromptMaker
+from relax_core.rollout.rewards.label_check import LabelCheck
 from relax_core.rollout.teacher_choice import TeacherOf, teacher_chooser
 
 if TYPE_CHECKING:
@@ -53,8 +55,9 @@ class DataLook:
     ``named`` describes the first of them. ``longest`` is the number of tokens of the longest tokenized prompt,
     evaluation sets included; ``bound`` is a number of tokens that no checked prompt exceeds, and no prompt of a
     generated task; both are 0 without a tokenizer. ``cut`` is the number of prompts that data.overlong shortens.
-    ``media`` describes the images and videos of the first prompts, None for a run on text. ``refused`` says why the run
-    cannot start.
+    ``media`` describes the images and videos of the first prompts, None for a run on text. ``notes`` says what else is
+    read in another way than it may seem: labels, prompts of JSON text, evaluated rows that are trained. ``refused``
+    says why the run cannot start.
     """
 
     rows: int
@@ -67,6 +70,7 @@ class DataLook:
     cut: int
     sets: Sequence[PreparedSet]
     media: PromptMedia | None
+    notes: Sequence[str]
     refused: str | None
 
     def words(self, *, what: str) -> list[str]:
@@ -95,7 +99,7 @@ class DataLook:
             if one.bad:
                 name = f"evaluation set {one.name}" if one.name else "the held-out rows"
                 lines.append(f"{len(one.bad)} of {name} cannot be used, and count as nothing. The first: {one.bad[0]}")
-        return lines
+        return [*lines, *self.notes]
 
 
 _newest: dict[str, DataLook] = {}  # results of this process, at most one
@@ -159,6 +163,7 @@ def _look(config: RelaxConfig) -> DataLook:
         cut=found.cut,
         sets=asked,
         media=summed_up(found.media) if media_kinds(config) else None,
+        notes=[] if refused else [*found.notes(), *found.trained_words(sets)],
         refused=refused,
     )
 
@@ -234,6 +239,9 @@ class _Found:
         self.columns: set[str] = set()  # of the rows that can be read
         self.media: list[list[PlannedItem]] = []  # of the first prompts
         self._headers, self._rewards = headers, rewards
+        self._labels = None if rewards is None else LabelCheck(rewards)  # None for rewards that score any label
+        self._json_prompts = 0
+        self._trained: set[int] = set()  # hashes of rows
         self._texts: dict[int, str] = {}
         self._sizes: list[tuple[int, int]] = []  # negative bytes of a prompt, so that the longest comes first; number
 
@@ -244,6 +252,10 @@ class _Found:
             self.columns.update(row)
             if self._rewards is not None:
                 self._rewards.check_row(row, where)
+            if self._labels is not None:
+                self._labels.see(row, where)  # of a generated task, too, which costs nothing where labels are integers
+            self._json_prompts += isinstance(row["prompt"], MessagesOfText)
+            self._trained.add(_row_hash(row))
             if self._teacher_of is not None:
                 self._teacher_of(row, where)
             if self._prompts is not None:
@@ -293,8 +305,49 @@ class _Found:
     def named(self) -> list[str]:
         return [text for _, text in sorted(self._texts.items())[:NAMED_ROWS]]
 
+    def notes(self) -> list[str]:
+        """Returns what a user should know about labels and prompts that are read."""
+        lines = [] if self._labels is None else self._labels.words()
+        if self._json_prompts:
+            lines.append(f"{self._json_prompts:,} prompts are JSON text, and are read as chat messages.")
+        return lines
+
+    def trained_words(self, sets: Sequence[EvalSet]) -> Iterator[str]:
+        """Yields the evaluation sets that have rows with prompt and answer of a row that is trained on."""
+        if len(self._trained) < 2:  # rows that all ask the same differ elsewhere
+            return
+        for one in sets:
+            if same := [number for number, row in enumerate(one.rows) if _row_hash(row) in self._trained]:
+                name = f"rows of evaluation set {one.name}" if one.name else "held-out rows"
+                yield (
+                    f"{len(same):,} of {len(one.rows):,} {name} are trained on, with the same prompt and answer, so an "
+                    f"evaluation measures memory too. The first is row {same[0]} of the set. Leave them out of one of "
+                    "the two."
+                )
+
     def too_long_in_order(self) -> list[tuple[str, int]]:
         return [(self._source.where(number), tokens) for number, tokens in sorted(self.too_long.items())]
+
+
+def _row_hash(row: DataRow) -> int:
+    """Returns a hash of what a data row asks: its prompt with its media, its answer, and its seed."""
+    prompt = row["prompt"]
+    if not isinstance(prompt, str):
+        prompt = tuple((one["role"], _content_key(one.get("content"))) for one in prompt)
+    return hash((prompt, row["answer"], str(row.get("seed"))))
+
+
+def _content_key(content: Any) -> Any:
+    if isinstance(content, str) or content is None:
+        return content
+    return tuple((part["type"], str(part.get("text")), _source_key(part.get(part["type"]))) for part in content)
+
+
+def _source_key(source: Any) -> Any:
+    """Returns what tells an item from others: its path, or its size with its first bytes and its last."""
+    if isinstance(source, MediaSource) and source.data is not None:
+        return len(source.data), source.data[:1024], source.data[-1024:]
+    return source.path if isinstance(source, MediaSource) else None
 
 
 def _key(config: RelaxConfig) -> str | None:
@@ -302,11 +355,12 @@ def _key(config: RelaxConfig) -> str | None:
     try:
         has_files = config.data.task is None and not names_plugin(config.data)
         parts = data_parts(config.data) if has_files else []
+        evaluated = [one for one in (config.data.eval_path, *config.eval.sets.values()) if one is not None]
+        files = [file for one in evaluated for file in data_files(one)]
     except ValueError:
         return None
-    files = [file for part in parts for file in part.files]
+    files += [file for part in parts for file in part.files]
     files += [Path(config.data.name)] if is_file_plugin(config.data.name) else []
-    files += [Path(one) for one in (config.data.eval_path, *config.eval.sets.values()) if one is not None]
     if config.model.path is not None:
         folder = Path(config.model.path)
         files += [folder / name for name in (CONFIG_FILE, "tokenizer.json")]

@@ -102,3 +102,24 @@ def test_a_generated_task_costs_nothing_and_tells_its_length() -> None:
     assert found.looked == look.GENERATED_ROWS
     with pytest.raises(ConfigError, match=r"64 of the 64 rows .* its prompt has 17 tokens"):
         load_config(["engine.context_length=20"], checks=CHECKS)
+
+
+def test_labels_json_prompts_and_trained_evaluation_rows_are_reported(tmp_path: Path) -> None:
+    many = [{"prompt": f"rev {place}", "answer": f"1 + {place} = 7\n#### 7"} for place in range(8)]
+    many[3] = {"prompt": '[{"role": "user", "content": "rev 3"}]', "answer": "7"}
+    path = write(tmp_path / "rows.jsonl", many)
+    asked = write(tmp_path / "copy.jsonl", [{"answer": "7", "prompt": "rev new"}, many[1], many[3]])
+    words = [*ON_FILE, path, "reward=exact_match", "eval.every=1", "eval.rows=3", asked.replace("path", "eval_path")]
+    labels, first, prompts, trained = look_at_data(load_config(words)).left_out()
+    assert "reward exact_match" in labels and labels.split("form: ")[1].startswith("7.")
+    assert f"{tmp_path / 'rows.jsonl'}, line 1: answer=" in first and "'7' gets 0" in first
+    assert prompts.startswith("1 prompts are JSON text")
+    assert trained.startswith("2 of 3 held-out rows are trained on") and "row 1 of the set" in trained
+    sets = [*ON_FILE, path, "reward=exact_match", "eval.every=1", f"eval.sets.own={tmp_path / 'rows.jsonl'}"]
+    assert look_at_data(load_config(sets)).left_out()[-1].startswith("8 of 8 rows of evaluation set own are trained on")
+
+
+def test_rows_that_all_ask_the_same_are_not_taken_for_evaluated_ones(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", [{"prompt": "Play.", "answer": "-", "level": place} for place in range(9)])
+    words = [*ON_FILE, path, "reward=exact_match", "eval.every=1", "data.eval_size=3", "eval.rows=3"]
+    assert look_at_data(load_config(words)).left_out() == []

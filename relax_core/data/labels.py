@@ -1,0 +1,78 @@
+"""Reads the label of a data row: its place, and its text as it was written."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Any
+
+_MOST_EXPONENT = 400  # a float has no larger one; a smaller number is 0
+# How programs write floats, NaN among them, into a file of texts; an integer and 1.50 stay as they stand.
+FLOAT_TEXT = re.compile(r"-?\d+\.0|-?\d(\.\d+)?e[+-]\d+|nan|NaN|-?inf", re.ASCII)
+
+
+@dataclass(frozen=True)
+class WrittenNumber:
+    """Is a number with the text that stands for it in a file, such as 1e-05; ``value`` is what its column keeps."""
+
+    value: float | str
+    text: str
+
+
+def value_at(row: Any, key: str, *, missing: Any = None) -> Any:
+    """Returns the value of a column, or what a dotted key reaches, such as reward_model.ground_truth; else ``missing``.
+
+    A column whose own name is the key comes first. A part that is a number counts in a list, from the end if it is
+    negative: conversations.-1.value.
+    """
+    if isinstance(row, Mapping) and key in row:
+        return row[key]
+    value = row
+    for part in key.split("."):
+        if isinstance(value, Mapping):
+            value = value.get(part, missing)
+        elif isinstance(value, list) and re.fullmatch(r"-?\d{1,9}", part, re.ASCII):
+            number = int(part)
+            value = value[number] if -len(value) <= number < len(value) else missing
+        else:
+            return missing
+    return value
+
+
+def written_number(content: bytes | str, key: str) -> Any:
+    """Returns the value at a key of a JSON object, which is a number, with its text."""
+    return value_at(json.loads(content, parse_float=lambda text: WrittenNumber(float(text), text)), key)
+
+
+def label_text(label: Any, *, may_be_empty: bool = False) -> str:
+    """Returns a label as text.
+
+    A number has decimal notation: 0.00001 for 1e-05. A whole number has no point: 72 for 72.0. Raises ValueError, whose
+    text follows the label, for an empty text and for what is neither text nor a finite number.
+    """
+    if isinstance(label, str):
+        if not (label.strip() or may_be_empty):
+            raise ValueError("is empty. Write the answer; where the reward reads none, write any word.")
+        return label
+    if isinstance(label, bool) or not isinstance(label, int | float | Decimal | WrittenNumber):
+        raise ValueError("is neither text nor a number.")
+    if isinstance(label, int):
+        try:
+            return str(label)
+        except ValueError:  # an integer of thousands of digits
+            raise ValueError("is no number to read.") from None
+    number = label if isinstance(label, Decimal) else Decimal(_literal(label))
+    if not number.is_finite() or number.adjusted() > _MOST_EXPONENT:
+        raise ValueError("is no finite number. Give a number or text.")
+    text = format(number if number.adjusted() > -_MOST_EXPONENT else Decimal(0), "f")
+    whole, _, rest = text.partition(".")
+    if rest.strip("0"):
+        return text
+    return "0" if whole == "-0" else whole
+
+
+def _literal(label: float | WrittenNumber) -> str:
+    return label.text if isinstance(label, WrittenNumber) else repr(label)

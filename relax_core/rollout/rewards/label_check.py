@@ -1,0 +1,149 @@
+"""Finds labels that a reward does not award: the reward scores answers that each label names in its own format."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from relax_core.config.reward_choice import ChosenReward, RewardChoice
+from relax_core.contracts.checks.foreign_values import shown
+from relax_core.contracts.reward import RewardInput, RewardOutput
+from relax_core.data.killable.limited_log import LimitedLog
+from relax_core.registry import plugin_words
+from relax_core.rollout.rewards.reward_calls import score_here
+from relax_core.rollout.rewards.reward_inputs import without_bytes
+from relax_core.rollout.rewards.reward_sandbox import reward_sandbox
+from relax_core.rollout.rewards.reward_worker import RewardWorker
+
+MOST_SHAPES = 256  # of a reward's labels, the most frequent first
+NAMED_LABELS = 3
+_MOST_KEPT = 20_000  # shapes in memory
+_MOST_UNIT = 40  # characters of a number with its unit
+_MOST_LATE = 3  # labels whose answers reach the reward's limit of time
+_RUN = re.compile(r"\\[A-Za-z]+|[A-Za-z]{2,}(?:\s+[A-Za-z]{2,})*|[A-Za-z]|\d+")
+
+
+def label_shape(label: str) -> str:
+    """Returns a label with 0 for each number, a for each letter and aa for words.
+
+    Commands of LaTeX stay, and so do words beside a number, which may be its unit, in a short label.
+    """
+    label = label.strip()
+    units = len(label) <= _MOST_UNIT and not label.isalpha() and any(map(str.isdigit, label))
+
+    def kind(run: re.Match[str]) -> str:
+        text = run[0]
+        if text[0] == "\\" or (units and len(text) > 1 and text[0].isalpha()):
+            return text
+        return "0" if text[0].isdigit() else "a" if len(text) == 1 else "aa"
+
+    return _RUN.sub(kind, label)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Seen:
+    """Is the first data row whose label has a shape."""
+
+    chosen: ChosenReward
+    row: Mapping[str, Any]
+    where: str
+
+
+class LabelCheck:
+    """Collects data rows by the shapes of their labels, and scores one label of each shape.
+
+    Only rewards with ``right_answers`` that are not async are asked. An isolated reward is not asked about integers, so
+    that most data needs no process.
+    """
+
+    def __init__(self, choice: RewardChoice) -> None:
+        self._choice = choice
+        self._seen: dict[tuple[str, str], _Seen] = {}
+        self._counts: Counter[tuple[str, str]] = Counter()
+
+    def see(self, row: Mapping[str, Any], where: str) -> None:
+        """Takes a usable data row with its file and line. Raises ValueError as `RewardChoice.scorers` does."""
+        for chosen in self._choice.scorers(row):
+            shape = label_shape(row["answer"])
+            spec = chosen.spec
+            if spec.right_answers is None or spec.is_async or (spec.isolated and shape in ("0", "-0")):
+                continue
+            key = (chosen.label, shape)
+            if key not in self._seen and len(self._seen) < _MOST_KEPT:
+                self._seen[key] = _Seen(chosen=chosen, row=row, where=where)
+            self._counts[key] += 1
+
+    def words(self) -> list[str]:
+        """Returns what a user should know about labels; empty if each answer is exact.
+
+        Raises ValueError for ``right_answers`` that raises or returns no texts, and for a worker that does not start.
+        """
+        rewards = {key[0]: one.chosen for key, one in self._seen.items()}
+        lines: list[str] = []
+        for label, chosen in rewards.items():
+            keys = [key for key, _ in self._counts.most_common() if key[0] == label and key in self._seen]
+            if found := self._faults(chosen, keys[:MOST_SHAPES]):
+                rows = sum(self._counts[key] for key in found)
+                lines.append(
+                    f"reward {label} does not award the plain answer to some labels; rows with labels of their form: "
+                    f"{rows:,}. Correct the labels, or use another reward. The first of them:"
+                )
+                lines += [f"  {text}" for text in list(found.values())[:NAMED_LABELS]]
+        return lines
+
+    def _faults(self, chosen: ChosenReward, keys: Sequence[tuple[str, str]]) -> dict[tuple[str, str], str]:
+        faults: dict[tuple[str, str], str] = {}
+        late = 0
+        with self._scorer(chosen) as score:
+            for key in keys:
+                one = self._seen[key]
+                label, row = one.row["answer"], without_bytes(one.row)
+                for answer in _right_answers(chosen, label):
+                    output = score(RewardInput(response=answer, stopped=True, answer=label, row=row))
+                    late += output.cause == "timeout"
+                    if not output.exact:
+                        faults[key] = f"{one.where}: answer={_short(label)}, and {_short(answer)} {_got(output)}"
+                        break
+                if late >= _MOST_LATE:
+                    break
+        return faults
+
+    @contextmanager
+    def _scorer(self, chosen: ChosenReward) -> Iterator[Callable[[RewardInput], RewardOutput]]:
+        """Gives the function that scores one answer, in a worker process for an isolated reward."""
+        if not chosen.spec.isolated:
+            yield lambda given: score_here(chosen.spec, [given], chosen.config)[0][0]
+            return
+        log = LimitedLog(None, most_bytes=0)
+        worker = RewardWorker([chosen.config], log=log.descriptor, sandbox=reward_sandbox(self._choice, [chosen]))
+        try:
+            yield lambda given: worker.score([given], chosen.config)[0]
+        except RuntimeError as error:
+            raise ValueError(f"reward {chosen.label}: {error}") from error
+        finally:
+            worker.process.stop()
+            worker.process.close_pipes()
+            log.close()
+
+
+def _right_answers(chosen: ChosenReward, label: str) -> Sequence[str]:
+    assert chosen.spec.right_answers is not None
+    try:
+        answers: Any = chosen.spec.right_answers(label, chosen.config)
+    except Exception as error:  # plug-in code
+        raise ValueError(f"reward {chosen.label}: right_answers({label!r}): {plugin_words(error)}") from error
+    if isinstance(answers, list | tuple) and all(isinstance(one, str) for one in answers):
+        return answers
+    raise ValueError(f"reward {chosen.label}: right_answers returned {shown(answers)}. Return a list of texts.")
+
+
+def _got(output: RewardOutput) -> str:
+    return f"gets {output.reward:g}." if output.reward is not None else f"gets no reward: {output.reason[:120]}."
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= 60 else f"{text[:28]}…{text[-28:]}").replace("\\\\", "\\")

@@ -1,0 +1,126 @@
+"""Which files a path names: wildcards, folders, links, and what is no data file of this machine."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pytest
+
+from relax_core.config.compose import load_config
+from relax_core.config.errors import ConfigError
+from relax_core.data.paths import data_files
+from relax_core.data.sources import file_rows, make_source
+from tests.data.test_labels import opened, replaced
+
+
+def write(path: Path, *prompts: str) -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(f'{{"prompt": "{one}", "answer": "1"}}\n' for one in prompts))
+    return str(path)
+
+
+def test_a_wildcard_and_a_folder_are_their_files_by_name(tmp_path: Path) -> None:
+    for name in ("b", "a", "c"):
+        write(tmp_path / "shards" / f"train-{name}.jsonl", name)
+    write(tmp_path / "shards" / "more" / "d.jsonl", "d")
+    (tmp_path / "shards" / "dataset_info.json").write_text("{}")
+    (tmp_path / "shards" / "README.md").touch()
+    for path in ("shards", "shards/", "shards/train-*.jsonl", "shards/train-[abc].jsonl"):
+        source = opened(Path(f"{tmp_path}/{path}"))
+        assert [source.numbered(number)["prompt"] for number in range(len(source))] == ["a", "b", "c"]
+    own = replaced(path=write(tmp_path / "own.jsonl", "x"), eval_path=str(tmp_path / "shards"))
+    assert [row["prompt"] for row in make_source(own, seed=0, eval_rows=3).held_out().rows] == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("made", ["link", "hard", "folder/../rows.jsonl", "rows.jsonl", "rows.json?"])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_one_file_under_two_names_is_refused(tmp_path: Path, made: str, weighted: bool) -> None:
+    first = write(tmp_path / "rows.jsonl", "a", "b")
+    (tmp_path / "folder").mkdir()
+    second = tmp_path / f"{made}.jsonl" if made in ("link", "hard") else Path(f"{tmp_path}/{made}")
+    if made == "link":
+        second.symlink_to(first)
+    if made == "hard":
+        os.link(first, second)
+    names = [first, str(second)]
+    paths: Any = dict(zip(names, (1, 2), strict=True)) if weighted and names[0] != names[1] else names
+    with pytest.raises(ValueError, match=r"data\.paths: .* is named twice"):
+        file_rows(replaced(paths=paths))
+
+
+@pytest.mark.parametrize(
+    ("files", "told"),
+    [
+        (["train-0.jsonl", "test-0.jsonl"], r"several splits.*data\.path='.*/train\*\.jsonl'"),
+        (["x_val.jsonl", "x.jsonl"], "several splits"),
+        (["a.jsonl", "b.csv"], r"several kinds.*/\*\.jsonl'"),
+        (["data/a.jsonl"], r"no file of .*below it have some: .*/data"),
+        (["README.md"], r"no file of \.jsonl"),
+    ],
+)
+def test_a_folder_whose_files_are_not_clear_is_refused(tmp_path: Path, files: list[str], told: str) -> None:
+    for name in files:
+        write(tmp_path / name, "a")
+    with pytest.raises(ValueError, match=told):
+        data_files(str(tmp_path), key="data.path")
+
+
+def test_the_command_for_arrow_files_makes_a_file_that_is_read(tmp_path: Path) -> None:
+    folder = tmp_path / "it's saved"
+    folder.mkdir()
+    table = pyarrow.table({"prompt": ["a", "b"], "answer": ["1", "2"]})
+    with pyarrow.OSFile(str(folder / "data-0.arrow"), "wb") as file, pyarrow.ipc.new_stream(file, table.schema) as out:
+        out.write_table(table)
+    (folder / "state.json").write_text("{}")
+    with pytest.raises(ValueError, match="Arrow") as refused:
+        opened(folder)
+    command = re.search(r"(python -c .*); then use (.*)\.$", str(refused.value))
+    assert command is not None
+    subprocess.run([sys.executable, *shlex.split(command[1])[1:]], check=True)
+    assert opened(Path(command[2])).numbered(1)["prompt"] == "b"
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("rows.jsonl.gz", "gunzip -k"),
+        ("rows.csv.zst", "zstd -d"),
+        ("rows.zip", "unzip"),
+        ("rows.arrow", "python -c"),
+        ("rows.tsv", "unknown suffix '.tsv'"),
+    ],
+)
+def test_a_file_of_another_kind_is_refused_with_the_command_that_helps(tmp_path: Path, name: str, told: str) -> None:
+    (tmp_path / name).touch()
+    with pytest.raises(ValueError, match=told):
+        opened(tmp_path / name)
+
+
+def test_a_name_of_the_hub_is_refused_with_its_download(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="hf download openai/gsm8k --repo-type dataset"):
+        opened(tmp_path / "openai" / "gsm8k")
+    with pytest.raises(ValueError, match=r"no such file\.$"):
+        opened(tmp_path / "rows.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["data.path=https://x.org/a/train.jsonl?x=1"], "curl -L -o train.jsonl 'https://x.org/a/train.jsonl"),
+        (["data.path=s3://bucket/train.jsonl"], "Copy it"),
+        (["data.paths=[hf://datasets/a/b.parquet]"], "hf download"),
+        (["data.path=a.jsonl", "data.eval_path=http://x/b.csv"], "data.eval_path=http"),
+    ],
+)
+def test_an_address_is_refused(words: list[str], told: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_config(["data=file", "model.task=reverse_digits", *words])
+    assert told in str(refused.value)
