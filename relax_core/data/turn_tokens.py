@@ -32,7 +32,9 @@ class TurnTokens:
         self, tokenizer: PromptTokenizer, opening: Messages, *, tools: Sequence[Mapping[str, Any]] | None = None
     ) -> None:
         self._tokenizer = tokenizer
-        self._opening = [tokenizer.hidden(one) for one in opening]
+        # An answer stands behind the opening, and takes the place of a message that the model continued.
+        asked = opening[:-1] if opening and opening[-1]["role"] == "assistant" else opening
+        self._opening = [tokenizer.hidden(one) for one in asked]
         self._tools = None if tools is None else [tokenizer.hidden(one) for one in tools]
         self._shown: set[tuple[Any, ...]] = set()  # roles and kinds of parts whose texts the template shows
         # The form of calls that the template takes (`_calling`), for one result of a tool and for several.

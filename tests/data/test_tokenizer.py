@@ -16,7 +16,7 @@ from relax_core.tools.tiny_tokenizer import write_tiny_tokenizer
 
 CONVERSATIONS = [
     [{"role": "user", "content": "rev 12345"}],
-    [{"role": "user", "content": "Upper CASE, é and ünknown; user <|im_end|> inside"}],
+    [{"role": "user", "content": "Upper CASE, é and ünknown; user <| im_end |> inside"}],
     [{"role": "system", "content": "be brief"}, {"role": "user", "content": " 1+1\n= ?"}],
     [
         {"role": "user", "content": "a"},
@@ -85,7 +85,7 @@ def test_the_tiny_prompt_is_short_and_decodes(folder: Path) -> None:
 
 def test_a_special_token_inside_an_answer_is_not_hidden(folder: Path) -> None:
     tokenizer = PromptTokenizer(folder)
-    pad = tokenizer.encode([{"role": "user", "content": "<pad>"}])[3]
+    (pad,) = tokenizer.encode_text("<pad>")
     five = tokenizer.encode([{"role": "user", "content": "5"}])[3]
     assert tokenizer.decode([five, pad, five]) == "5<pad>5"
     assert tokenizer.decode([]) == ""

@@ -70,6 +70,7 @@ def prompt_maker(config: RelaxConfig, *, headers: ItemHeaders | None = None) -> 
         tokenizer=tokenizer,
         max_prompt_tokens=prompt_room(config),
         overlong=config.data.overlong,
+        last_assistant=config.data.last_assistant,
         item_rows=(headers or ItemHeaders(config)).rows,
     )
 
@@ -204,6 +205,6 @@ def _tokenizer(config: RelaxConfig) -> PromptTokenizer | None:
         return None
     try:
         try_tokenizer(folder, arguments=arguments)
-        return PromptTokenizer(folder, template_arguments=arguments)
+        return PromptTokenizer(folder, template_arguments=arguments, date=config.data.template_date)
     except ValueError as error:
         raise ValueError(f"model.path: {error}") from error

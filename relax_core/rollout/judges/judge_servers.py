@@ -87,7 +87,7 @@ class JudgeEngines:
     def tokens(self, text: str) -> list[int]:
         """Returns the tokens of a prompt. Raises `TextTooLong` for one that no context of the judge holds."""
         most = self._context_tokens
-        return self._tokenizer.encode([{"role": "user", "content": text}], plain=True, most_tokens=most)
+        return self._tokenizer.encode([{"role": "user", "content": text}], most_tokens=most)
 
     async def answer(self, text: str, *, seed: int, temperature: float) -> JudgeText:
         """Returns the answer of one of the engines; see `JudgeServer`."""
