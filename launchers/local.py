@@ -43,7 +43,7 @@ def run_in_folder(
     from relax_core.control.run.local_run import run_local
     from relax_core.control.run.resume import find_resume_point
     from relax_core.control.supervision.supervisor import supervise
-    from relax_core.data.tokenizer import utc_date
+    from relax_core.data.tokenizer import reads_clock, utc_date
     from relax_core.plan.plan_command import plan_run, save_plan
 
     with ExitStack() as held:
@@ -62,6 +62,10 @@ def run_in_folder(
         except (ValueError, OSError) as error:
             print(f"relax: {error}", file=sys.stderr)
             return USAGE
+        if config.model.path is not None and reads_clock(Path(config.model.path)):
+            print(
+                f"relax: data.template_date={config.data.template_date}: the chat template writes it", file=sys.stderr
+            )
         for line in plan.left_out:
             print(f"relax: data: {line}", file=sys.stderr)
         for line in plan.warnings:

@@ -21,7 +21,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from relax_core.contracts.checks.foreign_values import clean_text, clean_value
 from relax_core.contracts.host.regular_file import open_regular, read_regular
 from relax_core.contracts.media import MEDIA_KINDS, Media, MediaItem, MediaKind
-from relax_core.families.hf_config import end_token_ids, has_hf_config, inner_config, read_hf_config, read_object
+from relax_core.families.hf_config import (
+    end_token_ids,
+    has_hf_config,
+    inner_config,
+    language_values,
+    read_hf_config,
+    read_object,
+)
 
 if TYPE_CHECKING:
     import jinja2
@@ -31,7 +38,9 @@ _SPECIAL_TOKEN_KEYS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_
 _OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")  # variables that `render` sets
 _MOST_TOKENIZER_BYTES = 256 << 20
 _MOST_TEMPLATE_BYTES = 1 << 20
-_TOOL_TEMPLATE = Path("additional_chat_templates") / "tool_use.jinja"
+_TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"
+_SETTINGS = "tokenizer_config.json"
+TEMPLATE_FILES = (_SETTINGS, "chat_template.jinja", "chat_template.json", _TOOL_TEMPLATE)
 _GOES_ON = f"Relax{secrets.token_hex(16)}GoesOnHere"  # behind the last text of a message that the model continues
 LARGE_TEXT = 1 << 16  # characters; tokenising a longer text takes so long that other threads run meanwhile
 _CHARACTERS_A_TOKEN = 16  # at least, because an unknown word may be one token, and a normaliser may drop characters
@@ -64,14 +73,13 @@ class PromptTokenizer:
         self._tokenizer = load_tokenizer(model_folder)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        settings = _read_json(model_folder / "tokenizer_config.json")
+        settings = _read_json(model_folder / _SETTINGS)
         self._special_tokens = _special_tokens(settings)
         template, self._tool_text = _chat_templates(model_folder, settings)
         clock, what = datetime.fromisoformat(date or utc_date()), f"model folder {model_folder}"
         self._template = self._tool_template = _compile(template, what=what, clock=clock)
         if self._tool_text != template:
             self._tool_template = _compile(self._tool_text, what=what, clock=clock)
-        self.reads_clock = "strftime_now" in template + self._tool_text
         self._arguments = dict(template_arguments or {})
         _check_arguments(self._arguments, template + self._tool_text, model_folder)
         self.stop_token_ids = self._stop_token_ids(model_folder)
@@ -311,6 +319,17 @@ class PromptTokenizer:
         return sorted(found)
 
 
+def vocabulary_problem(model_folder: Path, tokenizer: PromptTokenizer) -> str:
+    """Returns what is wrong if the tokenizer has ids for which the folder's weights have no row, else nothing."""
+    rows = language_values(read_hf_config(model_folder)).get("vocab_size")
+    if not isinstance(rows, int) or tokenizer.vocabulary_size <= rows:
+        return ""
+    return (
+        f"model.path={model_folder}: its tokenizer has token ids up to {tokenizer.vocabulary_size - 1}, its weights "
+        f"only {rows} rows (vocab_size in config.json). Give the tokenizer that belongs to these weights."
+    )
+
+
 def load_tokenizer(model_folder: Path) -> Tokenizer:
     """Returns the tokenizer in a folder's tokenizer.json. Raises ValueError for a file that is missing or wrong."""
     from tokenizers import Tokenizer
@@ -458,6 +477,11 @@ def _closes_thinking(message: Mapping[str, Any], shown: str) -> bool:
     content = message["content"]
     text = content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
     return "<think>" in text and "</think>" not in text and "</think>" in shown
+
+
+def reads_clock(model_folder: Path) -> bool:
+    """Returns whether a chat template of the folder reads the clock. Raises ValueError for a folder without any."""
+    return any("strftime_now" in one for one in _chat_templates(model_folder, _read_json(model_folder / _SETTINGS)))
 
 
 def utc_date() -> str:

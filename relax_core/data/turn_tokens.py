@@ -141,6 +141,25 @@ class TurnTokens:
         return behind
 
 
+def unstopped_end(tokenizer: PromptTokenizer, stop: Sequence[str]) -> str:
+    """Returns what the template writes behind an answer, if neither a stop token nor a string of ``stop`` is in it.
+
+    It is empty if one is, and for a template that does not take such a conversation.
+    """
+    asked, answer = {"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": _ANSWER}
+    ends = [*map(tokenizer.token_text, tokenizer.stop_token_ids), *stop]
+    found = ""
+    for messages, opens_answer in (([asked, answer, asked], True), ([asked, answer], False)):
+        try:
+            behind = tokenizer.render(messages, opens_answer=opens_answer).partition(_ANSWER)[2]
+        except ValueError:  # such a template is refused where it is used
+            return ""
+        if any(end in behind for end in ends):
+            return ""
+        found = behind
+    return found
+
+
 def _not_shown(role: str) -> ValueError:
     return ValueError(
         f"the chat template does not show the text of a message with the role {role!r} exactly once. An env with turns "

@@ -20,7 +20,8 @@ from relax_core.preflight import CHECKS, banned_token_problems
 def with_media(model_folder: Path) -> list[str]:
     """A model whose tokenizer and config.json name media tokens."""
     added = [{"id": 7, "content": "<|image_pad|>"}, {"id": 5, "content": "<|im_end|>"}]
-    (model_folder / "tokenizer.json").write_text(json.dumps({"added_tokens": added, "model": {"vocab": {"a": 1}}}))
+    vocabulary = {f"word {number}": number for number in range(100) if number not in (5, 7)}
+    (model_folder / "tokenizer.json").write_text(json.dumps({"added_tokens": added, "model": {"vocab": vocabulary}}))
     config = json.loads((model_folder / "config.json").read_text())
     (model_folder / "config.json").write_text(json.dumps(config | {"video_token_id": 9}))
     return ["model=qwen3", f"model.path={model_folder}", "model.task=reverse_digits"]

@@ -165,9 +165,9 @@ def test_a_teacher_may_be_of_it(seed_oss: tuple[Path, Any]) -> None:
 
 
 def test_checking_a_folder_names_the_words_that_train_it(
-    seed_oss: tuple[Path, Any], capsys: pytest.CaptureFixture[str]
+    seed_oss: tuple[Path, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder, _ = seed_oss
+    folder = write_two_words(shutil.copytree(seed_oss[0], tmp_path / "model"))
     assert check_model.main([str(folder)]) == 2
     assert "For one of your own: model.family=/path/my_family.py" in capsys.readouterr().err
     assert check_model.main([str(folder), "--family", str(FILE)]) == 0

@@ -71,10 +71,17 @@ class JudgeEngines:
     """
 
     def __init__(
-        self, judge: str, settings: JudgeConfig, pool: EnginePool, *, model_folder: Path, context_tokens: int
+        self,
+        judge: str,
+        settings: JudgeConfig,
+        pool: EnginePool,
+        *,
+        model_folder: Path,
+        context_tokens: int,
+        date: str | None = None,
     ) -> None:
         self._judge, self._settings, self._pool = judge, settings, pool
-        self._tokenizer = PromptTokenizer(model_folder)
+        self._tokenizer = PromptTokenizer(model_folder, date=date)
         self._context_tokens = context_tokens
         self._numbers = count()
         self._ready: dict[float, list[Asked]] = {}  # by temperature

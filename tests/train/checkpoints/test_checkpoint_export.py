@@ -121,11 +121,14 @@ def _refusal_of_other_family(checkpoint: Path, models: Path) -> str:
 
 
 @pytest.mark.parametrize("name", ["untied", "tied", "moe", "biased", "sees", "sees_moe"])
-def test_shapes_are_those_of_transformers(models: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_shapes_are_those_of_transformers(
+    models: Path, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     architecture = folder_architecture(models / name)
     wanted = {one.name: one.shape for one in stored_weights(architecture)}
     assert wanted == {tensor: shape for tensor, shape, _ in stored_shapes(models / name)}
-    assert check_model.main([str(models / name)]) == 0
+    folder = write_two_words(shutil.copytree(models / name, tmp_path / "model"))
+    assert check_model.main([str(folder)]) == 0
     parameters = sum(tensor.numel() for tensor in load_file(models / name / "model.safetensors").values())
     told = f"{len(wanted)} weights, {parameters:,} parameters; model={architecture.family} trains it."
     assert told in capsys.readouterr().out
@@ -140,7 +143,7 @@ def test_a_wrong_folder_is_told_in_words(models: Path, tmp_path: Path, capsys: p
     wrong[first] = wrong[first][:7].contiguous()
     save_file(wrong | {"model.nonsense": wrong[first].clone()}, tmp_path / "a.safetensors")
     save_file({second: weights[second]}, tmp_path / "b.safetensors")
-    (tmp_path / "config.json").write_text((models / "moe" / "config.json").read_text())
+    (write_two_words(tmp_path) / "config.json").write_text((models / "moe" / "config.json").read_text())
     assert check_model.main([str(tmp_path)]) == 2
     told = capsys.readouterr().err
     assert f"{first} has shape (7, 64); config.json requires (51, 64)" in told
