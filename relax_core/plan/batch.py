@@ -133,8 +133,8 @@ def _folder_words(config: RelaxConfig, folder: Path) -> Iterator[str]:
     banned, textless = set(config.rollout.banned()), set(unsampled_token_ids(folder)) - set(media_token_ids(folder))
     if banned or textless:
         yield (
-            f"rollout.banned_token_ids: {plural(len(banned), 'token')} are never sampled, {len(banned & textless)} of "
-            f"the {len(textless)} token ids for which the tokenizer has no text among them."
+            f"rollout.banned_token_ids has {plural(len(banned), 'token')}, which are never sampled. The tokenizer has "
+            f"no text for {len(textless)} token ids of the model, and {len(banned & textless)} of them are banned."
         )
     if reads_clock(folder):
         date = config.data.template_date or f"{utc_date()}, the day of the start in UTC"

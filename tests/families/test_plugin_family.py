@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +28,7 @@ from relax_core.tools import check_model, export
 from relax_core.tools.tiny_tokenizer import write_prompt_tokenizer
 from relax_core.train.checkpoints.checkpoint_store import CheckpointStore
 from relax_core.train.hf.hf_export import export_hf_folder
+from tests.data.chat_templates import write_two_words
 from tests.train.tiny_trainer import dp_groups, make_backend, train_step
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -49,9 +49,8 @@ def weight_problems(folder: Path, architecture: Architecture) -> list[str]:
     try:
         if (whole := folder / WHOLE_WEIGHTS).exists() and whole not in (named := weight_files(folder)):
             problems.append(
-                f"{folder}: it has two sets of weights, {whole.name} and the {len(named)} files of {WEIGHT_INDEX}. "
-                "transformers reads the first, SGLang all. Remove the set that is not the model's; the index is of the "
-                "second."
+                f"{folder}: it has two sets of weights, {whole.name}, which transformers reads, and {len(named)} files "
+                f"that {WEIGHT_INDEX} names. Remove the set that is not the model's; the index belongs to the second."
             )
         for name, shape, path in stored_shapes(folder):
             if architecture.passes(name):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from relax_core.tools import check_model, export
 from relax_core.train.checkpoints.checkpoint_store import CheckpointStore
 from relax_core.train.hf.check_weights import stored_shapes, weight_problems
 from relax_core.train.hf.stored_weights import stored_weights
+from tests.data.chat_templates import write_two_words
 
 
 @pytest.fixture(scope="module")
