@@ -327,7 +327,7 @@ def request_cpu(client: Client, *, rounds: int) -> tuple[float, float]:
     sessions = REQUESTS // TURNS
     line = "the product of two numbers " * 4
     history = [{"role": "user" if place % 2 else "assistant", "content": line} for place in range(1, 1000)]
-    width = len(tokenizer.encode(history[:2], plain=True)) / 2
+    width = len(tokenizer.encode(history[:2])) / 2
     history = history[: 2 * round(HISTORY_TOKENS / width / 2) + 1]
     ways = {
         "plain": ([{"role": "user", "content": "7 times 8"}], {}),

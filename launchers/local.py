@@ -43,6 +43,7 @@ def run_in_folder(
     from relax_core.control.run.local_run import run_local
     from relax_core.control.run.resume import find_resume_point
     from relax_core.control.supervision.supervisor import supervise
+    from relax_core.data.tokenizer import reads_clock, utc_date
     from relax_core.plan.plan_command import plan_run, save_plan
 
     with ExitStack() as held:
@@ -53,16 +54,22 @@ def run_in_folder(
             config = replace(config, run=replace(config.run, dir=str(folder)))
             held.enter_context(run_lock(folder, wait_s=LOCK_WAIT_S if again else 0.0))
             newest = find_resume_point(replace(config, resume="auto")) if again or config.resume == "auto" else None
+            resume = newest or named
+            kept = None if resume is None else resume.template_date
+            config.data.template_date = config.data.template_date or kept or utc_date()
             prepare(folder)
             save_plan(plan, folder)
         except (ValueError, OSError) as error:
             print(f"relax: {error}", file=sys.stderr)
             return USAGE
+        if config.model.path is not None and reads_clock(Path(config.model.path)):
+            print(
+                f"relax: data.template_date={config.data.template_date}: the chat template writes it", file=sys.stderr
+            )
         for line in plan.left_out:
             print(f"relax: data: {line}", file=sys.stderr)
         for line in plan.warnings:
             print(f"relax: warning: {line}", file=sys.stderr)
-        resume = newest or named
         for note in (*resume.left, *resume.notes) if resume is not None else ():
             print(f"relax: resume: {note}", file=sys.stderr)
         if again:

@@ -13,6 +13,7 @@ from relax_core.config.checks.model_folder import media_token_ids
 from relax_core.config.errors import NotYet
 from relax_core.config.modality_shares import mix_problem
 from relax_core.config.schema import FORWARD_SIZES, RelaxConfig
+from relax_core.contracts.engine import MAX_BANNED
 from relax_core.control.run.judge_folders import judge_problems
 from relax_core.control.run.role_counts import layout_key, worker_group_layouts
 from relax_core.control.run.teacher_folders import teacher_model_problems
@@ -172,8 +173,13 @@ def banned_token_problems(config: RelaxConfig) -> Iterator[str]:
         if isinstance(vocab_size, int) and not 0 <= token < vocab_size:
             yield (
                 f"rollout.banned_token_ids names {token}, and the model has the tokens 0 to {vocab_size - 1}. "
-                "Take it out, or use null for the tokenizer's media specials."
+                "Take it out, or use null for the tokenizer's media specials and ids without a text."
             )
+    if len(config.rollout.banned_token_ids) > MAX_BANNED:
+        yield (
+            f"rollout.banned_token_ids has {len(config.rollout.banned_token_ids)} tokens, more than {MAX_BANNED}. With "
+            "null these are ids for which the tokenizer has no text: give the tokenizer that belongs to the weights."
+        )
 
 
 def data_problems(config: RelaxConfig) -> Iterator[str]:

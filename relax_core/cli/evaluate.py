@@ -21,7 +21,7 @@ from relax_core.contracts.engine import EngineError
 from relax_core.contracts.host.output_path import new_private_folder
 from relax_core.data.eval_sets import asks_held_out, eval_sets
 from relax_core.data.sources import make_source
-from relax_core.data.tokenizer import PromptTokenizer
+from relax_core.data.tokenizer import PromptTokenizer, utc_date
 from relax_core.engines.pool.engine_pool import EnginePool
 from relax_core.engines.protocol.engine_client import EngineClient
 from relax_core.observe.results.summary import library_versions
@@ -55,6 +55,7 @@ def evaluate(config: RelaxConfig, target: Target) -> int:
     are printed to stderr.
     """
     started, wanted = time.monotonic(), Path(config.run.dir)
+    config.data.template_date = config.data.template_date or utc_date()
     try:
         folder = new_private_folder(wanted, key="run.dir")
         if folder != wanted:
@@ -100,9 +101,12 @@ def prompt_maker(config: RelaxConfig, model: Path, media: EvalMedia | None) -> P
     return PromptMaker(
         env=find_env(config.env.name),
         env_config=config.env,
-        tokenizer=PromptTokenizer(model, template_arguments=config.data.chat_template_kwargs),
+        tokenizer=PromptTokenizer(
+            model, template_arguments=config.data.chat_template_kwargs, date=config.data.template_date
+        ),
         max_prompt_tokens=config.engine.context_tokens - config.rollout.max_new_tokens,
         overlong=config.data.overlong,
+        last_assistant=config.data.last_assistant,
         items=None if media is None else media.items,
         prompt_items=config.modality.prompt_items,
     )

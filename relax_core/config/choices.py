@@ -57,6 +57,10 @@ class Schedule(Enum):
     linear = "linear"
 
 
+# Says what happens to the assistant's message with which a prompt ends; None refuses the prompt.
+LastAssistant = Enum("LastAssistant", ["drop", "continue"])
+
+
 class Overlong(Enum):
     """Says what happens to a prompt that is too long."""
 

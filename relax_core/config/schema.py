@@ -14,6 +14,7 @@ from omegaconf import MISSING
 
 from relax_core.config.choices import (
     AdvantagesPlace,
+    LastAssistant,
     ModeName,
     OnStale,
     Overlong,
@@ -174,6 +175,8 @@ class DataConfig:
     shuffle: bool = MISSING
     max_bad_rows: float = 0.05
     overlong: Overlong = Overlong.drop
+    last_assistant: LastAssistant | None = None  # None refuses a prompt that ends with the assistant's message
+    template_date: str | None = None  # None until the run's first start, which takes the day in UTC
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     mix: Any = None  # a mapping from modalities to their shares of the trained prompts
     media_keys: MediaKeys = field(default_factory=MediaKeys)

@@ -22,6 +22,7 @@ from typing import Any, BinaryIO, Protocol
 
 import msgspec
 
+from relax_core.config.choices import LastAssistant
 from relax_core.config.modality_shares import TEXT
 from relax_core.contracts.checks.foreign_values import decode_json, holds_huge_integer, shown
 from relax_core.contracts.data import BadRow, DataRow
@@ -67,11 +68,13 @@ class RowKeys:
 
     A dotted key reaches into a column where no column has this name (`value_at`). ``row_group_bytes`` is the largest
     row group of a Parquet file with columns of media. With ``may_be_empty`` the answer may be an empty text.
+    ``last_assistant`` is data.last_assistant.
     """
 
     prompt: str
     answer: str
     media: MediaColumns = TEXT_ONLY
+    last_assistant: LastAssistant | None = None
     row_group_bytes: int = 1 << 28
     may_be_empty: bool = False
 
@@ -339,14 +342,14 @@ def check_row(row: Mapping[str, Any], keys: RowKeys, *, where: str) -> DataRow:
     found = messages_of(row[keys.prompt])
     if isinstance(found, ValueError):
         raise BadRow.because("prompt", f"{where}: {keys.prompt}={_short(row[keys.prompt])} {found}")
-    prompt, answer = found, row[keys.answer]
+    prompt, answer = _without_null_keys(found), row[keys.answer]
     if not (isinstance(prompt, str) and prompt) and not _is_conversation(prompt):
         raise BadRow.because(
             "prompt",
             f"{where}: {keys.prompt}={_short(prompt)} is neither text nor a list of messages with role and content.",
         )
-    if prompt is not row[keys.prompt]:
-        row = {**row, keys.prompt: prompt}
+    if not isinstance(prompt, str):
+        row = {**row, keys.prompt: (prompt := _with_a_question(prompt, keys, where=where))}
     try:
         shown_answer = label_text(answer, may_be_empty=keys.may_be_empty)
     except ValueError as error:
@@ -374,6 +377,50 @@ def _is_conversation(prompt: Any) -> bool:
             for message in prompt
         )
     )
+
+
+def _with_a_question(prompt: list[Any], keys: RowKeys, *, where: str) -> list[Any]:
+    """Returns a conversation that the model is to answer. Raises `BadRow` for one that ends with an answer."""
+    if prompt[-1]["role"] != "assistant" or keys.last_assistant is LastAssistant["continue"]:
+        return prompt
+    if keys.last_assistant is None:
+        raise BadRow.because(
+            "prompt",
+            f"{where}: {keys.prompt} ends with a message of the assistant. data.last_assistant=drop leaves it out, and "
+            "data.last_assistant=continue lets the model continue it.",
+        )
+    while prompt and prompt[-1]["role"] == "assistant":
+        prompt = prompt[:-1]
+    if not prompt:
+        raise BadRow.because("prompt", f"{where}: {keys.prompt} has only messages of the assistant.")
+    return prompt
+
+
+def _without_null_keys(prompt: Any) -> Any:
+    """Returns a conversation without the keys of messages, parts and calls whose value is null.
+
+    A message with calls of tools has content, which is empty if it was null. The arguments of calls stay as they are.
+    """
+    if not isinstance(prompt, list) or not all(isinstance(message, dict) for message in prompt):
+        return prompt
+    made = [_without_nulls(message, but="arguments") for message in prompt]
+    return [
+        {**message, "content": message.get("content", "")} if message.get("tool_calls") else message for message in made
+    ]
+
+
+def _without_nulls(value: Any, *, but: str = "") -> Any:
+    """Returns a value without the keys that are null, also inside of it, but for what the key ``but`` holds."""
+    if isinstance(value, dict):
+        return {
+            key: one if key == but else _without_nulls(one, but=but) for key, one in value.items() if one is not None
+        }
+    return [_without_nulls(one, but=but) for one in value] if isinstance(value, list) else value
+
+
+def without_filled_nulls(row: dict[str, Any], key: str) -> dict[str, Any]:
+    """Returns a row of Arrow, which gives all messages of a column the same keys, without the nulls of its prompt."""
+    return {**row, key: _without_nulls(row[key])} if isinstance(row.get(key), list) else row
 
 
 def too_large(where: str, most: int) -> BadRow:

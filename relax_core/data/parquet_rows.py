@@ -21,7 +21,14 @@ from relax_core.config.modality_shares import TEXT
 from relax_core.contracts.checks.foreign_values import check_depth
 from relax_core.contracts.data import BadRow, DataRow
 from relax_core.contracts.host.regular_file import check_regular
-from relax_core.data.data_files import RowKeys, check_columns, check_row, missing_key, too_large
+from relax_core.data.data_files import (
+    RowKeys,
+    check_columns,
+    check_row,
+    missing_key,
+    too_large,
+    without_filled_nulls,
+)
 from relax_core.data.labels import WrittenNumber, value_at
 from relax_core.data.prompt_forms import messages_of
 from relax_core.data.row_media import prompt_modality
@@ -140,7 +147,7 @@ class ParquetRows:
             check_depth(row)
         except (ValueError, RecursionError) as error:  # a text that is not UTF-8, a value that Python has none for
             raise BadRow.because("malformed", f"{where}: {error}") from error
-        return row
+        return without_filled_nulls(row, self._keys.prompt)
 
 
 def _decoded_bytes(array: Any) -> int:

@@ -10,17 +10,25 @@ from __future__ import annotations
 import json
 import os
 import re
+import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from relax_core.contracts.checks.foreign_values import clean_text
+from relax_core.contracts.checks.foreign_values import clean_text, clean_value
 from relax_core.contracts.host.regular_file import open_regular, read_regular
 from relax_core.contracts.media import MEDIA_KINDS, Media, MediaItem, MediaKind
-from relax_core.families.hf_config import end_token_ids, has_hf_config, inner_config, read_hf_config, read_object
+from relax_core.families.hf_config import (
+    end_token_ids,
+    has_hf_config,
+    inner_config,
+    language_values,
+    read_hf_config,
+    read_object,
+)
 
 if TYPE_CHECKING:
     import jinja2
@@ -30,6 +38,10 @@ _SPECIAL_TOKEN_KEYS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_
 _OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")  # variables that `render` sets
 _MOST_TOKENIZER_BYTES = 256 << 20
 _MOST_TEMPLATE_BYTES = 1 << 20
+_TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"
+_SETTINGS = "tokenizer_config.json"
+TEMPLATE_FILES = (_SETTINGS, "chat_template.jinja", "chat_template.json", _TOOL_TEMPLATE)
+_GOES_ON = f"Relax{secrets.token_hex(16)}GoesOnHere"  # behind the last text of a message that the model continues
 LARGE_TEXT = 1 << 16  # characters; tokenising a longer text takes so long that other threads run meanwhile
 _CHARACTERS_A_TOKEN = 16  # at least, because an unknown word may be one token, and a normaliser may drop characters
 
@@ -50,21 +62,26 @@ class PromptTokenizer:
 
     ``stop_token_ids`` are the tokens that end a response, sorted. ``media_ids`` has the token that stands for an
     image and for a video in the rendered text; it is empty for a model that reads text only. ``template_arguments``
-    are more variables for the chat template, such as Qwen3's enable_thinking. Raises ValueError for a folder that
-    lacks a needed file, and for a variable that its template does not read.
+    are more variables for the chat template, such as Qwen3's enable_thinking. A template that reads the clock gets the
+    midnight of ``date``, such as 2026-11-28; None is the current day in UTC. Raises ValueError for a folder that lacks
+    a needed file, and for a variable that its template does not read.
     """
 
-    def __init__(self, model_folder: Path, *, template_arguments: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, model_folder: Path, *, template_arguments: Mapping[str, Any] | None = None, date: str | None = None
+    ) -> None:
         self._tokenizer = load_tokenizer(model_folder)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        settings = _read_json(model_folder / "tokenizer_config.json")
+        settings = _read_json(model_folder / _SETTINGS)
         self._special_tokens = _special_tokens(settings)
-        template = _chat_template(model_folder, settings)
-        self._template_text = template
-        self._template = _compile(template, what=f"model folder {model_folder}")
+        template, self._tool_text = _chat_templates(model_folder, settings)
+        clock, what = datetime.fromisoformat(date or utc_date()), f"model folder {model_folder}"
+        self._template = self._tool_template = _compile(template, what=what, clock=clock)
+        if self._tool_text != template:
+            self._tool_template = _compile(self._tool_text, what=what, clock=clock)
         self._arguments = dict(template_arguments or {})
-        _check_arguments(self._arguments, template, model_folder)
+        _check_arguments(self._arguments, template + self._tool_text, model_folder)
         self.stop_token_ids = self._stop_token_ids(model_folder)
         self.media_ids = self._media_ids(model_folder)
 
@@ -73,20 +90,19 @@ class PromptTokenizer:
         messages: Sequence[Mapping[str, Any]],
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
-        plain: bool = False,
+        goes_on: bool = False,
         most_tokens: int | None = None,
     ) -> list[int]:
         """Returns the token ids of a conversation as the chat template renders it, up to the next answer.
 
         ``tools`` are the schemas of tools that the template shows. An item of a content part is its placeholder
-        (`place_items`). For a model that sees, and if ``plain``, names of special tokens in the messages are plain
-        text. Raises ValueError, with the template's message, for a conversation that the template does not accept, and
-        `TextTooLong` for a text that is certain to have more than ``most_tokens`` tokens.
+        (`place_items`). Names of special tokens in the messages are plain text; the template's own are special tokens.
+        ``goes_on``: the next answer continues the last message. Raises ValueError, with the template's message, for a
+        conversation that the template does not accept, and `TextTooLong` for a text that is certain to have more than
+        ``most_tokens`` tokens.
         """
-        if not (plain or self.media_ids):
-            return self.encode_text(self.short_enough(self.render(messages, tools=tools), most_tokens))
         hidden_tools = None if tools is None else [self.hidden(one) for one in tools]
-        rendered = self.render([self.hidden(one) for one in messages], tools=hidden_tools)
+        rendered = self.render([self.hidden(one) for one in messages], tools=hidden_tools, goes_on=goes_on)
         return self.encode_shown(self.short_enough(rendered, most_tokens))
 
     def most_characters(self, tokens: int) -> int:
@@ -153,17 +169,35 @@ class PromptTokenizer:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         opens_answer: bool = True,
+        goes_on: bool = False,
     ) -> str:
-        """Returns the text of a conversation, which `encode_text` turns into ids.
+        """Returns the text of a conversation, which `encode_shown` turns into ids.
 
-        ``opens_answer``: the text ends with what opens the next answer. Raises ValueError as `encode` does.
+        ``opens_answer``: the text ends with what opens the next answer. With ``goes_on`` it ends with the last text of
+        the last message instead. The arguments of tool calls are an object or JSON text; a template gets an object,
+        and JSON text if it takes no object. Raises ValueError as `encode` does.
         """
-        shown = [_without_sources(one) for one in messages]
-        own = dict(zip(_OWN_VARIABLES, (shown, tools, None, opens_answer), strict=True))
-        try:
-            return self._template.render(**(self._special_tokens | self._arguments | own))
-        except Exception as error:  # A template is the model author's code and may raise any error.
-            raise ValueError(f"the chat template does not take it: {type(error).__name__}: {error}") from error
+        if goes_on:
+            rendered = self.render([*messages[:-1], _marked_end(messages[-1])], tools=tools, opens_answer=False)
+            shown, found, _ = rendered.rpartition(_GOES_ON)
+            before = self.render(messages[:-1], tools=tools, opens_answer=False) if messages[1:] else ""
+            if not found or _GOES_ON in shown or _closes_thinking(messages[-1], shown.removeprefix(before)):
+                raise ValueError("the chat template does not end the text of the last message as the message ends it")
+            return shown
+        shown_messages = [_without_sources(one) for one in messages]
+        problem: ValueError | None = None
+        for as_text in (False, True) if any(one.get("tool_calls") for one in messages) else (False,):
+            of_form = [_with_arguments(one, as_text=as_text) for one in shown_messages]
+            own = dict(zip(_OWN_VARIABLES, (of_form, tools, None, opens_answer), strict=True))
+            try:
+                template = self._tool_template if tools else self._template
+                return template.render(**(self._special_tokens | self._arguments | own))
+            except Exception as error:  # A template is the model author's code and may raise any error.
+                cause = error
+                problem = problem or ValueError(f"the chat template does not take it: {type(error).__name__}: {error}")
+                problem.__cause__ = problem.__cause__ or cause
+        assert problem is not None
+        raise problem
 
     def place_items(self, ids: Sequence[int], items: Sequence[MediaItem]) -> tuple[list[int], list[Media]]:
         """Returns ids in which the items' ids stand for their placeholders, in order, and where they stand.
@@ -234,8 +268,8 @@ class PromptTokenizer:
 
     @property
     def template(self) -> str:
-        """Returns the text of the chat template."""
-        return self._template_text
+        """Returns the text of the chat template, of several that which shows tools."""
+        return self._tool_text
 
     @cached_property
     def _special_names(self) -> re.Pattern[str] | None:
@@ -253,11 +287,6 @@ class PromptTokenizer:
     def vocabulary_size(self) -> int:
         """Returns the number of rows that an embedding needs for every token: the largest id plus 1."""
         return max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-
-    def spans(self, text: str) -> list[tuple[int, int]]:
-        """Returns where each token of a plain text begins and ends in it, in characters."""
-        offsets: list[tuple[int, int]] = _encoded(self._tokenizer, text).offsets
-        return offsets
 
     def decode(self, ids: Sequence[int]) -> str:
         """Returns the text of response tokens with their special tokens.
@@ -288,6 +317,17 @@ class PromptTokenizer:
                 "eos_token_id in generation_config.json."
             )
         return sorted(found)
+
+
+def vocabulary_problem(model_folder: Path, tokenizer: PromptTokenizer) -> str:
+    """Returns what is wrong if the tokenizer has ids for which the folder's weights have no row, else nothing."""
+    rows = language_values(read_hf_config(model_folder)).get("vocab_size")
+    if not isinstance(rows, int) or tokenizer.vocabulary_size <= rows:
+        return ""
+    return (
+        f"model.path={model_folder}: its tokenizer has token ids up to {tokenizer.vocabulary_size - 1}, its weights "
+        f"only {rows} rows (vocab_size in config.json). Give the tokenizer that belongs to these weights."
+    )
 
 
 def load_tokenizer(model_folder: Path) -> Tokenizer:
@@ -396,6 +436,59 @@ def _without_sources(message: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**message, "content": [part if part["type"] == "text" else {"type": part["type"]} for part in content]}
 
 
+def _with_arguments(message: Mapping[str, Any], *, as_text: bool) -> Mapping[str, Any]:
+    """Returns a message whose calls of tools have JSON text as their arguments, or an object where the text is one."""
+    calls = message.get("tool_calls")
+    if not calls or not isinstance(calls, list | tuple):
+        return message
+    return {**message, "tool_calls": [_call_with_arguments(one, as_text=as_text) for one in calls]}
+
+
+def _call_with_arguments(call: Any, *, as_text: bool) -> Any:
+    if not isinstance(call, Mapping):
+        return call
+    if isinstance(function := call.get("function"), Mapping):
+        return {**call, "function": _call_with_arguments(function, as_text=as_text)}
+    given = call.get("arguments")
+    if as_text and isinstance(given, Mapping):
+        return {**call, "arguments": json.dumps(given, ensure_ascii=False)}
+    if not as_text and isinstance(given, str):
+        try:
+            read = clean_value(json.loads(given)) if given.strip() else {}
+        except (ValueError, RecursionError):
+            return call
+        return {**call, "arguments": read} if isinstance(read, dict) else call
+    return call
+
+
+def _marked_end(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a message with a mark behind its text. Raises ValueError for one that does not end with text."""
+    content = message["content"]
+    if isinstance(content, str) and content.strip() and not message.get("tool_calls"):
+        return {**message, "content": content + _GOES_ON}
+    last = content[-1] if isinstance(content, list) and content else {}
+    if last.get("type") != "text" or not last["text"].strip() or message.get("tool_calls"):
+        raise ValueError("the last message does not end with text, so no answer can continue it")
+    return {**message, "content": [*content[:-1], {**last, "text": last["text"] + _GOES_ON}]}
+
+
+def _closes_thinking(message: Mapping[str, Any], shown: str) -> bool:
+    """Returns whether a text has an end of thinking that a message lacks which begins to think."""
+    content = message["content"]
+    text = content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+    return "<think>" in text and "</think>" not in text and "</think>" in shown
+
+
+def reads_clock(model_folder: Path) -> bool:
+    """Returns whether a chat template of the folder reads the clock. Raises ValueError for a folder without any."""
+    return any("strftime_now" in one for one in _chat_templates(model_folder, _read_json(model_folder / _SETTINGS)))
+
+
+def utc_date() -> str:
+    """Returns the current day in UTC, such as 2026-11-28."""
+    return datetime.now(UTC).date().isoformat()
+
+
 def token_difference(one: Path, other: Path) -> str | None:
     """Returns why token ids of two model folders do not mean the same; None if they do."""
     vocabularies = [load_tokenizer(folder).get_vocab(with_added_tokens=True) for folder in (one, other)]
@@ -422,21 +515,32 @@ def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def _chat_template(model_folder: Path, settings: Mapping[str, Any]) -> str:
-    """Returns the content of chat_template.jinja, else the entry in tokenizer_config.json or chat_template.json."""
-    file = model_folder / "chat_template.jinja"
+def _chat_templates(model_folder: Path, settings: Mapping[str, Any]) -> tuple[str, str]:
+    """Returns the chat template, and the one for conversations with tools, which most folders do not have apart.
+
+    They are chat_template.jinja and `_TOOL_TEMPLATE`, else in the entry of tokenizer_config.json or chat_template.json.
+    """
+    file, tool_file = model_folder / "chat_template.jinja", model_folder / _TOOL_TEMPLATE
+    template: Any = None
     if file.exists():
-        return read_regular(file, most_bytes=_MOST_TEMPLATE_BYTES).decode()
-    template = settings.get("chat_template") or _read_json(model_folder / "chat_template.json").get("chat_template")
+        template = read_regular(file, most_bytes=_MOST_TEMPLATE_BYTES).decode()
+    else:
+        template = settings.get("chat_template") or _read_json(model_folder / "chat_template.json").get("chat_template")
+    for_tools: Any = None
     if isinstance(template, list):
         named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        template = named.get("default")
+        template, for_tools = named.get("default"), named.get("tool_use")
+    if tool_file.exists():
+        for_tools = read_regular(tool_file, most_bytes=_MOST_TEMPLATE_BYTES).decode()
     if not isinstance(template, str) or len(template) > _MOST_TEMPLATE_BYTES:
         raise ValueError(
             f"model folder {model_folder} has no chat template: put one into chat_template.jinja. "
             "A base model has none; use its instruction-tuned sibling."
         )
-    return template
+    for_tools = template if for_tools is None else for_tools
+    if not isinstance(for_tools, str) or len(for_tools) > _MOST_TEMPLATE_BYTES:
+        raise ValueError(f"model folder {model_folder}: its chat template tool_use is not text. Remove it.")
+    return template, for_tools
 
 
 def _check_arguments(arguments: Mapping[str, Any], template: str, model_folder: Path) -> None:
@@ -445,7 +549,7 @@ def _check_arguments(arguments: Mapping[str, Any], template: str, model_folder: 
         return
     from jinja2 import meta
 
-    environment = _environment()
+    environment = _environment(datetime.min)
     known = {*_OWN_VARIABLES, *_SPECIAL_TOKEN_KEYS, *environment.globals}
     read = meta.find_undeclared_variables(environment.parse(template)) - known
     for name in arguments:
@@ -455,18 +559,21 @@ def _check_arguments(arguments: Mapping[str, Any], template: str, model_folder: 
             raise ValueError(f"model folder {model_folder}: {problem}")
 
 
-def _compile(template: str, *, what: str) -> jinja2.Template:
+def _compile(template: str, *, what: str, clock: datetime) -> jinja2.Template:
     """Compiles a template. Raises ValueError, which begins with ``what``, if it does not parse."""
     from jinja2 import TemplateSyntaxError
 
     try:
-        return _environment().from_string(template)
+        return _environment(clock).from_string(template)
     except TemplateSyntaxError as error:
         raise ValueError(f"{what}: its chat template does not parse: line {error.lineno}: {error.message}.") from error
 
 
-def _environment() -> jinja2.Environment:
-    """Returns a jinja2 environment with the sandbox, filters and globals that transformers gives a chat template."""
+def _environment(clock: datetime) -> jinja2.Environment:
+    """Returns a jinja2 environment with the sandbox, filters and globals that transformers gives a chat template.
+
+    ``clock`` is the time that a template reads.
+    """
     from jinja2 import TemplateError, ext, nodes
     from jinja2.parser import Parser
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -497,5 +604,5 @@ def _environment() -> jinja2.Environment:
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=list(extensions))
     environment.filters["tojson"] = tojson
     environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    environment.globals["strftime_now"] = clock.strftime
     return environment

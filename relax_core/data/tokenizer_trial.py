@@ -13,13 +13,14 @@ from typing import Any
 import msgspec
 
 from relax_core.data.killable.killable_process import KillableProcess, WorkerLost
+from relax_core.data.tokenizer import TEMPLATE_FILES
 from relax_core.families.hf_config import CONFIG_FILE
 
 MEMORY_GIB = 2.0
 LOAD_S, RENDER_S = 30.0, 2.0  # of computing; the largest tokenizers take 2 s, and templates some milliseconds
 _WALL = 10.0  # times the seconds of computing, on a machine that does other work
 _MAIN = "relax_core.data.tokenizer_trial_main"
-_FILES = (CONFIG_FILE, "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json")
+_FILES = (CONFIG_FILE, "tokenizer.json", *TEMPLATE_FILES)
 _passed: set[tuple[Any, ...]] = set()  # the states of folders that this process has tried
 
 

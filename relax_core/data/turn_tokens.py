@@ -32,7 +32,9 @@ class TurnTokens:
         self, tokenizer: PromptTokenizer, opening: Messages, *, tools: Sequence[Mapping[str, Any]] | None = None
     ) -> None:
         self._tokenizer = tokenizer
-        self._opening = [tokenizer.hidden(one) for one in opening]
+        # An answer stands behind the opening, and takes the place of a message that the model continued.
+        asked = opening[:-1] if opening and opening[-1]["role"] == "assistant" else opening
+        self._opening = [tokenizer.hidden(one) for one in asked]
         self._tools = None if tools is None else [tokenizer.hidden(one) for one in tools]
         self._shown: set[tuple[Any, ...]] = set()  # roles and kinds of parts whose texts the template shows
         # The form of calls that the template takes (`_calling`), for one result of a tool and for several.
@@ -137,6 +139,25 @@ class TurnTokens:
         if not found or _ANSWER in behind or not behind:
             raise _not_shown("assistant")
         return behind
+
+
+def unstopped_end(tokenizer: PromptTokenizer, stop: Sequence[str]) -> str:
+    """Returns what the template writes behind an answer, if neither a stop token nor a string of ``stop`` is in it.
+
+    It is empty if one is, and for a template that does not take such a conversation.
+    """
+    asked, answer = {"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": _ANSWER}
+    ends = [*map(tokenizer.token_text, tokenizer.stop_token_ids), *stop]
+    found = ""
+    for messages, opens_answer in (([asked, answer, asked], True), ([asked, answer], False)):
+        try:
+            behind = tokenizer.render(messages, opens_answer=opens_answer).partition(_ANSWER)[2]
+        except ValueError:  # such a template is refused where it is used
+            return ""
+        if any(end in behind for end in ends):
+            return ""
+        found = behind
+    return found
 
 
 def _not_shown(role: str) -> ValueError:

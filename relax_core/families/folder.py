@@ -20,7 +20,8 @@ from relax_core.families.table import read_architecture
 from relax_core.families.vision.tower_settings import read_tower
 from relax_core.registry import find_family, names
 
-WEIGHT_INDEX = "model.safetensors.index.json"
+WEIGHT_INDEX, WHOLE_WEIGHTS = "model.safetensors.index.json", "model.safetensors"
+ADAPTER_FILE = "adapter_config.json"  # of the weights of a LoRA adapter
 # Folders of these model_types resemble one that is read.
 _REFUSED = {
     "qwen2_5_omni": "Qwen2.5-Omni has other towers and other positions, which Relax does not compute. Use a folder of "
@@ -169,7 +170,7 @@ def weight_files(model_folder: Path) -> list[Path]:
             raise ValueError(f"{index} cannot be read: {error}. Fetch it again.") from error
         found = sorted(model_folder / name for name in set(names))
     else:
-        whole = model_folder / "model.safetensors"
+        whole = model_folder / WHOLE_WEIGHTS
         found = [whole] if whole.exists() else sorted(model_folder.glob("*.safetensors"))
     for path in found:
         if path.exists():  # the reader of a missing one names it

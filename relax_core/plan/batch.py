@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 from typing import cast
 
 from relax_core.config.checks.freeze_keys import frozen_parts
+from relax_core.config.checks.model_folder import media_token_ids, unsampled_token_ids
 from relax_core.config.choices import AUDIO, PROJECTOR, VISION, ModeName, Surplus
 from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.env import EnvSpec, InteractionConfig, IsolatedConfig, TurnsConfig
+from relax_core.data.tokenizer import reads_clock, utc_date
 from relax_core.plan.memory.memory_terms import MIB
 from relax_core.plan.memory.trainer_share import patches_of_micro_batch
 from relax_core.plan.model.dimensions import ModelDimensions
@@ -114,9 +118,27 @@ def tower_share(config: RelaxConfig, work: Workload, model: ModelDimensions) -> 
 
 
 def context_words(config: RelaxConfig, work: Workload) -> list[str]:
-    """Returns how many tokens one sample may have, prompt and response together."""
+    """Returns how many tokens one sample may have, which are never sampled, and the date in its prompt."""
     context, new = config.engine.context_tokens, config.rollout.max_new_tokens
-    return [f"engine.context_length={context} tokens a sample: {context - new} for the prompt, {new} for the response."]
+    words = [
+        f"engine.context_length={context} tokens a sample: {context - new} for the prompt, {new} for the response."
+    ]
+    if config.model.path is not None:
+        with suppress(ValueError, OSError):  # the checks of the folder report what is wrong with it
+            words += _folder_words(config, Path(config.model.path))
+    return words
+
+
+def _folder_words(config: RelaxConfig, folder: Path) -> Iterator[str]:
+    banned, textless = set(config.rollout.banned()), set(unsampled_token_ids(folder)) - set(media_token_ids(folder))
+    if banned or textless:
+        yield (
+            f"rollout.banned_token_ids has {plural(len(banned), 'token')}, which are never sampled. The tokenizer has "
+            f"no text for {len(textless)} token ids of the model, and {len(banned & textless)} of them are banned."
+        )
+    if reads_clock(folder):
+        date = config.data.template_date or f"{utc_date()}, the day of the start in UTC"
+        yield f"data.template_date: the chat template writes a date, which is {date}."
 
 
 def episode_words(config: RelaxConfig, work: Workload) -> list[str]:

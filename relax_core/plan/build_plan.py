@@ -18,6 +18,7 @@ from relax_core.plan.batch import batch_words, context_words, credit_words, epis
 from relax_core.plan.data.context_length import planned_context
 from relax_core.plan.data.data_check import DataLook, look_at_data
 from relax_core.plan.data.epochs import epoch_words
+from relax_core.plan.data.prompt_maker import stop_words
 from relax_core.plan.encode_placement import EncodeNode, encode_nodes
 from relax_core.plan.engine_room import engine_room, room_words
 from relax_core.plan.gpu_placement import Place, gpus_of, place, placement_faults
@@ -136,7 +137,13 @@ def make_plan(config: RelaxConfig, not_yet: Sequence[str] = ()) -> Plan:
         data=[] if look is None else look.words(what=config.data.name),
         left_out=[] if look is None else look.left_out(),
         unread=list(unused_keys(config)),
-        warnings=[*([UNSEEN] if on_gpus else []), *_order_words(config), *_encode_faults(encoding), *of_host],
+        warnings=[
+            *([UNSEEN] if on_gpus else []),
+            *_order_words(config),
+            *stop_words(config),
+            *_encode_faults(encoding),
+            *of_host,
+        ],
         not_yet=list(not_yet),
         refused=refused,
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from relax_core.config.checks.modality_keys import MODELS_THAT
-from relax_core.config.choices import Overlong
+from relax_core.config.choices import LastAssistant, Overlong
 from relax_core.contracts.data import TOO_LONG, BadRow, DataRow
 from relax_core.contracts.engine import EngineError, Generated, PromptRequest
 from relax_core.contracts.env import EnvSpec, Message, media_sources
@@ -38,6 +38,8 @@ class Prompt:
 class PromptMaker:
     """Makes prompts of at most ``max_prompt_tokens`` tokens; ``overlong`` says what happens to longer ones.
 
+    With ``last_assistant`` "continue" the model continues the assistant's message with which a prompt ends; without it
+    such a prompt is refused.
     ``items`` encodes media; without it, rows that have some cannot be used. A prompt has at most
     ``prompt_items`` of them. ``item_rows`` says how many rows one has at most, for `tokens`, which encodes none.
     """
@@ -50,6 +52,7 @@ class PromptMaker:
         tokenizer: PromptTokenizer,
         max_prompt_tokens: int,
         overlong: Overlong = Overlong.drop,
+        last_assistant: LastAssistant | None = None,
         items: ItemCache | None = None,
         prompt_items: int = DEFAULT_PROMPT_ITEMS,
         item_rows: Callable[[MediaSource], int] | None = None,
@@ -58,7 +61,7 @@ class PromptMaker:
         self._env = env
         self._config = env_config
         self.max_prompt_tokens = max_prompt_tokens
-        self._overlong = overlong
+        self._overlong, self._last_assistant = overlong, last_assistant
         self.items = items
         self._prompt_items = prompt_items
         self._item_rows = item_rows
@@ -118,7 +121,8 @@ class PromptMaker:
         Raises ValueError for a conversation that the chat template does not take, and `TextTooLong` if it is certain to
         have more than ``most_tokens`` tokens.
         """
-        shown = self.tokenizer.encode(messages, tools=tools, plain=True, most_tokens=most_tokens)
+        goes_on = messages[-1]["role"] == "assistant" and self._last_assistant is LastAssistant["continue"]
+        shown = self.tokenizer.encode(messages, tools=tools, goes_on=goes_on, most_tokens=most_tokens)
         ids, media = self.tokenizer.place_items(shown, items)
         return Prompt(token_ids=ids, media=media)
 
@@ -265,7 +269,10 @@ class PromptMaker:
         """Returns the prompt. Raises `TextTooLong` for more than ``most_tokens``, None for those of a prompt."""
         most = self.max_prompt_tokens if most_tokens is None else most_tokens
         try:
-            ids = self.tokenizer.encode(messages, tools=tools, plain=self._env.has_turns, most_tokens=most)
+            goes_on = messages[-1]["role"] == "assistant"
+            if goes_on and self._last_assistant is not LastAssistant["continue"]:
+                raise ValueError("it ends with a message of the assistant; data.last_assistant=continue continues it")
+            ids = self.tokenizer.encode(messages, tools=tools, goes_on=goes_on, most_tokens=most)
         except TextTooLong:
             raise
         except ValueError as error:
@@ -299,7 +306,7 @@ class PromptMaker:
         if len(text) > window:  # most of it is left out in any case, and is not tokenised
             head = window // 2 if self._overlong is Overlong.truncate_middle else 0
             text, excess = text[:head] + text[head - window :], 0
-        spans = self.tokenizer.spans(text)
+        spans = self.tokenizer.plain_spans(text)
         kept = len(spans) - excess
         while kept > 0:
             shorter = _with_text(messages, message, part, shortened(text, spans, kept=kept, how=self._overlong))

@@ -1,6 +1,7 @@
-"""`relax check-model FOLDER` says whether the trainer can load a Hugging Face folder.
+"""`relax check-model FOLDER` says whether a run can use a Hugging Face folder.
 
-It reads config.json and the headers of the weight files but no tensor, so it takes seconds for a model of any size.
+It reads config.json, the tokenizer, the chat template and the headers of the weight files but no tensor, so it takes
+seconds for a model of any size.
 Nothing needs conversion: a run reads the folder itself, each rank its own slices.
 """
 
@@ -12,7 +13,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from relax_core.config.checks.model_folder import file_problems
 from relax_core.config.options import yaml_options
+from relax_core.data.tokenizer import PromptTokenizer, vocabulary_problem
+from relax_core.data.tokenizer_trial import try_tokenizer
 from relax_core.families.folder import family_key, folder_architecture
 from relax_core.observe.terminal.standard_streams import unread_streams
 from relax_core.train.hf.check_weights import weight_problems
@@ -28,11 +32,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--family", help="a model family, by name or file, beside those that are known by name")
     words = parser.parse_args(arguments)
     folder = words.folder
-    try:
-        architecture = folder_architecture(folder, also=words.family)
-        problems = weight_problems(folder, architecture)
-    except ValueError as error:
-        problems = [str(error)]
+    problems = list(file_problems(folder, key="model.path"))
+    if not problems:
+        try:
+            architecture = folder_architecture(folder, also=words.family)
+            problems = weight_problems(folder, architecture) + _tokenizer_problems(folder)
+        except ValueError as error:
+            problems = [str(error)]
     for problem in problems[:SHOWN]:
         print(f"relax: {problem}", file=sys.stderr)
     if problems:
@@ -46,6 +52,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     model = f"model={key}" if key in yaml_options("model") else f"model=folder model.family={key}"
     print(f"{folder}: {len(stored):,} weights, {parameters:,} parameters; {model} trains it.")
     return 0
+
+
+def _tokenizer_problems(folder: Path) -> list[str]:
+    try:
+        try_tokenizer(folder)
+        problem = vocabulary_problem(folder, PromptTokenizer(folder))
+    except ValueError as error:
+        problem = f"model.path: {error}"
+    return [problem] if problem else []
 
 
 if __name__ == "__main__":

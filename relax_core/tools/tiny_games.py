@@ -82,7 +82,7 @@ async def _game(
     game = env.open(EpisodeStart(row=row, group_seed=0, episode_seed=0), config)
     opening = list(await _awaited(game.format_observation(await _awaited(game.reset()))))
     between = TurnTokens(tokenizer, opening, tools=tools or None)
-    ids = tokenizer.encode(opening, tools=tools or None, plain=True)
+    ids = tokenizer.encode(opening, tools=tools or None)
     trained, texts = [False] * len(ids), [str(opening[-1]["content"])]
     while True:
         texts.append(PLAYERS[config.name](rng, texts))

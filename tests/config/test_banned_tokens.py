@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -12,7 +14,9 @@ from relax_core.config.checks.model_folder import media_token_ids
 from relax_core.config.compose import config_from_yaml, load_config
 from relax_core.config.errors import ConfigError
 from relax_core.config.saved import to_whole_yaml, to_yaml
+from relax_core.config.schema import RelaxConfig
 from relax_core.families.tiny_configs import tiny_config
+from relax_core.plan.batch import context_words
 from relax_core.preflight import CHECKS, banned_token_problems
 
 
@@ -20,7 +24,8 @@ from relax_core.preflight import CHECKS, banned_token_problems
 def with_media(model_folder: Path) -> list[str]:
     """A model whose tokenizer and config.json name media tokens."""
     added = [{"id": 7, "content": "<|image_pad|>"}, {"id": 5, "content": "<|im_end|>"}]
-    (model_folder / "tokenizer.json").write_text(json.dumps({"added_tokens": added, "model": {"vocab": {"a": 1}}}))
+    vocabulary = {f"word {number}": number for number in range(100) if number not in (5, 7)}
+    (model_folder / "tokenizer.json").write_text(json.dumps({"added_tokens": added, "model": {"vocab": vocabulary}}))
     config = json.loads((model_folder / "config.json").read_text())
     (model_folder / "config.json").write_text(json.dumps(config | {"video_token_id": 9}))
     return ["model=qwen3", f"model.path={model_folder}", "model.task=reverse_digits"]
@@ -85,3 +90,35 @@ def test_a_folder_that_does_not_tell_its_media_tokens_is_refused(
     (problem,) = banned_token_problems(load_config(with_media))
     assert "its media tokens are not known (" in problem and problem.endswith("Write tokenizer.json anew.")
     assert list(banned_token_problems(load_config([*with_media, "rollout.banned_token_ids=[]"]))) == []
+
+
+@pytest.mark.parametrize("as_list", [False, True])
+def test_ids_for_which_the_tokenizer_has_no_text_are_banned(
+    with_media: list[str], model_folder: Path, as_list: bool
+) -> None:
+    """Of 100 rows the tokenizer lacks those at the end, and with a mapping some inside."""
+    added = [{"id": 7, "content": "<|image_pad|>"}, {"id": 90, "content": "<|im_end|>"}]
+    vocabulary: Any = {f"word {number}": number for number in range(90) if number not in (7, 30, 31)}
+    if as_list:
+        vocabulary = [[f"word {number}", -1.0] for number in range(90)]
+    (model_folder / "tokenizer.json").write_text(json.dumps({"added_tokens": added, "model": {"vocab": vocabulary}}))
+    holes = [] if as_list else [30, 31]
+    config = load_config(with_media, checks=CHECKS)
+    assert config.rollout.banned_token_ids == [7, 9, *holes, *range(91, 100)]
+    textless = len(holes) + 9
+    (line,) = [one for one in context_words(settled(config), None) if "banned_token_ids" in one]  # type: ignore[arg-type]
+    assert f"has {textless + 2} tokens" in line and f"no text for {textless} token ids" in line
+    own = settled(load_config([*with_media, "rollout.banned_token_ids=[30]"]))
+    (line,) = [one for one in context_words(own, None) if "banned_token_ids" in one]  # type: ignore[arg-type]
+    assert "has 1 token," in line and f"no text for {textless} token ids of the model, and {len(holes[:1])} of" in line
+
+
+def settled(config: RelaxConfig) -> RelaxConfig:
+    return dataclasses.replace(config, engine=dataclasses.replace(config.engine, context_length=64))
+
+
+def test_a_tokenizer_that_lacks_most_ids_is_refused(with_media: list[str], model_folder: Path) -> None:
+    config = json.loads((model_folder / "config.json").read_text())
+    (model_folder / "config.json").write_text(json.dumps(config | {"vocab_size": 151_936}))
+    (problem,) = banned_token_problems(load_config(with_media))
+    assert "more than 16384" in problem and "tokenizer that belongs to the weights" in problem

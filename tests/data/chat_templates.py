@@ -222,3 +222,13 @@ def write_folder(folder: Path, family: Family) -> Path:
     stops = [core.token_to_id(stop) for stop in family.stops]
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": stops}), encoding="utf-8")
     return folder
+
+
+def write_two_words(folder: Path) -> Path:
+    """Writes a tokenizer with two tokens and a chat template into a folder, for tests that need no more of them."""
+    from tokenizers import Tokenizer, models
+
+    Tokenizer(models.WordLevel({"a": 0, "</s>": 1}, unk_token="a")).save(str(folder / "tokenizer.json"))
+    settings = {"eos_token": "</s>", "chat_template": "{% for m in messages %}{{ m.content }}</s>{% endfor %}"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder

@@ -20,7 +20,7 @@ CONVERSATIONS = [
     [
         {"role": "user", "content": "a"},
         {"role": "assistant", "content": "b"},
-        {"role": "user", "content": "c <s> [INST] <|eot_id|>"},
+        {"role": "user", "content": "c < s> [ INST] <| eot_id|>"},
     ],
 ]
 LLAMA_SPECIAL = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +28,7 @@ from relax_core.tools import check_model, export
 from relax_core.tools.tiny_tokenizer import write_prompt_tokenizer
 from relax_core.train.checkpoints.checkpoint_store import CheckpointStore
 from relax_core.train.hf.hf_export import export_hf_folder
+from tests.data.chat_templates import write_two_words
 from tests.train.tiny_trainer import dp_groups, make_backend, train_step
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -165,9 +167,9 @@ def test_a_teacher_may_be_of_it(seed_oss: tuple[Path, Any]) -> None:
 
 
 def test_checking_a_folder_names_the_words_that_train_it(
-    seed_oss: tuple[Path, Any], capsys: pytest.CaptureFixture[str]
+    seed_oss: tuple[Path, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder, _ = seed_oss
+    folder = write_two_words(shutil.copytree(seed_oss[0], tmp_path / "model"))
     assert check_model.main([str(folder)]) == 2
     assert "For one of your own: model.family=/path/my_family.py" in capsys.readouterr().err
     assert check_model.main([str(folder), "--family", str(FILE)]) == 0

@@ -3,14 +3,17 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 import yaml
 
-from launchers.local import make_run_folder, save_config
+from launchers.local import launch, make_run_folder, save_config
 from relax_core.config.compose import load_config
 from relax_core.config.schema import RelaxConfig
+from relax_core.control.run.resume import ResumePoint
+from relax_core.data.tokenizer import utc_date
 
 BY_TIME = "${now:%Y}"
 
@@ -99,3 +102,19 @@ def test_config_of_a_resumed_run_keeps_the_earlier_one(tmp_path: Path) -> None:
     save_config(replace(config, seed=9), tmp_path)
     assert (tmp_path / "config.1.yaml").read_text() == first
     assert yaml.safe_load((tmp_path / "config.yaml").read_text())["seed"] == 9
+
+
+@pytest.mark.parametrize("saved", [None, "2026-01-02"])
+def test_the_run_has_the_date_of_its_first_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved: str | None
+) -> None:
+    config, seen = config_for(tmp_path / "run", resume="auto"), []
+    point = None if saved is None else ResumePoint(folder=tmp_path, step=1, snapshot=b"", template_date=saved)
+    monkeypatch.setattr("relax_core.control.run.resume.find_resume_point", lambda config: point)
+    monkeypatch.setattr(
+        "relax_core.control.supervision.supervisor.supervise", lambda config, resume, run: seen.append(config) or 0
+    )
+    before = datetime.now(UTC).date().isoformat()
+    assert launch(config) == 0
+    found = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["data"]["template_date"]
+    assert found == seen[0].data.template_date and found in ((saved,) if saved else (before, utc_date()))

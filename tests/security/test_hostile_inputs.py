@@ -542,17 +542,16 @@ def test_a_prompt_of_15_mb_is_not_tokenised(overlong: Overlong) -> None:
 def test_a_text_that_may_fit_is_tokenised_without_the_lock_of_the_interpreter() -> None:
     tokenizer = tiny_prompt_tokenizer()
     with watched() as gaps:
-        count = len(tokenizer.encode([{"role": "user", "content": "1" * 400_000}], plain=True))
+        count = len(tokenizer.encode([{"role": "user", "content": "1" * 400_000}]))
     assert count > 400_000 and gaps[0] < 0.5
     with pytest.raises(TextTooLong) as error:
-        tokenizer.encode([{"role": "user", "content": "1" * 400_000}], plain=True, most_tokens=1000)
+        tokenizer.encode([{"role": "user", "content": "1" * 400_000}], most_tokens=1000)
     assert error.value.tokens > 1000
 
 
 def test_halves_of_pairs_are_tokens_like_any_unknown_character() -> None:
     tokenizer = tiny_prompt_tokenizer()
-    for plain in (True, False):
-        assert len(tokenizer.encode([{"role": "user", "content": "1\ud8001"}], plain=plain)) > 3
+    assert len(tokenizer.encode([{"role": "user", "content": "1\ud8001"}])) > 3
     assert len(tokenizer.plain_spans("1\ud8001")) == 3
 
 

@@ -128,7 +128,7 @@ def test_requests_of_a_session_are_served_in_their_order(tokenizer: PromptTokeni
 def test_a_message_with_the_mark_of_an_answer_is_a_turn_like_any_other(tokenizer: PromptTokenizer) -> None:
     opening = [{"role": "user", "content": "RelaxTextGoesHereAnswerMark"}]
     between = TurnTokens(tokenizer, opening)
-    prompt = tokenizer.encode(opening, plain=True)
+    prompt = tokenizer.encode(opening)
     sampled = [*tokenizer.encode_plain("ok"), tokenizer.stop_token_ids[0]]
     message = {"role": "user", "content": "again RelaxTextGoesHereAnswerMark RelaxTextGoesHere0Mark"}
     ids, _ = between.next_prompt(prompt, sampled, [message])

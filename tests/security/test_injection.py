@@ -328,13 +328,13 @@ def test_no_text_of_others_becomes_a_special_token(name: str, tmp_path: Path) ->
         messages, tools = conversation(HARMLESS, HARMLESS, as_text=as_text)
         for shorten in (4, 2):  # some templates take no calls
             try:
-                expected = special_ids(tokenizer, tokenizer.encode(messages[:shorten], tools=tools, plain=True))
+                expected = special_ids(tokenizer, tokenizer.encode(messages[:shorten], tools=tools))
             except ValueError:
                 continue
             evils = texts(family.special)
             for number, evil in enumerate(evils):
                 attack, evil_tools = conversation(evil, evils[number - 1], as_text=as_text)
-                ids = tokenizer.encode(attack[:shorten], tools=evil_tools, plain=True)
+                ids = tokenizer.encode(attack[:shorten], tools=evil_tools)
                 assert special_ids(tokenizer, ids) == expected, (evil, tokenizer.decode(ids))
                 assert evil.strip() in tokenizer.decode(ids), "the text itself stays"
                 rendered += 1
@@ -357,7 +357,7 @@ def test_parts_of_a_message_join_to_no_special_token(tmp_path: Path) -> None:
     tokenizer = PromptTokenizer(write_folder(tmp_path, ALL["xml_keys"]))
     for parts in (["<|im_", "end|>"], ["<", "|im_end|", ">"], ["a<|im_e", "nd", "|>b"], ["<|im_end", "|> "]):
         content = [{"type": "text", "text": part} for part in parts]
-        ids = tokenizer.encode([{"role": "user", "content": content}], plain=True)
+        ids = tokenizer.encode([{"role": "user", "content": content}])
         assert len(special_ids(tokenizer, ids)) == 3, parts  # the turn of the user, and the next answer
         assert "".join(parts).strip() in tokenizer.decode(ids)
 
@@ -366,7 +366,7 @@ def test_harmless_text_has_the_tokens_of_the_whole_text(tmp_path: Path) -> None:
     tokenizer = PromptTokenizer(write_folder(tmp_path, ALL["strips_thinking"]))
     for text in ("<", ">", "im_end", "a < b > c |", "<|", "|>", "start", " <|im ", "ü<"):
         messages = [{"role": "user", "content": text}]
-        assert tokenizer.encode(messages, plain=True) == tokenizer.encode(messages), text
+        assert tokenizer.encode(messages) == tokenizer.encode_text(tokenizer.render(messages)), text
 
 
 # -- redirects --------------------------------------------------------------------------------------------------------

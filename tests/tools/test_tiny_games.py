@@ -38,7 +38,7 @@ def test_a_game_has_the_tokens_of_the_whole_conversation() -> None:
             {"role": role, "content": text.strip("\n").removesuffix(END)}
             for role, text in zip(parts[::2], parts[1::2], strict=True)
         ]
-        assert tokenizer.encode(conversation, plain=True)[: len(ids)] == ids
+        assert tokenizer.encode(conversation)[: len(ids)] == ids
         said = [one["content"] for one in conversation if one["role"] == "assistant"]
         assert answers(tokenizer, ids, trained) == said and 1 <= len(said) <= 3
 

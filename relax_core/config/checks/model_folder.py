@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -35,10 +36,17 @@ class _AddedToken(msgspec.Struct):
     content: str
 
 
+class _Vocabulary(msgspec.Struct, frozen=True):
+    """Maps each text to its id, or has the texts in the order of their ids."""
+
+    vocab: dict[str, int] | list[Any] = {}
+
+
 class _TokenizerFile(msgspec.Struct):
     """Skips everything else in tokenizer.json, which may have 10 MB."""
 
     added_tokens: list[_AddedToken] = []
+    model: _Vocabulary = _Vocabulary()
 
 
 def media_token_ids(folder: Path) -> list[int]:
@@ -46,12 +54,35 @@ def media_token_ids(folder: Path) -> list[int]:
 
     Raises ValueError for a file with unexpected content, and OSError for a file that cannot be read.
     """
+    return _media_ids(folder, _tokenizer_file(folder))
+
+
+def unsampled_token_ids(folder: Path) -> list[int]:
+    """Returns the sorted ids that no response may contain by default: `media_token_ids`, and ids without a text.
+
+    The latter are rows of the embedding, by vocab_size in config.json, for which the tokenizer has no token. Raises as
+    `media_token_ids` does.
+    """
+    tokenizer = _tokenizer_file(folder)
+    media, rows = _media_ids(folder, tokenizer), language_values(read_hf_config(folder)).get("vocab_size")
+    vocabulary = tokenizer.model.vocab
+    if not vocabulary or not isinstance(rows, int):  # other checks refuse such a folder
+        return media
+    known = set(range(len(vocabulary)) if isinstance(vocabulary, list) else vocabulary.values())
+    known.update(token.id for token in tokenizer.added_tokens)
+    return sorted({*media, *(set(range(rows)) - known)})
+
+
+def _tokenizer_file(folder: Path) -> _TokenizerFile:
     file = folder / "tokenizer.json"
     try:
-        added = decode_json(read_regular(file, most_bytes=MOST_TOKENIZER_BYTES), _TokenizerFile).added_tokens
+        return decode_json(read_regular(file, most_bytes=MOST_TOKENIZER_BYTES), _TokenizerFile)
     except ValueError as error:
         raise ValueError(f"{file} is no tokenizer: {error}.") from error
-    found = {token.id for token in added if _MEDIA_TOKEN.fullmatch(token.content)}
+
+
+def _media_ids(folder: Path, tokenizer: _TokenizerFile) -> list[int]:
+    found = {token.id for token in tokenizer.added_tokens if _MEDIA_TOKEN.fullmatch(token.content)}
     return sorted(found | _media_ids_of(read_hf_config(folder)))
 
 
@@ -78,7 +109,7 @@ def family_of_run(config: RelaxConfig) -> Family | None:
 
 
 def set_banned_tokens(config: RelaxConfig) -> None:
-    """Sets the media tokens of the model's folder as banned tokens if the user named none.
+    """Sets the banned tokens of the model's folder (`unsampled_token_ids`) if the user named none.
 
     The value stays null for a folder that cannot be read, or that only another machine has.
     """
@@ -90,7 +121,7 @@ def set_banned_tokens(config: RelaxConfig) -> None:
         rollout.banned_token_ids = sorted(_media_ids_of(tiny_config(str(model.builtin)))) if known else []
     else:
         with suppress(ValueError, OSError):  # the checks of the folder report what is wrong with it
-            rollout.banned_token_ids = media_token_ids(Path(model.path))
+            rollout.banned_token_ids = unsampled_token_ids(Path(model.path))
 
 
 def model_problems(config: RelaxConfig) -> Iterator[str]:
@@ -121,7 +152,20 @@ def _option(folder: Path) -> str:
 
 
 def folder_problems(config: RelaxConfig, folder: Path, *, key: str) -> Iterator[str]:
-    """Returns what a Hugging Face folder lacks. ``key`` is the key of the configuration that names it."""
+    """Returns what a Hugging Face folder lacks for a run. ``key`` is the key of the configuration that names it."""
+    problems = list(file_problems(folder, key=key))
+    yield from problems
+    longest = None if problems else language_values(read_hf_config(folder)).get("max_position_embeddings")
+    context = config.engine.context_length
+    if isinstance(longest, int) and context is not None and context > longest:
+        yield (
+            f"engine.context_length={context} is more than the model's {longest} positions. "
+            f"Use engine.context_length={longest} or less ({key}={folder})."
+        )
+
+
+def file_problems(folder: Path, *, key: str) -> Iterator[str]:
+    """Returns which files a Hugging Face folder lacks. ``key`` is the key of the configuration that names it."""
     key = f"{key}={folder}"
     if not folder.exists():
         yield f"{key}: no such folder."
@@ -131,7 +175,7 @@ def folder_problems(config: RelaxConfig, folder: Path, *, key: str) -> Iterator[
         yield f"{key}: {what}. Give a Hugging Face model folder."
         return
     try:
-        values = read_hf_config(folder)
+        read_hf_config(folder)
     except ValueError as error:
         yield f"{key}: {error}"
         return
@@ -139,10 +183,3 @@ def folder_problems(config: RelaxConfig, folder: Path, *, key: str) -> Iterator[
         yield f"{key}: no *.safetensors in it. Weights are read from safetensors only."
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         yield f"{key}: no tokenizer in it ({_TOKENIZER_FILES[0]})."
-    longest = language_values(values).get("max_position_embeddings")
-    context = config.engine.context_length
-    if isinstance(longest, int) and context is not None and context > longest:
-        yield (
-            f"engine.context_length={context} is more than the model's {longest} positions. "
-            f"Use engine.context_length={longest} or less ({key})."
-        )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Callable, Iterable, Iterator
+from datetime import date
 from pathlib import Path
 
 from relax_core.config.checks.agent_keys import agent_file_problems, agent_problems
@@ -213,6 +214,8 @@ def _check_rollout(config: RelaxConfig) -> Iterator[str]:
 
 def _check_data(config: RelaxConfig) -> Iterator[str]:
     data = config.data
+    if data.template_date is not None and not _is_day(data.template_date):
+        yield f"data.template_date={data.template_date}: expected a day, such as 2026-11-28."
     if is_file_plugin(data.name) or data.name in names("data"):
         yield from _check_source(config)
     elif data.config:
@@ -228,6 +231,13 @@ def _check_data(config: RelaxConfig) -> Iterator[str]:
         yield f"data.path={data.path} with data.paths={data.paths}. Name all files in data.paths alone."
     elif config.rollout.max_new_tokens < 2:
         yield "rollout.max_new_tokens=1 holds the stop token alone. Use 8 or more."
+
+
+def _is_day(text: str) -> bool:
+    try:
+        return date.fromisoformat(text).isoformat() == text
+    except ValueError:
+        return False
 
 
 def _check_source(config: RelaxConfig) -> Iterator[str]:

@@ -128,7 +128,7 @@ def _context_problems(config: RelaxConfig, judge: JudgeConfig, prompt: JudgeProm
     """Yields a context that cannot hold the shortest prompt of a judge with its answer."""
     folder = _path(judge)
     context = judge_engine(config.engine, judge, positions=judge_positions(folder)).context_tokens
-    tokens = len(PromptTokenizer(folder).encode([{"role": "user", "content": prompt.fixed_text()}], plain=True))
+    tokens = len(PromptTokenizer(folder).encode([{"role": "user", "content": prompt.fixed_text()}]))
     if tokens + judge.max_new_tokens > context:
         yield (
             f"{key}: its prompt template alone has {tokens} tokens, and with {key}.max_new_tokens="

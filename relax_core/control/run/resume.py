@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -33,6 +34,7 @@ class ResumePoint:
 
     ``snapshot`` is the state of the bus in the checkpoint. ``notes`` are lines for the user, e.g. about settings that
     have changed. ``left`` says which newer checkpoints resume=auto skipped because they are not whole, and why.
+    ``template_date`` is data.template_date of the run, None for a run without it.
     """
 
     folder: Path
@@ -40,6 +42,7 @@ class ResumePoint:
     snapshot: bytes
     notes: tuple[str, ...] = ()
     left: tuple[str, ...] = ()
+    template_date: str | None = None
 
 
 def find_resume_point(config: RelaxConfig) -> ResumePoint | None:
@@ -70,6 +73,7 @@ def find_resume_point(config: RelaxConfig) -> ResumePoint | None:
         step=step,
         snapshot=(folder / BUS_SNAPSHOT).read_bytes(),
         notes=_compare(found, config, what=f"resume={folder}"),
+        template_date=_saved(found)["data"].get("template_date"),
         left=tuple(f"{one}; the run goes on from {folder.name}" for one in found.left),
     )
 
@@ -90,11 +94,12 @@ def _compare(found: WholeCheckpoint, config: RelaxConfig, *, what: str) -> tuple
     Raises ValueError if it is of another run. Data is compared by its content if the checkpoint records a digest of its
     own data.
     """
-    before, now = yaml.safe_load((found.folder / CONFIG).read_text(encoding="utf-8")), plain(config)
+    before, now = _saved(found), plain(config)
     digest, step = str(found.meta.run.get(DATA_DIGEST, "")), found.meta.step
     digest_now = data_digest(config.data) if digest else ""
     moved = DATA_LOCATION_KEYS if digest and digest_now == digest else ()
-    other = changes(before, now, keys=REFUSED, but=(*moved, *REPORTED_DATA_KEYS))
+    kept = () if config.data.template_date else ("data.template_date",)  # the run takes that of the checkpoint
+    other = changes(before, now, keys=REFUSED, but=(*moved, *kept, *REPORTED_DATA_KEYS))
     if other:
         raise ValueError(
             f"{what}: it was made by another run: {'; '.join(change.words() for change in other)}. "
@@ -111,6 +116,11 @@ def _compare(found: WholeCheckpoint, config: RelaxConfig, *, what: str) -> tuple
     if moved:
         reported += changes(before, now, keys=DATA_LOCATION_KEYS)
     return tuple(_note(change, step=step) for change in reported)
+
+
+def _saved(found: WholeCheckpoint) -> dict[str, Any]:
+    values: dict[str, Any] = yaml.safe_load((found.folder / CONFIG).read_text(encoding="utf-8"))
+    return values
 
 
 def _note(change: Change, *, step: int) -> str:

@@ -7,8 +7,7 @@ last; the prefix cache holds some groups of the longest episodes.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import cast
 
 from relax_core.config.choices import LauncherKind
@@ -16,7 +15,6 @@ from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.env import InteractionConfig
 from relax_core.data.eval_sets import asks_held_out, eval_sets
 from relax_core.data.sources import make_source
-from relax_core.families.hf_config import language_values, read_hf_config
 from relax_core.plan.data.data_check import keep_look, look_at_data
 from relax_core.plan.data.prompt_maker import positions, prompt_maker
 from relax_core.registry import PluginError, find_engine, find_env
@@ -72,14 +70,13 @@ def _settle_length(config: RelaxConfig, longest: Longest) -> tuple[RelaxConfig, 
         return _with_context(config, UNKNOWN_PROMPT), [told]
     if prompts is None:
         return _with_context(config, UNKNOWN_PROMPT), []
-    problems = list(_vocabulary_problems(config, prompts))
     if config.engine.context_length is not None:
-        return config, problems
+        return config, []
     try:
         tokens = longest(config, prompts)
     except (ValueError, OSError):  # the check of the data reports it
         tokens = 0
-    return _with_context(config, tokens or UNKNOWN_PROMPT), problems
+    return _with_context(config, tokens or UNKNOWN_PROMPT), []
 
 
 def _longest_asked(config: RelaxConfig, prompts: PromptMaker) -> int:
@@ -88,18 +85,6 @@ def _longest_asked(config: RelaxConfig, prompts: PromptMaker) -> int:
         source = make_source(config.data, seed=config.seed, eval_rows=config.eval.rows)
     sets = [prepare(one, prompts, most_bad=config.data.max_bad_rows) for one in eval_sets(config, source)]
     return max((len(row.input_ids) for one in sets for row in one.rows), default=0)
-
-
-def _vocabulary_problems(config: RelaxConfig, prompts: PromptMaker) -> Iterator[str]:
-    if config.model.path is None:
-        return
-    rows = language_values(read_hf_config(Path(config.model.path))).get("vocab_size")
-    size = prompts.tokenizer.vocabulary_size
-    if isinstance(rows, int) and size > rows:
-        yield (
-            f"model.path={config.model.path}: its tokenizer has token ids up to {size - 1}, its weights only {rows} "
-            "rows (vocab_size in config.json). Give the tokenizer that belongs to these weights."
-        )
 
 
 def _with_context(config: RelaxConfig, prompt_tokens: int) -> RelaxConfig:

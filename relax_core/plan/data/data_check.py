@@ -28,6 +28,7 @@ from relax_core.data.plugin_source import names_plugin
 from relax_core.data.prompt_forms import MessagesOfText
 from relax_core.data.shares import NAMED_ROWS, too_many_bad
 from relax_core.data.sources import make_source
+from relax_core.data.tokenizer import TEMPLATE_FILES
 from relax_core.families.hf_config import CONFIG_FILE
 from relax_core.plan.data.media_look import FIRST_ROWS, PromptMedia, summed_up
 from relax_core.plan.data.prompt_maker import ItemHeaders, positions, prompt_maker, prompt_room
@@ -364,7 +365,7 @@ def _key(config: RelaxConfig) -> str | None:
     if config.model.path is not None:
         folder = Path(config.model.path)
         files += [folder / name for name in (CONFIG_FILE, "tokenizer.json")]
-        files += [file for file in (folder / "tokenizer_config.json", folder / "chat_template.jinja") if file.exists()]
+        files += [file for file in (folder / name for name in TEMPLATE_FILES) if file.exists()]
     stats = []
     for file in files:
         if not file.is_file():

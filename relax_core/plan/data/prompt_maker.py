@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,9 +13,10 @@ from relax_core.config.checks.model_folder import folder_problems
 from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.media import MediaError, MediaKind, MediaSource
 from relax_core.data.generated import MEDIA_ROWS
-from relax_core.data.tokenizer import PromptTokenizer
+from relax_core.data.tokenizer import PromptTokenizer, vocabulary_problem
 from relax_core.data.tokenizer_trial import try_tokenizer
 from relax_core.data.tool_calls.tool_parsers import AUTO, tool_parser
+from relax_core.data.turn_tokens import unstopped_end
 from relax_core.families.architecture import AudioSettings, PatchSettings
 from relax_core.families.audio.audio_settings import EXTRACTOR_FILE, audio_tower_of
 from relax_core.families.folder import folder_architecture
@@ -70,6 +72,7 @@ def prompt_maker(config: RelaxConfig, *, headers: ItemHeaders | None = None) -> 
         tokenizer=tokenizer,
         max_prompt_tokens=prompt_room(config),
         overlong=config.data.overlong,
+        last_assistant=config.data.last_assistant,
         item_rows=(headers or ItemHeaders(config)).rows,
     )
 
@@ -190,6 +193,27 @@ def positions(config: RelaxConfig) -> int | None:
         return None
 
 
+def stop_words(config: RelaxConfig) -> Iterator[str]:
+    """Warns of a chat template of model.path that ends an answer with no token or string that stops one."""
+    try:
+        tokenizer = None if config.model.path is None else _tokenizer(config)
+    except ValueError:  # the check of the model reports it
+        return
+    behind = "" if tokenizer is None else unstopped_end(tokenizer, config.rollout.stop)
+    if tokenizer is None or not behind.strip():
+        return
+    names = ", ".join(map(tokenizer.token_text, tokenizer.stop_token_ids))
+    end = next((one for one in tokenizer.encode_text(behind) if tokenizer.is_special(one)), None)
+    fix = f"Set rollout.stop to a text in {behind.strip()!r}"
+    if end is not None:
+        text, ids = tokenizer.token_text(end), [*tokenizer.stop_token_ids, end]
+        fix = f'Write "eos_token_id": {ids} into generation_config.json, which adds {text}'
+    yield (
+        f"model.path={config.model.path}: its chat template ends an answer without a stop token of the folder "
+        f"({names}), so every answer may run to rollout.max_new_tokens. {fix}."
+    )
+
+
 def _tokenizer(config: RelaxConfig) -> PromptTokenizer | None:
     model, arguments = config.model, config.data.chat_template_kwargs
     if model.path is None:
@@ -204,6 +228,9 @@ def _tokenizer(config: RelaxConfig) -> PromptTokenizer | None:
         return None
     try:
         try_tokenizer(folder, arguments=arguments)
-        return PromptTokenizer(folder, template_arguments=arguments)
+        tokenizer = PromptTokenizer(folder, template_arguments=arguments, date=config.data.template_date)
     except ValueError as error:
         raise ValueError(f"model.path: {error}") from error
+    if problem := vocabulary_problem(folder, tokenizer):
+        raise ValueError(problem)
+    return tokenizer

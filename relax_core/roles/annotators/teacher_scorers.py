@@ -13,6 +13,7 @@ from relax_core.contracts.engine import EngineUnreachable
 from relax_core.contracts.media import Media
 from relax_core.contracts.tree import TokenTree
 from relax_core.engines.protocol.score_calls import TokenScores, TokensToScore
+from relax_core.families.hf_config import language_values, read_hf_config
 from relax_core.roles.engine.engine_directory import EngineDirectory
 from relax_core.roles.engine.engine_media import EngineMedia
 from relax_core.roles.process.role_context import RunContext
@@ -87,7 +88,10 @@ class EngineTeacher:
     ) -> None:
         self._directory, self._number, self._top_k, self._media = directory, number, top_k, media
         self._temperature = context.config.rollout.temperature
-        self._banned = context.config.rollout.banned()
+        # A teacher may have fewer rows than the student, and more ids without a text than those that are banned.
+        folder = list(context.teacher_folders.values())[number]
+        rows = int(language_values(read_hf_config(folder))["vocab_size"])
+        self._banned = [token for token in context.config.rollout.banned() if token < rows]
         self._start_timeout_s = context.config.engine.start_timeout_s
 
     def score(self, groups: Sequence[TokenTree]) -> list[TeacherScores]:

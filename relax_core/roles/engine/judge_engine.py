@@ -103,7 +103,14 @@ def _engines(context: RunContext, judge: str, setup: JudgeSetup, ranks: list[int
         silent_s=engine.silent_s,
         on_malformed=partial(_report_malformed, directory, ranks),
     )
-    return JudgeEngines(judge, setup.settings, pool, model_folder=folder, context_tokens=engine.context_tokens)
+    return JudgeEngines(
+        judge,
+        setup.settings,
+        pool,
+        model_folder=folder,
+        context_tokens=engine.context_tokens,
+        date=context.config.data.template_date,
+    )
 
 
 async def _report_malformed(directory: EngineDirectory, ranks: list[int], engine: int, why: str) -> None:

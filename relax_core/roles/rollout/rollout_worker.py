@@ -197,9 +197,14 @@ class RolloutWorker(Worker):
         return PromptMaker(
             env=env,
             env_config=config.env,
-            tokenizer=PromptTokenizer(context.model_folder, template_arguments=config.data.chat_template_kwargs),
+            tokenizer=PromptTokenizer(
+                context.model_folder,
+                template_arguments=config.data.chat_template_kwargs,
+                date=config.data.template_date,
+            ),
             max_prompt_tokens=config.engine.context_tokens - config.rollout.max_new_tokens,
             overlong=config.data.overlong,
+            last_assistant=config.data.last_assistant,
             items=None if encoders is None else self._items(encoders, bus),
             prompt_items=config.modality.prompt_items,
         )

@@ -71,10 +71,17 @@ class JudgeEngines:
     """
 
     def __init__(
-        self, judge: str, settings: JudgeConfig, pool: EnginePool, *, model_folder: Path, context_tokens: int
+        self,
+        judge: str,
+        settings: JudgeConfig,
+        pool: EnginePool,
+        *,
+        model_folder: Path,
+        context_tokens: int,
+        date: str | None = None,
     ) -> None:
         self._judge, self._settings, self._pool = judge, settings, pool
-        self._tokenizer = PromptTokenizer(model_folder)
+        self._tokenizer = PromptTokenizer(model_folder, date=date)
         self._context_tokens = context_tokens
         self._numbers = count()
         self._ready: dict[float, list[Asked]] = {}  # by temperature
@@ -87,7 +94,7 @@ class JudgeEngines:
     def tokens(self, text: str) -> list[int]:
         """Returns the tokens of a prompt. Raises `TextTooLong` for one that no context of the judge holds."""
         most = self._context_tokens
-        return self._tokenizer.encode([{"role": "user", "content": text}], plain=True, most_tokens=most)
+        return self._tokenizer.encode([{"role": "user", "content": text}], most_tokens=most)
 
     async def answer(self, text: str, *, seed: int, temperature: float) -> JudgeText:
         """Returns the answer of one of the engines; see `JudgeServer`."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from relax_core.contracts.engine import TensorSpec
-from relax_core.families.folder import WEIGHT_INDEX, weight_files
+from relax_core.families.folder import ADAPTER_FILE, WEIGHT_INDEX, weight_files
 from relax_core.families.hf_config import CONFIG_FILE, has_hf_config, read_hf_config
 from relax_core.train.checkpoints.atomic_folder import atomic_folder
 from relax_core.weights.folder_stream import open_safetensors
@@ -30,6 +30,7 @@ Weight = tuple[str, str, Sequence[int]]  # name, dtype, shape
 SHARD_BYTES = 4_000_000_000
 COPIED_SUFFIXES = (".json", ".jinja", ".model", ".txt")  # configuration, tokenizer and chat template
 FLOATS = {DTYPES[name]: name for name in ("float64", "float32", "bfloat16", "float16")}
+TEMPLATE_FOLDER = "additional_chat_templates"  # where transformers stores all chat templates but the default
 TIED_OUTPUT = "lm_head.weight"
 
 
@@ -45,7 +46,9 @@ def export_hf_folder(
     passed: tuple[str, ...] = (),
     replace: bool = True,
 ) -> None:
-    """Writes ``target`` with the weights as safetensors and all other files as in ``source_folder``.
+    """Writes ``target`` with the weights as safetensors, and the files of ``source_folder`` that describe the model.
+
+    These are its configuration, its tokenizer and its chat templates.
 
     ``tensors`` are (Hugging Face name, tensor) in the order of ``shapes``; one tensor is in memory at a time. Each is
     written with ``dtype``, or if it is None with the dtype that it has in ``source_folder``, or with ``own_dtype`` if
@@ -59,16 +62,17 @@ def export_hf_folder(
     if not has_hf_config(source_folder):
         raise ValueError(f"model.path={source_folder}: no config.json there. Give a Hugging Face model folder.")
     with atomic_folder(target, replace=replace) as folder:
-        for path in sorted(source_folder.iterdir()):
-            if path.suffix in COPIED_SUFFIXES and path.is_file() and not path.name.endswith(".index.json"):
-                shutil.copyfile(path, folder / path.name)
+        for path in sorted([*source_folder.iterdir(), *source_folder.glob(f"{TEMPLATE_FOLDER}/*.jinja")]):
+            left_out = path.name.endswith(".index.json") or path.name == ADAPTER_FILE
+            if path.suffix in COPIED_SUFFIXES and path.is_file() and not left_out:
+                copy = folder / path.relative_to(source_folder)
+                copy.parent.mkdir(exist_ok=True)
+                shutil.copyfile(path, copy)
         config = read_hf_config(folder)
-        left_out = {TIED_OUTPUT} if config.get("tie_word_embeddings") else set()
+        tied = {TIED_OUTPUT} if config.get("tie_word_embeddings") else set()
         stored = {} if dtype else stored_dtypes(source_folder)
         weights = [
-            (name, dtype or stored.get(name, own_dtype), shape)
-            for name, shape in shapes.items()
-            if name not in left_out
+            (name, dtype or stored.get(name, own_dtype), shape) for name, shape in shapes.items() if name not in tied
         ]
         dtypes = {name: getattr(torch, one) for name, one, _ in weights}
         copied = _passed_weights(source_folder, passed)

@@ -263,3 +263,17 @@ def test_how_rows_are_left_out_may_change_and_how_prompts_are_written_may_not(tm
     )
     with pytest.raises(ValueError, match=r"Go on with data.chat_template_kwargs=\{\}"):
         find_resume_point(on_file(tmp_path / "run", rows, "data.chat_template_kwargs.enable_thinking=false"))
+
+
+def test_a_resumed_run_keeps_the_date_of_its_chat_template(config: RelaxConfig) -> None:
+    with_date = replace(config, data=replace(config.data, template_date="2026-11-28"))
+    write_checkpoint(Path(config.run.dir), 10, config=with_date)
+    for again in (config, with_date):
+        point = find_resume_point(replace(again, resume="auto"))
+        assert point is not None and (point.template_date, point.notes) == ("2026-11-28", ())
+    other = replace(config, data=replace(config.data, template_date="2026-11-29"), resume="auto")
+    with pytest.raises(ValueError, match=r"data.template_date was 2026-11-28, is 2026-11-29"):
+        find_resume_point(other)
+    write_checkpoint(Path(config.run.dir), 20, config=config)  # of a version without the key
+    point = find_resume_point(replace(config, resume="auto"))
+    assert point is not None and point.template_date is None

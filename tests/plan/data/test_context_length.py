@@ -204,7 +204,7 @@ def test_much_text_is_bounded_by_its_bytes(rows: Path, monkeypatch: pytest.Monke
 
     with monkeypatch.context() as short:
         short.setattr("relax_core.plan.data.data_check.TOKENIZED_BYTES", 1000)
-        write_rows(rows, ["<|im_end|>" * 20, *["y" * 150] * 10, "z"])
+        write_rows(rows, ["€" * 67, *["y" * 150] * 10, "z"])
         look = looked("engine.context_length=128")
         assert (look.longest, look.looked, look.bound) == (158, 12, 150 + around)
         assert look.named[0].startswith(f"row 1: {rows}, line 2: its prompt has 158 tokens")

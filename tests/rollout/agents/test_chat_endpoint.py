@@ -91,7 +91,7 @@ def test_history_can_be_what_a_deployed_server_would_render(tokenizer: PromptTok
         messages = [ASK, first, {"role": "user", "content": "more"}]
         await one.said(messages)
         plain = [ASK, {"role": "assistant", "content": "one"}, messages[2]]
-        assert pool.requests[1].input_ids == tokenizer.encode(plain, plain=True)  # the template takes thinking out
+        assert pool.requests[1].input_ids == tokenizer.encode(plain)  # the template takes thinking out
         tree = one.tree()
         assert len(tree.episodes[0].leaves) == one.session.counts["segments"] == 2
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +17,16 @@ from tiny_models import make_models
 from tiny_trainer import dp_groups, make_backend, make_critic, train_step
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+from relax_core.config.compose import load_config
+from relax_core.config.errors import ConfigError
 from relax_core.families.folder import folder_architecture
 from relax_core.families.hf_config import read_hf_config
+from relax_core.preflight import CHECKS, settle
 from relax_core.tools import check_model, export
 from relax_core.train.checkpoints.checkpoint_store import CheckpointStore
 from relax_core.train.hf.check_weights import stored_shapes, weight_problems
 from relax_core.train.hf.stored_weights import stored_weights
+from tests.data.chat_templates import write_two_words
 
 
 @pytest.fixture(scope="module")
@@ -121,11 +127,14 @@ def _refusal_of_other_family(checkpoint: Path, models: Path) -> str:
 
 
 @pytest.mark.parametrize("name", ["untied", "tied", "moe", "biased", "sees", "sees_moe"])
-def test_shapes_are_those_of_transformers(models: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_shapes_are_those_of_transformers(
+    models: Path, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     architecture = folder_architecture(models / name)
     wanted = {one.name: one.shape for one in stored_weights(architecture)}
     assert wanted == {tensor: shape for tensor, shape, _ in stored_shapes(models / name)}
-    assert check_model.main([str(models / name)]) == 0
+    folder = write_two_words(shutil.copytree(models / name, tmp_path / "model"))
+    assert check_model.main([str(folder)]) == 0
     parameters = sum(tensor.numel() for tensor in load_file(models / name / "model.safetensors").values())
     told = f"{len(wanted)} weights, {parameters:,} parameters; model={architecture.family} trains it."
     assert told in capsys.readouterr().out
@@ -140,7 +149,7 @@ def test_a_wrong_folder_is_told_in_words(models: Path, tmp_path: Path, capsys: p
     wrong[first] = wrong[first][:7].contiguous()
     save_file(wrong | {"model.nonsense": wrong[first].clone()}, tmp_path / "a.safetensors")
     save_file({second: weights[second]}, tmp_path / "b.safetensors")
-    (tmp_path / "config.json").write_text((models / "moe" / "config.json").read_text())
+    (write_two_words(tmp_path) / "config.json").write_text((models / "moe" / "config.json").read_text())
     assert check_model.main([str(tmp_path)]) == 2
     told = capsys.readouterr().err
     assert f"{first} has shape (7, 64); config.json requires (51, 64)" in told
@@ -151,6 +160,39 @@ def test_a_wrong_folder_is_told_in_words(models: Path, tmp_path: Path, capsys: p
     assert check_model.main([str(tmp_path)]) == 2 and "b.safetensors cannot be read" in capsys.readouterr().err
     (tmp_path / "config.json").write_text(json.dumps({**read_hf_config(models / "moe"), "model_type": "phi3"}))
     assert check_model.main([str(tmp_path)]) == 2 and "its model_type is 'phi3'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("tokenizer_config.json", "has no chat template"),
+        ("adapter_config.json", "it has adapter_config.json"),
+        ("model.safetensors.index.json", "two sets of weights, model.safetensors, .* and 1 files"),
+        ("config.json", "its tokenizer has token ids up to 1, its weights only 1 rows"),
+    ],
+)
+def test_what_a_run_refuses_is_refused_by_check_model_in_the_same_words(
+    models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, words: str
+) -> None:
+    folder = write_two_words(shutil.copytree(models / "untied", tmp_path / "model"))
+    content: dict[str, Any] = {"eos_token": "</s>"} if name == "tokenizer_config.json" else {}
+    if name == "model.safetensors.index.json":
+        shutil.copyfile(folder / "model.safetensors", folder / "stale.safetensors")
+        content["weight_map"] = dict.fromkeys(load_file(folder / "stale.safetensors"), "stale.safetensors")
+    if name == "config.json":
+        content = json.loads((folder / name).read_text()) | {"vocab_size": 1}
+        weights = load_file(folder / "model.safetensors")
+        cut = {key: one[:1].clone() if "embed" in key or "head" in key else one for key, one in weights.items()}
+        save_file(cut, folder / "model.safetensors")
+    (folder / name).write_text(json.dumps(content))
+    assert check_model.main([str(folder)]) == 2
+    (told,) = capsys.readouterr().err.splitlines()
+    assert re.search(words, told)
+    line = ["model=qwen3", f"model.path={folder}", "data=file", f"data.path={tmp_path / 'rows.jsonl'}"]
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "answer": "a"}\n')
+    with pytest.raises(ConfigError) as error:
+        load_config([*line, "data.eval_size=0", "eval.every=0"], checks=CHECKS, settle=settle)
+    assert told.removeprefix("relax: ") in error.value.problems
 
 
 def test_checking_reads_no_tensor(models: Path, tmp_path: Path) -> None:

@@ -74,15 +74,20 @@ def export(backend: Any, source: Path, target: Path, **options: Any) -> None:
 
 @pytest.mark.parametrize("shard_bytes", [4_000_000_000, 50_000])
 def test_untouched_weights_give_identical_logits(source: Path, tmp_path: Path, shard_bytes: int) -> None:
+    (source / "adapter_config.json").write_text("{}")
+    (source / "additional_chat_templates").mkdir()
+    (source / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
     target = tmp_path / "hf"
     export(make_backend(source), source, target, shard_bytes=shard_bytes)
+    (source / "adapter_config.json").unlink()  # transformers would load its weights
     ours, theirs = load_silently(target), load_silently(source)
     assert all(torch.equal(one, theirs.state_dict()[name]) for name, one in ours.state_dict().items())
     # The position of weights in memory may change the order of a sum.
     torch.testing.assert_close(logits(ours), logits(theirs), atol=1e-5, rtol=0)
     files = {path.name for path in target.iterdir()}
     assert {"config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja"} <= files
-    assert not {"old.safetensors.index.json", "modeling_own.py"} & files
+    assert not {"old.safetensors.index.json", "modeling_own.py", "adapter_config.json"} & files
+    assert (target / "additional_chat_templates" / "tool_use.jinja").read_text() == "tools"
     assert AutoTokenizer.from_pretrained(target)("w7 w3", add_special_tokens=False).input_ids
     weights = [name for name in files if name.endswith(".safetensors")]
     if shard_bytes > 1_000_000:

@@ -10,12 +10,11 @@ from typing import Any
 
 import msgspec
 
-from relax_core.contracts.engine import MAX_TOP_K
+from relax_core.contracts.engine import MAX_BANNED, MAX_TOP_K
 from relax_core.contracts.media import Media
 from relax_core.contracts.trees.kept_tokens import KeptTokens
 from relax_core.engines.embedded.http.media_body import PlacedDigests, RequestMedia
 from relax_core.engines.embedded.http.request_bounds import (
-    MAX_BANNED,
     MAX_CONTAINERS,
     MAX_SAMPLES,
     MAX_STOPS,

@@ -11,7 +11,6 @@ from relax_core.engines.http_server.asgi import HttpError
 MAX_SAMPLES = 65536  # samples of one request: prompts times n
 MAX_CONTAINERS = 4 * MAX_SAMPLES  # lists and objects of one body; each takes many times its bytes once it is decoded
 MAX_STOPS = 1024  # stop tokens of one sample; each step of a batch compares with all of them
-MAX_BANNED = 16384  # banned tokens of one request; each step of a batch masks all of them
 MAX_RID = 1024  # characters
 MAX_TOPS = 1 << 24  # top-k tokens in one reply
 MAX_KEPT = 1 << 24  # kept tokens in one reply that lists their ids
