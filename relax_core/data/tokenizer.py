@@ -102,7 +102,7 @@ class PromptTokenizer:
         ``most_tokens`` tokens.
         """
         hidden_tools = None if tools is None else [self.hidden(one) for one in tools]
-        rendered = self.render([self.hidden(one) for one in messages], tools=hidden_tools, goes_on=goes_on)
+        rendered = self.render(messages, tools=hidden_tools, goes_on=goes_on, hides=True)
         return self.encode_shown(self.short_enough(rendered, most_tokens))
 
     def most_characters(self, tokens: int) -> int:
@@ -127,6 +127,9 @@ class PromptTokenizer:
         and writes keys between signs such as "<" and ">". `encode_shown` makes plain text of what stands for them in
         the rendered text.
         """
+        return self._hidden(_with_arguments(value, as_text=False) if isinstance(value, Mapping) else value)
+
+    def _hidden(self, value: Any) -> Any:
         return value if self._special_names is None else _with_texts(value, self._hidden_text)
 
     def _hidden_text(self, text: str) -> str:
@@ -170,24 +173,27 @@ class PromptTokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         opens_answer: bool = True,
         goes_on: bool = False,
+        hides: bool = False,
     ) -> str:
         """Returns the text of a conversation, which `encode_shown` turns into ids.
 
         ``opens_answer``: the text ends with what opens the next answer. With ``goes_on`` it ends with the last text of
         the last message instead. The arguments of tool calls are an object or JSON text; a template gets an object,
-        and JSON text if it takes no object. Raises ValueError as `encode` does.
+        and JSON text if it takes no object. With ``hides`` the messages are `hidden`. Raises ValueError as `encode`
+        does.
         """
         if goes_on:
-            rendered = self.render([*messages[:-1], _marked_end(messages[-1])], tools=tools, opens_answer=False)
+            marked = [*messages[:-1], _marked_end(messages[-1])]
+            rendered = self.render(marked, tools=tools, opens_answer=False, hides=hides)
             shown, found, _ = rendered.rpartition(_GOES_ON)
-            before = self.render(messages[:-1], tools=tools, opens_answer=False) if messages[1:] else ""
-            if not found or _GOES_ON in shown or _closes_thinking(messages[-1], shown.removeprefix(before)):
+            if not found or _GOES_ON in shown or self._closes_thinking(messages, tools, shown):
                 raise ValueError("the chat template does not end the text of the last message as the message ends it")
             return shown
         shown_messages = [_without_sources(one) for one in messages]
         problem: ValueError | None = None
         for as_text in (False, True) if any(one.get("tool_calls") for one in messages) else (False,):
             of_form = [_with_arguments(one, as_text=as_text) for one in shown_messages]
+            of_form = [self._hidden(one) for one in of_form] if hides else of_form
             own = dict(zip(_OWN_VARIABLES, (of_form, tools, None, opens_answer), strict=True))
             try:
                 template = self._tool_template if tools else self._template
@@ -198,6 +204,17 @@ class PromptTokenizer:
                 problem.__cause__ = problem.__cause__ or cause
         assert problem is not None
         raise problem
+
+    def _closes_thinking(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, shown: str
+    ) -> bool:
+        """Returns whether a template ends the thinking that the last message, of which it shows this, has begun."""
+        content = messages[-1]["content"]
+        text = content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+        if "<think>" not in text or "</think>" in text:
+            return False
+        before = self.render(messages[:-1], tools=tools, opens_answer=False) if messages[1:] else ""
+        return shown.count("</think>") > before.count("</think>")
 
     def place_items(self, ids: Sequence[int], items: Sequence[MediaItem]) -> tuple[list[int], list[Media]]:
         """Returns ids in which the items' ids stand for their placeholders, in order, and where they stand.
@@ -470,13 +487,6 @@ def _marked_end(message: Mapping[str, Any]) -> dict[str, Any]:
     if last.get("type") != "text" or not last["text"].strip() or message.get("tool_calls"):
         raise ValueError("the last message does not end with text, so no answer can continue it")
     return {**message, "content": [*content[:-1], {**last, "text": last["text"] + _GOES_ON}]}
-
-
-def _closes_thinking(message: Mapping[str, Any], shown: str) -> bool:
-    """Returns whether a text has an end of thinking that a message lacks which begins to think."""
-    content = message["content"]
-    text = content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
-    return "<think>" in text and "</think>" not in text and "</think>" in shown
 
 
 def reads_clock(model_folder: Path) -> bool:

@@ -135,7 +135,7 @@ def test_content_parts_have_openai_s_form(tmp_path: Path, part: dict[str, Any], 
         (
             {"prompt": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {"data": None}}]}]},
             "bad_media:unknown_format",
-            "neither a path",
+            "its audio is neither a path",
         ),
         ({"prompt": [{"role": "user", "content": [{"type": "text"}]}]}, "bad_row:prompt", "'text' is not read"),
         ({"prompt": [{"role": "user", "content": []}]}, "bad_row:prompt", "neither text nor a list"),

@@ -19,6 +19,7 @@ from relax_core.plan.memory.memory_terms import GIB
 from relax_core.plan.plan_command import plan_run, save_plan
 from relax_core.plan.plan_text import as_text
 from relax_core.preflight import CHECKS, settle
+from tests.config.conftest import SHAPE, write_folder
 
 PRESETS = {
     "qwen3_4b_colocate_8gpu": 8,
@@ -316,3 +317,31 @@ def test_agents_are_counted_with_their_processes() -> None:
     elsewhere = make_plan(load_config(["experiment=calculator", "env=agent", "endpoint.max_sessions=5"]))
     assert "ask for up to 5 tasks at one time at 127.0.0.1, port any free one" in " ".join(elsewhere.episodes)
     assert not [holder for holder in elsewhere.memory if holder.name == "agent with its guard"]
+
+
+def test_a_template_that_never_writes_a_stop_token_is_warned_of_with_the_fix(tmp_path: Path) -> None:
+    model_folder = write_folder(tmp_path / "model", SHAPE | {"model_type": "qwen3"})
+    data_file = tmp_path / "rows.jsonl"
+    data_file.write_text('{"prompt": "1", "answer": "1"}\n')
+    line = [
+        "model=qwen3",
+        f"model.path={model_folder}",
+        "data=file",
+        f"data.path={data_file}",
+        "eval.every=0",
+        "data.eval_size=0",
+    ]
+
+    def warnings(*words: str) -> list[str]:
+        config = load_config([*line, *words], checks=CHECKS, settle=settle)
+        return [one for one in make_plan(config).warnings if "stop token" in one]
+
+    assert warnings() == []
+    settings = json.loads((model_folder / "tokenizer_config.json").read_text())
+    (model_folder / "tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": "<pad>"}))
+    (warning,) = warnings()
+    assert f"model.path={model_folder}" in warning and "(<pad>)" in warning and "which adds <|im_end|>" in warning
+    assert warnings('rollout.stop=["<|im_end|>"]') == []
+    (fix,) = re.findall(r'Write ("eos_token_id": .*) into generation_config.json', warning)
+    (model_folder / "generation_config.json").write_text("{" + fix + "}")
+    assert warnings() == []

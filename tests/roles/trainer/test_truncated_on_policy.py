@@ -315,7 +315,10 @@ def test_a_teacher_that_is_the_student_has_nothing_to_teach(
     folder: Path, client: EngineClient, scored: Rows, served_by: str, tmp_path: Path
 ) -> None:
     keys = [f"rollout.temperature={TEMPERATURE}", f"rollout.banned_token_ids=[{BANNED}]", "rollout.top_p=0.9"]
+    # Id 9999 stands for a row that the student has and this teacher lacks.
     context = context_of(["algo=distill", *keys], model_folder=folder, run_dir=tmp_path)
+    context.config.rollout.banned_token_ids = [BANNED, 9999]
+    context = replace(context, teacher_folders={"default": folder})
     teacher: Any = (
         ForwardTeacher(context, folder, top_k=TOP_K)
         if served_by == "forward"
