@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -164,7 +165,7 @@ def _look(config: RelaxConfig) -> DataLook:
         cut=found.cut,
         sets=asked,
         media=summed_up(found.media) if media_kinds(config) else None,
-        notes=[] if refused else [*found.notes(), *found.trained_words(sets)],
+        notes=[] if refused else [*found.notes(sets), *found.trained_words(sets)],
         refused=refused,
     )
 
@@ -254,7 +255,7 @@ class _Found:
             if self._rewards is not None:
                 self._rewards.check_row(row, where)
             if self._labels is not None:
-                self._labels.see(row, where)  # of a generated task, too, which costs nothing where labels are integers
+                self._labels.see(row, where)
             self._json_prompts += isinstance(row["prompt"], MessagesOfText)
             self._trained.add(_row_hash(row))
             if self._teacher_of is not None:
@@ -306,9 +307,16 @@ class _Found:
     def named(self) -> list[str]:
         return [text for _, text in sorted(self._texts.items())[:NAMED_ROWS]]
 
-    def notes(self) -> list[str]:
-        """Returns what a user should know about labels and prompts that are read."""
-        lines = [] if self._labels is None else self._labels.words()
+    def notes(self, sets: Sequence[EvalSet]) -> list[str]:
+        """Returns what a user should know about labels, those of evaluation sets too, and prompts that are read."""
+        lines: list[str] = []
+        if self._labels is not None:
+            for one in sets:
+                name = f"evaluation set {one.name}" if one.name else "the held-out rows"
+                for number, row in enumerate(one.rows):
+                    with suppress(ValueError):  # a row that names no known reward has none in the evaluation, either
+                        self._labels.see(row, f"{name}, row {number}")
+            lines += self._labels.words()
         if self._json_prompts:
             lines.append(f"{self._json_prompts:,} prompts are JSON text, and are read as chat messages.")
         return lines

@@ -111,10 +111,13 @@ def test_labels_json_prompts_and_trained_evaluation_rows_are_reported(tmp_path: 
     asked = write(tmp_path / "copy.jsonl", [{"answer": "7", "prompt": "rev new"}, many[1], many[3]])
     words = [*ON_FILE, path, "reward=exact_match", "eval.every=1", "eval.rows=3", asked.replace("path", "eval_path")]
     labels, first, prompts, trained = look_at_data(load_config(words)).left_out()
-    assert "reward exact_match" in labels and labels.split("form: ")[1].startswith("7.")
+    assert "reward exact_match" in labels and labels.split("form: ")[1].startswith("8.")
     assert f"{tmp_path / 'rows.jsonl'}, line 1: answer=" in first and "'7' gets 0" in first
     assert prompts.startswith("1 prompts are JSON text")
     assert trained.startswith("2 of 3 held-out rows are trained on") and "row 1 of the set" in trained
+    alone = write(tmp_path / "plain.jsonl", rows(8))
+    held_out = [*ON_FILE, alone, "reward=exact_match", "eval.every=1", f"eval.sets.own={tmp_path / 'rows.jsonl'}"]
+    assert "evaluation set own, row 0: answer=" in look_at_data(load_config(held_out)).left_out()[1]
     sets = [*ON_FILE, path, "reward=exact_match", "eval.every=1", f"eval.sets.own={tmp_path / 'rows.jsonl'}"]
     assert look_at_data(load_config(sets)).left_out()[-1].startswith("8 of 8 rows of evaluation set own are trained on")
 
