@@ -13,7 +13,7 @@ import pytest
 
 from relax_core.config.checks.model_folder import media_token_ids
 from relax_core.data.tokenizer import PromptTokenizer, reads_clock
-from relax_core.data.turn_tokens import unstopped_end
+from relax_core.data.turn_tokens import TurnTokens, unstopped_end
 from relax_core.tools.tiny_tokenizer import write_tiny_tokenizer
 from tests.data.chat_templates import FAMILIES, write_folder
 
@@ -203,6 +203,24 @@ def test_an_answer_goes_on_without_an_end_and_a_second_header(tmp_path: Path, co
     text = continued(made, content)
     assert text.endswith(str(content)) and text.count("assistant") == 1
     assert text[: -len(str(content))].rstrip().endswith(("assistant", "assistant|>"))
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_a_continued_answer_is_that_of_transformers_and_turns_follow_it(tmp_path: Path, family: str) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    made = write_folder(tmp_path / "model", FAMILIES[family])
+    tokenizer = PromptTokenizer(made)
+    theirs = PreTrainedTokenizerFast.from_pretrained(made)
+    for content in ("The answer is", "1 + 1", "<think>\na\n</think>\n\nb"):
+        messages = [{"role": "user", "content": "1 + 1"}, {"role": "assistant", "content": content}]
+        shown = tokenizer.render(messages, goes_on=True)
+        wanted = theirs.apply_chat_template(messages, tokenize=False, continue_final_message=True)
+        assert shown == wanted and tokenizer.decode(tokenizer.encode(messages, goes_on=True)) == shown
+        turns = TurnTokens(tokenizer, messages)
+        ids = tokenizer.encode(messages, goes_on=True)
+        whole, _ = turns.next_prompt(ids, [tokenizer.stop_token_ids[0]], [{"role": "user", "content": "go"}])
+        assert whole[: len(ids)] == ids and tokenizer.decode(whole[len(ids) :]).count("go") == 1
 
 
 def test_an_answer_that_cannot_go_on_is_refused(tmp_path: Path) -> None:
