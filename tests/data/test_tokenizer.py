@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -183,7 +184,7 @@ def test_a_template_reads_the_date_of_the_run_in_every_time_zone(folder: Path, t
 
 
 # -- answers that go on -----------------------------------------------------------------------------------------------
-def continued(folder: Path, content: object, template: str | None = None) -> str:
+def continued(folder: Path, content: Any, template: str | None = None) -> str:
     if template is not None:
         (folder / "chat_template.jinja").write_text(template)
     messages = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": content}]
@@ -254,7 +255,7 @@ CALLED = (
     ],
 )
 def test_arguments_are_an_object_or_text_as_the_template_takes_them(
-    folder: Path, tmp_path: Path, given: object, as_object: str, as_text: str
+    folder: Path, tmp_path: Path, given: Any, as_object: str, as_text: str
 ) -> None:
     copy = shutil.copytree(folder, tmp_path / "copy")
     call = {"type": "function", "function": {"name": "look", "arguments": given}}
