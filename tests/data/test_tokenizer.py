@@ -259,7 +259,8 @@ def test_arguments_are_an_object_or_text_as_the_template_takes_them(
 ) -> None:
     copy = shutil.copytree(folder, tmp_path / "copy")
     call = {"type": "function", "function": {"name": "look", "arguments": given}}
-    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    asked: dict[str, Any] = {"role": "user", "content": "?"}
+    messages = [asked, {"role": "assistant", "content": "", "tool_calls": [call]}]
     for form, shown in (("| tojson", as_object), ("+ ''", as_text)):
         (copy / "chat_template.jinja").write_text(CALLED.replace("CALL", form))
         assert PromptTokenizer(copy).render(messages) == shown
