@@ -144,7 +144,7 @@ def _text_runs(scratch: Path) -> Iterator[tuple[str, tuple[str, ...]]]:
         if model is not None:
             sizes = map(str, vars(model).values())
             folder = _make("benchmarks.random_model", scratch / "model", *sizes)
-            overrides += ("model=qwen3", "model.dtype=float32", f"model.path={folder}")
+            overrides += ("model=qwen3", "model.dtype=float32", f"model.path={folder}", "rollout.banned_token_ids=[]")
         yield name, overrides
 
 

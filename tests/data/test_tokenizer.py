@@ -8,12 +8,13 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from relax_core.config.checks.model_folder import media_token_ids
 from relax_core.data.tokenizer import PromptTokenizer, reads_clock
-from relax_core.data.turn_tokens import unstopped_end
+from relax_core.data.turn_tokens import TurnTokens, unstopped_end
 from relax_core.tools.tiny_tokenizer import write_tiny_tokenizer
 from tests.data.chat_templates import FAMILIES, write_folder
 
@@ -183,7 +184,7 @@ def test_a_template_reads_the_date_of_the_run_in_every_time_zone(folder: Path, t
 
 
 # -- answers that go on -----------------------------------------------------------------------------------------------
-def continued(folder: Path, content: object, template: str | None = None) -> str:
+def continued(folder: Path, content: Any, template: str | None = None) -> str:
     if template is not None:
         (folder / "chat_template.jinja").write_text(template)
     messages = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": content}]
@@ -203,6 +204,24 @@ def test_an_answer_goes_on_without_an_end_and_a_second_header(tmp_path: Path, co
     text = continued(made, content)
     assert text.endswith(str(content)) and text.count("assistant") == 1
     assert text[: -len(str(content))].rstrip().endswith(("assistant", "assistant|>"))
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_a_continued_answer_is_that_of_transformers_and_turns_follow_it(tmp_path: Path, family: str) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    made = write_folder(tmp_path / "model", FAMILIES[family])
+    tokenizer = PromptTokenizer(made)
+    theirs = PreTrainedTokenizerFast.from_pretrained(made)
+    for content in ("The answer is", "1 + 1", "<think>\na\n</think>\n\nb"):
+        messages = [{"role": "user", "content": "1 + 1"}, {"role": "assistant", "content": content}]
+        shown = tokenizer.render(messages, goes_on=True)
+        wanted = theirs.apply_chat_template(messages, tokenize=False, continue_final_message=True)
+        assert shown == wanted and tokenizer.decode(tokenizer.encode(messages, goes_on=True)) == shown
+        turns = TurnTokens(tokenizer, messages)
+        ids = tokenizer.encode(messages, goes_on=True)
+        whole, _ = turns.next_prompt(ids, [tokenizer.stop_token_ids[0]], [{"role": "user", "content": "go"}])
+        assert whole[: len(ids)] == ids and tokenizer.decode(whole[len(ids) :]).count("go") == 1
 
 
 def test_an_answer_that_cannot_go_on_is_refused(tmp_path: Path) -> None:
@@ -236,11 +255,12 @@ CALLED = (
     ],
 )
 def test_arguments_are_an_object_or_text_as_the_template_takes_them(
-    folder: Path, tmp_path: Path, given: object, as_object: str, as_text: str
+    folder: Path, tmp_path: Path, given: Any, as_object: str, as_text: str
 ) -> None:
     copy = shutil.copytree(folder, tmp_path / "copy")
     call = {"type": "function", "function": {"name": "look", "arguments": given}}
-    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    asked: dict[str, Any] = {"role": "user", "content": "?"}
+    messages = [asked, {"role": "assistant", "content": "", "tool_calls": [call]}]
     for form, shown in (("| tojson", as_object), ("+ ''", as_text)):
         (copy / "chat_template.jinja").write_text(CALLED.replace("CALL", form))
         assert PromptTokenizer(copy).render(messages) == shown

@@ -18,7 +18,7 @@ from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.checks.foreign_values import decode_json
 from relax_core.contracts.family import Family, HfConfig
 from relax_core.contracts.host.regular_file import read_regular
-from relax_core.families.folder import family_key
+from relax_core.families.folder import ADAPTER_FILE, WEIGHT_INDEX, WHOLE_WEIGHTS, family_key, weight_files
 from relax_core.families.hf_config import has_hf_config, language_values, read_hf_config
 from relax_core.families.tiny_configs import MODEL_NAMES, tiny_config
 from relax_core.registry import find_family, is_builtin, names
@@ -181,5 +181,16 @@ def file_problems(folder: Path, *, key: str) -> Iterator[str]:
         return
     if not any(folder.glob("*.safetensors")):
         yield f"{key}: no *.safetensors in it. Weights are read from safetensors only."
+    if (folder / ADAPTER_FILE).exists():
+        yield (
+            f"{key}: it has {ADAPTER_FILE}. transformers adds that adapter to the weights, and Relax does not. Merge "
+            "it into the weights, or remove its files."
+        )
+    with suppress(ValueError):  # the check of the weights reports an index that cannot be read
+        if (whole := folder / WHOLE_WEIGHTS).exists() and whole not in (named := weight_files(folder)):
+            yield (
+                f"{key}: it has two sets of weights, {whole.name}, which transformers reads, and {len(named)} files "
+                f"that {WEIGHT_INDEX} names. Remove the set that is not the model's; the index belongs to the second."
+            )
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         yield f"{key}: no tokenizer in it ({_TOKENIZER_FILES[0]})."

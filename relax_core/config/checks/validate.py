@@ -227,6 +227,11 @@ def _check_data(config: RelaxConfig) -> Iterator[str]:
         yield f"data.path={data.path} with data={data.name}, which is generated. Choose data=file."
     elif data.task is not None and data.paths is not None:
         yield f"data.paths={data.paths} with data={data.name}, which is generated. Choose data=file."
+    elif data.task is not None and data.last_assistant is not None:
+        yield (
+            f"data.last_assistant={data.last_assistant.name} with data={data.name}, which is generated and has no such "
+            "prompts. Drop it, or choose data=file."
+        )
     elif data.path is not None and data.paths is not None:
         yield f"data.path={data.path} with data.paths={data.paths}. Name all files in data.paths alone."
     elif config.rollout.max_new_tokens < 2:

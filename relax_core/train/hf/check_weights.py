@@ -11,7 +11,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from relax_core.families.architecture import Architecture
-from relax_core.families.folder import ADAPTER_FILE, WEIGHT_INDEX, WHOLE_WEIGHTS, weight_files
+from relax_core.families.folder import weight_files
 from relax_core.families.hf_config import described_parts, read_hf_config
 from relax_core.train.hf.stored_weights import stored_weights
 from relax_core.weights.safetensors_stream import stored_bytes
@@ -41,17 +41,7 @@ def weight_problems(folder: Path, architecture: Architecture) -> list[str]:
     stored = {one.name: one for one in stored_weights(architecture)}
     ignored = architecture.ignored_weights
     problems, found, passed = [], dict[str, Path](), set[str]()
-    if (folder / ADAPTER_FILE).exists():
-        problems.append(
-            f"{folder}: it has {ADAPTER_FILE}. transformers adds that adapter to the weights, and Relax does not. "
-            "Merge it into the weights, or remove its files."
-        )
     try:
-        if (whole := folder / WHOLE_WEIGHTS).exists() and whole not in (named := weight_files(folder)):
-            problems.append(
-                f"{folder}: it has two sets of weights, {whole.name}, which transformers reads, and {len(named)} files "
-                f"that {WEIGHT_INDEX} names. Remove the set that is not the model's; the index belongs to the second."
-            )
         for name, shape, path in stored_shapes(folder):
             if architecture.passes(name):
                 passed.add(name.split(".")[0])
