@@ -21,8 +21,8 @@ Piece = tuple[Literal["reasoning", "content"], str]
 class AnswerForm:
     """Says how an answer is read.
 
-    ``opened``: the prompt ends with the tag that opens thinking. ``parser`` is the form of calls, and ``tools`` are those
-    of the request. The content is cut at the first of the strings ``stop``, which a call may contain.
+    ``opened``: the prompt ends with the tag that opens thinking. ``parser`` is the form of calls, and ``tools`` are
+    those of the request. The content is cut at the first of the strings ``stop``, which a call may contain.
     """
 
     opened: bool

@@ -321,9 +321,8 @@ class EpisodePlayer:
         )
         record.turns.append(played)
         record.texts.append(response_text(response, tokenizer=self._prompts.tokenizer))
-        record.stop_string = (
-            (stopped_by(record.texts[-1], self._stop) or "") if response.finish_reason == "stop" else ""
-        )
+        stopped = response.finish_reason == "stop"
+        record.stop_string = (stopped_by(record.texts[-1], self._stop) or "") if stopped else ""
         record.messages.append({"role": "assistant", "content": record.texts[-1]})
 
     async def _step(

@@ -32,7 +32,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
     ``rows`` holds data rows with their origin (file and line). ``env``, ``reward``, ``algo`` and ``data`` are the name
     of a plug-in and its settings as msgpack; a plug-in with an empty name is not tried. ``call_s`` is the limit of one
-    call of an environment, a reward or a data source in seconds; a reward has its ``timeout_s`` if that is longer.
+    call of an environment, a reward or a data source in seconds; a reward has its ``timeout_s`` if that is longer, and
+    an environment with turns its ``step_timeout_s``.
     ``open_s`` is the limit for opening a data source.
     """
 

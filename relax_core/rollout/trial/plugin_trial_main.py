@@ -16,7 +16,7 @@ import msgspec
 from relax_core.config.reward_choice import ChosenReward, RewardChoice
 from relax_core.contracts.checks.foreign_values import clean_text
 from relax_core.contracts.checks.plugin_results import WrongResult
-from relax_core.contracts.env import EnvSpec, EpisodeStart
+from relax_core.contracts.env import EnvSpec, EpisodeStart, InteractionConfig
 from relax_core.contracts.reward import RewardInput, RewardOutput, RewardSpec, RewardUnusable
 from relax_core.data.killable.worker_frames import HEADER_BYTES, payload_bytes, to_frame
 from relax_core.registry import find_algorithm, find_env, find_reward, plugin_words
@@ -72,12 +72,12 @@ def _try_env(request: Request, replies: BinaryIO) -> Iterator[str]:
     failed: list[str] = []
     for where, sent in request.rows:
         row = with_sources(sent)
-        _send(replies, Stage(what=f"env.name={name}: messages for {where}", limit_s=request.call_s))
         try:
             if spec.messages is not None:
+                _send(replies, Stage(what=f"env.name={name}: messages for {where}", limit_s=request.call_s))
                 spec.messages(row, config)
             else:
-                asyncio.run(_open_once(spec, row, config))
+                asyncio.run(_open_once(spec, row, config, partial(_send_call, replies, request, config, where)))
         except WrongResult as error:
             yield f"env.name={name}: {where}: {error}"
             return
@@ -87,16 +87,33 @@ def _try_env(request: Request, replies: BinaryIO) -> Iterator[str]:
         yield failed[0]
 
 
-async def _open_once(spec: EnvSpec, row: Mapping[str, Any], config: Any) -> None:
-    """Opens an episode with its tools and closes it; no step is made, because a step needs a model's response."""
+def _send_call(replies: BinaryIO, request: Request, config: InteractionConfig, where: str, call: str) -> None:
+    """Tells that a call of an env with turns begins, which may take as long as in a run."""
+    what = f"env.name={config.name}: {call} for {where}"
+    limit_s = request.call_s
+    if config.step_timeout_s > limit_s:
+        what, limit_s = f"{what} (raise env.step_timeout_s, or make it faster)", config.step_timeout_s
+    _send(replies, Stage(what=what, limit_s=limit_s))
+
+
+async def _open_once(spec: EnvSpec, row: Mapping[str, Any], config: Any, begins: Callable[[str], None]) -> None:
+    """Opens an episode with its tools and closes it; no step is made, because a step needs a model's response.
+
+    ``begins`` is called with the name of each call.
+    """
     assert spec.open is not None
     if spec.tools is not None:
+        begins("its tools")
         spec.tools(row, config)
+    begins("its opening")
     env = spec.open(EpisodeStart(row=row, group_seed=0, episode_seed=0), config)
     try:
+        begins("reset")
         observation = await _result(env.reset())
+        begins("format_observation")
         await _result(env.format_observation(observation))
     finally:
+        begins("close")
         await _result(env.close())
 
 

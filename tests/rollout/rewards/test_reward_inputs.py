@@ -1,4 +1,4 @@
-"""A reward's input holds the text of the sampled tokens: without the stop token, with the stop string that ended the response."""
+"""A reward's input holds the text of the sampled tokens: without the stop token, with a stop string."""
 
 from __future__ import annotations
 
