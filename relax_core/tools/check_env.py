@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def settings_of(words: Sequence[str]) -> dict[str, Any]:
-    """Returns settings of the form ``key=value``, with or without ``env.`` in front; a key may be a path as in a run."""
+    """Returns settings of the form ``key=value``, with or without ``env.`` in front; a key may be a path."""
     pairs = [word.removeprefix("env.").partition("=") for word in words]
     if wrong := [key for key, sign, _ in pairs if not sign]:
         raise ValueError(f"{wrong[0]}: settings have the form key=value.")

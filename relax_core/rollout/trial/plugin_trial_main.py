@@ -149,6 +149,7 @@ def _try_on_rows(
 ) -> Iterator[str]:
     spec, config = chosen.spec, chosen.config
     name = f"reward.name={config.name}"
+    has_turns = bool(request.env[0]) and find_env(request.env[0]).has_turns
     _send(replies, Stage(what=f"{name}: its libraries", limit_s=START_S))
     sandbox = reward_sandbox(choice, [chosen]) if spec.isolated else None
     if sandbox is None and (problem := _problem(spec.prepare, f"{name}: prepare")) is not None:
@@ -176,7 +177,7 @@ def _try_on_rows(
             except Exception as error:  # plug-in code: the error is reported if no row has a reward
                 first = first or f"{what}: {plugin_words(error)}"
                 continue
-            if output.reward is not None:
+            if output.reward is not None or has_turns:  # what an env gives for its turns is not there yet
                 return
             first = first or f"{what}: no reward: {output.reason or 'None without a reason'}"
     several = "" if len(rows) < 2 else f" None of the {len(rows)} rows that were tried has a reward."
