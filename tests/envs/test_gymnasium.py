@@ -65,7 +65,8 @@ import gymnasium as gym, numpy as np
 
 class Big(gym.Env):
     metadata = {"render_modes": []}
-    observation_space = gym.spaces.Dict({"grid": gym.spaces.Box(0, 9, (40, 40)), "n": gym.spaces.Discrete(5)})
+    observation_space = gym.spaces.Dict({"grid": gym.spaces.Box(0, 9, (40, 40)), "n": gym.spaces.Discrete(5),
+        "pair": gym.spaces.Tuple([gym.spaces.Box(0, 1, ()), gym.spaces.MultiBinary(())])})
     action_space = gym.spaces.Discrete(3, start=-1)
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
