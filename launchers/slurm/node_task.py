@@ -157,7 +157,7 @@ class _Task:
         return address, head
 
     def _start_run(self, address: str | None) -> Child:
-        command = [sys.executable, "-u", "-m", "launchers.saved_run", str(self._run_dir / CONFIG_FILE)]
+        command = [sys.executable, "-u", "-P", "-m", "launchers.saved_run", str(self._run_dir / CONFIG_FILE)]
         if address is not None:
             command.append(f"--ray-address={address}")
         if self._identity.restarts:
@@ -242,7 +242,7 @@ class _Task:
     def _start_ray(self, name: str, *arguments: str) -> Child:
         """Starts `ray start --block`, whose log is in the attempt's folder."""
         launcher = self._launcher
-        command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
+        command = [sys.executable, "-P", "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
         command += [f"--node-ip-address={self._identity.address}", f"--num-cpus={launcher.ray_logical_cpus}"]
         command += [f"--num-gpus={launcher.gpus_per_node}", f"--object-store-memory={launcher.object_store_mb << 20}"]
         command += ["--min-worker-port=0", "--max-worker-port=0", "--dashboard-agent-listen-port=0", *arguments]

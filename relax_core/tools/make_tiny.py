@@ -16,13 +16,13 @@ import importlib.metadata
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
 from relax_core.contracts.host.file_lock import file_locked
 from relax_core.contracts.host.private_folder import private_folder, user_cache
+from relax_core.contracts.host.python_child import import_path, module_command
 from relax_core.families.tiny_configs import MODEL_NAMES, OMNI, STUDENT, VISION_NAMES
 from relax_core.tools.tiny_warm_start import WARM_STARTS, write_text_model
 
@@ -91,19 +91,12 @@ def _make_in_subprocess(folder: Path, *, name: str, task: str) -> None:
     partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
         done = subprocess.run(
-            [
-                sys.executable,
-                "-m",
-                "relax_core.tools.make_tiny",
-                f"--name={name}",
-                f"--task={task}",
-                f"--into={partial}",
-            ],
+            module_command("relax_core.tools.make_tiny", f"--name={name}", f"--task={task}", f"--into={partial}"),
             env=os.environ
             | {
                 "OMP_NUM_THREADS": "1",
                 "OMP_WAIT_POLICY": "PASSIVE",
-                "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path]),
+                "PYTHONPATH": import_path(),
             },
             capture_output=True,
             text=True,

@@ -19,6 +19,7 @@ from typing import Any
 from relax_core.config.errors import ConfigError
 from relax_core.config.plugin_types import plugin_config
 from relax_core.contracts.env import EnvSpec, EpisodeStart, InteractionConfig, IsolatedConfig, Message, StepResult
+from relax_core.contracts.host.python_child import module_command
 from relax_core.data.tool_calls.tool_parsers import read_action
 from relax_core.observe.terminal.standard_streams import unread_streams
 from relax_core.registry import PluginError, find_env, is_file_plugin
@@ -77,7 +78,7 @@ def play_checkpoint(checkpoint: str, keys: Sequence[str], *, episodes: int) -> i
     """
     with tempfile.TemporaryDirectory(prefix="rlx-play-") as folder:
         own = [f"eval.rows={episodes}", "eval.samples=1", f"run.dir={folder}/played"]
-        command = [sys.executable, "-m", "relax_core", "eval", checkpoint, *keys, *own]
+        command = module_command("relax_core", "eval", checkpoint, *keys, *own)
         done = subprocess.run(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=CHECKPOINT_S, check=False
         )

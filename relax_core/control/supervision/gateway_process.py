@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 
 from relax_core.config.schema import RelaxConfig
+from relax_core.contracts.host.python_child import module_command
 from relax_core.contracts.stop_signals import STOP_SIGNALS
 from relax_core.control.engines.engine_limits import limits_of
 from relax_core.engines.engine_process import first_line, readable
@@ -96,7 +97,7 @@ class GatewayProcess:
         try:
             with self._log.open("ab") as log:
                 process = subprocess.Popen(
-                    [sys.executable, "-m", "relax_core.gateway"],
+                    module_command("relax_core.gateway"),
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=log,

@@ -6,7 +6,6 @@ import os
 import select
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -19,6 +18,7 @@ from typing import Any
 import msgspec
 import psutil
 
+from relax_core.contracts.host.python_child import import_path, module_command
 from relax_core.data.killable.worker_frames import HEADER_BYTES, Ready, payload_bytes, to_frame
 from relax_core.sandbox.worker_sandbox import WorkerSandbox
 
@@ -119,14 +119,13 @@ class KillableProcess:
             pipe.close()
 
     def _start(self) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", *self._command]
+        command = module_command(*self._command)
         with ExitStack() as stack:
             log = self._log_file
             if isinstance(log, Path):
                 log = stack.enter_context(log.open("ab")).fileno()
             if self._sandbox is None:
-                root = Path(__file__).parents[3]
-                path = {"PYTHONPATH": os.pathsep.join([str(root), *sys.path])}
+                path = {"PYTHONPATH": import_path()}
                 process = _popen(command, log, environment=os.environ | path | _THREADS)
             else:
                 before, descriptor = self._sandbox.command(stack, variables=_THREADS)

@@ -6,7 +6,6 @@ import os
 import select
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -14,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
+from relax_core.contracts.host.python_child import module_command
 from relax_core.contracts.sink import BaseSink, Record, SinkStart
 from relax_core.observe.trackers.sink_calls import SinkCall, answer_in, framed_call
 
@@ -73,7 +73,7 @@ class ProcessSink(BaseSink):
         self._temporary = tempfile.mkdtemp(prefix=f"relax-sink-{self._name}-")  # libraries leave files there
         with self._log.open("ab") as log:
             self._child = subprocess.Popen(
-                [sys.executable, "-m", "relax_core.observe.trackers.sink_child"],
+                module_command("relax_core.observe.trackers.sink_child"),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,

@@ -9,16 +9,15 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
+from relax_core.contracts.host.python_child import import_path, module_command
 from relax_core.data.killable.worker_frames import HEADER_BYTES, payload_bytes, to_frame
 from relax_core.engines.engine_process import readable
 
@@ -61,15 +60,14 @@ class Done(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 def try_plugins(request: Request) -> list[str]:
     """Returns the problems of the plug-ins, one sentence each; a hang and a crash are problems too."""
-    root = Path(__file__).parents[3]
     with tempfile.TemporaryFile() as printed:
         process = subprocess.Popen(
-            [sys.executable, "-m", "relax_core.rollout.trial.plugin_trial_main"],
+            module_command("relax_core.rollout.trial.plugin_trial_main"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=printed,
             bufsize=0,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join([str(root), *sys.path]), "OMP_NUM_THREADS": "1"},
+            env=os.environ | {"PYTHONPATH": import_path(), "OMP_NUM_THREADS": "1"},
             start_new_session=True,  # a kill then reaches processes that a plug-in started
         )
         assert process.stdin is not None and process.stdout is not None
