@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from envs.tool_servers.server_processes import HTTP_SERVERS, LastOutput, McpServer, guarded
 from relax_core.contracts.host.openers import is_loopback_url, proxy_words
+from relax_core.contracts.host.python_child import cause_in
 
 if TYPE_CHECKING:
     from mcp import Client
@@ -139,7 +140,8 @@ class McpSessions:
 
     def _why(self, name: str, error: BaseException | None) -> str:
         output = self._outputs[name].text() if name in self._outputs else ""
-        told = f" Its output ends with: {output}" if output else ""
+        cause = f" {cause_in(output)}." if "\n" in output else ""
+        told = f"{cause} Its output ends with: {output}" if output else ""
         told += proxy_words(self._servers[name].url) if name in self._servers else ""
         return f"{_words(error) if error is not None else 'its session has ended'}.{told}"
 

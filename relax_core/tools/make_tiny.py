@@ -22,7 +22,7 @@ from pathlib import Path
 
 from relax_core.contracts.host.file_lock import file_locked
 from relax_core.contracts.host.private_folder import private_folder, user_cache
-from relax_core.contracts.host.python_child import import_path, module_command
+from relax_core.contracts.host.python_child import cause_in, import_path, module_command
 from relax_core.families.tiny_configs import MODEL_NAMES, OMNI, STUDENT, VISION_NAMES
 from relax_core.tools.tiny_warm_start import WARM_STARTS, write_text_model
 
@@ -104,7 +104,9 @@ def _make_in_subprocess(folder: Path, *, name: str, task: str) -> None:
             check=False,
         )
         if done.returncode != 0:
-            raise RuntimeError(f"making the tiny model failed with exit code {done.returncode}:\n{done.stderr[-2000:]}")
+            raise RuntimeError(
+                f"making the tiny model failed with exit code {done.returncode}: {cause_in(done.stderr)}\n{done.stderr[-2000:]}"
+            )
         partial.rename(folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)

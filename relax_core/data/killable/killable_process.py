@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import psutil
 
-from relax_core.contracts.host.python_child import import_path, module_command
+from relax_core.contracts.host.python_child import cause_in_log, import_path, module_command
 from relax_core.data.killable.worker_frames import HEADER_BYTES, Ready, payload_bytes, to_frame
 from relax_core.sandbox.worker_sandbox import WorkerSandbox
 
@@ -123,6 +123,7 @@ class KillableProcess:
         with ExitStack() as stack:
             log = self._log_file
             if isinstance(log, Path):
+                self._log_begins = log.stat().st_size if log.exists() else 0
                 log = stack.enter_context(log.open("ab")).fileno()
             if self._sandbox is None:
                 path = {"PYTHONPATH": import_path()}
@@ -206,7 +207,10 @@ class KillableProcess:
         if self._sandbox is not None and code > _SIGNAL_EXIT:
             code = _SIGNAL_EXIT - code
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        return WorkerLost(f"its worker process died ({how})")
+        if not isinstance(self._log_file, Path) or code < 0:
+            return WorkerLost(f"its worker process died ({how})")
+        why = cause_in_log(self._log_file, after=self._log_begins)
+        return WorkerLost(f"its worker process died ({how}){why and f': {why}'}; see {self._log_file}")
 
 
 @cache

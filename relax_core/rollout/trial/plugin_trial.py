@@ -11,13 +11,12 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Literal
 
 import msgspec
 
-from relax_core.contracts.host.python_child import import_path, module_command
+from relax_core.contracts.host.python_child import cause_in, import_path, module_command
 from relax_core.data.killable.worker_frames import HEADER_BYTES, payload_bytes, to_frame
 from relax_core.engines.engine_process import readable
 
@@ -83,7 +82,7 @@ def try_plugins(request: Request) -> list[str]:
                     if message == "silent":
                         return [f"{stage.what} did not end within {stage.limit_s:g} s"]
                     if message == "ended":
-                        return [f"{stage.what}: its process died ({_how(process)}){_last_line(printed)}"]
+                        return [f"{stage.what}: its process died ({_how(process)}){_why(printed)}"]
                     assert isinstance(message, Stage)
                     stage = message
         finally:
@@ -116,7 +115,7 @@ def _how(process: subprocess.Popen[bytes]) -> str:
     return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
-def _last_line(printed: Any) -> str:
+def _why(printed: Any) -> str:
     printed.seek(0)
-    lines: Sequence[str] = printed.read().decode(errors="replace").strip().splitlines()
-    return f": {lines[-1]}" if lines else ""
+    cause = cause_in(printed.read())
+    return f": {cause}" if cause else ""
