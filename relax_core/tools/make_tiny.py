@@ -104,9 +104,8 @@ def _make_in_subprocess(folder: Path, *, name: str, task: str) -> None:
             check=False,
         )
         if done.returncode != 0:
-            raise RuntimeError(
-                f"making the tiny model failed with exit code {done.returncode}: {cause_in(done.stderr)}\n{done.stderr[-2000:]}"
-            )
+            why = f"{cause_in(done.stderr)}\n{done.stderr[-2000:]}"
+            raise RuntimeError(f"making the tiny model failed with exit code {done.returncode}: {why}")
         partial.rename(folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
