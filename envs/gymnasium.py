@@ -48,7 +48,8 @@ class GymnasiumEnv(BaseInteractionEnv):
 
         modes = gymnasium.make(config.id, **config.arguments).metadata.get("render_modes", [])
         self._draws = "ansi" in modes
-        self._env = gymnasium.make(config.id, **({"render_mode": "ansi"} if self._draws else {}), **config.arguments)
+        arguments = {"render_mode": "ansi", **config.arguments} if self._draws else config.arguments
+        self._env = gymnasium.make(config.id, **arguments)
         space = self._env.action_space
         if not isinstance(space, gymnasium.spaces.Discrete):
             raise ValueError(f"env.id={config.id}: its actions are {space}. This adapter knows numbered ones alone.")
