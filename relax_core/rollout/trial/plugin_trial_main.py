@@ -16,7 +16,7 @@ import msgspec
 from relax_core.config.reward_choice import ChosenReward, RewardChoice
 from relax_core.contracts.checks.foreign_values import clean_text
 from relax_core.contracts.checks.plugin_results import WrongResult
-from relax_core.contracts.env import EnvSpec, EpisodeStart, InteractionConfig
+from relax_core.contracts.env import EnvSpec, EpisodeStart
 from relax_core.contracts.reward import RewardInput, RewardOutput, RewardSpec, RewardUnusable
 from relax_core.data.killable.worker_frames import HEADER_BYTES, payload_bytes, to_frame
 from relax_core.registry import find_algorithm, find_env, find_reward, plugin_words
@@ -87,7 +87,7 @@ def _try_env(request: Request, replies: BinaryIO) -> Iterator[str]:
         yield failed[0]
 
 
-def _send_call(replies: BinaryIO, request: Request, config: InteractionConfig, where: str, call: str) -> None:
+def _send_call(replies: BinaryIO, request: Request, config: Any, where: str, call: str) -> None:
     """Tells that a call of an env with turns begins, which may take as long as in a run."""
     what = f"env.name={config.name}: {call} for {where}"
     limit_s = request.call_s
