@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
+import importlib
 import importlib.util
+import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from relax_core.contracts.env import Action, BaseInteractionEnv, EnvSpec, EpisodeStart, IsolatedConfig, StepResult
 
 _COLOUR = re.compile("\x1b\\[[1-9][0-9;]*m")  # a terminal's code in front of coloured text
+_NUMBER_BEGINS = r"(?<![-+−])(?<!\d\.)"  # the number 1 does not stand in -1 and 2.1
+_KEY_CHARACTERS = 64  # of a state's key; the digest of a longer value has as many
 _COLOUR_ENDS = re.compile("\x1b\\[0m")
 
 
@@ -33,8 +39,8 @@ class GymnasiumEnv(BaseInteractionEnv):
     """Is one episode. The last action that a response names is taken; a response without one is told so.
 
     An observation is the environment's text picture (its render mode "ansi") if it has one, with brackets around what
-    it colours, else its value. The value is also the state's key. Chance in the opening comes from the group's seed,
-    and after it from the episode's.
+    it colours, else its whole value as JSON. The value is also the state's key, a long one as a digest. Chance in the
+    opening comes from the group's seed, and after it from the episode's.
     """
 
     def __init__(self, start: EpisodeStart, config: GymnasiumConfig) -> None:
@@ -42,7 +48,8 @@ class GymnasiumEnv(BaseInteractionEnv):
 
         modes = gymnasium.make(config.id, **config.arguments).metadata.get("render_modes", [])
         self._draws = "ansi" in modes
-        self._env = gymnasium.make(config.id, render_mode="ansi" if self._draws else None, **config.arguments)
+        arguments = {"render_mode": "ansi", **config.arguments} if self._draws else config.arguments
+        self._env = gymnasium.make(config.id, **arguments)
         space = self._env.action_space
         if not isinstance(space, gymnasium.spaces.Discrete):
             raise ValueError(f"env.id={config.id}: its actions are {space}. This adapter knows numbered ones alone.")
@@ -52,7 +59,8 @@ class GymnasiumEnv(BaseInteractionEnv):
                 f"env.actions has {len(config.actions)} names, but env.id={config.id} has {count} actions."
             )
         self._names = config.actions or [str(self._first + number) for number in range(count)]
-        self._pattern = re.compile(rf"(?<!\w)({'|'.join(map(re.escape, self._names))})(?!\w)", re.IGNORECASE)
+        named = "|".join(_NUMBER_BEGINS * name[:1].isdigit() + re.escape(name) for name in self._names)
+        self._pattern = re.compile(rf"(?<!\w)({named})(?!\w|\.\d)", re.IGNORECASE)
         self._start = start
         self._state = ""
 
@@ -86,10 +94,29 @@ class GymnasiumEnv(BaseInteractionEnv):
         self._env.close()
 
     def _text(self, observation: Any) -> str:
-        self._state = str(observation)
+        text = _value_text(observation)
+        self._state = text if len(text) <= _KEY_CHARACTERS else hashlib.sha256(text.encode()).hexdigest()
         if not self._draws:
-            return self._state
+            return text
         return _COLOUR_ENDS.sub("]", _COLOUR.sub("[", str(self._env.render()))).strip("\n")
+
+
+def _value_text(value: Any) -> str:
+    """Returns a value whole: plain numbers, arrays as lists, JSON where JSON can hold it."""
+    plain = _plain(value)
+    return plain if isinstance(plain, str) else json.dumps(plain, ensure_ascii=False, default=str)
+
+
+def _plain(value: Any) -> Any:
+    """Returns a value of a space in plain Python: NumPy's arrays, numbers and named tuples are values of their own."""
+    if hasattr(value, "tolist"):
+        short = value.dtype.kind == "f" and value.dtype.itemsize < 8  # 0.1 and not 0.10000000149011612
+        return (value.astype(str).astype(float) if short else value).tolist()
+    if isinstance(value, Mapping):
+        return {str(key): _plain(one) for key, one in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):  # such as a graph
+        return _plain(value._asdict())
+    return [_plain(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def check(config: GymnasiumConfig) -> None:
@@ -99,9 +126,15 @@ def check(config: GymnasiumConfig) -> None:
     import gymnasium
 
     try:
-        gymnasium.spec(config.id)
+        module, found, name = config.id.rpartition(":")  # gymnasium.make imports the module in front of a name
+        if found:
+            importlib.import_module(module)
+        gymnasium.spec(name)
     except gymnasium.error.Error as error:
         raise ValueError(f"env.id={config.id}: {error}") from error
+    except Exception as error:  # code of the user's module
+        words = f"{type(error).__name__}: {error}"
+        raise ValueError(f"env.id={config.id}: the module {module} cannot be imported: {words}") from error
 
 
 SPEC = EnvSpec(

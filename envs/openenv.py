@@ -10,7 +10,6 @@ import asyncio
 import json
 import threading
 import time
-import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +17,7 @@ from typing import Any
 import aiohttp
 
 from relax_core.contracts.env import Action, BaseInteractionEnv, EnvSpec, EpisodeStart, InteractionConfig, StepResult
-from relax_core.contracts.host.no_redirect import NoRedirect
+from relax_core.contracts.host.openers import opener, proxy_words
 
 _TOOL = "act"
 _CLOSE_S = 2.0
@@ -194,10 +193,11 @@ def tools(row: Mapping[str, Any], config: OpenEnvConfig) -> Sequence[dict[str, A
 def _schema(config: OpenEnvConfig) -> dict[str, Any]:
     address = f"{config.url.rstrip('/')}/schema"
     try:
-        with urllib.request.build_opener(NoRedirect()).open(address, timeout=config.step_timeout_s) as reply:
+        with opener(address).open(address, timeout=config.step_timeout_s) as reply:
             action: dict[str, Any] = json.load(reply)["action"]
     except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"env.url={config.url}: {address} gives no schema of an action: {error}") from error
+        how = proxy_words(address)
+        raise ValueError(f"env.url={config.url}: {address}{how} gives no schema of an action: {error}") from error
     fields = {name: one for name, one in action.get("properties", {}).items() if name != "metadata"}
     return {**action, "properties": fields}
 

@@ -49,6 +49,23 @@ class _OwnPackages(MetaPathFinder):
 if not any(isinstance(finder, _OwnPackages) for finder in sys.meta_path):
     sys.meta_path.insert(0, _OwnPackages())
 
+
+def _put_working_folder_last() -> None:
+    """Looks for modules in the working folder last, while ``python -m`` starts a module of Relax.
+
+    Python looks there first, where a user's random.py or ray.py would be taken for the library.
+    """
+    if sys.argv[:1] != ["-m"]:
+        return
+    folder = os.getcwd()
+    if sys.path[:1] == [folder] and not sys.flags.safe_path and folder != _ROOT:
+        del sys.path[0]
+    if folder not in sys.path:
+        sys.path.append(folder)
+
+
+_put_working_folder_last()
+
 _EXPORTS = {  # name → its module, which is imported at the first use of the name, so that `import relax_core` is fast
     "run": "relax_core.api.run",
     "RunFailed": "relax_core.api.run",

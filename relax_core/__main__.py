@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from relax_core.contracts.host.openers import except_loopback
 from relax_core.observe.terminal.standard_streams import show_uncaught, unread_streams
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     It returns 130 for a Ctrl-C before a run has started. A run handles its own Ctrl-C.
     """
     sys.excepthook = show_uncaught
+    except_loopback()
     with unread_streams():
         try:
             return _main(_without_secrets(arguments))

@@ -21,9 +21,10 @@ class ExactMatchConfig(RewardConfig):
 def score(given: RewardInput, config: ExactMatchConfig) -> RewardOutput:
     """Returns 1 if the response, without white space at its ends, is the reference answer, else 0.
 
+    A stop string that ended the response may be part of the answer or follow it.
     A response that the token limit cut is never right.
     """
-    exact = given.stopped and given.response.strip() == given.answer.strip()
+    exact = given.stopped and given.answer.strip() in (given.response.strip(), given.before_stop.strip())
     return RewardOutput(reward=float(exact), exact=exact, why=compared(given.response.strip(), given.answer.strip()))
 
 

@@ -24,13 +24,14 @@ def score(given: RewardInput, config: ReverseDigitsConfig) -> RewardOutput:
     A response that the token limit cut counts as one character longer, so that it is never exact.
     """
     answer = given.answer
-    length = len(given.response) + (0 if given.stopped else 1)
-    right = sum(got == wanted for got, wanted in zip(given.response, answer, strict=False)) / len(answer)
+    response = given.response if given.response == answer else given.before_stop
+    length = len(response) + (0 if given.stopped else 1)
+    right = sum(got == wanted for got, wanted in zip(response, answer, strict=False)) / len(answer)
     length_match = max(0.0, 1.0 - abs(length - len(answer)) / len(answer))
-    exact = given.stopped and given.response == answer
+    exact = given.stopped and response == answer
     reward = 1.0 if exact else _POSITION_SHARE * right + _LENGTH_SHARE * length_match
     parts = {"position": right, "length": length_match}
-    return RewardOutput(reward=reward, exact=exact, parts=parts, why=compared(given.response, answer))
+    return RewardOutput(reward=reward, exact=exact, parts=parts, why=compared(response, answer))
 
 
 SPEC = RewardSpec(

@@ -150,7 +150,7 @@ def test_env_with_a_tool() -> None:
     opened = opener(EpisodeStart(row=row, group_seed=1, episode_seed=0), config)
     person = re.findall(r"of (\w+)\?", opened.reset())[0]
     call = '<tool_call>{"name": "look_up", "arguments": {"person": "PERSON"}}</tool_call>'.replace("PERSON", person)
-    step = opened.step(read_action(call, stopped=True, parser="hermes", tools=["look_up"]))
+    step = opened.step(read_action(call, stopped=True, parser="hermes", tools=tools(row, config)))
     ((message,), done) = opened.format_observation(step.observation), step.done
     assert message["role"] == "tool" and not done
     last = opened.step(read_action(f"It is {message['content']}.", stopped=True, parser="hermes"))

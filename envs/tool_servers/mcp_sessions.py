@@ -17,6 +17,8 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from envs.tool_servers.server_processes import HTTP_SERVERS, LastOutput, McpServer, guarded
+from relax_core.contracts.host.openers import is_loopback_url, proxy_words
+from relax_core.contracts.host.python_child import cause_in
 
 if TYPE_CHECKING:
     from mcp import Client
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
+_HTTP_S, _HTTP_READ_S = 30.0, 300.0  # the package's own limits of a request
 _CLOSE_S = 8.0  # the package waits 2 s for a server to end by itself, and twice as long again to end it
 
 
@@ -68,7 +71,7 @@ class McpSessions:
             async with AsyncExitStack() as stack:
                 for name, server in self._servers.items():
                     self._outputs[name] = LastOutput()
-                    client = await _client(name, server, self._outputs[name])
+                    client = await _client(name, server, self._outputs[name], stack)
                     self.clients[name] = await stack.enter_async_context(client)
                 self._opened.set()
                 await self._closing.wait()
@@ -80,6 +83,7 @@ class McpSessions:
         """Returns whether a call failed, and what the model reads. Raises RuntimeError if the server is lost."""
         from mcp import MCPError
         from mcp.types import INVALID_PARAMS
+        from pydantic import ValidationError
 
         assert self._task is not None
         calling = asyncio.create_task(self.clients[server].call_tool(tool, arguments))
@@ -87,14 +91,38 @@ class McpSessions:
             await asyncio.wait([calling, self._task], return_when=asyncio.FIRST_COMPLETED)
             if not calling.done():  # the sessions have ended
                 raise RuntimeError(f"the server {server} is lost: {self._why(server, None)}")
-            result = await calling
+            try:
+                result = await calling
+            except RuntimeError as error:  # a value that does not fit the schema of the tool's output
+                return True, f"The result of the tool {tool} cannot be read: {error}"
             return bool(result.is_error), _text(result)
         except MCPError as error:
             if error.code == INVALID_PARAMS:
                 return True, f"Wrong arguments for the tool {tool}: {error.message}"
+            if await self._lives(server):
+                return True, f"The tool {tool} failed: {error.message}"
             raise RuntimeError(f"the server {server} is lost: {self._why(server, error)}") from error
+        except ValidationError:  # such as content of a type that the protocol does not have
+            return True, f"The result of the tool {tool} cannot be read: it is no result of the protocol."
         finally:
             calling.cancel()
+
+    async def _lives(self, server: str) -> bool:
+        """Returns whether a server answers after an error; the transport's own errors look like a server's."""
+        from mcp import MCPError
+        from mcp.types import CONNECTION_CLOSED, INTERNAL_ERROR
+
+        assert self._task is not None
+        asking = asyncio.create_task(self.clients[server].session.send_ping())
+        try:
+            await asyncio.wait([asking, self._task], return_when=asyncio.FIRST_COMPLETED)
+            if asking.done():
+                await asking
+            return asking.done()
+        except MCPError as error:  # a server need not know the request
+            return error.code not in (CONNECTION_CLOSED, INTERNAL_ERROR)
+        finally:
+            asking.cancel()
 
     async def close(self) -> None:
         """Closes the sessions; a server that does not end is given up after a while."""
@@ -112,16 +140,29 @@ class McpSessions:
 
     def _why(self, name: str, error: BaseException | None) -> str:
         output = self._outputs[name].text() if name in self._outputs else ""
-        told = f" Its output ends with: {output}" if output else ""
+        cause = f" {cause_in(output)}." if "\n" in output else ""
+        told = f"{cause} Its output ends with: {output}" if output else ""
+        told += proxy_words(self._servers[name].url) if name in self._servers else ""
         return f"{_words(error) if error is not None else 'its session has ended'}.{told}"
 
 
-async def _client(name: str, server: McpServer, output: LastOutput) -> Client:
-    """Returns a client that is not open yet; a server of HTTP with a command runs then."""
+async def _client(name: str, server: McpServer, output: LastOutput, stack: AsyncExitStack) -> Client:
+    """Returns a client that is not open yet; a server of HTTP with a command runs then.
+
+    ``stack`` closes what a client of HTTP needs.
+    """
     from mcp import Client, StdioServerParameters, stdio_client
 
     if server.url:
-        return Client(await HTTP_SERVERS.url(name, server) if server.command else server.url)
+        url = await HTTP_SERVERS.url(name, server) if server.command else server.url
+        if not is_loopback_url(url):
+            return Client(url)
+        import httpx2  # of the package mcp
+        from mcp.client.streamable_http import streamable_http_client
+
+        limits = httpx2.Timeout(_HTTP_S, read=_HTTP_READ_S)
+        http = await stack.enter_async_context(httpx2.AsyncClient(timeout=limits, trust_env=False))
+        return Client(streamable_http_client(url, http_client=http))
     command = guarded(server.command)
     parameters = StdioServerParameters(command=command[0], args=command[1:], env=dict(server.env), cwd=server.cwd)
     return Client(stdio_client(parameters, errlog=output.file))

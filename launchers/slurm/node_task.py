@@ -30,6 +30,7 @@ from launchers.slurm.task_identity import TaskIdentity, task_folder
 from launchers.submitted import CONFIG_FILE, RunEnd, read_submitted, write_end, write_whole
 from relax_core.config.sections.launcher_schema import SlurmLauncherConfig
 from relax_core.contracts.host.private_folder import set_private_files
+from relax_core.contracts.host.python_child import cause_in_log
 from relax_core.control.host.ray_session import LOOPBACK_SWITCH, ONE_THREAD, QUIET, new_token_file
 from relax_core.control.host.run_paths import SHARED_MEMORY
 from relax_core.control.host.subreaper import become_subreaper, end_children
@@ -157,7 +158,7 @@ class _Task:
         return address, head
 
     def _start_run(self, address: str | None) -> Child:
-        command = [sys.executable, "-u", "-m", "launchers.saved_run", str(self._run_dir / CONFIG_FILE)]
+        command = [sys.executable, "-u", "-P", "-m", "launchers.saved_run", str(self._run_dir / CONFIG_FILE)]
         if address is not None:
             command.append(f"--ray-address={address}")
         if self._identity.restarts:
@@ -230,7 +231,9 @@ class _Task:
 
     def _report_node_lost(self, code: int) -> int:
         rank, node = self._identity.rank, self._identity.node
-        report = f"{node}: its Ray node ended with {code}; see {self._attempt}/node-{rank}.log"
+        log = self._attempt / f"node-{rank}.log"
+        why = cause_in_log(log)
+        report = f"{node}: its Ray node ended with {code}{why and f': {why}'}; see {log}"
         write_whole(self._attempt / f"{LOST}-{rank}", report)
         deadline = time.monotonic() + DONE_S
         while not (self._attempt / DONE).exists() and time.monotonic() < deadline:
@@ -242,7 +245,7 @@ class _Task:
     def _start_ray(self, name: str, *arguments: str) -> Child:
         """Starts `ray start --block`, whose log is in the attempt's folder."""
         launcher = self._launcher
-        command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
+        command = [sys.executable, "-P", "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
         command += [f"--node-ip-address={self._identity.address}", f"--num-cpus={launcher.ray_logical_cpus}"]
         command += [f"--num-gpus={launcher.gpus_per_node}", f"--object-store-memory={launcher.object_store_mb << 20}"]
         command += ["--min-worker-port=0", "--max-worker-port=0", "--dashboard-agent-listen-port=0", *arguments]

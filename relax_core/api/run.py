@@ -20,6 +20,7 @@ from relax_core.api.child import LOCATION, PROBLEMS, REQUEST, USAGE
 from relax_core.api.function_reward import FUNCTION_FILE, RewardFunction, function_text, write_private
 from relax_core.api.loaded_run import LoadedRun, Summary
 from relax_core.config.errors import ConfigError
+from relax_core.contracts.host.python_child import import_path, module_command
 from relax_core.observe.results.summary import SUMMARY_FILE
 from relax_core.observe.service.records import ACTOR
 from relax_core.observe.service.sinks import METRICS_FILE
@@ -102,14 +103,13 @@ class _Child:
         self._staging = staging
         self._stopping = False
         terminal = _is_terminal(sys.stdout)  # the child's panel then writes to it directly
-        root = str(Path(__file__).resolve().parents[2])
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "relax_core.api.child", str(staging), str(os.getpid())],
+            module_command("relax_core.api.child", str(staging), str(os.getpid())),
             stdin=subprocess.DEVNULL,
             stdout=None if terminal else subprocess.PIPE,
             stderr=subprocess.PIPE,
             # The run can import the modules that this program can import. Its output is read line by line.
-            env=os.environ | {"PYTHONPATH": os.pathsep.join([root, *sys.path]), "PYTHONUNBUFFERED": "1"},
+            env=os.environ | {"PYTHONPATH": import_path(), "PYTHONUNBUFFERED": "1"},
             start_new_session=True,  # a Ctrl-C in the terminal reaches this process alone, which passes it on once
         )
         self.last_lines: deque[str] = deque(maxlen=KEPT_LINES)

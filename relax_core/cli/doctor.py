@@ -18,6 +18,7 @@ from pathlib import Path
 from relax_core.cli.versions import versions
 from relax_core.config.compose import load_config
 from relax_core.config.host_memory import available_bytes
+from relax_core.contracts.host.python_child import cause_in, module_command
 from relax_core.control.host.run_paths import SHARED_MEMORY, temporary_folder
 from relax_core.control.host.stale_runs import find_stale_runs, remove_stale_runs
 from relax_core.plan.build_plan import make_plan
@@ -177,14 +178,14 @@ def _media() -> Iterator[Finding]:
         )
         yield Finding(topic="media", verdict=Verdict.note, words=words)
         return
-    command = [sys.executable, "-m", "relax_core.data.media.media_trial_main"]
+    command = module_command("relax_core.data.media.media_trial_main")
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_MEDIA_S, check=False)
     except subprocess.TimeoutExpired:
         yield Finding(topic="media", verdict=Verdict.bad, words=f"six small files were not decoded in {_MEDIA_S:.0f} s")
         return
     if done.returncode != 0:
-        reason = (done.stderr.strip().splitlines() or [f"the process ended with {done.returncode}"])[-1]
+        reason = cause_in(done.stderr) or f"the process ended with {done.returncode}"
         words = f"media cannot be decoded: {reason}. Install again: pip install 'relax-core[omni]'"
         yield Finding(topic="media", verdict=Verdict.bad, words=words)
         return

@@ -175,17 +175,19 @@ class EpisodeStart:
 class Action:
     """Is one response of the model.
 
-    ``text`` is the whole response without the token or the string that ended it. ``stopped`` is False if it was cut at
-    a limit of tokens. ``tool_calls`` are the calls in it, in order. ``parse_error`` says what is wrong if the response
-    has the marks of a tool call but none can be read from it, or if a call names a tool that the env does not have; it
-    is empty otherwise, and meant to be shown to the model. ``content`` is the text without thinking and tool calls, and
-    ``thinking`` what stands in front of the tag </think>.
+    ``text`` is the whole response without its stop token. ``stopped`` is False if it was cut at a limit of tokens.
+    ``tool_calls`` are the calls in it, in order. ``parse_error`` says what is wrong if the response has the marks of a
+    tool call but none can be read from it, or if all calls name tools that the env does not have; it is empty
+    otherwise, and meant to be shown to the model. ``call_error`` says what is wrong with the calls beside those in
+    ``tool_calls``; the player adds it to the observation, so an env can leave it out. ``content`` is the text without
+    thinking and tool calls, and ``thinking`` what stands in front of the tag </think>.
     """
 
     text: str
     stopped: bool
     tool_calls: tuple[ToolCall, ...] = ()
     parse_error: str = ""
+    call_error: str = ""
     content: str = ""
     thinking: str = ""
 

@@ -22,9 +22,10 @@ _SHOWN = 100  # characters of each side of a comparison
 class RewardInput:
     """Holds the input of a reward for one response.
 
-    ``response`` is the text without the stop token or stop string. ``stopped`` is False if the response was cut at the
-    token limit. ``answer`` is the data row's reference answer and ``row`` the whole data row. ``uid`` is the episode's
-    uid and ``where`` the data row's file and line; both are empty outside of training.
+    ``response`` is the text of the sampled tokens without the stop token. ``stop_string`` is the string of rollout.stop
+    that ended it and stands in it, empty if none did. ``stopped`` is False if the response was cut at the token limit.
+    ``answer`` is the data row's reference answer and ``row`` the whole data row. ``uid`` is the episode's uid and
+    ``where`` the data row's file and line; both are empty outside of training.
 
     In an env with turns, ``response`` and ``stopped`` are those of the last turn. ``turns`` has the texts of all
     responses, in order. ``turn_rewards`` has the env's reward for each, None if it gave none. ``messages`` is the whole
@@ -48,6 +49,12 @@ class RewardInput:
     ended: str = ""
     media: Sequence[MediaItem] = ()
     media_folder: str = ""
+    stop_string: str = ""
+
+    @property
+    def before_stop(self) -> str:
+        """Returns the response up to the stop string, for rewards that compare a whole response."""
+        return self.response.partition(self.stop_string)[0] if self.stop_string else self.response
 
     def frames(self, number: int) -> np.ndarray:
         """Returns the pixels of ``media[number]`` as the model sees them.

@@ -15,11 +15,11 @@ import msgspec
 
 from relax_core.config.schema import EngineConfig
 from relax_core.contracts.engine import EngineError
+from relax_core.contracts.host.python_child import cause_in_log
 from relax_core.engines.http_server.held_port import HeldPort
 from relax_core.engines.sglang.server import scratch as engine_scratch
 from relax_core.registry import find_engine
 
-LOG_TAIL_BYTES = 4000
 KILLED_S = 10.0  # seconds in which a killed process has ended, unless the kernel holds it
 
 
@@ -100,7 +100,7 @@ class EngineProcess:
         """Starts the engine and waits until it answers, at most ``launch.engine.start_timeout_s`` seconds.
 
         ``held_port`` is that of an earlier process, whose place this one takes; without it the port is ``launch.port``.
-        The log is appended to. Raises EngineError with the log's last line if the engine does not start, and
+        The log is appended to. Raises EngineError with the cause in the log if the engine does not start, and
         `EngineKilled` if somebody else has killed it.
         """
         launch.log_file.parent.mkdir(parents=True, exist_ok=True)
@@ -112,6 +112,7 @@ class EngineProcess:
             if held_port is not None:
                 launch = replace(launch, listener=held_port.descriptor)
             undo.callback(_remove, scratch)
+            begins = launch.log_file.stat().st_size if launch.log_file.exists() else 0
             process = _spawn(launch, scratch)
             undo.callback(_end_rest, process, scratch)
             assert process.stdout is not None
@@ -123,7 +124,7 @@ class EngineProcess:
                 why = (
                     f"ended with {process.returncode}" if ended else f"no answer in {launch.engine.start_timeout_s:g} s"
                 )
-                last = f"{launch.log_file} ends with: {_last_line(launch.log_file)}"
+                last = f"{launch.log_file} ends with: {cause_in_log(launch.log_file, after=begins) or 'nothing'}"
                 words = f"{launch.engine.name} engine did not start: {why}; {last}"
                 if ended and process.returncode < 0:
                     raise EngineKilled(words, code=process.returncode)
@@ -228,11 +229,3 @@ def _kill(process: subprocess.Popen[bytes]) -> bool:
         process.kill()
         process.wait(KILLED_S)
         return True
-
-
-def _last_line(path: Path) -> str:
-    """Returns the log's last line, which names the cause if the process has failed in Python."""
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - LOG_TAIL_BYTES))
-        lines = file.read().decode(errors="replace").strip().splitlines()
-    return lines[-1] if lines else "nothing"

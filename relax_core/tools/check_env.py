@@ -76,11 +76,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def settings_of(words: Sequence[str]) -> dict[str, Any]:
-    """Returns settings of the form ``key=value``, with or without ``env.`` in front."""
+    """Returns settings of the form ``key=value``, with or without ``env.`` in front; a key may be a path."""
     pairs = [word.removeprefix("env.").partition("=") for word in words]
     if wrong := [key for key, sign, _ in pairs if not sign]:
         raise ValueError(f"{wrong[0]}: settings have the form key=value.")
-    return {key: yaml.safe_load(value) for key, _, value in pairs}
+    found: dict[str, Any] = {}
+    for key, _, value in pairs:
+        *folders, last = key.split(".")
+        inner = found
+        for folder in folders:
+            inner = inner.setdefault(folder, {})
+            if not isinstance(inner, dict):
+                raise ValueError(f"{key}={value}: env.{folder} is {inner!r} and has no keys. Give one of the two.")
+        inner[last] = yaml.safe_load(value)
+    return found
 
 
 def check_messages(spec: EnvSpec, config: Any, row: Mapping[str, Any]) -> list[str]:

@@ -16,7 +16,6 @@ import importlib.metadata
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
@@ -24,6 +23,7 @@ from pathlib import Path
 from relax_core.contracts.host.file_lock import file_locked
 from relax_core.contracts.host.output_path import check_output_folder
 from relax_core.contracts.host.private_folder import private_folder, user_cache
+from relax_core.contracts.host.python_child import cause_in, import_path, module_command
 from relax_core.families.tiny_configs import MODEL_NAMES, OMNI, STUDENT, VISION_NAMES
 from relax_core.tools.tiny_warm_start import WARM_STARTS, write_text_model
 
@@ -92,19 +92,12 @@ def _make_in_subprocess(folder: Path, *, name: str, task: str) -> None:
     partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
         done = subprocess.run(
-            [
-                sys.executable,
-                "-m",
-                "relax_core.tools.make_tiny",
-                f"--name={name}",
-                f"--task={task}",
-                f"--into={partial}",
-            ],
+            module_command("relax_core.tools.make_tiny", f"--name={name}", f"--task={task}", f"--into={partial}"),
             env=os.environ
             | {
                 "OMP_NUM_THREADS": "1",
                 "OMP_WAIT_POLICY": "PASSIVE",
-                "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path]),
+                "PYTHONPATH": import_path(),
             },
             capture_output=True,
             text=True,
@@ -112,7 +105,8 @@ def _make_in_subprocess(folder: Path, *, name: str, task: str) -> None:
             check=False,
         )
         if done.returncode != 0:
-            raise RuntimeError(f"making the tiny model failed with exit code {done.returncode}:\n{done.stderr[-2000:]}")
+            why = f"{cause_in(done.stderr)}\n{done.stderr[-2000:]}"
+            raise RuntimeError(f"making the tiny model failed with exit code {done.returncode}: {why}")
         partial.rename(folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)

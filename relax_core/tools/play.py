@@ -19,11 +19,13 @@ from typing import Any
 from relax_core.config.errors import ConfigError
 from relax_core.config.plugin_types import plugin_config
 from relax_core.contracts.env import EnvSpec, EpisodeStart, InteractionConfig, IsolatedConfig, Message, StepResult
+from relax_core.contracts.host.python_child import module_command
 from relax_core.data.tool_calls.tool_parsers import read_action
 from relax_core.observe.terminal.standard_streams import unread_streams
 from relax_core.registry import PluginError, find_env, is_file_plugin
 from relax_core.rollout.env_workers.env_workers import EnvWorkers
 from relax_core.rollout.episodes.env_calls import EnvCalls
+from relax_core.rollout.episodes.tool_use import with_call_error
 from relax_core.tools.check_env import ROW, settings_of
 
 CHECKPOINT = "checkpoint="
@@ -76,7 +78,7 @@ def play_checkpoint(checkpoint: str, keys: Sequence[str], *, episodes: int) -> i
     """
     with tempfile.TemporaryDirectory(prefix="rlx-play-") as folder:
         own = [f"eval.rows={episodes}", "eval.samples=1", f"run.dir={folder}/played"]
-        command = [sys.executable, "-m", "relax_core", "eval", checkpoint, *keys, *own]
+        command = module_command("relax_core", "eval", checkpoint, *keys, *own)
         done = subprocess.run(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=CHECKPOINT_S, check=False
         )
@@ -115,13 +117,13 @@ async def _play(spec: EnvSpec, config: InteractionConfig, start: EpisodeStart, a
                 except EOFError:
                     return
                 parser = PARSER if config.tool_parser == "auto" else config.tool_parser
-                names = [one["function"]["name"] for one in tools]
-                action = read_action(text, stopped=True, parser=parser, tools=names)
+                action = read_action(text, stopped=True, parser=parser, tools=tools)
                 step: StepResult = await calls(env.step, action)
                 rewards += [] if step.reward is None else [step.reward]
                 if step.done:
                     break
-                _show(step.context_edit or await calls(env.format_observation, step.observation))
+                following = step.context_edit or await calls(env.format_observation, step.observation)
+                _show(with_call_error(following, action))
             print(f"[the end; reward {sum(rewards):g}]" if rewards else "[the end; a reward plug-in scores it]")
         finally:
             await calls.close(env.close)

@@ -11,13 +11,15 @@ from envs.calculator import SPEC, Calculator, CalculatorConfig
 from relax_core.contracts.env import EpisodeStart, StepResult
 from relax_core.data.tool_calls.tool_parsers import read_action
 
+TOOL = {"type": "function", "function": {"name": "multiply", "parameters": {"type": "object"}}}
+
 
 def played(*responses: str) -> list[StepResult]:
     async def scene() -> list[StepResult]:
         game = Calculator(EpisodeStart(row={}, group_seed=3, episode_seed=0), CalculatorConfig())
         a, b = map(int, re.findall(r"\d+", await game.reset()))
         texts = [text.format(a=a, b=b, product=a * b) for text in responses]
-        actions = [read_action(text, stopped=True, parser="hermes", tools=["multiply"]) for text in texts]
+        actions = [read_action(text, stopped=True, parser="hermes", tools=[TOOL]) for text in texts]
         return [await game.step(action) for action in actions]
 
     return asyncio.run(scene())

@@ -57,6 +57,28 @@ def process() -> int:
 
 server.run() if len(sys.argv) == 1 else server.run("streamable-http", port=int(sys.argv[1]))
 '''
+RAW = """
+import json, sys
+
+def answer(number, **found):
+    print(json.dumps({{"jsonrpc": "2.0", "id": number, **found}}), flush=True)
+
+number = {{"type": "object", "properties": {{"n": {{"type": "integer"}}}}, "required": ["n"]}}
+TOOL = {{"name": "find", "inputSchema": {{"type": "object"}}, "outputSchema": number}}
+for line in sys.stdin:
+    asked = json.loads(line)
+    id, method = asked.get("id"), asked.get("method")
+    if method == "initialize":
+        version = asked["params"]["protocolVersion"]
+        info = {{"name": "raw", "version": "1"}}
+        answer(id, result={{"protocolVersion": version, "capabilities": {{"tools": {{}}}}, "serverInfo": info}})
+    elif method == "tools/list":
+        answer(id, result={{"tools": [TOOL]}})
+    elif method == "tools/call":
+        answer(id, **{answer!r})
+    elif id is not None:
+        answer(id, error={{"code": -32601, "message": "unknown"}})
+"""
 START_S = 60.0
 STARTS = pytest.mark.agents  # a server costs a second of processor time: its package is large
 
@@ -158,6 +180,31 @@ def test_a_server_that_dies_fails_its_episode_and_not_the_next_one(odd: str) -> 
         assert await called(env, "add", numbers=[1]) == "-1"
 
     played(config, anew)
+
+
+@STARTS
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        ({"error": {"code": -32603, "message": "no such city"}}, "no such city"),
+        ({"error": {"code": -32000, "message": "no such city"}}, "no such city"),
+        ({"result": {"content": [{"type": "hologram", "data": "x"}]}}, "cannot be read"),
+        ({"result": {"content": [], "structuredContent": {"n": "x"}}}, "cannot be read"),
+    ],
+)
+def test_an_error_of_a_server_that_lives_is_read_by_the_model(
+    tmp_path: Path, answer: dict[str, Any], words: str, recwarn: pytest.WarningsRecorder
+) -> None:
+    file = tmp_path / "raw.py"
+    file.write_text(RAW.format(answer=answer))
+    config = config_of(raw=McpServer(command=f"python {file}"))
+
+    async def scene(env: McpTools) -> None:
+        assert words in await called(env, "find")
+        assert words in await called(env, "find")
+
+    played(config, scene)
+    assert not recwarn.list
 
 
 @STARTS

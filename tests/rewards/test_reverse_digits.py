@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relax_core.contracts.reward import RewardInput, RewardOutput
+from rewards.exact_match import SPEC as EXACT_MATCH
 from rewards.reverse_digits import SPEC, ReverseDigitsConfig
 
 
@@ -29,6 +32,13 @@ def test_rewards_by_hand(response: str, stopped: bool, reward: float) -> None:
     got = _score(response, stopped=stopped)
     assert got.reward == pytest.approx(reward)
     assert got.exact == (reward == 1.0)
+
+
+@pytest.mark.parametrize("score", [SPEC.score, EXACT_MATCH.score])
+@pytest.mark.parametrize("answer", ["543", "543.end"])
+def test_a_stop_string_is_part_of_the_answer_or_follows_it(score: Any, answer: str) -> None:
+    given_ = RewardInput(response="543.end", stopped=True, answer=answer, row={}, stop_string=".end")
+    assert score(given_, None).reward == 1.0
 
 
 @given(response=st.text("0123456789<pad>", max_size=12), stopped=st.booleans())

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from relax_core.tools.check_env import settings_of
 from relax_core.tools.play import main
 
 ISOLATED = """
@@ -26,6 +27,14 @@ class Mine(BaseInteractionEnv):
 
 SPEC = EnvSpec(name="mine", summary="s", config=MineConfig, open=Mine, isolated=True)
 """
+
+
+def test_a_key_may_be_a_path_as_in_a_run() -> None:
+    words = ["env.servers={a: {cwd: x}}", "servers.a.command=python a.py", "env.servers.b.url=u", "max_turns=3"]
+    servers = {"a": {"cwd": "x", "command": "python a.py"}, "b": {"url": "u"}}
+    assert settings_of(words) == {"servers": servers, "max_turns": 3}
+    with pytest.raises(ValueError, match=r"env\.max_turns is 3"):
+        settings_of(["max_turns=3", "max_turns.a=1"])
 
 
 def typed(*texts: str) -> Callable[[str], str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
@@ -58,6 +58,44 @@ def _described(hint: Any) -> Any:
     kind, *notes = get_args(hint)
     texts = [note for note in notes if isinstance(note, str)]
     return Annotated[kind, msgspec.Meta(description=texts[0])] if texts else kind
+
+
+def json_types(schema: Any, whole: Mapping[str, Any]) -> frozenset[str]:
+    """Returns the types of JSON that a value of ``schema`` may have; none if the schema names none.
+
+    ``whole`` is the schema in which a reference such as #/$defs/NAME is looked up. Both may be of any form.
+    """
+    found: set[str] = set()
+    left, looked_up = [schema], set[str]()
+    while left:
+        part = left.pop()
+        if not isinstance(part, Mapping):
+            continue
+        named = part.get("type")
+        found.update(one for one in (named if isinstance(named, list) else [named]) if isinstance(one, str))
+        if not named:
+            values = part.get("enum", [part["const"]] if "const" in part else [])
+            found.update(*(json_type(value) for value in values if isinstance(values, list)))
+        for key in ("anyOf", "oneOf", "allOf"):
+            left += part[key] if isinstance(part.get(key), list) else []
+        if isinstance(reference := part.get("$ref"), str) and reference not in looked_up:
+            looked_up.add(reference)
+            target: Any = whole
+            for key in reference.removeprefix("#/").split("/"):
+                target = target.get(key) if isinstance(target, Mapping) else None
+            left.append(target)
+    return frozenset(found)
+
+
+def json_type(value: Any) -> frozenset[str]:
+    """Returns the types of JSON that a value has; a whole number has two."""
+    if isinstance(value, bool | None):
+        return frozenset({"null" if value is None else "boolean"})
+    if isinstance(value, int):
+        return frozenset({"integer", "number"})
+    if isinstance(value, float | str):
+        return frozenset({"string" if isinstance(value, str) else "number"})
+    return frozenset({"array" if isinstance(value, list) else "object"})
 
 
 def checked_schemas(tools: Sequence[ToolSchema | Callable[..., Any]]) -> list[ToolSchema]:

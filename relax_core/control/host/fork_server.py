@@ -96,7 +96,7 @@ def become(request: Mapping[str, Any]) -> None:
         sys.modules["numpy"].random.seed()
     command: list[str] = request["command"]
     sys.argv[:] = command
-    sys.path[0] = os.path.dirname(command[0])
+    sys.path.insert(0, os.path.dirname(command[0]))
     runpy.run_path(command[0], run_name="__main__")
 
 

@@ -18,6 +18,7 @@ from typing import Self
 from relax_core.config.schema import PlacementConfig
 from relax_core.config.sections.launcher_schema import LauncherConfig
 from relax_core.contracts.host.private_folder import set_compile_cache
+from relax_core.contracts.host.python_child import module_command
 from relax_core.control.host.process_trees import kill_trees
 from relax_core.control.host.run_paths import RunPaths
 from relax_core.control.host.worker_start import FORK_SERVER
@@ -142,7 +143,7 @@ class RaySession:
     def _start_fork_server(self) -> subprocess.Popen[bytes]:
         """Starts the fork server, which ends with its stdin, and tells its path to those whom Ray starts."""
         path = self._paths.folder / "fork-server"
-        command = [sys.executable, "-m", "relax_core.control.host.fork_server", str(path), *self._preloaded]
+        command = module_command("relax_core.control.host.fork_server", str(path), *self._preloaded)
         os.environ[FORK_SERVER] = str(path)
         return subprocess.Popen(command, stdin=subprocess.PIPE)
 

@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 
 from relax_core.config.schema import RelaxConfig
+from relax_core.contracts.host.python_child import cause_in_log, module_command
 from relax_core.contracts.stop_signals import STOP_SIGNALS
 from relax_core.control.engines.engine_limits import limits_of
 from relax_core.engines.engine_process import first_line, readable
@@ -95,8 +96,9 @@ class GatewayProcess:
         unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
             with self._log.open("ab") as log:
+                self._log_begins = log.tell()
                 process = subprocess.Popen(
-                    [sys.executable, "-m", "relax_core.gateway"],
+                    module_command("relax_core.gateway"),
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=log,
@@ -120,7 +122,8 @@ class GatewayProcess:
         if not line.endswith(b"\n"):
             code = self._process.poll()
             how = f"no answer in {START_S:g} s" if code is None else f"it ended with exit code {code}"
-            raise GatewayUnstarted(f"the gateway did not start: {how}; see {self._log}")
+            why = cause_in_log(self._log, after=self._log_begins)
+            raise GatewayUnstarted(f"the gateway did not start: {how}{why and f': {why}'}; see {self._log}")
         address = msgspec.json.decode(line, type=GatewayAddress)
         self.is_up = True
         self._greet(address)

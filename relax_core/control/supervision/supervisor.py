@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from relax_core.config.schema import RelaxConfig
+from relax_core.contracts.host.python_child import module_command
 from relax_core.control.host.run_paths import RunPaths, run_paths
 from relax_core.control.host.stale_runs import remove_left_weights, remove_stale_runs
 from relax_core.control.host.subreaper import become_subreaper, end_children
@@ -139,7 +140,7 @@ def _tell(config: RelaxConfig, event: str, cause: str) -> None:
         return
     title = f"{config.name}: {TITLES[event]}"
     text = f"{clean(cause)}\n{Path(config.run.dir).resolve()}"
-    command = [sys.executable, "-m", "relax_core.observe.alarms.tell_once", config.notify.urls_file, title, text]
+    command = module_command("relax_core.observe.alarms.tell_once", config.notify.urls_file, title, text)
     try:
         subprocess.run(command, timeout=TELL_S, check=False)
     except subprocess.TimeoutExpired:

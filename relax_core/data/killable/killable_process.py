@@ -6,7 +6,6 @@ import os
 import select
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -19,6 +18,7 @@ from typing import Any
 import msgspec
 import psutil
 
+from relax_core.contracts.host.python_child import cause_in_log, import_path, module_command
 from relax_core.data.killable.worker_frames import HEADER_BYTES, Ready, payload_bytes, to_frame
 from relax_core.sandbox.worker_sandbox import WorkerSandbox
 
@@ -119,14 +119,14 @@ class KillableProcess:
             pipe.close()
 
     def _start(self) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", *self._command]
+        command = module_command(*self._command)
         with ExitStack() as stack:
             log = self._log_file
             if isinstance(log, Path):
+                self._log_begins = log.stat().st_size if log.exists() else 0
                 log = stack.enter_context(log.open("ab")).fileno()
             if self._sandbox is None:
-                root = Path(__file__).parents[3]
-                path = {"PYTHONPATH": os.pathsep.join([str(root), *sys.path])}
+                path = {"PYTHONPATH": import_path()}
                 process = _popen(command, log, environment=os.environ | path | _THREADS)
             else:
                 before, descriptor = self._sandbox.command(stack, variables=_THREADS)
@@ -207,7 +207,10 @@ class KillableProcess:
         if self._sandbox is not None and code > _SIGNAL_EXIT:
             code = _SIGNAL_EXIT - code
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        return WorkerLost(f"its worker process died ({how})")
+        if not isinstance(self._log_file, Path) or code < 0:
+            return WorkerLost(f"its worker process died ({how})")
+        why = cause_in_log(self._log_file, after=self._log_begins)
+        return WorkerLost(f"its worker process died ({how}){why and f': {why}'}; see {self._log_file}")
 
 
 @cache

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 
 from relax_core.contracts.engine_kind import EngineStart, environment_of_threads
+from relax_core.contracts.host.python_child import module_command
 
 ROOT = Path(__file__).resolve().parents[3]
 FEATURE_MIB = 256  # what the engine keeps at most of what its towers computed
@@ -38,7 +38,7 @@ def command(launch: EngineStart) -> list[str]:
         words += ["--listener", str(launch.listener)]
     if launch.beyond_loopback:
         words.append("--beyond-loopback")
-    return [sys.executable, "-m", "relax_core.engines.embedded", *words]
+    return module_command("relax_core.engines.embedded", *words)
 
 
 def environment(launch: EngineStart) -> dict[str, str]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from relax_core.contracts.host.no_redirect import NoRedirect
+from relax_core.contracts.host.openers import opener, proxy_words
 from relax_core.contracts.sink import BaseSink, MetricRecord, Record, SinkConfig, SinkSpec, SinkStart
 
 SERVICE = "relax"
@@ -63,7 +63,8 @@ class OtlpSink(BaseSink):
         self._config = config
         own = {} if config.headers_file is None else _headers(Path(config.headers_file).expanduser())
         self._headers = {**own, "Content-Type": "application/json"}
-        self._opener = urllib.request.build_opener(NoRedirect())  # the headers are for this address
+        self._opener = opener(config.endpoint)  # the headers are for this address
+        self._where = f"{config.endpoint}{proxy_words(config.endpoint)}"
         self._resource = {"attributes": [_text("service.name", SERVICE), _text("relax.run", start.run_dir.name)]}
 
     def write(self, batch: Sequence[Record]) -> None:
@@ -89,7 +90,9 @@ class OtlpSink(BaseSink):
             with self._opener.open(request, timeout=self._config.timeout_s) as answer:
                 answer.read()
         except urllib.error.HTTPError as error:
-            raise RuntimeError(f"{self._config.endpoint} answers {error.code}") from error
+            raise RuntimeError(f"{self._where} answers {error.code}") from error
+        except urllib.error.URLError as error:
+            raise RuntimeError(f"{self._where} does not answer: {error.reason}") from error
 
 
 def _text(key: str, value: str) -> dict[str, Any]:

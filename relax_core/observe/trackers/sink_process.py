@@ -6,7 +6,6 @@ import os
 import select
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -14,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
+from relax_core.contracts.host.python_child import cause_in_log, module_command
 from relax_core.contracts.sink import BaseSink, Record, SinkStart
 from relax_core.observe.trackers.sink_calls import SinkCall, answer_in, framed_call
 
@@ -21,7 +21,6 @@ CALL_S = 60.0  # a call that takes longer ends the child; the next batch starts 
 START_S = 120.0  # the child imports its library first
 END_S = 10.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 300.0  # between two starts of the child after failures, doubled each time
-LOG_LINES = 3  # the last lines of the child's output that its death is explained with
 
 
 class SinkLost(RuntimeError):
@@ -73,7 +72,7 @@ class ProcessSink(BaseSink):
         self._temporary = tempfile.mkdtemp(prefix=f"relax-sink-{self._name}-")  # libraries leave files there
         with self._log.open("ab") as log:
             self._child = subprocess.Popen(
-                [sys.executable, "-m", "relax_core.observe.trackers.sink_child"],
+                module_command("relax_core.observe.trackers.sink_child"),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -141,8 +140,5 @@ def _receive(pipe: IO[bytes], *, timeout_s: float) -> bytes:
 def _cause(failure: Exception, log: Path) -> str:
     if isinstance(failure, TimeoutError):
         return str(failure)
-    try:
-        lines = log.read_bytes()[-4096:].decode("utf-8", "replace").splitlines()[-LOG_LINES:]
-    except OSError:
-        lines = []
-    return f"ended: {' / '.join(lines)}" if lines else f"ended ({failure})"
+    cause = cause_in_log(log)
+    return f"ended: {cause}; see {log}" if cause else f"ended ({failure})"

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from relax_core.config.redaction import without_values
+from relax_core.contracts.host.python_child import cause_in
 from relax_core.rollout.agent_processes import agent_guard
 
 _GUARD = Path(agent_guard.__file__)
@@ -23,6 +24,7 @@ _MOST_LINE_BYTES = 4 << 20  # of what a guard tells; an answer or the kept outpu
 _EXIT_S = 30.0  # a guard ends its agent within the grace and `agent_guard._KILL_S`
 MOST_ANSWERS = 64  # of a warm agent that nobody has taken
 SHOWN = 2000  # the characters of an agent's output that an error shows
+SHOWN_CAUSE = 500  # those of the line that says why it failed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,11 +46,13 @@ class AgentEnd:
 
 
 def shown_output(output: str) -> str:
-    """Returns the last `SHOWN` characters of an agent's output, in words."""
+    """Returns the last `SHOWN` characters of an agent's output in words, after the line that says why it failed."""
     text = output.strip()
     if not text:
         return "it wrote nothing"
-    return f"the last that it wrote: {'[…]' if len(text) > SHOWN else ''}{text[-SHOWN:]}"
+    tail = f"{'[…]' if len(text) > SHOWN else ''}{text[-SHOWN:]}"
+    cause = cause_in(text)[:SHOWN_CAUSE]  # the terminal shows the first line
+    return f"the last that it wrote: {tail}" if "\n" not in tail else f"the last that it wrote: {cause}\n{tail}"
 
 
 class AgentProcess:

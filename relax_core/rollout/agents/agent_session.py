@@ -15,13 +15,7 @@ from relax_core.contracts.checks.foreign_values import shown
 from relax_core.contracts.engine import EngineError, Generated, PromptRequest
 from relax_core.contracts.env import Ended
 from relax_core.data.tokenizer import LARGE_TEXT
-from relax_core.rollout.agents.answer_reading import (
-    THINK,
-    AnswerForm,
-    read_reply,
-    stopped_by,
-    thinks,
-)
+from relax_core.rollout.agents.answer_reading import THINK, AnswerForm, read_reply, thinks
 from relax_core.rollout.agents.chat_messages import ChatMessage, template_messages
 from relax_core.rollout.agents.message_forest import ForestAnswer, MessageForest, Place, Walk
 from relax_core.rollout.agents.session_prompts import SessionForm, SessionPrompts
@@ -37,7 +31,7 @@ from relax_core.rollout.episodes.episode_records import EpisodeRecord
 from relax_core.rollout.episodes.tree_builder import PlayedTurn
 from relax_core.rollout.off_loop import off_loop
 from relax_core.rollout.prompt_tokens import check_prompt_tokens
-from relax_core.rollout.rewards.reward_inputs import response_text
+from relax_core.rollout.rewards.reward_inputs import response_text, stopped_by
 
 log = logging.getLogger(__name__)
 SHOWN = 80  # the characters of a foreign message that the log shows
@@ -215,7 +209,7 @@ class AgentSession:
             form=AnswerForm(
                 opened=opening.endswith(THINK),
                 parser=self._form.tools.parser,
-                tools=bool(request.tools),
+                tools=request.tools,
                 stop=(*request.stop, *self._form.stop),
             ),
             rid=engine.rid,
@@ -309,8 +303,9 @@ class AgentSession:
                 after=after,
             )
         )
-        text = response_text(response, tokenizer=self._form.prompts.tokenizer, stop=turn.form.stop)
+        text = response_text(response, tokenizer=self._form.prompts.tokenizer)
         self.record.texts.append(text)
+        self.record.stop_string = turn.answer.stopped_by or ""
         self.record.tool_calls += len(turn.answer.reply.calls)
         self.record.messages = [
             *template_messages(turn.request.messages),

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
+from relax_core.contracts.tool_use.tool_schemas import ToolSchema
 from relax_core.data.tokenizer import PromptTokenizer
-from relax_core.data.tool_calls.marked_calls import BrokenCall
-from relax_core.data.tool_calls.tool_parsers import CALL_MARKS, PARSERS
+from relax_core.data.tool_calls.tool_parsers import CALL_MARKS, read_calls
 from relax_core.rollout.agents.chat_messages import ChatCall, Reply
 
 THINK, THINK_END = "<think>", "</think>"
@@ -21,27 +21,31 @@ Piece = tuple[Literal["reasoning", "content"], str]
 class AnswerForm:
     """Says how an answer is read.
 
-    ``opened``: the prompt ends with the tag that opens thinking. ``parser`` is the form of calls, and ``tools`` says
-    whether the request has any. The text is cut at the first of the strings ``stop``.
+    ``opened``: the prompt ends with the tag that opens thinking. ``parser`` is the form of calls, and ``tools`` are
+    those of the request. The content is cut at the first of the strings ``stop``, which a call may contain.
     """
 
     opened: bool
     parser: str
-    tools: bool
+    tools: Sequence[ToolSchema]
     stop: tuple[str, ...] = ()
 
 
 def read_reply(text: str, form: AnswerForm, *, number: int) -> Reply:
-    """Returns what a text without its stop token says; broken calls are content. ``number`` makes the calls' ids."""
+    """Returns what a text without its stop token says; broken calls are content, also beside others.
+
+    ``number`` makes the calls' ids.
+    """
     reasoning, content = _divided(_cut(text, form.stop), form)
     full = _divided(text, form)[1]
     calls: tuple[ChatCall, ...] = ()
     if form.tools:
-        try:
-            read = PARSERS[form.parser](content)
-        except BrokenCall:
-            read = None
-        if read is not None and read.calls:
+        read = read_calls(content, parser=form.parser, tools=form.tools)
+        if content != full:  # a stop string may be the end of a call
+            whole = read_calls(full, parser=form.parser, tools=form.tools)
+            if len(whole.calls) > len(read.calls):
+                read = replace(whole, content=_cut(whole.content, form.stop))
+        if read.calls:
             content = full = read.content
             calls = tuple(
                 ChatCall(
@@ -53,12 +57,6 @@ def read_reply(text: str, form: AnswerForm, *, number: int) -> Reply:
             )
         content = content.strip()
     return Reply(content=content, full=full, reasoning=reasoning, calls=calls)
-
-
-def stopped_by(text: str, stop: Sequence[str]) -> str | None:
-    """Returns the stop string that stands first in a text."""
-    found = [(at, string) for string in stop if (at := text.find(string)) >= 0]
-    return min(found)[1] if found else None
 
 
 def thinks(text: str, form: AnswerForm) -> int:

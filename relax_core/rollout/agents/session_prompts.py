@@ -143,5 +143,4 @@ class SessionPrompts:
             return self._form.tools
         if self._form.tools_refused:
             raise refused(f"tools: {self._form.tools_refused}")
-        names = tuple(tool["function"]["name"] for tool in request.tools)
-        return replace(self._form.tools, described=tuple(request.tools), names=names)
+        return replace(self._form.tools, described=tuple(request.tools))

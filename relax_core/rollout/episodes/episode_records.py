@@ -32,6 +32,7 @@ NO_FAILURES: frozenset[Ended | None] = frozenset({"straggler", "stale", "cancell
 class EpisodeRecord:
     """Holds the messages, turns and state of one episode.
 
+    ``texts`` are those of the responses, and ``stop_string`` is the one that ended the newest, empty if none did.
     ``media`` places the images and videos of the newest prompt in it. ``failed`` says why the episode has no reward if
     its env raised or was too slow, or showed an image or video that cannot be used. ``error`` is what was raised.
     ``request`` is the name of the request under way, empty while there is none. ``restarts`` is the number of new
@@ -48,6 +49,7 @@ class EpisodeRecord:
     messages: list[Message] = field(default_factory=list)
     turns: list[PlayedTurn] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
+    stop_string: str = ""
     media: list[Media] = field(default_factory=list)
     ended: Ended | None = None
     failed: str = ""
@@ -135,6 +137,7 @@ class EpisodeRecord:
             ended=self.ended or "",
             media=items,
             media_folder=media_folder,
+            stop_string=self.stop_string,
         )
 
 

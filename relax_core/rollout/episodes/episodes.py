@@ -46,11 +46,11 @@ from relax_core.rollout.episodes.played_group import (
     end_stragglers,
 )
 from relax_core.rollout.episodes.shared_requests import Lockstep, SharedRequests, start_in
-from relax_core.rollout.episodes.tool_use import ToolUse
+from relax_core.rollout.episodes.tool_use import ToolUse, with_call_error
 from relax_core.rollout.episodes.tree_builder import PlayedTurn
 from relax_core.rollout.off_loop import off_loop
 from relax_core.rollout.prompt_tokens import PromptMaker, check_prompt_tokens, text_size
-from relax_core.rollout.rewards.reward_inputs import response_text
+from relax_core.rollout.rewards.reward_inputs import response_text, stopped_by
 
 log = logging.getLogger(__name__)
 SHOWN = 200  # the characters of an opening that an error shows
@@ -241,7 +241,7 @@ class EpisodePlayer:
                 return
             action = group.tools.read(record.texts[-1], stopped=stopped)
             record.tool_calls += len(action.tool_calls)
-            record.failed_calls += bool(action.parse_error)
+            record.failed_calls += bool(action.parse_error or action.call_error)
             following, what = NextTurn(), f"turn {len(record.turns)}"
             step = self._step(env, record, action, following, owner=start.uid, tools=group.tools)
             before = record.env_s
@@ -320,7 +320,9 @@ class EpisodePlayer:
             prompt_ids=prompt_ids, response=response, media=request.media, began_s=began_s, ended_s=time.time()
         )
         record.turns.append(played)
-        record.texts.append(response_text(response, tokenizer=self._prompts.tokenizer, stop=self._stop))
+        record.texts.append(response_text(response, tokenizer=self._prompts.tokenizer))
+        stopped = response.finish_reason == "stop"
+        record.stop_string = (stopped_by(record.texts[-1], self._stop) or "") if stopped else ""
         record.messages.append({"role": "assistant", "content": record.texts[-1]})
 
     async def _step(
@@ -347,10 +349,10 @@ class EpisodePlayer:
             record.ended = "max_turns"
         elif step.context_edit is not None:
             following.edits = True
-            following.messages += tools.opening(tools.shown(step.context_edit))
+            following.messages += tools.opening(tools.shown(with_call_error(step.context_edit, action)))
         else:
             messages = await calls(env.format_observation, step.observation)
-            observed, limit = messages, self._config.observation_tokens
+            observed, limit = with_call_error(messages, action), self._config.observation_tokens
             large = limit * MOST_CHARACTERS_A_TOKEN > LARGE_TEXT
             messages, cut = await off_loop(
                 large, lambda: shortened_observation(observed, self._prompts.tokenizer, limit=limit)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from relax_core.contracts.data import DataRow
 from relax_core.contracts.env import Action, EnvSpec, InteractionConfig, Message
@@ -19,7 +20,7 @@ from relax_core.data.tool_calls.tool_templates import (
 
 @dataclass(frozen=True, kw_only=True)
 class ToolUse:
-    """Holds how tools are shown and read. ``described`` are the tools of a data row, ``names`` their names.
+    """Holds how tools are shown and read. ``described`` are the tools of a data row.
 
     ``parser`` is "none" for an env without tools. ``as_text``: the chat template does not see the tools.
     """
@@ -27,7 +28,6 @@ class ToolUse:
     parser: str
     as_text: bool
     described: tuple[ToolSchema, ...] = ()
-    names: tuple[str, ...] = ()
 
     @staticmethod
     def of_env(env: EnvSpec, config: InteractionConfig, tokenizer: PromptTokenizer) -> ToolUse:
@@ -48,7 +48,7 @@ class ToolUse:
         if env.tools is None:
             return self
         described: tuple[ToolSchema, ...] = tuple(env.tools(row, config))  # type: ignore[arg-type]  # checked: schemas
-        return replace(self, described=described, names=tuple(one["function"]["name"] for one in described))
+        return replace(self, described=described)
 
     @property
     def schemas(self) -> Sequence[ToolSchema] | None:
@@ -65,4 +65,17 @@ class ToolUse:
 
     def read(self, text: str, *, stopped: bool) -> Action:
         """Returns a response as the env gets it."""
-        return read_action(text, stopped=stopped, parser=self.parser, tools=self.names)
+        return read_action(text, stopped=stopped, parser=self.parser, tools=self.described)
+
+
+def with_call_error(messages: Sequence[Message], action: Action) -> list[Message]:
+    """Returns the messages that follow a response, which tell the model of its calls that were not made."""
+    if not action.call_error or not messages:
+        return list(messages)
+    *others, last = messages
+    if last["role"] == "tool":
+        return [*messages, {"role": "tool", "content": action.call_error}]
+    content: Any = last["content"]
+    if isinstance(content, str):
+        return [*others, {**last, "content": f"{content}\n{action.call_error}"}]
+    return [*others, {**last, "content": [*content, {"type": "text", "text": f"\n{action.call_error}"}]}]

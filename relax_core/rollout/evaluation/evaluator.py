@@ -257,7 +257,7 @@ async def _score(responses: Sequence[Generated], inputs: Sequence[RewardInput], 
 def _answer(response: Generated, given: RewardInput, output: RewardOutput) -> Answer:
     vote = output.answer
     if vote is None:
-        vote = given.response.strip() if given.stopped else ""
+        vote = given.before_stop.strip() if given.stopped else ""
     return Answer(
         text=given.response,
         exact=output.exact,

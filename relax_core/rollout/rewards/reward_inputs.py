@@ -23,11 +23,11 @@ def reward_input(
     media: Sequence[MediaItem] = (),
     media_folder: str = "",
 ) -> RewardInput:
-    """Returns the input with the response's text, without the stop token or the string of ``stop`` that ended it.
+    """Returns the input with the text of the response's sampled tokens, in which one of ``stop`` may be the last.
 
     `RewardInput` explains ``uid``, ``where``, ``media`` and ``media_folder``. The row comes without bytes of media.
     """
-    text = response_text(response, tokenizer=tokenizer, stop=stop)
+    text = response_text(response, tokenizer=tokenizer)
     return RewardInput(
         response=text,
         stopped=response.finish_reason == "stop",
@@ -37,6 +37,7 @@ def reward_input(
         where=where,
         media=media,
         media_folder=media_folder,
+        stop_string=(stopped_by(text, stop) or "") if response.finish_reason == "stop" else "",
     )
 
 
@@ -51,12 +52,14 @@ def without_bytes(value: Any) -> Any:
     return value
 
 
-def response_text(response: Generated, *, tokenizer: PromptTokenizer, stop: Sequence[str]) -> str:
-    """Returns a response's text without the stop token or the string of ``stop`` that ended it."""
+def response_text(response: Generated, *, tokenizer: PromptTokenizer) -> str:
+    """Returns the text of a response's sampled tokens without the stop token; a stop string stays in it."""
     ids = response.output_ids.tolist()
-    if response.finish_reason != "stop":
-        return tokenizer.decode(ids)
-    if ids and ids[-1] in tokenizer.stop_token_ids:
-        return tokenizer.decode(ids[:-1])
-    text = tokenizer.decode(ids)
-    return text[: min((at for string in stop if (at := text.find(string)) >= 0), default=len(text))]
+    ended = response.finish_reason == "stop" and ids and ids[-1] in tokenizer.stop_token_ids
+    return tokenizer.decode(ids[:-1] if ended else ids)
+
+
+def stopped_by(text: str, stop: Sequence[str]) -> str | None:
+    """Returns the stop string that stands first in a text."""
+    found = [(at, string) for string in stop if (at := text.find(string)) >= 0]
+    return min(found)[1] if found else None

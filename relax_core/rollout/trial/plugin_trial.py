@@ -9,16 +9,14 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
+from relax_core.contracts.host.python_child import cause_in, import_path, module_command
 from relax_core.data.killable.worker_frames import HEADER_BYTES, payload_bytes, to_frame
 from relax_core.engines.engine_process import readable
 
@@ -32,7 +30,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
     ``rows`` holds data rows with their origin (file and line). ``env``, ``reward``, ``algo`` and ``data`` are the name
     of a plug-in and its settings as msgpack; a plug-in with an empty name is not tried. ``call_s`` is the limit of one
-    call of an environment, a reward or a data source in seconds; a reward has its ``timeout_s`` if that is longer.
+    call of an environment, a reward or a data source in seconds; a reward has its ``timeout_s`` if that is longer, and
+    an environment with turns its ``step_timeout_s``.
     ``open_s`` is the limit for opening a data source.
     """
 
@@ -60,15 +59,14 @@ class Done(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 def try_plugins(request: Request) -> list[str]:
     """Returns the problems of the plug-ins, one sentence each; a hang and a crash are problems too."""
-    root = Path(__file__).parents[3]
     with tempfile.TemporaryFile() as printed:
         process = subprocess.Popen(
-            [sys.executable, "-m", "relax_core.rollout.trial.plugin_trial_main"],
+            module_command("relax_core.rollout.trial.plugin_trial_main"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=printed,
             bufsize=0,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join([str(root), *sys.path]), "OMP_NUM_THREADS": "1"},
+            env=os.environ | {"PYTHONPATH": import_path(), "OMP_NUM_THREADS": "1"},
             start_new_session=True,  # a kill then reaches processes that a plug-in started
         )
         assert process.stdin is not None and process.stdout is not None
@@ -84,7 +82,7 @@ def try_plugins(request: Request) -> list[str]:
                     if message == "silent":
                         return [f"{stage.what} did not end within {stage.limit_s:g} s"]
                     if message == "ended":
-                        return [f"{stage.what}: its process died ({_how(process)}){_last_line(printed)}"]
+                        return [f"{stage.what}: its process died ({_how(process)}){_why(printed)}"]
                     assert isinstance(message, Stage)
                     stage = message
         finally:
@@ -117,7 +115,7 @@ def _how(process: subprocess.Popen[bytes]) -> str:
     return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
-def _last_line(printed: Any) -> str:
+def _why(printed: Any) -> str:
     printed.seek(0)
-    lines: Sequence[str] = printed.read().decode(errors="replace").strip().splitlines()
-    return f": {lines[-1]}" if lines else ""
+    cause = cause_in(printed.read())
+    return f": {cause}" if cause else ""

@@ -72,12 +72,12 @@ def _try_env(request: Request, replies: BinaryIO) -> Iterator[str]:
     failed: list[str] = []
     for where, sent in request.rows:
         row = with_sources(sent)
-        _send(replies, Stage(what=f"env.name={name}: messages for {where}", limit_s=request.call_s))
         try:
             if spec.messages is not None:
+                _send(replies, Stage(what=f"env.name={name}: messages for {where}", limit_s=request.call_s))
                 spec.messages(row, config)
             else:
-                asyncio.run(_open_once(spec, row, config))
+                asyncio.run(_open_once(spec, row, config, partial(_send_call, replies, request, config, where)))
         except WrongResult as error:
             yield f"env.name={name}: {where}: {error}"
             return
@@ -87,16 +87,33 @@ def _try_env(request: Request, replies: BinaryIO) -> Iterator[str]:
         yield failed[0]
 
 
-async def _open_once(spec: EnvSpec, row: Mapping[str, Any], config: Any) -> None:
-    """Opens an episode with its tools and closes it; no step is made, because a step needs a model's response."""
+def _send_call(replies: BinaryIO, request: Request, config: Any, where: str, call: str) -> None:
+    """Tells that a call of an env with turns begins, which may take as long as in a run."""
+    what = f"env.name={config.name}: {call} for {where}"
+    limit_s = request.call_s
+    if config.step_timeout_s > limit_s:
+        what, limit_s = f"{what} (raise env.step_timeout_s, or make it faster)", config.step_timeout_s
+    _send(replies, Stage(what=what, limit_s=limit_s))
+
+
+async def _open_once(spec: EnvSpec, row: Mapping[str, Any], config: Any, begins: Callable[[str], None]) -> None:
+    """Opens an episode with its tools and closes it; no step is made, because a step needs a model's response.
+
+    ``begins`` is called with the name of each call.
+    """
     assert spec.open is not None
     if spec.tools is not None:
+        begins("its tools")
         spec.tools(row, config)
+    begins("its opening")
     env = spec.open(EpisodeStart(row=row, group_seed=0, episode_seed=0), config)
     try:
+        begins("reset")
         observation = await _result(env.reset())
+        begins("format_observation")
         await _result(env.format_observation(observation))
     finally:
+        begins("close")
         await _result(env.close())
 
 
@@ -132,6 +149,7 @@ def _try_on_rows(
 ) -> Iterator[str]:
     spec, config = chosen.spec, chosen.config
     name = f"reward.name={config.name}"
+    has_turns = bool(request.env[0]) and find_env(request.env[0]).has_turns
     _send(replies, Stage(what=f"{name}: its libraries", limit_s=START_S))
     sandbox = reward_sandbox(choice, [chosen]) if spec.isolated else None
     if sandbox is None and (problem := _problem(spec.prepare, f"{name}: prepare")) is not None:
@@ -159,7 +177,7 @@ def _try_on_rows(
             except Exception as error:  # plug-in code: the error is reported if no row has a reward
                 first = first or f"{what}: {plugin_words(error)}"
                 continue
-            if output.reward is not None:
+            if output.reward is not None or has_turns:  # what an env gives for its turns is not there yet
                 return
             first = first or f"{what}: no reward: {output.reason or 'None without a reason'}"
     several = "" if len(rows) < 2 else f" None of the {len(rows)} rows that were tried has a reward."

@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from relax_core.contracts.tool_use.tool_calls import ToolCall
+from relax_core.contracts.tool_use.tool_schemas import ToolSchema
 from relax_core.data.tool_calls.tool_parsers import PARSERS, read_action, tool_parser
 from tests.data.chat_templates import FAMILIES
 
@@ -94,6 +95,109 @@ def test_the_xml_form_reads_values_but_a_text_stays_a_text(calls: Written) -> No
             assert call.arguments[key] == (json.dumps(value) if isinstance(value, str) else value)
 
 
+def tool(name: str, **properties: Any) -> list[ToolSchema]:
+    named = {"Text": {"type": "string"}, "Loop": {"anyOf": [{"$ref": "#/$defs/Loop"}, {"type": "boolean"}]}}
+    parameters = {"type": "object", "properties": properties, "$defs": named}
+    return [{"type": "function", "function": {"name": name, "parameters": parameters}}]
+
+
+TEXT, WHOLE, NUMBER, TRUTH = ({"type": name} for name in ("string", "integer", "number", "boolean"))
+
+
+@pytest.mark.parametrize(
+    ("schema", "texts"),
+    [
+        (
+            TEXT,
+            {text: text for text in ("75001", "true", "null", "1.10", '{"a": 1}', "[1]", '"quoted"', "None", " x ")},
+        ),
+        ({"$ref": "#/$defs/Text"}, {"75001": "75001"}),
+        ({"enum": ["1", "2"]}, {"1": "1"}),
+        ({"const": "1"}, {"1": "1"}),
+        (WHOLE, {"3": 3, "3.0": 3, "3.5": 3.5, "three": "three", "true": True, "9007199254740993": 9007199254740993}),
+        (NUMBER, {"1.10": 1.1, "3": 3, "3.0": 3.0, "NaN": "NaN"}),
+        (TRUTH, {"True": True, "FALSE": False, " true ": True, "5": 5, "yes": "yes"}),
+        ({"$ref": "#/$defs/Loop"}, {"True": True}),
+        ({"anyOf": [TEXT, {"type": "null"}]}, {"null": None, "75001": "75001", "None": "None"}),
+        ({"type": ["integer", "null"]}, {"None": None, "null": None, "5": 5}),
+        ({"type": "object"}, {'{"a": "1"}': {"a": "1"}, "{'a': 1}": "{'a': 1}"}),
+        ({"type": "array"}, {"[1, true]": [1, True]}),
+        ({}, {"75001": 75001, "a": "a"}),  # no type is named: what is JSON and no text is that value
+        ({"type": 5, "anyOf": 3, "enum": None, "$ref": []}, {"5": 5}),
+    ],
+)
+def test_an_untyped_value_gets_the_type_that_the_schema_names(schema: Any, texts: Mapping[str, Any]) -> None:
+    for text, wanted in texts.items():
+        written = f"<tool_call><function=f><parameter=a>{text}</parameter></function></tool_call>"
+        (call,) = read_action(written, stopped=True, parser="qwen3_coder", tools=tool("f", a=schema)).tool_calls
+        assert call.arguments == {"a": wanted} and type(call.arguments["a"]) is type(wanted)
+
+
+@pytest.mark.parametrize("parameters", [None, [], {"properties": None}, {"properties": {"a": None}}])
+def test_a_tool_with_a_schema_of_any_form_is_called(parameters: Any) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    text = "<tool_call><function=f><parameter=a>5</parameter></function></tool_call>"
+    assert read_action(text, stopped=True, parser="qwen3_coder", tools=tools).tool_calls[0].arguments == {"a": 5}
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        '{"name": "f", "arguments": "{\\"a\\": \\"75001\\"}"}',
+        '{"name": "f", "parameters": {"a": "75001"}}',
+        '{"type": "function", "name": "f", "arguments": {"a": "75001"}}',
+    ],
+)
+@pytest.mark.parametrize(
+    ("parser", "around"),
+    [("hermes", "<tool_call>{}</tool_call>"), ("llama3_json", "{}"), ("mistral", "[TOOL_CALLS][{}]")],
+)
+def test_arguments_are_read_under_both_keys_and_as_json_text(parser: str, around: str, written: str) -> None:
+    action = read_action(around.replace("{}", written), stopped=True, parser=parser)
+    assert action.tool_calls == (ToolCall(name="f", arguments={"a": "75001"}),), action.parse_error
+
+
+GOOD = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
+CODER = "<tool_call><function=f><parameter=a>1</parameter></function></tool_call>"
+
+
+@pytest.mark.parametrize(
+    ("parser", "text", "told"),
+    [
+        ("hermes", f'{GOOD}<tool_call>{{"name": "f", "arguments": {{bad}}}}</tool_call>', "is not JSON"),
+        ("hermes", f"<tool_call>{{bad}}</tool_call>{GOOD}", "is not JSON"),
+        ("hermes", f"<tool_call>{{cut{GOOD}", "is not JSON"),
+        ("hermes", f'{GOOD}<tool_call>{{"name": "f"', "does not end with"),
+        ("hermes", f'{GOOD}<tool_call>{{"name": "g"}}</tool_call>', "There is no tool 'g'"),
+        ("qwen3_coder", f"{CODER}<tool_call>f(1)</tool_call>", "<function=NAME>"),
+        ("qwen3_coder", f"<tool_call><function=f>a=1</function></tool_call>{CODER}", "<parameter=KEY>"),
+        ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}, {"arguments": {}}]', "has no name"),
+        ("mistral", '[TOOL_CALLS]f[ARGS]{bad}[TOOL_CALLS]f[ARGS]{"a": 1}', "is not JSON"),
+        ("pythonic", "[f(a=1), f(2)]", "all arguments by name"),
+        ("pythonic", "[f(a=1), f(a=open('x'))]", "is no constant"),
+        ("pythonic", "[f(a=1), 3]", "name(key=value)"),
+    ],
+)
+def test_a_broken_call_leaves_the_others(parser: str, text: str, told: str) -> None:
+    action = read_action(text, stopped=True, parser=parser, tools=tool("f", a=WHOLE))
+    assert action.tool_calls == (ToolCall(name="f", arguments={"a": 1}),)
+    assert told in action.call_error and not action.parse_error
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("[(1, 2), (3, 4)]", "[Paris](http://x.org) is the town", '{"answer": 5}', "{1, 2, 3}", '{"name": "Paris"}'),
+        *("[f(x) = x^2]", "[sqrt(2), 3]", "[see (a) and (b)]", "[x for x in f()]", '{"a": {"name": "f"}}', "[1, (2"),
+        *('{"name": 5, "parameters": {}}', "{x | f(x)}", "[]", "[()]", "{}"),
+    ],
+)
+@pytest.mark.parametrize("parser", ["llama3_json", "pythonic"])
+def test_a_plain_answer_is_no_call(parser: str, text: str) -> None:
+    action = read_action(text, stopped=True, parser=parser, tools=tool("f", a=WHOLE))
+    assert (action.content, action.tool_calls, action.parse_error) == (text, (), "")
+
+
 MARKS = (
     *("<tool_call>", "</tool_call>", "<function=f>", "</function>", "<parameter=a>", "</parameter>", "<think>"),
     *("</think>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", '{"name": "f"', '"arguments": ', "{}", "}", "[f(", ")]"),
@@ -107,7 +211,7 @@ MARKS = (
 def test_no_text_raises_and_all_arguments_are_json(parser: str, text: str) -> None:
     action = read_action(text, stopped=False, parser=parser)
     assert action.text == text and not action.stopped
-    assert not (action.tool_calls and action.parse_error)
+    assert not (action.tool_calls and action.parse_error) and not (action.call_error and not action.tool_calls)
     for call in action.tool_calls:
         assert call.name and isinstance(msgspec.json.encode(call.arguments), bytes)
 
@@ -124,9 +228,14 @@ def test_no_text_raises_and_all_arguments_are_json(parser: str, text: str) -> No
         ("qwen3_coder", "<tool_call><function=f>x=1</function></tool_call>", "<parameter=KEY>"),
         ("llama3_json", '{"name": "f", "parameters": {', "is not JSON"),
         ("pythonic", "[f(1)]", "all arguments by name"),
-        ("pythonic", "[f(a=open('x'))]", "is no Python"),
+        ("pythonic", "[f(a=open('x'))]", "argument a of a tool call is no constant"),
+        ("pythonic", "[f(a=1", "is no Python"),
+        ("hermes", '<tool_call>{"name": "f", "args": {"a": 1}}</tool_call>', "has the key 'args'"),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {}, "parameters": {"a": 1}}</tool_call>', "has both"),
+        ("hermes", '<tool_call>{"name": "f", "arguments": "a=1"}</tool_call>', "is not JSON"),
+        ("hermes", '<tool_call>{"name": "f", "arguments": "[1]"}</tool_call>', "not an object"),
+        ("llama3_json", '<|python_tag|>{"answer": 5}', "has no name"),
         ("pythonic", "[f(a=1e999)]", "which JSON does not hold"),
-        ("pythonic", "[f(a=1), 3]", "name(key=value)"),
         ("mistral", '[TOOL_CALLS] {"name": "f"}', "has no [ARGS]"),
         ("mistral", "[TOOL_CALLS] []", "has no call"),
     ],
@@ -152,7 +261,7 @@ def test_thinking_is_apart_and_a_call_in_it_is_none() -> None:
 
 def test_a_tool_that_the_env_lacks_is_told_and_its_name_is_plain_text() -> None:
     text = '<tool_call>{"name": "rm -rf /; $(x)"}</tool_call>'
-    action = read_action(text, stopped=True, parser="hermes", tools=["add"])
+    action = read_action(text, stopped=True, parser="hermes", tools=tool("add"))
     assert action.tool_calls == (ToolCall(name="rm -rf /; $(x)", arguments={}),)
     assert action.parse_error == "There is no tool 'rm -rf /; $(x)'. The tools are: add."
 

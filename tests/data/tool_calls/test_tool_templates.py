@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from envs.calculator import SPEC, CalculatorConfig
 from relax_core.contracts.checks.checked_env import checked_env
+from relax_core.contracts.env import Action
 from relax_core.contracts.tool_use.tool_schemas import tool_schema
 from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.data.tool_calls.tool_templates import (
@@ -15,7 +17,7 @@ from relax_core.data.tool_calls.tool_templates import (
     with_results_as_text,
     with_tools_as_text,
 )
-from relax_core.rollout.episodes.tool_use import ToolUse
+from relax_core.rollout.episodes.tool_use import ToolUse, with_call_error
 from tests.data.chat_templates import FAMILIES, Family, write_folder
 
 CHATML = ("<|im_start|>", "<|im_end|>")
@@ -77,7 +79,7 @@ def test_a_run_uses_the_form_of_its_template_or_plain_text(tmp_path: Path) -> No
     config = CalculatorConfig()
     tokenizer = tokenizer_of(tmp_path, FAMILIES["opens_thinking"])
     use = ToolUse.of_env(env, config, tokenizer).of_row(env, row, config)
-    assert (use.parser, use.names) == ("qwen3_coder", ("multiply",)) and use.schemas is not None
+    assert (use.parser, len(use.described)) == ("qwen3_coder", 1) and use.schemas is not None
     opening = [{"role": "user", "content": "3 times 4 ?"}]
     assert '"name": "multiply"' in tokenizer.decode(tokenizer.encode(use.opening(opening), tools=use.schemas))
     text = CalculatorConfig(tools_as="text")
@@ -88,3 +90,13 @@ def test_a_run_uses_the_form_of_its_template_or_plain_text(tmp_path: Path) -> No
     assert use.parser == "hermes" and use.schemas is None and "multiply" in use.opening(opening)[0]["content"]
     call = '<tool_call>{"name": "multiply", "arguments": {"a": 3, "b": 4}}</tool_call>'
     assert use.read(call, stopped=True).tool_calls[0].arguments == {"a": 3, "b": 4}
+
+
+def test_an_error_of_a_call_follows_the_results() -> None:
+    result: dict[str, Any] = {"role": "tool", "content": "7"}
+    action = Action(text="", stopped=True, call_error="no JSON")
+    assert with_call_error([result], action) == [result, {"role": "tool", "content": "no JSON"}]
+    for content, told in (("go on", "go on\nno JSON"), ([], [{"type": "text", "text": "\nno JSON"}])):
+        shown = with_call_error([result, {"role": "user", "content": content}], action)
+        assert shown == [result, {"role": "user", "content": told}]
+    assert with_call_error([result], Action(text="", stopped=True)) == [result]

@@ -146,6 +146,41 @@ def test_an_env_that_hangs_is_called_in_no_process_that_cannot_be_killed(
     assert any("messages for " in one and "did not end within 0.2 s" in one for one in caught.value.problems)
 
 
+SLOW = """
+import time
+from dataclasses import dataclass
+from relax_core.contracts.env import BaseInteractionEnv, EnvSpec, InteractionConfig
+
+@dataclass(frozen=True)
+class Config(InteractionConfig):
+    name: str = "slow"
+
+class Slow(BaseInteractionEnv):
+    def __init__(self, start, config):
+        pass
+    def reset(self):
+        time.sleep(1.0)
+        return "?"
+    def step(self, action):
+        return None
+
+SPEC = EnvSpec(name="slow", summary="s", config=Config, open=Slow)
+"""
+
+
+@pytest.mark.parametrize(("limit_s", "told"), [(60, ""), (0.6, "raise env.step_timeout_s"), (0.1, "reset for ")])
+def test_a_slow_reset_has_the_time_that_it_has_in_a_run(
+    tmp_path: Path, rows: list[str], monkeypatch: pytest.MonkeyPatch, limit_s: float, told: str
+) -> None:
+    env = tmp_path / "slow.py"
+    env.write_text(SLOW)
+    monkeypatch.setattr("relax_core.plan.data.plugin_checks.CALL_S", 0.5)
+    found = plugin_problems(
+        load_config([f"env.name={env}", *rows, "reward=exact_match", f"env.step_timeout_s={limit_s}"])
+    )
+    assert len(found) == bool(told) and all(told in one and "reset for " in one for one in found)
+
+
 def test_a_row_that_an_env_cannot_take_counts_as_a_bad_row(tmp_path: Path, rows: list[str]) -> None:
     env = tmp_path / "odd_env.py"
     single_turn = (Path(__file__).parents[3] / "envs" / "single_turn.py").read_text()

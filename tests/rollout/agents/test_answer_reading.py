@@ -9,16 +9,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from relax_core.contracts.tool_use.tool_schemas import ToolSchema
 from relax_core.data.tool_calls.tool_parsers import PARSERS
-from relax_core.rollout.agents.answer_reading import AnswerForm, StreamedReply, read_reply, stopped_by
+from relax_core.rollout.agents.answer_reading import AnswerForm, StreamedReply, read_reply
+from relax_core.rollout.rewards.reward_inputs import stopped_by
 
-HERMES = AnswerForm(opened=False, parser="hermes", tools=True)
-PLAIN = AnswerForm(opened=False, parser="none", tools=False)
+TOOLS: list[ToolSchema] = [
+    {
+        "type": "function",
+        "function": {"name": "calc", "parameters": {"type": "object", "properties": {"a": {"type": "string"}}}},
+    }
+]
+HERMES = AnswerForm(opened=False, parser="hermes", tools=TOOLS)
+PLAIN = AnswerForm(opened=False, parser="none", tools=())
 CALL = '<tool_call>\n{"name": "calc", "arguments": {"a": 1}}\n</tool_call>'
 
 
 def form(*, opened: bool = False, parser: str = "none", tools: bool = False, stop: tuple[str, ...] = ()) -> AnswerForm:
-    return AnswerForm(opened=opened, parser=parser, tools=tools, stop=stop)
+    return AnswerForm(opened=opened, parser=parser, tools=TOOLS if tools else (), stop=stop)
 
 
 @pytest.mark.parametrize(
@@ -50,6 +58,30 @@ def test_the_string_that_stopped_an_answer_is_the_first_one() -> None:
     assert stopped_by("a b c", ("d",)) is None
     reply = read_reply("code</code> x", form(stop=("</code>",)), number=0)
     assert (reply.content, reply.full) == ("code", "code</code> x")
+
+
+@pytest.mark.parametrize("stop", ["</tool_call>", "call>", "}\n</tool_call>"])
+def test_a_call_that_a_stop_string_ends_is_a_call(stop: str) -> None:
+    text = f"Let me see.\n{CALL}"
+    reply = read_reply(text, form(parser="hermes", tools=True, stop=(stop,)), number=0)
+    assert [json.loads(call.arguments) for call in reply.calls] == [{"a": 1}]
+    assert reply.content == reply.full == "Let me see."
+
+
+def test_a_stop_string_behind_a_call_is_no_content() -> None:
+    reply = read_reply(f"{CALL}\nObservation:", form(parser="hermes", tools=True, stop=("\nObservation:",)), number=0)
+    assert (len(reply.calls), reply.content) == (1, "")
+
+
+def test_a_broken_call_is_content_beside_the_call_that_is_made() -> None:
+    reply = read_reply(f"a {CALL}<tool_call>{{bad}}</tool_call>", HERMES, number=0)
+    assert (len(reply.calls), reply.content) == (1, "a <tool_call>{bad}</tool_call>")
+
+
+def test_an_untyped_value_gets_the_type_of_the_request_s_tool() -> None:
+    text = "<tool_call><function=calc><parameter=a>75001</parameter></function></tool_call>"
+    (call,) = read_reply(text, form(parser="qwen3_coder", tools=True), number=0).calls
+    assert json.loads(call.arguments) == {"a": "75001"}
 
 
 fragments = st.sampled_from(

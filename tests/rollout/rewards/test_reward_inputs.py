@@ -1,4 +1,4 @@
-"""A reward's input holds the text before the token or string that ended the response."""
+"""A reward's input holds the text of the sampled tokens: without the stop token, with a stop string."""
 
 from __future__ import annotations
 
@@ -22,21 +22,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("text", "finish", "seen"),
+    ("text", "finish", "seen", "stop_string"),
     [
-        ("54321<|im_end|>", "stop", "54321"),
-        ("543.end", "stop", "543"),
-        ("54.\nend", "stop", "54"),
-        ("54321", "length", "54321"),
-        ("5.end 3", "length", "5.end 3"),
+        ("54321<|im_end|>", "stop", "54321", ""),
+        ("543.end", "stop", "543.end", ".end"),
+        ("54.\nend", "stop", "54.\nend", ".\n"),
+        ("54321", "length", "54321", ""),
+        ("5.end 3", "length", "5.end 3", ""),
     ],
 )
-def test_the_end_is_not_part_of_the_answer(
-    folder: Path, text: str, finish: Literal["stop", "length"], seen: str
+def test_the_stop_token_is_no_part_of_the_answer_and_the_stop_string_is(
+    folder: Path, text: str, finish: Literal["stop", "length"], seen: str, stop_string: str
 ) -> None:
     ids = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text, add_special_tokens=False).ids
     one = response(ids, versions=0, finish_reason=finish)
     found = reward_input(
         {"prompt": "?", "answer": "54321"}, one, tokenizer=PromptTokenizer(folder), stop=[".end", ".\n"]
     )
-    assert (found.response, found.stopped) == (seen, finish == "stop")
+    assert (found.response, found.stopped, found.stop_string) == (seen, finish == "stop", stop_string)
+    assert found.before_stop == seen.partition(stop_string or "<none>")[0]
