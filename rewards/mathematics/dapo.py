@@ -104,7 +104,9 @@ def _label(label: str) -> str:
         raise ValueError(
             f"answer={label[:60]!r} is no integer, and dapo's labels are integers. Use reward=math, or strict=true."
         )
-    return str(number.numerator)
+    if len(digits := str(number.numerator)) > _READ:
+        raise ValueError(f"answer={label[:60]!r} has more digits than dapo reads of a response, {_READ}. Correct it.")
+    return digits
 
 
 def check_row(row: Mapping[str, Any], config: DapoConfig) -> None:

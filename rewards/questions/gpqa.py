@@ -28,9 +28,9 @@ from rewards.mathematics.boxed import behind_thinking, framed, last_boxed
 
 _LETTERS = string.ascii_uppercase[:10]
 _MARKUP = re.compile(r"\\(?:text|math)[a-z]*\s*\{|\\[()\[\]]|[*_`${}~]")
-_X = r"""[\s("'\[]*(?:(?-i:([A-Z]))|([a-z])(?=[\s)"'\]]*(?:[.,;:!?\n]|$)))(?![A-Za-z0-9])"""
+_X = r"""[\s("'\[]*+(?:(?-i:([A-Z]))|([a-z])(?=[\s)"'\]]*(?:[.,;:!?\n]|$)))(?![A-Za-z0-9])"""
 _X += r"(?!\s+is\s+(?:not|wrong|incorrect))"
-_IS = r"\s*(?:(?:is|are|be|:|=)\s*)*(?:the\s+)?"
+_IS = r"\s*+(?:(?:is|are|be|:|=)\s*+)*+(?:the\s++)?"
 _NAMED = tuple(
     re.compile(pattern, re.IGNORECASE | re.ASCII)
     for pattern in (
