@@ -38,8 +38,8 @@ def checked_env(spec: EnvSpec) -> EnvSpec:
     They raise ValueError for a number that cannot be trained on and for messages that are nested too deeply, which ends
     the episode alone. Texts have no halves of surrogate pairs.
 
-    Each call gets a data row of its own (`own_copy`). Its ``tools`` returns JSON schemas alone, and raises `WrongResult` for anything that is neither a schema nor a typed
-    function, and for two tools of one name.
+    Each call gets a data row of its own (`own_copy`). Its ``tools`` returns JSON schemas alone, and raises
+    `WrongResult` for anything that is neither a schema nor a typed function, and for two tools of one name.
     """
     if spec.messages is not None:
         given_messages = spec.messages

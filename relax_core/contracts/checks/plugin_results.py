@@ -7,12 +7,14 @@ import functools
 import inspect
 import math
 import numbers
+import os
 import signal
 import threading
 from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from dataclasses import fields, replace
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 from relax_core.contracts.checks.foreign_values import shown
 
@@ -24,24 +26,48 @@ class WrongResult(TypeError):
     """A plug-in returned what its contract does not allow."""
 
 
+_plugin_process: ContextVar[int | None] = ContextVar("_plugin_process", default=None)  # whose block runs a plug-in
+_exit_process = os._exit
+
+
+def contain_exits() -> None:
+    """Makes ``os._exit`` in code of a plug-in a failure of the plug-in in this process, which others share."""
+    os._exit = _exit
+
+
+def _exit(status: int) -> NoReturn:
+    """Ends the process as ``os._exit`` does, unless a plug-in would end the process that called it."""
+    if _plugin_process.get() == os.getpid():
+        raise _ProcessExit(f"it called os._exit({status})")
+    _exit_process(status)
+
+
 class PluginStopped(RuntimeError):
-    """A plug-in raised what is no `Exception`, such as SystemExit, which would end a thread or a loop without a word."""
+    """A plug-in raised what is no `Exception`, such as SystemExit, or called ``os._exit``; the text says which."""
+
+
+class _ProcessExit(BaseException):
+    """A plug-in called ``os._exit``."""
 
 
 class Contained:
-    """Raises `PluginStopped` for any exception of its block that is no `Exception`, as for code of a plug-in.
+    """Raises `PluginStopped` for any exception of its block that is no `Exception`; the block is code of a plug-in.
 
-    A cancellation of the running task, and the KeyboardInterrupt of a signal, pass as they are.
+    A cancellation of the running task, and the KeyboardInterrupt of a signal, pass as they are. Behind `contain_exits`
+    it raises `PluginStopped` for ``os._exit``, too, but in a child process that the block forks.
     """
 
-    def __enter__(self) -> None: ...
+    def __enter__(self) -> None:
+        self._token = _plugin_process.set(os.getpid())
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        _plugin_process.reset(self._token)
         if error is None or isinstance(error, Exception) or _comes_from_outside(error):
             return
-        raise PluginStopped(f"it raised {shown(error)}").with_traceback(trace) from error
+        how = str(error) if isinstance(error, _ProcessExit) else f"it raised {shown(error)}"
+        raise PluginStopped(how).with_traceback(trace) from error
 
 
 def _comes_from_outside(error: BaseException) -> bool:
