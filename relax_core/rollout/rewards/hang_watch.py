@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from relax_core.contracts.reward import RewardConfig
 
 CHECK_S = 1.0  # a pause of the whole process counts as one check
+LEAST_WAIT_S = 1.0  # a call that waits for a shorter time may wait for its turn to compute
 COMPUTES = 0.05  # of a core; calls that use less wait for something else than each other
 OnHang = Callable[[RuntimeError], None]
 
@@ -21,9 +22,14 @@ def _thread_cpu_clock() -> int:
 
 @dataclass
 class _Call:
-    """Is a call under way: how many seconds it has left, and the clock of its thread's processor time."""
+    """Is a call under way: its limit, the seconds that it has left, and those in which no call computed.
 
+    ``clock`` is that of its thread's processor time.
+    """
+
+    limit_s: float
     left_s: float
+    waited_s: float = 0.0
     clock: int = field(default_factory=_thread_cpu_clock)
     cpu_s: float = 0.0
 
@@ -37,7 +43,7 @@ class HangWatch:
     """Calls ``on_hang`` once, in its own thread, if scoring takes longer than ``config.timeout_s`` per answer.
 
     ``shared`` means that concurrent calls share one interpreter: of a second in which n calls compute, 1/n second
-    counts for each. A second in which they only wait counts in full.
+    counts for each. Seconds in which all of them only wait count in full, from `LEAST_WAIT_S` on.
     """
 
     def __init__(self, config: RewardConfig, on_hang: OnHang, *, shared: bool) -> None:
@@ -56,11 +62,11 @@ class HangWatch:
         The block gets a function that marks the end of them, and that as many follow.
         """
         limit_s = self._config.timeout_s * answers
-        call = _Call(limit_s)
+        call = _Call(limit_s, limit_s)
         call.computed_s()
 
         def go_on() -> None:
-            call.left_s = limit_s
+            call.left_s, call.waited_s = limit_s, 0.0
 
         with self._lock:
             self._calls.append(call)
@@ -80,13 +86,16 @@ class HangWatch:
             with self._lock:
                 computes = sum(call.computed_s() for call in self._calls) > COMPUTES * check_s
                 for call in self._calls:
-                    call.left_s -= check_s / len(self._calls) if self._shared and computes else check_s
-                hangs = any(call.left_s <= 0 for call in self._calls)
+                    call.left_s -= check_s / len(self._calls) if self._shared else check_s
+                    call.waited_s = 0.0 if computes else call.waited_s + check_s
+                hangs = any(
+                    call.left_s <= 0 or call.waited_s >= max(LEAST_WAIT_S, call.limit_s) for call in self._calls
+                )
             if hangs:
                 self._on_hang(
                     RuntimeError(
-                        f"reward {self._config.name}: an answer of a group takes longer than reward.timeout_s="
-                        f"{self._config.timeout_s:g}, and a reward that is not isolated cannot be ended. Set "
+                        f"reward {self._config.name}: a group's answers took longer than reward.timeout_s="
+                        f"{self._config.timeout_s:g} each, and a reward that is not isolated cannot be ended. Set "
                         "isolated=True in its SPEC, or raise reward.timeout_s."
                     )
                 )
