@@ -42,15 +42,8 @@ class GroupFilter:
 
     def __init__(self, drop_group: Callable[[Sequence[float], int], str | None], *, parts: Sequence[str] = ()) -> None:
         self._drop_group = drop_group
-        self._parts = parts
+        self.parts = parts
         self._dropped_in_a_row = 0
-
-    def compared(self, episodes: Sequence[Episode]) -> list[float]:
-        """Returns the number of each episode that the filter compares."""
-        for label in self._parts:
-            if all(label in one.parts for one in episodes):
-                return [one.parts[label] for one in episodes]
-        return [one.reward for one in episodes if one.reward is not None]
 
     def __call__(self, rewards: Sequence[float]) -> str | None:
         """Returns why a group with these rewards is dropped, or None to keep it."""
@@ -259,6 +252,14 @@ def tell_lost(
         lost(build_tree(uid, gone), {one.uid: reasons.get(one.uid, others) for one in gone})
 
 
+def _compared(episodes: Sequence[Episode], parts: Sequence[str]) -> list[float]:
+    """Returns the number of each episode that a filter compares, as `GroupFilter` says."""
+    for label in parts:
+        if all(label in one.parts for one in episodes):
+            return [one.parts[label] for one in episodes]
+    return [one.reward for one in episodes if one.reward is not None]
+
+
 def _complete(
     tree: TokenTree,
     *,
@@ -275,7 +276,7 @@ def _complete(
     if not trained.any():
         refused = TRUNCATED
     elif refuse is not None:
-        refused = refuse(refuse.compared(tree.episodes))
+        refused = refuse(_compared(tree.episodes, refuse.parts if isinstance(refuse, GroupFilter) else ()))
     if refused is not None:
         if lost is not None:
             lost(tree, {one.uid: refused for one in tree.episodes})

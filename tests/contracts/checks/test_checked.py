@@ -413,7 +413,7 @@ def test_what_ends_a_thread_in_any_plug_in_is_an_exception_with_its_place() -> N
         source.held_out,
     ]
     for call in calls:
-        with pytest.raises(PluginStopped, match="it raised (SystemExit|CancelledError|BaseExceptionGroup)"):
+        with pytest.raises(PluginStopped, match=r"it raised (SystemExit|CancelledError|BaseExceptionGroup)"):
             call()
 
 
