@@ -12,6 +12,7 @@ import signal
 import threading
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
+from copy import deepcopy
 from dataclasses import fields, replace
 from types import TracebackType
 from typing import Any, NoReturn
@@ -26,7 +27,7 @@ class WrongResult(TypeError):
     """A plug-in returned what its contract does not allow."""
 
 
-_plugin_process: ContextVar[int | None] = ContextVar("_plugin_process", default=None)  # whose block runs a plug-in
+_plugin_process: ContextVar[int] = ContextVar("_plugin_process")  # whose block runs a plug-in
 _exit_process = os._exit
 
 
@@ -37,7 +38,7 @@ def contain_exits() -> None:
 
 def _exit(status: int) -> NoReturn:
     """Ends the process as ``os._exit`` does, unless a plug-in would end the process that called it."""
-    if _plugin_process.get() == os.getpid():
+    if _plugin_process.get(0) == os.getpid():
         raise _ProcessExit(f"it called os._exit({status})")
     _exit_process(status)
 
@@ -63,7 +64,8 @@ class Contained:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        _plugin_process.reset(self._token)
+        if not isinstance(error, GeneratorExit):  # which a coroutine that nobody awaits gets in another context
+            _plugin_process.reset(self._token)
         if error is None or isinstance(error, Exception) or _comes_from_outside(error):
             return
         how = str(error) if isinstance(error, _ProcessExit) else f"it raised {shown(error)}"
@@ -125,7 +127,9 @@ def own_copy(value: Any) -> Any:
         return [own_copy(one) for one in value]
     if type(value) is tuple:
         return tuple(map(own_copy, value))
-    return value.copy() if isinstance(value, set | bytearray) or hasattr(value, "__array__") else value
+    if isinstance(value, set | bytearray) or hasattr(value, "__array__"):
+        return deepcopy(value)
+    return value
 
 
 class PluginFunction:
