@@ -11,7 +11,7 @@ With ``rule=boxed`` the rule is that of ``math`` in slime and verl (slime/rollou
 1/2; a response without a box is wrong. There, too, a label without an answer gives no reward, where the source gives 0.
 
 Departures of both rules. The sources read boxes inside of the thinking, too. Departures from math-verify: it joins
-neighbouring boxes into one answer, reads ``2 2/3`` as 22/3, and takes ``10^{-20}`` for ``10^{-21}``, because their
+neighbouring boxes into one answer, reads ``2 2/3`` as 22/3 and ``0.\overline{3}`` as 0, and takes ``10^{-20}`` for ``10^{-21}``, because their
 difference is small (`rewards.mathematics.magnitude`). It cannot read ``\boxed{28\%}``; here ``28\%`` and ``28%`` are
 the same. If only one side has a percent sign, the number and its hundredth are both right, as they are for math-verify
 in plain text.
@@ -38,6 +38,7 @@ _SPACE = r"(?:\s|\\[ ,;:]|~)+"
 _MIXED = re.compile(
     rf"(?<![\w.,\\^/}}])(\d{{1,15}}){_SPACE}(\d{{1,15}})\s*/\s*(\d{{1,15}})(?![\d.,]*[\d/^!])", re.ASCII
 )
+_PERIODIC = re.compile(r"(\d{0,15})\.(\d{0,15})\\overline\s*\{\s*(\d{1,15})\s*\}", re.ASCII)
 _FINAL_ANSWER_MARK = "####"  # a GSM8K answer is the worked solution, this mark and the final answer
 
 
@@ -66,20 +67,20 @@ def score(given: RewardInput, config: MathConfig) -> RewardOutput:
     text = behind_thinking(given.response)
     boxed = None if text is None else framed(text)
     if config.rule == "boxed":
-        return _score_boxed(given.answer, boxed)
+        return _score_boxed(framed(given.answer) or given.answer, boxed)
     from math_verify import parse
 
     label = given.answer.rpartition(_FINAL_ANSWER_MARK)[2].replace("\\$", "").strip()
-    label = _mixed_as_fractions(last_boxed(framed(label) or "") or label)
+    label = _as_fractions(last_boxed(framed(label) or "") or label)
     if boxed is not None:
-        text = _mixed_as_fractions(_DOLLAR.sub("", last_boxed(boxed) or "").replace("\n", " "))
+        text = _as_fractions(_DOLLAR.sub("", last_boxed(boxed) or "").replace("\n", " "))
         if len(_PERCENT.findall(text)) == len(_PERCENT.findall(label)):
             text, label = _PERCENT.sub("", text), _PERCENT.sub("", label)
         text = _formula(text)
     elif text is None or not given.stopped:
         text = ""
     else:
-        text = _mixed_as_fractions(_PERCENT_IN_FORMULA.sub(r"\1%", text))
+        text = _as_fractions(_PERCENT_IN_FORMULA.sub(r"\1%", text))
     reference = parse(_formula(label), parsing_timeout=None, raise_on_error=True)
     if not reference:
         return RewardOutput(reward=None, reason=f"math-verify cannot read the reference answer {given.answer[:60]!r}")
@@ -97,14 +98,19 @@ def _formula(text: str) -> str:
     return _PERCENT_IN_FORMULA.sub(r"\1%", text)
 
 
-def _mixed_as_fractions(text: str) -> str:
-    """Returns a text with 8/3 for 2 2/3."""
+def _as_fractions(text: str) -> str:
+    r"""Returns a text with 8/3 for ``2 2/3``, and 3/9 for ``0.\overline{3}``."""
 
     def fraction(mixed: re.Match[str]) -> str:
         whole, above, below = map(int, mixed.groups())
         return f"{whole * below + above}/{below}" if above < below else mixed[0]
 
-    return _MIXED.sub(fraction, text)
+    def periodic(number: re.Match[str]) -> str:
+        whole, behind, period = number.groups()
+        above = int(whole + behind + period) - int(whole + behind or "0")
+        return f"\\frac{{{above}}}{{{10 ** len(behind) * (10 ** len(period) - 1)}}}"
+
+    return _PERIODIC.sub(periodic, _MIXED.sub(fraction, text))
 
 
 def _is_equal(reference: Sequence[Any], found: Sequence[Any]) -> bool:
