@@ -11,10 +11,10 @@ With ``rule=boxed`` the rule is that of ``math`` in slime and verl (slime/rollou
 1/2; a response without a box is wrong. There, too, a label without an answer gives no reward, where the source gives 0.
 
 Departures of both rules. The sources read boxes inside of the thinking, too. Departures from math-verify: it joins
-neighbouring boxes into one answer, reads ``2 2/3`` as 22/3 and ``0.\overline{3}`` as 0, and takes ``10^{-20}`` for ``10^{-21}``, because their
-difference is small (`rewards.mathematics.magnitude`). It cannot read ``\boxed{28\%}``; here ``28\%`` and ``28%`` are
-the same. If only one side has a percent sign, the number and its hundredth are both right, as they are for math-verify
-in plain text.
+neighbouring boxes into one answer, reads ``2 2/3`` as 22/3 and ``0.\overline{3}`` as 0, and takes ``10^{-20}`` for
+``10^{-21}``, because their difference is small (`rewards.mathematics.magnitude`). It cannot read ``\boxed{28\%}``; here
+``28\%`` and ``28%`` are the same. If only one side has a percent sign, the number and its hundredth are both right, as
+they are for math-verify in plain text.
 """
 
 from __future__ import annotations
