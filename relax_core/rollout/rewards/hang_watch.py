@@ -22,7 +22,7 @@ def _thread_cpu_clock() -> int:
 
 @dataclass
 class _Call:
-    """Is a call under way: its limit, the seconds that it has left, and those in which no call computed.
+    """Is a call under way: its limit, the seconds that it has left, and those in which all calls only waited.
 
     ``clock`` is that of its thread's processor time.
     """
@@ -43,7 +43,7 @@ class HangWatch:
     """Calls ``on_hang`` once, in its own thread, if scoring takes longer than ``config.timeout_s`` per answer.
 
     ``shared`` means that concurrent calls share one interpreter: of a second in which n calls compute, 1/n second
-    counts for each. Seconds in which all of them only wait count in full, from `LEAST_WAIT_S` on.
+    counts for each. Seconds in which all of them only wait and no answer ends count in full, from `LEAST_WAIT_S` on.
     """
 
     def __init__(self, config: RewardConfig, on_hang: OnHang, *, shared: bool) -> None:
@@ -53,6 +53,7 @@ class HangWatch:
         self._closed = threading.Event()
         self._lock = threading.Lock()
         self._calls: list[_Call] = []
+        self._moves = False  # an answer ended since the last check
         threading.Thread(target=self._check, name="reward-watch", daemon=True).start()
 
     @contextmanager
@@ -66,7 +67,7 @@ class HangWatch:
         call.computed_s()
 
         def go_on() -> None:
-            call.left_s, call.waited_s = limit_s, 0.0
+            call.left_s, self._moves = limit_s, True
 
         with self._lock:
             self._calls.append(call)
@@ -75,6 +76,7 @@ class HangWatch:
         finally:
             with self._lock:
                 self._calls = [one for one in self._calls if one is not call]
+                self._moves = True
 
     def close(self) -> None:
         """Ends the watching thread."""
@@ -84,10 +86,11 @@ class HangWatch:
         check_s = min(CHECK_S, self._config.timeout_s)
         while not self._closed.wait(check_s):
             with self._lock:
-                computes = sum(call.computed_s() for call in self._calls) > COMPUTES * check_s
+                computed_s = sum(call.computed_s() for call in self._calls)
+                moves, self._moves = self._moves or computed_s > COMPUTES * check_s, False
                 for call in self._calls:
                     call.left_s -= check_s / len(self._calls) if self._shared else check_s
-                    call.waited_s = 0.0 if computes else call.waited_s + check_s
+                    call.waited_s = 0.0 if moves else call.waited_s + check_s
                 hangs = any(
                     call.left_s <= 0 or call.waited_s >= max(LEAST_WAIT_S, call.limit_s) for call in self._calls
                 )

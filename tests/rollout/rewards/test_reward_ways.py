@@ -207,6 +207,19 @@ def test_answers_that_all_hang_are_told_once_within_two_time_limits() -> None:
     assert told[0][0] < 5 and "reward mine" in str(told[0][1]) and "reward.timeout_s=1.2" in str(told[0][1])
 
 
+def test_answers_that_wait_for_each_other_hang_not() -> None:
+    told: list[Exception] = []
+    turn = threading.Lock()
+
+    def score(given: RewardInput, config: Any) -> float:
+        with turn:  # as a server that answers one request at a time
+            time.sleep(0.3)
+        return 1.0
+
+    scored(pool_of(score, timeout_s=1.0, on_hang=told.append), group_of(*["a"] * 8))
+    assert not told
+
+
 def test_each_answer_of_a_call_has_its_own_time_limit() -> None:
     told: list[Exception] = []
     go_on = threading.Event()
