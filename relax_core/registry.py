@@ -4,7 +4,8 @@ A plug-in is one module with a module-level ``SPEC`` (see contracts/). It is fou
 - a name: a module of its kind's folder (such as ``algorithms.<name>``), or an entry of its kind's table;
 - an entry point of an installed package, in the group of `_HOMES`, such as ``relax.algorithms``, or a ``.py`` path.
 
-Listing names imports no plug-in. The results of a plug-in's functions are checked (contracts/checks/).
+Listing names imports no plug-in. The results of a plug-in's functions are checked, and what they raise is an
+`Exception` (contracts/checks/).
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from relax_core.contracts.checks.checked import checked_algorithm, checked_rewar
 from relax_core.contracts.checks.checked_data import checked_data_source
 from relax_core.contracts.checks.checked_env import checked_env
 from relax_core.contracts.checks.foreign_values import shown_error
+from relax_core.contracts.checks.plugin_results import Contained, contained_spec
 from relax_core.contracts.data import DataSourceConfig, DataSourceSpec
 from relax_core.contracts.engine_kind import EngineSpec
 from relax_core.contracts.env import EnvConfig, EnvSpec
@@ -300,12 +302,14 @@ def _entry_points(kind: Kind) -> dict[str, importlib.metadata.EntryPoint]:
 
 def _load_module(module_name: str, attribute: str, *, where: str, kind: Kind) -> Spec:
     try:
-        source = importlib.util.find_spec(module_name)
+        with Contained():
+            source = importlib.util.find_spec(module_name)
     except Exception as error:  # the package around the module is missing, or raises whatever it likes
         raise _broken(error, where=where, file=Path(module_name)) from error
     file = Path(source.origin) if source is not None and source.origin else Path(module_name)
     try:
-        module = importlib.import_module(module_name)
+        with Contained():
+            module = importlib.import_module(module_name)
     except Exception as error:  # whatever a plug-in raises becomes one line with its file and line
         raise _broken(error, where=where, file=file) from error
     return _checked(getattr(module, attribute, None), where=where, file=file, kind=kind)
@@ -326,7 +330,8 @@ def _load_file(path: Path, *, where: str, kind: Kind) -> Spec:
     module = importlib.util.module_from_spec(source)
     sys.modules[module_name] = module  # dataclasses find their module by name
     try:
-        source.loader.exec_module(module)
+        with Contained():
+            source.loader.exec_module(module)
     except Exception as error:  # Any error of a plug-in becomes one line with its file and line.
         del sys.modules[module_name]
         raise _broken(error, where=where, file=path) from error
@@ -354,7 +359,7 @@ def _checked(spec: object, *, where: str, file: Path, kind: Kind) -> Spec:
     ):
         raise PluginError(f"{where}: {file}: SPEC.config must be a dataclass under {home.config.__name__}.")
     try:
-        return cast(Spec, home.checked(found))
+        return cast(Spec, home.checked(found if home.config is None else contained_spec(found)))
     except ValueError as error:
         raise PluginError(f"{where}: {file}: {error}") from error
 

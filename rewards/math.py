@@ -1,4 +1,7 @@
-r"""Right or wrong by math-verify: the response's ``\boxed{}``, or its last expression, against the reference answer.
+r"""Right or wrong by math-verify: the last ``\boxed{}`` of the response, or its last expression, against the reference.
+
+Only the text behind the last ``</think>`` counts; a response whose ``<think>`` never closes has no answer. ``\fbox`` is
+a box, too.
 
 math-verify parses with sympy, which can hang or fail on odd input. Therefore this reward runs in its own process. It
 also evaluates text; `no_evaluation` replaces the parts that do, and refuses the rest.
@@ -6,21 +9,36 @@ also evaluates text; `no_evaluation` replaces the parts that do, and refuses the
 With ``rule=boxed`` the rule is that of ``math`` in slime and verl (slime/rollout/rm_hub/math_utils.py,
 ``grade_answer_verl``): the last box, by MATH's normal form or by `rewards.mathematics.sympy_equality`, where 2/4 is not
 1/2; a response without a box is wrong. There, too, a label without an answer gives no reward, where the source gives 0.
+
+Departures of both rules. The sources read boxes inside of the thinking, too. Departures from math-verify: it joins
+neighbouring boxes into one answer, reads ``2 2/3`` as 22/3 and ``0.\overline{3}`` as 0, and takes ``10^{-20}`` for
+``10^{-21}``, because their difference is small (`rewards.mathematics.magnitude`). It cannot read ``\boxed{28\%}``; here
+``28\%`` and ``28%`` are the same. If only one side has a percent sign, the number and its hundredth are both right, as
+they are for math-verify in plain text.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput, RewardSpec, compared
 from rewards.mathematics import sympy_equality
-from rewards.mathematics.boxed import boxed_answers, boxed_label, last_boxed
+from rewards.mathematics.boxed import behind_thinking, boxed_answers, boxed_label, framed, last_boxed
+from rewards.mathematics.magnitude import same_size
 from rewards.mathematics.no_evaluation import evaluates_no_text
 
-_BOXED = "\\boxed{"
+_DOLLAR = re.compile(r"\\?\$")
+_PERCENT = re.compile(r"\s*(?:\\?%|\\text\{\s*percent\s*\}|\bpercent\b)")
+_PERCENT_IN_FORMULA = re.compile(r"\s*\\?%\s?(\$(?![\d\\])|\\[)\]])")
+_SPACE = r"(?:\s|\\[ ,;:]|~)+"
+_MIXED = re.compile(
+    rf"(?<![\w.,\\^/}}])(\d{{1,15}}){_SPACE}(\d{{1,15}})\s*/\s*(\d{{1,15}})(?![\d.,]*[\d/^!])", re.ASCII
+)
+_PERIODIC = re.compile(r"(\d{0,15})\.(\d{0,15})\\overline\s*\{\s*(\d{1,15})\s*\}", re.ASCII)
 _FINAL_ANSWER_MARK = "####"  # a GSM8K answer is the worked solution, this mark and the final answer
 
 
@@ -46,28 +64,91 @@ def score(given: RewardInput, config: MathConfig) -> RewardOutput:
     By math-verify the reward is also 0 for a response that the token limit cut before a boxed answer. Raises what
     math-verify raises.
     """
+    text = behind_thinking(given.response)
+    boxed = None if text is None else framed(text)
     if config.rule == "boxed":
-        return _score_boxed(given)
-    from math_verify import parse, verify
+        return _score_boxed(framed(given.answer) or given.answer, boxed)
+    from math_verify import parse
 
-    reference = parse(_delimited(given.answer), parsing_timeout=None, raise_on_error=True)
+    label = given.answer.rpartition(_FINAL_ANSWER_MARK)[2].replace("\\$", "").strip()
+    label = _as_fractions(last_boxed(framed(label) or "") or label)
+    if boxed is not None:
+        text = _as_fractions(_DOLLAR.sub("", last_boxed(boxed) or "").replace("\n", " "))
+        if len(_PERCENT.findall(text)) == len(_PERCENT.findall(label)):
+            text, label = _PERCENT.sub("", text), _PERCENT.sub("", label)
+        text = _formula(text)
+    elif text is None or not given.stopped:
+        text = ""
+    else:
+        text = _as_fractions(_PERCENT_IN_FORMULA.sub(r"\1%", text))
+    reference = parse(_formula(label), parsing_timeout=None, raise_on_error=True)
     if not reference:
         return RewardOutput(reward=None, reason=f"math-verify cannot read the reference answer {given.answer[:60]!r}")
-    if not given.stopped and _BOXED not in given.response:
-        return RewardOutput(reward=0.0, answer="")
-    found = parse(given.response, parsing_timeout=None, raise_on_error=True)
-    exact = bool(found) and verify(reference, found, timeout_seconds=None, raise_on_error=True)
+    found = parse(text, parsing_timeout=None, raise_on_error=True)
+    exact = bool(found) and _is_equal(reference, found)
     written = _written(found)
     return RewardOutput(
-        reward=float(exact), exact=exact, answer=written, why=compared(written or None, _delimited(given.answer))
+        reward=float(exact), exact=exact, answer=written, why=compared(written or None, _formula(label))
     )
 
 
-def _score_boxed(given: RewardInput) -> RewardOutput:
-    wanted = boxed_label(given.answer)
+def _formula(text: str) -> str:
+    """Returns a text between LaTeX delimiters, which math-verify needs, and a percent sign behind them."""
+    text = text if "$" in text else f"${_PERCENT.sub('%', text)}$"
+    return _PERCENT_IN_FORMULA.sub(r"\1%", text)
+
+
+def _as_fractions(text: str) -> str:
+    r"""Returns a text with 8/3 for ``2 2/3``, and 3/9 for ``0.\overline{3}``."""
+
+    def fraction(mixed: re.Match[str]) -> str:
+        whole, above, below = map(int, mixed.groups())
+        return f"{whole * below + above}/{below}" if above < below else mixed[0]
+
+    def periodic(number: re.Match[str]) -> str:
+        whole, behind, period = number.groups()
+        above = int(whole + behind + period) - int(whole + behind or "0")
+        return f"\\frac{{{above}}}{{{10 ** len(behind) * (10 ** len(period) - 1)}}}"
+
+    return _PERIODIC.sub(periodic, _MIXED.sub(fraction, text))
+
+
+def _is_equal(reference: Sequence[Any], found: Sequence[Any]) -> bool:
+    """Returns whether what math-verify read is equal; of one percent sign, the number or its hundredth may be meant."""
+    numbers = [_without_percent(one[0]) for one in (reference, found)]
+    if None in numbers and numbers != [None, None]:
+        plain = [
+            [one[0] if number is None else number] for one, number in zip((reference, found), numbers, strict=True)
+        ]
+        return _is_same(*plain) or _is_same(reference, found)
+    return _is_same(reference, found)
+
+
+def _is_same(reference: Sequence[Any], found: Sequence[Any]) -> bool:
+    import sympy
+    from math_verify import verify
+
+    if isinstance(reference[0], sympy.Basic) and isinstance(found[0], sympy.Basic):
+        same = same_size(reference[0], found[0])
+        if same is not None:
+            return same
+    return bool(verify(list(reference), list(found), timeout_seconds=None, raise_on_error=True))
+
+
+def _without_percent(value: Any) -> Any:
+    """Returns the number in front of a percent sign, as math-verify reads it; None without the sign."""
+    import sympy
+
+    hundredth = sympy.UnevaluatedExpr(sympy.Rational(1, 100))
+    is_percent = isinstance(value, sympy.Mul) and len(value.args) == 2 and value.args[1] == hundredth
+    return value.args[0] if is_percent else None
+
+
+def _score_boxed(label: str, boxed: str | None) -> RewardOutput:
+    wanted = boxed_label(label)
     if wanted is None:
-        return RewardOutput(reward=None, reason=_unreadable(given.answer))
-    found = last_boxed(given.response, also_without_brace=True)
+        return RewardOutput(reward=None, reason=_unreadable(label))
+    found = last_boxed(boxed or "", also_without_brace=True)
     exact = found is not None and sympy_equality.is_equal(found, wanted)
     return RewardOutput(reward=float(exact), exact=exact, answer=found or "", why=compared(found, wanted))
 
@@ -103,12 +184,6 @@ def _written(found: list[object]) -> str:
     math-verify puts the parsed expression first; to print that expression could take as long as to compute it.
     """
     return "".join(next((one for one in reversed(found) if isinstance(one, str)), "").split())
-
-
-def _delimited(answer: str) -> str:
-    """Returns the reference answer between LaTeX delimiters, which math-verify needs."""
-    answer = answer.rpartition(_FINAL_ANSWER_MARK)[2].strip()
-    return answer if "$" in answer or _BOXED in answer else f"${answer}$"
 
 
 SPEC = RewardSpec(

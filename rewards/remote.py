@@ -1,8 +1,9 @@
 """The score that a server of yours gives, by JSON over HTTP.
 
 A request is ``POST url`` with ``{"prompt", "response", "label", "metadata"}``, where ``metadata`` has the other
-columns of the data row; slime's ``remote_rm`` sends the first three. The answer is a number, or an object with
-``score`` and, if you like, ``exact``, ``why``, ``reason`` and further numbers, which become parts.
+columns of the data row; slime's ``remote_rm`` sends the first three. It is valid JSON: a number that is not finite is
+null, bytes are base64, and what else JSON does not have, such as a date, is its text. The answer is a number, or an
+object with ``score`` and, if you like, ``exact``, ``why``, ``reason`` and further numbers, which become parts.
 
 A status of 5xx, 408 or 429 and a refused connection are asked again, with growing waits inside of ``timeout_s``; then
 there is no reward. Any other 4xx says that the request is wrong for every answer, so it ends the run. The source asks
@@ -13,6 +14,7 @@ most ``rollout.reward_concurrency`` requests are under way.
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import math
 import os
@@ -71,7 +73,7 @@ async def _asked(given: RewardInput, config: RemoteConfig) -> bytes:
     headers = {"Content-Type": "application/json"}
     if config.token_env is not None:
         headers["Authorization"] = f"Bearer {os.environ.get(config.token_env, '')}"
-    body = json.dumps(question, default=str)
+    body = json.dumps(_as_json(question), default=str, allow_nan=False)
     limit = aiohttp.ClientTimeout(total=config.timeout_s)
     async with (
         aiohttp.ClientSession(timeout=limit) as session,
@@ -96,6 +98,19 @@ async def _asked(given: RewardInput, config: RemoteConfig) -> bytes:
                 "Correct the URL or the server; a request is a POST with prompt, response, label and metadata."
             )
         return bytes(content)
+
+
+def _as_json(value: Any) -> Any:
+    """Returns a value whose numbers and bytes, at any depth, JSON can hold."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, bytes | bytearray):
+        return base64.b64encode(value).decode()
+    if isinstance(value, Mapping):
+        return {str(name): _as_json(one) for name, one in value.items()}
+    if isinstance(value, list | tuple | set):
+        return [_as_json(one) for one in value]
+    return _as_json(value.tolist()) if hasattr(value, "tolist") else value  # of numpy
 
 
 def _output(body: bytes, config: RemoteConfig) -> RewardOutput:

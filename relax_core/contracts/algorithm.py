@@ -89,7 +89,7 @@ class AdvantageInputs:
     tokens are all masked has a reward too, because it counts in the group's baseline.
     """
 
-    rewards: Tensor  # [samples]
+    rewards: Tensor  # [samples] float32, or float64 if float32 cannot hold their differences
     lengths: Tensor  # [samples] int64, response tokens
     loss_mask: Tensor  # [tokens] bool
     sample_ids: Tensor  # [tokens] int64
@@ -197,8 +197,8 @@ class AlgorithmSpec:
       a train step has, ``[tokens]`` each, and the inputs from which they were computed, and returns the advantages to
       train with. It is not called if `Requirements.whole_step` is False.
     - ``drop_group`` may refuse a complete group before it enters the bus; the next prompt replaces it. It gets the
-      rewards of the group's samples and the number of groups that were refused since the last one was kept. It returns
-      the reason for the ledger, or None to keep the group.
+      rewards of the group's samples, of a sum those of its first part, and the number of groups that were refused since
+      the last one was kept. It returns the reason for the ledger, or None to keep the group.
     - ``value_loss`` is the critic's loss, for an algorithm that needs a critic; its denominator is the policy's. The
       critic learns the returns ``[tokens]``.
     - ``returns`` computes them from a group and its advantages before ``normalize``. Without it, the returns are these

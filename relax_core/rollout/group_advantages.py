@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+_ROUNDINGS = 1e3  # fewer errors of rounding to float32 than this between two rewards of a group distort them
+
+
 def computes_advantages_per_group(config: RelaxConfig) -> bool:
     """Returns True if the rollout computes the advantages of each group when the group completes.
 
@@ -104,7 +107,7 @@ def advantage_inputs(tree: TokenTree, requirements: Requirements) -> AdvantageIn
 
     rollout = torch.from_numpy(tree.logprobs[rows]) if c.LOGPROBS in wanted else None
     return AdvantageInputs(
-        rewards=torch.tensor([one.reward for one in tree.episodes], dtype=torch.float32),
+        rewards=_rewards([one.reward or 0.0 for one in tree.episodes]),
         lengths=torch.from_numpy(tree.lengths),
         loss_mask=torch.from_numpy(tree.loss_mask[rows]),
         sample_ids=torch.from_numpy(np.array(episodes)),
@@ -115,6 +118,19 @@ def advantage_inputs(tree: TokenTree, requirements: Requirements) -> AdvantageIn
         values=tensor(c.VALUES),
         turns=turns,
     )
+
+
+def _rewards(values: Sequence[float]) -> Tensor:
+    """Returns a group's rewards, ``[samples]``.
+
+    They are float32, or float64 if rounding to float32 would change their differences noticeably, as of 1e9 + 0.1.
+    """
+    import torch
+
+    rewards = torch.tensor(values, dtype=torch.float64)
+    lost = float(rewards.abs().max()) * torch.finfo(torch.float32).eps
+    spread = float(rewards.max() - rewards.min())
+    return rewards if 0 < spread < _ROUNDINGS * lost else rewards.float()
 
 
 def _turns_of_tokens(tree: TokenTree) -> np.ndarray:

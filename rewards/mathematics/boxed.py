@@ -1,4 +1,4 @@
-r"""Finds the content of the last ``\boxed{}`` of a text."""
+r"""Finds the part of a response that holds the answer, and the content of the last ``\boxed{}`` of a text."""
 
 from __future__ import annotations
 
@@ -9,6 +9,18 @@ _FINAL_ANSWER = "####"  # a GSM8K answer is the worked solution, this mark and t
 _NUMBER_WITH_WORDS = re.compile(
     r"(?=.*[^\d.,-])(?:\\?[$€£]\s*)?(-?\d[\d,]*(?:\.\d+)?)(?:\s+(?!pi\b)[A-Za-z]{2,}\.?)*\s*", re.ASCII
 )
+_FRAME = re.compile(r"\\(?:boxed|fbox)\s*(?=\{)")
+
+
+def behind_thinking(response: str) -> str | None:
+    """Returns the text behind the last ``</think>``, or None if a ``<think>`` in it is not closed."""
+    text = response.rpartition("</think>")[2]
+    return None if "<think>" in text else text
+
+
+def framed(text: str) -> str | None:
+    r"""Returns a text with each ``\fbox{}`` as ``\boxed{}``; None if it has neither."""
+    return _FRAME.sub(r"\\boxed", text) if "box" in text and _FRAME.search(text) else None
 
 
 def last_boxed(text: str, *, also_without_brace: bool = False) -> str | None:

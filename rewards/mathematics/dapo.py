@@ -6,8 +6,9 @@ normal form leaves out articles, units, ``$``, ``\text`` and thousands, and brac
 what is behind the last ``=``. It is right if its text is the label's integer: 42.0 is wrong. With ``strict`` the answer
 is the last ``\boxed{}`` in the last 100 characters, and its text must be the label's.
 
-Departures. A label that is no number gives no reward, where the source raises an error; the check of the data names
-its row before the start.
+Departures. A label that is no integer gives no reward, where the source raises an error or drops the part behind the
+point; the check of the data names its row before the start. An integer is read exactly, where the source rounds it to
+a float. Commas are left out only where they separate thousands: "1, 3" is not 13.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput, RewardSpec, compared
@@ -22,6 +24,8 @@ from rewards.mathematics.boxed import boxed_answers, last_boxed, named_answers
 
 _READ, _READ_STRICT = 300, 100  # characters at the end of a response
 _ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
+_THOUSANDS = re.compile(r"[0-9]{1,3}(,[0-9]{2,3})*,[0-9]{3}")
+_NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]{1,3})?")
 _REPLACED = (
     *(("an ", ""), ("a ", ""), (".$", "$"), ("\\$", ""), ("\\ ", ""), (" ", ""), ("mbox", "text")),
     *((",\\text{and}", ","), ("\\text{and}", ","), ("\\text{m}", "\\text{}")),
@@ -53,7 +57,7 @@ class DapoConfig(RewardConfig):
 
 
 def score(given: RewardInput, config: DapoConfig) -> RewardOutput:
-    """Returns 1 for the right answer, else -1; the part ``right`` is 1 or 0. None for a label that is no number."""
+    """Returns 1 for the right answer, else -1; the part ``right`` is 1 or 0. None for a label that is no integer."""
     text = given.response[-_READ:]
     if config.strict:
         wanted, found = given.answer, last_boxed(text[-_READ_STRICT:])
@@ -84,21 +88,25 @@ def minerva_form(text: str) -> str:
     for pattern, new in _PATTERNS:
         text = pattern.sub(new, text)
     text = text.replace("$", "")
-    if text.isascii() and text.replace(",", "").isdigit():
+    if _THOUSANDS.fullmatch(text):
         text = text.replace(",", "")
     return text.strip()
 
 
 def _label(label: str) -> str:
-    """Returns a label as the text of an integer; raises ValueError for one that is no number."""
-    try:
-        if len(last := label.rpartition("=")[2]) > _READ or not (form := minerva_form(last)).isascii():
-            raise ValueError("float takes the digits of every alphabet, and a long text takes long")
-        return str(int(float(form)))
-    except (ValueError, OverflowError) as error:
+    """Returns a label as the text of an integer; raises ValueError for one that is none."""
+    last = label.rpartition("=")[2]
+    if len(last) > _READ or not _NUMBER.fullmatch(form := minerva_form(last)):
         raise ValueError(
             f"answer={label[:60]!r} is no number, and dapo's labels are integers. Correct it, or use reward=math."
-        ) from error
+        )
+    if (number := Fraction(form)).denominator != 1:
+        raise ValueError(
+            f"answer={label[:60]!r} is no integer, and dapo's labels are integers. Use reward=math, or strict=true."
+        )
+    if len(digits := str(number.numerator)) > _READ:
+        raise ValueError(f"answer={label[:60]!r} has more digits than dapo reads of a response, {_READ}. Correct it.")
+    return digits
 
 
 def right_answers(label: str, config: DapoConfig) -> list[str]:
@@ -107,7 +115,7 @@ def right_answers(label: str, config: DapoConfig) -> list[str]:
 
 
 def check_row(row: Mapping[str, Any], config: DapoConfig) -> None:
-    """Raises ValueError for a label that is no number; with ``strict`` every text is a label."""
+    """Raises ValueError for a label that is no integer; with ``strict`` every text is a label."""
     if not config.strict:
         _label(str(row["answer"]))
 

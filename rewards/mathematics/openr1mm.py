@@ -1,11 +1,13 @@
-"""Right or wrong by the rule of Open-R1-Multimodal: math-verify, else the text in the answer tags.
+r"""Right or wrong by the rule of Open-R1-Multimodal: math-verify, else the text in the answer tags.
 
 Source: ``get_openr1mm_rule_based_reward`` of redai-studio/Relax (relax/engine/rewards/openr1mm.py at 6639fb3), which is
 that of EvolvingLMMs-Lab/open-r1-multimodal. A response with several ``</think>``, ``<answer>`` or ``</answer>`` is
 wrong. It is right if math-verify finds the whole response equal to the whole label, or if the texts in the answer tags
 are equal; a side without tags counts as a whole. Older versions take a line break in the tag for no match.
 
-Departures. An empty label gives no reward, and so does math-verify where it computes too long.
+Departures. An empty label gives no reward, and so does math-verify where it computes too long. A label with several
+elements, such as "1, 3", is compared as a list, where math-verify reads its last number. ``28\%`` and ``28%`` are the
+same text.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from rewards.mathematics.boxed import named_answers
 from rewards.mathematics.no_evaluation import evaluates_no_text
 
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_SEVERAL = re.compile(r"[,;]\s|,(?![0-9]{3}(?![0-9]))|\band\b", re.ASCII)
 _ONCE = ("</think>", "<answer>", "</answer>")
 _EMPTY = "answer='' is empty. Give the answer."
 
@@ -40,7 +43,12 @@ def score(given: RewardInput, config: OpenR1MMConfig) -> RewardOutput:
     if repeated := [tag for tag in _ONCE if given.response.count(tag) > 1]:
         return RewardOutput(reward=0.0, answer="", why=f"the response has {repeated[0]} several times")
     found = _tagged(given.response)
-    exact = found == wanted or _is_verified(given.response, given.answer)
+    if found.replace("\\%", "%") == wanted.replace("\\%", "%"):
+        exact = True
+    elif "$" not in wanted and _SEVERAL.search(wanted):
+        exact = _is_verified(f"${found.replace('$', '')}$", f"${wanted}$")
+    else:
+        exact = _is_verified(given.response, given.answer)
     return RewardOutput(reward=float(exact), exact=exact, answer=found, why=compared(found or None, wanted))
 
 

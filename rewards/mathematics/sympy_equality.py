@@ -4,6 +4,8 @@ The comparison is that of prm800k's grader, as DeepScaleR, slime and MathRuler c
 fraction that is not reduced, or a decimal number for an integer, is wrong. sympy may compute without end, so a reward
 that uses this module is isolated.
 
+Departure: the degree of a root counts, where the source reads ``\sqrt[3]{4}`` as ``\sqrt{4}``.
+
 Nothing is evaluated as Python: `expression` reads what sympy computes, in the place of the source's ``parse_expr``, and
 `no_evaluation` refuses the rest. Text outside of its grammar is no expression, so it is equal by its normal form alone.
 Of the source's expressions it leaves out brackets, commas, ``!!``, numbers above its limits such as ``9**9**9``, and
@@ -30,6 +32,9 @@ _FRACTION = re.compile(r"-?[0-9]+.?/0*[1-9][0-9]*.?")
 _NEVER_PARSED = re.compile(r"\^\{|\^\(|\^[0-9]+\^|\^[0-9][0-9]+|__")
 _MOST_LETTERS = 2  # an expression with more unknown letters is text
 _BRACKETS = "()[]"
+_NESTED = r"\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}"
+_ROOT = re.compile(rf"\\sqrt *\[ *([0-9A-Za-z]+) *\] *({_NESTED}|[^\s{{])")  # LatexNodes2Text leaves out the degree
+_OTHER_ROOT = re.compile(r"\\sqrt *\[")
 _TOLERANCE = 1e-7
 _WITHOUT_LETTERS = str.maketrans("", "", MORE_LETTERS)
 
@@ -102,6 +107,7 @@ def _without_latex(text: str) -> str:
     from pylatexenc.latex2text import LatexNodes2Text
 
     written = text.replace("\\tfrac", "\\frac").replace("\\dfrac", "\\frac").replace("\\frac", " \\frac")
+    written = _OTHER_ROOT.sub("root[", _ROOT.sub(_root, written))
     try:
         plain: str = LatexNodes2Text().latex_to_text(written)
     except MemoryError:
@@ -111,6 +117,12 @@ def _without_latex(text: str) -> str:
     for old, new in _GLYPHS:
         plain = plain.replace(old, new)
     return plain.strip()
+
+
+def _root(found: re.Match[str]) -> str:
+    degree, inner = found.groups()
+    inner = inner[1:-1] if inner[0] == "{" else inner
+    return f"\\sqrt{{{inner}}}" if degree == "2" else f"(({inner})**(1/{degree}))"
 
 
 def _as_float(text: str) -> float | None:

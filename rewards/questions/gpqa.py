@@ -1,15 +1,18 @@
 """Right or wrong for a choice by its letter, by the rule of GPQA in slime.
 
 Source: ``compute_gpqa_reward`` of slime (slime/rollout/rm_hub/gpqa.py). Behind the last ``</think>``, the letter is the
-one in "answer is X", "option X", "choice: X", then in "X is correct", then in "final answer X", in any case; else the
+one of the last box, else the last one in "answer is X" or "X is correct", then in "option X" or "choice: X"; else the
 last capital letter that stands alone. Columns of the row: ``choices`` (a list or a mapping; their letters are A, B, …),
 ``valid_letters`` (A to J without choices), ``correct_letter``, ``correct_answer`` and ``answer_text``. The label is a
 letter, the text of a choice, or the number of a choice from 0. A response without a letter is right if it has the text
 of the right choice.
 
-Departures. A label outside of the choices gives no reward, where the source looks for its text in the response, so that
-"E" of four choices was right for any word with an e. The text counts only if no other choice occurs in the response. A
-label of digits is the number of a choice, because data rows have their answers as text.
+Departures. A letter is a choice only as a word of ASCII letters, where the source takes the D of "answer depends" and
+the I of "answer is"; a small letter only in front of punctuation or the end of a line, and never the pronoun I. The
+article A counts only without another letter. The source takes the first match of its patterns, reads no box, and reads
+a thinking that never ends. A label outside of the choices gives no reward, where the source looks for its text in the
+response, so that "E" of four choices was right for any word with an e. The text counts only if no other choice occurs
+in the response. A label of digits is the number of a choice, because data rows have their answers as text.
 """
 
 from __future__ import annotations
@@ -21,14 +24,24 @@ from dataclasses import dataclass
 from typing import Any
 
 from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput, RewardSpec, compared
+from rewards.mathematics.boxed import behind_thinking, framed, last_boxed
 
 _LETTERS = string.ascii_uppercase[:10]
-_NAMED = (
-    re.compile(r"(?:answer|option|choice)\s*(?:(?:is|:)\s*)?((?a:[A-Z]))", re.IGNORECASE),
-    re.compile(r"((?a:[A-Z]))\s*is\s*(?:the\s*)?correct", re.IGNORECASE),
-    re.compile(r"final\s*(?:answer|option)\s*(?:(?:is|:)\s*)?((?a:[A-Z]))", re.IGNORECASE),
+_MARKUP = re.compile(r"\\(?:text|math)[a-z]*\s*\{|\\[()\[\]]|[*_`${}~]")
+_X = r"""[\s("'\[]*+(?:(?-i:([A-Z]))|([a-z])(?=[\s)"'\]]*(?:[.,;:!?\n]|$)))(?![A-Za-z0-9])"""
+_X += r"(?!\s+is\s+(?:not|wrong|incorrect))"
+_IS = r"\s*+(?:(?:is|are|be|:|=)\s*+)*+(?:the\s++)?"
+_NAMED = tuple(
+    re.compile(pattern, re.IGNORECASE | re.ASCII)
+    for pattern in (
+        rf"\b(?:answer|final\s+(?:option|choice)){_IS}(?:(?:option|choice)\b{_IS})?(?<![A-Za-z]){_X}"
+        r"|\b(?-i:([A-Z]))\W{1,3}is\s+(?:the\s+)?correct\b",
+        rf"\b(?:option|choice){_IS}(?<![A-Za-z]){_X}",
+    )
 )
-_ALONE = re.compile(r"\b([A-Z])\b")
+_BOX = re.compile(r"[\s(\[]*([A-Za-z])(?![A-Za-z0-9])", re.ASCII)
+_ALONE = re.compile(r"\b([A-Z])\b", re.ASCII)
+_WORD_FOLLOWS = re.compile(r"['’]|\s+[a-z]")
 
 
 @dataclass(frozen=True)
@@ -54,7 +67,7 @@ def score(given: RewardInput, config: GpqaConfig) -> RewardOutput:
         question = _question(given.row, given.answer)
     except ValueError as error:
         return RewardOutput(reward=None, reason=str(error))
-    text = given.response.rpartition("</think>")[2]
+    text = behind_thinking(given.response) or ""
     letter = _letter(text, question.letters)
     if letter is not None:
         exact = letter == question.right
@@ -66,11 +79,21 @@ def score(given: RewardInput, config: GpqaConfig) -> RewardOutput:
 
 
 def _letter(text: str, letters: Sequence[str]) -> str | None:
+    boxed = _BOX.match(_MARKUP.sub("", last_boxed(framed(text) or "") or ""))
+    if boxed is not None and boxed[1].upper() in letters:
+        return boxed[1].upper()
+    text = _MARKUP.sub("", text)
     for pattern in _NAMED:
-        if (named := pattern.search(text)) is not None and named[1].upper() in letters:
-            return named[1].upper()
-    alone = [one for one in _ALONE.findall(text) if one in letters]
-    return alone[-1] if alone else None
+        found = [(one, next(filter(None, one.groups()))) for one in pattern.finditer(text)]
+        named = [
+            letter.upper() for one, letter in found if not (letter == "I" and _WORD_FOLLOWS.match(text, one.end()))
+        ]
+        if chosen := [letter for letter in named if letter in letters]:
+            return chosen[-1]
+    alone = [one for one in _ALONE.finditer(text) if one[1] in letters]
+    sure = [one[1] for one in alone if not (one[1] in "AI" and _WORD_FOLLOWS.match(text, one.end()))]
+    chosen = sure or [one[1] for one in alone if one[1] == "A"]
+    return chosen[-1] if chosen else None
 
 
 def _question(row: Mapping[str, Any], label: str) -> _Question:

@@ -57,3 +57,93 @@ def test_a_reference_that_cannot_be_read_gives_no_reward() -> None:
     got = _score("42", answer="")
     assert got.reward is None
     assert "reference answer ''" in got.reason
+
+
+@pytest.mark.parametrize("rule", ["math_verify", "boxed"])
+@pytest.mark.parametrize(
+    ("response", "reward"),
+    [
+        (r"<think>I guess \boxed{72}</think> The answer is 5", 0.0),
+        (r"<think>maybe \boxed{72}", 0.0),
+        (r"<think>a</think>\boxed{7} <think> \boxed{72}", 0.0),
+        ("<think>first \\boxed{24}, then 48+24</think>\nThe answer is \\boxed{72}.", 1.0),
+        (r"thinking \boxed{1}</think>\boxed{72}", 1.0),
+        (r"\boxed{3} no wait \boxed{72}", 1.0),
+        (r"\boxed{72} and \boxed{3}", 0.0),
+        (r"Put it in \boxed{}: \boxed{72}", 1.0),
+        (r"\boxed{72} or \boxed{7", 0.0),
+        (r"\fbox{72}, not 5", 1.0),
+        (r"\boxed {72}", 1.0),
+    ],
+)
+def test_the_last_box_behind_the_thinking_is_the_answer(response: str, reward: float, rule: str) -> None:
+    if rule == "boxed":
+        pytest.importorskip("pylatexenc")
+    given = RewardInput(response=response, stopped=True, answer="72", row={})
+    assert SPEC.score(given, MathConfig(rule=rule)).reward == reward
+
+
+def test_an_answer_without_a_box_behind_the_thinking_counts() -> None:
+    assert _score("<think>\\boxed{5} hmm no</think>\nThe answer is 72.", answer="72").reward == 1.0
+
+
+@pytest.mark.parametrize(
+    "response", [r"\boxed{28\%}", r"\boxed{28%}", "28%", r"\(28\%\)", r"\boxed{28\text{ percent}}"]
+)
+@pytest.mark.parametrize("label", ["28%", r"28\%", r"$28\%$", "28", "0.28"])
+def test_percent_equals_percent_and_a_side_without_the_sign(response: str, label: str) -> None:
+    assert _score(response, answer=label).reward == 1.0
+
+
+@pytest.mark.parametrize(
+    ("response", "label", "reward"),
+    [
+        (r"\boxed{28}", "28%", 1.0),
+        (r"\boxed{0.28}", r"28\%", 1.0),
+        (r"\boxed{2.8}", "28%", 0.0),
+        (r"\boxed{29\%}", "28%", 0.0),
+        (r"\boxed{0.5\%}", "50%", 0.0),
+        (r"\boxed{10\%, 20\%}", "10%, 20%", 1.0),
+        (r"\boxed{2 2/3}", "8/3", 1.0),
+        (r"\boxed{2 2/3}", "22/3", 0.0),
+        ("It takes 2 2/3 hours", "8/3", 1.0),
+        ("2 2/3", "2", 0.0),
+        (r"\boxed{-8/3}", "-2 2/3", 1.0),
+        (r"\boxed{\$18.90}", r"\$18.90", 1.0),
+        (r"\boxed{0.\overline{3}}", "1/3", 1.0),
+        (r"\boxed{0.\overline{3}}", "0", 0.0),
+        (r"\boxed{-1.2\overline{45}}", "-137/110", 1.0),
+        (r"\boxed{3}", "1, 3", 0.0),
+        (r"\boxed{\sqrt{4}}", r"\sqrt[3]{4}", 0.0),
+    ],
+)
+def test_an_answer_is_read_as_no_other_number(response: str, label: str, reward: float) -> None:
+    assert _score(response, answer=label).reward == reward
+
+
+@pytest.mark.parametrize(
+    ("found", "label", "equal"),
+    [
+        ("1/2004!", "1/2006!", False),
+        ("2004!", "2004!", True),
+        ("-2004!", "2004!", False),
+        ("(10^{9})!", "(10^{9}+1)!", False),
+        ("10^{10^{10}}", "10^{10^{10}}", True),
+        ("10^{10^{10}}", "10^{10^{9}}", False),
+        ("2^{1000000}", "4^{500000}", True),
+        ("(-2)^{1000001}", "2^{1000001}", False),
+        ("10^{-20}", "10^{-21}", False),
+        ("x=10^{-20}", "10^{-21}", False),
+        ("10^{-20}", r"\frac{1}{10^{20}}", True),
+        ("1e-20", "1e-21", False),
+        ("0.000000123", "0.000000124", False),
+        (r"1.5 \times 10^{-30}", r"1.6 \times 10^{-30}", False),
+        (r"\{10^{-20},1\}", r"\{10^{-21},1\}", False),
+        ("0", "10^{-20}", False),
+        ("e^{-50}", "e^{-51}", False),
+        ("0.333333", "1/3", True),
+        ("0.000333", "1/3000", True),
+    ],
+)
+def test_numbers_differ_relatively_and_no_huge_one_is_computed(found: str, label: str, equal: bool) -> None:
+    assert _score(f"\\boxed{{{found}}}", answer=label).exact == equal

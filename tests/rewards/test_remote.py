@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import threading
 from collections.abc import Iterator
+from datetime import date
+from decimal import Decimal
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+import numpy as np
 import pytest
 
 from relax_core.contracts.reward import RewardInput, RewardOutput, RewardUnusable
@@ -79,10 +83,10 @@ def make_server() -> Iterator[Any]:
 
 
 def score(
-    url: str, *responses: str, timeout_s: float = LONG_S, concurrency: int = 8, **more: Any
+    url: str, *responses: str, timeout_s: float = LONG_S, concurrency: int = 8, row: Any = None, **more: Any
 ) -> list[RewardOutput]:
     spec = find_reward("remote")
-    row = {"prompt": "p", "answer": "a", "level": 3}
+    row = row or {"prompt": "p", "answer": "a", "level": 3}
     inputs = [RewardInput(response=text, stopped=True, answer="a", row=row) for text in responses]
     config = RemoteConfig(url=url, timeout_s=timeout_s, **more)
     with RewardPool(spec, config, workers=1, concurrency=concurrency) as pool:
@@ -122,6 +126,29 @@ def test_what_a_server_is_asked(make_server: Any, monkeypatch: pytest.MonkeyPatc
     score(server.url, "r", token_env="MY_TOKEN")
     wanted = {"prompt": "p", "response": "r", "label": "a", "metadata": {"level": 3}}
     assert server.asked == [(wanted, "Bearer secret")]
+
+
+def test_a_request_is_json_whatever_the_row_holds(make_server: Any) -> None:
+    row = {
+        "prompt": "p",
+        "answer": "a",
+        "nan": math.nan,
+        "inner": [{"inf": -math.inf, "blob": b"\x00\xff"}, (math.nan, 1.5)],
+        "array": np.array([1.0, math.inf]),
+        "day": date(2026, 1, 2),
+        "price": Decimal("1.50"),
+        3: "three",
+    }
+    server = make_server((200, b"1"))
+    score(server.url, "r", row=row)
+    assert server.asked[0][0]["metadata"] == {
+        "nan": None,
+        "inner": [{"inf": None, "blob": "AP8="}, [None, 1.5]],
+        "array": [1.0, None],
+        "day": "2026-01-02",
+        "price": "1.50",
+        "3": "three",
+    }
 
 
 def test_a_server_that_is_busy_is_asked_again(make_server: Any) -> None:

@@ -73,6 +73,69 @@ def test_a_reward_equals_its_source(reward: str) -> None:
     assert not wrong
 
 
+CHOICES = {"choices": ["red fox", "blue whale", "green sea turtle", "brown bear"]}
+
+
+@pytest.mark.parametrize(
+    ("response", "right"),
+    [
+        ("answer choices, B fits", "B"),
+        ("The answer depends on it, so (A)", "A"),
+        ("the answer can be given as: **B**", "B"),
+        (r"The answer is \boxed{\text{C}}", "C"),
+        (r"\textbf{(C)}", "C"),
+        ("The answer is A. No, the answer is B.", "B"),
+        ("option B is wrong, option C is right", "C"),
+        ("答案是B", "B"),
+        ("A careful look shows C", "C"),
+        ("I'm sure: D", "D"),
+        ("The answer is B. Option C fails", "B"),
+        ("A because red", "A"),
+    ],
+)
+@pytest.mark.parametrize("row", [{}, CHOICES])
+def test_gpqa_takes_a_letter_only_as_a_choice(response: str, right: str, row: Mapping[str, Any]) -> None:
+    for label in "ABCD":
+        answer = RewardInput(response=response, stopped=True, answer=label, row={"answer": label, **row})
+        assert scored("gpqa", answer).exact == (label == right)
+
+
+@pytest.mark.parametrize("response", ["<think>the answer is B", "I do not know.", "it depends", "the answer is"])
+def test_gpqa_finds_no_letter_in_words_and_in_a_thinking_that_never_ends(response: str) -> None:
+    for label in "ABDI":
+        assert scored("gpqa", RewardInput(response=response, stopped=True, answer=label, row={})).reward == 0.0
+
+
+@pytest.mark.parametrize(
+    ("reward", "response", "label", "value"),
+    [
+        ("dapo", "Answer: 3", "3.5", None),
+        ("dapo", "Answer: 0", "-0.5", None),
+        ("dapo", "Answer: 9007199254740993", "9007199254740993", 1.0),
+        ("dapo", "Answer: 9007199254740992", "9007199254740993", -1.0),
+        ("dapo", "Answer: 1, 3", "13", -1.0),
+        ("dapo", "Answer: 13", "1, 3", None),
+        ("openr1mm", "<answer>3</answer>", "1, 3", 0.0),
+        ("openr1mm", "<answer>2, 3</answer>", "1, 3", 0.0),
+        ("openr1mm", "<answer>3, 1</answer>", "1, 3", 1.0),
+        ("openr1mm", "<answer>3</answer>", "1 and 3", 0.0),
+        ("openr1mm", r"<answer>28\%</answer>", "28%", 1.0),
+        ("deepscaler", r"</think>\boxed{\sqrt{4}}", r"\sqrt[3]{4}", 0.0),
+        ("deepscaler", r"</think>\boxed{\sqrt[3]{\frac{1}{2}}}", r"\sqrt{\frac{1}{2}}", 0.0),
+        ("deepscaler", r"</think>\boxed{\sqrt[3]{16}}", r"2\sqrt[3]{2}", 1.0),
+        ("deepscaler", r"</think>\boxed{\sqrt[2]{5}}", r"\sqrt{5}", 1.0),
+    ],
+)
+def test_an_answer_or_a_label_is_read_as_no_other_value(
+    reward: str, response: str, label: str, value: float | None
+) -> None:
+    if reward in NEEDS:
+        pytest.importorskip(NEEDS[reward])
+    given_ = RewardInput(response=response, stopped=True, answer=label, row={"answer": label})
+    assert scored(reward, given_).reward == value
+    assert _is_refused(find_reward(reward).check_row, given_.row, config_of(reward, {})) == (value is None)
+
+
 def _has(module: str) -> bool:
     try:
         __import__(module)

@@ -239,3 +239,22 @@ def test_a_role_makes_them_where_they_need_more_than_the_group(overrides: list[s
     config = load_config(overrides)
     assert computes_advantages_per_group(config) is in_rollout
     assert ("advantages" in roles_of(config)) is not in_rollout
+
+
+@pytest.mark.parametrize(
+    ("rewards", "wanted"),
+    [
+        ([1e9 + 0.1 * n for n in range(4)], [-0.15, -0.05, 0.05, 0.15]),
+        ([-1e12, 1.0 - 1e12], [-0.5, 0.5]),
+        ([0.0, -1e15], [5e14, -5e14]),
+        ([1e9, 1e9], [0.0, 0.0]),
+    ],
+)
+def test_differences_of_a_group_are_taken_before_rewards_are_rounded(rewards: list[float], wanted: list[float]) -> None:
+    (made,) = advantage_extras([row(rewards, [1] * len(rewards))], GRPO, GrpoConfig(normalize_std="none"))
+    assert flat(made) == pytest.approx(wanted, rel=1e-3)
+
+
+def test_usual_rewards_are_float32_as_before() -> None:
+    inputs = advantage_inputs(row([0.1, 0.7, -3.0], [1, 1, 1]), Requirements(old_logprobs="rollout"))
+    assert inputs.rewards.dtype == torch.float32

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ from relax_core.contracts.algorithm import (
     ValueInputs,
 )
 from relax_core.contracts.checks.foreign_values import clean_text, shown
-from relax_core.contracts.checks.plugin_results import PluginFunction, as_number, not_awaited, too_large
+from relax_core.contracts.checks.plugin_results import PluginFunction, as_number, not_awaited, own_copy, too_large
 from relax_core.contracts.reward import (
     MOST_ANSWER,
     MOST_CAUSE,
@@ -46,12 +47,24 @@ def checked_reward(spec: RewardSpec) -> RewardSpec:
     True). If the reward or a part is NaN, infinite or too large (`too_large`), there is no reward, and the reason says
     so. Texts are shortened, and have no halves of surrogate pairs (`clean_text`). The function raises `WrongResult` for
     anything else, and for a ``score_group`` whose list is not as long as the group.
+
+    Each call gets a data row and messages of its own (`own_copy`).
     """
+    if (check_row := spec.check_row) is not None:
+        spec = replace(spec, check_row=lambda row, config: check_row(own_copy(row), config))
     if spec.combine is not None:
         return replace(spec, combine=_checked_combine(spec))
     if spec.score_group is None:
         return replace(spec, score=_checked_score(spec))
     return replace(spec, score_group=_checked_score_group(spec))
+
+
+def _own_input(given: RewardInput) -> RewardInput:
+    """Returns an input of the same class whose lists and mappings are its own."""
+    made = copy(given)  # `replace` would leave out the judges, which are no field
+    for name in ("row", "messages", "turns", "turn_rewards"):
+        object.__setattr__(made, name, own_copy(getattr(given, name)))
+    return made
 
 
 def _checked_score(spec: RewardSpec) -> Callable[[RewardInput, Any], Any]:
@@ -60,10 +73,10 @@ def _checked_score(spec: RewardSpec) -> Callable[[RewardInput, Any], Any]:
     source = PluginFunction("reward", spec.name, given_score)
 
     def score(given: RewardInput, config: Any) -> RewardOutput:
-        return _one_reward(given_score(given, config), spec.name, source)
+        return _one_reward(given_score(_own_input(given), config), spec.name, source)
 
     async def score_async(given: RewardInput, config: Any) -> RewardOutput:
-        return _one_reward(await given_score(given, config), spec.name, source)
+        return _one_reward(await given_score(_own_input(given), config), spec.name, source)
 
     return score_async if spec.is_async else score
 
@@ -72,7 +85,7 @@ def _checked_combine(spec: RewardSpec) -> Callable[[RewardInput, Mapping[str, Re
     combine = spec.combine
     assert combine is not None
     source = PluginFunction("reward", spec.name, combine)
-    return lambda given, outputs, config: _one_reward(combine(given, outputs, config), spec.name, source)
+    return lambda given, outputs, config: _one_reward(combine(_own_input(given), outputs, config), spec.name, source)
 
 
 def _checked_score_group(spec: RewardSpec) -> Callable[[Sequence[RewardInput], Any], Any]:
@@ -89,10 +102,10 @@ def _checked_score_group(spec: RewardSpec) -> Callable[[Sequence[RewardInput], A
         return [_one_reward(one, spec.name, source, what=f"entry {position}") for position, one in enumerate(came)]
 
     def score_group(given: Sequence[RewardInput], config: Any) -> list[RewardOutput]:
-        return outputs(given_score(given, config), len(given))
+        return outputs(given_score([_own_input(one) for one in given], config), len(given))
 
     async def score_group_async(given: Sequence[RewardInput], config: Any) -> list[RewardOutput]:
-        return outputs(await given_score(given, config), len(given))
+        return outputs(await given_score([_own_input(one) for one in given], config), len(given))
 
     return score_group_async if spec.is_async else score_group
 
@@ -213,7 +226,7 @@ def _checked_drop_group(name: str, drop_group: Callable[..., Any]) -> Callable[.
     source = PluginFunction("algorithm", name, drop_group)
 
     def checked(rewards: Sequence[float], dropped_in_a_row: int, config: Any) -> str | None:
-        came = drop_group(rewards, dropped_in_a_row, config)
+        came = drop_group(list(rewards), dropped_in_a_row, config)
         if came is not None and not (isinstance(came, str) and came):
             raise source.wrong(came, "the reason as text, or None to keep the group")
         return came

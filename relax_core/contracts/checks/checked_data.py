@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from relax_core.contracts.checks.foreign_values import clean_value
-from relax_core.contracts.checks.plugin_results import PluginFunction
+from relax_core.contracts.checks.plugin_results import Contained, PluginFunction
 from relax_core.contracts.data import BaseDataSource, DataSourceSpec
 
 A_ROW = "a mapping with text keys, such as {'prompt': …, 'answer': …}"
@@ -37,22 +37,27 @@ class _CheckedDataSource(BaseDataSource):
         self._of_held_out = PluginFunction("data source", name, rows.held_out)
 
     def __len__(self) -> int:
-        came: Any = type(self._rows).__len__(self._rows)
+        with Contained():
+            came: Any = type(self._rows).__len__(self._rows)
         if isinstance(came, bool) or not isinstance(came, int) or came < 1:
             raise self._of_len.wrong(came, "the number of rows, 1 or more")
         return came
 
     def __getitem__(self, number: int) -> Mapping[str, Any]:
-        return _row(self._rows[number], self._of_row)
+        with Contained():
+            came = self._rows[number]
+        return _row(came, self._of_row)
 
     def where(self, number: int) -> str:
-        came: Any = self._rows.where(number)
+        with Contained():
+            came: Any = self._rows.where(number)
         if not isinstance(came, str):
             raise self._of_where.wrong(came, "text")
         return came
 
     def held_out(self) -> Sequence[Mapping[str, Any]] | None:
-        came: Any = self._rows.held_out()
+        with Contained():
+            came: Any = self._rows.held_out()
         if came is not None and (isinstance(came, str | Mapping) or not isinstance(came, Sequence)):
             raise self._of_held_out.wrong(came, "a sequence of rows, or None")
         return came if came is None else [_row(row, self._of_held_out) for row in came]

@@ -10,7 +10,15 @@ from typing import Any
 import msgspec
 
 from relax_core.contracts.checks.foreign_values import clean_text, clean_value, shown
-from relax_core.contracts.checks.plugin_results import PluginFunction, as_number, not_awaited, too_large
+from relax_core.contracts.checks.plugin_results import (
+    PluginFunction,
+    as_number,
+    contained,
+    is_async,
+    not_awaited,
+    own_copy,
+    too_large,
+)
 from relax_core.contracts.env import Action, BaseInteractionEnv, EnvSpec, EpisodeStart, Message, StepResult
 from relax_core.contracts.media import MEDIA_KINDS, MediaSource
 from relax_core.contracts.tool_use.tool_schemas import ToolSchema, checked_schemas
@@ -30,20 +38,20 @@ def checked_env(spec: EnvSpec) -> EnvSpec:
     They raise ValueError for a number that cannot be trained on and for messages that are nested too deeply, which ends
     the episode alone. Texts have no halves of surrogate pairs.
 
-    Its ``tools`` returns JSON schemas alone, and raises `WrongResult` for anything that is neither a schema nor a typed
-    function, and for two tools of one name.
+    Each call gets a data row of its own (`own_copy`). Its ``tools`` returns JSON schemas alone, and raises
+    `WrongResult` for anything that is neither a schema nor a typed function, and for two tools of one name.
     """
     if spec.messages is not None:
         given_messages = spec.messages
         source = PluginFunction("env", spec.name, given_messages)
-        return replace(spec, messages=lambda row, config: _conversation(given_messages(row, config), source))
+        return replace(spec, messages=lambda row, config: _conversation(given_messages(own_copy(row), config), source))
     if spec.open is None:
         return spec  # a program plays its episodes, and returns nothing to Relax's own functions
     given_open = spec.open
     source = PluginFunction("env", spec.name, given_open)
 
     def checked_open(start: EpisodeStart, config: Any) -> BaseInteractionEnv:
-        came: Any = given_open(start, config)
+        came: Any = given_open(replace(start, row=own_copy(start.row)), config)
         if not isinstance(came, BaseInteractionEnv):
             raise source.wrong(not_awaited(came), "an object of a class under BaseInteractionEnv")
         return _CheckedInteraction(came, spec)
@@ -57,7 +65,7 @@ def _checked_tools(spec: EnvSpec) -> Callable[[Mapping[str, Any], Any], list[Too
     source = PluginFunction("env", spec.name, given_tools)
 
     def tools(row: Mapping[str, Any], config: Any) -> list[ToolSchema]:
-        came: Any = given_tools(row, config)
+        came: Any = given_tools(own_copy(row), config)
         if isinstance(came, str | Mapping) or not isinstance(came, Sequence):
             raise source.wrong(not_awaited(came), A_TOOL_LIST)
         try:
@@ -81,7 +89,7 @@ class _CheckedInteraction(BaseInteractionEnv):
         self.format_observation = _then(  # type: ignore[method-assign]
             env.format_observation, lambda came: _conversation(came, of_messages)
         )
-        self.close = env.close  # type: ignore[method-assign]
+        self.close = contained(env.close)  # type: ignore[method-assign]
 
     def reset(self) -> Any: ...
 
@@ -90,7 +98,8 @@ class _CheckedInteraction(BaseInteractionEnv):
 
 def _then(function: Callable[..., Any], check: Callable[[Any], Any]) -> Callable[..., Any]:
     """Returns ``function`` with a check of its result; it is async if ``function`` is."""
-    if not inspect.iscoroutinefunction(function):
+    function = contained(function)
+    if not is_async(function):
         return lambda *given: check(function(*given))
 
     async def awaited(*given: Any) -> Any:

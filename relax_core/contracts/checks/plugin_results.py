@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import inspect
 import math
 import numbers
-from collections.abc import Callable
-from typing import Any
+import os
+import signal
+import threading
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from copy import deepcopy
+from dataclasses import fields, replace
+from types import TracebackType
+from typing import Any, NoReturn
 
 from relax_core.contracts.checks.foreign_values import shown
 
@@ -16,6 +25,111 @@ MOST_REWARD = 1e15
 
 class WrongResult(TypeError):
     """A plug-in returned what its contract does not allow."""
+
+
+_plugin_process: ContextVar[int] = ContextVar("_plugin_process")  # whose block runs a plug-in
+_exit_process = os._exit
+
+
+def contain_exits() -> None:
+    """Makes ``os._exit`` in code of a plug-in a failure of the plug-in in this process, which others share."""
+    os._exit = _exit
+
+
+def _exit(status: int) -> NoReturn:
+    """Ends the process as ``os._exit`` does, unless a plug-in would end the process that called it."""
+    if _plugin_process.get(0) == os.getpid():
+        raise _ProcessExit(f"it called os._exit({status})")
+    _exit_process(status)
+
+
+class PluginStopped(RuntimeError):
+    """A plug-in raised what is no `Exception`, such as SystemExit, or called ``os._exit``; the text says which."""
+
+
+class _ProcessExit(BaseException):
+    """A plug-in called ``os._exit``."""
+
+
+class Contained:
+    """Raises `PluginStopped` for any exception of its block that is no `Exception`; the block is code of a plug-in.
+
+    A cancellation of the running task, and the KeyboardInterrupt of a signal, pass as they are. Behind `contain_exits`
+    it raises `PluginStopped` for ``os._exit``, too, but in a child process that the block forks.
+    """
+
+    def __enter__(self) -> None:
+        self._token = _plugin_process.set(os.getpid())
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not isinstance(error, GeneratorExit):  # which a coroutine that nobody awaits gets in another context
+            _plugin_process.reset(self._token)
+        if error is None or isinstance(error, Exception) or _comes_from_outside(error):
+            return
+        how = str(error) if isinstance(error, _ProcessExit) else f"it raised {shown(error)}"
+        raise PluginStopped(how).with_traceback(trace) from error
+
+
+def _comes_from_outside(error: BaseException) -> bool:
+    """Returns whether an exception may be a signal's or a cancellation, and not the plug-in's own."""
+    if isinstance(error, KeyboardInterrupt):  # Python raises that of a signal in the main thread alone
+        return threading.current_thread() is threading.main_thread() and callable(signal.getsignal(signal.SIGINT))
+    if isinstance(error, asyncio.CancelledError):
+        try:
+            task = asyncio.current_task()
+        except RuntimeError:  # no event loop runs in this thread
+            return False
+        return task is not None and task.cancelling() > 0
+    return isinstance(error, GeneratorExit)
+
+
+def contained(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a plug-in's function within `Contained`; it is async if ``function`` is."""
+    if is_async(function):
+
+        @functools.wraps(function, updated=())
+        async def awaited(*given: Any, **named: Any) -> Any:
+            with Contained():
+                return await function(*given, **named)
+
+        return awaited
+
+    @functools.wraps(function, updated=())
+    def called(*given: Any, **named: Any) -> Any:
+        with Contained():
+            return function(*given, **named)
+
+    return called
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """Returns whether a function has to be awaited; it may be an object with an ``async def __call__``."""
+    whole = inspect.unwrap(function)
+    return inspect.iscoroutinefunction(whole) or inspect.iscoroutinefunction(type(whole).__call__)
+
+
+def contained_spec(spec: Any) -> Any:
+    """Returns a SPEC with all its functions within `Contained`."""
+    values = {one.name: getattr(spec, one.name) for one in fields(spec) if one.name != "config"}
+    return replace(spec, **{name: contained(value) for name, value in values.items() if callable(value)})
+
+
+def own_copy(value: Any) -> Any:
+    """Returns a value of a data row whose lists and mappings belong to the receiver; texts, bytes and media are shared.
+
+    What a plug-in changes in it reaches no other sample, epoch or evaluation.
+    """
+    if isinstance(value, Mapping):
+        return {name: own_copy(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [own_copy(one) for one in value]
+    if type(value) is tuple:
+        return tuple(map(own_copy, value))
+    if isinstance(value, set | bytearray) or hasattr(value, "__array__"):
+        return deepcopy(value)
+    return value
 
 
 class PluginFunction:

@@ -202,10 +202,10 @@ class Worker(ABC):
             self.set_state("done")
         except BusClosed as closed:
             self.set_state("done", str(closed))
-        except Exception as error:
+        except BaseException as error:  # SystemExit would end this thread and leave a worker that never moves
             self.fail(error)
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: BaseException) -> None:
         """Stores the first failure for the controller, which ends the run with it; callable from any thread."""
         if self._error is None:
             self._error = "".join(traceback.format_exception(error))

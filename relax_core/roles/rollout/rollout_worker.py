@@ -17,6 +17,7 @@ from relax_core.config.choices import OnStale, Partial
 from relax_core.contracts.algorithm import AlgorithmSpec
 from relax_core.contracts.bus import Admission, BusClosed
 from relax_core.contracts.env import EnvSpec
+from relax_core.contracts.reward import RewardConfig, reward_parts
 from relax_core.contracts.stop_signals import ignore_stop_signals
 from relax_core.data.eval_sets import held_out_count
 from relax_core.data.sources import make_source
@@ -117,7 +118,7 @@ class RolloutWorker(Worker):
             record=self._record(metrics, rewards, pool),
             gate=_no_gate if evaluator is None else evaluator.gate,
             bad_rows=self._bad_rows(len(source), metrics),
-            refuse=group_filter(spec, config.algo),
+            refuse=group_filter(spec, config.algo, config.reward),
             teacher_of=None if teachers is None else teacher_chooser(teachers),
             weight_update_handler=self._weight_update_handler(bus, pool),
             advantages=advantages,
@@ -340,9 +341,10 @@ async def _close(rewards: TracedRewardPool, run_env: RunEnv, encoders: EncodePoo
         encoders.close()
 
 
-def group_filter(spec: AlgorithmSpec, config: object) -> GroupFilter | None:
+def group_filter(spec: AlgorithmSpec, config: object, reward: RewardConfig) -> GroupFilter | None:
     """Returns the algorithm's filter of complete groups, or None if it trains on all groups."""
     drop_group = spec.drop_group
     if drop_group is None:
         return None
-    return GroupFilter(lambda rewards, dropped_in_a_row: drop_group(rewards, dropped_in_a_row, config))
+    parts = [part.label for part in reward_parts(reward)] if find_reward(reward.name).combine is not None else []
+    return GroupFilter(lambda rewards, dropped_in_a_row: drop_group(rewards, dropped_in_a_row, config), parts=parts)

@@ -133,8 +133,8 @@ def group_advantages(group: TokenTree) -> np.ndarray | None:
 
 
 def group_rewards(group: TokenTree) -> np.ndarray:
-    """Returns the rewards of a group's episodes, float32 ``[episodes]``; every episode here has one."""
-    return np.array([one.reward for one in group.episodes], dtype=np.float32)
+    """Returns the rewards of a group's episodes, float64 ``[episodes]``; every episode here has one."""
+    return np.array([one.reward for one in group.episodes], dtype=np.float64)
 
 
 def reward_values(groups: list[np.ndarray]) -> dict[str, float]:

@@ -34,10 +34,15 @@ class DroppedGroup:
 
 
 class GroupFilter:
-    """Is an algorithm's `drop_group` with the number of groups that it dropped since the last one that it kept."""
+    """Is an algorithm's `drop_group` with the number of groups that it dropped since the last one that it kept.
 
-    def __init__(self, drop_group: Callable[[Sequence[float], int], str | None]) -> None:
+    ``parts`` names the parts of a reward that is a sum. Its filter compares the first part that all samples have, which
+    says whether an answer is exact, because further parts would make wrong answers differ.
+    """
+
+    def __init__(self, drop_group: Callable[[Sequence[float], int], str | None], *, parts: Sequence[str] = ()) -> None:
         self._drop_group = drop_group
+        self.parts = parts
         self._dropped_in_a_row = 0
 
     def __call__(self, rewards: Sequence[float]) -> str | None:
@@ -247,6 +252,14 @@ def tell_lost(
         lost(build_tree(uid, gone), {one.uid: reasons.get(one.uid, others) for one in gone})
 
 
+def _compared(episodes: Sequence[Episode], parts: Sequence[str]) -> list[float]:
+    """Returns the number of each episode that a filter compares, as `GroupFilter` says."""
+    for label in parts:
+        if all(label in one.parts for one in episodes):
+            return [one.parts[label] for one in episodes]
+    return [one.reward for one in episodes if one.reward is not None]
+
+
 def _complete(
     tree: TokenTree,
     *,
@@ -263,7 +276,7 @@ def _complete(
     if not trained.any():
         refused = TRUNCATED
     elif refuse is not None:
-        refused = refuse([one.reward for one in tree.episodes if one.reward is not None])
+        refused = refuse(_compared(tree.episodes, refuse.parts if isinstance(refuse, GroupFilter) else ()))
     if refused is not None:
         if lost is not None:
             lost(tree, {one.uid: refused for one in tree.episodes})

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from statistics import fmean, variance
 
 import numpy as np
 
+from relax_core.contracts.reward import RewardOutput
 from relax_core.data.shares import Z_95, wilson
 
 MOST_SAMPLES = 256  # answers per prompt; binomial coefficients of more exceed float64's range of exact integers
+_NUMBER = re.compile(r"[+-]?[0-9]{1,40}(\.[0-9]{0,40})?|[+-]?\.[0-9]{1,40}")
+_THOUSANDS = re.compile(r"[+-]?[0-9]{1,3}(,[0-9]{3})+(\.[0-9]+)?")
+_LATEX_FRACTION = re.compile(r"\\[dt]?frac\{([^{}]*)\}\{([^{}]*)\}")
+_NO_FORMATTING = str.maketrans("", "", "$ {}()")
 FEWEST_VOTERS = 3  # with two voters the winner of the tie would decide
 
 
@@ -35,6 +42,29 @@ class Answer:
     turns: int = 1
     ended: str = ""
     why: str = ""
+
+
+def vote_of(output: RewardOutput, text: str, *, label: str) -> str | None:
+    """Returns what an answer votes for, None for nothing; ``text`` is the response, empty if it was cut.
+
+    Answers that the reward finds equal have one vote: each exact answer that it read has the vote of the label, and a
+    wrong number has that of its value. Where the whole response is the answer, its text is the vote.
+    """
+    if output.answer is None:
+        return text.strip() or None
+    if not output.answer:
+        return None
+    return f"= {label}" if output.exact else _as_number(output.answer)
+
+
+def _as_number(answer: str) -> str:
+    """Returns a number or a fraction as a reduced fraction, and any other text without extra white space."""
+    plain = _LATEX_FRACTION.sub(r"\1/\2", answer).translate(_NO_FORMATTING)
+    plain = plain.replace(",", "") if _THOUSANDS.fullmatch(plain) else plain
+    above, _, below = plain.partition("/")
+    if not _NUMBER.fullmatch(above) or not _NUMBER.fullmatch(below or "1") or not Fraction(below or "1"):
+        return " ".join(answer.split())
+    return str(Fraction(above) / Fraction(below or "1"))
 
 
 @dataclass(frozen=True, kw_only=True)

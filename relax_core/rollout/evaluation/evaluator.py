@@ -23,6 +23,7 @@ from relax_core.rollout.evaluation.eval_metrics import (
     majority_at_k,
     mean_reward,
     pass_at_k,
+    vote_of,
 )
 from relax_core.rollout.prompt_tokens import PromptMaker, check_prompt_tokens, shown_prompt
 from relax_core.rollout.rewards.reward_inputs import reward_input
@@ -255,14 +256,11 @@ async def _score(responses: Sequence[Generated], inputs: Sequence[RewardInput], 
 
 
 def _answer(response: Generated, given: RewardInput, output: RewardOutput) -> Answer:
-    vote = output.answer
-    if vote is None:
-        vote = given.before_stop.strip() if given.stopped else ""
     return Answer(
         text=given.response,
         exact=output.exact,
         reward=output.reward,
-        vote=vote or None,
+        vote=vote_of(output, given.before_stop if given.stopped else "", label=given.answer),
         cut=not given.stopped,
         tokens=len(response.output_ids),
         why=output.why or output.reason,

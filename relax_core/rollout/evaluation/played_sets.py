@@ -17,7 +17,7 @@ from relax_core.rollout.env_workers.run_env import RunEnv
 from relax_core.rollout.episodes.episode_records import EpisodeRecord, episode_rewards
 from relax_core.rollout.episodes.played_group import GroupPlayer, GroupStart, group_name
 from relax_core.rollout.episodes.shared_requests import Lockstep
-from relax_core.rollout.evaluation.eval_metrics import Answer
+from relax_core.rollout.evaluation.eval_metrics import Answer, vote_of
 from relax_core.rollout.evaluation.evaluator import (
     EvalRow,
     PreparedSet,
@@ -133,7 +133,8 @@ async def play_sets(
                 prompts.release(start.uid)
         done += 1
         on_progress(done)
-        return [_answer(*pair) for pair in zip(records, outputs, strict=True)]
+        label = str(start.row["answer"])
+        return [_answer(*pair, label=label) for pair in zip(records, outputs, strict=True)]
 
     playing: list[asyncio.Task[list[Answer] | BadRow]] = []
     try:
@@ -178,16 +179,14 @@ def _set_answers(one: PreparedSet, found: Sequence[list[Answer] | BadRow], *, mo
     return SetAnswers(of=of, answers=[answers for _, answers in pairs])
 
 
-def _answer(record: EpisodeRecord, output: RewardOutput) -> Answer:
+def _answer(record: EpisodeRecord, output: RewardOutput, *, label: str) -> Answer:
     """Returns an episode as one answer; its text is the whole conversation."""
-    vote = output.answer
-    if vote is None and record.texts and record.ended not in CUT_ENDS:
-        vote = record.texts[-1].strip()
+    last = record.texts[-1] if record.texts and record.ended not in CUT_ENDS else ""
     return Answer(
         text=record.transcript(),
         exact=output.exact,
         reward=output.reward,
-        vote=vote or None,
+        vote=vote_of(output, last, label=label),
         cut=record.ended in CUT_ENDS,
         tokens=record.sampled_tokens,
         turns=len(record.turns),

@@ -3,19 +3,47 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 from relax_core.contracts.reward import RewardConfig
 
 CHECK_S = 1.0  # a pause of the whole process counts as one check
+LEAST_WAIT_S = 1.0  # a call that waits for a shorter time may wait for its turn to compute
+COMPUTES = 0.05  # of a core; calls that use less wait for something else than each other
 OnHang = Callable[[RuntimeError], None]
+
+
+def _thread_cpu_clock() -> int:
+    return time.pthread_getcpuclockid(threading.get_ident())
+
+
+@dataclass
+class _Call:
+    """Is a call under way: its limit, the seconds that it has left, and those in which all calls only waited.
+
+    ``clock`` is that of its thread's processor time.
+    """
+
+    limit_s: float
+    left_s: float
+    waited_s: float = 0.0
+    clock: int = field(default_factory=_thread_cpu_clock)
+    cpu_s: float = 0.0
+
+    def computed_s(self) -> float:
+        """Returns the processor time since the last call of this method."""
+        before, self.cpu_s = self.cpu_s, time.clock_gettime(self.clock)
+        return self.cpu_s - before
 
 
 class HangWatch:
     """Calls ``on_hang`` once, in its own thread, if scoring takes longer than ``config.timeout_s`` per answer.
 
-    ``shared`` means that concurrent calls share one interpreter: of a second with n calls, 1/n second counts for each.
+    ``shared`` means that concurrent calls share one interpreter: of a second in which n calls compute, 1/n second
+    counts for each. Seconds in which all of them only wait and no answer ends count in full, from `LEAST_WAIT_S` on.
     """
 
     def __init__(self, config: RewardConfig, on_hang: OnHang, *, shared: bool) -> None:
@@ -24,20 +52,31 @@ class HangWatch:
         self._shared = shared
         self._closed = threading.Event()
         self._lock = threading.Lock()
-        self._left_s: dict[object, float] = {}
+        self._calls: list[_Call] = []
+        self._moves = False  # an answer ended since the last check
         threading.Thread(target=self._check, name="reward-watch", daemon=True).start()
 
     @contextmanager
-    def scoring(self, answers: int) -> Iterator[None]:
-        """Marks that ``answers`` answers are scored while the block runs; callable from any thread."""
-        call = object()
+    def scoring(self, answers: float) -> Iterator[Callable[[], None]]:
+        """Marks that ``answers`` answers are scored while the block runs; callable from any thread.
+
+        The block gets a function that marks the end of them, and that as many follow.
+        """
+        limit_s = self._config.timeout_s * answers
+        call = _Call(limit_s, limit_s)
+        call.computed_s()
+
+        def go_on() -> None:
+            call.left_s, self._moves = limit_s, True
+
         with self._lock:
-            self._left_s[call] = self._config.timeout_s * answers
+            self._calls.append(call)
         try:
-            yield
+            yield go_on
         finally:
             with self._lock:
-                del self._left_s[call]
+                self._calls = [one for one in self._calls if one is not call]
+                self._moves = True
 
     def close(self) -> None:
         """Ends the watching thread."""
@@ -47,9 +86,14 @@ class HangWatch:
         check_s = min(CHECK_S, self._config.timeout_s)
         while not self._closed.wait(check_s):
             with self._lock:
-                hangs = any(left_s <= 0 for left_s in self._left_s.values())
-                passed_s = check_s / len(self._left_s) if self._shared and self._left_s else check_s
-                self._left_s = {call: left_s - passed_s for call, left_s in self._left_s.items()}
+                computed_s = sum(call.computed_s() for call in self._calls)
+                moves, self._moves = self._moves or computed_s > COMPUTES * check_s, False
+                for call in self._calls:
+                    call.left_s -= check_s / len(self._calls) if self._shared else check_s
+                    call.waited_s = 0.0 if moves else call.waited_s + check_s
+                hangs = any(
+                    call.left_s <= 0 or call.waited_s >= max(LEAST_WAIT_S, call.limit_s) for call in self._calls
+                )
             if hangs:
                 self._on_hang(
                     RuntimeError(

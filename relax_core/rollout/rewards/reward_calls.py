@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from relax_core.config.reward_choice import Outcome
@@ -11,10 +11,12 @@ from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput,
 from relax_core.registry import plugin_words
 
 
-def score_here(spec: RewardSpec, inputs: Sequence[RewardInput], config: Any) -> list[Outcome]:
+def score_here(
+    spec: RewardSpec, inputs: Sequence[RewardInput], config: Any, *, on_answer: Callable[[], None] = lambda: None
+) -> list[Outcome]:
     """Returns the outcomes of a reward that is a plain function, one per input, in order.
 
-    Raises `RewardUnusable` as the reward does.
+    ``on_answer`` is called behind each answer that is scored alone. Raises `RewardUnusable` as the reward does.
     """
     if spec.score_group is not None:
         return _group_here(spec, inputs, config)
@@ -30,6 +32,7 @@ def score_here(spec: RewardSpec, inputs: Sequence[RewardInput], config: Any) -> 
         else:
             assert isinstance(output, RewardOutput), "the registry checks what a score returns"
             outcomes.append((output, None))
+        on_answer()
     return outcomes
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import queue
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Self
 
 from relax_core.config.reward_choice import ChosenReward, Outcome, RewardChoice
+from relax_core.contracts.checks.plugin_results import contain_exits
 from relax_core.contracts.data import DataRow
 from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput, RewardSpec
 from relax_core.data.killable.limited_log import LimitedLog
@@ -26,6 +27,7 @@ from relax_core.rollout.rewards.reward_worker import RewardWorker
 IN_LOOP_S = 1e-3  # a group that takes no longer is scored in the event loop, because a thread would add as much
 ALONE_S = 1e-3  # an answer that takes longer is scored in its own thread
 _LOG_BYTES = 64 * 2**20  # of the output of workers, which a reward or an answer may flood
+_LATE = 1.8  # time limits after which an awaited call, which is cancelled after one, blocks the event loop
 _PACE_KEPT = 0.9  # the factor per call by which a slow answer's time decays, so that it counts for some tens of calls
 
 
@@ -39,9 +41,9 @@ class _RunningReward:
         self.answer_s = float("inf")  # the longest recent time of an answer; unknown before the first group
         self.figures = RewardFigures()
 
-    def hang_watch(self, answers: int) -> AbstractContextManager[None]:
-        """Returns a block in which ``answers`` answers are scored."""
-        return nullcontext() if self.watch is None else self.watch.scoring(answers)
+    def hang_watch(self, answers: float) -> AbstractContextManager[Callable[[], None]]:
+        """Returns a block in which ``answers`` answers are scored, with a function to call when as many more follow."""
+        return nullcontext(lambda: None) if self.watch is None else self.watch.scoring(answers)
 
     @contextmanager
     def timed(self, inputs: Sequence[RewardInput]) -> Iterator[list[Outcome]]:
@@ -83,6 +85,7 @@ class RewardPool:
         media_folder: str = "",
         on_hang: OnHang | None = None,
     ) -> None:
+        contain_exits()
         self.failures = RewardFailures(config)
         self._choice = RewardChoice(spec, config)
         self._on_hang = on_hang
@@ -181,7 +184,7 @@ class RewardPool:
 
     async def _awaited(self, reward: _RunningReward, inputs: Sequence[RewardInput]) -> list[Outcome]:
         async with self._calls:
-            with reward.hang_watch(2 * len(inputs)):  # a call that blocks the event loop cannot be cancelled
+            with reward.hang_watch(_LATE * len(inputs)):  # a call that blocks the event loop cannot be cancelled
                 with reward.timed(inputs) as outcomes:
                     outcomes += await score_async(reward.spec, inputs, reward.config)
                 return outcomes
@@ -200,8 +203,9 @@ class RewardPool:
 
     def _in_process(self, reward: _RunningReward, inputs: Sequence[RewardInput]) -> list[Outcome]:
         began = time.perf_counter()
-        with reward.hang_watch(len(inputs)), reward.timed(inputs) as outcomes:
-            outcomes += score_here(reward.spec, inputs, reward.config)
+        at_once = 1 if reward.spec.score_group is None else len(inputs)
+        with reward.hang_watch(at_once) as on_answer, reward.timed(inputs) as outcomes:
+            outcomes += score_here(reward.spec, inputs, reward.config, on_answer=on_answer)
         answer_s = (time.perf_counter() - began) / len(inputs)
         lately_s = reward.answer_s if reward.answer_s < float("inf") else 0.0
         reward.answer_s = max(answer_s, _PACE_KEPT * lately_s)

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import inspect
+import os
+import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -16,8 +20,10 @@ from algorithms import grpo, reinforce_pp
 from envs import single_turn
 from relax_core.contracts.algorithm import AdvantageInputs, LossInputs, LossOutputs, StepTotals
 from relax_core.contracts.checks.checked import checked_algorithm, checked_reward
+from relax_core.contracts.checks.checked_data import checked_data_source
 from relax_core.contracts.checks.checked_env import checked_env
-from relax_core.contracts.checks.plugin_results import WrongResult
+from relax_core.contracts.checks.plugin_results import PluginStopped, WrongResult, contain_exits, contained
+from relax_core.contracts.data import BaseDataSource, DataSourceConfig, DataSourceSpec
 from relax_core.contracts.env import (
     Action,
     BaseInteractionEnv,
@@ -311,3 +317,124 @@ def test_two_tools_of_one_name_are_refused() -> None:
 def test_an_env_is_one_of_three_functions(given: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=f"env mine: .*{told}"):
         EnvSpec(name="mine", summary="s", config=EnvConfig, **given)
+
+
+ROW = {"prompt": [{"role": "user", "content": "p"}], "answer": "a", "extra": {"board": [1, 2]}}
+
+
+def changes(row: Any) -> list[Any]:
+    """Changes a data row as a careless plug-in does, and returns its messages."""
+    row["prompt"].append({"role": "assistant", "content": "x"})
+    row["extra"]["board"].clear()
+    row["new"] = 1
+    messages: list[Any] = row["prompt"]
+    return messages
+
+
+def test_an_env_and_the_checks_of_rows_get_a_row_of_their_own() -> None:
+    row = copy.deepcopy(ROW)
+    one_turn = checked_env(
+        EnvSpec(name="mine", summary="s", config=EnvConfig, messages=lambda row, config: changes(row))
+    )
+    several = checked_env(
+        EnvSpec(
+            name="mine",
+            summary="s",
+            config=InteractionConfig,
+            open=lambda start, config: changes(start.row) and TurnsEnv("x"),
+            tools=lambda row, config: changes(row) and [],
+        )
+    )
+    checking = checked_reward(
+        RewardSpec(
+            name="mine",
+            summary="s",
+            config=RewardConfig,
+            score=lambda given, config: 1.0,
+            check_row=lambda row, config: changes(row) and None,
+        )
+    )
+    assert one_turn.messages and several.open and several.tools and checking.check_row
+    assert len(one_turn.messages(row, None)) == 2
+    several.open(EpisodeStart(row=row, group_seed=0, episode_seed=0), None)
+    several.tools(row, None)
+    checking.check_row(row, None)
+    assert row == ROW
+
+
+class Judged(RewardInput):
+    judges = "none"
+
+
+def test_an_input_with_judges_keeps_them() -> None:
+    def score(given: Any, config: Any) -> RewardOutput:
+        changes(given.row)
+        return RewardOutput(reward=1.0, why=given.judges)
+
+    given = Judged(response="r", stopped=True, answer="a", row=copy.deepcopy(ROW))
+    object.__setattr__(given, "judges", "asked")
+    checked = checked_reward(RewardSpec(name="mine", summary="s", config=RewardConfig, score=score))
+    assert checked.score and checked.score(given, None).why == "asked" and given.row == ROW  # type: ignore[union-attr]
+
+
+class Stopping(BaseInteractionEnv):
+    def reset(self) -> Any:
+        sys.exit(1)
+
+    async def step(self, action: Action) -> StepResult:
+        raise asyncio.CancelledError
+
+    def close(self) -> Any:
+        sys.exit(2)
+
+
+class StoppingRows(BaseDataSource):
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, number: int) -> Any:
+        sys.exit(number)
+
+    def held_out(self) -> Any:
+        raise BaseExceptionGroup("several", [SystemExit(1)])
+
+
+def test_what_ends_a_thread_in_any_plug_in_is_an_exception_with_its_place() -> None:
+    env_spec = EnvSpec(name="mine", summary="s", config=InteractionConfig, open=lambda start, config: Stopping())
+    env = checked_env(env_spec).open(EpisodeStart(row={}, group_seed=0, episode_seed=0), None)  # type: ignore[misc]
+    source_spec = DataSourceSpec(name="mine", summary="s", config=DataSourceConfig, open=lambda config: StoppingRows())
+    source = checked_data_source(source_spec).open(None)
+    action = Action(text="x", stopped=True)
+    calls: list[Callable[[], Any]] = [
+        env.reset,
+        lambda: asyncio.run(env.step(action)),  # type: ignore[arg-type]
+        env.close,
+        lambda: source[1],
+        source.held_out,
+    ]
+    for call in calls:
+        with pytest.raises(PluginStopped, match=r"it raised (SystemExit|CancelledError|BaseExceptionGroup)"):
+            call()
+
+
+def test_a_signal_s_interrupt_passes_and_a_plug_in_s_own_does_not() -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        contained(interrupt)()
+    with ThreadPoolExecutor(1) as pool, pytest.raises(PluginStopped, match="KeyboardInterrupt"):
+        pool.submit(contained(interrupt)).result()
+
+
+def test_a_child_of_a_plug_in_may_exit() -> None:
+    def forks() -> int:
+        child = os.fork()
+        if not child:
+            os._exit(7)
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+    contain_exits()
+    assert contained(forks)() == 7
+    with pytest.raises(PluginStopped, match=r"os\._exit\(3\)"):
+        contained(lambda: os._exit(3))()

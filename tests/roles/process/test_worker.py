@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 import time
@@ -98,6 +99,17 @@ def test_a_failure_is_kept_with_its_traceback(context: RunContext) -> None:
     status = worker.status()
     assert (status.state, status.detail) == ("failed", "ValueError: data row 3: too long")
     assert status.error is not None and "Traceback" in status.error and "in script" in status.error
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError()])
+def test_what_ends_the_loop_s_thread_is_a_failure(context: RunContext, error: BaseException) -> None:
+    def script(worker: Scripted) -> None:
+        raise error
+
+    worker = Scripted(context, script)
+    assert worker.join(120.0)
+    status = worker.status()
+    assert status.state == "failed" and type(error).__name__ in status.detail and status.error is not None
 
 
 def test_since_is_when_the_state_changed_not_its_detail(context: RunContext) -> None:

@@ -155,6 +155,28 @@ def test_a_complete_group_may_be_refused_and_the_refusals_are_counted() -> None:
     assert seen == [([0.5, 0.5], 0), ([0.5, 0.5], 1), ([0.5, 1.0], 2), ([1.0, 1.0], 0)]
 
 
+def test_the_filter_of_a_sum_compares_its_first_part() -> None:
+    """Wrong answers that differ in form alone are all wrong (DAPO keeps groups with 0 < right < all)."""
+
+    def drop_group(rewards: Sequence[float], dropped_in_a_row: int) -> str | None:
+        return "all_equal" if len(set(rewards)) == 1 else None
+
+    def refused(*parts: dict[str, float]) -> bool:
+        outputs = [RewardOutput(reward=sum(one.values()), parts=one) for one in parts]
+        group = complete_group(
+            index=12,
+            prompt_ids=[1],
+            generated=[response(0), response(1)],
+            rewards=outputs,
+            refuse=GroupFilter(drop_group, parts=["right", "form"]),
+        )
+        return isinstance(group, DroppedGroup)
+
+    assert refused({"right": 0.0, "form": 0.1}, {"right": 0.0, "form": 0.2})
+    assert not refused({"right": 0.0, "form": 1.0}, {"right": 1.0, "form": 0.0})  # the sums are equal
+    assert not refused({"form": 0.1}, {"form": 0.2}) and not refused({"right": 1.0, "form": 0.0}, {"form": 0.2})
+
+
 @pytest.mark.parametrize(("mask", "masks", "versions"), [(False, [1] * 5, [4, 5]), (True, [0, 1, 1, 1, 1], [5, 5])])
 def test_tokens_of_older_weights_are_masked_on_request(mask: bool, masks: list[int], versions: list[int]) -> None:
     """A sample is then as old as the newest weights in it; a sample of a single version is not masked."""

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from relax_core.contracts.reward import RewardOutput
 from relax_core.data.shares import wilson
 from relax_core.rollout.evaluation.eval_metrics import (
     Answer,
@@ -20,6 +21,7 @@ from relax_core.rollout.evaluation.eval_metrics import (
     mean_reward,
     pass_at_k,
     pass_chance,
+    vote_of,
 )
 
 
@@ -105,3 +107,28 @@ def test_the_mean_reward_leaves_out_what_has_none() -> None:
 @pytest.mark.parametrize(("samples", "expected"), [(1, []), (2, [2]), (3, [2, 3]), (8, [2, 4, 8]), (10, [2, 4, 8, 10])])
 def test_ks(samples: int, expected: list[int]) -> None:
     assert ks(samples) == expected
+
+
+def test_equal_answers_have_one_vote() -> None:
+    def vote(answer: str | None, *, exact: bool = False, text: str = "so 0.5") -> str | None:
+        return vote_of(RewardOutput(reward=float(exact), exact=exact, answer=answer), text, label="1/2")
+
+    assert vote("0.5", exact=True) == vote("\\frac{1}{2}", exact=True) == vote("50\\%", exact=True)
+    for equal in (
+        ("1/3", "2/6", "\\frac{1}{3}", "$\\dfrac{ 1 }{3}$"),
+        ("1,000", "1000", "1000.0", "+1000"),
+        ("a b", "a  b "),
+    ):
+        assert len({vote(one) for one in equal}) == 1, equal
+    different = ("1/3", "3", "0.333", "1/0", "x", "1,3", "13", "-3", "0.5", "")
+    assert len({vote(one) for one in different}) == len(different)
+    assert vote("0.5") != vote("0.5", exact=True), "the reward may be stricter than arithmetic"
+    assert vote(None) == "so 0.5" and vote(None, text="") is None is vote("")
+
+
+def test_a_majority_of_equal_answers_wins() -> None:
+    written = ("1/2", "0.5", "\\frac{1}{2}")
+    outputs = [RewardOutput(reward=1.0, exact=True, answer=one) for one in written]
+    outputs += [RewardOutput(reward=0.0, answer="3")] * 2
+    answers = [answer(vote_of(output, "", label="1/2"), exact=output.exact) for output in outputs]
+    assert majority_chance(answers, 5) == 1.0

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from relax_core.contracts.checks.checked import checked_reward
+from relax_core.contracts.checks.plugin_results import contained_spec
+from relax_core.contracts.media import MediaSource
 from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput, RewardSpec
 from relax_core.registry import find_reward
 from relax_core.rollout.rewards.reward_failures import RewardsFailed
@@ -25,7 +30,7 @@ def pool_of(
     score: Callable[..., Any], *, group: bool = False, timeout_s: float = LONG_S, **settings: Any
 ) -> RewardPool:
     functions = {"score_group": score} if group else {"score": score}
-    spec = checked_reward(RewardSpec(name="mine", summary="s", config=RewardConfig, **functions))
+    spec = checked_reward(contained_spec(RewardSpec(name="mine", summary="s", config=RewardConfig, **functions)))
     return RewardPool(
         spec, RewardConfig(name="mine", timeout_s=timeout_s), **{"workers": 1, "concurrency": 32} | settings
     )
@@ -182,6 +187,133 @@ def test_a_reward_in_many_threads_at_once_has_the_time_that_it_would_have_alone(
 
     scored(pool_of(score, timeout_s=0.2, on_hang=told.append), group_of(*["a"] * 32))
     assert not told
+
+
+def test_answers_that_all_hang_are_told_once_within_two_time_limits() -> None:
+    told: list[tuple[float, Exception]] = []
+    go_on = threading.Event()
+
+    def score(given: RewardInput, config: Any) -> float:
+        assert go_on.wait(LONG_S)
+        return 1.0
+
+    def on_hang(error: Exception) -> None:
+        told.append((time.monotonic() - began, error))
+        threading.Timer(0.5, go_on.set).start()
+
+    began = time.monotonic()
+    (outputs,) = scored(pool_of(score, timeout_s=1.2, on_hang=on_hang), group_of(*["a"] * 8))
+    assert len(told) == 1 and len(outputs) == 8
+    assert told[0][0] < 5 and "reward mine" in str(told[0][1]) and "reward.timeout_s=1.2" in str(told[0][1])
+
+
+def test_answers_that_wait_for_each_other_hang_not() -> None:
+    told: list[Exception] = []
+    turn = threading.Lock()
+
+    def score(given: RewardInput, config: Any) -> float:
+        with turn:  # as a server that answers one request at a time
+            time.sleep(0.3)
+        return 1.0
+
+    scored(pool_of(score, timeout_s=1.0, on_hang=told.append), group_of(*["a"] * 8))
+    assert not told
+
+
+def test_each_answer_of_a_call_has_its_own_time_limit() -> None:
+    told: list[Exception] = []
+    go_on = threading.Event()
+
+    def score(given: RewardInput, config: Any) -> float:
+        if given.response == "hang":
+            assert go_on.wait(LONG_S)
+        return 1.0
+
+    def on_hang(error: Exception) -> None:
+        told.append(error)
+        go_on.set()
+
+    pool = pool_of(score, timeout_s=0.3, on_hang=on_hang)
+    began = time.monotonic()
+    scored(pool, group_of(*["a"] * 199, "hang"))
+    assert len(told) == 1 and time.monotonic() - began < 20
+
+
+class Stop(BaseException):
+    """An exception of a plug-in that is no Exception."""
+
+
+@pytest.mark.parametrize(
+    ("stop", "told"),
+    [
+        (lambda: sys.exit(3), "SystemExit(3)"),
+        (lambda: (_ for _ in ()).throw(KeyboardInterrupt()), "KeyboardInterrupt"),
+        (lambda: (_ for _ in ()).throw(Stop("enough")), "Stop('enough')"),
+        (lambda: (_ for _ in ()).throw(asyncio.CancelledError()), "CancelledError"),
+        (lambda: (_ for _ in ()).throw(BaseExceptionGroup("several", [Stop()])), "BaseExceptionGroup"),
+        (lambda: os._exit(3), "os._exit(3)"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["plain", "async", "group"])
+def test_what_would_end_a_thread_is_no_reward_and_counts_as_an_error(stop: Any, told: str, kind: str) -> None:
+    def score(given: RewardInput, config: Any) -> float:
+        if given.response == "stop":
+            stop()
+        return 1.0
+
+    async def score_async(given: RewardInput, config: Any) -> float:
+        await asyncio.sleep(0)
+        return score(given, config)
+
+    def score_group(given: Sequence[RewardInput], config: Any) -> list[float]:
+        return [score(one, config) for one in given]
+
+    function = {"plain": score, "async": score_async, "group": score_group}[kind]
+    with ThreadPoolExecutor(1) as rollout:  # as a run's: in the main thread a KeyboardInterrupt may be the user's
+        pool = pool_of(function, group=kind == "group")
+        (outputs,) = rollout.submit(scored, pool, group_of("stop", "go")).result()
+    assert outputs[0].reward is None and told in outputs[0].reason and outputs[0].cause == "raised"
+    assert kind == "group" or outputs[1].reward == 1.0
+
+
+def test_a_cancelled_call_of_an_async_reward_stays_cancelled() -> None:
+    async def score(given: RewardInput, config: Any) -> float:
+        await asyncio.sleep(LONG_S)
+        return 1.0
+
+    async def cancelled(pool: RewardPool) -> None:
+        task = asyncio.create_task(pool.score(group_of("a")))
+        await asyncio.sleep(0.05)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    with pool_of(score) as pool:
+        asyncio.run(cancelled(pool))
+
+
+@pytest.mark.parametrize("kind", ["plain", "async", "group"])
+def test_each_call_gets_a_row_of_its_own(kind: str) -> None:
+    def score(given: RewardInput, config: Any) -> float:
+        row: Any = given.row
+        row["prompt"].append(given.response)
+        row["extra"]["deep"][0]["n"] += 1
+        row["new"] = 1
+        return float(len(row["prompt"]) + row["extra"]["deep"][0]["n"] + len(row))
+
+    async def score_async(given: RewardInput, config: Any) -> float:
+        return score(given, config)
+
+    def score_group(given: Sequence[RewardInput], config: Any) -> list[float]:
+        return [score(one, config) for one in given]
+
+    function = {"plain": score, "async": score_async, "group": score_group}[kind]
+    media = MediaSource(kind="image", data=b"bytes")
+    row = {"prompt": ["question"], "extra": {"deep": ({"n": 1}, media)}}
+    inputs = [RewardInput(response=one, stopped=True, answer="a", row=row) for one in "abcd"]
+    (outputs,) = scored(pool_of(function, group=kind == "group"), inputs)
+    assert rewards(outputs) == [7.0] * 4
+    assert row == {"prompt": ["question"], "extra": {"deep": ({"n": 1}, media)}} and row["extra"]["deep"][1] is media
 
 
 @pytest.mark.parametrize("is_async", [False, True])
