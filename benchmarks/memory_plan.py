@@ -144,7 +144,9 @@ def _text_runs(scratch: Path) -> Iterator[tuple[str, tuple[str, ...]]]:
         if model is not None:
             sizes = map(str, vars(model).values())
             folder = _make("benchmarks.random_model", scratch / "model", *sizes)
-            overrides += ("model=qwen3", "model.dtype=float32", f"model.path={folder}")
+            # The tokens of an answer are the demo's, but for those of the run itself.
+            own = ("model=qwen3", "model.dtype=float32", f"model.path={folder}", "rollout.max_new_tokens=8")
+            overrides = (*own, *overrides)
         yield name, overrides
 
 
