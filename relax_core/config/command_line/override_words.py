@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from relax_core.config.command_line.synonyms import synonym
+from relax_core.config.command_line.synonyms import meaning_of, synonym
 from relax_core.config.errors import ConfigError, nearest
 from relax_core.config.options import groups, yaml_options
 from relax_core.config.schema_keys import known_keys, type_below, types_of, without_null
@@ -39,6 +39,7 @@ PATHS = (
     "agent.python",
 )
 _QUOTED = (*PATHS, "resume", "agent.command", "launcher.working_dir", "launcher.volume_path", "hydra.sweep.dir")
+SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")  # of files with rows
 _OPEN = ("eval.sets", "data.chat_template_kwargs", "data.config", "agent.env")  # whose keys are the user's own
 _PLUGINS = tuple(key_of(kind) for kind in ALL_KINDS if kind != "sink")
 SINGLE, DOUBLE = "'", '"'
@@ -176,7 +177,8 @@ def _wrong_flags(words: Sequence[str]) -> Iterator[str]:
         elif flag == "--config-dir":
             yield from _wrong_config_dir(value if equals else "".join(words[place + 1 : place + 2]))
         elif flag.startswith("--") and flag not in _FLAGS:
-            yield _unknown_flag(flag, value if equals else None)
+            behind = "".join(words[place + 1 : place + 2])
+            yield _unknown_flag(flag, value if equals else behind if not behind.startswith("-") else "")
 
 
 def _wrong_config_dir(folder: str) -> Iterator[str]:
@@ -188,16 +190,38 @@ def _wrong_config_dir(folder: str) -> Iterator[str]:
         yield f"--config-dir {folder}: it has no folder of a group, such as experiment/.{run or f' {_OWN_YAML}'}."
 
 
-def _unknown_flag(flag: str, value: str | None) -> str:
+def _unknown_flag(flag: str, value: str) -> str:
     """Returns the message for a flag; other trainers have flags where Relax has keys."""
     name = flag.removeprefix("--").replace("-", "_")
     told = f"{flag} is not a flag of relax"
-    if name in known_keys():
-        return f"{told}. Settings are written as key=value: {name}={value or '...'}"
+    if value.endswith((".yaml", ".yml")):
+        return f"{told}. {of_file(value)}."
+    key = next((one for one in known_keys() if name in (one, one.rpartition(".")[2]) and name != "name"), None)
+    if key is None and name in groups():
+        key = name
+    meaning = meaning_of(name)
+    if key is None and meaning is not None and len(meaning.keys) == 1 and "=" not in meaning.keys[0]:
+        (key,) = meaning.keys
+    if key is not None:
+        note = f" ({meaning.note})" if meaning is not None and meaning.note else ""
+        return f"{told}. Settings are written as key=value: {key}={value or '...'}{note}"
     if (other := synonym(name)) is not None:
         return f"{told}. Settings are written as key=value. {other}"
     near = nearest(flag, _FLAGS, count=1)
     return f"{told}. " + (f"Nearest: {near[0]}." if near else "Settings are written as key=value. relax --help")
+
+
+def of_file(file: str) -> str:
+    """Returns how a YAML file is given that the user typed as it is."""
+    path = Path(file).expanduser()
+    if path.name == "config.yaml" and path.is_file():
+        return f"To repeat the run of that file: relax rerun {path.parent}"
+    if path.parent.name == "experiment":
+        return f"A YAML file of your own: --config-dir {path.parent.parent} experiment={path.stem}"
+    return (
+        f"A YAML file of your own: move it to FOLDER/experiment/{path.stem}.yaml, begin it with '# @package _global_', "
+        f"and give --config-dir FOLDER experiment={path.stem}"
+    )
 
 
 def _wrong_override(word: str) -> Iterator[str]:
@@ -213,13 +237,17 @@ def _wrong_override(word: str) -> Iterator[str]:
         yield f"{word}: {group} is there already, so it takes no plus: {group}={value}."
     elif value.startswith("["):
         yield f"{word}: {group} takes one option. Choose one of {value.strip('[]').replace(',', ', ')}."
-    elif "/" in value or value.endswith((".yaml", ".yml", ".py")):
+    elif "/" in value or value.endswith((".yaml", ".yml", ".py", *(SUFFIXES if group == "data" else ()))):
         yield f"{word}: {_option_by_path(group, value)}"
 
 
 def _option_by_path(group: str, value: str) -> str:
     if group in GROUP_KINDS and value.endswith(".py"):
         return f"a file of your own is {group}.name={value}."
+    if group == "model" and not value.endswith((".yaml", ".yml", ".py")):
+        return f"the folder of a model is model.path: {of_model(value)}."
+    if group == "data" and not value.endswith((".yaml", ".yml", ".py")):
+        return f"the rows are a file: data=file data.path={value}."
     name = Path(value).stem
     if name in yaml_options(group) and "/" not in value:
         return f"an option is named without its suffix: {group}={name}."
@@ -229,6 +257,19 @@ def _option_by_path(group: str, value: str) -> str:
         f"an option of {group} is given by its name, not by its path: --config-dir {above} {group}={name}, where the "
         f"file is {above}/{group}/{name}.yaml."
     )
+
+
+def of_model(text: str) -> str:
+    """Returns the words that choose a model's folder, or a name of the Hugging Face hub, which is not downloaded."""
+    if Path(text).expanduser().exists() or not is_hub_name(text):
+        return f"model=folder model.path={text}"
+    folder = text.rpartition("/")[2]
+    return f"hf download {text} --local-dir {folder}, since Relax downloads nothing; then model=folder model.path={folder}"
+
+
+def is_hub_name(text: str) -> bool:
+    """Is True for OWNER/NAME, as the models of the Hugging Face hub are named."""
+    return re.fullmatch(r"[\w.-]*\w[\w.-]*/[\w.-]*\w", text, re.ASCII) is not None and text[0] not in ".~/"
 
 
 def _for_hydra(word: str, *, several: bool, words: Sequence[str] = ()) -> str:
