@@ -298,7 +298,9 @@ def test_all_wrong_config_at_once() -> None:
 
 def test_model_folder(model_folder: Path) -> None:
     def found() -> list[str]:
-        return problems("model=qwen3", f"model.path={model_folder}", "engine.context_length=512")
+        return problems(
+            "model=qwen3", f"model.path={model_folder}", "engine.context_length=512", "rollout.max_new_tokens=8"
+        )
 
     config = json.loads((model_folder / "config.json").read_text())
     (built_in,) = problems(f"model.path={model_folder}")

@@ -29,7 +29,7 @@ from relax_core.config.errors import NotYet
 from relax_core.config.notify_rules import number_problem, read_rules
 from relax_core.config.plugin_lists import plugins_of
 from relax_core.config.plugin_types import plugin_config
-from relax_core.config.schema import DataConfig, RelaxConfig
+from relax_core.config.schema import RelaxConfig
 from relax_core.config.sections.notify_schema import EVENTS
 from relax_core.config.sections.tracker_schema import kept_groups
 from relax_core.registry import (
@@ -228,7 +228,7 @@ def _check_data(config: RelaxConfig) -> Iterator[str]:
         yield f"data.paths={data.paths} with data={data.name}, which is generated. Choose data=file."
     elif data.path is not None and data.paths is not None:
         yield f"data.path={data.path} with data.paths={data.paths}. Name all files in data.paths alone."
-    elif data.task is not None and (unread := _file_keys(data)):
+    elif data.task is not None and (unread := _file_keys(config)):
         told = f"{', '.join(unread)} with data={data.name}, which is generated and has no columns or files."
         yield f"{told} Drop {'it' if len(unread) == 1 else 'them'}, or choose data=file data.path=FILE."
     elif data.task is None and data.size:
@@ -237,8 +237,11 @@ def _check_data(config: RelaxConfig) -> Iterator[str]:
         yield "rollout.max_new_tokens=1 holds the stop token alone. Use 8 or more."
 
 
-def _file_keys(data: DataConfig) -> list[str]:
-    """Returns the keys of files that the user set, each with its value."""
+def _file_keys(config: RelaxConfig) -> list[str]:
+    """Returns the keys of files that the user set and that nothing reads, each with its value."""
+    data = config.data
+    if any(config.eval.sets.values()):  # their files have columns
+        return [] if data.eval_path is None else [f"data.eval_path={data.eval_path}"]
     unset = {"prompt_key": "prompt", "answer_key": "answer", "eval_path": None, "media_root": None}
     keys = [f"data.{key}={value}" for key, usual in unset.items() if (value := getattr(data, key)) != usual]
     media = dataclasses.asdict(data.media_keys)

@@ -78,7 +78,7 @@ def explain(error: HydraException | OmegaConfBaseException | MarkedYAMLError) ->
     text = str(error)
     if ambiguous := re.match(r"Ambiguous value for argument '(.*)'", text):
         told = f"{ambiguous[1]}: several values. Add -m to run one after the other, or write a list as key=[a,b]."
-        return ConfigError([f"{told} {_right_form(ambiguous[1])}."])
+        return ConfigError([f"{told} {_right_form(ambiguous[1], what='A text with a comma')}."])
     if group := re.match(r"Could not override '([^']*)'", text):
         return ConfigError([unknown_key(group[1]) if group[1] else _bad_syntax("=")])
     if inside := re.match(r"In '([^']+)': Could not override '([^'@]*)(@?)", text):
@@ -185,7 +185,7 @@ def _bad_syntax(override: str) -> str:
     return f"{told}. Commands: {', '.join(COMMANDS)}." + (f" Nearest: relax {near[0]}." if near else "")
 
 
-def _right_form(override: str) -> str:
+def _right_form(override: str, *, what: str = "A value with any of = ~ , ( ) [ ] { } or a quote in it") -> str:
     """Returns how a value that Hydra cannot read is typed, by the type of its key."""
     key, _, value = override.partition("=")
     kinds = [without_null(kind) for kind in types_of(key.lstrip("+~"))]
@@ -200,9 +200,8 @@ def _right_form(override: str) -> str:
             f"Names in it are ASCII, and its texts take quotes: '{key}={{NAME: \"TEXT\"}}'; other names stand in a YAML "
             "file of your own (--config-dir)"
         )
-    what = "A value with any of = ~ , ( ) [ ] { } or a quote in it takes quotes"
     written = f"{key}={quoted(value, mark=DOUBLE)}"
-    return f"{what}: {shlex.quote(written)}"  # Hydra's quotes inside of the shell's
+    return f"{what} takes quotes: {shlex.quote(written)}"  # Hydra's quotes inside of the shell's
 
 
 def as_list(key: str, value: str) -> str:

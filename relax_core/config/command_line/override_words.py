@@ -45,7 +45,7 @@ _PLUGINS = tuple(key_of(kind) for kind in ALL_KINDS if kind != "sink")
 SINGLE, DOUBLE = "'", '"'
 # Hydra reads such a text as it is, with or without quotes. Its grammar is ASCII.
 PLAIN = re.compile(r"(?!(?i:true|false|null|inf|nan)$)[A-Za-z_/.][\w/.-]*", re.ASCII)
-_NUMBER_OR_BOOL = re.compile(r"(?i)[+-]?(?:[\d_.]+(?:e[+-]?[\d_]+)?|inf|nan)|true|false")
+_SAME = re.compile(r"null|-?(?:0|[1-9]\d*)(?:\.\d*[1-9])?")  # what is the same as text and as a value
 _DICT_KEY = re.compile(r"""(['"]?)([\w/.@|*?%+-]+)\1""", re.ASCII)
 _LEFT_ALONE = re.compile(r"null|['\"\[{].*|.*\$\{.*|(choice|range|interval|glob|shuffle|sort|tag)\(.*\)", re.DOTALL)
 
@@ -264,7 +264,9 @@ def of_model(text: str) -> str:
     if Path(text).expanduser().exists() or not is_hub_name(text):
         return f"model=folder model.path={text}"
     folder = text.rpartition("/")[2]
-    return f"hf download {text} --local-dir {folder}, since Relax downloads nothing; then model=folder model.path={folder}"
+    return (
+        f"hf download {text} --local-dir {folder}, since Relax downloads nothing; then model=folder model.path={folder}"
+    )
 
 
 def is_hub_name(text: str) -> bool:
@@ -303,7 +305,7 @@ def _type_of(key: str, value: str, words: Sequence[str]) -> Any:
     if kinds := types_of(key):
         return without_null(kinds[0]) if len({str(without_null(kind)) for kind in kinds}) == 1 else None
     kind = next((kind for kind in ALL_KINDS if key.startswith(_section(kind) + ".")), None)
-    if kind is None or not (value[0] in "[{" or any(map(_NUMBER_OR_BOOL.fullmatch, value.split(",")))):
+    if kind is None or all(PLAIN.fullmatch(one) or _SAME.fullmatch(one) for one in value.split(",")):
         return None
     below = key.removeprefix(_section(kind) + ".")
     named, _, rest = below.partition(".")

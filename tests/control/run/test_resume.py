@@ -263,3 +263,17 @@ def test_how_rows_are_left_out_may_change_and_how_prompts_are_written_may_not(tm
     )
     with pytest.raises(ValueError, match=r"Go on with data.chat_template_kwargs=\{\}"):
         find_resume_point(on_file(tmp_path / "run", rows, "data.chat_template_kwargs.enable_thinking=false"))
+
+
+@pytest.mark.parametrize(("schedule", "jumps"), [("cosine", True), ("linear", True), ("constant", False)])
+def test_a_longer_run_whose_learning_rate_jumps_is_told_so(tmp_path: Path, schedule: str, jumps: bool) -> None:
+    own = [f"run.dir={tmp_path / 'run'}", f"optimizer.schedule={schedule}", "optimizer.warmup_steps=0"]
+    write_checkpoint(tmp_path / "run", STEPS, config=load_config([*own, f"run.steps={STEPS}"]))
+    point = find_resume_point(load_config([*own, f"run.steps={2 * STEPS}", "resume=auto"]))
+    assert point is not None and len(point.notes) == jumps
+    if jumps:
+        (note,) = point.notes
+        for word in ("run.steps was 100, is 200", f"optimizer.schedule={schedule}", "8e-05", "0.00044", "step 100"):
+            assert word in note
+    point = find_resume_point(load_config([*own, f"run.steps={STEPS}", "resume=auto"]))
+    assert point is not None and point.notes == ()
