@@ -128,7 +128,8 @@ def played(game: str, *, of_env: str) -> Words:
         own = [f"experiment={of_env}", "env=agent", f"agent.command=python {HERE / 'openai_agent.py'} {game}"]
         own += [f"agent.workers={AGENT_WORKERS}", "env.max_turns=3"]
         if of_env == "number_guess":
-            own += ["model=qwen3", "model.dtype=float32", f"model.path={policy_folder('guess')}", "optimizer.beta2=0.999"]
+            own += ["model=qwen3", "model.dtype=float32", f"model.path={policy_folder('guess')}"]
+            own += ["optimizer.beta2=0.999"]
             # Half of its guesses heed the answers from the start, so fewer steps and less entropy teach it the rest.
             own += ["run.steps=200", "algo.entropy_coef=0.03"]
         return own

@@ -92,7 +92,7 @@ def _compose(overrides: Sequence[str], *, with_hydra: bool) -> DictConfig:
 
 
 def _refuse_both_lengths(cfg: DictConfig, words: Sequence[str]) -> None:
-    """Raises `ConfigError` if the words set run.steps, which run.epochs of the words, a file or a saved run replaces."""
+    """Raises `ConfigError` if the words set run.steps, which run.epochs of any place replaces."""
     epochs = cfg.run.get("epochs")
     typed = [word for word in words if word.lstrip("+").startswith("run.steps=")]
     if epochs is not None and typed:

@@ -19,17 +19,18 @@ PRESETS = {
 # The names that a record of a source can have (docs/metrics.md). Those of a group such as reward/ have any name behind.
 _NAMES = {
     "actor": (
-        "reward reward/std reward/min reward/max exact groups_without_signal response_tokens response_tokens/min "
-        "response_tokens/max response_tokens/p10 response_tokens/p50 response_tokens/p90 truncated entropy staleness_max "
-        "staleness_mean loss grad_norm learning_rate updates samples tokens rows skipped_groups repeated_rows "
-        "samples_per_s tokens_per_s logprob_gap_max logprob_gap_mean logprob_gap_tokens step_ms wait_ms bus_ms decode_ms "
-        "train_ms sync_ms checkpoint_ms push_ms stall_ms moe/max_load moe/min_load moe/entropy moe/balance_loss "
-        "value/loss value/grad_norm value/return value/clip value/explained_variance"
+        "reward reward/std reward/min reward/max exact groups_without_signal response_tokens "
+        "response_tokens/min response_tokens/max response_tokens/p10 response_tokens/p50 response_tokens/p90 "
+        "truncated entropy staleness_max staleness_mean loss grad_norm learning_rate updates samples tokens "
+        "rows skipped_groups repeated_rows samples_per_s tokens_per_s logprob_gap_max logprob_gap_mean "
+        "logprob_gap_tokens step_ms wait_ms bus_ms decode_ms train_ms sync_ms checkpoint_ms push_ms stall_ms "
+        "moe/max_load moe/min_load moe/entropy moe/balance_loss value/loss value/grad_norm value/return "
+        "value/clip value/explained_variance"
     ),
     "rollout": (
-        "generate_ms engine_ms held_ms reward_ms reward_failed samples tokens turns turns/p50 turns/p90 turns/p99 "
-        "straggler_turns restarts cut_observations engine_s queue_s env_s prompt_tokens cached_share tool_calls "
-        "failed_calls aborts encoded tower_passes feature_mb bad_media worker"
+        "generate_ms engine_ms held_ms reward_ms reward_failed samples tokens turns turns/p50 turns/p90 "
+        "turns/p99 straggler_turns restarts cut_observations engine_s queue_s env_s prompt_tokens "
+        "cached_share tool_calls failed_calls aborts encoded tower_passes feature_mb bad_media worker"
     ),
     "eval": "exact exact/low exact/high reward rows bad_rows unscored turns",
     **dict.fromkeys(("actor_fwd", "reference", "critic", "teacher"), "groups version"),

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from relax_core.config.checks.ranges import REAL_BYTES, usual_problems
 from relax_core.config.checks.validate import problems_of
-from relax_core.config.compose import load_config
+from relax_core.config.compose import compose, load_config, typed_config
 from relax_core.config.errors import ConfigError
+from relax_core.config.options import yaml_options
 from relax_core.preflight import CHECKS, settle
 
 
@@ -423,3 +425,24 @@ def test_a_critic_without_a_loss_is_refused(tmp_path: Path) -> None:
 def test_ppo_may_have_groups_of_one() -> None:
     config = load_config(["algo=ppo", "algo.group_size=1", "optimizer.critic_lr=5e-3"], checks=CHECKS)
     assert (config.algo.group_size, config.optimizer.critic_lr) == (1, 5e-3)
+
+
+def test_the_demos_learning_rate_with_a_real_model_is_refused(model_folder: Path) -> None:
+    keys = ["model=qwen3", f"model.path={model_folder}", "rollout.max_new_tokens=8", "optimizer.lr=8e-4"]
+    load_config(keys)  # a tiny folder
+    with (model_folder / "more.safetensors").open("wb") as file:
+        file.truncate(REAL_BYTES)  # with holes, so it takes no room
+    with pytest.raises(
+        ConfigError, match=r"optimizer.lr=0.0008: runs use at most 0.0001 .*run.confirm=\[optimizer.lr\]"
+    ):
+        load_config(keys)
+    load_config([*keys, "run.confirm=[optimizer.lr]"])
+    with pytest.raises(ConfigError, match="optimizer.lr=0.0008"):
+        load_config(["model=qwen3", "model.shape=Qwen3-4B", "optimizer.lr=8e-4"])
+
+
+def test_no_value_that_relax_ships_needs_a_confirmation() -> None:
+    for group in ("algo", "experiment", "model", "mode"):
+        for option in yaml_options(group):
+            if (group, option) not in (("algo", "plugin"), ("experiment", "qwen3_omni")):
+                assert list(usual_problems(typed_config(compose([f"{group}={option}"])))) == []

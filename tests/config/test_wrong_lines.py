@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,16 @@ LINES = [
     ("'rollout.stop=</answer>'", "rollout.stop", "'rollout.stop=[\"</answer>\"]'"),
     ("eval.sets=a.jsonl", "eval.sets", "eval.sets={NAME: VALUE}"),
     ("'eval.sets={数据: a.jsonl}'", "eval.sets", "ASCII"),
+    ("=3", "=3", "key=value"),
+    ("name=", "name=", "Give a name"),
+    ("rollout.stop=", "rollout.stop=", "'rollout.stop=[]'"),
+    ("run.steps==10", "run.steps", "a whole number"),
+    ("algo=grpo,ppo", "algo=grpo,ppo", "Add -m"),
+    ("algo.aggregation=mean", "algo.aggregation=mean", "token_mean"),
+    ("model.dtype=fp16", "model.dtype=fp16", "bfloat16"),
+    ("model.freeze=[embedding]", "model.freeze", "vision"),
+    ("notify.events=[done]", "notify.events", "finished"),
+    ("engine=sglang engine.urls=http://x:1", "engine.urls", '["http://x:1"]'),
     # out of range, or beyond what any run uses
     ("rollout.top_p=1.5", "rollout.top_p=1.5", "at most 1"),
     ("rollout.temperature=0", "rollout.temperature=0", "at least"),
@@ -104,6 +115,13 @@ LINES = [
     ("actor_rollout_ref.rollout.n=8", "actor_rollout_ref.rollout.n", "algo.group_size"),
     ("actor_rollout_ref.actor.fsdp_config.param_offload=true", "fsdp_config", "parallel.dp"),
     ("algorithm.adv_estimator=grpo", "algorithm.adv_estimator", "algo=grpo"),
+    ("rollout.n=8", "rollout.n", "algo.group_size"),
+    ("engine.tensor_parallel=2", "engine.tensor_parallel", "parallel.tp"),
+    ("wandb.project=x", "wandb.project", "tracker=wandb"),
+    ("tracker=wandb tracker.project=x", "tracker.project", "tracker.sinks.wandb.project"),
+    ("launcher=k8s", "launcher=k8s", "launcher=ray_job"),
+    ("algo=reinforce", "algo=reinforce", "algo=reinforce_pp"),
+    ("-n 3", "-n", "key=value"),
     ("--lr 1e-6", "--lr", "optimizer.lr=1e-6"),
     ("--learning_rate 1e-6", "--learning_rate", "optimizer.lr=1e-6"),
     ("--num_generations 8", "--num_generations", "algo.group_size=8"),
@@ -126,12 +144,16 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
+def plan(words: Sequence[str]) -> None:
+    CommandLine.of(words)  # refuses flags, which load_config does not expect
+    load_config(words, checks=CHECKS, settle=settle)
+
+
 @pytest.mark.parametrize(("line", "key", "fix"), LINES, ids=[line for line, _, _ in LINES])
 def test_a_wrong_line_is_refused_with_the_right_form(line: str, key: str, fix: str, rows: Path) -> None:
     words = shlex.split(line.replace("ROWS", str(rows)))
     with pytest.raises(ConfigError) as caught:
-        CommandLine.of(words)
-        load_config(words, checks=CHECKS, settle=settle)
+        plan(words)
     told = "\n".join(caught.value.problems)
     assert key in told and fix in told
 

@@ -70,6 +70,8 @@ def problems_of(config: RelaxConfig, checks: Iterable[Check] = ()) -> list[str]:
 
 
 def _check_plan(config: RelaxConfig) -> Iterator[str]:
+    if not config.name.strip():
+        yield f"name={config.name}: it is empty, and names the folder of the run. Give a name, or leave it out."
     if config.plan not in PLANS:
         yield f"plan={config.plan}: expected true, json or false."
 

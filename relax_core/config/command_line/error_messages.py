@@ -40,7 +40,7 @@ _ELSEWHERE = {
     ("engine", "vllm hf transformers trtllm lmdeploy"): "engine=sglang, or engine=embedded on a CPU",
     ("placement", "cuda gpus"): "placement=gpu",
     ("tracker", "tensorboard jsonl none console"): "tracker=default with tracker.tensorboard and tracker.jsonl",
-    ("launcher", "ray"): "launcher=ray_job",
+    ("launcher", "ray k8s kubernetes kuberay"): "launcher=ray_job",
     ("launcher", "sbatch srun"): "launcher=slurm",
     ("reward", "accuracy rule math_verify gsm8k"): "reward=math, or reward=exact_match",
     ("data", "gsm8k json jsonl parquet csv hf huggingface dataset"): "data=file data.path=FILE",
@@ -77,6 +77,8 @@ def explain(error: HydraException | OmegaConfBaseException | MarkedYAMLError) ->
         return ConfigError([_in_file(error) + explain_value(cause, key=cause.full_key)])
     text = str(error)
     if ambiguous := re.match(r"Ambiguous value for argument '(.*)'", text):
+        if ambiguous[1].partition("=")[0] in groups():
+            return ConfigError([f"{ambiguous[1]}: several options. Add -m to run one after the other."])
         told = f"{ambiguous[1]}: several values. Add -m to run one after the other, or write a list as key=[a,b]."
         return ConfigError([f"{told} {_right_form(ambiguous[1], what='A text with a comma')}."])
     if group := re.match(r"Could not override '([^']*)'", text):
@@ -197,8 +199,8 @@ def _right_form(override: str, *, what: str = "A value with any of = ~ , ( ) [ ]
         return f"Each text of the list takes quotes: {as_list(key, value)}"
     if kinds and typing.get_origin(kinds[0]) is dict and value.startswith("{"):
         return (
-            f"Names in it are ASCII, and its texts take quotes: '{key}={{NAME: \"TEXT\"}}'; other names stand in a YAML "
-            "file of your own (--config-dir)"
+            f"Names in it are ASCII, and its texts take quotes: '{key}={{NAME: \"TEXT\"}}'; other names stand in a "
+            "YAML file of your own (--config-dir)"
         )
     written = f"{key}={quoted(value, mark=DOUBLE)}"
     return f"{what} takes quotes: {shlex.quote(written)}"  # Hydra's quotes inside of the shell's
@@ -206,7 +208,8 @@ def _right_form(override: str, *, what: str = "A value with any of = ~ , ( ) [ ]
 
 def as_list(key: str, value: str) -> str:
     """Returns the override of a list of texts as it is typed in a shell, with Hydra's quotes inside of the shell's."""
-    texts = value.removeprefix("[").removesuffix("]").split(",")
+    inner = value.removeprefix("[").removesuffix("]")
+    texts = inner.split(",") if inner else []
     return shlex.quote(f"{key}=[{','.join(quoted(text.strip(SINGLE + DOUBLE + ' '), mark=DOUBLE) for text in texts)}]")
 
 

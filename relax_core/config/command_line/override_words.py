@@ -63,6 +63,7 @@ _FLAGS = (
     *("--help", "--version", "--multirun", "--config-dir", "--cfg", "--hydra-help"),
     *("--resolve", "--package", "--run", "--shell-completion", "--info"),
 )
+_SHORT = ("-h", "-m", "-c", "-p", "-r", "-i", "-sc")
 _FLAGS_WITH_VALUE = ("--config-dir", "-cd", "--cfg", "-c", "--package", "-p")
 _REFUSED_HYDRA = {
     "hydra.run.dir": "a run's folder is run.dir",
@@ -176,7 +177,7 @@ def _wrong_flags(words: Sequence[str]) -> Iterator[str]:
             yield f"{word}: {_REFUSED_FLAGS[flag]}."
         elif flag == "--config-dir":
             yield from _wrong_config_dir(value if equals else "".join(words[place + 1 : place + 2]))
-        elif flag.startswith("--") and flag not in _FLAGS:
+        elif flag not in (*_FLAGS, *_SHORT) and re.fullmatch(r"--?[A-Za-z].*", flag):
             behind = "".join(words[place + 1 : place + 2])
             yield _unknown_flag(flag, value if equals else behind if not behind.startswith("-") else "")
 
@@ -192,7 +193,7 @@ def _wrong_config_dir(folder: str) -> Iterator[str]:
 
 def _unknown_flag(flag: str, value: str) -> str:
     """Returns the message for a flag; other trainers have flags where Relax has keys."""
-    name = flag.removeprefix("--").replace("-", "_")
+    name = flag.lstrip("-").replace("-", "_")
     told = f"{flag} is not a flag of relax"
     if value.endswith((".yaml", ".yml")):
         return f"{told}. {of_file(value)}."
@@ -229,7 +230,9 @@ def _wrong_override(word: str) -> Iterator[str]:
     if not equals or word.startswith("-"):
         return
     group = key.lstrip("+")
-    if key in _REFUSED_HYDRA:
+    if not group:
+        yield f"{word!r} is not key=value: the key is missing."
+    elif key in _REFUSED_HYDRA:
         yield f"{key} is not used: {_REFUSED_HYDRA[key]}."
     elif group not in groups():
         return

@@ -59,7 +59,7 @@ MEANINGS = (
         "the number of updates a train step, not the prompts in each",
     ),
     Meaning(("algo.epochs",), ("num_iterations", "ppo_epochs", f"{_POLICY}.actor.ppo_epochs")),
-    Meaning(("algo.group_size",), ("num_generations", "n_samples_per_prompt", f"{_POLICY}.rollout.n")),
+    Meaning(("algo.group_size",), ("num_generations", "n_samples_per_prompt", f"{_POLICY}.rollout.n", "rollout.n")),
     Meaning(
         ("rollout.max_new_tokens",),
         (
@@ -99,7 +99,10 @@ MEANINGS = (
         "choose placement=gpu",
     ),
     Meaning(("placement.nodes", "launcher.nodes"), ("nnodes", "num_nodes", "trainer.nnodes")),
-    Meaning(("parallel.tp",), ("tensor_parallel_size", f"{_POLICY}.actor.megatron.tensor_model_parallel_size")),
+    Meaning(
+        ("parallel.tp",),
+        ("tensor_parallel_size", "tensor_parallel", f"{_POLICY}.actor.megatron.tensor_model_parallel_size"),
+    ),
     Meaning(("parallel.pp",), (f"{_POLICY}.actor.megatron.pipeline_model_parallel_size", "pipeline_parallel_size")),
     Meaning(("engine.tp",), ("vllm_tensor_parallel_size", f"{_POLICY}.rollout.tensor_model_parallel_size")),
     Meaning(
@@ -153,6 +156,11 @@ MEANINGS = (
     Meaning(("data.eval_path",), ("val_files", "data.val_files", "eval_dataset")),
     Meaning(("reward.name",), ("reward_funcs", "custom_reward_function.path", "reward_fn"), "a name, or a file's path"),
     Meaning(("tracker.tensorboard", "tracker.jsonl"), ("report_to", "logger", "trainer.logger")),
+    Meaning(
+        ("tracker=wandb",),
+        ("wandb", "wandb_project", "use_wandb", "tracker.project"),
+        "with tracker.sinks.wandb.project=NAME",
+    ),
     Meaning(("model", "optimizer", "algo", "rollout", "engine", "parallel"), (_POLICY,), "by what it is about"),
     Meaning(
         ("run", "eval", "placement", "tracker"),

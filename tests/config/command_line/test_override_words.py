@@ -15,8 +15,8 @@ from relax_core.config.command_line.rerun import rerun_line
 from relax_core.config.command_line.synonyms import MEANINGS
 from relax_core.config.compose import compose, config_from_yaml, load_config, run, typed_config
 from relax_core.config.errors import ConfigError
-from relax_core.config.own_runs import marked
 from relax_core.config.options import group_options, groups
+from relax_core.config.own_runs import marked
 from relax_core.config.saved import to_whole_yaml, to_yaml
 from relax_core.config.schema import RelaxConfig
 from relax_core.config.schema_keys import known_keys

@@ -17,8 +17,8 @@ from tiny_models import VOCABULARY, make_model
 from tiny_trainer import PPO_CLIP, dp_groups, make_backend, make_groups, train_step
 from worker_group_layouts import parallel_config
 
-from relax_core.config.learning_rate import learning_rate
 from relax_core.config.choices import Schedule
+from relax_core.config.learning_rate import learning_rate
 from relax_core.config.schema import OptimizerConfig
 from relax_core.contracts.algorithm import LossInputs, LossOutputs, Requirements
 from tests.trees import answer_ids, of_tokens, with_tokens
