@@ -437,7 +437,7 @@ def test_the_demos_learning_rate_with_a_real_model_is_refused(model_folder: Path
     ):
         load_config(keys)
     load_config([*keys, "run.confirm=[optimizer.lr]"])
-    with pytest.raises(ConfigError, match="optimizer.lr=0.0008"):
+    with pytest.raises(ConfigError, match=r"optimizer.lr=0.0008"):
         load_config(["model=qwen3", "model.shape=Qwen3-4B", "optimizer.lr=8e-4"])
 
 
