@@ -102,13 +102,17 @@ def types_of(key: str) -> list[Any]:
 
 
 def type_below(root: Any, key: str) -> Any:
-    """Returns the type of a dotted key below a type: of a field of a dataclass, or of a value of a mapping; or None."""
+    """Returns the type of a dotted key below a type, or None.
+
+    Each part is a field of a dataclass, a name of a mapping, or any word for an item of a list.
+    """
     for name in key.split(".") if key else ():
         root = without_null(root)
         if isinstance(root, type) and dataclasses.is_dataclass(root):
             root = typing.get_type_hints(root).get(name)
         else:
-            root = typing.get_args(root)[1] if typing.get_origin(root) is dict else None
+            of = {dict: 1, list: 0}.get(typing.get_origin(root), -1)  # a value of a mapping, an item of a list
+            root = typing.get_args(root)[of] if of >= 0 else None
     return root
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from relax_core.config.command_line.own_files import own_file_problems
 from relax_core.config.command_line.synonyms import meaning_of, synonym
 from relax_core.config.errors import ConfigError, nearest
 from relax_core.config.options import groups, yaml_options
@@ -176,7 +177,11 @@ def _wrong_flags(words: Sequence[str]) -> Iterator[str]:
         if flag in _REFUSED_FLAGS:
             yield f"{word}: {_REFUSED_FLAGS[flag]}."
         elif flag == "--config-dir":
-            yield from _wrong_config_dir(value if equals else "".join(words[place + 1 : place + 2]))
+            folder = value if equals else "".join(words[place + 1 : place + 2])
+            wrong = list(_wrong_config_dir(folder))
+            yield from wrong or own_file_problems(
+                Path(folder).expanduser(), words, lambda key, value: _type_of(key, value, words) is str
+            )
         elif flag not in (*_FLAGS, *_SHORT) and re.fullmatch(r"--?[A-Za-z].*", flag):
             behind = "".join(words[place + 1 : place + 2])
             yield _unknown_flag(flag, value if equals else behind if not behind.startswith("-") else "")

@@ -233,3 +233,30 @@ def test_a_file_without_its_first_line_is_named(tmp_path: Path, capsys: pytest.C
     line = ["--config-dir", str(tmp_path), "experiment=bad"]
     assert run(line, lambda config: pytest.fail("it started")) == 2
     assert "experiment/bad.yaml: its first line must be '# @package _global_'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("name: 4e123", ("experiment/own.yaml, line 2", "name: 4e123", '"4e123"')),
+        ("rollout:\n  stop: [a, 1e5]", ("line 3", "rollout.stop", '"1e5"')),
+        ("agent:\n  env: {K: 007}", ("agent.env.K", '"007"')),
+        ("reward: {by: 1_0}", ("reward.by", '"1_0"')),
+        ("run: {steps: 10, epochs: 2}", ("run.steps=10", "run.epochs=2")),
+    ],
+)
+def test_what_a_file_of_the_user_says_otherwise_than_it_is_read(
+    tmp_path: Path, text: str, words: tuple[str, ...]
+) -> None:
+    (tmp_path / "experiment").mkdir()
+    file = tmp_path / "experiment" / "own.yaml"
+    file.write_text(f"# @package _global_\n{text}\n")
+    line = ["--config-dir", str(tmp_path), "experiment=own"]
+    with pytest.raises(ConfigError) as caught:
+        hydra_words(line)
+    (problem,) = caught.value.problems
+    assert [word for word in words if word not in problem] == []
+    file.write_text(
+        '# @package _global_\nname: "1e5"\nseed: 1_0\noptimizer: {lr: 1e-5}\nrun: {steps: 1, epochs: null}\n'
+    )
+    assert hydra_words(line)
