@@ -310,7 +310,7 @@ def quoted_word(word: str, *, several: bool, words: Sequence[str] = ()) -> str:
 
 def _type_of(key: str, value: str, words: Sequence[str]) -> Any:
     """Returns the type of a key, or None if it is unknown or makes no difference for the value."""
-    if kinds := types_of(key):
+    if not key.startswith("data.config.") and (kinds := types_of(key)):  # the plug-in has the types of data.config
         return without_null(kinds[0]) if len({str(without_null(kind)) for kind in kinds}) == 1 else None
     kind = next((kind for kind in ALL_KINDS if key.startswith(_section(kind) + ".")), None)
     if kind is None or all(PLAIN.fullmatch(one) or _SAME.fullmatch(one) for one in value.split(",")):
