@@ -244,7 +244,7 @@ def _file_keys(config: RelaxConfig) -> list[str]:
     data = config.data
     if any(config.eval.sets.values()):  # their files have columns
         return [] if data.eval_path is None else [f"data.eval_path={data.eval_path}"]
-    unset = {"prompt_key": "prompt", "answer_key": "answer", "eval_path": None, "media_root": None}
+    unset = {"prompt_key": "prompt", "answer_key": "answer", "eval_path": None}
     keys = [f"data.{key}={value}" for key, usual in unset.items() if (value := getattr(data, key)) != usual]
     media = dataclasses.asdict(data.media_keys)
     return keys + [f"data.media_keys.{kind}={column}" for kind, column in media.items() if column is not None]
