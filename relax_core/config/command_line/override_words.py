@@ -99,8 +99,9 @@ class CommandLine:
 
         A word that Relax quoted is returned as it was, and a word that Relax added is left out.
         """
-        words = {_for_hydra(word, several=False, words=self.typed): word for word in self.typed}
         several = _is_sweep(self.typed)
+        single = [one for word in self.typed for one in (_one_by_one(word) if several else [word])]
+        words = {_for_hydra(word, several=False, words=self.typed): word for word in single}
         added = set(self.hydra) - {_for_hydra(word, several=several, words=self.typed) for word in self.typed}
         return [*self.command, *(words.get(override, override) for override in overrides if override not in added)]
 
@@ -306,6 +307,13 @@ def quoted_word(word: str, *, several: bool, words: Sequence[str] = ()) -> str:
     if parts is None or (len(parts) > 1 and not several):
         return word
     return f"{key}={','.join(_quoted_value(part, kind) for part in parts)}"
+
+
+def _one_by_one(word: str) -> list[str]:
+    """Returns the override of each value of a sweep."""
+    key, equals, value = word.partition("=")
+    parts = split(value) if equals else None
+    return [word] if parts is None else [word, *(f"{key}={part}" for part in parts)]
 
 
 def _type_of(key: str, value: str, words: Sequence[str]) -> Any:
