@@ -41,8 +41,9 @@ def jump_words(before: Mapping[str, Any], now: Mapping[str, Any], *, step: int) 
     old, new = (learning_rate(optimizer, step=step, total_steps=total) for total in (was, steps))
     if math.isclose(old, new, rel_tol=_SAME):
         return None
+    last = learning_rate(optimizer, step=max(0, step - 1), total_steps=was)
     return (
         f"run.steps was {was}, is {steps}: optimizer.schedule={optimizer.schedule.value} stretches to it, so the "
-        f"learning rate jumps from {old:.3g} to {new:.3g} at step {step}. optimizer.schedule=constant "
-        f"optimizer.lr={old:.3g} keeps it"
+        f"learning rate jumps from {last:.3g} to {new:.3g} at step {step}. optimizer.schedule=constant "
+        f"optimizer.lr={last:.3g} keeps it"
     )

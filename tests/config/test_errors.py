@@ -40,7 +40,10 @@ LOCKSTEP = ["env=number_guess", "reward=env", "mode.max_staleness=0", "rollout.l
             "What exists for algo: cispo, dapo, distill, dr_grpo, grpo, gspo, plugin, ppo, reinforce_pp, rloo, sapo.",
         ),
         ("mode=foo", "mode=foo does not exist. What exists for mode: async, colocate."),
-        ("engine=vllm", "engine=vllm does not exist. What exists for engine: embedded, plugin, sglang."),
+        (
+            "engine=vllm",
+            "engine=vllm does not exist. Here it is engine=sglang, or engine=embedded on a CPU. What exists for engine:",
+        ),
         ("bus=foo", "bus=foo does not exist. What exists for bus: ray, transfer_queue."),
         (
             "launcher=slrm",
@@ -265,7 +268,10 @@ def test_what_cannot_be_composed(override: str, text: str) -> None:
         (["engine.port=70000"], "engine.port=70000: must be at least 0 and at most 65535"),
         (["engine.port=65535", "engine.count=2"], "passes port 65535"),
         (["engine.host=0.0.0.0"], "engine.host=0.0.0.0: engines listen on loopback only."),
-        (["engine.name=vllm"], "engine.name=vllm does not exist. What exists for engine: embedded, sglang."),
+        (
+            ["engine.name=vllm"],
+            "engine.name=vllm does not exist. Here it is engine=sglang, or engine=embedded on a CPU.",
+        ),
         (["bus.storage_units=2"], "bus.storage_units=2 with bus=ray, which has no storage units."),
         (["bus=transfer_queue", "bus.storage_units=0"], "bus.storage_units=0: must be at least 1."),
         (["engine.max_running_samples=8"], "engine.max_running_samples=8 cannot hold one group of algo.group_size=16."),
