@@ -42,7 +42,7 @@ LOCKSTEP = ["env=number_guess", "reward=env", "mode.max_staleness=0", "rollout.l
         ("mode=foo", "mode=foo does not exist. What exists for mode: async, colocate."),
         (
             "engine=vllm",
-            "engine=vllm does not exist. Here it is engine=sglang, or engine=embedded on a CPU. What exists for engine:",
+            "engine=vllm does not exist. Here it is engine=sglang, or engine=embedded on a CPU. What exists",
         ),
         ("bus=foo", "bus=foo does not exist. What exists for bus: ray, transfer_queue."),
         (
