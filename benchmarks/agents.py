@@ -99,6 +99,7 @@ def two_judges(*, swapped: bool) -> Words:
             "model=qwen3",
             "model.dtype=float32",
             f"model.path={policy_folder('both')}",
+            *("optimizer.lr=8e-4", "optimizer.beta2=0.999", "rollout.max_new_tokens=8"),  # the demo's
             "data=file",
             f"data.path={folder / 'train.jsonl'}",
             f"data.eval_path={folder / f'{next(iter(TASKS))}.jsonl'}",
@@ -128,6 +129,7 @@ def played(game: str, *, of_env: str) -> Words:
         own += [f"agent.workers={AGENT_WORKERS}", "env.max_turns=3"]
         if of_env == "number_guess":
             own += ["model=qwen3", "model.dtype=float32", f"model.path={policy_folder('guess')}"]
+            own += ["optimizer.beta2=0.999"]
             # Half of its guesses heed the answers from the start, so fewer steps and less entropy teach it the rest.
             own += ["run.steps=200", "algo.entropy_coef=0.03"]
         return own

@@ -82,6 +82,8 @@ def _documents(choices: dict[str, str]) -> list[DocumentedKey]:
     for group in sorted(choices, key=lambda group: group == "experiment"):
         file = conf_folder() / group / f"{choices[group]}.yaml"
         if file.is_file():
+            for name in re.findall(r"^  - /experiment/(\w+)@_global_", file.read_text(encoding="utf-8"), re.MULTILINE):
+                found += keys_of_option("experiment", conf_folder() / "experiment" / f"{name}.yaml")
             found += keys_of_option(group, file)
         elif group in KINDS:
             found += keys_of_plugin(group, choices[group])

@@ -85,12 +85,22 @@ def _compose(overrides: Sequence[str], *, with_hydra: bool) -> DictConfig:
 
     register_schema()
     try:
+        words = hydra_words(without_secrets(overrides))
         with initialize_config_dir(str(conf_folder()), version_base=_VERSION_BASE):
-            return hydra_compose(
-                "config", overrides=hydra_words(without_secrets(overrides)), return_hydra_config=with_hydra
-            )
+            composed = hydra_compose("config", overrides=words, return_hydra_config=with_hydra)
+        _refuse_both_lengths(composed, words)
+        return composed
     except (HydraException, OmegaConfBaseException, MarkedYAMLError) as error:
         raise explain(error) from error
+
+
+def _refuse_both_lengths(cfg: DictConfig, words: Sequence[str]) -> None:
+    """Raises `ConfigError` if the words set run.steps, which run.epochs of any place replaces."""
+    epochs = cfg.run.get("epochs")
+    typed = [word for word in words if word.lstrip("+").startswith("run.steps=")]
+    if epochs is not None and typed:
+        told = f"{typed[-1].lstrip('+')} with run.epochs={epochs}, which sets the number of train steps itself."
+        raise ConfigError([f"{told} Drop one of them, or add run.epochs=null."])
 
 
 def load_config(
@@ -262,7 +272,7 @@ class _Jobs:
         swept = self._line.swept(overrides)
         overrides = [shown(word) for word in overrides]
         try:
-            config, problems = settled(typed_config(cfg), checks=self._checks, settle=self._settle)
+            config, problems = settled(self._typed(cfg), checks=self._checks, settle=self._settle)
             if self._is_plan(config):
                 self._kept.append(partial(self._plan, config, problems, swept))
                 return None
@@ -273,6 +283,10 @@ class _Jobs:
             return None
         return self._sweep.take(config, overrides, folder.absolute(), swept=swept)
 
+    def _typed(self, cfg: DictConfig) -> RelaxConfig:
+        _refuse_both_lengths(cfg, self._line.hydra)
+        return typed_config(cfg)
+
     def end(self) -> None:
         """Executes what was kept, and starts the runs of the sweep."""
         for one in self._kept:
@@ -282,7 +296,7 @@ class _Jobs:
 
     def _start(self, cfg: DictConfig) -> int:
         """Raises `ConfigError`."""
-        config, problems = settled(typed_config(cfg), checks=self._checks, settle=self._settle)
+        config, problems = settled(self._typed(cfg), checks=self._checks, settle=self._settle)
         if self._is_plan(config):
             return self._plan(config, problems)
         if problems:

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, cast
 
+from relax_core.config.errors import nearest
+
 Sign = Literal["<", "<=", ">", ">=", "nan"]
 PRESETS = {
     "nan": ("actor/loss is nan for 1 step", "actor/grad_norm is nan for 1 step", "actor/reward is nan for 1 step"),
@@ -14,6 +16,33 @@ PRESETS = {
     "gap": ("actor/logprob_gap_mean > 0.05 for 5 steps",),  # bfloat16 shows 0.003 on a CPU
     "truncation": ("actor/truncated > 0.5 for 20 steps",),
 }
+# The names that a record of a source can have (docs/metrics.md). Those of a group such as reward/ have any name behind.
+_NAMES = {
+    "actor": (
+        "reward reward/std reward/min reward/max exact groups_without_signal response_tokens "
+        "response_tokens/min response_tokens/max response_tokens/p10 response_tokens/p50 response_tokens/p90 "
+        "truncated entropy staleness_max staleness_mean loss grad_norm learning_rate updates samples tokens "
+        "rows skipped_groups repeated_rows samples_per_s tokens_per_s logprob_gap_max logprob_gap_mean "
+        "logprob_gap_tokens step_ms wait_ms bus_ms decode_ms train_ms sync_ms checkpoint_ms push_ms stall_ms "
+        "moe/max_load moe/min_load moe/entropy moe/balance_loss value/loss value/grad_norm value/return "
+        "value/clip value/explained_variance"
+    ),
+    "rollout": (
+        "generate_ms engine_ms held_ms reward_ms reward_failed samples tokens turns turns/p50 turns/p90 "
+        "turns/p99 straggler_turns restarts cut_observations engine_s queue_s env_s prompt_tokens "
+        "cached_share tool_calls failed_calls aborts encoded tower_passes feature_mb bad_media worker"
+    ),
+    "eval": "exact exact/low exact/high reward rows bad_rows unscored turns",
+    **dict.fromkeys(("actor_fwd", "reference", "critic", "teacher"), "groups version"),
+    "judge_check": "accuracy",
+    "run": "resumed",
+    **dict.fromkeys(("ledger", "engine", "rank", "straggler", "process"), ""),
+}
+_OPEN = re.compile(
+    r"actor/(reward_|modality/|train/|algorithm/).+|rollout/(reward|judge|ended|env|agent|tokens|bad_media|modality|"
+    r"engine|reward_worker)/.+|eval/(ended/.+|(pass|maj)@\d+(/low|/high)?|.+/.+)|ledger/(dropped|modality)/.+|"
+    r"(engine|rank|straggler|process)/.+/.+"
+)
 _NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
 _RULE = re.compile(
     rf"(?P<number>[\w.@:-]+(?:/[\w.@:-]+)+) (?:(?P<sign>[<>]=?) (?P<bound>{_NUMBER})(?P<best> of its best)?|is nan)"
@@ -66,6 +95,19 @@ def read_rule(words: str) -> Rule:
         of_best=of_best,
         steps=int(found["steps"]),
     )
+
+
+def number_problem(number: str) -> str | None:
+    """Returns why no record of a run has the number, such as "actor/rewrad"; None for a number that may exist."""
+    source, _, name = number.partition("/")
+    if source not in _NAMES:
+        return f"no record has the source {source}; the sources are {', '.join(_NAMES)}"
+    known = _NAMES[source].split()
+    if name in known or _OPEN.fullmatch(number):
+        return None
+    near = nearest(number, [f"{source}/{one}" for one in known])
+    hint = f"nearest: {', '.join(near)}" if near else "docs/metrics.md lists the numbers"
+    return f"no record has {number}; {hint}"
 
 
 def read_rules(texts: Iterable[str]) -> list[Rule]:

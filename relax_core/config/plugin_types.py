@@ -12,6 +12,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from relax_core.config.choices import CALCULATOR, NUMBER_GUESS, SEEDS
 from relax_core.config.command_line.error_messages import explain_value
+from relax_core.config.command_line.synonyms import meaning_of
 from relax_core.config.errors import ConfigError, nearest
 from relax_core.config.redaction import escaped
 from relax_core.config.schema import RelaxConfig
@@ -69,7 +70,9 @@ def _fill(schema: DictConfig, config: Any, values: DictConfig, *, section: str, 
     fields = [field.name for field in dataclasses.fields(config)]
     for key in map(str, values):
         if key not in fields:
-            near = nearest(key, fields)
+            near = nearest(key, fields) or [one for one in fields if one.startswith(f"{key}_")]
+            if (meaning := meaning_of(key)) is not None and not near:
+                near = [name for one in meaning.keys if (name := one.removeprefix(f"{section}.")) in fields]
             hint = (
                 f"Nearest: {', '.join(f'{section}.{k}' for k in near)}."
                 if near

@@ -270,6 +270,7 @@ class RunSettings:
 
     steps: int = MISSING
     epochs: float | None = None
+    confirm: list[str] = field(default_factory=list)  # keys whose unusual value is meant (checks/ranges.py, USUAL)
     dir: str = MISSING
     save_every: int = MISSING
     keep_last: int = MISSING

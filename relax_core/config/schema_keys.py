@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import types
 import typing
 from collections.abc import Iterator
 from functools import cache
+from typing import Any
 
 from relax_core.config.command_line.synonyms import synonym
 from relax_core.config.errors import nearest
@@ -87,3 +89,36 @@ def _by_leaf(leaf: str) -> list[str]:
     leaves = {candidate.rsplit(".", 1)[-1] for candidate in known_keys()}
     near = nearest(leaf, leaves)
     return [candidate for candidate in known_keys() if candidate.rsplit(".", 1)[-1] in near][:3]
+
+
+def types_of(key: str) -> list[Any]:
+    """Returns the types that the schema has for a dotted key: several for a launcher's, none for an unknown key.
+
+    Settings of plug-ins are not in the schema.
+    """
+    section, _, rest = key.partition(".")
+    roots = list(LAUNCHERS.values()) if section == "launcher" else [typing.get_type_hints(RelaxConfig).get(section)]
+    return [found for root in roots if (found := type_below(root, rest)) is not None]
+
+
+def type_below(root: Any, key: str) -> Any:
+    """Returns the type of a dotted key below a type, or None.
+
+    Each part is a field of a dataclass, a name of a mapping, or any word for an item of a list.
+    """
+    for name in key.split(".") if key else ():
+        root = without_null(root)
+        if isinstance(root, type) and dataclasses.is_dataclass(root):
+            root = typing.get_type_hints(root).get(name)
+        else:
+            of = {dict: 1, list: 0}.get(typing.get_origin(root), -1)  # a value of a mapping, an item of a list
+            root = typing.get_args(root)[of] if of >= 0 else None
+    return root
+
+
+def without_null(kind: Any) -> Any:
+    """Returns the other type of an optional type, and any other type as it is."""
+    if typing.get_origin(kind) in (types.UnionType, typing.Union):
+        left = [one for one in typing.get_args(kind) if one is not types.NoneType]
+        return left[0] if len(left) == 1 else kind
+    return kind

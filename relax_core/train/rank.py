@@ -17,6 +17,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
+from relax_core.config.learning_rate import learning_rate
 from relax_core.contracts.algorithm import StepTotals
 from relax_core.contracts.media import MediaReader
 from relax_core.contracts.train import RankTimes, StepMetrics
@@ -41,7 +42,7 @@ from relax_core.train.parallel import process_group
 from relax_core.train.parallel.context_parallel import RowSharding
 from relax_core.train.rank_setup import RankSetup
 from relax_core.train.step.not_finite import check_gradients, refuse_update, refuse_weights
-from relax_core.train.step.optimizer import build_optimizer, learning_rate, wrap_for_training
+from relax_core.train.step.optimizer import build_optimizer, wrap_for_training
 from relax_core.train.step.pipeline_schedule import MicroBatch, Schedule
 from relax_core.train.step.rank_clock import RankClock
 from relax_core.train.step.step_sums import StepSums, add_over_ranks, counted_sums, micro_batch_totals

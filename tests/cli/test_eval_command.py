@@ -79,7 +79,10 @@ def test_a_model_by_name_and_by_folder_give_the_same(tmp_path: Path, capsys: pyt
     sampled = ("eval.rows=12", "eval.samples=4", "eval.temperature=1.0")
     results = {}
     folder = tiny_model_folder("tiny_qwen3", task="reverse_digits")
-    for target, more in (("tiny_qwen3", ()), (str(folder), ("engine.count=2", "model.dtype=float32"))):
+    for target, more in (
+        ("tiny_qwen3", ()),
+        (str(folder), ("engine.count=2", "model.dtype=float32", "rollout.max_new_tokens=8")),
+    ):
         out = tmp_path / Path(target).name
         if more:  # a folder with a file of the user stays as it is
             out.mkdir()

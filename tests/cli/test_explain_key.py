@@ -89,3 +89,8 @@ def test_every_value_of_conf_is_found_with_its_comment() -> None:
     keys = {one.key for one in found}
     assert {"optimizer.lr", "algo.gamma", "launcher.follow", "parallel.reference", "data.eval_path", "seed"} <= keys
     assert not [key for key in keys if key.startswith(("defaults", "hydra"))]
+
+
+def test_a_number_that_the_model_brings_is_set_in_its_file(capsys: pytest.CaptureFixture[str]) -> None:
+    printed = explained(capsys, "optimizer.lr", "model=qwen3")
+    assert printed["set in"].startswith("conf/experiment/published_text.yaml, line ")

@@ -121,6 +121,23 @@ def test_the_demo() -> None:
     assert re.fullmatch(r"runs/tiny_qwen3-reverse_digits/[\d_-]+", str(Path(config.run.dir).relative_to(Path.cwd())))
 
 
+@pytest.mark.parametrize("option", [one for one in yaml_options("model") if not one.startswith("tiny_")])
+def test_a_published_model_brings_its_own_numbers(option: str) -> None:
+    config = typed_config(compose([f"model={option}", "model.path=/models/x"]))
+    assert config.optimizer.lr == 1e-6 and config.rollout.max_new_tokens >= 512
+    config = typed_config(compose([f"model={option}", "optimizer.lr=3e-6", "rollout.max_new_tokens=64"]))
+    assert (config.optimizer.lr, config.rollout.max_new_tokens) == (3e-6, 64)
+    if option in ("qwen2", "qwen3", "qwen3_moe", "llama", "mistral", "folder"):
+        config = typed_config(compose(["experiment=math_file", f"model={option}", "model.path=/models/x"]))
+        assert (config.optimizer.lr, config.rollout.max_new_tokens) == (1e-6, 1024)
+
+
+@pytest.mark.parametrize("option", [one for one in yaml_options("model") if one.startswith("tiny_")])
+def test_a_built_in_model_keeps_the_numbers_of_the_demo(option: str) -> None:
+    config = typed_config(compose([f"model={option}"]))
+    assert (config.optimizer.lr, config.rollout.max_new_tokens) == (8e-4, 8)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_plugins_yaml_has_its_config_and_their_defaults(kind: Kind) -> None:
     """algo=grpo and algo.name=grpo must be one and the same."""

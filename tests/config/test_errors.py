@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from relax_core.config.checks.ranges import REAL_BYTES, usual_problems
 from relax_core.config.checks.validate import problems_of
-from relax_core.config.compose import load_config
+from relax_core.config.compose import compose, load_config, typed_config
 from relax_core.config.errors import ConfigError
+from relax_core.config.options import yaml_options
 from relax_core.preflight import CHECKS, settle
 
 
@@ -38,7 +40,10 @@ LOCKSTEP = ["env=number_guess", "reward=env", "mode.max_staleness=0", "rollout.l
             "What exists for algo: cispo, dapo, distill, dr_grpo, grpo, gspo, plugin, ppo, reinforce_pp, rloo, sapo.",
         ),
         ("mode=foo", "mode=foo does not exist. What exists for mode: async, colocate."),
-        ("engine=vllm", "engine=vllm does not exist. What exists for engine: embedded, plugin, sglang."),
+        (
+            "engine=vllm",
+            "engine=vllm does not exist. Here it is engine=sglang, or engine=embedded on a CPU. What exists",
+        ),
         ("bus=foo", "bus=foo does not exist. What exists for bus: ray, transfer_queue."),
         (
             "launcher=slrm",
@@ -267,7 +272,10 @@ def test_what_cannot_be_composed(override: str, text: str) -> None:
         (["engine.port=70000"], "engine.port=70000: must be at least 0 and at most 65535"),
         (["engine.port=65535", "engine.count=2"], "passes port 65535"),
         (["engine.host=0.0.0.0"], "engine.host=0.0.0.0: engines listen on loopback only."),
-        (["engine.name=vllm"], "engine.name=vllm does not exist. What exists for engine: embedded, sglang."),
+        (
+            ["engine.name=vllm"],
+            "engine.name=vllm does not exist. Here it is engine=sglang, or engine=embedded on a CPU.",
+        ),
         (["bus.storage_units=2"], "bus.storage_units=2 with bus=ray, which has no storage units."),
         (["bus=transfer_queue", "bus.storage_units=0"], "bus.storage_units=0: must be at least 1."),
         (["engine.max_running_samples=8"], "engine.max_running_samples=8 cannot hold one group of algo.group_size=16."),
@@ -302,7 +310,9 @@ def test_all_wrong_config_at_once() -> None:
 
 def test_model_folder(model_folder: Path) -> None:
     def found() -> list[str]:
-        return problems("model=qwen3", f"model.path={model_folder}", "engine.context_length=512")
+        return problems(
+            "model=qwen3", f"model.path={model_folder}", "engine.context_length=512", "rollout.max_new_tokens=8"
+        )
 
     config = json.loads((model_folder / "config.json").read_text())
     (built_in,) = problems(f"model.path={model_folder}")
@@ -425,3 +435,24 @@ def test_a_critic_without_a_loss_is_refused(tmp_path: Path) -> None:
 def test_ppo_may_have_groups_of_one() -> None:
     config = load_config(["algo=ppo", "algo.group_size=1", "optimizer.critic_lr=5e-3"], checks=CHECKS)
     assert (config.algo.group_size, config.optimizer.critic_lr) == (1, 5e-3)
+
+
+def test_the_demos_learning_rate_with_a_real_model_is_refused(model_folder: Path) -> None:
+    keys = ["model=qwen3", f"model.path={model_folder}", "rollout.max_new_tokens=8", "optimizer.lr=8e-4"]
+    load_config(keys)  # a tiny folder
+    with (model_folder / "more.safetensors").open("wb") as file:
+        file.truncate(REAL_BYTES)  # with holes, so it takes no room
+    with pytest.raises(
+        ConfigError, match=r"optimizer.lr=0.0008: runs use at most 0.0001 .*run.confirm=\[optimizer.lr\]"
+    ):
+        load_config(keys)
+    load_config([*keys, "run.confirm=[optimizer.lr]"])
+    with pytest.raises(ConfigError, match=r"optimizer.lr=0.0008"):
+        load_config(["model=qwen3", "model.shape=Qwen3-4B", "optimizer.lr=8e-4"])
+
+
+def test_no_value_that_relax_ships_needs_a_confirmation() -> None:
+    for group in ("algo", "experiment", "model", "mode"):
+        for option in yaml_options(group):
+            if (group, option) not in (("algo", "plugin"), ("experiment", "qwen3_omni")):
+                assert list(usual_problems(typed_config(compose([f"{group}={option}"])))) == []

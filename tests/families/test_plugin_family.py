@@ -131,6 +131,7 @@ def test_the_configuration_alone_names_it(
     folder, model = seed_oss
     monkeypatch.chdir(REPOSITORY)
     words = ["model=folder", f"model.path={folder}", "model.task=arithmetic", "reward=math", "data=arithmetic"]
+    words.append("rollout.max_new_tokens=8")  # its few positions
     config = load_config([*words, "model.family=examples/plugins/seed_oss.py"], checks=CHECKS)
     assert config.model.family == str(FILE)
     assert find_dimensions(config).parameters == sum(parameter.numel() for parameter in model.parameters())

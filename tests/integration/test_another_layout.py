@@ -18,7 +18,8 @@ from tests.integration.live_run import run_to_end
 pytestmark = [pytest.mark.integration, pytest.mark.soak]
 
 STEPS = 64
-QUIET = ("eval.every=0", "run.save_every=32", "model=qwen2", "model.dtype=float32")
+DEMO = ("optimizer.lr=8e-4", "optimizer.beta2=0.999", "rollout.max_new_tokens=8")
+QUIET = ("eval.every=0", "run.save_every=32", "model=qwen2", "model.dtype=float32", *DEMO)
 OTHER = ("parallel.tp=2", "parallel.dp=2", "parallel.distributed_optimizer=true")
 
 

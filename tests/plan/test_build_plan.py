@@ -270,11 +270,12 @@ def test_the_plan_in_the_runs_folder(tmp_path: Path) -> None:
 def test_what_kept_sets_cost_is_told_where_tokens_are_left_out() -> None:
     assert "kept sets" not in as_text(make_plan(planned()))
     tokens = 8 * 16 * 8  # prompts, samples of each, tokens of each
+    real = ["model=qwen3", "+model.shape=Qwen3-4B", "rollout.max_new_tokens=8"]
     for overrides, vocabulary, most in (
         (["rollout.top_p=0.9"], 56, 4 + 4 * 2),  # a bitmask of 56 tokens
         (["rollout.top_k=2", "rollout.min_p=0.1"], 56, 4 + 4 * 2),
-        (["rollout.top_k=20", "model=qwen3", "+model.shape=Qwen3-4B"], 151_936, 4 + 4 * 20),
-        (["rollout.min_p=0.1", "model=qwen3", "+model.shape=Qwen3-4B"], 151_936, 4 + 151_936 // 8),
+        (["rollout.top_k=20", *real], 151_936, 4 + 4 * 20),
+        (["rollout.min_p=0.1", *real], 151_936, 4 + 151_936 // 8),
     ):
         plan = make_plan(planned(*overrides))
         assert plan.model.vocabulary == vocabulary

@@ -18,7 +18,7 @@ import pytest
 
 from launchers.slurm.task_identity import task_folder
 from relax_core.__main__ import main
-from relax_core.contracts.host.private_folder import COMPILE_CACHE, private_folder, set_compile_cache
+from relax_core.contracts.host.private_folder import COMPILE_CACHE, private_folder, set_compile_cache, user_cache
 from tests.security.conftest import INTRUDER, SecondUser
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -270,3 +270,9 @@ def test_a_run_in_a_folder_of_another_user_ends_before_it_starts(open_tmp: Path,
     )
     assert done.returncode == 2 and f"run.dir={folder}" in done.stderr, done.stderr
     assert not list(folder.iterdir()) and time.monotonic() - began < 100
+
+
+def test_a_cache_that_cannot_be_made_names_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nocache")
+    with pytest.raises(OSError, match=r"XDG_CACHE_HOME=/proc/nocache/relax/models: .* cannot be made"):
+        private_folder(user_cache("models"), key="XDG_CACHE_HOME")

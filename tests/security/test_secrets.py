@@ -185,7 +185,8 @@ def test_messages_show_no_value(capsys: pytest.CaptureFixture[str]) -> None:
     lines = [
         [f"agent.env.A={mark}", wrong],
         [f"agent.env.A={mark},x"],
-        [f"agent.env.A={mark}=b"],  # Hydra cannot read it
+        [f"agent.env.A={mark}=b", wrong],
+        [f"agent.env.A=[{mark}=b"],  # Hydra cannot read it
         [f"agent.env.A='{mark}"],
         [f"agent.env={{A: '{mark}'"],
         [f"agent={{env: {{A: {mark}"],

@@ -5,6 +5,7 @@ The module reads JSON and file names, and no weights.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from contextlib import suppress
@@ -13,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from relax_core.config.command_line.override_words import is_hub_name, of_model
 from relax_core.config.errors import NotYet
 from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.checks.foreign_values import decode_json
@@ -168,7 +170,8 @@ def file_problems(folder: Path, *, key: str) -> Iterator[str]:
     """Returns which files a Hugging Face folder lacks. ``key`` is the key of the configuration that names it."""
     key = f"{key}={folder}"
     if not folder.exists():
-        yield f"{key}: no such folder."
+        typed = os.path.relpath(folder)
+        yield f"{key}: no such folder." + (f" A model of the hub: {of_model(typed)}." if is_hub_name(typed) else "")
         return
     if not has_hf_config(folder):
         what = "the folder has no config.json" if folder.is_dir() else "not a folder"

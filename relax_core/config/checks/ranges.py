@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
+from relax_core.config.errors import nearest
 from relax_core.config.schema import FORWARD_SIZES, RelaxConfig
 from relax_core.contracts.engine import MAX_TEMPERATURE, MAX_TOP_K, MIN_TEMPERATURE
 
@@ -164,6 +167,34 @@ OPTIONAL: dict[str, Range] = {
     "run.epochs": Range(0, above=True, why="null leaves run.steps as it is"),
 }
 
+# Beyond these bounds no published run trains, so a value there is most often a slip: a wrong unit or a lost point. The
+# user confirms one that is meant by naming its key in run.confirm. ``why`` is the reason of the bound.
+USUAL: dict[str, Range] = {
+    "optimizer.lr": Range(high=1e-2, why="Adam moves each weight by about this much in a step"),
+    "optimizer.critic_lr": Range(high=1e-2, why="Adam moves each weight by about this much in a step"),
+    "optimizer.tower_lr": Range(high=1e-2, why="Adam moves each weight by about this much in a step"),
+    "optimizer.weight_decay": Range(high=1, why="usual are 0 to 0.1"),
+    "optimizer.eps": Range(high=1e-3, why="above it Adam no longer scales its steps; 1e-8 is usual"),
+    "optimizer.clip_grad": Range(high=1000, why="1 is usual, and 0 switches clipping off"),
+    "algo.clip_low": Range(high=1, why="with 1 and more no ratio is clipped below"),
+    "algo.clip_high": Range(high=10, why="0.2 and 0.28 are usual, 4 for CISPO"),
+    "algo.kl_coef": Range(high=10, why="0.001 to 0.1 are usual"),
+    "algo.entropy_coef": Range(high=1, why="0.001 to 0.05 are usual"),
+    "algo.group_size": Range(high=1024, why="samples a prompt; 8 to 64 are usual"),
+    "algo.epochs": Range(high=100, why="passes over the prompts of one train step; run.epochs are those over the data"),
+    "mode.max_staleness": Range(high=64, why="weight versions; 0 to 8 are usual"),
+    "rollout.temperature": Range(0.1, 5, why="1 is usual"),
+    "eval.temperature": Range(high=5, why="0 to 1 are usual"),
+    "rollout.top_p": Range(0.1, 1, why="with less nearly one token is left each time"),
+    "rollout.min_p": Range(high=0.5, why="with more nearly one token is left each time"),
+    "rollout.prompts_per_step": Range(high=65536, why="prompts, each with algo.group_size samples"),
+    "rollout.max_new_tokens": Range(high=1 << 20, why="no model answers with more"),
+    "run.steps": Range(high=10_000_000, why="train steps"),
+    "run.epochs": Range(high=10_000, why="passes over all training rows"),
+}
+REAL_LR = Range(high=1e-4, why="full training of a published model uses 1e-7 to 1e-5; 8e-4 is the demo's")
+REAL_BYTES = 20_000_000  # of weights; the tiny models of Relax and of tests have less
+
 _NULL = ("launcher.memory_gb", "engine.context_length")  # null is a valid value of these keys
 
 OF_LAUNCHER: dict[str, dict[str, Range]] = {
@@ -193,8 +224,60 @@ def value_of(config: RelaxConfig, key: str) -> object:
     return value
 
 
+def usual_problems(config: RelaxConfig) -> Iterator[str]:
+    """Returns one sentence for every value that no usual run has and that the user has not confirmed."""
+    confirmed = config.run.confirm
+    for key in confirmed:
+        if key not in USUAL:
+            near = nearest(key, USUAL)
+            hint = f"Nearest: {', '.join(near)}." if near else "Drop it."
+            yield f"run.confirm has {key}, which needs no confirmation. {hint}"
+    is_real = _weight_bytes(config) > REAL_BYTES
+    for key, usual in USUAL.items():
+        section, name = key.split(".")
+        value = getattr(getattr(config, section), name, None)
+        if is_real and key.startswith("optimizer.") and key.endswith("lr"):
+            usual = REAL_LR
+        if key in confirmed or not isinstance(value, int | float) or usual.holds(value):
+            continue
+        if math.isfinite(value) and (key not in RANGES or RANGES[key].holds(value)):  # otherwise it is reported already
+            yield (
+                f"{key}={value}: runs use {usual.words()} ({usual.why}). Give another value, or confirm this one: "
+                f"run.confirm=[{','.join([*confirmed, key])}]."
+            )
+
+
+def _weight_bytes(config: RelaxConfig) -> int:
+    """Returns the size of the weights in the model's folder; a run that is only planned by a shape has a real model."""
+    if config.model.path is None:
+        return 0 if config.model.shape is None else REAL_BYTES + 1
+    return sum(file.stat().st_size for file in Path(config.model.path).glob("*.safetensors") if file.is_file())
+
+
+def finite_problems(value: object, key: str = "") -> Iterator[str]:
+    """Returns one sentence for every number of a configuration that is not finite.
+
+    Within a list or a mapping .inf may be a bound, so only NaN is refused there.
+    """
+    if dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            yield from finite_problems(getattr(value, field.name), f"{key}.{field.name}" if key else field.name)
+    elif isinstance(value, Mapping):
+        for name, one in value.items():
+            yield from finite_problems([one], f"{key}.{name}")
+    elif isinstance(value, list | tuple):
+        for one in value:
+            if isinstance(one, float) and math.isnan(one):
+                yield f"{key}={one}: expected a number."
+            elif not isinstance(one, float):
+                yield from finite_problems(one, key)
+    elif isinstance(value, float) and not math.isfinite(value) and key not in RANGES and key not in OPTIONAL:
+        yield f"{key}={value}: expected a finite number."
+
+
 def range_problems(config: RelaxConfig) -> Iterator[str]:
-    """Returns one sentence for every number out of its range."""
+    """Returns one sentence for every number that is not finite or out of its range."""
+    yield from finite_problems(config)
     for key, allowed in (RANGES | OF_LAUNCHER[config.launcher.name.value]).items():
         value = value_of(config, key)
         if value is None and key in _NULL:

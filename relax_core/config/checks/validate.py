@@ -5,6 +5,7 @@ Each problem is one sentence with the key, the value and the fix. All problems a
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import stat
 from collections.abc import Callable, Iterable, Iterator
@@ -19,14 +20,14 @@ from relax_core.config.checks.launcher_keys import launcher_problems
 from relax_core.config.checks.line_values import line_problems
 from relax_core.config.checks.modality_keys import modality_problems
 from relax_core.config.checks.model_folder import model_problems
-from relax_core.config.checks.ranges import range_problems
+from relax_core.config.checks.ranges import range_problems, usual_problems
 from relax_core.config.checks.reward_keys import reward_problems
 from relax_core.config.checks.turn_keys import turn_problems
 from relax_core.config.checks.weight_transport import transport_problems
 from relax_core.config.choices import LauncherKind, ModeName, OnStale, Surplus
 from relax_core.config.command_line.error_messages import is_planned, missing_name
 from relax_core.config.errors import NotYet
-from relax_core.config.notify_rules import read_rules
+from relax_core.config.notify_rules import number_problem, read_rules
 from relax_core.config.plugin_lists import plugins_of
 from relax_core.config.plugin_types import plugin_config
 from relax_core.config.schema import RelaxConfig
@@ -55,6 +56,7 @@ _BUILT = {
 }
 PLANS = (False, True, "json")
 MOST_STOP_STRINGS, MOST_STOP_BYTES = 16, 1024  # the prefixes that an engine accepts
+EVAL_SOURCE = "eval"  # of the records of evaluations
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -65,10 +67,12 @@ def problems_of(config: RelaxConfig, checks: Iterable[Check] = ()) -> list[str]:
     if problems := [*launcher_problems(config), *engine_name_problems(config)]:
         return problems
     here = (*_FILE_CHECKS, *checks) if config.launcher.name is not LauncherKind.ray_job else ()  # the files exist
-    return [problem for check in (range_problems, *_CHECKS, *here) for problem in check(config)]
+    return [problem for check in (range_problems, usual_problems, *_CHECKS, *here) for problem in check(config)]
 
 
 def _check_plan(config: RelaxConfig) -> Iterator[str]:
+    if not config.name.strip():
+        yield f"name={config.name}: it is empty, and names the folder of the run. Give a name, or leave it out."
     if config.plan not in PLANS:
         yield f"plan={config.plan}: expected true, json or false."
 
@@ -227,13 +231,13 @@ def _check_data(config: RelaxConfig) -> Iterator[str]:
         yield f"data.path={data.path} with data={data.name}, which is generated. Choose data=file."
     elif data.task is not None and data.paths is not None:
         yield f"data.paths={data.paths} with data={data.name}, which is generated. Choose data=file."
-    elif data.task is not None and data.last_assistant is not None:
-        yield (
-            f"data.last_assistant={data.last_assistant.name} with data={data.name}, which is generated and has no such "
-            "prompts. Drop it, or choose data=file."
-        )
     elif data.path is not None and data.paths is not None:
         yield f"data.path={data.path} with data.paths={data.paths}. Name all files in data.paths alone."
+    elif data.task is not None and (unread := _file_keys(config)):
+        told = f"{', '.join(unread)} with data={data.name}, which is generated and has no columns or files."
+        yield f"{told} Drop {'it' if len(unread) == 1 else 'them'}, or choose data=file data.path=FILE."
+    elif data.task is None and data.size:
+        yield f"data.size={data.size} with data={data.name}: a file has the rows that it has. Drop data.size."
     elif config.rollout.max_new_tokens < 2:
         yield "rollout.max_new_tokens=1 holds the stop token alone. Use 8 or more."
 
@@ -243,6 +247,18 @@ def _is_day(text: str) -> bool:
         return date.fromisoformat(text).isoformat() == text
     except ValueError:
         return False
+
+
+def _file_keys(config: RelaxConfig) -> list[str]:
+    """Returns the keys of files that the user set and that nothing reads, each with its value."""
+    data = config.data
+    if any(config.eval.sets.values()):  # their files have columns
+        return [] if data.eval_path is None else [f"data.eval_path={data.eval_path}"]
+    unset = {"prompt_key": "prompt", "answer_key": "answer", "eval_path": None}
+    keys = [f"data.{key}={value}" for key, usual in unset.items() if (value := getattr(data, key)) != usual]
+    media = dataclasses.asdict(data.media_keys)
+    keys += [] if data.last_assistant is None else [f"data.last_assistant={data.last_assistant.name}"]
+    return keys + [f"data.media_keys.{kind}={column}" for kind, column in media.items() if column is not None]
 
 
 def _check_source(config: RelaxConfig) -> Iterator[str]:
@@ -272,7 +288,9 @@ def _check_stop_strings(config: RelaxConfig) -> Iterator[str]:
     if len(stop) > MOST_STOP_STRINGS:
         yield f"rollout.stop has {len(stop)} strings. Give {MOST_STOP_STRINGS} at most."
     for string in stop:
-        if not string:
+        if not isinstance(string, str):  # OmegaConf lets a list within the list pass
+            yield f"rollout.stop has {string!r}, which is not text. Put each text in quotes."
+        elif not string:
             yield "rollout.stop has an empty string, which would end every response at once. Leave it out."
         elif len(string.encode()) > MOST_STOP_BYTES:
             yield f"rollout.stop has a string of {len(string.encode())} bytes. Give {MOST_STOP_BYTES} at most."
@@ -308,9 +326,15 @@ def _check_notify(config: RelaxConfig) -> Iterator[str]:
             yield f"notify.events has {event!r}, which is no event. Choose of {', '.join(EVENTS)}."
     for rule in config.notify.rules:
         try:
-            read_rules([rule])
+            read = read_rules([rule])
         except ValueError as error:
             yield f"notify.rules: {error}."
+            continue
+        for one in read:
+            if (why := number_problem(one.number)) is not None:
+                yield f"notify.rules: {one.words!r} can never be true: {why}."
+            elif one.source == EVAL_SOURCE and not config.eval.every:
+                yield f"notify.rules: {one.words!r} with eval.every=0: nothing is evaluated. Set eval.every."
 
 
 def _check_run_folder(config: RelaxConfig) -> Iterator[str]:

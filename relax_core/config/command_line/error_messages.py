@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import typing
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -16,11 +17,11 @@ from omegaconf.errors import (
 )
 from yaml import MarkedYAMLError
 
-from relax_core.config.command_line.override_words import DOUBLE, quoted
+from relax_core.config.command_line.override_words import DOUBLE, SINGLE, of_file, quoted
 from relax_core.config.command_line.rerun import OPTION
 from relax_core.config.errors import ConfigError, nearest
-from relax_core.config.options import COMMANDS, group_options
-from relax_core.config.schema_keys import section_keys, section_types, unknown_key
+from relax_core.config.options import COMMANDS, group_options, groups
+from relax_core.config.schema_keys import known_keys, section_keys, section_types, types_of, unknown_key, without_null
 
 if TYPE_CHECKING:
     from hydra.errors import HydraException
@@ -29,12 +30,29 @@ if TYPE_CHECKING:
 _PLANNED = {
     "modality": ("vision", "audio", "omni"),
 }
+# What users of other frameworks choose by these names.
+_ELSEWHERE = {
+    ("mode", "sync on_policy onpolicy synchronous hybrid"): "mode=colocate, or mode=async mode.max_staleness=0",
+    ("mode", "disaggregated off_policy fully_async"): "mode=async",
+    ("algo", "sft dpo kto rm reward_model pretrain"): "Relax trains by reinforcement learning alone. algo=distill "
+    "learns from the log-probs of a teacher",
+    ("algo", "reinforce reinforce++ reinforce_plus_plus"): "algo=reinforce_pp",
+    ("engine", "vllm hf transformers trtllm lmdeploy"): "engine=sglang, or engine=embedded on a CPU",
+    ("placement", "cuda gpus"): "placement=gpu",
+    ("tracker", "tensorboard jsonl none console"): "tracker=default with tracker.tensorboard and tracker.jsonl",
+    ("launcher", "ray k8s kubernetes kuberay"): "launcher=ray_job",
+    ("launcher", "sbatch srun"): "launcher=slurm",
+    ("reward", "accuracy rule math_verify gsm8k"): "reward=math, or reward=exact_match",
+    ("data", "gsm8k json jsonl parquet csv hf huggingface dataset"): "data=file data.path=FILE",
+}
+_NO_PACKAGE = "its first line must be '# @package _global_', so that its groups and keys are those of the whole run."
 _TYPE_WORDS = {
     "Integer": "a whole number",
     "Float": "a number",
     "Boolean": "true or false",
     "String": "text",
 }
+_SCALAR_WORDS = {int: _TYPE_WORDS["Integer"], float: _TYPE_WORDS["Float"], bool: _TYPE_WORDS["Boolean"]}
 
 
 def explain(error: HydraException | OmegaConfBaseException | MarkedYAMLError) -> ConfigError:
@@ -59,10 +77,17 @@ def explain(error: HydraException | OmegaConfBaseException | MarkedYAMLError) ->
         return ConfigError([_in_file(error) + explain_value(cause, key=cause.full_key)])
     text = str(error)
     if ambiguous := re.match(r"Ambiguous value for argument '(.*)'", text):
+        if ambiguous[1].partition("=")[0] in groups():
+            return ConfigError([f"{ambiguous[1]}: several options. Add -m to run one after the other."])
         told = f"{ambiguous[1]}: several values. Add -m to run one after the other, or write a list as key=[a,b]."
-        return ConfigError([f"{told} A text with a comma takes quotes: {_in_quotes(ambiguous[1])}."])
+        return ConfigError([f"{told} {_right_form(ambiguous[1], what='A text with a comma')}."])
     if group := re.match(r"Could not override '([^']*)'", text):
         return ConfigError([unknown_key(group[1]) if group[1] else _bad_syntax("=")])
+    if inside := re.match(r"In '([^']+)': Could not override '([^'@]*)(@?)", text):
+        file = f"in {inside[1]}.yaml: "
+        if inside[3]:
+            return ConfigError([f"{file}{_NO_PACKAGE}"])
+        return ConfigError([f"{file}override /{inside[2]}: there is no such group. Groups: {', '.join(groups())}."])
     lines = [line.strip() for line in text.splitlines() if line.strip() and "://" not in line]
     return ConfigError([" ".join(lines[:4])])
 
@@ -84,6 +109,14 @@ def explain_value(error: OmegaConfBaseException, *, key: str) -> str:
         return f"{key} cannot be removed, only set."
     if "is not Optional" in text:
         return f"{key}=null: it needs a value."
+    if "is not a ListConfig" in text and (wrong := getattr(error, "value", None)) is not None:
+        return f"{key}={wrong}: expected a list: {as_list(key, str(wrong))}."
+    if "ListConfig" in text or "DictConfig" in text or "Cannot assign" in text:
+        for kind in types_of(key):
+            if typing.get_origin(without_null(kind)) is list:
+                return f"{key}: expected a list: {as_list(key, 'TEXT')}."
+            if typing.get_origin(without_null(kind)) is dict:
+                return f"{key}: expected names with values: '{key}={{NAME: VALUE}}'."
     if key in section_types():
         return f"{key} is a section, not a value. Its keys: {', '.join(section_keys(key))}."
     return f"{key}: {text}.{chooser}"
@@ -95,7 +128,9 @@ def missing_name(what: str, choice: str, options: Iterable[str]) -> str:
     if is_planned(group, choice):
         return f"{what}={choice} is not built yet. What exists for {group}: {', '.join(options)}."
     near = nearest(choice, options, count=1)
-    hint = f" Nearest: {near[0]}." if near else ""
+    here = [words for (of, known), words in _ELSEWHERE.items() if of == group and choice.lower() in known.split()]
+    here = [words if words[0].isupper() else f"Here it is {words}" for words in here]
+    hint = f" {here[0]}." if here else f" Nearest: {near[0]}." if near else ""
     return f"{what}={choice} does not exist.{hint} What exists for {group}: {', '.join(options)}."
 
 
@@ -119,7 +154,7 @@ def _unknown_key(error: Exception, key: str) -> str:
     """Returns the whole key from Hydra's own text, because OmegaConf's cause has only its first part."""
     file = _in_file(error)
     if file and key == file.split("/")[0].removeprefix("in "):
-        return f"{file}its first line must be '# @package _global_', so that its keys are those of the whole run."
+        return f"{file}{_NO_PACKAGE}"
     if (typed := re.match(r"Could not override '([^']+)'", str(error))) and typed[1].startswith(f"{key}."):
         key = typed[1]
     return file + unknown_key(key)
@@ -134,9 +169,17 @@ def _in_file(error: Exception) -> str:
 
 
 def _bad_syntax(override: str) -> str:
+    override = override.removeprefix("++")  # Relax adds it where the keys are the user's own
     told = f"{override!r} is not key=value."
+    if override.endswith((".yaml", ".yml")) and "=" not in override:
+        return f"{told} {of_file(override)}."
     if re.fullmatch(r"[+~]*[\w.]+=.+", override, re.DOTALL):
-        return f"{told} A value with any of = ~ , ( ) [ ] {{ }} or a quote in it takes quotes: {_in_quotes(override)}"
+        return f"{told} {_right_form(override)}"
+    key = re.split("[=:]", override)[0].strip("+-")
+    if key in known_keys() or key in groups():
+        return f"{told} Write {key}=VALUE, in one word."
+    if not key.isascii():
+        return f"{told} The names of a key are ASCII; write others in a YAML file of your own (--config-dir)."
     told += " Examples: optimizer.lr=1e-4  mode=colocate  'name=\"two words\"'"
     if not re.fullmatch(r"[\w-]+", override):
         return told
@@ -144,10 +187,30 @@ def _bad_syntax(override: str) -> str:
     return f"{told}. Commands: {', '.join(COMMANDS)}." + (f" Nearest: relax {near[0]}." if near else "")
 
 
-def _in_quotes(override: str) -> str:
-    """Returns the override as it is typed in a shell, with Hydra's quotes inside of the shell's."""
+def _right_form(override: str, *, what: str = "A value with any of = ~ , ( ) [ ] { } or a quote in it") -> str:
+    """Returns how a value that Hydra cannot read is typed, by the type of its key."""
     key, _, value = override.partition("=")
-    return shlex.quote(f"{key}={quoted(value, mark=DOUBLE)}")
+    kinds = [without_null(kind) for kind in types_of(key.lstrip("+~"))]
+    if kinds and kinds[0] in (int, float, bool):
+        if re.fullmatch(r"\d+(,\d+)+", value):
+            return f"A number has no comma: {key}={value.replace(',', '' if kinds[0] is int else '.')}"
+        return f"{key} takes {_SCALAR_WORDS[kinds[0]]} alone, such as {key}={'true' if kinds[0] is bool else '1'}"
+    if kinds and typing.get_origin(kinds[0]) is list:
+        return f"Each text of the list takes quotes: {as_list(key, value)}"
+    if kinds and typing.get_origin(kinds[0]) is dict and value.startswith("{"):
+        return (
+            f"Names in it are ASCII, and its texts take quotes: '{key}={{NAME: \"TEXT\"}}'; other names stand in a "
+            "YAML file of your own (--config-dir)"
+        )
+    written = f"{key}={quoted(value, mark=DOUBLE)}"
+    return f"{what} takes quotes: {shlex.quote(written)}"  # Hydra's quotes inside of the shell's
+
+
+def as_list(key: str, value: str) -> str:
+    """Returns the override of a list of texts as it is typed in a shell, with Hydra's quotes inside of the shell's."""
+    inner = value.removeprefix("[").removesuffix("]")
+    texts = inner.split(",") if inner else []
+    return shlex.quote(f"{key}=[{','.join(quoted(text.strip(SINGLE + DOUBLE + ' '), mark=DOUBLE) for text in texts)}]")
 
 
 def _omegaconf_cause(error: BaseException | None) -> OmegaConfBaseException | None:

@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 import re
+import typing
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from relax_core.config.command_line.synonyms import synonym
+from relax_core.config.command_line.own_files import own_file_problems
+from relax_core.config.command_line.synonyms import meaning_of, synonym
 from relax_core.config.errors import ConfigError, nearest
 from relax_core.config.options import groups, yaml_options
-from relax_core.config.schema_keys import known_keys
-from relax_core.registry import ALL_KINDS, GROUP_KINDS, KINDS, Kind, is_builtin, is_file_plugin, key_of, names
+from relax_core.config.schema_keys import known_keys, type_below, types_of, without_null
+from relax_core.registry import (
+    ALL_KINDS,
+    GROUP_KINDS,
+    KINDS,
+    Kind,
+    PluginError,
+    find,
+    is_builtin,
+    is_file_plugin,
+    key_of,
+    names,
+)
 
 # Keys whose value is one path. Relax makes them absolute, because services have working folders of their own.
 PATHS = (
@@ -26,10 +40,14 @@ PATHS = (
     "agent.python",
 )
 _QUOTED = (*PATHS, "resume", "agent.command", "launcher.working_dir", "launcher.volume_path", "hydra.sweep.dir")
+SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")  # of files with rows
 _OPEN = ("eval.sets", "data.chat_template_kwargs", "data.config", "agent.env")  # whose keys are the user's own
 _PLUGINS = tuple(key_of(kind) for kind in ALL_KINDS if kind != "sink")
 SINGLE, DOUBLE = "'", '"'
-_PLAIN_PATH = re.compile(r"[A-Za-z_/.][\w/.-]*")  # Hydra reads such a path as text with or without quotes
+# Hydra reads such a text as it is, with or without quotes. Its grammar is ASCII.
+PLAIN = re.compile(r"(?!(?i:true|false|null|inf|nan)$)[A-Za-z_/.][\w/.-]*", re.ASCII)
+_SAME = re.compile(r"null|-?(?:0|[1-9]\d*)(?:\.\d*[1-9])?")  # what is the same as text and as a value
+_DICT_KEY = re.compile(r"""(['"]?)([\w/.@|*?%+-]+)\1""", re.ASCII)
 _LEFT_ALONE = re.compile(r"null|['\"\[{].*|.*\$\{.*|(choice|range|interval|glob|shuffle|sort|tag)\(.*\)", re.DOTALL)
 
 _OWN_YAML = (
@@ -46,6 +64,7 @@ _FLAGS = (
     *("--help", "--version", "--multirun", "--config-dir", "--cfg", "--hydra-help"),
     *("--resolve", "--package", "--run", "--shell-completion", "--info"),
 )
+_SHORT = ("-h", "-m", "-c", "-p", "-r", "-i", "-sc")
 _FLAGS_WITH_VALUE = ("--config-dir", "-cd", "--cfg", "-c", "--package", "-p")
 _REFUSED_HYDRA = {
     "hydra.run.dir": "a run's folder is run.dir",
@@ -80,8 +99,10 @@ class CommandLine:
 
         A word that Relax quoted is returned as it was, and a word that Relax added is left out.
         """
-        words = {_for_hydra(word, several=False): word for word in self.typed}
-        added = set(self.hydra) - {_for_hydra(word, several=_is_sweep(self.typed)) for word in self.typed}
+        several = _is_sweep(self.typed)
+        single = [one for word in self.typed for one in (_one_by_one(word) if several else [word])]
+        words = {_for_hydra(word, several=False, words=self.typed): word for word in single}
+        added = set(self.hydra) - {_for_hydra(word, several=several, words=self.typed) for word in self.typed}
         return [*self.command, *(words.get(override, override) for override in overrides if override not in added)]
 
     def swept(self, overrides: Sequence[str]) -> list[str]:
@@ -101,7 +122,7 @@ def hydra_words(words: Sequence[str]) -> list[str]:
         raise ConfigError(problems)
     flags, overrides = _flags_and_overrides(words)
     several = _is_sweep(words)
-    for_hydra = [_for_hydra(word, several=several) for word in overrides]
+    for_hydra = [_for_hydra(word, several=several, words=words) for word in overrides]
     return [*with_plugin_groups([*for_hydra, *groups_of_files(overrides)]), *flags]
 
 
@@ -157,9 +178,14 @@ def _wrong_flags(words: Sequence[str]) -> Iterator[str]:
         if flag in _REFUSED_FLAGS:
             yield f"{word}: {_REFUSED_FLAGS[flag]}."
         elif flag == "--config-dir":
-            yield from _wrong_config_dir(value if equals else "".join(words[place + 1 : place + 2]))
-        elif flag.startswith("--") and flag not in _FLAGS:
-            yield _unknown_flag(flag, value if equals else None)
+            folder = value if equals else "".join(words[place + 1 : place + 2])
+            wrong = list(_wrong_config_dir(folder))
+            yield from wrong or own_file_problems(
+                Path(folder).expanduser(), words, lambda key, value: _type_of(key, value, words) is str
+            )
+        elif flag not in (*_FLAGS, *_SHORT) and re.fullmatch(r"--?[A-Za-z].*", flag):
+            behind = "".join(words[place + 1 : place + 2])
+            yield _unknown_flag(flag, value if equals else behind if not behind.startswith("-") else "")
 
 
 def _wrong_config_dir(folder: str) -> Iterator[str]:
@@ -171,16 +197,38 @@ def _wrong_config_dir(folder: str) -> Iterator[str]:
         yield f"--config-dir {folder}: it has no folder of a group, such as experiment/.{run or f' {_OWN_YAML}'}."
 
 
-def _unknown_flag(flag: str, value: str | None) -> str:
+def _unknown_flag(flag: str, value: str) -> str:
     """Returns the message for a flag; other trainers have flags where Relax has keys."""
-    name = flag.removeprefix("--").replace("-", "_")
+    name = flag.lstrip("-").replace("-", "_")
     told = f"{flag} is not a flag of relax"
-    if name in known_keys():
-        return f"{told}. Settings are written as key=value: {name}={value or '...'}"
+    if value.endswith((".yaml", ".yml")):
+        return f"{told}. {of_file(value)}."
+    key = next((one for one in known_keys() if name in (one, one.rpartition(".")[2]) and name != "name"), None)
+    if key is None and name in groups():
+        key = name
+    meaning = meaning_of(name)
+    if key is None and meaning is not None and len(meaning.keys) == 1 and "=" not in meaning.keys[0]:
+        (key,) = meaning.keys
+    if key is not None:
+        note = f" ({meaning.note})" if meaning is not None and meaning.note else ""
+        return f"{told}. Settings are written as key=value: {key}={value or '...'}{note}"
     if (other := synonym(name)) is not None:
         return f"{told}. Settings are written as key=value. {other}"
     near = nearest(flag, _FLAGS, count=1)
     return f"{told}. " + (f"Nearest: {near[0]}." if near else "Settings are written as key=value. relax --help")
+
+
+def of_file(file: str) -> str:
+    """Returns how a YAML file is given that the user typed as it is."""
+    path = Path(file).expanduser()
+    if path.name == "config.yaml" and path.is_file():
+        return f"To repeat the run of that file: relax rerun {path.parent}"
+    if path.parent.name == "experiment":
+        return f"A YAML file of your own: --config-dir {path.parent.parent} experiment={path.stem}"
+    return (
+        f"A YAML file of your own: move it to FOLDER/experiment/{path.stem}.yaml, begin it with '# @package _global_', "
+        f"and give --config-dir FOLDER experiment={path.stem}"
+    )
 
 
 def _wrong_override(word: str) -> Iterator[str]:
@@ -188,7 +236,9 @@ def _wrong_override(word: str) -> Iterator[str]:
     if not equals or word.startswith("-"):
         return
     group = key.lstrip("+")
-    if key in _REFUSED_HYDRA:
+    if not group:
+        yield f"{word!r} is not key=value: the key is missing."
+    elif key in _REFUSED_HYDRA:
         yield f"{key} is not used: {_REFUSED_HYDRA[key]}."
     elif group not in groups():
         return
@@ -196,13 +246,17 @@ def _wrong_override(word: str) -> Iterator[str]:
         yield f"{word}: {group} is there already, so it takes no plus: {group}={value}."
     elif value.startswith("["):
         yield f"{word}: {group} takes one option. Choose one of {value.strip('[]').replace(',', ', ')}."
-    elif "/" in value or value.endswith((".yaml", ".yml", ".py")):
+    elif "/" in value or value.endswith((".yaml", ".yml", ".py", *(SUFFIXES if group == "data" else ()))):
         yield f"{word}: {_option_by_path(group, value)}"
 
 
 def _option_by_path(group: str, value: str) -> str:
     if group in GROUP_KINDS and value.endswith(".py"):
         return f"a file of your own is {group}.name={value}."
+    if group == "model" and not value.endswith((".yaml", ".yml", ".py")):
+        return f"the folder of a model is model.path: {of_model(value)}."
+    if group == "data" and not value.endswith((".yaml", ".yml", ".py")):
+        return f"the rows are a file: data=file data.path={value}."
     name = Path(value).stem
     if name in yaml_options(group) and "/" not in value:
         return f"an option is named without its suffix: {group}={name}."
@@ -214,24 +268,134 @@ def _option_by_path(group: str, value: str) -> str:
     )
 
 
-def _for_hydra(word: str, *, several: bool) -> str:
+def of_model(text: str) -> str:
+    """Returns the words that choose a model's folder, or a name of the Hugging Face hub, which is not downloaded."""
+    if Path(text).expanduser().exists() or not is_hub_name(text):
+        return f"model=folder model.path={text}"
+    folder = text.rpartition("/")[2]
+    return (
+        f"hf download {text} --local-dir {folder}, since Relax downloads nothing; then model=folder model.path={folder}"
+    )
+
+
+def is_hub_name(text: str) -> bool:
+    """Is True for OWNER/NAME, as the models of the Hugging Face hub are named."""
+    return re.fullmatch(r"[\w.-]*\w[\w.-]*/[\w.-]*\w", text, re.ASCII) is not None and text[0] not in ".~/"
+
+
+def _for_hydra(word: str, *, several: bool, words: Sequence[str] = ()) -> str:
     """Returns ``word`` for Hydra: quoted, and with two pluses before a key that may or may not exist."""
     opens = word.startswith(tuple(f"{key}{end}" for key in _OPEN for end in ".="))
-    return "++" * opens + quoted_word(word, several=several)
+    return "++" * opens + quoted_word(word, several=several, words=words)
 
 
-def quoted_word(word: str, *, several: bool) -> str:
-    """Returns ``word`` with quotes around a path that Hydra's grammar cannot read.
+def quoted_word(word: str, *, several: bool, words: Sequence[str] = ()) -> str:
+    """Returns ``word`` with quotes around each text that Hydra would read as something else, or not at all.
 
-    With ``several``, commas separate the values of a sweep.
+    These are texts of keys whose type is text, such as ``name=1e5``, and texts beyond ASCII of any key. With
+    ``several``, commas separate the values of a sweep. ``words`` name the plug-ins whose settings have types.
     """
     key, equals, value = word.partition("=")
     name = key.lstrip("+")
-    is_path = name in _QUOTED or name.startswith("eval.sets.") or (name in _PLUGINS and is_file_plugin(value))
-    if not equals or not value or not is_path or _LEFT_ALONE.fullmatch(value):
+    if not equals or not value or key.startswith(("-", "~")):
         return word
-    paths = value.split(",") if several else [value]
-    return f"{key}={','.join(path if _PLAIN_PATH.fullmatch(path) else quoted(path) for path in paths)}"
+    is_path = name in _QUOTED or name.startswith("eval.sets.") or (name in _PLUGINS and is_file_plugin(value))
+    kind = str if is_path else _type_of(name, value, words)
+    if is_path and not several:
+        return f"{key}={_quoted_value(value, kind)}"
+    parts = split(value)
+    if parts is None or (len(parts) > 1 and not several):
+        return word
+    return f"{key}={','.join(_quoted_value(part, kind) for part in parts)}"
+
+
+def _one_by_one(word: str) -> list[str]:
+    """Returns the override of each value of a sweep."""
+    key, equals, value = word.partition("=")
+    parts = split(value) if equals else None
+    return [word] if parts is None else [word, *(f"{key}={part}" for part in parts)]
+
+
+def _type_of(key: str, value: str, words: Sequence[str]) -> Any:
+    """Returns the type of a key, or None if it is unknown or makes no difference for the value."""
+    if not key.startswith("data.config.") and (kinds := types_of(key)):  # the plug-in has the types of data.config
+        return without_null(kinds[0]) if len({str(without_null(kind)) for kind in kinds}) == 1 else None
+    kind = next((kind for kind in ALL_KINDS if key.startswith(_section(kind) + ".")), None)
+    if kind is None or all(PLAIN.fullmatch(one) or _SAME.fullmatch(one) for one in value.split(",")):
+        return None
+    below = key.removeprefix(_section(kind) + ".")
+    named, _, rest = below.partition(".")
+    chosen = {one.partition("=")[2].strip(SINGLE + DOUBLE) for one in words if _chooses(kind, one)}
+    if kind == "sink":
+        chosen, below = {named}, rest
+    known = names(kind)
+    found = set()
+    for plugin in {one for one in chosen if one in known or is_file_plugin(one)} or known:
+        try:
+            found.add(without_null(type_below(find(kind, plugin).config, below)))
+        except PluginError:  # its own check reports it, if it is used
+            continue
+    found.discard(None)
+    return found.pop() if len(found) == 1 else None
+
+
+def _section(kind: Kind) -> str:
+    return {"data": "data.config", "sink": "tracker.sinks"}.get(kind, kind)
+
+
+def _chooses(kind: Kind, word: str) -> bool:
+    return word.partition("=")[0].lstrip("+") in (kind, key_of(kind))
+
+
+def _quoted_value(value: str, kind: Any, *, of_list: bool = False) -> str:
+    """Returns a value for Hydra: quotes stand around its texts, also those within a list or a mapping.
+
+    ``of_list``: it is an element of a list, which is text even if it is null or begins with a bracket.
+    """
+    text, inner = value.strip(), value.strip()[1:-1]
+    if kind is not str and text[:1] + text[-1:] in ("[]", "{}") and (parts := split(inner)) is not None:
+        of = typing.get_args(kind)
+        if not inner.strip():
+            return value
+        if text[0] == "[":
+            kind = of[0] if len(of) == 1 else None
+            return f"[{','.join(_quoted_value(part, kind, of_list=True) for part in parts)}]"
+        return "{" + ",".join(_quoted_pair(part, kind) for part in parts) + "}"
+    if of_list and kind is str:
+        alone = text[:1] in (SINGLE, DOUBLE) or "${" in text
+    else:
+        alone = _LEFT_ALONE.fullmatch(text) is not None
+    if not text or alone:
+        return value
+    wrong = not PLAIN.fullmatch(text) if kind is str else not text.isascii()
+    return quoted(text) if wrong else value
+
+
+def _quoted_pair(pair: str, kind: Any) -> str:
+    """Returns a pair of a mapping for Hydra, which reads no quotes around its key."""
+    name, colon, value = pair.partition(":")
+    if (key := _DICT_KEY.fullmatch(name.strip())) is None or not colon:
+        return pair
+    return f"{key[2]}: {_quoted_value(value, without_null(type_below(kind, key[2])))}"
+
+
+def split(text: str) -> list[str] | None:
+    """Splits a text at its commas outside of quotes and brackets; None if quotes or brackets do not match."""
+    parts, open_brackets, mark = [""], [], ""
+    for place, sign in enumerate(text):
+        if mark:
+            mark = "" if sign == mark and text[place - 1] != "\\" else mark
+        elif sign in SINGLE + DOUBLE and (not parts[-1].strip() or parts[-1].rstrip()[-1] in ":[{,("):
+            mark = sign
+        elif sign in "[{(":
+            open_brackets.append(sign)
+        elif sign in "]})" and (not open_brackets or open_brackets.pop() + sign not in ("[]", "{}", "()")):
+            return None
+        elif sign == "," and not open_brackets:
+            parts.append("")
+            continue
+        parts[-1] += sign
+    return None if mark or open_brackets else parts
 
 
 def quoted(text: str, *, mark: str = SINGLE) -> str:

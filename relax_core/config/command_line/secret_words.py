@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from relax_core.config.command_line.override_words import quoted, quoted_word
+from relax_core.config.command_line.override_words import PLAIN, quoted, quoted_word
 from relax_core.config.errors import ConfigError
 from relax_core.config.redaction import REDACTED, has_withheld, is_reference, is_secret_place, redacted, withhold
 
@@ -27,15 +27,15 @@ def without_secrets(words: Sequence[str]) -> list[str]:
     as ``agent.env.TOKEN=${oc.env:TOKEN}``, stays, and so do the references of an earlier call. Raises `ConfigError` for
     a secret that cannot be read.
     """
-    return [_without_secrets(word) for word in words]
+    return [_without_secrets(word, words) for word in words]
 
 
-def _without_secrets(word: str) -> str:
+def _without_secrets(word: str, words: Sequence[str]) -> str:
     key, equals, value = word.partition("=")
     if not equals or key.startswith("-") or not (_MAY_HOLD.search(word) or "://" in value):
         return word
     path = tuple(name for name in _NAMES.split(key.lstrip("+~")) if name)
-    values = _parsed(word)
+    values = _parsed(word, words)
     if values is None:  # Hydra refuses the word, or it is a sweep over numbers
         if is_secret_place(path) or redacted(value, path) != value or ("{" in value and _MAY_HOLD.search(value)):
             raise ConfigError([f"{key}={REDACTED} cannot be read. {_FIX.format(key=key)}."])
@@ -46,14 +46,14 @@ def _without_secrets(word: str) -> str:
     return f"{key}={written}" if has_withheld(written) else word
 
 
-def _parsed(word: str) -> list[Any] | None:
+def _parsed(word: str, words: Sequence[str]) -> list[Any] | None:
     """Returns the values of an override, several for a sweep; None if Hydra cannot read it as such."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.core.override_parser.types import ChoiceSweep
     from hydra.errors import HydraException
 
     try:
-        parsed = OverridesParser.create().parse_overrides([quoted_word(word, several=False)])[0]
+        parsed = OverridesParser.create().parse_overrides([quoted_word(word, several=False, words=words)])[0]
     except HydraException:
         return None
     value = parsed._value
@@ -101,7 +101,7 @@ def _withheld(value: Any) -> str:
 
 
 def _text(text: str) -> str:
-    return text if re.fullmatch(r"[A-Za-z_][\w./-]*", text) else quoted(text)
+    return text if PLAIN.fullmatch(text) else quoted(text)
 
 
 def hide_arguments(words: Sequence[str], shown_words: Sequence[str]) -> None:

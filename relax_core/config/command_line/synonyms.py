@@ -13,7 +13,8 @@ from dataclasses import dataclass
 class Meaning:
     """Holds the keys of Relax for one meaning.
 
-    ``keys`` are Relax's, with a value if one value there corresponds to one value here.
+    ``keys`` are Relax's, with a value if one value there corresponds to one value here. Without keys, ``note`` is a
+    sentence that says what Relax has instead.
     """
 
     keys: tuple[str, ...]
@@ -58,7 +59,7 @@ MEANINGS = (
         "the number of updates a train step, not the prompts in each",
     ),
     Meaning(("algo.epochs",), ("num_iterations", "ppo_epochs", f"{_POLICY}.actor.ppo_epochs")),
-    Meaning(("algo.group_size",), ("num_generations", "n_samples_per_prompt", f"{_POLICY}.rollout.n")),
+    Meaning(("algo.group_size",), ("num_generations", "n_samples_per_prompt", f"{_POLICY}.rollout.n", "rollout.n")),
     Meaning(
         ("rollout.max_new_tokens",),
         (
@@ -79,9 +80,9 @@ MEANINGS = (
     Meaning(("rollout.top_k",), (f"{_POLICY}.rollout.top_k",)),
     Meaning(("run.steps",), ("max_steps", "total_training_steps", "trainer.total_training_steps", "num_steps")),
     Meaning(
-        ("run.steps",),
+        ("run.epochs",),
         ("num_train_epochs", "total_epochs", "num_epochs", "trainer.total_epochs"),
-        "a run's length is in train steps, of rollout.prompts_per_step prompts each",
+        "passes over the training rows, in place of run.steps",
     ),
     Meaning(
         ("run.dir",),
@@ -98,7 +99,10 @@ MEANINGS = (
         "choose placement=gpu",
     ),
     Meaning(("placement.nodes", "launcher.nodes"), ("nnodes", "num_nodes", "trainer.nnodes")),
-    Meaning(("parallel.tp",), ("tensor_parallel_size", f"{_POLICY}.actor.megatron.tensor_model_parallel_size")),
+    Meaning(
+        ("parallel.tp",),
+        ("tensor_parallel_size", "tensor_parallel", f"{_POLICY}.actor.megatron.tensor_model_parallel_size"),
+    ),
     Meaning(("parallel.pp",), (f"{_POLICY}.actor.megatron.pipeline_model_parallel_size", "pipeline_parallel_size")),
     Meaning(("engine.tp",), ("vllm_tensor_parallel_size", f"{_POLICY}.rollout.tensor_model_parallel_size")),
     Meaning(
@@ -152,21 +156,49 @@ MEANINGS = (
     Meaning(("data.eval_path",), ("val_files", "data.val_files", "eval_dataset")),
     Meaning(("reward.name",), ("reward_funcs", "custom_reward_function.path", "reward_fn"), "a name, or a file's path"),
     Meaning(("tracker.tensorboard", "tracker.jsonl"), ("report_to", "logger", "trainer.logger")),
+    Meaning(
+        ("tracker=wandb",),
+        ("wandb", "wandb_project", "use_wandb", "tracker.project"),
+        "with tracker.sinks.wandb.project=NAME",
+    ),
     Meaning(("model", "optimizer", "algo", "rollout", "engine", "parallel"), (_POLICY,), "by what it is about"),
-    Meaning(("run", "eval", "placement", "tracker"), ("trainer",), "by what it is about"),
+    Meaning(
+        ("run", "eval", "placement", "tracker"),
+        ("trainer",),
+        "by what it is about; every run trains with Megatron, whose layout is parallel.*",
+    ),
+    Meaning(
+        ("parallel.dp", "parallel.distributed_optimizer"),
+        ("fsdp", "fsdp_config", "fsdp_size", "strategy", "deepspeed", "zero_stage", "ddp"),
+        "every run trains with Megatron; parallel=dp2_sharded shards the optimizer",
+    ),
+    Meaning(
+        (),
+        ("lora", "lora_rank", "lora_alpha", "lora_r", "use_peft", "use_lora", "peft", "peft_config", "load_in_4bit"),
+        "Relax has no adapters and no quantized training: all weights train but for the parts of model.freeze",
+    ),
+    Meaning(("data.prompt_key",), ("prompt_field", "input_key", "prompt_column", "question_key")),
+    Meaning(("data.answer_key",), ("label_key", "answer_field", "ground_truth_key", "solution_key")),
+    Meaning(("rollout.stop",), ("stop_strings", "stop_words", "stop_sequences")),
     Meaning(("algo",), ("algorithm",), "relax algo=ppo --help lists what PPO has"),
     Meaning(("reward",), ("reward_model", "custom_reward_function")),
 )
 _BY_NAME = {name: meaning for meaning in MEANINGS for name in meaning.names}
 
 
+def meaning_of(name: str) -> Meaning | None:
+    """Returns the meaning of a name, or of the last of its parts that has one."""
+    return next((_BY_NAME[one] for one in (name, *reversed(name.split("."))) if one in _BY_NAME), None)
+
+
 def synonym(name: str) -> str | None:
     """Returns one sentence with the keys that mean what ``name`` means elsewhere, or None for an unknown name.
 
-    Of an unknown dotted name, its last part is looked up, and then its first.
+    Of an unknown dotted name, its parts are looked up, the last first.
     """
-    meaning = next((_BY_NAME[one] for one in (name, name.split(".")[-1], name.split(".")[0]) if one in _BY_NAME), None)
-    if meaning is None:
+    if (meaning := meaning_of(name)) is None:
         return None
+    if not meaning.keys:
+        return f"{meaning.note}."
     note = f" ({meaning.note})" if meaning.note else ""
     return f"Here it is {' and '.join(meaning.keys)}{note}."

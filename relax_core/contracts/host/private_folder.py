@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 
 MODE = 0o700
+CACHE_KEY = "XDG_CACHE_HOME"
 COMPILE_CACHE = "TORCHINDUCTOR_CACHE_DIR"  # torch and Triton keep compiled code below it
 _OTHERS = 0o077  # the rights of a group and of everybody
 _ROOT = 0
@@ -38,7 +39,12 @@ def private_folder(folder: Path, *, key: str, exist_ok: bool = True) -> Path:
             current = current.parent
             continue
         entry = current / name
-        is_new, state = _made(entry)
+        try:
+            is_new, state = _made(entry)
+        except OSError as error:
+            what = "Relax's cache" if key == CACHE_KEY else "the folder"
+            told = f"{error.strerror}: {named}: {what} cannot be made. Set {key} to a folder that you may write to"
+            raise type(error)(error.errno, told, str(entry)) from error
         if stat.S_ISLNK(state.st_mode):
             links += 1
             target = _target(entry, state, named=named, links=links)
@@ -129,9 +135,9 @@ def user_cache(*names: str) -> Path:
 
     ``names`` are the parts of the path below it. The cache is made private if it exists, and not made otherwise.
     """
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "relax")
+    folder = Path(os.environ.get(CACHE_KEY) or Path.home() / ".cache", "relax")
     if folder.exists():
-        private_folder(folder, key="XDG_CACHE_HOME")
+        private_folder(folder, key=CACHE_KEY)
     return folder.joinpath(*names)
 
 
@@ -141,7 +147,7 @@ def set_compile_cache(environment: MutableMapping[str, str]) -> None:
     torch's own default is /tmp/torchinductor_NAME. Another user could make that folder first and put code into it.
     """
     if COMPILE_CACHE not in environment:
-        environment[COMPILE_CACHE] = str(private_folder(user_cache("torchinductor"), key="XDG_CACHE_HOME"))
+        environment[COMPILE_CACHE] = str(private_folder(user_cache("torchinductor"), key=CACHE_KEY))
 
 
 def set_private_files() -> int:

@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from relax_core.config.learning_rate import jump_words
 from relax_core.config.resume_identity import DATA_LOCATION_KEYS, REFUSED, REPORTED_KEYS, Change, changes
 from relax_core.config.saved import plain
 from relax_core.config.schema import RelaxConfig
@@ -115,7 +116,8 @@ def _compare(found: WholeCheckpoint, config: RelaxConfig, *, what: str) -> tuple
     reported = changes(before, now, keys=REPORTED_KEYS)
     if moved:
         reported += changes(before, now, keys=DATA_LOCATION_KEYS)
-    return tuple(_note(change, step=step) for change in reported)
+    jump = jump_words(before, now, step=step)
+    return (*(_note(change, step=step) for change in reported), *([] if jump is None else [jump]))
 
 
 def _saved(found: WholeCheckpoint) -> dict[str, Any]:

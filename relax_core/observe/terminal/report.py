@@ -8,10 +8,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from relax_core.config.learning_rate import jump_words
 from relax_core.contracts.sink import SAMPLED_MARKS
 from relax_core.observe.results.curves import CURVES_FILE
 from relax_core.observe.results.summary import STEP_PARTS, SUMMARY_FILE
@@ -117,11 +119,12 @@ def next_commands(run_dir: Path, summary: Mapping[str, Any]) -> list[tuple[str, 
     """
     overrides = summary["run"].get("overrides", [])
     finished = summary["outcome"] == "finished"
+    saved = _saved(run_dir)
     commands = []
     if any((run_dir / CHECKPOINTS_FOLDER).glob("*")):
         here = (f"run.dir={run_dir}", "resume=auto")  # without run.dir, resume=auto selects the newest of all runs
         if finished:
-            commands.append((_command(overrides, *here, f"run.steps={2 * summary['steps']}"), "train on"))
+            commands.append(_train_on(saved, overrides, here, steps=summary["steps"]))
         else:
             commands.append((_command(overrides, *here), "go on from the newest checkpoint"))
     if (run_dir / METRICS_FILE).exists():
@@ -132,12 +135,35 @@ def next_commands(run_dir: Path, summary: Mapping[str, Any]) -> list[tuple[str, 
             (f"tensorboard --logdir {shlex.quote(str(run_dir / TENSORBOARD_FOLDER))}", "look at every curve")
         )
     if finished:
-        if "mode=colocate" not in overrides:
-            commands.append((_command(overrides, "mode=colocate"), "the same run, strictly on-policy"))
-        commands.append((_command(overrides, "mode=async", "mode.max_staleness=4"), "let rollouts run further ahead"))
+        new = [one for one in overrides if not one.startswith("run.dir=")]  # a new run has a folder of its own
+        alone = saved.get("rollout", {}).get("workers", 1) == 1 and not saved.get("placement", {}).get("gpus_per_node")
+        if "mode=colocate" not in overrides and alone:
+            dropped = [one for one in new if not one.startswith("mode.max_staleness=")]
+            commands.append((_command(dropped, "mode=colocate"), "the same run, strictly on-policy"))
+        if not saved.get("rollout", {}).get("lockstep"):
+            commands.append((_command(new, "mode=async", "mode.max_staleness=4"), "let rollouts run further ahead"))
         own = ("model=qwen3", "model.path=FOLDER", "data=file", "data.path=ROWS.jsonl", "reward=math")
         commands.append((_command((), *own), "your own model and data"))
     return commands
+
+
+def _saved(run_dir: Path) -> dict[str, Any]:
+    """Returns the run's own configuration, or an empty one for a run that ended before it was written."""
+    file = run_dir / "config.yaml"
+    return yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else {}
+
+
+def _train_on(
+    saved: Mapping[str, Any], overrides: Sequence[str], here: Sequence[str], *, steps: int
+) -> tuple[str, str]:
+    """Returns the command that doubles a finished run, and its purpose with the jump of the learning rate."""
+    changes = [*here, f"run.steps={2 * steps}"]
+    if not saved:
+        return _command(overrides, *changes), "train on"
+    if saved["run"].get("epochs") is not None:  # it would set the number of steps
+        changes.append("run.epochs=null")
+    jump = jump_words(saved, {**saved, "run": {**saved["run"], "steps": 2 * steps}}, step=steps)
+    return _command(overrides, *changes), "train on" + (f"; {jump}" if jump else "")
 
 
 def _command(overrides: Sequence[str], *changes: str) -> str:

@@ -1,8 +1,7 @@
-"""Builds the configured optimizer and computes the learning rate of each step."""
+"""Builds the configured optimizer."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,26 +10,9 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import ParamKey, get_megatron_optimizer, get_standard_config_overrides
 
-from relax_core.config.choices import Schedule
-from relax_core.config.schema import DEFAULT_WARMUP_STEPS, OptimizerConfig, ParallelConfig
+from relax_core.config.schema import OptimizerConfig, ParallelConfig
 from relax_core.train.model.frozen_parts import IN_TOWER
 from relax_core.train.model.gpt import TreeGPTModel
-
-
-def learning_rate(config: OptimizerConfig, *, step: int, total_steps: int) -> float:
-    """Returns the learning rate of train step ``step``.
-
-    It rises linearly as (step + 1) / warmup_steps of lr. After the warm-up it is constant, or falls to
-    lr * min_lr_ratio at ``total_steps`` along a half cosine or a straight line.
-    """
-    warmup = min(DEFAULT_WARMUP_STEPS, total_steps) if config.warmup_steps is None else config.warmup_steps
-    if step < warmup:
-        return config.lr * (step + 1) / warmup
-    if config.schedule is Schedule.constant:
-        return config.lr
-    done = min(1.0, (step - warmup) / max(1, total_steps - warmup))
-    left = 1 - done if config.schedule is Schedule.linear else 0.5 * (1 + math.cos(math.pi * done))
-    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * left)
 
 
 def wrap_for_training(chunks: Sequence[TreeGPTModel], *, parallel: ParallelConfig, dtype: torch.dtype) -> list[Any]:

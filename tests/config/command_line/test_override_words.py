@@ -11,10 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relax_core.config.command_line.override_words import DOUBLE, SINGLE, CommandLine, hydra_words, quoted
+from relax_core.config.command_line.rerun import rerun_line
 from relax_core.config.command_line.synonyms import MEANINGS
-from relax_core.config.compose import load_config, run
+from relax_core.config.compose import compose, config_from_yaml, load_config, run, typed_config
 from relax_core.config.errors import ConfigError
 from relax_core.config.options import group_options, groups
+from relax_core.config.own_runs import marked
+from relax_core.config.saved import to_whole_yaml, to_yaml
 from relax_core.config.schema import RelaxConfig
 from relax_core.config.schema_keys import known_keys
 from relax_core.registry import find_algorithm, names
@@ -94,11 +97,11 @@ def test_a_run_is_told_in_the_words_that_were_typed(tmp_path: Path) -> None:
         (["-cn", "config"], "To repeat a run: relax rerun RUN."),
         (["--config-dir", "/nowhere"], "--config-dir /nowhere: no such folder."),
         (["--config-dir=/usr"], "--config-dir /usr: it has no folder of a group, such as experiment/."),
-        (["--learning_rate=1e-4"], "Settings are written as key=value. Here it is optimizer.lr."),
-        (["--run.steps", "3"], "Settings are written as key=value: run.steps=..."),
+        (["--learning_rate=1e-4"], "Settings are written as key=value: optimizer.lr=1e-4"),
+        (["--run.steps", "3"], "Settings are written as key=value: run.steps=3"),
         (["--optimizer.lr=1e-4"], "Settings are written as key=value: optimizer.lr=1e-4"),
         (["--multi-run"], "--multi-run is not a flag of relax. Nearest: --multirun."),
-        (["name=a=b"], "takes quotes: 'name=\"a=b\"'"),
+        (["data.config.x=a=b"], "takes quotes: 'data.config.x=\"a=b\"'"),
         (["name=a,b"], "A text with a comma takes quotes: 'name=\"a,b\"'."),
         (["comapre"], "Nearest: relax compare."),
         (["algo=gropo"], "algo=gropo does not exist. Nearest: grpo."),
@@ -129,7 +132,7 @@ def test_a_runs_folder_as_config_dir_is_repeated_in_another_way(tmp_path: Path) 
         ("actor_rollout_ref.actor.ppo_epochs", "algo.epochs"),
         ("actor_rollout_ref.rollout.something_new", "model and optimizer and algo"),
         ("data.train_batch_size", "rollout.prompts_per_step"),
-        ("trainer.total_epochs", "run.steps"),
+        ("trainer.total_epochs", "run.epochs"),
         ("+trainer.n_gpus_per_node", "placement.gpus_per_node"),
     ],
 )
@@ -169,3 +172,91 @@ def test_files_of_the_users_own_lie_in_a_folder_of_groups(tmp_path: Path, capsys
     assert "experiment=mime does not exist. Nearest: mine. What exists for experiment: bare," in capsys.readouterr().err
     assert run(["--config-dir", str(tmp_path), "experiment=bare"], job) == 2
     assert "in experiment/bare.yaml: its first line must be '# @package _global_'" in capsys.readouterr().err
+
+
+def value(key: str, *words: str) -> object:
+    found: object = typed_config(compose(words))
+    for part in key.split("."):
+        found = found[part] if isinstance(found, dict) else getattr(found, part)
+    return found
+
+
+@pytest.mark.parametrize("text", ["83e1234", "1e5", "1_0", "007", "true", "Null", "inf", "über", "a=b", "(x)", "it's"])
+def test_a_text_keeps_its_characters(text: str) -> None:
+    assert value("name", f"name={text}") == text
+    assert value("rollout.stop", f"rollout.stop=[{text},x]") == [text, "x"]
+    assert value("agent.env", f"agent.env={{K: {text}, L: y}}") == {"K": text, "L": "y"}
+    assert value("agent.env.K", f"agent.env.K={text}") == text
+    assert value("launcher.partition", "launcher=slurm", f"launcher.partition={text}") == text
+    assert value("reward.by", f"reward.by={text}") == text  # the setting of a plug-in
+
+
+@pytest.mark.parametrize(
+    ("word", "key", "expected"),
+    [
+        ("rollout.stop=[</answer>]", "rollout.stop", ["</answer>"]),
+        ('rollout.stop=["</answer>"]', "rollout.stop", ["</answer>"]),
+        ("rollout.stop=[[/INST],null]", "rollout.stop", ["[/INST]", "null"]),
+        ('rollout.stop=[。,"a,b"]', "rollout.stop", ["。", "a,b"]),
+        ("eval.sets={'a/b': /f, c: null}", "eval.sets", {"a/b": "/f", "c": None}),
+        ("data.paths=[/ü.jsonl,/b.jsonl]", "data.paths", ["/ü.jsonl", "/b.jsonl"]),
+        ("data.path=/d/ü/数据.jsonl", "data.path", "/d/ü/数据.jsonl"),
+        ("data.prompt_key=问题", "data.prompt_key", "问题"),
+        ("data.chat_template_kwargs={x: 1e5, y: 数据}", "data.chat_template_kwargs", {"x": 1e5, "y": "数据"}),
+        ("algo.rejection={token_ratio: [0.5,5e0]}", "algo.rejection", {"token_ratio": [0.5, 5.0]}),
+        ("name=${seed}x", "name", "0x"),
+        ("optimizer.lr=1e-3", "optimizer.lr", 1e-3),
+    ],
+)
+def test_lists_mappings_and_texts_beyond_ascii(word: str, key: str, expected: object) -> None:
+    assert value(key, word) == expected
+
+
+def test_a_sweep_keeps_the_characters_of_each_text() -> None:
+    assert hydra_words(["-m", "name=1e5,007,a"]) == ["name='1e5','007',a", "-m"]
+    line = CommandLine.of(["-m", "name=ü,1e5", "seed=1,2"])
+    assert line.swept(["name='1e5'", "seed=2"]) == ["name='1e5'", "seed=2"]
+
+
+def test_the_characters_survive_the_saved_configuration(tmp_path: Path) -> None:
+    config = load_config(["name=83e1234", "rollout.stop=[1e5,007,true]", f"run.dir={tmp_path}"])
+    (tmp_path / "config.yaml").write_text(marked(to_yaml(config)))
+    again: list[RelaxConfig] = []
+    assert run(rerun_line([str(tmp_path)]), lambda config: again.append(config) or 0) == 0
+    assert [(one.name, one.rollout.stop) for one in again] == [("83e1234", ["1e5", "007", "true"])]
+    assert config_from_yaml(to_whole_yaml(config)).name == "83e1234"
+
+
+def test_a_file_without_its_first_line_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "bad.yaml").write_text("defaults:\n  - override /algo: dr_grpo\nseed: 1\n")
+    line = ["--config-dir", str(tmp_path), "experiment=bad"]
+    assert run(line, lambda config: pytest.fail("it started")) == 2
+    assert "experiment/bad.yaml: its first line must be '# @package _global_'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("name: 4e123", ("experiment/own.yaml, line 2", "name: 4e123", '"4e123"')),
+        ("rollout:\n  stop: [a, 1e5]", ("line 3", "rollout.stop", '"1e5"')),
+        ("agent:\n  env: {K: 007}", ("agent.env.K", '"007"')),
+        ("reward: {by: 1_0}", ("reward.by", '"1_0"')),
+        ("run: {steps: 10, epochs: 2}", ("run.steps=10", "run.epochs=2")),
+    ],
+)
+def test_what_a_file_of_the_user_says_otherwise_than_it_is_read(
+    tmp_path: Path, text: str, words: tuple[str, ...]
+) -> None:
+    (tmp_path / "experiment").mkdir()
+    file = tmp_path / "experiment" / "own.yaml"
+    file.write_text(f"# @package _global_\n{text}\n")
+    line = ["--config-dir", str(tmp_path), "experiment=own"]
+    with pytest.raises(ConfigError) as caught:
+        hydra_words(line)
+    (problem,) = caught.value.problems
+    assert [word for word in words if word not in problem] == []
+    file.write_text(
+        '# @package _global_\nname: "1e5"\nseed: 1_0\noptimizer: {lr: 1e-5}\nrun: {steps: 1, epochs: null}\n'
+    )
+    assert hydra_words(line)

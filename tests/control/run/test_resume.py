@@ -277,3 +277,17 @@ def test_a_resumed_run_keeps_the_date_of_its_chat_template(config: RelaxConfig) 
     write_checkpoint(Path(config.run.dir), 20, config=config)  # of a version without the key
     point = find_resume_point(replace(config, resume="auto"))
     assert point is not None and point.template_date is None
+
+
+@pytest.mark.parametrize(("schedule", "jumps"), [("cosine", True), ("linear", True), ("constant", False)])
+def test_a_longer_run_whose_learning_rate_jumps_is_told_so(tmp_path: Path, schedule: str, jumps: bool) -> None:
+    own = [f"run.dir={tmp_path / 'run'}", f"optimizer.schedule={schedule}", "optimizer.warmup_steps=0"]
+    write_checkpoint(tmp_path / "run", STEPS, config=load_config([*own, f"run.steps={STEPS}"]))
+    point = find_resume_point(load_config([*own, f"run.steps={2 * STEPS}", "resume=auto"]))
+    assert point is not None and len(point.notes) == jumps
+    if jumps:
+        (note,) = point.notes
+        for word in ("run.steps was 100, is 200", f"optimizer.schedule={schedule}", "from 8.", "0.00044", "step 100"):
+            assert word in note
+    point = find_resume_point(load_config([*own, f"run.steps={STEPS}", "resume=auto"]))
+    assert point is not None and point.notes == ()

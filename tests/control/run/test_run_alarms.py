@@ -143,16 +143,15 @@ def test_another_controller_tells_neither_the_start_nor_old_records_again(tmp_pa
 
 
 def test_a_resume_begins_anew_and_a_number_that_nobody_measures_is_told(tmp_path: Path, told: Told) -> None:
-    run = alarms(
-        tmp_path, told, "notify.rules=['actor/reward < 0.5 for 2 steps', 'actor/rewrad > 1 for 2 steps']", clock=Clock()
-    )
+    rules = "'actor/reward < 0.5 for 2 steps', 'actor/algorithm/rewrad > 1 for 2 steps'"
+    run = alarms(tmp_path, told, f"notify.rules=[{rules}]", clock=Clock())
     resumed = record(0, source=RUN, **{RESUMED: 1.0})
     run.add_records([record(0, reward=0.1), resumed, record(1, reward=0.1)])
     run.tick(step=2)
     assert [one.event for one in read_alarms(tmp_path / "run" / FILE)] == ["started"]
     run.add_records(record(step, reward=1.0) for step in range(2, UNKNOWN_RECORDS))
     lines = [line for line in run.take_lines() if "notify.rules" in line]
-    assert len(lines) == 1 and "actor/rewrad was in none of 100 records of actor" in lines[0]
+    assert len(lines) == 1 and "actor/algorithm/rewrad was in none of 100 records of actor" in lines[0]
     run.close("finished", "")
 
 

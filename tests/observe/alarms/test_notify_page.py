@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from relax_core.config.compose import load_config
-from relax_core.config.notify_rules import PRESETS, Rule, read_rule
+from relax_core.config.notify_rules import PRESETS, Rule, number_problem, read_rule
 from relax_core.config.sections.notify_schema import EVENTS
 from relax_core.preflight import receiver_problems
+from tests.observe.metrics_page import rows
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = (ROOT / "docs/notify.md").read_text(encoding="utf-8")
@@ -34,6 +35,13 @@ def test_every_rule_is_one_on_a_number_that_a_run_has() -> None:
     assert len(rules) == 3
     rules += [read_rule(words) for texts in PRESETS.values() for words in texts]
     assert [rule.number for rule in rules if f"`{rule.number}`" not in METRICS] == []
+
+
+def test_each_number_of_the_page_of_metrics_may_have_a_rule_and_others_are_refused() -> None:
+    tags = [re.sub(r"<k>", "4", tag).replace("<role>", "critic") for tag, _, _ in rows()]
+    assert [tag for tag in tags if number_problem(re.sub(r"<\w+>", "x", tag)) is not None] == []
+    for wrong in ("actor/rewrad", "actr/reward", "eval/exactly", "rollout/turn", "reward/mean", "critic/loss"):
+        assert number_problem(wrong) is not None
 
 
 def test_every_event_and_every_named_rule_has_its_row() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import shlex
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,9 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
+from relax_core.config.choices import Schedule
+from relax_core.config.compose import compose, load_config, typed_config
+from relax_core.config.saved import to_yaml
 from relax_core.contracts.bus import BusProgress
 from relax_core.observe.results.curves import plot_curves
 from relax_core.observe.results.summary import build_summary
@@ -22,6 +26,7 @@ from relax_core.observe.terminal.report import (
     print_report,
     report_console,
 )
+from relax_core.preflight import CHECKS, settle
 
 MakeRecord = Callable[..., MetricRecord]
 META = {"outcome": "finished", "wall_s": 30.0, "first_step_s": 12.5}
@@ -151,6 +156,35 @@ def test_commands_repeat_the_run_with_one_thing_changed(tmp_path: Path, progress
     assert commands["let rollouts run further ahead"] == (
         "python -m relax_core run.steps=12 'data.path=my rows.jsonl' mode=async mode.max_staleness=4"
     )
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["run.steps=12"],
+        ["run.epochs=0.01", "name=1e5"],
+        ["optimizer.schedule=constant", "rollout.workers=2"],
+        ["mode.max_staleness=2", "rollout.stop=[</answer>]"],
+        ["env=number_guess", "reward=env", "mode.max_staleness=0", "rollout.lockstep=true"],
+    ],
+)
+def test_every_command_that_is_printed_can_start(tmp_path: Path, progress: BusProgress, words: list[str]) -> None:
+    words = [*words, f"run.dir={tmp_path}"]
+    config = load_config(words, settle=settle)
+    (tmp_path / "checkpoints" / "step-12").mkdir(parents=True)
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    summary = build_summary([], progress=progress, meta=META | {"overrides": words})
+    for command, purpose in next_commands(tmp_path, summary):
+        _, _, module, *printed = shlex.split(command)
+        assert module == "relax_core"
+        if purpose == "your own model and data":
+            typed_config(compose(printed))
+            continue
+        load_config(printed, checks=CHECKS, settle=settle)
+        if purpose.startswith("train on"):
+            assert ("the learning rate jumps from" in purpose) == (config.optimizer.schedule is not Schedule.constant)
+        else:
+            assert f"run.dir={tmp_path}" not in printed  # a new run has a folder of its own
 
 
 def test_the_curves_are_a_picture_of_sensible_size(tmp_path: Path, make_record: MakeRecord) -> None:

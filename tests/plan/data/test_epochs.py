@@ -17,9 +17,16 @@ from relax_core.preflight import CHECKS, settle
     [("1", 1250), ("2", 2500), ("0.5", 625), ("0.0001", 1), ("1.0004", 1251)],
 )
 def test_steps_follow_from_the_rows(epochs: str, steps: int) -> None:
-    config = load_config([f"run.epochs={epochs}", "run.steps=7"], checks=CHECKS, settle=settle)
+    config = load_config([f"run.epochs={epochs}"], checks=CHECKS, settle=settle)
     assert config.run.steps == steps
     assert f"run.epochs={float(epochs):g} over 10000 rows, 8 a step, is run.steps={steps}." in make_plan(config).batch
+
+
+def test_a_length_in_steps_and_in_passes_is_refused() -> None:
+    for words in (["run.epochs=3", "run.steps=10"], ["run.steps=10", "+run.epochs=0.5"]):
+        with pytest.raises(ConfigError, match=r"run.steps=10 with run.epochs=.* add run.epochs=null"):
+            load_config(words)
+    assert load_config(["run.epochs=null", "run.steps=10"]).run.steps == 10
 
 
 def test_files_count_together_without_their_held_out_rows(tmp_path: Path) -> None:

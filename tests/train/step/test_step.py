@@ -18,6 +18,7 @@ from tiny_trainer import PPO_CLIP, dp_groups, make_backend, make_groups, train_s
 from worker_group_layouts import parallel_config
 
 from relax_core.config.choices import Schedule
+from relax_core.config.learning_rate import learning_rate
 from relax_core.config.schema import OptimizerConfig
 from relax_core.contracts.algorithm import LossInputs, LossOutputs, Requirements
 from tests.trees import answer_ids, of_tokens, with_tokens
@@ -271,24 +272,18 @@ def test_the_top_k_tokens_are_cut_by_group(folder: Path) -> None:
     ],
 )
 def test_learning_rate(schedule: Schedule, expected: list[float]) -> None:
-    from relax_core.train.step.optimizer import learning_rate
-
     config = OptimizerConfig(lr=1.0, min_lr_ratio=0.1, schedule=schedule, warmup_steps=4)
     assert [learning_rate(config, step=step, total_steps=8) for step in range(7)] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(("steps", "warmup"), [(320, 10), (10, 10), (4, 4), (1, 1)])
 def test_the_default_warm_up_is_no_longer_than_the_run(steps: int, warmup: int) -> None:
-    from relax_core.train.step.optimizer import learning_rate
-
     config = OptimizerConfig(lr=1.0, min_lr_ratio=0.1, schedule=Schedule.constant, warmup_steps=None)
     rates = [learning_rate(config, step=step, total_steps=steps) for step in range(warmup)]
     assert rates == pytest.approx([(step + 1) / warmup for step in range(warmup)])
 
 
 def test_a_schedule_that_goes_down_ends_where_it_says() -> None:
-    from relax_core.train.step.optimizer import learning_rate
-
     for schedule in (Schedule.cosine, Schedule.linear):
         config = OptimizerConfig(lr=2.0, min_lr_ratio=0.25, schedule=schedule, warmup_steps=3)
         rates = [learning_rate(config, step=step, total_steps=50) for step in range(60)]
