@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
 DEVIATIONS = ("group", "batch", "none")
 LEAVE_ONE_OUT_DEVIATIONS = ("none", "group", "others", "batch")
+NEARLY_EQUAL = 0.01  # a share of the group's std
 
 
 def group_relative_advantages(*, rewards: Tensor, normalize_std: bool, std_epsilon: float) -> Tensor:
@@ -35,8 +36,10 @@ def leave_one_out_advantages(*, rewards: Tensor, deviation: str = "none", std_ep
 
     That is n / (n - 1) × (r - mean) of n rewards. ``deviation`` says what it is divided by: "none" nothing, "group" the
     group's unbiased std + ``std_epsilon``, "others" the unbiased std of the other rewards + ``std_epsilon``, so that a
-    reward does not influence its own scale. With "others" an advantage is not divided if the other rewards are all
-    equal. Equal rewards give exactly 0. Raises ValueError for a group of one sample.
+    reward does not influence its own scale. With "others" an advantage is not divided if the std of the other rewards
+    is at most `NEARLY_EQUAL` of the group's: they are then equal at the scale of the group, and to divide by their
+    rounding error would blow the advantage up. So no size is above √n / `NEARLY_EQUAL` or |r - mean of the others|.
+    Equal rewards give exactly 0. Raises ValueError for a group of one sample.
     """
     _require_group(rewards)
     values, count = rewards.double(), rewards.numel()
@@ -46,10 +49,11 @@ def leave_one_out_advantages(*, rewards: Tensor, deviation: str = "none", std_ep
     if deviation == "group":
         centred = centred / (values.std(correction=1) + std_epsilon)
     elif deviation == "others":
+        least = NEARLY_EQUAL * values.std(correction=1)
         for index in range(count):
-            others = values[[other for other in range(count) if other != index]]
-            if not _all_equal(others):
-                centred[index] /= others.std(correction=1) + std_epsilon
+            others = values[[other for other in range(count) if other != index]].std(correction=1)
+            if others > least:
+                centred[index] /= others + std_epsilon
     return centred.float()
 
 
@@ -71,7 +75,8 @@ def pass_at_k_advantages(*, rewards: Tensor, k: int, normalize_std: bool, std_ep
     best = values.new_tensor([comb(j, k - 1) / subsets for j in range(count)])
     own = values.new_tensor([comb(j, k - 1) / subsets_of_one for j in range(count)])
     # That sample is also the best of a lower sample's subset if the other k - 2 are among the j - 1 that remain below.
-    above = values.new_tensor([comb(j - 1, k - 2) / subsets_of_one if j else 0.0 for j in range(count)])
+    # With k = 1 a subset has no other sample.
+    above = values.new_tensor([comb(j - 1, k - 2) / subsets_of_one if j and k > 1 else 0.0 for j in range(count)])
     better = values * above
     of_sample = values * own + (better.sum() - better.cumsum(0))
     mean = (best * values).sum()
