@@ -48,7 +48,7 @@ def leave_one_out_advantages(*, rewards: Tensor, deviation: str = "none", std_ep
         return rewards.new_zeros(rewards.shape).float()
     if deviation == "group":
         centred = centred / (values.std(correction=1) + std_epsilon)
-    elif deviation == "others":
+    elif deviation == "others" and count > 2:  # one other reward has no deviation
         least = NEARLY_EQUAL * values.std(correction=1)
         for index in range(count):
             others = values[[other for other in range(count) if other != index]].std(correction=1)

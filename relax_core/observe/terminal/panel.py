@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.live import Live
 
 from relax_core.contracts.bus import BusProgress
-from relax_core.observe.service.records import MetricRecord
+from relax_core.observe.service.records import ACTOR, MetricRecord
 from relax_core.observe.terminal.panel_numbers import RunningNumbers
 from relax_core.observe.terminal.panel_view import PanelView, line, picture, role_line
 from relax_core.observe.terminal.role_states import RoleState
@@ -92,7 +92,7 @@ class Panel:
         self._is_open = False
         if self._live is None:
             if self._state.step > self._line_step:
-                self._print_figures()
+                self._print_figures(self._state.step)
             return
         self._live.update(picture(self._view()))
         self._live.stop()
@@ -151,18 +151,27 @@ class Panel:
             self._print(state.message)
         self._printed_message = state.message
         self._line_step = min(self._line_step, state.step)  # a recovery returns to an earlier step
-        steps = state.step - self._line_step
+        step = self._recorded_step()
+        steps = step - self._line_step
         if steps >= LINE_STEPS or (steps > 0 and now - self._line_time >= LINE_S):
-            self._print_figures()
-        elif steps == 0 and now - self._line_time >= STALL_S:
+            self._print_figures(step)
+        elif steps <= 0 and now - self._line_time >= STALL_S:
             self._line_time = now
             roles = " · ".join(role_line(role) for role in state.roles)
             self._print(f"step {state.step}/{self._total_steps}, still  {roles}")
 
-    def _print_figures(self) -> None:
-        self._line_step = self._state.step
+    def _recorded_step(self) -> int:
+        """Returns the newest step that is done and has a record; the newest one done if records are missing for long.
+
+        The trainer's records come another way than the number of steps, so either may be ahead.
+        """
+        newest, done = self._numbers.latest_step(ACTOR), self._state.step
+        return done if newest is None or done - newest > LINE_STEPS else min(done, newest + 1)
+
+    def _print_figures(self, step: int) -> None:
+        self._line_step = step
         self._line_time = time.monotonic()
-        self._print(line(self._view()))
+        self._print(line(replace(self._view(), step=step)))
 
     def _print(self, text: str) -> None:
         """Prints one line without wrapping it, because logs are searched by line."""

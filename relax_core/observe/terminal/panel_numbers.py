@@ -44,6 +44,11 @@ class RunningNumbers:
                 return values[name]
         return None
 
+    def of_step(self, name: str, step: int, *, source: str = ACTOR) -> float | None:
+        """Returns the finite value that the record of this step has, or None."""
+        value = self._values[source].get(step, {}).get(name)
+        return value if value is not None and math.isfinite(value) else None
+
     def of_newest_step(self, name: str, *, source: str = ACTOR) -> float | None:
         """Returns the newest record's value, or None if that record has none."""
         newest = self.newest(source)
@@ -53,9 +58,9 @@ class RunningNumbers:
         """Returns the values of the newest record; none before the first one."""
         return next(reversed(self._values[source].values()), {})
 
-    def latest_step(self, source: str) -> int | None:
-        """Returns the step of the newest record, or None."""
-        return next(reversed(self._values[source]), None)
+    def latest_step(self, source: str, *, most: float = math.inf) -> int | None:
+        """Returns the step of the newest record up to step ``most``, or None."""
+        return next((step for step in reversed(self._values[source]) if step <= most), None)
 
     def curve(self, name: str, *, source: str = ACTOR) -> list[float]:
         """Returns the value of each step that has one, in order; ``name`` is one of `CURVES`."""

@@ -83,20 +83,24 @@ def picture(view: PanelView) -> RenderableType:
 
 
 def line(view: PanelView) -> str:
-    """Returns the figures as one plain line."""
-    numbers = view.numbers
+    """Returns the figures as one plain line; those of the trainer are of the step that the line names.
+
+    A figure without a record of that step is left out. The evaluation is the newest up to that step.
+    """
+    numbers, step = view.numbers, view.step - 1  # the record of a step has the number of steps before it
+    evaluated = numbers.latest_step(EVAL, most=view.step)
     parts = [f"step {view.step}/{view.total_steps}"]
     for label, value, spec in (
-        ("reward", numbers.latest("reward"), ".3f"),
-        ("exact", numbers.latest("exact"), ".3f"),
-        ("eval", numbers.latest("exact", source=EVAL), ".3f"),
+        ("reward", numbers.of_step("reward", step), ".3f"),
+        ("exact", numbers.of_step("exact", step), ".3f"),
+        ("eval", None if evaluated is None else numbers.of_step("exact", evaluated, source=EVAL), ".3f"),
         ("samples/s", numbers.per_second("samples"), ".0f"),
         ("tokens/s", numbers.per_second("tokens"), ".0f"),
-        ("loss", numbers.latest("loss"), ".4g"),
-        ("grad_norm", numbers.latest("grad_norm"), ".3g"),
-        ("gap", numbers.of_newest_step("logprob_gap_max"), ".1e"),
-        ("cut", numbers.of_newest_step("truncated") or None, ".0%"),
-        ("equal groups", numbers.of_newest_step("groups_without_signal") or None, ".0%"),
+        ("loss", numbers.of_step("loss", step), ".4g"),
+        ("grad_norm", numbers.of_step("grad_norm", step), ".3g"),
+        ("gap", numbers.of_step("logprob_gap_max", step), ".1e"),
+        ("cut", numbers.of_step("truncated", step) or None, ".0%"),
+        ("equal groups", numbers.of_step("groups_without_signal", step) or None, ".0%"),
         ("without reward", numbers.of_newest_step("reward_failed", source=ROLLOUT) or None, ".0%"),
         ("turns", numbers.latest("turns", source=ROLLOUT), ".1f"),
         ("cached", numbers.latest("cached_share", source=ROLLOUT) or None, ".0%"),
