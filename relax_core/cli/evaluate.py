@@ -55,6 +55,11 @@ def evaluate(config: RelaxConfig, target: Target) -> int:
     """
     started, folder = time.monotonic(), Path(config.run.dir)
     try:
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise ValueError(
+                f"run.dir={folder}: it exists, and an evaluation overwrites nothing. Give a new or an empty folder, or "
+                "leave run.dir out."
+            )
         private_folder(folder, key="run.dir")
         with (
             _weights(config, target, folder) as model,

@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line. Returns 0, or 2 with the reason on stderr if nothing was written."""
     parser = argparse.ArgumentParser(prog="relax export", description=__doc__)
     parser.add_argument("checkpoint", type=Path, help="such as RUN/checkpoints/step_00000100")
-    parser.add_argument("out", type=Path, help="the folder to write; an existing one is replaced")
+    parser.add_argument("out", type=Path, help="the folder to write: a new or an empty one")
     parser.add_argument("--dtype", choices=DTYPES, help="default: that of each tensor in the model's folder")
     parser.add_argument("--model", type=Path, help="folder of configuration and tokenizer; default: the run's own")
     parser.add_argument("--shard-gb", type=float, default=4.0, help="largest file; default: 4")
@@ -58,6 +58,7 @@ def export(checkpoint: Path, out: Path, *, model: Path | None, dtype: str | None
     # This import takes seconds, so the command line is parsed first.
     from relax_core.train.checkpoints.checkpoint_export import export_checkpoint
 
+    _refuse_taken(out)
     if shard_gb <= 0:
         raise ValueError(f"--shard-gb {shard_gb:g}: must be more than 0.")
     if not (checkpoint / META).is_file():
@@ -76,6 +77,19 @@ def export(checkpoint: Path, out: Path, *, model: Path | None, dtype: str | None
         dtype=dtype,
         shard_bytes=int(shard_gb * 1e9),
     )
+
+
+def _refuse_taken(out: Path) -> None:
+    """Raises ValueError if ``out`` is anything but a free name or an empty folder, so that nothing there is lost."""
+    taken = f"{out}: OUT must be a new or an empty folder, but "
+    if out.is_symlink():
+        raise ValueError(f"{taken}it is a symbolic link to {out.readlink()}. Give another path.")
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"{taken}it is a file. Give another path.")
+    if not out.name or out.name == ".." or out.resolve() == Path.cwd():
+        raise ValueError(f"{taken}it is the working folder or one above it. Give the path of a new folder.")
+    if out.is_dir() and (first := next(out.iterdir(), None)) is not None:
+        raise ValueError(f"{taken}it has files, such as {first.name}. Give another path, or remove it first.")
 
 
 def _model_of_run(saved: Mapping[str, Any]) -> Path:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 import stat
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -53,7 +54,15 @@ def remove_left_weights(run_dir: Path) -> None:
     Call it before the run publishes, while this command holds the run's lock.
     """
     for folder in run_dir.glob(f"{WEIGHTS_PREFIX}*"):
+        _remove_folder(folder)
+
+
+def _remove_folder(folder: Path) -> None:
+    """Removes a folder, or names it on stderr: neither a run nor a further removal depends on it."""
+    try:
         shutil.rmtree(folder)
+    except OSError as error:
+        print(f"relax: {folder} cannot be removed ({error}). Remove it yourself.", file=sys.stderr)
 
 
 def _each(temporary: Path | None, shared_memory: Path, then: Callable[[StaleRun], None]) -> Iterator[StaleRun]:
@@ -73,7 +82,7 @@ def _remove(stale_run: StaleRun) -> None:
         kill_trees(pids)
         pids = processes_of(stale_run.folder)  # the killed processes may have started others
     remove_left_scratch(stale_run.folder)
-    shutil.rmtree(stale_run.folder)
+    _remove_folder(stale_run.folder)
 
 
 def processes_of(folder: Path) -> tuple[int, ...]:

@@ -69,7 +69,10 @@ def write_end(run_dir: Path, end: RunRecords, *, meta: Mapping[str, Any], starte
     summary = build_summary(end.records, progress=end.progress, meta={**meta, **own})
     write_summary(run_dir, summary)
     if any(record.source == ACTOR for record in end.records):
-        plot_curves(end.records, run_dir / CURVES_FILE)
+        try:
+            plot_curves(end.records, run_dir / CURVES_FILE)
+        except Exception as error:  # the picture is optional, and matplotlib fails in many ways by its settings
+            print(f"relax: {CURVES_FILE} is not drawn: {type(error).__name__}: {error}", file=sys.stderr)
     return summary
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 PARTIAL_SUFFIX = ".partial"
@@ -35,7 +35,8 @@ def atomic_folder(target: Path) -> Iterator[Path]:
     except OSError as error:
         raise OSError(error.errno, _failure_text(target, error)) from error
     finally:
-        _settle(target, partial=partial, replaced=replaced)
+        with suppress(OSError):  # what is left has a hidden name; the next write into the folder tries again
+            _settle(target, partial=partial, replaced=replaced)
 
 
 def recover_replaced(root: Path) -> None:

@@ -11,6 +11,7 @@ It has no heavy imports.
 from __future__ import annotations
 
 import importlib.metadata
+import logging
 import os
 import re
 import shutil
@@ -31,6 +32,8 @@ from relax_core.train.checkpoints.atomic_folder import (
     sync,
 )
 from relax_core.weights.digested_json import decode_digested, encode_digested
+
+log = logging.getLogger(__name__)
 
 META = "meta.json"
 BUS_SNAPSHOT, CONFIG = "bus.msgpack", "config.yaml"  # A run's checkpoint has these files beside the models.
@@ -101,6 +104,7 @@ class CheckpointStore:
         self._root = root
         self._keep_last = keep_last
         self._kept = kept
+        self._left: set[Path] = set()  # folders that could not be removed
         self._settled = 0  # the bytes that were digested plus the bytes that are on disk
 
     def write(self, step: int, *, writers: Callable[[Path], None], meta: dict[str, Any]) -> Path:
@@ -238,13 +242,34 @@ class CheckpointStore:
         for folder in (folder for meta, folder in self._by_sequence()[0][: -self._keep_last] if meta.step not in kept):
             # The folder is renamed first, so that no reader finds a part of it.
             removed = folder.with_name(f".{folder.name}{REMOVED_SUFFIX}")
-            folder.rename(removed)
-            shutil.rmtree(removed)
+            try:
+                folder.rename(removed)
+            except OSError as error:
+                self._report_left(folder, error)
+            else:
+                self._remove(removed)
 
     def _remove_stale_folders(self) -> None:
         for suffix in (PARTIAL_SUFFIX, REPLACED_SUFFIX, REMOVED_SUFFIX):
             for stale in self._root.glob(f".step_*{suffix}"):
-                shutil.rmtree(stale)
+                self._remove(stale)
+
+    def _remove(self, folder: Path) -> None:
+        """Removes a folder, or reports it once: training does not depend on its removal."""
+        try:
+            shutil.rmtree(folder)
+        except OSError as error:
+            self._report_left(folder, error)
+
+    def _report_left(self, folder: Path, error: OSError) -> None:
+        if folder not in self._left:
+            self._left.add(folder)
+            log.warning(
+                "%s cannot be removed: %s: %s. The run goes on; remove the folder yourself.",
+                folder,
+                error.strerror or error,
+                error.filename or folder,
+            )
 
 
 def has_checkpoint(root: Path) -> bool:

@@ -308,3 +308,22 @@ def test_importing_the_store_does_not_import_torch() -> None:
     code += "sys.exit('torch' in sys.modules or 'ray' in sys.modules)"
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
     subprocess.run([sys.executable, "-c", code], env=environment, check=True)
+
+
+def test_what_cannot_be_removed_is_named_once_and_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An immutable file, a snapshot or an open file on NFS keeps its folder."""
+    (tmp_path / ".step_00000001.partial").mkdir()
+
+    def refuse(folder: Path) -> None:
+        raise PermissionError(1, "Operation not permitted", str(folder / "bus.msgpack"))
+
+    monkeypatch.setattr("relax_core.train.checkpoints.checkpoint_store.shutil.rmtree", refuse)
+    store = CheckpointStore(tmp_path, keep_last=1)
+    for step in (2, 4, 6):
+        store.write(step, writers=lambda folder: None, meta={})
+    assert sorted(path.name for path in tmp_path.glob("step_*")) == ["step_00000006"]
+    named = [record.getMessage() for record in caplog.records if "cannot be removed" in record.getMessage()]
+    assert len(named) == 3, "the partial folder and two old checkpoints"
+    assert all("bus.msgpack" in text and str(tmp_path) in text for text in named)
