@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 class StepMetrics:
     """Holds the metrics of one train step over all ranks.
 
-    ``algorithm`` maps a metric to its mean, and ``algorithm_counts`` to the number of values that the mean is over, which
-    are tokens for all metrics of Relax; groups that are not computed have no values.
+    ``algorithm`` maps a metric to its mean, and ``algorithm_counts`` to the number of values, such as tokens, that the
+    mean is over; groups that are not computed have no values.
     ``moe`` says how evenly the tokens were routed to the experts (`relax_core.train.model.moe.balance_metrics`).
     ``timings_ms`` has the durations of parts of the step on this rank, in milliseconds. ``rows`` counts the token rows
     that were computed; a row that several micro-batches or ranks compute counts once for each.

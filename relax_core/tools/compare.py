@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from relax_core.observe.results.curves import import_matplotlib
 from relax_core.observe.results.summary import SUMMARY_FILE
 from relax_core.observe.service.records import ACTOR, EVAL, MetricRecord, by_step, without_undone
 from relax_core.observe.service.sinks import read_metrics
@@ -134,6 +135,7 @@ def draw(runs: Sequence[ComparedRun], path: Path) -> Path | None:
 
     Runs that differ by their seed alone are drawn as their mean with a band of one standard deviation.
     """
+    import_matplotlib()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator

@@ -128,3 +128,18 @@ def test_images_and_videos_are_evaluated_and_bad_ones_are_no_wrong_answers(
     prompts = [answer["prompt"] for answer in answers]
     assert prompts[0] == prompts[1] and re.fullmatch(r"\[image \d+×\d+\]which colour\?", prompts[0])
     assert re.fullmatch(r"\[video \d+×\d+, \d+ frames\]which way\?", prompts[2]) and prompts[3] == "say blue"
+
+
+@pytest.mark.parametrize("kind", ["files", "file", "run"])
+def test_a_folder_with_files_is_refused_and_not_overwritten(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / kind
+    if kind == "file":
+        kept = out
+    else:
+        out.mkdir()
+        kept = out / ("config.yaml" if kind == "run" else "answers.jsonl")
+    kept.write_text("mine")
+    assert f"run.dir={out}" in refused(capsys, "tiny_qwen3", f"run.dir={out}")
+    assert kept.read_text() == "mine" and sorted(tmp_path.rglob("*")) == sorted({out, kept})

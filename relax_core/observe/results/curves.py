@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -16,11 +17,22 @@ CURVES_FILE = "curves.png"
 BLUE, ORANGE, GREY = "#1f5fa8", "#d9660a", "#5a5a5a"
 
 
+def import_matplotlib() -> None:
+    """Imports matplotlib without the backend in MPLBACKEND: no picture here needs it, and a missing one is an error."""
+    backend = os.environ.pop("MPLBACKEND", None)
+    try:
+        pass
+    finally:
+        if backend is not None:
+            os.environ["MPLBACKEND"] = backend
+
+
 def plot_curves(records: Iterable[MetricRecord], path: Path) -> Path:
     """Plots reward and share of exact answers over train steps, in training and on held-out prompts; returns ``path``.
 
     The picture is a PNG of 1320 x 528 pixels. Raises ValueError if no train step and no evaluation was recorded.
     """
+    import_matplotlib()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine

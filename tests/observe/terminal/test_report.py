@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -175,3 +177,17 @@ def test_a_run_of_one_step_and_one_without_evaluation_are_drawn(tmp_path: Path, 
         plot_curves([make_record("eval", 0, reward=0.5, exact=0.0)], tmp_path / "eval.png")
     with pytest.raises(ValueError, match="nothing to draw"):
         plot_curves([], tmp_path / "none.png")
+
+
+@pytest.mark.parametrize("backend", ["nonsense", "module://matplotlib_inline.backend_inline"])
+def test_the_curves_need_no_backend_of_a_notebook(backend: str, tmp_path: Path) -> None:
+    code = f"""
+import os
+from pathlib import Path
+from relax_core.observe.results.curves import plot_curves
+from relax_core.observe.service.records import metric_record
+plot_curves([metric_record("actor", 0, {{"reward": 0.5}})], Path({str(tmp_path / "curves.png")!r}))
+assert os.environ["MPLBACKEND"] == {backend!r}
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120, env=os.environ | {"MPLBACKEND": backend})
+    assert (tmp_path / "curves.png").is_file()
