@@ -5,10 +5,12 @@ config/ may not import upward, so the entry point passes these checks to it.
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
 
+from relax_core.config.choices import LauncherKind
 from relax_core.config.checks.model_folder import media_token_ids
 from relax_core.config.errors import NotYet
 from relax_core.config.modality_shares import mix_problem
@@ -248,6 +250,26 @@ def ray_address_problems(config: RelaxConfig) -> Iterator[str]:
         yield f"launcher.ray_address={address}: nobody listens there ({error.strerror or error}). {fix}"
 
 
+def interface_problems(config: RelaxConfig) -> Iterator[str]:
+    """Returns variables that name a network interface which this machine lacks, if the whole run is on this machine."""
+    if config.launcher.name is not LauncherKind.local or config.launcher.ray_address is not None:
+        return
+    existing = [name for _, name in socket.if_nameindex()]
+    for variable in ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        value = os.environ.get(variable, "")
+        if value.startswith("^"):  # NCCL's list of interfaces to leave out
+            continue
+        # NCCL takes prefixes, unless the value begins with =; an entry may end in :port.
+        by_prefix = variable.startswith("NCCL") and not value.startswith("=")
+        wanted = [one.partition(":")[0] for one in value.removeprefix("=").split(",") if one]
+        found = [any(name.startswith(one) if by_prefix else name == one for name in existing) for one in wanted]
+        if wanted and not (any(found) if by_prefix else all(found)):
+            yield (
+                f"{variable}={value}: this machine has no such network interface, but {', '.join(existing)}. Name one "
+                f"of these, or unset {variable}."
+            )
+
+
 def engine_start_problems(config: RelaxConfig) -> Iterator[str]:
     """Returns what keeps the configured kind of engine from starting on this machine.
 
@@ -327,5 +349,6 @@ CHECKS = (
     receiver_problems,
     engine_start_problems,
     ray_address_problems,
+    interface_problems,
     gpu_problems,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -21,7 +22,7 @@ def import_matplotlib() -> None:
     """Imports matplotlib without the backend in MPLBACKEND: no picture here needs it, and a missing one is an error."""
     backend = os.environ.pop("MPLBACKEND", None)
     try:
-        pass
+        importlib.import_module("matplotlib")
     finally:
         if backend is not None:
             os.environ["MPLBACKEND"] = backend

@@ -48,6 +48,6 @@ def test_a_picture_that_cannot_be_drawn_is_one_line_and_the_summary_is_there(
     records = [metric_record("actor", 0, {"reward": 0.5, "exact": 0.5, "step_ms": 1.0})]
     health = MetricsHealth(problems=[], dropped={})
     end = RunRecords(records=records, texts=[], bad_rows=[], progress=make_core().progress(), health=health)
-    write_end(tmp_path, end, meta={}, started=0.0)
+    write_end(tmp_path, end, meta={"outcome": "finished", "wall_s": 1.0}, started=0.0)
     (line,) = capsys.readouterr().err.splitlines()
     assert "curves.png" in line and "UnicodeDecodeError" in line and (tmp_path / "summary.json").is_file()
