@@ -10,8 +10,8 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
-from relax_core.config.choices import LauncherKind
 from relax_core.config.checks.model_folder import media_token_ids
+from relax_core.config.choices import LauncherKind
 from relax_core.config.errors import NotYet
 from relax_core.config.modality_shares import mix_problem
 from relax_core.config.schema import FORWARD_SIZES, RelaxConfig
