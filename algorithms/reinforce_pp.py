@@ -83,7 +83,7 @@ def _of_episodes(inputs: AdvantageInputs, config: ReinforcePpConfig) -> Tensor:
             num_samples=rewards.numel(),
             gamma=config.gamma,
         )
-    of_tokens = rewards[inputs.sample_ids]
+    of_tokens = rewards.float()[inputs.sample_ids]
     if penalties is None:
         return of_tokens
     return of_tokens - F.sums_to_the_end(per_token=penalties, loss_mask=inputs.loss_mask, sample_ids=inputs.sample_ids)

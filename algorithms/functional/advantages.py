@@ -105,12 +105,12 @@ def rewards_of_tokens(*, rewards: Tensor, penalties: Tensor | None, loss_mask: T
     ``rewards`` is ``[samples]`` and ``penalties`` ``[tokens]`` or None. A sample without a trained token gets no
     reward. The tokens of a sample must be adjacent and in order.
     """
-    result = rewards.new_zeros(sample_ids.shape)
+    result = rewards.new_zeros(sample_ids.shape).float()
     trained = loss_mask.nonzero()[:, 0]
     samples = sample_ids[trained]
     last = samples != samples.roll(-1)
     last[-1:] = True
-    result[trained[last]] = rewards[samples[last]]
+    result[trained[last]] = rewards[samples[last]].float()
     return result if penalties is None else result - penalties.masked_fill(~loss_mask, 0.0)
 
 

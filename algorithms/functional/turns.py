@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from relax_core.contracts.tree import reward_array
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -44,7 +46,7 @@ def turn_rewards_of_tokens(
 
 
 def turn_returns(*, turn_rewards: Tensor, turn_samples: Tensor, gamma: float) -> Tensor:
-    """Returns Σ_k γ^(k - t) r_k over the turns k of a sample from turn t on, ``[turns]`` float32.
+    """Returns Σ_k γ^(k - t) r_k over the turns k of a sample from turn t on, ``[turns]`` float64.
 
     ``turn_rewards`` is ``[turns]`` float64, ``turn_samples`` ``[turns]`` int64 and ``gamma`` is γ, the discount from
     one turn to the one before it.
@@ -54,7 +56,7 @@ def turn_returns(*, turn_rewards: Tensor, turn_samples: Tensor, gamma: float) ->
         own = int(turn_samples[turn])
         later = float(turn_rewards[turn]) + (gamma * later if own == sample else 0.0)
         returns[turn], sample = later, own
-    return returns.float()
+    return returns
 
 
 def anchor_advantages(
@@ -63,9 +65,12 @@ def anchor_advantages(
     """Returns the step-level advantages of GiGPO (arXiv 2505.10978, eq. 7), ``[turns]`` float32.
 
     The turns of a group that begin in one state, of whichever episode, are an anchor group. ``relative`` returns the
-    advantages ``[turns]`` of an anchor group's ``returns``, as it does for the rewards of a group's episodes. A turn
-    whose state no other turn has, or whose state is not known, gets 0.
+    advantages ``[turns]`` of an anchor group's ``returns``, as it does for the rewards of a group's episodes; they are
+    rounded as `relax_core.contracts.tree.reward_array` rounds. A turn whose state no other turn has, or whose state is
+    not known, gets 0.
     """
+    import torch  # imported here, because settings are checked in processes that have no torch
+
     result = returns.new_zeros(returns.shape).float()
     anchors: dict[str, list[int]] = {}
     for turn, key in enumerate(state_keys):
@@ -73,5 +78,5 @@ def anchor_advantages(
             anchors.setdefault(key, []).append(turn)
     for turns in anchors.values():
         if len(turns) > 1:
-            result[turns] = relative(returns[turns])
+            result[turns] = relative(torch.from_numpy(reward_array(returns[turns].tolist())))
     return result

@@ -86,7 +86,8 @@ class AdvantageInputs:
 
     A sample is an episode with all its turns and segments; its tokens stand in the order in which they were sampled.
     ``old_logprobs`` are those of `LossInputs`; if a reference is required, they may be the engine's own. A sample whose
-    tokens are all masked has a reward too, because it counts in the group's baseline.
+    tokens are all masked has a reward too, because it counts in the group's baseline. The rewards are in float64 if
+    float32 does not hold the differences between them.
     """
 
     rewards: Tensor  # [samples] float32, or float64 if float32 cannot hold their differences

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 class StepMetrics:
     """Holds the metrics of one train step over all ranks.
 
+    ``algorithm`` maps a metric to its mean, and ``algorithm_counts`` to the number of values, such as tokens, that the
+    mean is over; groups that are not computed have no values.
     ``moe`` says how evenly the tokens were routed to the experts (`relax_core.train.model.moe.balance_metrics`).
     ``timings_ms`` has the durations of parts of the step on this rank, in milliseconds. ``rows`` counts the token rows
     that were computed; a row that several micro-batches or ranks compute counts once for each.
@@ -33,6 +35,7 @@ class StepMetrics:
     logprob_gap_mean: float
     logprob_gap_tokens: int
     algorithm: dict[str, float] = field(default_factory=dict)
+    algorithm_counts: dict[str, float] = field(default_factory=dict)
     moe: dict[str, float] = field(default_factory=dict)
     timings_ms: dict[str, float] = field(default_factory=dict)
     rows: int = 0

@@ -27,6 +27,9 @@ NOT_SAMPLED = -1  # the version of a row that was not sampled
 BY_TOKEN = frozenset({"advantages", "returns", "on_policy"})
 _CACHED = {"runs", "sampled", "computed", "tokens", "lengths"}  # properties that depend on the rows alone
 
+_NOTICEABLE = 2.0**-10  # a share of the spread of rewards
+_ROUNDING = 2.0**-46  # relative to the largest reward: 128 units in the last place of float64
+
 
 class Turn(msgspec.Struct, frozen=True, omit_defaults=True):
     """Holds one response, which sampled the neighbouring rows ``start`` to ``end`` (exclusive).
@@ -138,6 +141,11 @@ class TokenTree:
         """Returns the number of tokens of each episode, int64 ``[episodes]``."""
         return np.bincount(self.tokens[0], minlength=len(self.episodes))
 
+    @property
+    def rewards(self) -> np.ndarray:
+        """Returns the rewards of the episodes as `reward_array` does, ``[episodes]``; each of them has one."""
+        return reward_array([math.nan if one.reward is None else one.reward for one in self.episodes])
+
     @cached_property
     def computed(self) -> np.ndarray:
         """Returns the rows that the trainer computes, bool ``[rows]``: all but the last of each branch.
@@ -226,6 +234,19 @@ class TokenTree:
             extras={name: one[of_tokens if name in BY_TOKEN else rows] for name, one in self.extras.items()},
             counts_group=False,
         )
+
+
+def reward_array(rewards: Sequence[float]) -> np.ndarray:
+    """Returns the rewards that are compared with each other, ``[rewards]``, in float32 if it holds their differences.
+
+    They are in float64 if rounding to float32 would change the differences noticeably, as for 1e9 + 0.1 and 1e9 + 0.2.
+    Differences that only come from rounding in float64, as between 0.3 and 0.1 + 0.2, do not count.
+    """
+    exact = np.array(rewards, dtype=np.float64)
+    rounded = exact.astype(np.float32)
+    spread = np.ptp(exact)
+    lost = np.abs(exact - rounded).max() > _NOTICEABLE * spread
+    return exact if lost and spread > _ROUNDING * np.abs(exact).max() else rounded
 
 
 def check_tree(tree: TokenTree) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,9 +22,6 @@ from relax_core.registry import find_algorithm
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-
-_ROUNDINGS = 1e3  # fewer errors of rounding to float32 than this between two rewards of a group distort them
 
 
 def computes_advantages_per_group(config: RelaxConfig) -> bool:
@@ -78,7 +76,7 @@ def advantage_extras(trees: Sequence[TokenTree], spec: AlgorithmSpec, config: ob
     if spec.normalize is not None and requirements.whole_step:
         values = spec.normalize(values, inputs, config)
     return [
-        _by_row(tree, {c.ADVANTAGES: advantages, **returns}, requirements)
+        _by_row(tree, {c.ADVANTAGES: advantages, **returns})
         for tree, advantages, returns in zip(trees, values, made, strict=True)
     ]
 
@@ -86,20 +84,15 @@ def advantage_extras(trees: Sequence[TokenTree], spec: AlgorithmSpec, config: ob
 def advantage_inputs(tree: TokenTree, requirements: Requirements) -> AdvantageInputs:
     """Returns a group as an algorithm sees it, from the columns of `input_columns` alone.
 
-    The engine's log-probs are the old ones if no role recomputes them. With turns the tokens of an episode stand turn
-    by turn, which is not the order of rows if an episode went back to an older part of its history.
+    The engine's log-probs are the old ones if no role recomputes them. The tokens of an episode stand turn by turn,
+    which is not the order of rows if an episode went back to an older part of its history.
     """
     import torch
 
     wanted = input_columns(requirements)
     episodes, rows = tree.tokens
-    order: np.ndarray | slice = slice(None)
-    turns: GroupTurns | None = None
-    if requirements.sees_turns:
-        of_tokens = _turns_of_tokens(tree)
-        order = _by_turn(of_tokens)
-        episodes, rows = episodes[order], rows[order]
-        turns = _turns(tree, of_tokens[order])
+    order = _by_turn(tree)
+    episodes, rows = episodes[order], rows[order]
 
     def tensor(column: str) -> Tensor | None:
         values = tree.of_tokens(column) if column in wanted else None
@@ -107,7 +100,7 @@ def advantage_inputs(tree: TokenTree, requirements: Requirements) -> AdvantageIn
 
     rollout = torch.from_numpy(tree.logprobs[rows]) if c.LOGPROBS in wanted else None
     return AdvantageInputs(
-        rewards=_rewards([one.reward or 0.0 for one in tree.episodes]),
+        rewards=torch.from_numpy(tree.rewards),
         lengths=torch.from_numpy(tree.lengths),
         loss_mask=torch.from_numpy(tree.loss_mask[rows]),
         sample_ids=torch.from_numpy(np.array(episodes)),
@@ -116,21 +109,8 @@ def advantage_inputs(tree: TokenTree, requirements: Requirements) -> AdvantageIn
         reference_logprobs=tensor(c.REFERENCE_LOGPROBS),
         teacher_logprobs=tensor(c.TEACHER_LOGPROBS),
         values=tensor(c.VALUES),
-        turns=turns,
+        turns=_turns(tree, _turns_of_tokens(tree)[order]) if requirements.sees_turns else None,
     )
-
-
-def _rewards(values: Sequence[float]) -> Tensor:
-    """Returns a group's rewards, ``[samples]``.
-
-    They are float32, or float64 if rounding to float32 would change their differences noticeably, as of 1e9 + 0.1.
-    """
-    import torch
-
-    rewards = torch.tensor(values, dtype=torch.float64)
-    lost = float(rewards.abs().max()) * torch.finfo(torch.float32).eps
-    spread = float(rewards.max() - rewards.min())
-    return rewards if 0 < spread < _ROUNDINGS * lost else rewards.float()
 
 
 def _turns_of_tokens(tree: TokenTree) -> np.ndarray:
@@ -143,17 +123,22 @@ def _turns_of_tokens(tree: TokenTree) -> np.ndarray:
     return by_row[np.searchsorted(keys[by_row], episodes * tree.rows + rows, side="right") - 1]
 
 
-def _by_turn(of_tokens: np.ndarray) -> np.ndarray:
-    """Returns the numbers of a tree's tokens in the order of episodes and their turns, int64 ``[tokens]``."""
-    return np.argsort(of_tokens, kind="stable")
+def _by_turn(tree: TokenTree) -> np.ndarray | slice:
+    """Returns the numbers of a tree's tokens in the order of episodes and their turns, int64 ``[tokens]``.
+
+    It is a slice of all tokens if no episode went back to an older part of its history.
+    """
+    if all(turn.start > before.start for one in tree.episodes for before, turn in pairwise(one.turns)):
+        return slice(None)
+    return np.argsort(_turns_of_tokens(tree), kind="stable")
 
 
-def _by_row(tree: TokenTree, columns: Mapping[str, Tensor], requirements: Requirements) -> dict[str, np.ndarray]:
+def _by_row(tree: TokenTree, columns: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
     """Returns columns of tokens that stand as `advantage_inputs` puts them in the order of the tree's tokens."""
-    by_turn = {name: values.float().numpy() for name, values in columns.items()}
-    if not requirements.sees_turns:
+    by_turn, order = {name: values.float().numpy() for name, values in columns.items()}, _by_turn(tree)
+    if isinstance(order, slice):
         return by_turn
-    back = np.argsort(_by_turn(_turns_of_tokens(tree)))  # the inverse of the order by turn
+    back = np.argsort(order)  # the inverse of the order by turn
     return {name: values[back] for name, values in by_turn.items()}
 
 

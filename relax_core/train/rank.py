@@ -217,6 +217,7 @@ class MegatronRank:
             logprob_gap_mean=sums.gap_sum / max(1, sums.gap_tokens),
             logprob_gap_tokens=sums.gap_tokens,
             algorithm={name: total / count for name, (total, count) in sums.algorithm.items() if count},
+            algorithm_counts={name: count for name, (_, count) in sums.algorithm.items() if count},
             moe=self._balance(),
             timings_ms=self._clock.wall_ms,
             rows=sums.rows,

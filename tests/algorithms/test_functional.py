@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from fractions import Fraction
 
 import pytest
 import torch
@@ -15,6 +17,28 @@ from tests.algorithms import reference
 
 LOGPROB = st.floats(-6.0, 0.0)
 REWARDS = st.lists(st.floats(-4, 4, width=32), min_size=2, max_size=16)
+
+
+@pytest.mark.parametrize("normalize_std", [True, False])
+@pytest.mark.parametrize("k", [1, 2, 3])
+@pytest.mark.parametrize("rewards", [[0, 1], [0, 1, 3, 3], [2, -1, 0, 0, 5]])
+def test_pass_at_k_is_the_mean_over_subsets(rewards: list[int], k: int, normalize_std: bool) -> None:
+    """By enumeration in fractions; with k = 1 a subset is one sample, and A = r - mean."""
+    got = F.pass_at_k_advantages(
+        rewards=torch.tensor(rewards).float(), k=k, normalize_std=normalize_std, std_epsilon=1e-6
+    ).tolist()
+    if len(rewards) <= k:
+        assert got == [0.0] * len(rewards)
+        return
+    best = {one: Fraction(max(rewards[i] for i in one)) for one in itertools.combinations(range(len(rewards)), k)}
+    mean = sum(best.values()) / len(best)
+    of_sample = [[value for one, value in best.items() if i in one] for i in range(len(rewards))]
+    wanted = [sum(own) / len(own) - mean for own in of_sample]
+    std = float(sum((value - mean) ** 2 for value in best.values()) / len(best)) ** 0.5 + 1e-6
+    assert got == pytest.approx([float(one) / (std if normalize_std else 1) for one in wanted], rel=1e-6, abs=1e-9)
+    if k == 1 and not normalize_std:
+        plain = F.group_relative_advantages(rewards=torch.tensor(rewards).float(), normalize_std=False, std_epsilon=0)
+        assert got == plain.tolist()
 
 
 @pytest.mark.parametrize("normalize_std", [True, False])

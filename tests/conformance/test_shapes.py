@@ -64,7 +64,7 @@ RETURNS: dict[str, Any] = {
     "rewards_of_tokens": Tokens,
     "clipped_value_loss": F.ValueLoss,
     "turn_rewards_of_tokens": Tokens,
-    "turn_returns": Float32[Tensor, " turns"],
+    "turn_returns": Float64[Tensor, " turns"],
     "anchor_advantages": Float32[Tensor, " turns"],
 }
 OneGroup, OneMask = Float32[Tensor, " _"], Bool[Tensor, " _"]  # groups differ in length
@@ -72,7 +72,7 @@ OF_TURNS = {"turn_rewards": Float64[Tensor, " turns"], "turn_samples": Int64[Ten
 BY_FUNCTION: dict[str, dict[str, Any]] = {
     "turn_rewards_of_tokens": OF_TURNS,
     "turn_returns": OF_TURNS,
-    "anchor_advantages": {"returns": Float32[Tensor, " turns"]},
+    "anchor_advantages": {"returns": Float64[Tensor, " turns"]},
     "normalize_over_step": {"advantages": Sequence[OneGroup], "loss_masks": Sequence[OneMask]},
     "divide_by_mean_weight": {"advantages": Sequence[OneGroup], "weights": Sequence[OneMean]},
     "divide_by_step_deviation": {"advantages": Sequence[OneGroup], "rewards": Sequence[OneGroup]},

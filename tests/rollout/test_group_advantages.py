@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from relax_core.contracts import columns as c
 from relax_core.contracts.algorithm import Requirements
 from relax_core.contracts.bus import LeasedGroup
 from relax_core.contracts.columns import decode_tree, encode_tree
-from relax_core.contracts.tree import TokenTree
+from relax_core.contracts.tree import TokenTree, reward_array
 from relax_core.control.run.role_counts import roles_of
 from relax_core.registry import find_algorithm
 from relax_core.rollout.episodes.tree_builder import PlayedEpisode, PlayedTurn, build_tree
@@ -167,6 +168,68 @@ def test_the_turns_of_a_group_come_from_the_bus_in_the_order_in_which_they_were_
     (made,) = advantage_extras([zeros], spec, PpoConfig(gae_lambda=1.0))
     assert flat(made) == flat(made, c.RETURNS) == [2.0, 2.0, 1.5, 1.5, 1.5, 1.5, 1.0], "they stand at the tree's rows"
     assert advantage_inputs(tree, Requirements(old_logprobs="rollout")).turns is None
+
+
+@pytest.mark.parametrize(
+    "settings", [{"gamma": 0.5}, {"kl_coef": 0.25, "kl_placement": "reward", "kl_estimator": "k1"}]
+)
+def test_returns_follow_the_order_of_sampling_if_an_episode_goes_back(settings: dict[str, Any]) -> None:
+    """The rows of the third turn stand before those of the second, because it continues the first history."""
+    order = [4, 4, 5, 6, 6, 6]  # the sampled tokens of the episode, as they came
+    back = played(
+        "g.0", ([1, 2, 3], [4, 4], None), ([1, 2, 9, 9], [5], None), ([1, 2, 3, 7], [6, 6, 6], None), reward=2.0
+    )
+    tree = build_tree("g", [back, played("g.1", ([1, 2, 3], [8], None), reward=0.0)])
+    at = tree.token_ids[tree.tokens[1]].tolist()
+    assert at == [4, 4, 6, 6, 6, 5, 8]
+    config = ReinforcePpConfig(group_baseline=False, **settings)
+    logprobs = np.zeros(tree.rows, dtype=np.float32)
+    logprobs[tree.sampled] = -tree.token_ids[tree.sampled].astype(np.float32) / 8  # KL k1 of a token = id / -8 + 1
+    tree = dataclasses.replace(tree, logprobs=logprobs).with_extras(
+        reference_logprobs=np.full(tree.rows, -1.0, dtype=np.float32)
+    )
+    spec = dataclasses.replace(REINFORCE_PP, normalize=None)
+    (made,) = advantage_extras([tree], spec, config)
+    left, wanted = Fraction(0), {}
+    for place in reversed(range(len(order))):
+        charge = Fraction(config.kl_coef) * (1 - Fraction(order[place], 8))
+        left = left * Fraction(config.gamma) - charge + (2 if place == len(order) - 1 else 0)
+        wanted[place] = float(left)
+    assert flat(made)[:6] == pytest.approx([wanted[place] for place in (0, 1, 3, 4, 5, 2)])
+    assert flat(made)[5] != flat(made)[4], "the second turn's token comes before the third turn"
+
+
+@pytest.mark.parametrize(
+    ("rewards", "wanted"),
+    [
+        ([1e9 + 0.1, 1e9 + 0.2, 1e9 + 0.3, 1e9 + 0.4], np.float64),
+        ([16_777_217.0, 16_777_216.0], np.float64),
+        ([0.1 + 0.2, 0.3], np.float32),  # equal but for rounding in float64
+        ([0.7 + 1e-9, 0.7, 0.7 + 2e-9], np.float64),
+        ([1.0, 0.0, 0.3, -2.5], np.float32),
+        ([100.0 * (0.1 + 0.2), 30.0], np.float32),
+        ([1e15, 0.0, 1.5], np.float32),
+        ([5.5], np.float32),
+        ([1e12 + 0.1] * 3, np.float32),
+    ],
+)
+def test_rewards_are_rounded_where_that_changes_no_difference(rewards: list[float], wanted: type) -> None:
+    got = reward_array(rewards)
+    assert got.dtype == wanted
+    if wanted is np.float32:
+        assert got.tolist() == np.array(rewards, dtype=np.float32).tolist()
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "dr_grpo", "rloo", "reinforce_pp", "gspo", "sapo", "cispo", "dapo"])
+def test_an_offset_of_all_rewards_changes_no_advantage(algorithm: str) -> None:
+    config, spec = load_config([f"algo={algorithm}", "algo.group_size=4"]).algo, find_algorithm(algorithm)
+    eighths, offset = [1 / 8, 2 / 8, 3 / 8, 6 / 8], 2.0**30
+    near, far = (
+        advantage_extras([row([one + more for one in eighths], [2, 1, 1, 3])], spec, config)[0]
+        for more in (0.0, offset)
+    )
+    assert far[c.ADVANTAGES].dtype == np.float32
+    assert flat(far) == pytest.approx(flat(near), rel=1e-5) and len(set(flat(far))) > 1
 
 
 def test_every_token_of_a_tree_is_in_a_turn_of_its_episode() -> None:

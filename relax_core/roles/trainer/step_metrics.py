@@ -47,7 +47,7 @@ class StepGroups:
                 parts.setdefault(name, []).append(value)
         count = len(episodes)
         return {
-            **reward_values([group_rewards(group) for group in self.groups]),
+            **reward_values([group.rewards for group in self.groups]),
             "exact": sum(parts.pop("exact", [0.0])) / count,
             **{f"reward_{name}": sum(values) / len(values) for name, values in parts.items()},
             **length_values(self._lengths()),
@@ -63,7 +63,7 @@ class StepGroups:
         values: dict[str, float] = {}
         for name in sorted({row.modality for row in self.leased} - {""}):
             mine = [(row, group) for row, group in zip(self.leased, self.groups, strict=True) if row.modality == name]
-            rewards = np.concatenate([group_rewards(group) for _, group in mine])
+            rewards = np.concatenate([group.rewards for _, group in mine])
             staleness = [step - version for row, _ in mine for version in row.versions]
             values[f"modality/{name}/samples"] = float(len(rewards))
             values[f"modality/{name}/reward"] = float(rewards.mean())
@@ -77,7 +77,7 @@ class StepGroups:
         return [
             whole_histogram("response_tokens", self._lengths(), step=step),
             whole_histogram("staleness", np.sort(staleness), step=step),
-            real_histogram("reward", np.concatenate([group_rewards(group) for group in self.groups]), step=step),
+            real_histogram("reward", np.concatenate([group.rewards for group in self.groups]), step=step),
             *(
                 [real_histogram("advantage", np.concatenate([one for one in advantages if one is not None]), step=step)]
                 if all(one is not None for one in advantages)
@@ -130,11 +130,6 @@ def group_advantages(group: TokenTree) -> np.ndarray | None:
         return None
     sums = np.bincount(group.tokens[0], weights=advantages, minlength=len(group.episodes))
     return sums / np.maximum(group.lengths, 1)
-
-
-def group_rewards(group: TokenTree) -> np.ndarray:
-    """Returns the rewards of a group's episodes, float64 ``[episodes]``; every episode here has one."""
-    return np.array([one.reward for one in group.episodes], dtype=np.float64)
 
 
 def reward_values(groups: list[np.ndarray]) -> dict[str, float]:

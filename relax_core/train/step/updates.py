@@ -173,19 +173,21 @@ def has_advantage(group: TokenTree) -> bool:
 def over_updates(metrics: Sequence[StepMetrics], *, first_epoch: int) -> StepMetrics:
     """Returns the updates of a step as one record: sums of timings and means of the other values.
 
-    The algorithm's metrics are weighted by trained tokens. Tokens and samples count once, over the ``first_epoch``
-    updates of the first epoch. The gap to the engine is that of the first update, because later updates no longer have
-    the weights with which the engine sampled.
+    Each metric of the algorithm is weighted by its own counts, so groups that are not computed do not weigh, and loads
+    of experts by computed rows. The loss and the gradient norm of each update count equally. Tokens and samples count
+    once, over the ``first_epoch`` updates of the first epoch. The gap to the engine is that of the first update,
+    because later updates no longer have the weights with which the engine sampled.
     """
     first = metrics[0]
     if len(metrics) == 1:
         return first
-    names = dict.fromkeys(name for one in metrics for name in one.algorithm)
-    algorithm = {}
-    for name in names:
-        having = [one for one in metrics if name in one.algorithm]
-        total = sum(one.algorithm[name] * one.tokens for one in having)
-        algorithm[name] = total / sum(one.tokens for one in having)
+    counts: dict[str, float] = {}
+    sums: dict[str, float] = {}
+    for one in metrics:
+        for name, mean in one.algorithm.items():
+            counts[name] = counts.get(name, 0.0) + one.algorithm_counts[name]
+            sums[name] = sums.get(name, 0.0) + mean * one.algorithm_counts[name]
+    rows = sum(one.rows for one in metrics)
     parts = dict.fromkeys(part for one in metrics for part in one.timings_ms)
     return replace(
         first,
@@ -194,7 +196,8 @@ def over_updates(metrics: Sequence[StepMetrics], *, first_epoch: int) -> StepMet
         tokens=sum(one.tokens for one in metrics[:first_epoch]),
         samples=sum(one.samples for one in metrics[:first_epoch]),
         rows=sum(one.rows for one in metrics[:first_epoch]),
-        algorithm=algorithm,
-        moe={name: sum(one.moe[name] for one in metrics) / len(metrics) for name in first.moe},
+        algorithm={name: total / counts[name] for name, total in sums.items()},
+        algorithm_counts=counts,
+        moe={name: sum(one.moe[name] * one.rows for one in metrics) / rows for name in first.moe},
         timings_ms={part: sum(one.timings_ms.get(part, 0.0) for one in metrics) for part in parts},
     )

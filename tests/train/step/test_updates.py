@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -253,6 +254,7 @@ def test_metrics_over_updates_by_hand() -> None:
             logprob_gap_mean=gap / 2,
             logprob_gap_tokens=tokens,
             algorithm=algorithm,
+            algorithm_counts=dict.fromkeys(algorithm, float(tokens)),
             timings_ms={"forward": 1.0},
         )
 
@@ -260,3 +262,30 @@ def test_metrics_over_updates_by_hand() -> None:
     assert (got.loss, got.grad_norm, got.tokens, got.samples) == (1.5, 3.0, 10, 5)
     assert (got.logprob_gap_max, got.logprob_gap_mean, got.logprob_gap_tokens) == (0.1, 0.05, 10)
     assert got.algorithm == {"a": 2.5, "b": 5.0} and got.timings_ms == {"forward": 2.0}
+
+
+def test_metrics_over_updates_weigh_what_was_computed_and_not_what_was_skipped() -> None:
+    """Each update has 100 trained tokens. The first computes one of them, the second all but its first."""
+    values = [Fraction(1, 2)], [Fraction(0)] * 99
+    updates = [
+        StepMetrics(
+            loss=0.0,
+            grad_norm=0.0,
+            learning_rate=0.1,
+            tokens=100,
+            samples=10,
+            logprob_gap_max=0.0,
+            logprob_gap_mean=0.0,
+            logprob_gap_tokens=0,
+            algorithm={"clip_low": float(sum(computed) / len(computed))},
+            algorithm_counts={"clip_low": float(len(computed))},
+            moe={"max_load": load},
+            rows=len(computed),
+        )
+        for computed, load in zip(values, (4.0, 1.0), strict=True)
+    ]
+    got = over_updates(updates, first_epoch=2)
+    whole = sum(sum(computed) for computed in values) / sum(len(computed) for computed in values)
+    assert whole == Fraction(1, 200) and got.algorithm == {"clip_low": float(whole)}
+    assert got.algorithm_counts == {"clip_low": 100.0} and got.tokens == 200
+    assert got.moe == {"max_load": pytest.approx((4 * 1 + 1 * 99) / 100)}
