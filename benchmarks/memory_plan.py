@@ -145,7 +145,12 @@ def _text_runs(scratch: Path) -> Iterator[tuple[str, tuple[str, ...]]]:
             sizes = map(str, vars(model).values())
             folder = _make("benchmarks.random_model", scratch / "model", *sizes)
             # The tokens of an answer are the demo's, but for those of the run itself.
-            own = ("model=qwen3", "model.dtype=float32", f"model.path={folder}", "rollout.max_new_tokens=8")
+            own: tuple[str, ...] = (
+                "model=qwen3",
+                "model.dtype=float32",
+                f"model.path={folder}",
+                "rollout.max_new_tokens=8",
+            )
             own += ("rollout.banned_token_ids=[]",)  # the model has more rows than the tokenizer has tokens
             overrides = (*own, *overrides)
         yield name, overrides
