@@ -172,10 +172,7 @@ class PromptTokenizer:
         """
         kinds = {token: kind for kind, token in self.media_ids.items()}
         places = [place for place, token in enumerate(ids) if token in kinds]
-        if [kinds[ids[place]] for place in places] != [item.kind for item in items]:
-            found = ", ".join(kinds[ids[place]] for place in places) or "no item"
-            wanted = ", ".join(item.kind for item in items) or "none"
-            raise ValueError(f"the chat template shows {found}, but the conversation has {wanted}")
+        _check_kinds([kinds[ids[place]] for place in places], [item.kind for item in items])
         whole: list[int] = []
         media: list[Media] = []
         done = 0
@@ -189,6 +186,12 @@ class PromptTokenizer:
             whole += item.ids.tolist()
             done = behind
         return whole + list(ids[done:]), media
+
+    def check_places(self, messages: Sequence[Mapping[str, Any]], kinds: Sequence[MediaKind]) -> None:
+        """Raises ValueError as `place_items` does, if the template leaves out media of a conversation or adds some."""
+        names = {self.token_text(token): kind for kind, token in self.media_ids.items()}
+        rendered = self.render([self.hidden(one) for one in messages])
+        _check_kinds([names[name] for name in re.findall("|".join(map(re.escape, names)), rendered)], kinds)
 
     def encode_text(self, text: str) -> list[int]:
         """Returns the token ids of a text from `render`."""
@@ -288,6 +291,14 @@ class PromptTokenizer:
                 "eos_token_id in generation_config.json."
             )
         return sorted(found)
+
+
+def _check_kinds(shown: Sequence[MediaKind], wanted: Sequence[MediaKind]) -> None:
+    if list(shown) != list(wanted):
+        raise ValueError(
+            f"the chat template shows {', '.join(shown) or 'no item'}, but the conversation has "
+            f"{', '.join(wanted) or 'none'}. Many templates show media of the user's messages only"
+        )
 
 
 def load_tokenizer(model_folder: Path) -> Tokenizer:
