@@ -21,7 +21,7 @@ MediaKind = Literal["image", "video", "audio"]
 MEDIA_KINDS: tuple[MediaKind, ...] = get_args(MediaKind)
 
 BAD_MEDIA = "bad_media"
-_MOST_SHOWN = 400  # characters of a path in an error
+_MOST_SHOWN = 200  # characters of a path in an error
 # Why an item is refused. The ledger's reason of the dropped prompt is "bad_media:" and one of these.
 MediaReason = Literal[
     "missing_file",
