@@ -70,6 +70,12 @@ class Overlong(Enum):
     error = "error"
 
 
+class MediaPlace(Enum):
+    """Says where the media of a row stand whose prompt has no place for them."""
+
+    first = "first"
+
+
 class Recompute(Enum):
     """Says which activations the backward pass computes again."""
 

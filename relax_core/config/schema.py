@@ -15,6 +15,7 @@ from omegaconf import MISSING
 from relax_core.config.choices import (
     AdvantagesPlace,
     LastAssistant,
+    MediaPlace,
     ModeName,
     OnStale,
     Overlong,
@@ -180,6 +181,7 @@ class DataConfig:
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     mix: Any = None  # a mapping from modalities to their shares of the trained prompts
     media_keys: MediaKeys = field(default_factory=MediaKeys)
+    media_place: MediaPlace | None = None  # None refuses rows with media and no place for them
     media_root: str | None = None
     row_group_mb: int = 32
     config: dict[str, Any] = field(default_factory=dict)  # of a plug-in source, typed by its own dataclass

@@ -21,6 +21,7 @@ MediaKind = Literal["image", "video", "audio"]
 MEDIA_KINDS: tuple[MediaKind, ...] = get_args(MediaKind)
 
 BAD_MEDIA = "bad_media"
+_MOST_SHOWN = 200  # characters of a path in an error
 # Why an item is refused. The ledger's reason of the dropped prompt is "bad_media:" and one of these.
 MediaReason = Literal[
     "missing_file",
@@ -81,8 +82,11 @@ class MediaSource(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def words(self) -> str:
-        """Returns the source for an error or a log, without its content."""
-        return self.path if self.path is not None else f"{len(self.data or b'')} bytes of {self.kind}"
+        """Returns the source for an error or a log, without its content; the middle of a long path is left out."""
+        if self.path is None:
+            return f"{len(self.data or b'')} bytes of {self.kind}"
+        half = _MOST_SHOWN // 2
+        return self.path if len(self.path) <= _MOST_SHOWN else f"{self.path[:half]}…{self.path[-half:]}"
 
 
 class MediaTensor(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,7 +1,7 @@
 """Finds the images, videos and sounds of a data row: in columns with places in the prompt, or in content parts.
 
 The result is a conversation whose content parts hold a `MediaSource` each (`relax_core.contracts.env.ContentPart`).
-Files are neither opened nor looked for here.
+Files are neither opened nor looked for here. `unread_media` finds media that no key of the configuration names.
 """
 
 from __future__ import annotations
@@ -14,9 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from relax_core.config.choices import MediaPlace
 from relax_core.config.modality_shares import modality_of
+from relax_core.contracts.checks.foreign_values import shown
 from relax_core.contracts.data import BadRow
 from relax_core.contracts.media import MEDIA_KINDS, MediaError, MediaKind, MediaSource
+from relax_core.data.media.source_files import FORMATS, sniffed_format
 
 _PLACES = {kind: f"<{kind}>" for kind in MEDIA_KINDS}
 _KINDS = {place: kind for kind, place in _PLACES.items()}
@@ -32,14 +35,33 @@ _PART_KEYS: dict[str, MediaKind] = {
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:")
 _DATA_URI = re.compile(r"data:[^,]*,", re.IGNORECASE)
 _BASE64 = re.compile(r"data:[^,\s]{0,80};base64,[A-Za-z0-9+/=_-]*")
+_PLAIN_BASE64 = re.compile(r"[A-Za-z0-9+/\s]{64,}=*\s*")
+_SOURCE_KEYS = ("url", "path", "bytes", "base64")  # of a content part, beside its type
+_SETTINGS = ("detail", "text", "cache_control")  # texts of a content part that are no source
+_MOST_PATH = 4096  # characters, as Linux allows
+_SUFFIXES: dict[str, MediaKind] = {
+    **dict.fromkeys(("png", "jpg", "jpeg", "webp", "bmp", "gif", "tif", "tiff"), "image"),
+    **dict.fromkeys(("mp4", "m4v", "mov", "mkv", "webm", "avi"), "video"),
+    **dict.fromkeys(("wav", "flac", "ogg", "oga", "opus", "mp3", "m4a", "aac", "aiff"), "audio"),
+}
+_NAMES: dict[str, MediaKind] = {
+    **dict.fromkeys(("image", "img", "picture", "photo"), "image"),
+    **dict.fromkeys(("video", "clip"), "video"),
+    **dict.fromkeys(("audio", "sound", "speech"), "audio"),
+}
+_NAME = re.compile(rf"(?:^|[\W_\d])({'|'.join(_NAMES)})s?(?=$|[\W_\d])", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MediaColumns:
-    """Names the columns with media by kind; relative paths begin at ``root``."""
+    """Names the columns with media by kind; relative paths begin at ``root``.
+
+    ``place`` says where the media of a kind stand if the prompt has no place for this kind; None refuses such a row.
+    """
 
     columns: Mapping[MediaKind, str] = field(default_factory=dict)
     root: Path = Path()
+    place: MediaPlace | None = None
 
 
 TEXT_ONLY = MediaColumns()
@@ -61,6 +83,8 @@ def row_with_sources(row: Mapping[str, Any], media: MediaColumns, *, where: str,
     prompt = row[prompt_key]
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     made = [{**message, "content": found.content(message["content"])} for message in messages]
+    if media.place is MediaPlace.first:
+        made = found.placed_first(made)
     found.check_none_waits()
     if all(isinstance(message["content"], str) for message in made):
         return {**row, **columns}
@@ -116,6 +140,11 @@ class _Sources:
             raise MediaError(kind, "unknown_format", told)
         if _DATA_URI.match(value):
             return MediaSource(kind=kind, data=self._of_uri(value, kind))
+        if _is_base64(value):
+            return MediaSource(kind=kind, data=self._of_base64(value, kind))
+        if len(value) > _MOST_PATH:
+            told = f"{self._where}: its {kind} is a text of {len(value):,} characters, no path and no base64 of a file."
+            raise MediaError(kind, "unknown_format", told)
         if _SCHEME.match(value):
             return MediaSource(kind=kind, path=value)  # it is refused by name where items are opened
         return MediaSource(kind=kind, path=str(self._media.root / value))
@@ -129,7 +158,7 @@ class _Sources:
 
     def _of_base64(self, text: Any, kind: MediaKind) -> bytes:
         try:
-            return base64.b64decode(text, validate=True)
+            return base64.b64decode("".join(text.split()) if isinstance(text, str) else text, validate=True)
         except (TypeError, ValueError, binascii.Error) as error:
             told = f"{self._where}: the base64 of its {kind} cannot be read: {error}."
             raise MediaError(kind, "unknown_format", told) from error
@@ -156,21 +185,57 @@ class _Sources:
         if name not in _PART_KEYS:
             known = ", ".join(("text", *_PART_KEYS))
             raise BadRow.because(
-                "prompt", f"{self._where}: a content part of type {name!r} is not read. Use one of: {known}."
+                "prompt", f"{self._where}: a content part of type {shown(name, 60)} is not read. Use one of: {known}."
             )
         kind = _PART_KEYS[name]
-        value = part.get(name)
+        value = self._part_value(part, name, kind)
         if isinstance(value, Mapping) and "url" in value:
             value = value["url"]
         if name == "input_audio" and isinstance(value, Mapping) and "data" in value:
             value = self._of_base64(value["data"], kind)
         return {"type": kind, kind: self._next(kind) if value is None else self.source(value, kind)}
 
+    def _part_value(self, part: Mapping[str, Any], name: str, kind: MediaKind) -> Any:
+        """Returns the source of a content part, under its type's name or a key of `_SOURCE_KEYS`; None for none."""
+        given = {key: part[key] for key in (name, *_SOURCE_KEYS) if part.get(key) is not None}
+        if given.keys() == {"path", "bytes"}:
+            return given["bytes"]
+        others = [
+            key
+            for key, value in part.items()
+            if not given and key not in ("type", *_SETTINGS) and isinstance(value, str | bytes | Mapping | list)
+        ]
+        if len(given) > 1 or others:
+            keys, read = ", ".join(shown(key, 60) for key in (given or others)), ", ".join((name, *_SOURCE_KEYS))
+            text = f"{self._where}: a content part of type {name} has {keys}. Give its source under one of: {read}."
+            raise BadRow.because("prompt", text)
+        if "base64" in given and isinstance(given["base64"], str) and not _DATA_URI.match(given["base64"]):
+            return self._of_base64(given["base64"], kind)
+        return next(iter(given.values()), None)
+
     def _next(self, kind: MediaKind) -> MediaSource:
         self._places[kind] += 1
         if not self.waiting.get(kind):
             raise self._count_error(kind)
         return self.waiting[kind].pop()
+
+    def placed_first(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Returns messages whose first one of the user begins with the items of each kind without a place."""
+        first = [
+            {"type": kind, kind: self._next(kind)}
+            for kind in MEDIA_KINDS
+            if not self._places[kind]
+            for _ in range(len(self.waiting.get(kind, ())))
+        ]
+        at = next((at for at, message in enumerate(messages) if message["role"] == "user"), None)
+        if not first:
+            return messages
+        if at is None:
+            text = f"{self._where}: data.media_place=first needs a message of the user, and the prompt has none."
+            raise BadRow.because("prompt", text)
+        content = messages[at]["content"]
+        rest = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        return [*messages[:at], {**messages[at], "content": [*first, *rest]}, *messages[at + 1 :]]
 
     def check_none_waits(self) -> None:
         """Raises `MediaError` if a column has more items than the prompt has places."""
@@ -187,7 +252,79 @@ class _Sources:
             f"{self._where}: the prompt's places {_PLACES[kind]} and the items differ: {has}. Write one for each item, "
             f"and name its column in data.media_keys.{kind}."
         )
+        if column in self._columns and not self._places[kind]:
+            told += " If no prompt has places, data.media_place=first sets the items before its text."
         return MediaError(kind, "placeholder_count", told)
+
+
+def unread_media(row: Mapping[str, Any], media: MediaColumns) -> dict[MediaKind, tuple[str | None, bool]]:
+    """Returns the kinds of media that a row read by `row_with_sources` has and that no key of ``media`` names.
+
+    Each kind has its column, None if only the prompt shows it, and whether the prompt has a place for it. A place
+    without a column counts at the begin or the end of a message, where data sets write it, because a text may be about
+    the tag <video>.
+    """
+    contents: list[Any] = (
+        [row["prompt"]] if isinstance(row["prompt"], str) else [one["content"] for one in row["prompt"]]
+    )
+    parts: list[Mapping[str, Any]] = [
+        {"type": "text", "text": one} if isinstance(one, str) else part
+        for one in contents
+        for part in ([one] if isinstance(one, str) else one)
+    ]
+    texts = [part["text"].strip() for part in parts if part["type"] == "text"]
+    given = {part["type"] for part in parts}
+    columns = {name: value for name, value in row.items() if name not in ("prompt", "answer")}
+    found: dict[MediaKind, tuple[str | None, bool]] = {}
+    for kind in MEDIA_KINDS:
+        if kind in media.columns or kind in given:
+            continue
+        place = _PLACES[kind]
+        has_place = any(place in text for text in texts)
+        fitting = [name for name, value in columns.items() if _column_kind(name, value, sure=not has_place) == kind]
+        if fitting and (has_place or not media.columns):
+            found[kind] = fitting[0], has_place
+        elif any(text.startswith(place) or text.endswith(place) for text in texts):
+            found[kind] = None, True
+    return found
+
+
+def _column_kind(name: str, value: Any, *, sure: bool) -> MediaKind | None:
+    """Returns the kind of media that a column of a row holds, None for another column.
+
+    The content decides, and a path by its suffix if the column's name is that of a kind. Unless ``sure``, such a name
+    is enough.
+    """
+    if isinstance(value, list):
+        value = next((one for one in value if one is not None), None)
+    words = _NAME.search(name)
+    named = None if words is None else _NAMES[words[1].lower()]
+    if isinstance(value, Mapping):
+        is_struct = any(value.get(key) is not None for key in ("bytes", "path"))
+        value = (value.get("bytes") or value.get("path")) if is_struct else None
+        named = named or (_SUFFIXES.get(value.rpartition(".")[2].lower()) if isinstance(value, str) else None)
+    if not value or not isinstance(value, str | bytes):
+        return None
+    if isinstance(value, bytes):
+        form = sniffed_format(value[:32])
+        kinds = [kind for kind in MEDIA_KINDS if form in FORMATS[kind]]
+        return named if named in kinds else next(iter(kinds), None if sure else named)
+    if _DATA_URI.match(value):
+        kind = value[5:].partition("/")[0].lower()
+        return next((one for one in MEDIA_KINDS if one == kind), named)
+    if _is_base64(value):
+        return named or "image"
+    if named is None or "\n" in value:
+        return None
+    return _SUFFIXES.get(value[:_MOST_PATH].rpartition(".")[2].lower(), None if sure else named)
+
+
+def _is_base64(text: str) -> bool:
+    """Returns whether a text is the base64 of a file of a known format, without the begin of a data: URI."""
+    if len(text) < 64 or _PLAIN_BASE64.fullmatch(text) is None:
+        return False
+    head = "".join(text[:80].split())
+    return bool(sniffed_format(base64.b64decode(head[: len(head) // 4 * 4])[:32]))
 
 
 def is_content(content: Any) -> bool:

@@ -223,10 +223,7 @@ class PromptTokenizer:
         """
         kinds = {token: kind for kind, token in self.media_ids.items()}
         places = [place for place, token in enumerate(ids) if token in kinds]
-        if [kinds[ids[place]] for place in places] != [item.kind for item in items]:
-            found = ", ".join(kinds[ids[place]] for place in places) or "no item"
-            wanted = ", ".join(item.kind for item in items) or "none"
-            raise ValueError(f"the chat template shows {found}, but the conversation has {wanted}")
+        _check_kinds([kinds[ids[place]] for place in places], [item.kind for item in items])
         whole: list[int] = []
         media: list[Media] = []
         done = 0
@@ -240,6 +237,12 @@ class PromptTokenizer:
             whole += item.ids.tolist()
             done = behind
         return whole + list(ids[done:]), media
+
+    def check_places(self, messages: Sequence[Mapping[str, Any]], kinds: Sequence[MediaKind]) -> None:
+        """Raises ValueError as `place_items` does, if the template leaves out media of a conversation or adds some."""
+        names = {self.token_text(token): kind for kind, token in self.media_ids.items()}
+        rendered = self.render([self.hidden(one) for one in messages])
+        _check_kinds([names[name] for name in re.findall("|".join(map(re.escape, names)), rendered)], kinds)
 
     def encode_text(self, text: str) -> list[int]:
         """Returns the token ids of a text from `render`."""
@@ -345,6 +348,14 @@ def vocabulary_problem(model_folder: Path, tokenizer: PromptTokenizer) -> str:
         f"model.path={model_folder}: its tokenizer has token ids up to {tokenizer.vocabulary_size - 1}, its weights "
         f"only {rows} rows (vocab_size in config.json). Give the tokenizer that belongs to these weights."
     )
+
+
+def _check_kinds(shown: Sequence[MediaKind], wanted: Sequence[MediaKind]) -> None:
+    if list(shown) != list(wanted):
+        raise ValueError(
+            f"the chat template shows {', '.join(shown) or 'no item'}, but the conversation has "
+            f"{', '.join(wanted) or 'none'}. Many templates show media of the user's messages only"
+        )
 
 
 def load_tokenizer(model_folder: Path) -> Tokenizer:

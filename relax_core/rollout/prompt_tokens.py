@@ -245,10 +245,20 @@ class PromptMaker:
             raise _unread(sources[0], f"{where}: ")
         if self._item_rows is not None:
             self._check_kinds(sources, f"{where}: ")
+        if sources:
+            self._check_places(messages, sources, where=where)
         try:
             return [] if self._item_rows is None else [self._item_rows(source) for source in sources]
         except MediaError as error:
             raise _of_row(error, where) from error
+
+    def _check_places(self, messages: Sequence[Message], sources: Sequence[MediaSource], *, where: str) -> None:
+        """Raises `BadRow` if the chat template does not show these media, as `_encode` does with encoded ones."""
+        self._render(messages, where=where)  # it refuses what the template does not take
+        try:
+            self.tokenizer.check_places(messages, [source.kind for source in sources])
+        except ValueError as error:
+            raise MediaError(sources[0].kind, "placeholder_count", f"{where}: {error}.") from error
 
     def _check_kinds(self, sources: Sequence[MediaSource], where: str = "") -> None:
         """Raises `BadRow` for a source of a kind that the model does not read."""

@@ -15,6 +15,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from relax_core.config.choices import MediaPlace
 from relax_core.contracts.data import BadRow
 from relax_core.contracts.env import media_sources
 from relax_core.contracts.media import MediaError, MediaSource
@@ -22,6 +23,7 @@ from relax_core.data.data_files import RowFile, RowKeys, open_rows
 from relax_core.data.row_media import MediaColumns, without_base64
 
 PICTURE = b"\x89PNG" + bytes(range(256))
+PNG = b"\x89PNG\r\n\x1a\n" + bytes(range(256))
 URI = "data:image/png;base64," + base64.b64encode(PICTURE).decode()
 
 
@@ -109,6 +111,10 @@ def test_columns_fill_the_places_of_the_prompt_in_order(tmp_path: Path) -> None:
         ({"type": "image_url", "image_url": {"url": "a.png"}}, ("image", "a.png")),
         ({"type": "image_url", "image_url": "a.png"}, ("image", "a.png")),
         ({"type": "video", "video": {"bytes": None, "path": "b.mp4"}}, ("video", "b.mp4")),
+        ({"type": "image", "url": "a.png"}, ("image", "a.png")),
+        ({"type": "image", "path": "a.png", "image": None, "text": None}, ("image", "a.png")),
+        ({"type": "video", "path": "b.mp4", "bytes": None}, ("video", "b.mp4")),
+        ({"type": "audio", "url": "c.wav"}, ("audio", "c.wav")),
         ({"type": "video_url", "video_url": {"url": "b.mp4"}}, ("video", "b.mp4")),
     ],
 )
@@ -116,6 +122,55 @@ def test_content_parts_have_openai_s_form(tmp_path: Path, part: dict[str, Any], 
     row = jsonl(tmp_path, {"prompt": [{"role": "user", "content": [part, {"type": "text", "text": "?"}]}]})[0]
     (source,) = media_sources(row["prompt"])
     assert (source.kind, source.path) == (wanted[0], str(tmp_path / wanted[1]))
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "image", "base64": base64.b64encode(PNG).decode()},
+        {"type": "image", "base64": "data:;base64," + base64.b64encode(PNG).decode()},
+        {"type": "image", "image": base64.encodebytes(PNG).decode()},
+        {"type": "image_url", "image_url": {"url": base64.b64encode(PNG).decode()}},
+    ],
+)
+def test_a_content_part_has_base64_with_and_without_the_begin_of_a_uri(tmp_path: Path, part: dict[str, Any]) -> None:
+    row = jsonl(tmp_path, {"prompt": [{"role": "user", "content": [part]}]})[0]
+    assert media_sources(row["prompt"]) == [MediaSource(kind="image", data=PNG)]
+
+
+def test_media_without_a_place_stand_before_the_first_user_message(tmp_path: Path) -> None:
+    columns = MediaColumns(columns={"image": "images", "video": "videos"}, root=tmp_path, place=MediaPlace.first)
+    chat = [{"role": "system", "content": "S"}, {"role": "user", "content": "Q"}, {"role": "user", "content": "R"}]
+    rows = [
+        {"prompt": "Q", "images": ["1.png", "2.png"], "videos": "3.mp4"},
+        {"prompt": chat, "images": "1.png"},
+        {"prompt": "Q<image>", "images": "1.png", "videos": "3.mp4"},
+        {"prompt": "Q"},
+        {"prompt": "Q<image>", "images": ["1.png", "2.png"]},
+        {"prompt": chat[:1], "images": "1.png"},
+    ]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps({"answer": "red", **row}) + "\n" for row in rows), encoding="utf-8")
+    found = open_rows(file, keys(tmp_path, media=columns))
+    types = [
+        [part["type"] for part in found[number]["prompt"][at]["content"]] for number, at in ((0, 0), (1, 1), (2, 0))
+    ]
+    assert types == [["image", "image", "video", "text"], ["image", "text"], ["video", "text", "image"]]
+    assert found[1]["prompt"][0]["content"] == "S" and found[3]["prompt"] == "Q"
+    assert [Path(str(one.path)).name for one in media_sources(found[0]["prompt"])] == ["1.png", "2.png", "3.mp4"]
+    with pytest.raises(MediaError, match="another number of items"):
+        found[4]
+    with pytest.raises(BadRow, match=r"data\.media_place=first needs"):
+        found[5]
+
+
+@pytest.mark.parametrize("value", ["A" * 200_000, "x.y" * 70_000, base64.b64encode(PNG * 999).decode()[1:]])
+def test_no_error_shows_a_long_text_that_is_no_path(tmp_path: Path, value: str) -> None:
+    for part in ({"type": "image", "image": value}, {"type": value}, {"type": "image", value: value}):
+        with pytest.raises(BadRow) as told:
+            jsonl(tmp_path, {"prompt": [{"role": "user", "content": [part]}]})[0]
+        assert len(str(told.value)) < 500 + len(str(tmp_path))
+    assert len(MediaSource(kind="image", path=value).words) < 500
 
 
 @pytest.mark.parametrize(
@@ -138,6 +193,16 @@ def test_content_parts_have_openai_s_form(tmp_path: Path, part: dict[str, Any], 
             "its audio is neither a path",
         ),
         ({"prompt": [{"role": "user", "content": [{"type": "text"}]}]}, "bad_row:prompt", "'text' is not read"),
+        (
+            {"prompt": [{"role": "user", "content": [{"type": "image", "image_path": "a.png"}]}], "images": "b.png"},
+            "bad_row:prompt",
+            "has 'image_path'",
+        ),
+        (
+            {"prompt": [{"role": "user", "content": [{"type": "image", "url": "a.png", "path": "b.png"}]}]},
+            "bad_row:prompt",
+            "has 'url', 'path'",
+        ),
         ({"prompt": [{"role": "user", "content": []}]}, "bad_row:prompt", "neither text nor a list"),
     ],
 )

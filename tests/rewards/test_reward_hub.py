@@ -219,7 +219,9 @@ def test_a_value_without_end_has_no_reward_in_time(pool: RewardPool) -> None:
         given_ = RewardInput(response=response, stopped=True, answer=r"\sqrt{5}", row={"reward": reward})
         (output,) = asyncio.run(asyncio.wait_for(pool.score([given_]), LONG_S))
         assert output.reward is None
-        assert "no answer within 1 s" in output.reason or "more memory than reward.memory_gib=1" in output.reason
+        # At the limit of memory a library in C may crash before Python raises MemoryError.
+        ends = ("no answer within 1 s", "more memory than reward.memory_gib=1", "its worker process died")
+        assert any(words in output.reason for words in ends), output.reason
 
 
 COUNT, COUNT_ISOLATED = 9_800, 200

@@ -42,6 +42,9 @@ def modality_problems(config: RelaxConfig) -> Iterator[str]:
         if kind not in kinds:
             told = f"data.media_keys.{kind}={column}: {why}."
             yield f"{told} Choose a model that {MODELS_THAT[kind]}, with modality=auto; or drop the key."
+    if config.data.media_place is not None and not config.data.media_keys.columns:
+        told = f"data.media_place={config.data.media_place.value}: no column has media."
+        yield f"{told} Name it, such as data.media_keys.image=images; or drop data.media_place."
     if task in MEDIA_TASKS and not set(MEDIA_TASKS[task].kinds) <= set(kinds):
         builtin = "tiny_qwen3_omni" if "audio" in MEDIA_TASKS[task].kinds else "tiny_qwen3_vl"
         told = f"data.task={task} has {_listed(MEDIA_TASKS[task].kinds)}: {why}."
@@ -95,6 +98,8 @@ def _mix_problems(config: RelaxConfig, kinds: Sequence[MediaKind], why: str) -> 
     for name in config.data.mix:
         if not set(kinds_of(name)) <= set(kinds):
             yield f"{told}: {why}, so no prompt has modality {name}. Choose a model that reads it, or drop data.mix."
+    if config.data.media_place is not None:
+        yield f"{told} with data.media_place: the shares are those of the places in the prompts. Drop one of them."
     if isinstance(config.data.paths, dict):
         yield (
             f"{told} with weights in data.paths={config.data.paths}: only one of them can say how often a row is "

@@ -15,6 +15,7 @@ from relax_core.data.media.media_limits import MediaLimits
 from relax_core.data.media.media_sizes import check_source_size
 
 # What phones, cameras, browsers and data sets write. FFmpeg knows hundreds more, most of them old and little tested.
+_CLOCK_S = 0.002  # that times may be off, because Matroska counts in milliseconds
 _CODECS = ("h264", "hevc", "vp8", "vp9", "av1", "libdav1d", "mpeg4", "mjpeg")
 
 
@@ -70,11 +71,11 @@ def step_seconds(indices: Sequence[int], fps: float, step: int) -> float:
 def video_header(file: IO[bytes], form: str, limits: MediaLimits) -> VideoHeader:
     """Returns a video's header; only if it does not say the number of frames, the packets are counted.
 
-    Raises MediaError if the header breaks a limit.
+    They are counted too if it does not say the frame rate. Raises MediaError if the header breaks a limit.
     """
     with _opened(file, form, limits) as (_, stream):
         header = _header(stream, limits)
-    return header if header.frames else video_index(file, form, limits).header
+    return header if header.frames and header.fps > 0 else video_index(file, form, limits).header
 
 
 def video_index(file: IO[bytes], form: str, limits: MediaLimits) -> VideoIndex:
@@ -83,12 +84,14 @@ def video_index(file: IO[bytes], form: str, limits: MediaLimits) -> VideoIndex:
         said = _header(stream, limits)
         times: list[int | None] = []
         keys: list[int] = []
+        end = 0
         for packet in container.demux(stream):
             if packet.size == 0 or packet.is_discard:
                 continue
             if packet.is_corrupt:
                 raise MediaError("video", "truncated", f"frame {len(times)} is not complete.")
             times.append(packet.pts)
+            end = max(end, (packet.pts or 0) + (packet.duration or 0))
             if packet.is_keyframe and packet.pts is not None:
                 keys.append(packet.pts)
             if len(times) > limits.source_frames:
@@ -99,11 +102,40 @@ def video_index(file: IO[bytes], form: str, limits: MediaLimits) -> VideoIndex:
             raise MediaError("video", "no_frames", "it has no frames.")
         known = sorted(time for time in times if time is not None)
         distinct = len(known) == len(times) and len(set(known)) == len(known)
-        header = VideoHeader(frames=len(times), fps=said.fps, height=said.height, width=said.width)
+        fps = _mean_rate(said.fps, len(times), float((end - known[0]) * stream.time_base) if distinct else 0.0)
+        header = VideoHeader(frames=len(times), fps=fps, height=said.height, width=said.width)
         _check_length(header.seconds, limits)
         if distinct:
             _check_length(float((known[-1] - known[0]) * stream.time_base), limits)
         return VideoIndex(header=header, times=known if distinct else None, keys=sorted(keys))
+
+
+def _mean_rate(said: float, frames: int, seconds: float) -> float:
+    """Returns frames per second: ``said`` by the header if that fits, or else those of the measured ``seconds``.
+
+    A header of Matroska has the shortest time between two frames, or none. ``seconds`` may lack the last frame's time,
+    and are 0 if they are not known.
+    """
+    if seconds > 0 and (said <= 0 or abs(seconds - frames / said) > 1 / said + _CLOCK_S):
+        return frames / seconds
+    if said <= 0:
+        raise MediaError("video", "no_frames", "neither its header nor its frames say a frame rate.")
+    return said
+
+
+def _upright(frame: Any) -> np.ndarray:
+    """Returns a frame's pixels ``[height, width, 3]`` turned and mirrored as its display matrix says.
+
+    The matrix maps (x, y) to (a x + c y, b x + d y); only the eight maps of the axes on themselves are applied.
+    """
+    pixels: np.ndarray = frame.to_ndarray(format="rgb24")
+    matrix = next((one for one in frame.side_data if one.type.name == "DISPLAYMATRIX"), None)
+    if matrix is None:
+        return pixels
+    a, b, _, c, d, *_ = np.frombuffer(bytes(matrix), "<i4").tolist()
+    if abs(b) + abs(c) > abs(a) + abs(d):
+        pixels, a, d = pixels.transpose(1, 0, 2), c, b
+    return pixels[:: -1 if d < 0 else 1, :: -1 if a < 0 else 1]
 
 
 def decode_frames(
@@ -123,7 +155,7 @@ def decode_frames(
         for found, frame in frames:
             while number is not None and found == number:
                 check_source_size("video", limits, height=frame.height, width=frame.width)
-                yield np.rot90(frame.to_ndarray(format="rgb24"), frame.rotation // 90)
+                yield _upright(frame)
                 number = next(wanted, None)
             if number is None:
                 return
@@ -178,8 +210,6 @@ def _header(stream: Any, limits: MediaLimits) -> VideoHeader:
     fps = float(stream.average_rate or stream.guessed_rate or 0)
     if stream.duration is not None and stream.time_base:
         _check_length(float(stream.duration * stream.time_base), limits)
-    if fps <= 0:
-        raise MediaError("video", "no_frames", "its header says no frame rate.")
     header = VideoHeader(frames=stream.frames, fps=fps, height=context.height, width=context.width)
     _check_length(header.seconds, limits)
     return header

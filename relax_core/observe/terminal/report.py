@@ -13,7 +13,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from relax_core.config.learning_rate import jump_words
 from relax_core.contracts.sink import SAMPLED_MARKS
 from relax_core.observe.results.curves import CURVES_FILE
 from relax_core.observe.results.summary import STEP_PARTS, SUMMARY_FILE
@@ -157,6 +156,8 @@ def _train_on(
     saved: Mapping[str, Any], overrides: Sequence[str], here: Sequence[str], *, steps: int
 ) -> tuple[str, str]:
     """Returns the command that doubles a finished run, and its purpose with the jump of the learning rate."""
+    from relax_core.config.learning_rate import jump_words  # OmegaConf, which the metrics service does not need
+
     changes = [*here, f"run.steps={2 * steps}"]
     if not saved:
         return _command(overrides, *changes), "train on"

@@ -21,7 +21,7 @@ from relax_core.config.choices import Overlong
 from relax_core.config.reward_choice import RewardChoice, row_check
 from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.data import TOO_LONG, BadRow, DataRow, EvalSet, PromptSource
-from relax_core.contracts.media import BAD_MEDIA, MediaSource
+from relax_core.contracts.media import BAD_MEDIA, MediaKind, MediaSource
 from relax_core.data.eval_sets import eval_sets, held_out_count
 from relax_core.data.generated import LONGEST_PROMPT, example
 from relax_core.data.paths import data_files, data_parts
@@ -31,10 +31,10 @@ from relax_core.data.shares import NAMED_ROWS, too_many_bad
 from relax_core.data.sources import make_source
 from relax_core.data.tokenizer import TEMPLATE_FILES
 from relax_core.families.hf_config import CONFIG_FILE
-from relax_core.plan.data.media_look import FIRST_ROWS, PromptMedia, summed_up
+from relax_core.plan.data.media_look import FIRST_ROWS, PromptMedia, UnreadMedia, summed_up
 from relax_core.plan.data.prompt_maker import ItemHeaders, positions, prompt_maker, prompt_room
 from relax_core.registry import find_algorithm, find_reward, is_file_plugin
-from relax_core.rollout.evaluation.evaluator import PreparedSet, prepare
+from relax_core.rollout.evaluation.evaluator import PreparedSet, eval_where, prepare
 from relax_core.rollout.prompt_tokens import PromptMaker
 from relax_core.rollout.rewards.label_check import LabelCheck
 from relax_core.rollout.teacher_choice import TeacherOf, teacher_chooser
@@ -141,7 +141,7 @@ def _look(config: RelaxConfig) -> DataLook:
     generated, most = config.data.task is not None, config.data.max_bad_rows
     teacher_of = None if teachers is None or not teachers.key or generated else teacher_chooser(teachers)
     rewards = row_check(find_reward(config.reward.name), config.reward)
-    found = _Found(source, prompts, teacher_of, rewards, headers, room=prompt_room(config))
+    found = _Found(source, prompts, teacher_of, rewards, headers, UnreadMedia(config), room=prompt_room(config))
     numbers = range(min(GENERATED_ROWS, len(source))) if generated else range(len(source))
     for number in numbers[:: max(1, -(-len(numbers) // LOOKED_AT))]:
         found.read(number)
@@ -151,7 +151,8 @@ def _look(config: RelaxConfig) -> DataLook:
     rows = found.looked if generated else len(source)
     refused = _refused(config, found, rows=rows)
     sets = eval_sets(config, source) if config.eval.every and refused is None and prompts is not None else []
-    asked = [] if prompts is None else [prepare(one, prompts, most_bad=most) for one in sets]
+    refused = refused or _unread_in_sets(config, sets)
+    asked = [] if prompts is None or refused else [prepare(one, prompts, most_bad=most) for one in sets]
     longest = max([found.longest, *(len(row.input_ids) for one in asked for row in one.rows)])
     spare = _spare(config) if generated else 0
     return DataLook(
@@ -170,6 +171,14 @@ def _look(config: RelaxConfig) -> DataLook:
     )
 
 
+def _unread_in_sets(config: RelaxConfig, sets: Sequence[EvalSet]) -> str | None:
+    unread = UnreadMedia(config)
+    for one in sets:
+        for number, row in enumerate(one.rows):
+            unread.look(row, eval_where(one.name, number))
+    return unread.refused(rows=sum(len(one.rows) for one in sets))
+
+
 def _spare(config: RelaxConfig) -> int:
     """Returns how many characters more than the checked rows another row of a generated task may have."""
     task = config.data.task
@@ -181,6 +190,8 @@ def _spare(config: RelaxConfig) -> int:
 
 def _refused(config: RelaxConfig, found: _Found, *, rows: int) -> str | None:
     remedy = _remedy(config, found)
+    if (unread := found.unread.refused(rows=rows)) is not None:
+        return unread
     if found.too_long and config.data.overlong is Overlong.error:
         named = ", ".join(f"{where} has {tokens}" for where, tokens in found.too_long_in_order()[:NAMED_ROWS])
         return (
@@ -231,6 +242,7 @@ class _Found:
         teacher_of: TeacherOf | None,
         rewards: RewardChoice | None,
         headers: ItemHeaders,
+        unread: UnreadMedia,
         *,
         room: int,
     ) -> None:
@@ -240,7 +252,7 @@ class _Found:
         self._source, self._prompts, self._teacher_of, self._room = source, prompts, teacher_of, room
         self.columns: set[str] = set()  # of the rows that can be read
         self.media: list[list[PlannedItem]] = []  # of the first prompts
-        self._headers, self._rewards = headers, rewards
+        self._headers, self._rewards, self.unread = headers, rewards, unread
         self._labels = None if rewards is None else LabelCheck(rewards)  # None for rewards that score any label
         self._json_prompts = 0
         self._trained: set[int] = set()  # hashes of rows
@@ -252,6 +264,7 @@ class _Found:
         try:
             row, where = self._source.numbered(number), self._source.where(number)
             self.columns.update(row)
+            self.unread.look(row, where, lambda: self._given(row, where))
             if self._rewards is not None:
                 self._rewards.check_row(row, where)
             if self._labels is not None:
@@ -267,6 +280,10 @@ class _Found:
                     self.media.append([one for one in items if one is not None])
         except BadRow as error:
             self._leave_out(number, error)
+
+    def _given(self, row: DataRow, where: str) -> set[MediaKind]:
+        """Returns the kinds of media in a row's prompt."""
+        return set() if self._prompts is None else {one.kind for one in self._prompts.sources(row, where=where)}
 
     def tokenize(self, prompts: PromptMaker) -> None:
         """Tokenizes the longest texts first.

@@ -1,15 +1,74 @@
-"""Tells from the headers of a few rows' media how large those of a prompt are."""
+"""Tells from the headers of a few rows' media how large those of a prompt are, and finds media that no key names."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from relax_core.config.checks.modality_keys import MODELS_THAT, media_kinds
+from relax_core.config.choices import TEXT, MediaPlace
+from relax_core.config.schema import RelaxConfig
+from relax_core.contracts.data import DataRow
+from relax_core.contracts.media import MEDIA_KINDS, MediaKind
+from relax_core.data.row_media import MediaColumns, unread_media
+from relax_core.data.shares import too_many_bad
+from relax_core.registry import find_env
 
 if TYPE_CHECKING:
     from relax_core.data.media.media_headers import PlannedItem
 
 FIRST_ROWS = 256  # data rows whose media are counted
+
+
+class UnreadMedia:
+    """Finds rows whose media no key of `data.media_keys` names, so that a model would be trained without them.
+
+    A row counts if it has a column with media. If the model does not read their kind, or the env makes its prompts from
+    the row by itself, its prompt must have a place for them, too. Rows with a place and no such column count if more
+    than data.max_bad_rows of the rows are so. Nothing counts with modality=text.
+    """
+
+    def __init__(self, config: RelaxConfig) -> None:
+        self._kinds, self._data = media_kinds(config), config.data
+        self._columns = MediaColumns(columns=config.data.media_keys.columns)
+        env = find_env(config.env.name)
+        self._makes_prompts = env.has_turns or env.agent is not None
+        self._looks = config.modality.name != TEXT and config.data.task is None
+        self._first: dict[tuple[MediaKind, bool], tuple[str, str | None, bool]] = {}  # by kind, and if it has a column
+        self._places = dict.fromkeys(MEDIA_KINDS, 0)  # rows with a place and without a column
+        self._looked = 0
+
+    def look(self, row: DataRow, where: str, given: Callable[[], set[MediaKind]] = set) -> None:
+        """Looks at a data row. ``given`` returns the kinds of media that its prompt has."""
+        self._looked += 1
+        found = unread_media(row, self._columns) if self._looks else {}
+        for kind, (column, has_place) in found.items():
+            asks = kind in self._kinds and not self._makes_prompts
+            if (has_place or asks) and (column or asks) and kind not in given():
+                self._first.setdefault((kind, column is not None), (where, column, has_place))
+                self._places[kind] += column is None
+
+    def refused(self, *, rows: int) -> str | None:
+        """Returns why a run on ``rows`` rows like these cannot start, None if nothing counts."""
+        most = self._data.max_bad_rows
+        for (kind, in_column), (where, column, has_place) in self._first.items():
+            if not in_column and not too_many_bad(self._places[kind], self._looked, rows=rows, most=most):
+                continue
+            has = f"{where}: it has media of kind {kind} in column {column}"
+            if not in_column:
+                has = f"{where}: its prompt has a place <{kind}>, and no column with media of this kind is found"
+            if kind not in self._kinds:
+                fix = f"Choose a model that {MODELS_THAT[kind]}; or modality={TEXT}, which trains on the text alone."
+                return f"{has}, which the model does not read. {fix}"
+            words = [f"data.media_keys.{kind}={column or 'COLUMN'}"]
+            if not has_place and self._data.media_place is None:
+                words.append(f"data.media_place={MediaPlace.first.value}")
+            return (
+                f"{has}, and data.media_keys.{kind} is not set, so the model would not get it. Add {' '.join(words)}; "
+                f"or modality={TEXT}, which trains on the text alone."
+            )
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)

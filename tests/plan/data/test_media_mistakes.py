@@ -118,6 +118,21 @@ ROWS: list[tuple[dict[str, Any], tuple[str, ...], tuple[str, ...]]] = [
         ("data.media_keys.video=videos", "engine=sglang", "engine.urls=[http://127.0.0.1:9]"),
         ("data.media_keys.video=videos with engine.urls", "takes images only", "Drop engine.urls, or drop the key"),
     ),
+    ({"prompt": ASK, "images": ["red-00.png"]}, (), ("in column images", "Add data.media_keys.image=images;")),
+    (
+        {"prompt": "which colour?", "picture": {"bytes": None, "path": "red-00.png"}},
+        (),
+        ("Add data.media_keys.image=picture data.media_place=first;", "modality=text"),
+    ),
+    ({"prompt": f"x<video> and {ASK}", "videos": ["left-00.mp4"], "images": "a"}, (IMAGES,), ("in column videos",)),
+    ({"prompt": "Which way?\n<video>"}, (), ("a place <video>", "data.media_keys.video=COLUMN")),
+    ({"prompt": ASK, "images": ["red-00.png"]}, ("model=tiny_qwen3",), ("column images", "does not read", "qwen3_vl")),
+    ({"prompt": "Hi", "images": "red-00.png"}, ("data.media_place=first",), ("data.media_place=first: no column",)),
+    (
+        {"prompt": "Hi", "images": "red-00.png"},
+        (IMAGES, "data.media_place=first", "data.mix={image: 1.0}"),
+        ("data.media_place",),
+    ),
 ]
 
 
@@ -128,6 +143,35 @@ def test_a_mistake_is_one_screen_with_key_value_and_fix(
     report = refused(*SEES, rows_of(tmp_path, row), *words)
     for one in told:
         assert one in report, report
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "What does the tag <video> of HTML do?"},
+        {"prompt": "which colour?", "image_caption": "a red disc", "photo": "none", "source": "a/b.png", "video": None},
+        {"prompt": [{"role": "user", "content": [{"type": "image", "path": "red-00.png"}]}], "images": "red-00.png"},
+    ],
+)
+def test_rows_of_text_are_not_taken_for_rows_with_media(tmp_path: Path, row: dict[str, Any]) -> None:
+    load_config((*SEES, rows_of(tmp_path, row)), checks=CHECKS, settle=settle)
+
+
+def test_rows_train_on_text_alone_where_modality_says_so(tmp_path: Path) -> None:
+    words = (*SEES, rows_of(tmp_path, {"prompt": ASK, "images": ["red-00.png"]}), "modality=text")
+    load_config(words, checks=CHECKS, settle=settle)
+
+
+def test_a_plan_refuses_media_that_the_chat_template_leaves_out(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model_folder("tiny_qwen3_vl", task="see"), folder)
+    template = folder / "chat_template.jinja"
+    shown = template.read_text().replace("{% if part['type'] in", "{% if message.role == 'user' and part['type'] in", 1)
+    template.write_text(shown.replace("{% else %}{{ part['text'] }}", "{% else %}{{ part['text'] or '' }}"))
+    parts = [{"type": "image", "path": "red-00.png"}, {"type": "text", "text": "S"}]
+    row = {"prompt": [{"role": "system", "content": parts}, {"role": "user", "content": "x"}]}
+    report = refused(*SEES[1:-1], "model=qwen3_vl", f"model.path={folder}", rows_of(tmp_path, row))
+    assert "the chat template shows no item, but the conversation has image" in report
 
 
 def test_a_folder_without_its_processor_files_is_told(tmp_path: Path) -> None:

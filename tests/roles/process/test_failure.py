@@ -12,6 +12,7 @@ import pytest
 from relax_core.contracts.bus import BusLost, BusTimeout, LeaseLost
 from relax_core.contracts.engine import EngineError, EngineUnreachable
 from relax_core.contracts.media import MediaGone
+from relax_core.contracts.reward import RewardInput
 from relax_core.registry import find_reward
 from relax_core.roles.process.failure import failure_line, first_cause, is_broken_collective, what_was_lost
 from relax_core.weights.version_folder import PublishedUnreadable
@@ -43,7 +44,8 @@ def caught(call: object) -> BaseException:
 def test_a_plugins_failure_names_its_file_and_line(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     path.write_text(PLUGIN)
-    error = caught(lambda: find_reward(str(path)).score(None, None))  # type: ignore[arg-type]
+    given = RewardInput(response="", stopped=True, answer="", row={})
+    error = caught(lambda: find_reward(str(path)).score(given, None))
     assert failure_line(error) == f"KeyError: 'price' ({path}, line 10)"
 
 

@@ -8,7 +8,9 @@ from typing import IO
 from relax_core.contracts.media import MediaError
 from relax_core.data.media.audio.sound_limits import SoundHeader
 
-_UNKNOWN = 0xFFFFFFFF  # the size of a WAV's samples that a program wrote into a pipe
+# What programs that write a WAV into a pipe put as the size of its samples: SoX, FFmpeg and others.
+_UNKNOWN = frozenset({0x7FFFF000, 0x7FFFFFFF, 0x80000000, 0xFFFFFFDB, 0xFFFFFFFF})
+_SMALLEST_UNKNOWN = min(_UNKNOWN)
 _EVEN = (1, 3, 6, 7, 0xFFFE)  # the codes of a WAV whose samples have one size: PCM, floats, A-law, mu-law, extensible
 _MOST_CHUNKS = 1_000  # before a WAV's samples
 _OGG_END = 4  # the flag of a page that ends its stream
@@ -36,6 +38,8 @@ def written_header(file: IO[bytes], form: str) -> SoundHeader | None:
 
 def _wav_header(file: IO[bytes]) -> SoundHeader:
     size = file.seek(0, 2)
+    file.seek(4)
+    (whole,) = struct.unpack("<I", file.read(4))
     file.seek(12)
     code = channels = rate = block = 0
     for _ in range(_MOST_CHUNKS):
@@ -49,7 +53,10 @@ def _wav_header(file: IO[bytes]) -> SoundHeader:
     else:
         raise _cut("it has no samples.")
     left = size - file.tell()
-    if length != _UNKNOWN and length > left:
+    never_written = length == 0 and (whole >= _SMALLEST_UNKNOWN or whole + 8 <= file.tell())
+    if length in _UNKNOWN or never_written:
+        length = left
+    if length > left:
         raise _cut(f"its header says {length:,} bytes of samples, and {left:,} are there.")
     known = code in _EVEN and rate > 0 and block > 0
     return SoundHeader(rate=rate, channels=channels, seconds=min(length, left) / block / rate if known else None)

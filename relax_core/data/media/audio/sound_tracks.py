@@ -16,6 +16,7 @@ from relax_core.data.media.video_decoding import opened_container
 _CODECS = ("aac", "mp3", "mp3float", "opus", "libopus", "vorbis", "flac", "alac", "ac3", "eac3")
 _CLOCK = re.compile(r"(\d+):(\d\d):(\d\d(?:\.\d+)?)")
 _ROUNDING_S = 0.1  # that a track may be shorter than its header says; encoders count whole packets
+_PACKET = 2048  # samples of padding that the last packet of a track has at most
 
 
 def track_header(file: IO[bytes], form: str, limits: MediaLimits) -> SoundHeader:
@@ -25,7 +26,10 @@ def track_header(file: IO[bytes], form: str, limits: MediaLimits) -> SoundHeader
 
 
 def decode_track(file: IO[bytes], form: str, limits: MediaLimits) -> tuple[np.ndarray, int]:
-    """Returns the mean of a track's channels, float32 ``[samples]`` of full scale 1, and its samples a second."""
+    """Returns the mean of a track's channels, float32 ``[samples]`` of full scale 1, and its samples a second.
+
+    The padding of the last packet, behind the track's length, is left out.
+    """
     import av
 
     blocks, count = [np.zeros(0, np.float32)], 0
@@ -33,7 +37,7 @@ def decode_track(file: IO[bytes], form: str, limits: MediaLimits) -> tuple[np.nd
         track = _track(container)
         header = _header(track, limits)
         track.codec_context.thread_count = 1
-        most = most_samples(header.rate, limits)
+        most = most_samples(header.rate, limits) + _PACKET
         planar = av.AudioResampler(format="fltp")  # it raises ValueError if rate or channels change
         for frame in container.decode(track):
             if frame.is_corrupt or frame.sample_rate != header.rate:
@@ -46,7 +50,9 @@ def decode_track(file: IO[bytes], form: str, limits: MediaLimits) -> tuple[np.nd
     if header.seconds is not None and count < (header.seconds - _ROUNDING_S) * 0.99 * header.rate:
         told = f"its header says {header.seconds:.2f} s of sound, and {count / header.rate:.2f} s are there."
         raise MediaError("audio", "truncated", told)
-    return np.concatenate(blocks), header.rate
+    length = round((limits.audio_seconds_max if header.seconds is None else header.seconds) * header.rate)
+    samples = np.concatenate(blocks)
+    return samples[:length] if len(samples) - length <= _PACKET else samples, header.rate
 
 
 def _track(container: Any) -> Any:
@@ -61,7 +67,10 @@ def _header(track: Any, limits: MediaLimits) -> SoundHeader:
         name = "of an unknown codec" if context is None else context.name
         told = f"its sound is {name}, none of {', '.join(_CODECS)} and pcm. Convert it."
         raise MediaError("audio", "unknown_format", told)
-    header = SoundHeader(rate=context.sample_rate or 0, channels=context.channels or 0, seconds=_seconds(track))
+    rate, seconds, most = context.sample_rate or 0, _seconds(track), limits.audio_seconds_max
+    if seconds is not None and rate and most < seconds <= most + _PACKET / rate:
+        seconds = most  # Matroska counts the padding of the last packet, too
+    header = SoundHeader(rate=rate, channels=context.channels or 0, seconds=seconds)
     check_sound(header, limits)
     return header
 

@@ -1,0 +1,92 @@
+"""Videos have the rate and the orientation that FFmpeg's tools give them, and sounds of pipes are read."""
+
+from __future__ import annotations
+
+import io
+import struct
+from typing import Any
+
+import av
+import numpy as np
+import pytest
+
+from relax_core.contracts.media import MediaError
+from relax_core.data.media.audio.sound_headers import written_header
+from relax_core.data.media.media_limits import MediaLimits
+from relax_core.data.media.video_decoding import _mean_rate, _upright, video_header, video_index
+
+PICTURE = np.arange(2 * 3 * 3, dtype=np.uint8).reshape(2, 3, 3)
+
+
+class _Frame:
+    """Is a frame with a display matrix, which no encoder of PyAV writes."""
+
+    def __init__(self, matrix: tuple[int, int, int, int]) -> None:
+        a, b, c, d = (value << 16 for value in matrix)
+        data = struct.pack("<9i", a, b, 0, c, d, 0, 0, 0, 1 << 30)
+        kind = type("Kind", (), {"name": "DISPLAYMATRIX"})
+        self.side_data = [type("Data", (), {"type": kind, "__bytes__": lambda self: data})()]
+
+    def to_ndarray(self, *, format: str) -> np.ndarray:
+        return PICTURE
+
+
+@pytest.mark.parametrize(
+    ("matrix", "wanted"),
+    [
+        ((1, 0, 0, 1), PICTURE),
+        ((-1, 0, 0, 1), PICTURE[:, ::-1]),  # mirrored: the top stays at the top
+        ((1, 0, 0, -1), PICTURE[::-1]),
+        ((-1, 0, 0, -1), PICTURE[::-1, ::-1]),
+        ((0, 1, -1, 0), np.rot90(PICTURE, -1)),  # a phone that is held upright: turned to the right
+        ((0, -1, 1, 0), np.rot90(PICTURE, 1)),
+        ((0, 1, 1, 0), PICTURE.transpose(1, 0, 2)),
+        ((0, -1, -1, 0), np.rot90(PICTURE, 2).transpose(1, 0, 2)),
+    ],
+)
+def test_a_display_matrix_turns_and_mirrors(matrix: tuple[int, int, int, int], wanted: np.ndarray) -> None:
+    assert np.array_equal(_upright(_Frame(matrix)), wanted)
+
+
+def video(times_ms: list[int], form: str, codec: str) -> io.BytesIO:
+    file = io.BytesIO()
+    with av.open(file, "w", format=form) as container:
+        stream: Any = container.add_stream(codec, rate=1000)
+        stream.width = stream.height = 32
+        stream.pix_fmt = "yuv420p"
+        for time in times_ms:
+            frame = av.VideoFrame.from_ndarray(np.full((32, 32, 3), time % 200, np.uint8), format="rgb24")
+            frame.pts = time
+            for packet in stream.encode(frame):
+                container.mux(packet)
+        for packet in stream.encode():
+            container.mux(packet)
+    return file
+
+
+@pytest.mark.parametrize(
+    "times", [list(range(0, 4000, 250)), [0, 100, 200, 1000, 1100, 2000, 2500, 2700], [0, 40, 80, 3000]]
+)
+def test_the_rate_of_a_matroska_file_is_measured(times: list[int]) -> None:
+    """Its header says 1,000 frames a second here; browsers write none at all."""
+    file = video(times, "matroska", "libvpx")
+    index = video_index(file, "matroska", MediaLimits())
+    measured = (times[-1] - times[0]) / 1000
+    assert index.header.frames == len(times)
+    assert len(times) / index.header.fps == pytest.approx(measured, abs=0.3)
+    assert video_header(file, "matroska", MediaLimits()).fps == index.header.fps
+
+
+def test_a_rate_of_the_header_that_fits_stays() -> None:
+    assert _mean_rate(30000 / 1001, 90, 3.003) == 30000 / 1001
+    assert _mean_rate(25.0, 90, 4.0) == 22.5 and _mean_rate(0.0, 90, 4.0) == 22.5
+    with pytest.raises(MediaError):
+        _mean_rate(0.0, 1, 0.0)
+
+
+@pytest.mark.parametrize("size", [0x7FFFF000, 0x7FFFFFFF, 0x80000000, 0xFFFFFFDB, 0xFFFFFFFF, 0, 32_000])
+def test_a_wav_of_a_pipe_has_the_samples_that_are_there(size: int) -> None:
+    whole = 0xFFFFFFFF if size == 0 else 36 + size & 0xFFFFFFFF
+    head = b"RIFF" + struct.pack("<I", whole) + b"WAVEfmt " + struct.pack("<IHHIIHH", 16, 1, 1, 16000, 32000, 2, 16)
+    header = written_header(io.BytesIO(head + b"data" + struct.pack("<I", size) + bytes(32_000)), "wav")
+    assert header is not None and header.seconds == 1.0
