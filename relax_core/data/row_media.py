@@ -267,7 +267,7 @@ def unread_media(row: Mapping[str, Any], media: MediaColumns) -> dict[MediaKind,
     contents: list[Any] = (
         [row["prompt"]] if isinstance(row["prompt"], str) else [one["content"] for one in row["prompt"]]
     )
-    parts: list[Mapping[str, Any]] = [
+    parts: list[Any] = [
         {"type": "text", "text": one} if isinstance(one, str) else part
         for one in contents
         for part in ([one] if isinstance(one, str) else one)

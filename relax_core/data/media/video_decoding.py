@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -123,16 +124,16 @@ def _mean_rate(said: float, frames: int, seconds: float) -> float:
     return said
 
 
-def _upright(frame: Any) -> np.ndarray:
-    """Returns a frame's pixels ``[height, width, 3]`` turned and mirrored as its display matrix says.
+def _display_matrix(frame: Any) -> tuple[int, ...]:
+    """Returns a, b, c, d of a frame's display matrix, which maps (x, y) to (a x + c y, b x + d y)."""
+    found = [bytes(one) for one in frame.side_data if one.type.name == "DISPLAYMATRIX"]
+    a, b, _, c, d, *_ = np.frombuffer(found[0], "<i4").tolist() if found else (1, 0, 0, 0, 1, 0)
+    return a, b, c, d
 
-    The matrix maps (x, y) to (a x + c y, b x + d y); only the eight maps of the axes on themselves are applied.
-    """
-    pixels: np.ndarray = frame.to_ndarray(format="rgb24")
-    matrix = next((one for one in frame.side_data if one.type.name == "DISPLAYMATRIX"), None)
-    if matrix is None:
-        return pixels
-    a, b, _, c, d, *_ = np.frombuffer(bytes(matrix), "<i4").tolist()
+
+def _upright(pixels: np.ndarray, matrix: tuple[int, ...]) -> np.ndarray:
+    """Returns pixels ``[height, width, 3]`` turned and mirrored; only maps of the axes on themselves are applied."""
+    a, b, c, d = matrix
     if abs(b) + abs(c) > abs(a) + abs(d):
         pixels, a, d = pixels.transpose(1, 0, 2), c, b
     return pixels[:: -1 if d < 0 else 1, :: -1 if a < 0 else 1]
@@ -152,10 +153,14 @@ def decode_frames(
         frames = _by_number(container, stream) if index.times is None else _by_time(container, stream, index, indices)
         wanted = iter(indices)
         number = next(wanted, None)
+        matrix: tuple[int, ...] | None = None
         for found, frame in frames:
             while number is not None and found == number:
                 check_source_size("video", limits, height=frame.height, width=frame.width)
-                yield _upright(frame)
+                if matrix is None:  # all frames of a video have the same
+                    matrix = _display_matrix(frame)
+                    gc.collect(0)  # PyAV's side data and its frame hold each other, and the frame holds the decoder
+                yield _upright(frame.to_ndarray(format="rgb24"), matrix)
                 number = next(wanted, None)
             if number is None:
                 return

@@ -18,19 +18,6 @@ from relax_core.data.media.video_decoding import _mean_rate, _upright, video_hea
 PICTURE = np.arange(2 * 3 * 3, dtype=np.uint8).reshape(2, 3, 3)
 
 
-class _Frame:
-    """Is a frame with a display matrix, which no encoder of PyAV writes."""
-
-    def __init__(self, matrix: tuple[int, int, int, int]) -> None:
-        a, b, c, d = (value << 16 for value in matrix)
-        data = struct.pack("<9i", a, b, 0, c, d, 0, 0, 0, 1 << 30)
-        kind = type("Kind", (), {"name": "DISPLAYMATRIX"})
-        self.side_data = [type("Data", (), {"type": kind, "__bytes__": lambda self: data})()]
-
-    def to_ndarray(self, *, format: str) -> np.ndarray:
-        return PICTURE
-
-
 @pytest.mark.parametrize(
     ("matrix", "wanted"),
     [
@@ -45,7 +32,7 @@ class _Frame:
     ],
 )
 def test_a_display_matrix_turns_and_mirrors(matrix: tuple[int, int, int, int], wanted: np.ndarray) -> None:
-    assert np.array_equal(_upright(_Frame(matrix)), wanted)
+    assert np.array_equal(_upright(PICTURE, matrix), wanted)
 
 
 def video(times_ms: list[int], form: str, codec: str) -> io.BytesIO:
@@ -88,5 +75,5 @@ def test_a_rate_of_the_header_that_fits_stays() -> None:
 def test_a_wav_of_a_pipe_has_the_samples_that_are_there(size: int) -> None:
     whole = 0xFFFFFFFF if size == 0 else 36 + size & 0xFFFFFFFF
     head = b"RIFF" + struct.pack("<I", whole) + b"WAVEfmt " + struct.pack("<IHHIIHH", 16, 1, 1, 16000, 32000, 2, 16)
-    header = written_header(io.BytesIO(head + b"data" + struct.pack("<I", size) + bytes(32_000)), "wav")
+    header = written_header(io.BytesIO(head + b"data" + struct.pack("<I", size) + bytes(32_000)), "WAV")
     assert header is not None and header.seconds == 1.0
