@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 _HTTP_S, _HTTP_READ_S = 30.0, 300.0  # the package's own limits of a request
+_PING_S = 10.0  # a server that does not answer in this time is lost
 _CLOSE_S = 8.0  # the package waits 2 s for a server to end by itself, and twice as long again to end it
 
 
@@ -115,7 +116,7 @@ class McpSessions:
         assert self._task is not None
         asking = asyncio.create_task(self.clients[server].session.send_ping())
         try:
-            await asyncio.wait([asking, self._task], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([asking, self._task], timeout=_PING_S, return_when=asyncio.FIRST_COMPLETED)
             if asking.done():
                 await asking
             return asking.done()
