@@ -79,10 +79,10 @@ def score(given: RewardInput, config: GpqaConfig) -> RewardOutput:
 
 
 def _letter(text: str, letters: Sequence[str]) -> str | None:
-    boxed = _BOX.match(_MARKUP.sub("", last_boxed(framed(text.replace("\u00a0", " ")) or "") or ""))
+    boxed = _BOX.match(_MARKUP.sub("", last_boxed(framed(text) or "") or ""))
     if boxed is not None and boxed[1].upper() in letters:
         return boxed[1].upper()
-    text = _MARKUP.sub("", text)
+    text = _MARKUP.sub("", text.replace("\u00a0", " "))
     for pattern in _NAMED:
         found = [(one, next(filter(None, one.groups()))) for one in pattern.finditer(text)]
         named = [
