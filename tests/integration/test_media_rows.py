@@ -136,7 +136,7 @@ def good_sources(file: Path) -> set[str]:
 def write_eval_set(folder: Path) -> None:
     """Writes an evaluation set of four rows, of which the last has a picture that is cut."""
     pictures = ("files/red-00.png", "files/blue-01.png", "files/green-02.png", "files/cut.png")
-    rows = [{"prompt": "<image>which colour?", "answer": one[6:-7], "images": one} for one in pictures]
+    rows = [{"prompt": "<image>which colour?", "answer": one[6:-7] or "none", "images": one} for one in pictures]
     written = folder / OTHER
     written.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
