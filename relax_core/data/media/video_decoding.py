@@ -103,7 +103,9 @@ def video_index(file: IO[bytes], form: str, limits: MediaLimits) -> VideoIndex:
             raise MediaError("video", "no_frames", "it has no frames.")
         known = sorted(time for time in times if time is not None)
         distinct = len(known) == len(times) and len(set(known)) == len(known)
-        fps = _mean_rate(said.fps, len(times), float((end - known[0]) * stream.time_base) if distinct else 0.0)
+        fps = said.fps
+        if not (said.frames and fps > 0):  # as in video_header: the rate of MP4 is frames over its length already
+            fps = _mean_rate(fps, len(times), float((end - known[0]) * stream.time_base) if distinct else 0.0)
         header = VideoHeader(frames=len(times), fps=fps, height=said.height, width=said.width)
         _check_length(header.seconds, limits)
         if distinct:
