@@ -13,6 +13,7 @@ from pathlib import Path
 from relax_core.config.own_runs import marked
 from relax_core.config.saved import to_yaml
 from relax_core.config.schema import FolderByTime, RelaxConfig
+from relax_core.contracts.host.output_path import numbered
 from relax_core.contracts.host.private_folder import private_folder
 from relax_core.train.checkpoints.checkpoint_store import has_checkpoint
 
@@ -93,12 +94,11 @@ def make_run_folder(config: RelaxConfig) -> Path:
             return private_folder(newest, key="run.dir")
     elif config.resume == "auto":
         return _made(wanted, exist_ok=True)
-    numbered = (wanted.with_name(f"{wanted.name}-{number}") for number in itertools.count(2))
-    for folder in itertools.chain([wanted], numbered):
+    for folder in numbered(wanted):
         if not (folder / "config.yaml").exists() and not (by_time and folder.exists()):
             with suppress(FileExistsError):  # another run has just made it
                 return _made(folder, exist_ok=not by_time)
-    raise AssertionError("itertools.count does not end")
+    raise AssertionError("`numbered` does not end")
 
 
 def _newest_beside(folder: Path, *, label: str) -> Path | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import re
 import sys
@@ -20,6 +19,7 @@ from relax_core.config.choices import LauncherKind
 from relax_core.config.errors import ConfigError
 from relax_core.config.schema import FolderByTime, RelaxConfig
 from relax_core.config.sections.launcher_schema import SlurmLauncherConfig
+from relax_core.contracts.host.output_path import numbered
 from relax_core.contracts.host.private_folder import private_folder
 from relax_core.observe.results.summary import SUMMARY_FILE
 from relax_core.plan.plan_command import plan_run
@@ -91,8 +91,7 @@ class Sweep:
 
     def _keep(self, run: SweepRun, folder: Path) -> SweepRun:
         if self._folder is None:
-            numbered = (folder.with_name(f"{folder.name}-{number}") for number in itertools.count(2))
-            self._folder = next(one for one in itertools.chain([folder], numbered) if not (one / SWEEP_FILE).exists())
+            self._folder = next(one for one in numbered(folder) if not (one / SWEEP_FILE).exists())
         run.number = len(self._runs)
         self._runs.append(run)
         return run

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import cast
 
 from relax_core.config.checks.freeze_keys import frozen_parts
-from relax_core.config.checks.model_folder import media_token_ids, unsampled_token_ids
+from relax_core.config.checks.model_folder import textless_token_ids
 from relax_core.config.choices import AUDIO, PROJECTOR, VISION, ModeName, Surplus
 from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.env import EnvSpec, InteractionConfig, IsolatedConfig, TurnsConfig
@@ -130,7 +130,7 @@ def context_words(config: RelaxConfig, work: Workload) -> list[str]:
 
 
 def _folder_words(config: RelaxConfig, folder: Path) -> Iterator[str]:
-    banned, textless = set(config.rollout.banned()), set(unsampled_token_ids(folder)) - set(media_token_ids(folder))
+    banned, textless = set(config.rollout.banned()), textless_token_ids(folder)
     if banned or textless:
         yield (
             f"rollout.banned_token_ids has {plural(len(banned), 'token')}, which are never sampled. The tokenizer has "

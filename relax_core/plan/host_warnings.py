@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from relax_core.config.schema import RelaxConfig
-from relax_core.contracts.host.interfaces import GLOO_INTERFACES, missing_interface
+from relax_core.contracts.host.interfaces import GLOO_INTERFACES, missing_interface, network_interfaces
+from relax_core.plan.memory.memory_cpu import SHARED_ITEMS
 from relax_core.plan.memory.memory_terms import Holder, size_words
 from relax_core.plan.memory.transfers import Transfers
 
 NCCL_INTERFACES = "NCCL_SOCKET_IFNAME"
-SHARED_ITEMS = "items in /dev/shm"  # the holder of `memory_cpu.cpu_holders`
 
 
 def host_warnings(
@@ -29,7 +28,7 @@ def host_warnings(
     if config.placement.gpus_per_node > 0 and names and not _nccl_matches(names):
         yield (
             f"{NCCL_INTERFACES}={names} matches no network interface of this machine "
-            f"({', '.join(_interfaces())}). Unset it or name another interface."
+            f"({', '.join(network_interfaces())}). Unset it or name another interface."
         )
 
 
@@ -50,10 +49,6 @@ def _shared_memory_warning(memory: Sequence[Holder], transfers: Transfers, *, fo
         )
 
 
-def _interfaces() -> list[str]:
-    return [name for _, name in socket.if_nameindex()]
-
-
 def _nccl_matches(names: str) -> bool:
     """Reads NCCL's syntax: prefixes, separated by commas; ``=`` wants whole names, ``^`` excludes."""
     excludes, names = names.startswith("^"), names.removeprefix("^")
@@ -63,4 +58,4 @@ def _nccl_matches(names: str) -> bool:
     def matches(interface: str) -> bool:
         return any(interface == name if exact else interface.startswith(name) for name in given)
 
-    return any(matches(interface) != excludes for interface in _interfaces())
+    return any(matches(interface) != excludes for interface in network_interfaces())

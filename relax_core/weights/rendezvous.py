@@ -15,6 +15,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from relax_core.contracts.host.interfaces import GLOO_INTERFACES
+
 LOOPBACK_PREFIX = "127."
 POLL_S = 0.01
 _ARRIVED = "arrived"
@@ -99,7 +101,7 @@ def _tcp_store(
 
 def keep_gloo_on_loopback() -> None:
     """Makes the gloo groups of this process listen on loopback, unless the user has named an interface."""
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # By default gloo listens on the host name's address.
+    os.environ.setdefault(GLOO_INTERFACES, "lo")  # By default gloo listens on the host name's address.
 
 
 class SignedStore(dist.Store):

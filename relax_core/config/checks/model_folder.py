@@ -60,19 +60,30 @@ def media_token_ids(folder: Path) -> list[int]:
 
 
 def unsampled_token_ids(folder: Path) -> list[int]:
-    """Returns the sorted ids that no response may contain by default: `media_token_ids`, and ids without a text.
+    """Returns the sorted ids that no response may contain by default: of media, and those without a text.
 
-    The latter are rows of the embedding, by vocab_size in config.json, for which the tokenizer has no token. Raises as
-    `media_token_ids` does.
+    Raises as `media_token_ids` does.
     """
     tokenizer = _tokenizer_file(folder)
-    media, rows = _media_ids(folder, tokenizer), language_values(read_hf_config(folder)).get("vocab_size")
-    vocabulary = tokenizer.model.vocab
+    return sorted({*_media_ids(folder, tokenizer), *_textless_ids(folder, tokenizer)})
+
+
+def textless_token_ids(folder: Path) -> set[int]:
+    """Returns the ids without a text: rows of the embedding, by vocab_size in config.json, that are no token.
+
+    The ids of media are none of them. Raises as `media_token_ids` does.
+    """
+    tokenizer = _tokenizer_file(folder)
+    return _textless_ids(folder, tokenizer).difference(_media_ids(folder, tokenizer))
+
+
+def _textless_ids(folder: Path, tokenizer: _TokenizerFile) -> set[int]:
+    rows, vocabulary = language_values(read_hf_config(folder)).get("vocab_size"), tokenizer.model.vocab
     if not vocabulary or not isinstance(rows, int):  # other checks refuse such a folder
-        return media
+        return set()
     known = set(range(len(vocabulary)) if isinstance(vocabulary, list) else vocabulary.values())
     known.update(token.id for token in tokenizer.added_tokens)
-    return sorted({*media, *(set(range(rows)) - known)})
+    return set(range(rows)) - known
 
 
 def _tokenizer_file(folder: Path) -> _TokenizerFile:

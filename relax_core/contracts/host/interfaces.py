@@ -7,9 +7,14 @@ import socket
 GLOO_INTERFACES = "GLOO_SOCKET_IFNAME"  # torch reads it as well: names of interfaces, separated by commas
 
 
+def network_interfaces() -> list[str]:
+    """Returns the names of this machine's network interfaces."""
+    return [name for _, name in socket.if_nameindex()]
+
+
 def missing_interface(names: str) -> str | None:
     """Returns why gloo cannot listen on ``names``, the value of GLOO_SOCKET_IFNAME, or None if all exist."""
-    existing = [name for _, name in socket.if_nameindex()]
+    existing = network_interfaces()
     missing = next((name for name in names.split(",") if name not in existing), None)
     if missing is None:
         return None

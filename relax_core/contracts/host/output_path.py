@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from pathlib import Path
 
 from relax_core.contracts.host.private_folder import private_folder
@@ -27,10 +28,15 @@ def check_output_file(path: Path, *, option: str) -> None:
         raise ValueError(f"{option} {path} exists, and nothing is overwritten. Name another file, or remove it.")
 
 
+def numbered(path: Path, *, suffix: str = "") -> Iterator[Path]:
+    """Yields ``path``, and then without an end the same name with a number in front of ``suffix``: NAME-2, NAME-3."""
+    name = path.name.removesuffix(suffix)
+    return itertools.chain([path], (path.with_name(f"{name}-{number}{suffix}") for number in itertools.count(2)))
+
+
 def next_free(path: Path) -> Path:
     """Returns ``path``, or with the next free number: trace.json, trace-2.json, trace-3.json."""
-    numbered = (path.with_name(f"{path.stem}-{number}{path.suffix}") for number in itertools.count(2))
-    return next(each for each in itertools.chain([path], numbered) if not (each.exists() or each.is_symlink()))
+    return next(each for each in numbered(path, suffix=path.suffix) if not (each.exists() or each.is_symlink()))
 
 
 def new_private_folder(wanted: Path, *, key: str) -> Path:
@@ -38,12 +44,11 @@ def new_private_folder(wanted: Path, *, key: str) -> Path:
 
     Returns the folder. Raises as `private_folder` does.
     """
-    numbered = (wanted.with_name(f"{wanted.name}-{number}") for number in itertools.count(2))
-    for folder in itertools.chain([wanted], numbered):
+    for folder in numbered(wanted):
         empty = folder.is_dir() and not any(folder.iterdir())
         if empty or not folder.exists():
             try:
                 return private_folder(folder, key=key, exist_ok=empty)
             except FileExistsError:  # another process has just made it
                 continue
-    raise AssertionError("itertools.count does not end")
+    raise AssertionError("`numbered` does not end")

@@ -16,8 +16,8 @@ from relax_core.data.media.media_limits import MediaLimits
 from relax_core.data.media.media_sizes import check_source_size
 
 # What phones, cameras, browsers and data sets write. FFmpeg knows hundreds more, most of them old and little tested.
-_CLOCK_S = 0.002  # that times may be off, because Matroska counts in milliseconds
 _CODECS = ("h264", "hevc", "vp8", "vp9", "av1", "libdav1d", "mpeg4", "mjpeg")
+_CLOCK_S = 0.002  # that times may be off, because Matroska counts in milliseconds
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -63,6 +63,7 @@ AGENT_STAND_IN = 10  # relax_core/control/host/agent_on_demand.py
 AGENT = 64  # a Python program with a client library, and its guard; one may use agent.memory_gib
 GATEWAY = 68  # FastAPI and uvicorn
 TORCH = 188  # for computing advantages with torch in the rollout
+SHARED_ITEMS = "items in /dev/shm"  # the holder of media items, which is no process
 KEPT_BY_ALLOCATOR = 0.5  # share of what a micro-batch allocates: pieces that glibc neither returns nor reuses
 SAMPLING_COPIES = 8  # float32 arrays [samples, vocabulary] of one decode step
 SLOT_BYTES = 256  # rows of the table of running samples, which is allocated at once
@@ -121,9 +122,7 @@ def cpu_holders(
         workers = roles["rollout"] * config.modality.workers
         holders.append(Holder(name="encode worker", count=workers, phases=(encoder,)))
         items = shared_item_bytes(config, work, rollout_workers=roles["rollout"], data_rows=data_rows)
-        holders.append(
-            Holder(name="items in /dev/shm", count=1, phases=(Phase(name="always", terms={"items": items}),))
-        )
+        holders.append(Holder(name=SHARED_ITEMS, count=1, phases=(Phase(name="always", terms={"items": items}),)))
     return holders
 
 

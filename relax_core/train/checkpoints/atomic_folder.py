@@ -5,7 +5,6 @@ It has no heavy imports.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import shutil
@@ -14,6 +13,8 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from relax_core.contracts.host.output_path import numbered
 
 PARTIAL_SUFFIX = ".partial"
 REPLACED_SUFFIX = ".replaced"
@@ -75,10 +76,8 @@ def remove_folder(folder: Path) -> None:
     """
     removed = folder
     if folder.suffix != REMOVED_SUFFIX:
-        name = f".{folder.name.removeprefix('.')}"
-        numbered = (folder.with_name(f"{name}.{number}{REMOVED_SUFFIX}") for number in itertools.count(2))
-        candidates = itertools.chain([folder.with_name(f"{name}{REMOVED_SUFFIX}")], numbered)
-        removed = next(each for each in candidates if not each.exists())
+        hidden = folder.with_name(f".{folder.name.removeprefix('.')}{REMOVED_SUFFIX}")
+        removed = next(each for each in numbered(hidden, suffix=REMOVED_SUFFIX) if not each.exists())
         try:
             folder.rename(removed)
         except OSError as error:
