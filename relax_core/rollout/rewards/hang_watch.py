@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 
 from relax_core.contracts.reward import RewardConfig
 
-CHECK_S = 1.0  # a pause of the whole process counts as one check
+CHECK_S = 1.0
+CHECKS = 4  # of a time limit, at least; a pause of the whole process counts as one check
 LEAST_WAIT_S = 1.0  # a call that waits for a shorter time may wait for its turn to compute
 COMPUTES = 0.05  # of a core; calls that use less wait for something else than each other
 OnHang = Callable[[RuntimeError], None]
@@ -24,11 +25,13 @@ def _thread_cpu_clock() -> int:
 class _Call:
     """Is a call under way: its limit, the seconds that it has left, and those in which all calls only waited.
 
-    ``clock`` is that of its thread's processor time.
+    Both count from the first check of an answer, because the answer may have begun just before it. ``clock`` is that
+    of its thread's processor time.
     """
 
     limit_s: float
     left_s: float
+    checked: bool = False
     waited_s: float = 0.0
     clock: int = field(default_factory=_thread_cpu_clock)
     cpu_s: float = 0.0
@@ -67,7 +70,7 @@ class HangWatch:
         call.computed_s()
 
         def go_on() -> None:
-            call.left_s, self._moves = limit_s, True
+            call.left_s, call.checked, self._moves = limit_s, False, True
 
         with self._lock:
             self._calls.append(call)
@@ -83,12 +86,15 @@ class HangWatch:
         self._closed.set()
 
     def _check(self) -> None:
-        check_s = min(CHECK_S, self._config.timeout_s)
+        check_s = min(CHECK_S, self._config.timeout_s / CHECKS)
         while not self._closed.wait(check_s):
             with self._lock:
                 computed_s = sum(call.computed_s() for call in self._calls)
                 moves, self._moves = self._moves or computed_s > COMPUTES * check_s, False
                 for call in self._calls:
+                    if not call.checked:
+                        call.checked = True
+                        continue
                     call.left_s -= check_s / len(self._calls) if self._shared else check_s
                     call.waited_s = 0.0 if moves else call.waited_s + check_s
                 hangs = any(

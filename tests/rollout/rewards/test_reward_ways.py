@@ -189,6 +189,19 @@ def test_a_reward_in_many_threads_at_once_has_the_time_that_it_would_have_alone(
     assert not told
 
 
+@pytest.mark.parametrize("timeout_s", [0.4, 1.0])
+def test_an_answer_that_is_being_scored_at_a_check_does_not_hang(timeout_s: float) -> None:
+    hung: list[Exception] = []
+
+    def score(given: RewardInput, config: Any) -> float:
+        time.sleep(timeout_s / 20)
+        return 1.0
+
+    groups = [group_of(*["a"] * 8) for _ in range(8)]  # for three time limits some answer is being scored
+    scored(pool_of(score, timeout_s=timeout_s, on_hang=hung.append, concurrency=1), *groups)
+    assert not hung
+
+
 def test_answers_that_all_hang_are_told_once_within_two_time_limits() -> None:
     told: list[tuple[float, Exception]] = []
     go_on = threading.Event()
