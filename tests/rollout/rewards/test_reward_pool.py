@@ -266,7 +266,7 @@ def test_what_a_worker_prints_is_in_its_log(make_pool: Any, tmp_path: Path) -> N
     log = tmp_path / "reward.log"
     with RewardPool(spec, spec.config(name=str(path)), workers=1, log_file=log) as pool:
         score(pool, _given("print"))
-        assert log.read_text() == "noise\n"
+        _wait_until(lambda: log.exists() and log.read_text() == "noise\n")  # a thread writes it
 
 
 def test_groups_that_are_scored_at_once_get_their_own_outputs(make_pool: Any) -> None:
