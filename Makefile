@@ -158,7 +158,7 @@ $(SGLANG)/.relax-sglang: $(SGLANG_PINS)/requirements.txt $(SGLANG_PINS)/requirem
 
 $(TRACKERS)/.relax-trackers: constraints.txt pyproject.toml | $(VENV)/.relax-test-env
 	$(BIN)/python -m venv --clear $(TRACKERS)
-	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
+	$(BIN)/python -c 'import sysconfig; print("$(CURDIR)", sysconfig.get_path("purelib"), sep="\n")' > \
 	  "$$($(TRACKERS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/relax.pth"
 	$(TRACKERS)/bin/python -m pip install -q -c constraints.txt wandb mlflow-skinny sqlalchemy alembic clearml
 	@touch $@
