@@ -16,9 +16,11 @@ def module_command(module: str, *words: str) -> list[str]:
     """Returns the command line that runs a module of Relax.
 
     The working folder comes last where modules are looked for (`relax_core`), so that a user's types.py is not taken
-    for Python's own.
+    for Python's own. It comes first only if it is a checkout of Relax that is not installed, which nothing else names.
     """
-    return [sys.executable, "-P", "-m", module, *words]
+    by_folder = os.getcwd() == _ROOT and not sys.flags.safe_path
+    safe = ["-P"] if sys.path.count(_ROOT) > by_folder else []
+    return [sys.executable, *safe, "-m", module, *words]
 
 
 def import_path() -> str:

@@ -29,6 +29,14 @@ def test_a_child_takes_no_module_of_the_working_folder_for_python_s_own(shadows:
     assert done.returncode == 0 and done.stdout.startswith("relax "), done.stderr
 
 
+def test_a_child_looks_first_into_a_checkout_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "path", [str(ROOT), "a"])
+    assert "-P" not in module_command("relax_core")
+    monkeypatch.setattr(sys, "path", [str(ROOT), "a", str(ROOT)])  # as with `pip install -e`
+    assert "-P" in module_command("relax_core")
+
+
 @pytest.mark.parametrize("before", [True, False])
 def test_python_m_looks_into_the_working_folder_last(
     shadows: Path, monkeypatch: pytest.MonkeyPatch, before: bool
