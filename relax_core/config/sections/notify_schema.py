@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from omegaconf import MISSING
 
 # What `notify.events` may name. "restarts": tier 1 more often than notify.restarts_per_hour; "recovery": tier 2.
+NEWS = ("started", "finished", "stopped")  # messages that are no alarms
 EVENTS = (
-    *("started", "finished", "stopped", "failed", "restarts", "recovery", "stalled"),
-    *("engine_lost", "order_failed", "disk_low", "straggler", "rule"),
+    *NEWS,
+    *("failed", "restarts", "recovery", "stalled", "engine_lost", "order_failed", "disk_low", "straggler", "rule"),
 )
 
 
