@@ -36,6 +36,12 @@ MEANINGS = (
         ("warmup_ratio", f"{_POLICY}.actor.optim.lr_warmup_steps_ratio"),
         "in train steps, not as a share of them",
     ),
+    Meaning(
+        ("optimizer.beta1", "optimizer.beta2"),
+        ("betas", "adam_betas", "optimizer.betas", f"{_POLICY}.actor.optim.betas"),
+        "the optimizer is AdamW",
+    ),
+    Meaning((), ("optim", "optimizer_type", "optimizer.name", "optimizer.type"), "The optimizer of every run is AdamW"),
     Meaning(("optimizer.beta1",), ("adam_beta1",)),
     Meaning(("optimizer.beta2",), ("adam_beta2",)),
     Meaning(("optimizer.eps",), ("adam_epsilon",)),
@@ -90,6 +96,7 @@ MEANINGS = (
     ),
     Meaning(("run.save_every",), ("save_steps", "save_freq", "trainer.save_freq")),
     Meaning(("run.keep_last",), ("save_total_limit", "trainer.max_actor_ckpt_to_keep")),
+    Meaning((), ("val_before_train",), "Every run evaluates before its first step, unless eval.every=0"),
     Meaning(("eval.every",), ("eval_steps", "test_freq", "trainer.test_freq")),
     Meaning(("resume",), ("resume_from_checkpoint", "trainer.resume_mode", "trainer.resume_from_path")),
     Meaning(("name",), ("run_name", "experiment_name", "trainer.experiment_name", "project_name")),
@@ -98,12 +105,27 @@ MEANINGS = (
         ("n_gpus", "num_gpus", "gpus", "n_gpus_per_node", "trainer.n_gpus_per_node"),
         "choose placement=gpu",
     ),
+    Meaning(("placement=gpu",), ("device", "device_map", "accelerator", "use_gpu", "cuda")),
+    Meaning(("launcher.time_limit_min",), ("time", "walltime", "time_limit"), "minutes, with launcher=slurm"),
+    Meaning(("plan=true",), ("dry_run", "dryrun"), "it shows what would run, and stops"),
     Meaning(("placement.nodes", "launcher.nodes"), ("nnodes", "num_nodes", "trainer.nnodes")),
     Meaning(
         ("parallel.tp",),
-        ("tensor_parallel_size", "tensor_parallel", f"{_POLICY}.actor.megatron.tensor_model_parallel_size"),
+        (
+            "tensor_parallel_size",
+            "tensor_parallel",
+            "tensor_model_parallel_size",
+            f"{_POLICY}.actor.megatron.tensor_model_parallel_size",
+        ),
     ),
-    Meaning(("parallel.pp",), (f"{_POLICY}.actor.megatron.pipeline_model_parallel_size", "pipeline_parallel_size")),
+    Meaning(
+        ("parallel.pp",),
+        (
+            f"{_POLICY}.actor.megatron.pipeline_model_parallel_size",
+            "pipeline_parallel_size",
+            "pipeline_model_parallel_size",
+        ),
+    ),
     Meaning(("engine.tp",), ("vllm_tensor_parallel_size", f"{_POLICY}.rollout.tensor_model_parallel_size")),
     Meaning(
         ("engine.mem_fraction",),
@@ -155,7 +177,11 @@ MEANINGS = (
     ),
     Meaning(("data.eval_path",), ("val_files", "data.val_files", "eval_dataset")),
     Meaning(("reward.name",), ("reward_funcs", "custom_reward_function.path", "reward_fn"), "a name, or a file's path"),
-    Meaning(("tracker.tensorboard", "tracker.jsonl"), ("report_to", "logger", "trainer.logger")),
+    Meaning(
+        ("tracker.tensorboard", "tracker.jsonl"),
+        ("report_to", "logger", "trainer.logger"),
+        "others by tracker=wandb, mlflow or clearml",
+    ),
     Meaning(
         ("tracker=wandb",),
         ("wandb", "wandb_project", "use_wandb", "tracker.project"),
