@@ -22,7 +22,16 @@ from relax_core.train.checkpoints.atomic_folder import recover_replaced
 from relax_core.train.checkpoints.checkpoint_store import CONFIG, META, CheckpointStore
 
 USAGE = f"relax {COMMANDS['eval'][0]}"
-_TRAINING = ("resume", "run.steps", "run.epochs", "run.save_every", "run.keep_best", "run.patience", "eval.every")
+_TRAINING = (
+    "mode",
+    "resume",
+    "run.steps",
+    "run.epochs",
+    "run.save_every",
+    "run.keep_best",
+    "run.patience",
+    "eval.every",
+)
 _BESIDE = "${now:%Y-%m-%d_%H-%M-%S}"
 
 
@@ -59,7 +68,7 @@ def _not_read(overrides: Sequence[str]) -> Iterator[str]:
         key, _, value = word.partition("=")
         if key == "plan" and value != "false":
             yield f"{word}: relax eval has no plan. Drop it; plan=true belongs to a run."
-        elif key in _TRAINING or key.startswith("optimizer."):
+        elif key in _TRAINING or key.startswith(("optimizer.", "mode.")):
             yield f"{word}: an evaluation trains nothing, and does not read {key}. Drop it."
 
 

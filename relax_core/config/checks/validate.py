@@ -193,7 +193,7 @@ def _check_engine(config: RelaxConfig) -> Iterator[str]:
         yield (
             f"engine.context_length={engine.context_length} leaves no room for a prompt beside "
             f"rollout.max_new_tokens={new_tokens}. Lower rollout.max_new_tokens, or use a longer context (null derives "
-            "one, up to the positions of the model)."
+            "it, up to the positions of the model)."
         )
     if engine.max_total_tokens < group_size * new_tokens:
         yield (

@@ -52,6 +52,11 @@ _ELSEWHERE = {
 # Words that are commands elsewhere, and what does the same here.
 _COMMANDS_ELSEWHERE = {
     "help": "relax --help",
+    "init": "relax --help",
+    "run": "relax [train] [key=value ...]",
+    "start": "relax [train] [key=value ...]",
+    "launch": "relax [train] [key=value ...]",
+    "eval-model": "relax eval MODEL|CHECKPOINT|RUN",
     "version": "relax --version",
     "sweep": "relax -m seed=1,2,3",
     "multirun": "relax -m seed=1,2,3",
@@ -247,9 +252,14 @@ def _right_form(override: str, *, what: str = "A value with any of = ~ , ( ) [ ]
 
 
 def as_list(key: str, value: str) -> str:
-    """Returns the override of a list of texts as it is typed in a shell, with Hydra's quotes inside of the shell's."""
+    """Returns the override of a list of texts, or of whole numbers, as it is typed in a shell.
+
+    Hydra's quotes stand inside of the shell's.
+    """
     inner = value.removeprefix("[").removesuffix("]")
     texts = inner.split(",") if inner else []
+    if texts and any("int" in str(kind) for kind in types_of(key)) and all(text.strip().isdigit() for text in texts):
+        return f"'{key}=[{inner}]'"
     return shlex.quote(f"{key}=[{','.join(quoted(text.strip(SINGLE + DOUBLE + ' '), mark=DOUBLE) for text in texts)}]")
 
 

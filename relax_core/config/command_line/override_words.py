@@ -250,6 +250,8 @@ def _wrong_override(word: str) -> Iterator[str]:
         yield f"{key} is not used: {_REFUSED_HYDRA[key]}."
     elif group not in groups():
         return
+    elif value.strip() in ("", "null") and group != "experiment":
+        yield f"{word}: {group} needs one of {', '.join(yaml_options(group))}. Leave it out for the default."
     elif key.startswith("+"):
         yield f"{word}: {group} is there already, so it takes no plus: {group}={value}."
     elif value.startswith("["):
