@@ -221,6 +221,7 @@ def test_a_wrong_line_is_refused_with_the_right_form(line: str, key: str, fix: s
 def test_a_wrong_line_of_another_command_is_refused(
     line: str, key: str, fix: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    code: str | int | None
     try:
         code = main(shlex.split(line))
     except SystemExit as end:
