@@ -164,7 +164,7 @@ def missing_name(what: str, choice: str, options: Iterable[str]) -> str:
     near = nearest(choice, options, count=1)
     here = [words for (of, known), words in _ELSEWHERE.items() if of == group and choice.lower() in known.split()]
     here = [words if words[0].isupper() else f"Here it is {words}" for words in here]
-    if group == "model" and not here and choice not in options:
+    if group == "model" and not here and not near:
         families = [one for one in options if choice.lower().replace(".", "_").startswith(one)]
         here = [f"Here it is model={max(families, key=len)} model.path=FOLDER"] if families else []
     hint = f" {here[0]}." if here else f" Nearest: {near[0]}." if near else ""
