@@ -110,6 +110,8 @@ def _run(words: Sequence[str], rest: Sequence[str], *, again: bool) -> int:
     except ConfigError as error:
         print(error.report(), file=sys.stderr)
         return USAGE
+    for key, value in line.given_again().items():
+        print(f"relax: {key} is given twice; the last value holds: {key}={value}", file=sys.stderr)
     from launchers.sweep import Sweep  # these imports take a second, in which a Ctrl-C may come
     from relax_core.config.compose import run
     from relax_core.plan.plan_command import show_plan

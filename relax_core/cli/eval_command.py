@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -11,7 +11,7 @@ import yaml
 
 from relax_core.cli.evaluate import Target, evaluate
 from relax_core.config.checks.validate import Check
-from relax_core.config.command_line.override_words import CommandLine
+from relax_core.config.command_line.override_words import CommandLine, is_hub_name, of_model
 from relax_core.config.command_line.rerun import rerun_line
 from relax_core.config.compose import Settle, run
 from relax_core.config.errors import ConfigError
@@ -22,6 +22,16 @@ from relax_core.train.checkpoints.atomic_folder import recover_replaced
 from relax_core.train.checkpoints.checkpoint_store import CONFIG, META, CheckpointStore
 
 USAGE = f"relax {COMMANDS['eval'][0]}"
+_TRAINING = (
+    "mode",
+    "resume",
+    "run.steps",
+    "run.epochs",
+    "run.save_every",
+    "run.keep_best",
+    "run.patience",
+    "eval.every",
+)
 _BESIDE = "${now:%Y-%m-%d_%H-%M-%S}"
 
 
@@ -38,6 +48,9 @@ def eval_command(words: Sequence[str], *, checks: Sequence[Check], settle: Settl
     if not words or words[0].startswith("-") or "=" in words[0].rpartition("/")[2]:
         print(f"relax: {USAGE}", file=sys.stderr)
         return 2
+    if problems := list(_not_read(words[1:])):
+        print(ConfigError(problems).report(), file=sys.stderr)
+        return 2
     try:
         target, line = _target(words[0], words[1:])
     except ConfigError as error:
@@ -47,6 +60,16 @@ def eval_command(words: Sequence[str], *, checks: Sequence[Check], settle: Settl
         print(f"relax: {error}", file=sys.stderr)
         return 2
     return run(line, partial(evaluate, target=target), checks=checks, settle=settle)
+
+
+def _not_read(overrides: Sequence[str]) -> Iterator[str]:
+    """Yields a sentence for each key that only training reads."""
+    for word in overrides:
+        key, _, value = word.partition("=")
+        if key == "plan" and value != "false":
+            yield f"{word}: relax eval has no plan. Drop it; plan=true belongs to a run."
+        elif key in _TRAINING or key.startswith(("optimizer.", "mode.")):
+            yield f"{word}: an evaluation trains nothing, and does not read {key}. Drop it."
 
 
 def _target(word: str, overrides: Sequence[str]) -> tuple[Target, CommandLine]:
@@ -70,9 +93,10 @@ def _target(word: str, overrides: Sequence[str]) -> tuple[Target, CommandLine]:
         return Target(), CommandLine.of([*own, *overrides])
     if word in yaml_options("model"):
         return Target(), CommandLine.of([_in_folder("evaluations/${name}"), f"model={word}", *overrides])
+    hub = f" A model of the hub: {of_model(word)}." if is_hub_name(word) and not folder.exists() else ""
     raise ValueError(
         f"{word}: neither a run's folder, a checkpoint, a Hugging Face folder, nor one of the models "
-        f"{', '.join(yaml_options('model'))}. {USAGE}"
+        f"{', '.join(yaml_options('model'))}.{hub} {USAGE}"
     )
 
 

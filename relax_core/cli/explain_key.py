@@ -19,7 +19,7 @@ from relax_core.config.options import conf_folder, groups
 from relax_core.config.redaction import shown
 from relax_core.config.saved import plain
 from relax_core.config.schema import RelaxConfig
-from relax_core.config.schema_keys import section_types, unknown_key
+from relax_core.config.schema_keys import known_keys, section_types, unknown_key
 from relax_core.config.sections.launcher_schema import LAUNCHERS
 from relax_core.registry import KINDS, find
 
@@ -45,6 +45,9 @@ def explain_command(words: Sequence[str]) -> int:
     if not words or words[0] in ("-h", "--help"):
         print(_HELP, end="")
         return 0 if words else USAGE
+    if len(words) > 1 and f"{words[0]}.{words[1]}" in known_keys():
+        print(f"relax: {words[0]} {words[1]}: write the key in one word: {words[0]}.{words[1]}", file=sys.stderr)
+        return USAGE
     key, overrides = words[0].partition("=")[0], list(words[1:])
     try:
         for line in _lines(key, overrides):

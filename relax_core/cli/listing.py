@@ -18,6 +18,7 @@ from relax_core.registry import (
     Kind,
     PluginError,
     find,
+    is_file_plugin,
     key_of,
     names,
     package_of,
@@ -37,6 +38,11 @@ def list_command(files: Sequence[str]) -> int:
     if {"-h", "--help"} & set(files):
         print(f"relax {COMMANDS['list'][0]}: {COMMANDS['list'][1]}")
         return 0
+    if wrong := [file for file in files if not is_file_plugin(file)]:
+        print(
+            f"relax list: {wrong[0]}: relax list takes files FILE.py alone; without one it lists all.", file=sys.stderr
+        )
+        return _CANNOT
     broken: list[str] = []
     for kind in ALL_KINDS:
         print(f"{title_of(kind)} ({_how(kind)})")

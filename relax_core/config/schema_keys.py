@@ -80,6 +80,8 @@ def _unknown_launcher_key(key: str) -> str:
     if key in keys:
         having = " and ".join(f"launcher={name}" for name in keys[key])
         return f"{key} is a key of {having} only. Choose that, or drop it."
+    if (here := synonym(key)) is not None:
+        return f"{key} is not a key. {here}"
     if near := nearest(key, keys):
         return f"{key} is not a key. Nearest: {', '.join(near)}."
     return f"{key} is not a key. Keys of launcher: {', '.join(keys)}."

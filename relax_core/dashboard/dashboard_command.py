@@ -30,6 +30,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("folder", nargs="*", type=Path, default=[Path("runs")], help="runs, or folders of runs")
     parser.add_argument("--port", type=int, help=f"by default the first free one from {FIRST_PORT} on")
     given = parser.parse_args(arguments)
+    if given.port is not None and not 0 <= given.port <= 65535:
+        print(f"relax dashboard: --port={given.port}: a port is 0 to 65535; 0 takes a free one.", file=sys.stderr)
+        return 2
     for folder in given.folder:
         if not folder.is_dir():
             print(f"relax dashboard: {folder} is no folder. Give the folder of a run, or of runs.", file=sys.stderr)

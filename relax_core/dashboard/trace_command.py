@@ -28,6 +28,9 @@ HOW = {
 }
 
 
+_FIX = "Give the folder of a run, and steps A:B with A below B."
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line and returns the exit code."""
     parser = argparse.ArgumentParser(
@@ -54,7 +57,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         pass
     spans = [span for span in all_spans(series.timed) if first <= span.step < behind]
     if not spans:
-        print(f"relax trace: {given.run} has no metrics.jsonl with such train steps.", file=sys.stderr)
+        print(
+            f"relax trace: {given.run} has no metrics.jsonl with train steps of --steps={given.steps}. {_FIX}",
+            file=sys.stderr,
+        )
         return 1
     events, problems = event_spans(given.run, series.timed)
     for words in problems:

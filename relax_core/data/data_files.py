@@ -153,6 +153,9 @@ class JsonlRows:
                     self._lines.append(line_number)
                 offset += count
         self._file = open_regular(path)
+        self._file.seek(self._offsets[0] if self._offsets else 0)
+        if len(self._offsets) == 1 and self._file.read(1) == b"[":
+            raise ValueError(f"data file {path}: its one line is a JSON list. Name it {path.stem}.json.")
 
     def __len__(self) -> int:
         return len(self._offsets)
@@ -264,7 +267,11 @@ def read_json_list(path: Path, keys: RowKeys) -> RowsInMemory:
     try:
         found = msgspec.json.decode(text, type=list[msgspec.Raw])
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        lines = " With an object on each line it is a .jsonl file." if text.lstrip().startswith(b"{") else ""
+        lines = (
+            " With an object on each line it is a .jsonl file; a list within an object is not read."
+            if text.lstrip().startswith(b"{")
+            else ""
+        )
         raise ValueError(f"data file {path}: not a JSON list of objects: {error}.{lines}") from error
     rows = [(f"{path}, row {number}", _object(bytes(row), keys)) for number, row in enumerate(found)]
     return RowsInMemory(rows, keys)
@@ -435,9 +442,10 @@ def _too_large(most: int) -> str:
 def missing_key(where: str, key: str, present: Mapping[str, Any]) -> str:
     """Returns the error for a row or a file without a key; ``present`` is the row, or has the file's columns."""
     inner = [f"{name}.{one}" for name, value in present.items() if isinstance(value, Mapping) for one in value]
+    csv = " The first line of a .csv file has the names." if ".csv" in where else ""
     return (
         f"{where}: no key {key!r}; its keys are {', '.join(sorted([*present, *inner]))}. "
-        "Set data.prompt_key and data.answer_key to yours."
+        f"Set data.prompt_key and data.answer_key to yours.{csv}"
     )
 
 

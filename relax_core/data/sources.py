@@ -135,6 +135,8 @@ def _held_out_counts(config: DataConfig, files: Sequence[RowFile]) -> list[int]:
     sizes = [len(file) for file in files]
     if config.eval_path is not None or config.eval_size == 0 or _own_held_out(config, files) is not None:
         return [0] * len(files)
+    if config.eval_size < 0:
+        raise ValueError(f"data.eval_size={config.eval_size}: must be at least 0 (0 holds no rows out).")
     if config.eval_size >= sum(sizes):
         one = config.name if names_plugin(config) else config.path
         what = one if one is not None else f"{len(files)} files together"

@@ -73,7 +73,8 @@ class GatewayClient:
             return read_address(self._folder)
         except FileNotFoundError as error:
             raise GatewayUnreachable(
-                f"{self._folder / FILE} does not exist: no run that has a gateway works in this folder now"
+                f"{self._folder / FILE} does not exist: no run that has a gateway works in this folder now. "
+                "Name the folder of a run that goes on and has gateway=local"
             ) from error
         except (OSError, msgspec.DecodeError) as error:
             raise GatewayUnreachable(f"{self._folder / FILE} cannot be read: {error}") from error

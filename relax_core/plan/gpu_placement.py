@@ -91,7 +91,10 @@ def _role_faults(config: RelaxConfig, roles: Mapping[str, int]) -> Iterator[str]
         return
     for role in needed:
         if placement.roles.get(role, 0) < 1:
-            yield f"placement.roles.{role} is not set, and algo={config.algo.name} needs that role. Give it GPUs."
+            yield (
+                f"placement.roles.{role} is not set, and algo={config.algo.name} needs that role. "
+                f"Give it GPUs: +placement.roles.{role}=4"
+            )
     for role in placement.roles:
         if role not in needed:
             yield (

@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         filters = parse_filters(given.filter)
         samples, counts = look_up(given.run, filters)
-    except (ValueError, sqlite3.Error) as error:
+    except (ValueError, NotADirectoryError, sqlite3.Error) as error:
         print(f"lineage: {error}", file=sys.stderr)
         return 2
     if given.json:

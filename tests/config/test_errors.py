@@ -267,7 +267,7 @@ def test_what_cannot_be_composed(override: str, text: str) -> None:
             "rollout.surplus=keep with mode.max_staleness=0 and mode.on_stale=drop: every group that is kept is stale",
         ),
         (["optimizer.lr=-1"], "optimizer.lr=-1.0: must be more than 0."),
-        (["optimizer.lr=nan"], "optimizer.lr=nan: must be more than 0."),
+        (["optimizer.lr=nan"], "optimizer.lr=nan: must be finite, and more than 0."),
         (["optimizer.min_lr_ratio=2"], "optimizer.min_lr_ratio=2.0"),
         (["engine.port=70000"], "engine.port=70000: must be at least 0 and at most 65535"),
         (["engine.port=65535", "engine.count=2"], "passes port 65535"),

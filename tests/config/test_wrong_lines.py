@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from relax_core.__main__ import main
 from relax_core.config.command_line.override_words import CommandLine
 from relax_core.config.compose import load_config
 from relax_core.config.errors import ConfigError
@@ -134,6 +135,64 @@ LINES = [
     ("mine.yaml", "mine.yaml", "--config-dir FOLDER experiment=mine"),
     ("mine/experiment/own.yaml", "own.yaml", "--config-dir mine experiment=own"),
     ("--config-dir /nowhere experiment=own", "--config-dir /nowhere", "no such folder"),
+    # a second table, written from the docs alone before the messages were read
+    ("optimizer.lr=inf", "optimizer.lr=inf", "finite"),
+    ("rollout.max_new_tokens=0", "rollout.max_new_tokens=0", "at least 1"),
+    ("rollout.max_new_tokens=100000", "rollout.max_new_tokens=100000", "Lower rollout.max_new_tokens"),
+    ("algo.clip_low=0.2,0.28", "algo.clip_low=0.2,0.28", "one number, such as algo.clip_low=0.2"),
+    ("optimizer.warmup_steps=1000 run.steps=20", "optimizer.warmup_steps=1000", "optimizer.warmup_steps=20"),
+    ("optimizer.lr = 1e-6", "'='", "without blanks"),
+    ("rows.jsonl", "rows.jsonl", "data=file data.path=rows.jsonl"),
+    ("data.path=[a.jsonl,b.jsonl]", "data.path", "data.paths=[a.jsonl,b.jsonl]"),
+    ("data=file", "data=file", "data.path=FILE"),
+    ("reward=accuracy,format", "reward=accuracy,format", "reward=mix"),
+    ("model=qwen3-0.6b", "model=qwen3-0.6b", "model=qwen3 model.path=FOLDER"),
+    ("model=qwen2.5-7b", "model=qwen2.5-7b", "model=qwen2 model.path=FOLDER"),
+    ("parallel=fsdp", "parallel=fsdp", "parallel=dp2"),
+    ("parallel.tensor_model_parallel_size=2", "tensor_model_parallel_size", "parallel.tp"),
+    ("trainer.val_before_train=true", "trainer.val_before_train", "eval.every=0"),
+    ("++optimizer.name=adamw", "optimizer.name", "AdamW"),
+    ("'optimizer={lr: 1e-6, betas: [0.9, 0.95]}'", "optimizer.betas", "optimizer.beta2"),
+    ("device=cuda", "device", "placement=gpu"),
+    ("launcher=slurm launcher.time=2h", "launcher.time", "launcher.time_limit_min"),
+    ("report_to=wandb", "report_to", "tracker=wandb"),
+    ("resume=/usr", "resume=/usr", "checkpoints/"),
+    ("--model Qwen/Qwen3-0.6B", "--model", "model.path=Qwen3-0.6B"),
+    ("--data rows.jsonl", "--data", "data=file data.path=rows.jsonl"),
+    ("--dry-run", "--dry-run", "plan=true"),
+    ("agent.command=python my_agent.py", "my_agent.py", "quotes"),
+    ("help", "help", "relax --help"),
+    ("mode=null", "mode=null", "colocate"),
+    (f"{ROWS} data.eval_size=-1", "data.eval_size=-1", "at least 0"),
+    ("rollout.banned_token_ids=151643", "rollout.banned_token_ids=151643", "rollout.banned_token_ids=[151643]"),
+    ("grpo.max_num_steps=100", "grpo.max_num_steps", "run.steps"),
+    ("loss_fn.reference_policy_kl_penalty=0.01", "reference_policy_kl_penalty", "algo.kl_coef"),
+    ("finetuning_type=lora", "finetuning_type", "model.freeze"),
+    ("cutoff_len=2048", "cutoff_len", "engine.context_length"),
+    ("vllm_num_engines=2", "vllm_num_engines", "engine.count"),
+    ("colocate_all_models=true", "colocate_all_models", "mode=colocate"),
+    ("data.split=train", "data.split", "data.eval_path"),
+    ("critic.model.path=x", "critic.model.path", "algo=ppo"),
+    ("rollout.repetition_penalty=1.1", "rollout.repetition_penalty", "penalties"),
+    ("sweep seed=1,2", "sweep", "relax -m"),
+    ("stop run", "stop", "Ctrl-C"),
+]
+# The same of the other commands, which write to stderr.
+COMMAND_LINES = [
+    ("eval tiny_qwen3 optimizer.lr=1e-6", "optimizer.lr=1e-6", "Drop it"),
+    ("eval tiny_qwen3 plan=true", "plan=true", "Drop it"),
+    ("eval Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B", "hf download"),
+    ("eval tiny_qwen3 mode=colocate", "mode=colocate", "Drop it"),
+    ("trace /usr --out /nowhere/x.json", "/nowhere/x.json", "does not exist"),
+    ("lineage /etc/passwd step=1", "/etc/passwd", "ledger.sqlite"),
+    ("dashboard --port 99999", "--port=99999", "65535"),
+    ("trace /usr --steps 3:1", "--steps=3:1", "A below B"),
+    ("engines /usr", "/usr", "gateway=local"),
+    ("list rewards", "rewards", "FILE.py"),
+    ("explain optimizer lr", "optimizer lr", "optimizer.lr"),
+    ("-h algo", "algo", "algo=OPTION --help"),
+    ("agent.env=FOO=1", "agent.env", "agent.env.NAME=VALUE"),
+    ("seed=1 seed=2 run.stesp=3", "seed is given twice", "seed=2"),
 ]
 
 
@@ -156,6 +215,19 @@ def test_a_wrong_line_is_refused_with_the_right_form(line: str, key: str, fix: s
         plan(words)
     told = "\n".join(caught.value.problems)
     assert key in told and fix in told
+
+
+@pytest.mark.parametrize(("line", "key", "fix"), COMMAND_LINES, ids=[line for line, _, _ in COMMAND_LINES])
+def test_a_wrong_line_of_another_command_is_refused(
+    line: str, key: str, fix: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code: str | int | None
+    try:
+        code = main(shlex.split(line))
+    except SystemExit as end:
+        code = end.code
+    told = capsys.readouterr().err
+    assert code and key in told and fix in told and "Traceback" not in told
 
 
 @pytest.mark.parametrize(

@@ -151,7 +151,12 @@ def model_problems(config: RelaxConfig) -> Iterator[str]:
     elif model.builtin is None:
         yield NotYet(f"model.path is not set: model={model.name} needs model.path=<a Hugging Face folder>.")
     elif model.task is None:
-        yield f"model.task is not set: model={model.name} needs to know its warm start, e.g. model.task=arithmetic."
+        data = config.data
+        rows = " data=file needs data.path=FILE too." if data.name == "file" and not (data.path or data.paths) else ""
+        yield (
+            f"model.task is not set: model={model.name} needs to know its warm start, e.g. model.task=arithmetic. "
+            f"A model of yours: model=qwen3 model.path=FOLDER.{rows}"
+        )
 
 
 def _option(folder: Path) -> str:

@@ -283,7 +283,9 @@ def range_problems(config: RelaxConfig) -> Iterator[str]:
         if value is None and key in _NULL:
             continue
         assert isinstance(value, int | float)
-        if not allowed.holds(value):
+        if not math.isfinite(value):
+            yield f"{key}={value}: must be finite, and {allowed.words()}."
+        elif not allowed.holds(value):
             why = f" ({allowed.why})" if allowed.why else ""
             yield f"{key}={value}: must be {allowed.words()}{why}."
     for key, allowed in OPTIONAL.items():

@@ -192,7 +192,8 @@ def _check_engine(config: RelaxConfig) -> Iterator[str]:
     if engine.context_length is not None and engine.context_length <= new_tokens:
         yield (
             f"engine.context_length={engine.context_length} leaves no room for a prompt beside "
-            f"rollout.max_new_tokens={new_tokens}. Use a longer context, or null, which derives it."
+            f"rollout.max_new_tokens={new_tokens}. Lower rollout.max_new_tokens, or use a longer context (null derives "
+            "it, up to the positions of the model)."
         )
     if engine.max_total_tokens < group_size * new_tokens:
         yield (
@@ -238,7 +239,7 @@ def _check_data(config: RelaxConfig) -> Iterator[str]:
         yield f"{told} Drop {'it' if len(unread) == 1 else 'them'}, or choose data=file data.path=FILE."
     elif data.task is None and data.size:
         yield f"data.size={data.size} with data={data.name}: a file has the rows that it has. Drop data.size."
-    elif config.rollout.max_new_tokens < 2:
+    elif config.rollout.max_new_tokens == 1:
         yield "rollout.max_new_tokens=1 holds the stop token alone. Use 8 or more."
 
 
@@ -340,6 +341,11 @@ def _check_notify(config: RelaxConfig) -> Iterator[str]:
 def _check_run_folder(config: RelaxConfig) -> Iterator[str]:
     if config.resume is not None and config.resume != "auto" and not Path(config.resume).is_dir():
         yield f"resume={config.resume}: no such folder. Use resume=auto for the newest checkpoint."
+    elif config.resume not in (None, "auto") and not (Path(config.resume) / "meta.json").is_file():
+        yield (
+            f"resume={config.resume}: no meta.json there. Give a folder of a run's checkpoints/, such as "
+            "step_00000100; or run.dir=RUN resume=auto for its newest checkpoint."
+        )
     folder = Path(config.run.dir)
     for existing in (folder, *folder.parents):
         # One descriptor is used for all checks, because another run may create or remove the file meanwhile.

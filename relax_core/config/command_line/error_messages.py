@@ -17,7 +17,7 @@ from omegaconf.errors import (
 )
 from yaml import MarkedYAMLError
 
-from relax_core.config.command_line.override_words import DOUBLE, SINGLE, of_file, quoted
+from relax_core.config.command_line.override_words import DOUBLE, SINGLE, SUFFIXES, of_file, quoted
 from relax_core.config.command_line.rerun import OPTION
 from relax_core.config.errors import ConfigError, nearest
 from relax_core.config.options import COMMANDS, group_options, groups
@@ -40,10 +40,41 @@ _ELSEWHERE = {
     ("engine", "vllm hf transformers trtllm lmdeploy"): "engine=sglang, or engine=embedded on a CPU",
     ("placement", "cuda gpus"): "placement=gpu",
     ("tracker", "tensorboard jsonl none console"): "tracker=default with tracker.tensorboard and tracker.jsonl",
+    (
+        "parallel",
+        "fsdp fsdp2 ddp zero zero3 deepspeed megatron",
+    ): "parallel=dp2, or dp2_sharded with a sharded optimizer; every run trains with Megatron",
     ("launcher", "ray k8s kubernetes kuberay"): "launcher=ray_job",
     ("launcher", "sbatch srun"): "launcher=slurm",
     ("reward", "accuracy rule math_verify gsm8k"): "reward=math, or reward=exact_match",
     ("data", "gsm8k json jsonl parquet csv hf huggingface dataset"): "data=file data.path=FILE",
+}
+# Words that are commands elsewhere, and what does the same here.
+_COMMANDS_ELSEWHERE = {
+    "help": "relax --help",
+    "init": "relax --help",
+    "run": "relax [train] [key=value ...]",
+    "start": "relax [train] [key=value ...]",
+    "launch": "relax [train] [key=value ...]",
+    "eval-model": "relax eval MODEL|CHECKPOINT|RUN",
+    "version": "relax --version",
+    "sweep": "relax -m seed=1,2,3",
+    "multirun": "relax -m seed=1,2,3",
+    "plan": "relax plan=true",
+    "config": "relax --cfg job",
+    "serve": "relax dashboard [FOLDER ...]",
+    "follow": "relax dashboard [FOLDER ...]",
+    "logs": "relax dashboard [FOLDER ...]",
+    "status": "relax dashboard [FOLDER ...]",
+    "ls": "relax list, or relax dashboard for the runs",
+    "stop": "Ctrl-C in the terminal of the run, or kill -TERM PID of its process: it writes a checkpoint and ends",
+    "kill": "Ctrl-C in the terminal of the run, or kill -TERM PID of its process: it writes a checkpoint and ends",
+    "play": "python -m relax_core.tools.play checkpoint=RUN",
+    "merge": "relax export CHECKPOINT OUT",
+    "convert": "relax export CHECKPOINT OUT",
+    "evaluate": "relax eval MODEL|CHECKPOINT|RUN",
+    "test": "relax eval MODEL|CHECKPOINT|RUN",
+    "resume": "relax run.dir=RUN resume=auto, with the keys of the run",
 }
 _NO_PACKAGE = "its first line must be '# @package _global_', so that its groups and keys are those of the whole run."
 _TYPE_WORDS = {
@@ -78,7 +109,8 @@ def explain(error: HydraException | OmegaConfBaseException | MarkedYAMLError) ->
     text = str(error)
     if ambiguous := re.match(r"Ambiguous value for argument '(.*)'", text):
         if ambiguous[1].partition("=")[0] in groups():
-            return ConfigError([f"{ambiguous[1]}: several options. Add -m to run one after the other."])
+            mix = " Several rewards in one run: reward=mix." if ambiguous[1].startswith("reward=") else ""
+            return ConfigError([f"{ambiguous[1]}: several options. Add -m to run one after the other.{mix}"])
         told = f"{ambiguous[1]}: several values. Add -m to run one after the other, or write a list as key=[a,b]."
         return ConfigError([f"{told} {_right_form(ambiguous[1], what='A text with a comma')}."])
     if group := re.match(r"Could not override '([^']*)'", text):
@@ -107,6 +139,8 @@ def explain_value(error: OmegaConfBaseException, *, key: str) -> str:
         return f"{key}={boolean[1]}: expected true or false."
     if "does not support deletion" in text:
         return f"{key} cannot be removed, only set."
+    if key == "data.path" and "'list'" in text:
+        return f"{key} takes one file. Several: 'data.paths=[a.jsonl,b.jsonl]'."
     if "is not Optional" in text:
         return f"{key}=null: it needs a value."
     if "is not a ListConfig" in text and (wrong := getattr(error, "value", None)) is not None:
@@ -130,6 +164,9 @@ def missing_name(what: str, choice: str, options: Iterable[str]) -> str:
     near = nearest(choice, options, count=1)
     here = [words for (of, known), words in _ELSEWHERE.items() if of == group and choice.lower() in known.split()]
     here = [words if words[0].isupper() else f"Here it is {words}" for words in here]
+    if group == "model" and not here and not near:
+        families = [one for one in options if choice.lower().replace(".", "_").startswith(one)]
+        here = [f"Here it is model={max(families, key=len)} model.path=FOLDER"] if families else []
     hint = f" {here[0]}." if here else f" Nearest: {near[0]}." if near else ""
     return f"{what}={choice} does not exist.{hint} What exists for {group}: {', '.join(options)}."
 
@@ -173,14 +210,20 @@ def _bad_syntax(override: str) -> str:
     told = f"{override!r} is not key=value."
     if override.endswith((".yaml", ".yml")) and "=" not in override:
         return f"{told} {of_file(override)}."
+    if override.endswith(SUFFIXES) and "=" not in override:
+        return f"{told} The rows are a file: data=file data.path={override}"
+    if override == "=":
+        return f"{told} No blanks stand around the equals sign: optimizer.lr=1e-4"
     if re.fullmatch(r"[+~]*[\w.]+=.+", override, re.DOTALL):
         return f"{told} {_right_form(override)}"
+    if (here := _COMMANDS_ELSEWHERE.get(override)) is not None:
+        return f"relax has no command {override!r}. Here it is: {here}"
     key = re.split("[=:]", override)[0].strip("+-")
     if key in known_keys() or key in groups():
         return f"{told} Write {key}=VALUE, in one word."
     if not key.isascii():
         return f"{told} The names of a key are ASCII; write others in a YAML file of your own (--config-dir)."
-    told += " Examples: optimizer.lr=1e-4  mode=colocate  'name=\"two words\"'"
+    told += " A value with a blank takes quotes. Examples: optimizer.lr=1e-4  mode=colocate  'name=\"two words\"'"
     if not re.fullmatch(r"[\w-]+", override):
         return told
     near = nearest(override, COMMANDS, count=1)
@@ -195,6 +238,8 @@ def _right_form(override: str, *, what: str = "A value with any of = ~ , ( ) [ ]
         if re.fullmatch(r"\d+(,\d+)+", value):
             return f"A number has no comma: {key}={value.replace(',', '' if kinds[0] is int else '.')}"
         return f"{key} takes {_SCALAR_WORDS[kinds[0]]} alone, such as {key}={'true' if kinds[0] is bool else '1'}"
+    if not kinds and re.fullmatch(r"-?[\d.]+(e-?\d+)?(,-?[\d.]+(e-?\d+)?)+", value):
+        return f"{key} takes one number, such as {key}={value.partition(',')[0]}"
     if kinds and typing.get_origin(kinds[0]) is list:
         return f"Each text of the list takes quotes: {as_list(key, value)}"
     if kinds and typing.get_origin(kinds[0]) is dict and value.startswith("{"):
@@ -207,9 +252,14 @@ def _right_form(override: str, *, what: str = "A value with any of = ~ , ( ) [ ]
 
 
 def as_list(key: str, value: str) -> str:
-    """Returns the override of a list of texts as it is typed in a shell, with Hydra's quotes inside of the shell's."""
+    """Returns the override of a list of texts, or of whole numbers, as it is typed in a shell.
+
+    Hydra's quotes stand inside of the shell's.
+    """
     inner = value.removeprefix("[").removesuffix("]")
     texts = inner.split(",") if inner else []
+    if texts and any("int" in str(kind) for kind in types_of(key)) and all(text.strip().isdigit() for text in texts):
+        return f"'{key}=[{inner}]'"
     return shlex.quote(f"{key}=[{','.join(quoted(text.strip(SINGLE + DOUBLE + ' '), mark=DOUBLE) for text in texts)}]")
 
 

@@ -101,6 +101,9 @@ def help_text(chosen: Sequence[str] = ()) -> str:
 def _option_help(key: str, choice: str) -> str:
     """Returns the help of one option. ``key`` is a group, or the name of its plug-in, such as algo.name."""
     group = key.removesuffix(".name")
+    if key == group and not choice:
+        options = ", ".join(group_options(group))
+        raise ConfigError([f"{group} has no option here: relax {group}=OPTION --help, with one of {options}."])
     if key == group and choice not in group_options(group):
         raise ConfigError([missing_name(group, choice, group_options(group))])
     if choice in yaml_options(group):

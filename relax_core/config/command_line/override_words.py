@@ -105,6 +105,12 @@ class CommandLine:
         added = set(self.hydra) - {_for_hydra(word, several=several, words=self.typed) for word in self.typed}
         return [*self.command, *(words.get(override, override) for override in overrides if override not in added)]
 
+    def given_again(self) -> dict[str, str]:
+        """Returns the last value of each key or group that the user typed with two values."""
+        pairs = [one.partition("=")[::2] for one in self.typed if "=" in one and not one.startswith(("-", "~"))]
+        last = dict(pairs)
+        return {key: last[key] for key, value in pairs if value != last[key]}
+
     def swept(self, overrides: Sequence[str]) -> list[str]:
         """Returns the overrides of `as_typed` in which the runs of a sweep differ."""
         from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -209,6 +215,8 @@ def _unknown_flag(flag: str, value: str) -> str:
     meaning = meaning_of(name)
     if key is None and meaning is not None and len(meaning.keys) == 1 and "=" not in meaning.keys[0]:
         (key,) = meaning.keys
+    if key in groups() and _is_path(key, value):
+        return f"{told}. Settings are written as key=value: {_option_by_path(key, value)}"
     if key is not None:
         note = f" ({meaning.note})" if meaning is not None and meaning.note else ""
         return f"{told}. Settings are written as key=value: {key}={value or '...'}{note}"
@@ -237,17 +245,23 @@ def _wrong_override(word: str) -> Iterator[str]:
         return
     group = key.lstrip("+")
     if not group:
-        yield f"{word!r} is not key=value: the key is missing."
+        yield f"{word!r} is not key=value: the key is missing. Write key=value without blanks: optimizer.lr=1e-4"
     elif key in _REFUSED_HYDRA:
         yield f"{key} is not used: {_REFUSED_HYDRA[key]}."
     elif group not in groups():
         return
+    elif value.strip() in ("", "null") and group != "experiment":
+        yield f"{word}: {group} needs one of {', '.join(yaml_options(group))}. Leave it out for the default."
     elif key.startswith("+"):
         yield f"{word}: {group} is there already, so it takes no plus: {group}={value}."
     elif value.startswith("["):
         yield f"{word}: {group} takes one option. Choose one of {value.strip('[]').replace(',', ', ')}."
-    elif "/" in value or value.endswith((".yaml", ".yml", ".py", *(SUFFIXES if group == "data" else ()))):
+    elif _is_path(group, value):
         yield f"{word}: {_option_by_path(group, value)}"
+
+
+def _is_path(group: str, value: str) -> bool:
+    return "/" in value or value.endswith((".yaml", ".yml", ".py", *(SUFFIXES if group == "data" else ())))
 
 
 def _option_by_path(group: str, value: str) -> str:

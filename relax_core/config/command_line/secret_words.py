@@ -38,7 +38,8 @@ def _without_secrets(word: str, words: Sequence[str]) -> str:
     values = _parsed(word, words)
     if values is None:  # Hydra refuses the word, or it is a sweep over numbers
         if is_secret_place(path) or redacted(value, path) != value or ("{" in value and _MAY_HOLD.search(value)):
-            raise ConfigError([f"{key}={REDACTED} cannot be read. {_FIX.format(key=key)}."])
+            name = f" One variable: {key}.NAME=VALUE." if key in ("agent.env", "launcher.env") else ""
+            raise ConfigError([f"{key}={REDACTED} cannot be read. {_FIX.format(key=key)}.{name}"])
         return word
     if is_secret_place(path) and len(values) == 1 and isinstance(values[0], bool | int | float):
         values = [value]  # a variable is text: 1e5 stays as it was typed

@@ -36,13 +36,26 @@ MEANINGS = (
         ("warmup_ratio", f"{_POLICY}.actor.optim.lr_warmup_steps_ratio"),
         "in train steps, not as a share of them",
     ),
+    Meaning(
+        ("optimizer.beta1", "optimizer.beta2"),
+        ("betas", "adam_betas", "optimizer.betas", f"{_POLICY}.actor.optim.betas"),
+        "the optimizer is AdamW",
+    ),
+    Meaning((), ("optim", "optimizer_type", "optimizer.name", "optimizer.type"), "The optimizer of every run is AdamW"),
     Meaning(("optimizer.beta1",), ("adam_beta1",)),
     Meaning(("optimizer.beta2",), ("adam_beta2",)),
     Meaning(("optimizer.eps",), ("adam_epsilon",)),
     Meaning(("optimizer.clip_grad",), ("max_grad_norm", "grad_clip", f"{_POLICY}.actor.grad_clip")),
     Meaning(
         ("rollout.prompts_per_step",),
-        ("batch_size", "train_batch_size", "data.train_batch_size", "rollout_batch_size", "generation_batch_size"),
+        (
+            "batch_size",
+            "num_prompts_per_step",
+            "train_batch_size",
+            "data.train_batch_size",
+            "rollout_batch_size",
+            "generation_batch_size",
+        ),
         "it counts prompts; each becomes algo.group_size samples",
     ),
     Meaning(
@@ -70,7 +83,14 @@ MEANINGS = (
     Meaning(
         ("engine.context_length",),
         (
-            *("max_prompt_length", "data.max_prompt_length", "max_length", "max_model_len", "vllm_max_model_length"),
+            *(
+                "max_prompt_length",
+                "data.max_prompt_length",
+                "max_length",
+                "cutoff_len",
+                "max_model_len",
+                "vllm_max_model_length",
+            ),
             *(f"{_POLICY}.rollout.prompt_length", f"{_POLICY}.rollout.max_model_len"),
         ),
         "tokens of prompt and response together",
@@ -78,7 +98,10 @@ MEANINGS = (
     Meaning(("rollout.temperature",), (f"{_POLICY}.rollout.temperature",)),
     Meaning(("rollout.top_p",), (f"{_POLICY}.rollout.top_p",)),
     Meaning(("rollout.top_k",), (f"{_POLICY}.rollout.top_k",)),
-    Meaning(("run.steps",), ("max_steps", "total_training_steps", "trainer.total_training_steps", "num_steps")),
+    Meaning(
+        ("run.steps",),
+        ("max_steps", "max_num_steps", "total_training_steps", "trainer.total_training_steps", "num_steps"),
+    ),
     Meaning(
         ("run.epochs",),
         ("num_train_epochs", "total_epochs", "num_epochs", "trainer.total_epochs"),
@@ -90,6 +113,7 @@ MEANINGS = (
     ),
     Meaning(("run.save_every",), ("save_steps", "save_freq", "trainer.save_freq")),
     Meaning(("run.keep_last",), ("save_total_limit", "trainer.max_actor_ckpt_to_keep")),
+    Meaning((), ("val_before_train",), "Every run evaluates before its first step, unless eval.every=0"),
     Meaning(("eval.every",), ("eval_steps", "test_freq", "trainer.test_freq")),
     Meaning(("resume",), ("resume_from_checkpoint", "trainer.resume_mode", "trainer.resume_from_path")),
     Meaning(("name",), ("run_name", "experiment_name", "trainer.experiment_name", "project_name")),
@@ -98,12 +122,48 @@ MEANINGS = (
         ("n_gpus", "num_gpus", "gpus", "n_gpus_per_node", "trainer.n_gpus_per_node"),
         "choose placement=gpu",
     ),
+    Meaning(("mode=colocate",), ("colocate_all_models", "colocate")),
+    Meaning(("engine.count",), ("vllm_num_engines", "num_engines", "rollout_num_engines")),
+    Meaning(("algo",), ("stage", "train_type", "rl_algorithm"), "every run is reinforcement learning: relax list"),
+    Meaning((), ("template", "chat_template"), "The chat template is that of the tokenizer in model.path"),
+    Meaning((), ("data.split", "dataset_split"), "A split is a file: name it in data.path, or data.eval_path"),
+    Meaning(
+        (),
+        ("max_samples", "max_train_samples", "train_max_samples"),
+        "All rows of data.path are used, for run.steps or run.epochs; write fewer rows into the file",
+    ),
+    Meaning(
+        (),
+        ("num_workers", "dataloader_num_workers"),
+        "Rows are read without workers; rollout.workers is the number of rollout processes",
+    ),
+    Meaning((), ("critic.model.path", "critic_pretrain"), "The critic of algo=ppo starts from model.path"),
+    Meaning(
+        (),
+        ("repetition_penalty", "presence_penalty", "frequency_penalty"),
+        "Sampling has no penalties: the trainer could not compute their log-probs",
+    ),
+    Meaning(("placement=gpu",), ("device", "device_map", "accelerator", "use_gpu", "cuda")),
+    Meaning(("launcher.time_limit_min",), ("time", "walltime", "time_limit"), "minutes, with launcher=slurm"),
+    Meaning(("plan=true",), ("dry_run", "dryrun"), "it shows what would run, and stops"),
     Meaning(("placement.nodes", "launcher.nodes"), ("nnodes", "num_nodes", "trainer.nnodes")),
     Meaning(
         ("parallel.tp",),
-        ("tensor_parallel_size", "tensor_parallel", f"{_POLICY}.actor.megatron.tensor_model_parallel_size"),
+        (
+            "tensor_parallel_size",
+            "tensor_parallel",
+            "tensor_model_parallel_size",
+            f"{_POLICY}.actor.megatron.tensor_model_parallel_size",
+        ),
     ),
-    Meaning(("parallel.pp",), (f"{_POLICY}.actor.megatron.pipeline_model_parallel_size", "pipeline_parallel_size")),
+    Meaning(
+        ("parallel.pp",),
+        (
+            f"{_POLICY}.actor.megatron.pipeline_model_parallel_size",
+            "pipeline_parallel_size",
+            "pipeline_model_parallel_size",
+        ),
+    ),
     Meaning(("engine.tp",), ("vllm_tensor_parallel_size", f"{_POLICY}.rollout.tensor_model_parallel_size")),
     Meaning(
         ("engine.mem_fraction",),
@@ -129,7 +189,7 @@ MEANINGS = (
     Meaning(
         ("algo.kl_coef",),
         (
-            *("beta", "kl_coeff", "kl_loss_coef", "use_kl_loss", "init_kl_coef"),
+            *("beta", "reference_policy_kl_penalty", "kl_coeff", "kl_loss_coef", "use_kl_loss", "init_kl_coef"),
             *(f"{_POLICY}.actor.kl_loss_coef", f"{_POLICY}.actor.use_kl_loss", "algorithm.kl_ctrl.kl_coef"),
         ),
         "above 0 it starts the reference model",
@@ -155,7 +215,11 @@ MEANINGS = (
     ),
     Meaning(("data.eval_path",), ("val_files", "data.val_files", "eval_dataset")),
     Meaning(("reward.name",), ("reward_funcs", "custom_reward_function.path", "reward_fn"), "a name, or a file's path"),
-    Meaning(("tracker.tensorboard", "tracker.jsonl"), ("report_to", "logger", "trainer.logger")),
+    Meaning(
+        ("tracker.tensorboard", "tracker.jsonl"),
+        ("report_to", "logger", "trainer.logger"),
+        "others by tracker=wandb, mlflow or clearml",
+    ),
     Meaning(
         ("tracker=wandb",),
         ("wandb", "wandb_project", "use_wandb", "tracker.project"),
@@ -174,7 +238,18 @@ MEANINGS = (
     ),
     Meaning(
         (),
-        ("lora", "lora_rank", "lora_alpha", "lora_r", "use_peft", "use_lora", "peft", "peft_config", "load_in_4bit"),
+        (
+            "lora",
+            "lora_rank",
+            "lora_alpha",
+            "lora_r",
+            "finetuning_type",
+            "use_peft",
+            "use_lora",
+            "peft",
+            "peft_config",
+            "load_in_4bit",
+        ),
         "Relax has no adapters and no quantized training: all weights train but for the parts of model.freeze",
     ),
     Meaning(("data.prompt_key",), ("prompt_field", "input_key", "prompt_column", "question_key")),

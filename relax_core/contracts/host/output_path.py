@@ -23,9 +23,11 @@ def check_output_folder(folder: Path, *, option: str) -> None:
 
 
 def check_output_file(path: Path, *, option: str) -> None:
-    """Raises ValueError, with ``option``, value and fix, if something exists at ``path``."""
+    """Raises ValueError, with ``option``, value and fix, if something exists at ``path``, or its folder is missing."""
     if path.is_symlink() or path.exists():
         raise ValueError(f"{option} {path} exists, and nothing is overwritten. Name another file, or remove it.")
+    if not path.absolute().parent.is_dir():
+        raise ValueError(f"{option} {path}: the folder {path.parent} does not exist. Make it, or name another file.")
 
 
 def numbered(path: Path, *, suffix: str = "") -> Iterator[Path]:

@@ -19,7 +19,7 @@ from relax_core.config.options import group_options, groups
 from relax_core.config.own_runs import marked
 from relax_core.config.saved import to_whole_yaml, to_yaml
 from relax_core.config.schema import RelaxConfig
-from relax_core.config.schema_keys import known_keys
+from relax_core.config.schema_keys import known_keys, launcher_keys
 from relax_core.registry import find_algorithm, names
 
 
@@ -142,7 +142,7 @@ def test_other_trainers_names_get_the_key_that_means_the_same(name: str, key: st
 
 def test_every_synonym_leads_to_a_key_that_exists() -> None:
     config = {f"algo.{setting}" for name in names("algo") for setting in vars(find_algorithm(name).config())}
-    keys = {*known_keys(), *config, "name", "seed", "resume", "reward.name"}
+    keys = {*known_keys(), *config, *launcher_keys(), "name", "seed", "resume", "reward.name", "plan=true"}
     options = {f"{group}={option}" for group in groups() for option in group_options(group)}
     sections = {key.split(".")[0] for key in keys}
     wrong = [key for meaning in MEANINGS for key in meaning.keys if key not in keys | options | sections]
