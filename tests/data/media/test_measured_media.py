@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 import soundfile
 
-from relax_core.contracts.media import MediaError, MediaSource
+from relax_core.contracts.media import MediaError, MediaKind, MediaSource
 from relax_core.data.media.item_encoder import encode_item
 from relax_core.data.media.media_headers import read_media_header
 from relax_core.data.media.media_limits import MediaLimits
 from relax_core.data.media.media_trial_main import TIMED_SETTINGS, TRIAL_AUDIO
 from relax_core.data.media.video_decoding import _mean_rate, _upright, video_header, video_index
-from tests.data.media.make_sounds import stored, tone, wav, with_flac_samples
+from tests.data.media.make_sounds import film, stored, tone, wav, with_flac_samples
 
 LIMITS = MediaLimits()
 PICTURE = np.arange(2 * 3 * 3, dtype=np.uint8).reshape(2, 3, 3)
@@ -70,6 +70,14 @@ def test_the_rate_of_a_matroska_file_is_measured(times: list[int]) -> None:
     assert video_header(file, "matroska", MediaLimits()).fps == index.header.fps
 
 
+def test_a_plan_and_a_run_take_one_rate_for_an_mp4_of_variable_rate() -> None:
+    """25 frames a second, then 5. H.264 stores its frames in another order, so the header lacks some of their time."""
+    file = video([*range(0, 1000, 40), *range(1000, 4000, 200)], "mp4", "h264")
+    planned, index = video_header(file, "mov", LIMITS), video_index(file, "mov", LIMITS)
+    assert planned == index.header
+    assert planned.fps == pytest.approx(40 / 4, rel=0.16)
+
+
 def test_a_rate_of_the_header_that_fits_stays() -> None:
     assert _mean_rate(30000 / 1001, 90, 3.003) == 30000 / 1001
     assert _mean_rate(25.0, 90, 4.0) == 22.5 and _mean_rate(0.0, 90, 4.0) == 22.5
@@ -77,13 +85,14 @@ def test_a_rate_of_the_header_that_fits_stays() -> None:
         _mean_rate(0.0, 1, 0.0)
 
 
-def heard(data: bytes, limits: MediaLimits = LIMITS) -> tuple[float, float]:
-    """Returns the seconds of a sound in a plan and in a run."""
-    source = MediaSource(kind="audio", data=data)
+def heard(data: bytes, limits: MediaLimits = LIMITS, *, kind: MediaKind = "audio") -> tuple[float, float]:
+    """Returns the seconds of a sound, or of a video's sound, in a plan and in a run."""
+    source = MediaSource(kind=kind, data=data)
     item, _ = encode_item(
-        source, TIMED_SETTINGS, limits, root=Path("/"), tokenize=lambda text: [0], audio=TRIAL_AUDIO
+        source, TIMED_SETTINGS, limits, root=Path("/"), tokenize=lambda text: [0], audio=TRIAL_AUDIO, audio_in_video=True
     )  # fmt: skip
-    return read_media_header(source, limits, root=Path("/")).audio_seconds, item.audio_seconds
+    planned = read_media_header(source, limits, root=Path("/"), audio_in_video=True)
+    return planned.audio_seconds, item.audio_seconds
 
 
 @pytest.mark.parametrize("whole", [0, 36, 0x7FFFF024, 0xFFFFFFFF])
@@ -124,3 +133,22 @@ def test_the_padding_of_an_mp3_is_not_above_the_limit() -> None:
     with pytest.raises(MediaError) as refused:
         heard(data, MediaLimits(audio_seconds_max=1.8))
     assert refused.value.word == "too_long"
+
+
+@pytest.mark.parametrize("kind", ["audio", "video"])
+@pytest.mark.parametrize(("form", "rate"), [("mp4", 16_000), ("mp4", 44_100), ("mp4", 48_000), ("matroska", 16_000)])
+def test_a_track_of_aac_ends_where_its_sound_ends(form: str, rate: int, kind: MediaKind) -> None:
+    """AAC has packets of 1,024 samples, so the last one is padded: 32,768 samples here for 2 s at 16 kHz."""
+    data = film(form=form, rate=rate)
+    assert heard(data, MediaLimits(audio_seconds_max=2.0), kind=kind) == (2.0, 2.0)
+    with pytest.raises(MediaError) as refused:
+        heard(data, MediaLimits(audio_seconds_max=1.8), kind=kind)
+    assert refused.value.word == "too_long"
+
+
+def test_the_padding_of_aac_has_no_features() -> None:
+    source = MediaSource(kind="audio", data=film(sound_seconds=1.0))
+    item, _ = encode_item(
+        source, TIMED_SETTINGS, LIMITS, root=Path("/"), tokenize=lambda text: [0], audio=TRIAL_AUDIO
+    )  # fmt: skip
+    assert (item.audio_seconds, item.audio_frames) == (1.0, 100)
