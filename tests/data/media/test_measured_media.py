@@ -89,7 +89,8 @@ def heard(data: bytes, limits: MediaLimits = LIMITS, *, kind: MediaKind = "audio
     """Returns the seconds of a sound, or of a video's sound, in a plan and in a run."""
     source = MediaSource(kind=kind, data=data)
     item, _ = encode_item(
-        source, TIMED_SETTINGS, limits, root=Path("/"), tokenize=lambda text: [0], audio=TRIAL_AUDIO, audio_in_video=True
+        source, TIMED_SETTINGS, limits, root=Path("/"), tokenize=lambda text: [0], audio=TRIAL_AUDIO,
+        audio_in_video=True,
     )  # fmt: skip
     planned = read_media_header(source, limits, root=Path("/"), audio_in_video=True)
     return planned.audio_seconds, item.audio_seconds
