@@ -74,6 +74,7 @@ def prompt_maker(config: RelaxConfig, *, headers: ItemHeaders | None = None) -> 
         overlong=config.data.overlong,
         last_assistant=config.data.last_assistant,
         item_rows=(headers or ItemHeaders(config)).rows,
+        media_kinds=media_kinds(config),
     )
 
 
