@@ -14,6 +14,7 @@ from pathlib import Path
 from relax_core.cli.eval_engines import EvalEngine, eval_engines
 from relax_core.cli.eval_media import EvalMedia, eval_media
 from relax_core.cli.eval_report import ANSWERS_FILE, as_result, print_result, write_result
+from relax_core.config.checks.modality_keys import media_kinds
 from relax_core.config.own_runs import marked
 from relax_core.config.saved import to_yaml
 from relax_core.config.schema import RelaxConfig
@@ -109,6 +110,7 @@ def prompt_maker(config: RelaxConfig, model: Path, media: EvalMedia | None) -> P
         last_assistant=config.data.last_assistant,
         items=None if media is None else media.items,
         prompt_items=config.modality.prompt_items,
+        media_kinds=media_kinds(config),
     )
 
 

@@ -282,7 +282,7 @@ def unread_media(row: Mapping[str, Any], media: MediaColumns) -> dict[MediaKind,
         place = _PLACES[kind]
         has_place = any(place in text for text in texts)
         fitting = [name for name, value in columns.items() if _column_kind(name, value, sure=not has_place) == kind]
-        if fitting and (has_place or not media.columns):
+        if fitting:
             found[kind] = fitting[0], has_place
         elif any(text.startswith(place) or text.endswith(place) for text in texts):
             found[kind] = None, True

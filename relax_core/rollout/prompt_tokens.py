@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from relax_core.config.checks.modality_keys import MODELS_THAT
-from relax_core.config.choices import LastAssistant, Overlong
+from relax_core.config.choices import TEXT, LastAssistant, Overlong
 from relax_core.contracts.data import TOO_LONG, BadRow, DataRow
 from relax_core.contracts.engine import EngineError, Generated, PromptRequest
 from relax_core.contracts.env import EnvSpec, Message, media_sources
-from relax_core.contracts.media import Media, MediaError, MediaItem, MediaSource
+from relax_core.contracts.media import Media, MediaError, MediaItem, MediaKind, MediaSource
 from relax_core.contracts.tool_use.tool_schemas import ToolSchema
+from relax_core.data.row_media import TEXT_ONLY, unread_media
 from relax_core.data.tokenizer import LARGE_TEXT, PromptTokenizer, TextTooLong
 from relax_core.rollout.item_cache import ItemCache
 from relax_core.rollout.off_loop import off_loop
@@ -42,6 +43,7 @@ class PromptMaker:
     such a prompt is refused.
     ``items`` encodes media; without it, rows that have some cannot be used. A prompt has at most
     ``prompt_items`` of them. ``item_rows`` says how many rows one has at most, for `tokens`, which encodes none.
+    ``media_kinds`` are the kinds that the run reads: a row with a place for one and no item of it is refused.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class PromptMaker:
         items: ItemCache | None = None,
         prompt_items: int = DEFAULT_PROMPT_ITEMS,
         item_rows: Callable[[MediaSource], int] | None = None,
+        media_kinds: Collection[MediaKind] = (),
     ) -> None:
         self.tokenizer = tokenizer
         self._env = env
@@ -65,6 +68,7 @@ class PromptMaker:
         self.items = items
         self._prompt_items = prompt_items
         self._item_rows = item_rows
+        self._media_kinds = media_kinds
 
     def tokens(self, row: DataRow, *, where: str) -> list[int]:
         """Returns the token ids of a prompt of text; ``where`` is the data row's file and line for errors.
@@ -219,9 +223,25 @@ class PromptMaker:
 
     def sources(self, row: DataRow, *, where: str) -> list[MediaSource]:
         """Returns the media of a data row, in order. Raises `BadRow` if the env makes no prompt of it."""
-        return media_sources(self._messages(row, where=where))
+        return media_sources(self._conversation(row, where=where))
 
     def _messages(self, row: DataRow, *, where: str) -> Sequence[Message]:
+        """Returns the conversation of a data row.
+
+        Raises `MediaError` for a place without an item, because the model would be asked about what it does not get.
+        """
+        messages = self._conversation(row, where=where)
+        for kind, (_, has_place) in (unread_media(row, TEXT_ONLY) if self._media_kinds else {}).items():
+            if not has_place or kind not in self._media_kinds or kind in {one.kind for one in media_sources(messages)}:
+                continue
+            text = (
+                f"{where}: its prompt has a place <{kind}>, and no column with media of this kind is named. Name it in "
+                f"data.media_keys.{kind}; leave such rows out; or use modality={TEXT}."
+            )
+            raise MediaError(kind, "placeholder_count", text)
+        return messages
+
+    def _conversation(self, row: DataRow, *, where: str) -> Sequence[Message]:
         assert self._env.messages is not None, "an env of several turns opens its own episodes"
         try:
             return self._env.messages(row, self._config)

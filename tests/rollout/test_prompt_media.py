@@ -100,6 +100,19 @@ def test_a_row_whose_media_cannot_be_used_is_told_with_its_line(
     assert told.value.reason == reason and str(told.value).startswith(f"{WHERE}: ")
 
 
+@pytest.mark.parametrize("text", ["<image>which?", "which?\n<image>"])
+def test_a_place_without_an_item_is_a_bad_row(tokenizer: PromptTokenizer, text: str) -> None:
+    for data_row in ({"prompt": text, "answer": "red"}, {"prompt": [{"role": "user", "content": text}], "answer": ""}):
+        sees = maker(tokenizer, media_kinds=("image",), item_rows=lambda source: 6)
+        for call in (lambda: made(sees, data_row), lambda: sees.bound(data_row, where=WHERE)):  # noqa: B023
+            with pytest.raises(MediaError, match=r"data\.media_keys\.image") as told:
+                call()
+            assert told.value.reason == "bad_media:placeholder_count" and str(told.value).startswith(f"{WHERE}: ")
+        assert made(maker(tokenizer, media_kinds=("audio",)), data_row).media == []
+    seen = maker(tokenizer, media_kinds=("image",))
+    assert made(seen, row("a", text="<image> is a place")).items and not made(seen, row(text="a <image> tag")).items
+
+
 def test_a_sound_for_a_model_that_only_sees_is_a_bad_row(tokenizer: PromptTokenizer) -> None:
     part = {"type": "audio", "audio": MediaSource(kind="audio", path="a.wav")}
     heard = {"prompt": [{"role": "user", "content": [part]}], "answer": "low"}

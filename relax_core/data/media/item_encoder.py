@@ -16,7 +16,14 @@ from relax_core.data.media.image_decoding import decoded_image, opened_image, re
 from relax_core.data.media.media_limits import MediaLimits
 from relax_core.data.media.media_sizes import image_size, video_size
 from relax_core.data.media.source_files import open_source
-from relax_core.data.media.video_decoding import decode_frames, sample_frames, stamp_seconds, step_seconds, video_index
+from relax_core.data.media.video_decoding import (
+    decode_frames,
+    sample_frames,
+    stamp_seconds,
+    stamp_text,
+    step_seconds,
+    video_index,
+)
 from relax_core.families.architecture import AudioSettings, PatchSettings
 from relax_core.families.audio.clip_rows import clip_rows, heard_video_rows
 from relax_core.families.vision.item_rows import ItemRows, image_rows, timed_video_rows, video_rows
@@ -138,7 +145,7 @@ def video_item(
     between = (seconds[-1] - seconds[0]) / (len(seconds) - 1) if len(seconds) > 1 else 0.0
     tensors, settings = {"frames": frames}, _pixel_settings(tower)
     if tower.positions_per_second is None:
-        rows = video_rows(tower, grid=grid, stamps=[tokenize(f"<{at:.1f} seconds>") for at in seconds])
+        rows = video_rows(tower, grid=grid, stamps=[tokenize(stamp_text(at)) for at in seconds])
     else:
         between = step_seconds(indices, fps, tower.temporal_patch_size)
         rows = timed_video_rows(tower, grid=grid, seconds=between)

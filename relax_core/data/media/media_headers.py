@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,10 +12,10 @@ from relax_core.data.media.image_decoding import opened_image, upright_size
 from relax_core.data.media.media_limits import MediaLimits
 from relax_core.data.media.media_sizes import image_size, video_size
 from relax_core.data.media.source_files import open_source
-from relax_core.data.media.video_decoding import sample_frames, video_header
+from relax_core.data.media.video_decoding import sample_frames, stamp_seconds, stamp_text, video_header
 from relax_core.families.architecture import AudioSettings, PatchSettings
 
-STAMP_TOKENS = 10  # of a time stamp such as "<12.3 seconds>"; most tokenizers make 7 to 14 of it
+STAMP_TOKENS = 10  # of a time stamp such as "<12.3 seconds>"; tokenizers make 7 to 14 of it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,12 +80,17 @@ def read_media_header(
 
 
 def planned_item(
-    header: MediaHeader, tower: PatchSettings, limits: MediaLimits, *, audio: AudioSettings | None = None
+    header: MediaHeader,
+    tower: PatchSettings,
+    limits: MediaLimits,
+    *,
+    audio: AudioSettings | None = None,
+    tokenize: Callable[[str], Sequence[int]] | None = None,
 ) -> PlannedItem:
-    """Returns what encoding gives for a header; the rows of time stamps are counted as `STAMP_TOKENS` each.
+    """Returns what encoding gives for a header.
 
-    ``audio`` is needed for a header with sound. Raises MediaError for an item that has too many rows at its smallest
-    size.
+    ``tokenize`` returns the ids of a video's time stamps; without it each counts as `STAMP_TOKENS`. ``audio`` is needed
+    for a header with sound. Raises MediaError for an item that has too many rows at its smallest size.
     """
     sound = _planned_sound(header, audio)
     if header.kind == "audio":
@@ -100,13 +106,16 @@ def planned_item(
             nbytes=3 * height * width,
             source_pixels=source_pixels,
         )
-    frames = len(sample_frames(header.frames, header.frames / header.seconds, limits))
-    frames = max(frames, tower.temporal_patch_size)
+    fps = header.frames / header.seconds
+    indices = sample_frames(header.frames, fps, limits)
+    frames = max(len(indices), tower.temporal_patch_size)
     height, width = video_size(tower, limits, frames=frames, height=header.height, width=header.width)
     steps = -(-frames // tower.temporal_patch_size)
     patches = height * width // patch**2
-    stamped = 2 + STAMP_TOKENS if tower.positions_per_second is None else 0
-    rows = steps * (patches // merge**2 + stamped)
+    rows = steps * (patches // merge**2)
+    if tower.positions_per_second is None:
+        stamps = [stamp_text(at) for at in stamp_seconds(indices, fps, tower.temporal_patch_size)]
+        rows += sum(2 + (STAMP_TOKENS if tokenize is None else len(tokenize(stamp))) for stamp in stamps)
     around = 2 if sound.rows else 0  # the tokens that begin and end the sound
     return PlannedItem(
         kind=header.kind,

@@ -61,6 +61,11 @@ def stamp_seconds(indices: Sequence[int], fps: float, step: int) -> list[float]:
     return [(padded[at] / fps + padded[at + step - 1] / fps) / 2 for at in range(0, len(padded), step)]
 
 
+def stamp_text(seconds: float) -> str:
+    """Returns the time stamp of a frame step."""
+    return f"<{seconds:.1f} seconds>"
+
+
 def step_seconds(indices: Sequence[int], fps: float, step: int) -> float:
     """Returns the time between two frame steps in seconds, as Qwen-Omni's tools tell it to transformers.
 

@@ -334,6 +334,7 @@ class _Found:
                     with suppress(ValueError):  # a row that names no known reward has none in the evaluation, either
                         self._labels.see(row, f"{name}, row {number}")
             lines += self._labels.words()
+        lines += self.unread.notes()
         if self._json_prompts:
             lines.append(f"{self._json_prompts:,} prompts are JSON text, and are read as chat messages.")
         return lines

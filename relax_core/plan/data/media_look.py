@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -26,7 +26,8 @@ class UnreadMedia:
 
     A row counts if it has a column with media. If the model does not read their kind, or the env makes its prompts from
     the row by itself, its prompt must have a place for them, too. Rows with a place and no such column count if more
-    than data.max_bad_rows of the rows are so. Nothing counts with modality=text.
+    than data.max_bad_rows of the rows are so; fewer are left out as bad rows. A column without a place only gets a note
+    if a key names another column, because then the user chose what the model gets. Nothing counts with modality=text.
     """
 
     def __init__(self, config: RelaxConfig) -> None:
@@ -37,6 +38,7 @@ class UnreadMedia:
         self._looks = config.modality.name != TEXT and config.data.task is None
         self._first: dict[tuple[MediaKind, bool], tuple[str, str | None, bool]] = {}  # by kind, and if it has a column
         self._places = dict.fromkeys(MEDIA_KINDS, 0)  # rows with a place and without a column
+        self._noted: dict[MediaKind, tuple[str, str]] = {}
         self._looked = 0
 
     def look(self, row: DataRow, where: str, given: Callable[[], set[MediaKind]] = set) -> None:
@@ -46,8 +48,20 @@ class UnreadMedia:
         for kind, (column, has_place) in found.items():
             asks = kind in self._kinds and not self._makes_prompts
             if (has_place or asks) and (column or asks) and kind not in given():
+                if column and not has_place and self._columns.columns:
+                    self._noted.setdefault(kind, (where, column))
+                    continue
                 self._first.setdefault((kind, column is not None), (where, column, has_place))
                 self._places[kind] += column is None
+
+    def notes(self) -> Iterator[str]:
+        """Yields the columns with media that the model could read, if no key names them and no place is for them."""
+        for kind, (where, column) in self._noted.items():
+            first = "" if self._data.media_place else f" data.media_place={MediaPlace.first.value}"
+            yield (
+                f"{where}: column {column} has media of kind {kind}, and data.media_keys.{kind} is not set, so the "
+                f"model does not get it. To train on it add data.media_keys.{kind}={column}{first}."
+            )
 
     def refused(self, *, rows: int) -> str | None:
         """Returns why a run on ``rows`` rows like these cannot start, None if nothing counts."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -66,6 +66,8 @@ def prompt_maker(config: RelaxConfig, *, headers: ItemHeaders | None = None) -> 
     if env.has_turns:
         ToolUse.of_env(env, config.env, tokenizer)
         return None
+    headers = headers or ItemHeaders(config)
+    headers.tokenize = tokenizer.encode_plain
     return PromptMaker(
         env=env,
         env_config=config.env,
@@ -73,7 +75,8 @@ def prompt_maker(config: RelaxConfig, *, headers: ItemHeaders | None = None) -> 
         max_prompt_tokens=prompt_room(config),
         overlong=config.data.overlong,
         last_assistant=config.data.last_assistant,
-        item_rows=(headers or ItemHeaders(config)).rows,
+        item_rows=headers.rows,
+        media_kinds=media_kinds(config),
     )
 
 
@@ -94,8 +97,10 @@ def most_rows(config: RelaxConfig, kind: MediaKind) -> int:
 class ItemHeaders:
     """Says by its header what a source becomes: the first `HEADERS` sources; of later ones the most rows seen.
 
-    Without the files of a model, the limits of `modality` decide.
+    Without the files of a model, the limits of `modality` decide. ``tokenize`` returns the ids of a time stamp.
     """
+
+    tokenize: Callable[[str], Sequence[int]] | None = None
 
     def __init__(self, config: RelaxConfig) -> None:
         self._config = config
@@ -139,7 +144,7 @@ class ItemHeaders:
                     root=media_root(self._config),
                     audio_in_video=self._config.modality.audio_in_video,
                 )
-                self._items[key] = planned_item(header, tower, limits, audio=self._audio)
+                self._items[key] = planned_item(header, tower, limits, audio=self._audio, tokenize=self.tokenize)
             except MediaError as error:
                 self._items[key] = error
         return self._items[key]

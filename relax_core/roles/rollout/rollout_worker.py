@@ -13,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from relax_core.bus.ray.ray_bus import RayBus
+from relax_core.config.checks.modality_keys import media_kinds
 from relax_core.config.choices import OnStale, Partial
 from relax_core.contracts.algorithm import AlgorithmSpec
 from relax_core.contracts.bus import Admission, BusClosed
@@ -208,6 +209,7 @@ class RolloutWorker(Worker):
             last_assistant=config.data.last_assistant,
             items=None if encoders is None else self._items(encoders, bus),
             prompt_items=config.modality.prompt_items,
+            media_kinds=media_kinds(config),
         )
 
     def _items(self, encoders: EncodePool, bus: RayBus) -> ItemCache:

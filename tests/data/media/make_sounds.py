@@ -86,7 +86,10 @@ def film(
                     format=track.codec_context.format.name, frame_size=track.codec_context.frame_size or 1024
                 )
                 heard = av.AudioFrame.from_ndarray(np.ascontiguousarray(samples), format="fltp", layout=layout)
-                heard.sample_rate = rate
+                heard.sample_rate, heard.pts = (
+                    rate,
+                    0,
+                )  # so that the file tells the samples that AAC sets before the sound
                 for part in [*resampler.resample(heard), *resampler.resample(None)]:
                     container.mux(track.encode(part))
                 container.mux(track.encode())

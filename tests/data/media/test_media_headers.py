@@ -8,8 +8,10 @@ import pytest
 from PIL import Image
 
 from relax_core.contracts.media import MediaError, MediaSource
+from relax_core.data.media.encode_messages import EncodeSettings
 from relax_core.data.media.media_headers import STAMP_TOKENS, MediaHeader, planned_item, read_media_header
 from relax_core.data.media.media_trial_main import TRIAL_SETTINGS
+from relax_core.data.tokenizer import PromptTokenizer
 from tests.data.media.conftest import LIMITS, Encode
 from tests.data.media.make_files import grey_frames, noise, png_bomb, saved, video
 
@@ -31,7 +33,7 @@ def test_an_image(encode: Encode, root: Path, data: bytes) -> None:
 
 @pytest.mark.parametrize("form", ["mp4", "matroska"])  # Matroska does not say the number of frames
 @pytest.mark.parametrize("frames", [1, 2, 5, 40])
-def test_a_video(encode: Encode, root: Path, form: str, frames: int) -> None:
+def test_a_video(encode: Encode, root: Path, settings: EncodeSettings, form: str, frames: int) -> None:
     source = MediaSource(kind="video", data=video(grey_frames(range(frames)), form=form))
     header = read_media_header(source, LIMITS, root=root)
     assert header == MediaHeader(kind="video", width=96, height=64, frames=frames, seconds=frames / 8)
@@ -39,6 +41,8 @@ def test_a_video(encode: Encode, root: Path, form: str, frames: int) -> None:
     assert (planned.patches, planned.nbytes) == (item.patches, item.nbytes)
     steps = item.grid[0]
     assert planned.rows - steps * STAMP_TOKENS == (item.ids == TRIAL_SETTINGS.video_token_id).sum() + 2 * steps
+    tokenize = PromptTokenizer(Path(settings.model_folder)).encode_plain
+    assert planned_item(header, TRIAL_SETTINGS, LIMITS, tokenize=tokenize).rows == item.rows
 
 
 def test_a_bomb(root: Path) -> None:

@@ -17,6 +17,7 @@ from relax_core.config.errors import ConfigError
 from relax_core.data.tasks.see_task import files_folder
 from relax_core.families.folder import folder_architecture
 from relax_core.families.tiny_omni import tiny_omni_config, tiny_omni_files
+from relax_core.plan.data.data_check import look_at_data
 from relax_core.preflight import CHECKS, settle
 from relax_core.tools.make_tiny import tiny_model_folder
 from relax_core.tools.tiny_vision import write_settings
@@ -160,6 +161,18 @@ def test_rows_of_text_are_not_taken_for_rows_with_media(tmp_path: Path, row: dic
 def test_rows_train_on_text_alone_where_modality_says_so(tmp_path: Path) -> None:
     words = (*SEES, rows_of(tmp_path, {"prompt": ASK, "images": ["red-00.png"]}), "modality=text")
     load_config(words, checks=CHECKS, settle=settle)
+
+
+def test_rows_with_a_place_and_no_item_are_left_out_and_other_media_get_a_note(tmp_path: Path) -> None:
+    rows_of(tmp_path, {"prompt": ASK, "images": "red-00.png", "clip": "left-00.mp4"}, count=60)
+    with (tmp_path / "rows.jsonl").open("a") as file:
+        file.writelines(json.dumps({"answer": "up", "prompt": text}) + "\n" for text in ("Which way?\n<video>", "up"))
+    words = (*SEES, f"data.path={tmp_path / 'rows.jsonl'}", "data.eval_size=0", "eval.every=0", IMAGES)
+    look = look_at_data(load_config(words, checks=CHECKS, settle=settle))
+    assert look.rows == 62 and dict(look.bad) == {"bad_media:placeholder_count": 1}
+    assert "line 61" in look.named[0] and "data.media_keys.video" in look.named[0]
+    notes = [one for one in look.notes if "column clip" in one]
+    assert len(notes) == 1 and "data.media_keys.video=clip data.media_place=first" in notes[0]
 
 
 def test_a_plan_refuses_media_that_the_chat_template_leaves_out(tmp_path: Path) -> None:

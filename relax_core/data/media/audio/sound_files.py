@@ -9,8 +9,8 @@ from typing import IO, Any
 import numpy as np
 
 from relax_core.contracts.media import MediaError
-from relax_core.data.media.audio.sound_headers import written_header
-from relax_core.data.media.audio.sound_limits import SoundHeader, check_sound, most_samples
+from relax_core.data.media.audio.sound_headers import readable_file, written_header
+from relax_core.data.media.audio.sound_limits import PACKET, SoundHeader, check_sound, most_samples, without_padding
 from relax_core.data.media.media_limits import MediaLimits
 
 # What libsndfile must find in a file whose first bytes show the format.
@@ -33,7 +33,9 @@ def file_header(file: IO[bytes], form: str, limits: MediaLimits) -> SoundHeader:
 def decode_file(file: IO[bytes], form: str, limits: MediaLimits) -> tuple[np.ndarray, int]:
     """Returns the mean of a sound's channels, float32 ``[samples]`` of full scale 1, and its samples a second."""
     header = file_header(file, form, limits)
-    most, blocks, count = most_samples(header.rate, limits), [np.zeros(0, np.float32)], 0
+    is_padded = form == "MP3" and header.seconds is None  # a count of the frames tells the padding, too
+    most = most_samples(header.rate, limits) + (PACKET if is_padded else 0)
+    blocks, count = [np.zeros(0, np.float32)], 0
     with _opened(file, form) as sound:
         while count <= most:
             block = sound.read(_BLOCK, dtype="float32", always_2d=True)
@@ -45,7 +47,10 @@ def decode_file(file: IO[bytes], form: str, limits: MediaLimits) -> tuple[np.nda
         said = round(header.seconds * header.rate)
         told = f"it is truncated or damaged: its header says {said:,} samples, and {count:,} are there."
         raise MediaError("audio", "truncated", told)
-    return np.concatenate(blocks), header.rate
+    samples = np.concatenate(blocks)
+    if is_padded:
+        samples = without_padding(samples, round(limits.audio_seconds_max * header.rate))
+    return samples, header.rate
 
 
 def _header(sound: Any) -> SoundHeader:
@@ -57,12 +62,12 @@ def _header(sound: Any) -> SoundHeader:
 
 @contextmanager
 def _opened(file: IO[bytes], form: str) -> Iterator[Any]:
-    """Opens a sound; errors of libsndfile inside the block become MediaError."""
+    """Opens a sound, to be read in order; errors of libsndfile inside the block become MediaError."""
     import soundfile
 
-    file.seek(0)
     try:
-        with soundfile.SoundFile(file) as sound:
+        with soundfile.SoundFile(readable_file(file, form)) as sound:
+            sound.seekable = lambda: False  # it seeks behind each block, which fails at the end of a FLAC from a pipe
             if sound.format not in _FOUND[form]:
                 told = f"its content is {sound.format} and not {form}. Convert it."
                 raise MediaError("audio", "unknown_format", told)

@@ -11,6 +11,7 @@ from relax_core.data.media.media_limits import MediaLimits
 
 MOST_CHANNELS = 8
 RATES = (4_000, 192_000)  # samples a second of the source
+PACKET = 2048  # samples of padding that an encoder sets behind a sound at most
 _ROUNDING_S = 0.001  # that a length may exceed a limit by, because files count whole packets or samples
 
 
@@ -48,6 +49,11 @@ def check_seconds(seconds: float, limits: MediaLimits) -> None:
 def most_samples(rate: int, limits: MediaLimits) -> int:
     """Returns the number of samples after which decoding stops, because the sound is too long then."""
     return int((limits.audio_seconds_max + _ROUNDING_S) * rate) + 1
+
+
+def without_padding(samples: np.ndarray, length: int) -> np.ndarray:
+    """Returns the first ``length`` of decoded samples if what follows them may be padding, or else all of them."""
+    return samples[:length] if len(samples) - length <= PACKET else samples
 
 
 def check_samples(samples: np.ndarray, rate: int, limits: MediaLimits) -> None:

@@ -8,7 +8,7 @@ from typing import IO, Any
 import numpy as np
 
 from relax_core.contracts.media import MediaError
-from relax_core.data.media.audio.sound_limits import SoundHeader, check_sound, most_samples
+from relax_core.data.media.audio.sound_limits import PACKET, SoundHeader, check_sound, most_samples, without_padding
 from relax_core.data.media.media_limits import MediaLimits
 from relax_core.data.media.video_decoding import opened_container
 
@@ -16,7 +16,6 @@ from relax_core.data.media.video_decoding import opened_container
 _CODECS = ("aac", "mp3", "mp3float", "opus", "libopus", "vorbis", "flac", "alac", "ac3", "eac3")
 _CLOCK = re.compile(r"(\d+):(\d\d):(\d\d(?:\.\d+)?)")
 _ROUNDING_S = 0.1  # that a track may be shorter than its header says; encoders count whole packets
-_PACKET = 2048  # samples of padding that the last packet of a track has at most
 
 
 def track_header(file: IO[bytes], form: str, limits: MediaLimits) -> SoundHeader:
@@ -37,7 +36,7 @@ def decode_track(file: IO[bytes], form: str, limits: MediaLimits) -> tuple[np.nd
         track = _track(container)
         header = _header(track, limits)
         track.codec_context.thread_count = 1
-        most = most_samples(header.rate, limits) + _PACKET
+        most = most_samples(header.rate, limits) + PACKET
         planar = av.AudioResampler(format="fltp")  # it raises ValueError if rate or channels change
         for frame in container.decode(track):
             if frame.is_corrupt or frame.sample_rate != header.rate:
@@ -51,8 +50,7 @@ def decode_track(file: IO[bytes], form: str, limits: MediaLimits) -> tuple[np.nd
         told = f"its header says {header.seconds:.2f} s of sound, and {count / header.rate:.2f} s are there."
         raise MediaError("audio", "truncated", told)
     length = round((limits.audio_seconds_max if header.seconds is None else header.seconds) * header.rate)
-    samples = np.concatenate(blocks)
-    return samples[:length] if len(samples) - length <= _PACKET else samples, header.rate
+    return without_padding(np.concatenate(blocks), length), header.rate
 
 
 def _track(container: Any) -> Any:
@@ -68,7 +66,7 @@ def _header(track: Any, limits: MediaLimits) -> SoundHeader:
         told = f"its sound is {name}, none of {', '.join(_CODECS)} and pcm. Convert it."
         raise MediaError("audio", "unknown_format", told)
     rate, seconds, most = context.sample_rate or 0, _seconds(track), limits.audio_seconds_max
-    if seconds is not None and rate and most < seconds <= most + _PACKET / rate:
+    if seconds is not None and rate and most < seconds <= most + PACKET / rate:
         seconds = most  # Matroska counts the padding of the last packet, too
     header = SoundHeader(rate=rate, channels=context.channels or 0, seconds=seconds)
     check_sound(header, limits)
