@@ -90,8 +90,9 @@ def check(config: ReasoningTasksConfig) -> None:
     from reasoning_gym.factory import DATASETS
 
     if config.task not in DATASETS:
-        near = ", ".join(get_close_matches(config.task, DATASETS)) or ", ".join(sorted(DATASETS))
-        raise ValueError(f"data.task={config.task}: reasoning-gym has no such task. Nearest: {near}.")
+        near = ", ".join(get_close_matches(config.task, DATASETS))
+        hint = f"Nearest: {near}" if near else f"Some of its {len(DATASETS)}: {', '.join(sorted(DATASETS)[::12])}"
+        raise ValueError(f"data.task={config.task}: reasoning-gym has no such task. {hint}.")
     for key, least in (("rows", 1), ("held_out", 0), ("seed", 0)):
         if not least <= (value := getattr(config, key)) <= _MOST_ROWS:
             raise ValueError(f"data.config.{key}={value}: must be from {least} to {_MOST_ROWS}.")

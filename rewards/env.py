@@ -27,4 +27,10 @@ def score(given: RewardInput, config: EnvRewardConfig) -> RewardOutput:
     return RewardOutput(reward=sum(rewards), exact=sum(rewards) == 1.0, why=why)
 
 
-SPEC = RewardSpec(name="env", summary="the sum of what the env gave for its turns", config=EnvRewardConfig, score=score)
+SPEC = RewardSpec(
+    name="env",
+    summary="the sum of what the env gave for its turns",
+    config=EnvRewardConfig,
+    score=score,
+    scores_turns=True,
+)

@@ -28,7 +28,7 @@ class ConfigError(ValueError):
 
     def __init__(self, problems: Sequence[str]) -> None:
         assert problems
-        shown_problems = [type(one)(_printable(shown(one))) for one in problems]
+        shown_problems = [type(one)(_printable(shown(one))) for one in dict.fromkeys(problems)]
         super().__init__("\n".join(shown_problems))
         self.problems = shown_problems
 
@@ -46,6 +46,11 @@ def _printable(text: str) -> str:
 
 
 def nearest(word: str, choices: Iterable[str], *, count: int = 3) -> list[str]:
-    """Returns the choices that resemble ``word`` most, ignoring case, best first, or none if no choice resembles it."""
+    """Returns the choices that resemble ``word`` most, ignoring case, best first, or none if no choice resembles it.
+
+    A choice of the same letters in another order is the best.
+    """
     by_lower = {choice.lower(): choice for choice in choices}
-    return [by_lower[near] for near in difflib.get_close_matches(word.lower(), by_lower, n=count, cutoff=0.7)]
+    swapped = [choice for choice in by_lower if sorted(choice) == sorted(word.lower())]
+    near = difflib.get_close_matches(word.lower(), by_lower, n=count, cutoff=0.7)
+    return [by_lower[one] for one in dict.fromkeys([*swapped, *near])][:count]

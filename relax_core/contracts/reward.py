@@ -226,7 +226,8 @@ class RewardSpec:
 
     An ``async def`` function is awaited in the rollout's event loop and cancelled after ``config.timeout_s`` seconds
     for each answer. Several calls may run at the same time; those of plain functions run in threads. ``tasks`` are the
-    generated tasks (``data.task``) that it scores if it scores no others; empty for any task.
+    generated tasks (``data.task``) that it scores if it scores no others; empty for any task. ``scores_turns``: it
+    reads what an env gave for its turns, so an env of one turn is refused.
 
     ``isolated``: the function runs library code that may hang or crash, so it runs in a worker process that is killed
     after ``config.timeout_s`` seconds for each answer. The answers of a cancelled or killed call have no reward. If a
@@ -261,6 +262,7 @@ class RewardSpec:
     right_answers: Callable[[str, Any], Sequence[str]] | None = None
     prepare: Callable[[], None] = lambda: None
     tasks: tuple[str, ...] = ()
+    scores_turns: bool = False
     judges: Callable[[Any], JudgePlan] | None = None
 
     def __post_init__(self) -> None:

@@ -88,7 +88,8 @@ def _opened(config: DataConfig) -> tuple[list[FilePart], list[RowFile]]:
     if names_plugin(config):
         return [FilePart(files=(Path(config.name),))], [open_plugin_rows(config)]
     parts = data_parts(config)
-    return parts, [_rows_of(file, config) for part in parts for file in part.files]
+    key = "data.path" if config.path is not None else "data.paths"
+    return parts, [_rows_of(file, config, key=key) for part in parts for file in part.files]
 
 
 def _own_held_out(config: DataConfig, files: Sequence[RowFile]) -> RowFile | None:
@@ -107,12 +108,15 @@ def rows_of(name: str, config: DataConfig, *, key: str) -> RowFile:
 
     Raises ValueError as `data_files` and `open_rows` do.
     """
-    files = [_rows_of(file, config) for file in data_files(name, key=key)]
+    files = [_rows_of(file, config, key=key) for file in data_files(name, key=key)]
     return files[0] if len(files) == 1 else FirstRows(files, [len(file) for file in files])
 
 
-def _rows_of(file: Path, config: DataConfig) -> RowFile:
-    return open_rows(file, row_keys(config, folder=file.parent))
+def _rows_of(file: Path, config: DataConfig, *, key: str) -> RowFile:
+    try:
+        return open_rows(file, row_keys(config, folder=file.parent))
+    except ValueError as error:
+        raise ValueError(f"{key}: {error}") from error
 
 
 def read_eval_set(name: str, chosen: Iterable[tuple[RowFile, int]]) -> EvalSet:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from relax_core.config.choices import LauncherKind
 from relax_core.config.errors import ConfigError, NotYet
 from relax_core.config.schema import RelaxConfig
+from relax_core.control.run.resume import find_resume_point
 from relax_core.gateway.gateway_settings import PLAN_FILE
 from relax_core.plan.build_plan import Plan, as_json_values, make_plan
 from relax_core.plan.plan_text import as_text
@@ -26,8 +29,8 @@ def show_plan(config: RelaxConfig, problems: Sequence[str]) -> int:
     mistakes = [problem for problem in problems if not isinstance(problem, NotYet)]
     if not mistakes:
         try:
-            plan = make_plan(config, problems)
-        except ValueError as error:
+            plan = _with_resume(make_plan(config, problems), config)
+        except (ValueError, OSError) as error:
             mistakes = [str(error)]
     if mistakes:
         if config.plan == "json":
@@ -36,6 +39,15 @@ def show_plan(config: RelaxConfig, problems: Sequence[str]) -> int:
         return CANNOT_WORK
     print(json.dumps(as_json_values(plan), indent=2) if config.plan == "json" else as_text(plan))
     return CANNOT_WORK if plan.refused else 0
+
+
+def _with_resume(plan: Plan, config: RelaxConfig) -> Plan:
+    """Returns the plan with the notes of the checkpoint from which a run here would resume. Raises as its search."""
+    resume = None if config.launcher.name is LauncherKind.ray_job else find_resume_point(config, repair=False)
+    if resume is None:
+        return plan
+    notes = [f"resume: {resume.folder}, step {resume.step}", *(f"resume: {one}" for one in resume.notes)]
+    return dataclasses.replace(plan, warnings=[*plan.warnings, *notes])
 
 
 def plan_run(config: RelaxConfig) -> Plan:

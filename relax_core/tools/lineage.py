@@ -54,8 +54,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         filters = parse_filters(given.filter)
         samples, counts = look_up(given.run, filters)
-    except (ValueError, NotADirectoryError, sqlite3.Error) as error:
-        print(f"lineage: {error}", file=sys.stderr)
+    except NotADirectoryError:
+        print(f"relax lineage: {given.run} is no folder. Give the folder of a run.", file=sys.stderr)
+        return 2
+    except (ValueError, sqlite3.Error) as error:
+        print(f"relax lineage: {error}", file=sys.stderr)
         return 2
     if given.json:
         answer = {

@@ -30,7 +30,7 @@ def relax(*arguments: str) -> subprocess.CompletedProcess[str]:
 MISTAKES = [
     (
         ["modality=omni"],
-        "relax: modality=omni is not built yet. What exists for modality: auto, text",
+        "relax: modality=omni does not exist. Here it is modality=auto",
     ),
     (["run.stesp=3"], "relax: run.stesp is not a key."),
     (["rollout.temperature=0", "seed=-1"], "relax: 2 problems in the configuration"),

@@ -94,6 +94,7 @@ def test_every_option_runs(
         "env=python": ["env.sandbox=none"],  # this machine may refuse the sandbox
         "data=seeds": ["env=number_guess", "reward=env", "model.task=number_guess"],
         "reward=plugin": ["reward.name=math"],
+        "reward=env": ["env=number_guess"],
         "reward=mix": ["reward.parts=[{reward: exact_match}]"],
         "reward=remote": ["reward.url=http://127.0.0.1:1/score"],
         **{f"reward=genrm{form}": JUDGE for form in ("", "_deepeyes", "_pairwise")},

@@ -32,7 +32,7 @@ LOCKSTEP = ["env=number_guess", "reward=env", "mode.max_staleness=0", "rollout.l
     [
         (
             "modality=omni",
-            "modality=omni is not built yet. What exists for modality: auto, text",
+            "modality=omni does not exist. Here it is modality=auto",
         ),
         (
             "algo=foo",

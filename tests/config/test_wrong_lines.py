@@ -176,6 +176,14 @@ LINES = [
     ("rollout.repetition_penalty=1.1", "rollout.repetition_penalty", "penalties"),
     ("sweep seed=1,2", "sweep", "relax -m"),
     ("stop run", "stop", "Ctrl-C"),
+    ("algo=gpro", "algo=gpro", "Nearest: grpo"),
+    ("modality=audio", "modality=audio", "data.media_keys"),
+    ("optimizer.lr.value=1", "optimizer.lr", "optimizer.lr=VALUE"),
+    ("reward=env", "reward=env", "env with turns"),
+    ("--cfg yaml", "--cfg yaml", "--cfg job"),
+    ("data.path=gone.jsonl model.task=arithmetic", "data.path", "gone.jsonl: no such file"),
+    ("data.paths=[gone.jsonl] model.task=arithmetic", "data.paths", "gone.jsonl: no such file"),
+    ("eval.sets.mine=gone.jsonl", "eval.sets.mine", "gone.jsonl: no such file"),
 ]
 # The same of the other commands, which write to stderr.
 COMMAND_LINES = [
@@ -184,7 +192,7 @@ COMMAND_LINES = [
     ("eval Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B", "hf download"),
     ("eval tiny_qwen3 mode=colocate", "mode=colocate", "Drop it"),
     ("trace /usr --out /nowhere/x.json", "/nowhere/x.json", "does not exist"),
-    ("lineage /etc/passwd step=1", "/etc/passwd", "ledger.sqlite"),
+    ("lineage /etc/passwd step=1", "/etc/passwd", "Give the folder of a run"),
     ("dashboard --port 99999", "--port=99999", "65535"),
     ("trace /usr --steps 3:1", "--steps=3:1", "A below B"),
     ("engines /usr", "/usr", "gateway=local"),

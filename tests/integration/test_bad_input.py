@@ -79,7 +79,7 @@ MISTAKES = [
     (["run.steps=many"], ("run.steps", "many")),
     (
         ["modality=omni"],
-        ("modality=omni is not built yet", "auto, text"),
+        ("modality=omni does not exist", "modality=auto"),
     ),
     (["data=file", "data.path=/nowhere/rows.jsonl"], ("/nowhere/rows.jsonl: no such file",)),
     (["model=qwen3", "model.path=/nowhere"], ("model.path=/nowhere: no such folder",)),

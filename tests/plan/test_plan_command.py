@@ -46,7 +46,7 @@ def test_json_is_for_programs() -> None:
         (
             ["modality=omni"],
             2,
-            ("modality=omni is not built yet", "auto, text"),
+            ("modality=omni does not exist", "modality=auto"),
         ),
         (["plan=ture"], 2, ("plan=ture", "expected true, json or false")),
         (["rollout.prompts_per_step=10", "parallel.dp=4"], 1, ("rollout.prompts_per_step=10", "multiple of 4")),

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from relax_core.config.command_line.error_messages import is_planned, missing_name
-from relax_core.config.errors import NotYet
+from relax_core.config.command_line.error_messages import missing_name
 from relax_core.config.redaction import is_secret_name, redacted
 from relax_core.config.schema import RelaxConfig
 from relax_core.registry import PluginError, find_engine, is_builtin, is_file_plugin, names
@@ -25,8 +24,7 @@ def engine_name_problems(config: RelaxConfig) -> Iterator[str]:
     """Yields a sentence where there is no such kind of engine, or its file cannot be loaded."""
     name = config.engine.name
     if not is_file_plugin(name) and name not in names("engine"):
-        told = missing_name("engine.name", name, names("engine"))
-        yield NotYet(told) if is_planned("engine", name) else told
+        yield missing_name("engine.name", name, names("engine"))
         return
     try:
         find_engine(name)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from relax_core.config.reward_choice import choice_problems
 from relax_core.config.schema import RelaxConfig
-from relax_core.registry import find_reward
+from relax_core.registry import find_env, find_reward
 
 SANDBOXES = ("auto", "none")
 
@@ -28,6 +28,11 @@ def reward_problems(config: RelaxConfig) -> Iterator[str]:
         yield (
             f"reward={reward.name} does not score data={config.data.name}: it scores {', '.join(tasks)} alone. "
             f"Choose another reward (relax list has them), or data.task={tasks[0]}."
+        )
+    if spec.scores_turns and find_env(config.env.name).messages is not None:
+        yield (
+            f"reward={reward.name} scores what an env gives for its turns, and env={config.env.name} gives nothing. "
+            "Choose an env with turns, or a reward for the answer, such as reward=math."
         )
     if reward.by is not None and task is not None:
         yield (

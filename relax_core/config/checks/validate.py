@@ -25,7 +25,7 @@ from relax_core.config.checks.reward_keys import reward_problems
 from relax_core.config.checks.turn_keys import turn_problems
 from relax_core.config.checks.weight_transport import transport_problems
 from relax_core.config.choices import LauncherKind, ModeName, OnStale, Surplus
-from relax_core.config.command_line.error_messages import is_planned, missing_name
+from relax_core.config.command_line.error_messages import missing_name
 from relax_core.config.errors import NotYet
 from relax_core.config.notify_rules import number_problem, read_rules
 from relax_core.config.plugin_lists import plugins_of
@@ -81,8 +81,7 @@ def _check_names(config: RelaxConfig) -> Iterator[str]:
     for section, built in _BUILT.items():
         name = getattr(config, section).name
         if name not in built:
-            told = missing_name(f"{section}.name", name, built)
-            yield NotYet(told) if is_planned(section, name) else told
+            yield missing_name(f"{section}.name", name, built)
 
 
 def _check_mode(config: RelaxConfig) -> Iterator[str]:

@@ -6,6 +6,7 @@ import re
 import shlex
 import typing
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from omegaconf.errors import (
@@ -26,10 +27,6 @@ from relax_core.config.schema_keys import known_keys, section_keys, section_type
 if TYPE_CHECKING:
     from hydra.errors import HydraException
 
-# Names that appear in the presets of conf/experiment, or that are planned.
-_PLANNED = {
-    "modality": ("vision", "audio", "omni"),
-}
 # What users of other frameworks choose by these names.
 _ELSEWHERE = {
     ("mode", "sync on_policy onpolicy synchronous hybrid"): "mode=colocate, or mode=async mode.max_staleness=0",
@@ -37,6 +34,7 @@ _ELSEWHERE = {
     ("algo", "sft dpo kto rm reward_model pretrain"): "Relax trains by reinforcement learning alone. algo=distill "
     "learns from the log-probs of a teacher",
     ("algo", "reinforce reinforce++ reinforce_plus_plus"): "algo=reinforce_pp",
+    ("modality", "vision image video audio omni multimodal"): "modality=auto, which reads what data.media_keys names",
     ("engine", "vllm hf transformers trtllm lmdeploy"): "engine=sglang, or engine=embedded on a CPU",
     ("placement", "cuda gpus"): "placement=gpu",
     ("tracker", "tensorboard jsonl none console"): "tracker=default with tracker.tensorboard and tracker.jsonl",
@@ -131,6 +129,8 @@ def explain_value(error: OmegaConfBaseException, *, key: str) -> str:
     chooser = ""
     if key == f"{section}.name" and (options := group_options(section)):
         chooser = f" Choose it with {section}=<option>: {', '.join(options)}."
+    if "Value '{}'" in text and not any(typing.get_origin(without_null(kind)) is dict for kind in types_of(key)):
+        return f"{key} is a value and has no keys. Write {key}=VALUE."
     if wrong := re.match(r"Value '(.*)' of type '.*' could not be converted to (\w+)", text, re.DOTALL):
         return f"{key}={wrong[1]}: expected {_TYPE_WORDS.get(wrong[2], wrong[2])}.{chooser}"
     if choice := re.match(r"Invalid value '(.*)', expected one of \[(.*)\]", text, re.DOTALL):
@@ -159,8 +159,6 @@ def explain_value(error: OmegaConfBaseException, *, key: str) -> str:
 def missing_name(what: str, choice: str, options: Iterable[str]) -> str:
     """Returns the message for a choice that does not exist. ``what`` is the typed key, such as algo or engine.name."""
     group = what.removesuffix(".name")
-    if is_planned(group, choice):
-        return f"{what}={choice} is not built yet. What exists for {group}: {', '.join(options)}."
     near = nearest(choice, options, count=1)
     here = [words for (of, known), words in _ELSEWHERE.items() if of == group and choice.lower() in known.split()]
     here = [words if words[0].isupper() else f"Here it is {words}" for words in here]
@@ -169,11 +167,6 @@ def missing_name(what: str, choice: str, options: Iterable[str]) -> str:
         here = [f"Here it is model={max(families, key=len)} model.path=FOLDER"] if families else []
     hint = f" {here[0]}." if here else f" Nearest: {near[0]}." if near else ""
     return f"{what}={choice} does not exist.{hint} What exists for {group}: {', '.join(options)}."
-
-
-def is_planned(group: str, choice: str) -> bool:
-    """Is True if the choice is planned: it is no mistake, but cannot start yet."""
-    return choice in _PLANNED.get(group, ())
 
 
 def _missing_option(config_file: str, *, also: Iterable[str]) -> str:
@@ -223,6 +216,8 @@ def _bad_syntax(override: str) -> str:
         return f"{told} Write {key}=VALUE, in one word."
     if not key.isascii():
         return f"{told} The names of a key are ASCII; write others in a YAML file of your own (--config-dir)."
+    if (Path(override) / "config.yaml").is_file():
+        return f"{told} It is a run's folder: relax rerun {override}, or run.dir={override} resume=auto"
     told += " A value with a blank takes quotes. Examples: optimizer.lr=1e-4  mode=colocate  'name=\"two words\"'"
     if not re.fullmatch(r"[\w-]+", override):
         return told

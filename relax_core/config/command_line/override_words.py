@@ -59,12 +59,13 @@ _REFUSED_FLAGS = {
     "--config-name": f"--config-name takes Relax's own configuration away. {_OWN_YAML}",
     "--experimental-rerun": "Relax keeps no pickled configurations. To repeat a run: relax rerun RUN",
 }
-_SHORT_FLAGS = {"-cp": "--config-path", "-cn": "--config-name", "-cd": "--config-dir"}
+_SHORT_FLAGS = {"-cp": "--config-path", "-cn": "--config-name", "-cd": "--config-dir", "-c": "--cfg"}
 _FLAGS = (
     *("--help", "--version", "--multirun", "--config-dir", "--cfg", "--hydra-help"),
     *("--resolve", "--package", "--run", "--shell-completion", "--info"),
 )
 _SHORT = ("-h", "-m", "-c", "-p", "-r", "-i", "-sc")
+_SHOWN_CONFIGS = ("job", "hydra", "all")  # values of --cfg
 _FLAGS_WITH_VALUE = ("--config-dir", "-cd", "--cfg", "-c", "--package", "-p")
 _REFUSED_HYDRA = {
     "hydra.run.dir": "a run's folder is run.dir",
@@ -181,17 +182,18 @@ def _wrong_flags(words: Sequence[str]) -> Iterator[str]:
             continue
         typed, equals, value = word.partition("=")
         flag = _SHORT_FLAGS.get(typed, typed)
+        value = value if equals else "".join(words[place + 1 : place + 2])
         if flag in _REFUSED_FLAGS:
             yield f"{word}: {_REFUSED_FLAGS[flag]}."
+        elif flag == "--cfg" and value not in _SHOWN_CONFIGS:
+            yield f"{typed} {value}: it takes {', '.join(_SHOWN_CONFIGS)}. {typed} job prints the whole configuration."
         elif flag == "--config-dir":
-            folder = value if equals else "".join(words[place + 1 : place + 2])
-            wrong = list(_wrong_config_dir(folder))
+            wrong = list(_wrong_config_dir(value))
             yield from wrong or own_file_problems(
-                Path(folder).expanduser(), words, lambda key, value: _type_of(key, value, words) is str
+                Path(value).expanduser(), words, lambda key, value: _type_of(key, value, words) is str
             )
         elif flag not in (*_FLAGS, *_SHORT) and re.fullmatch(r"--?[A-Za-z].*", flag):
-            behind = "".join(words[place + 1 : place + 2])
-            yield _unknown_flag(flag, value if equals else behind if not behind.startswith("-") else "")
+            yield _unknown_flag(flag, value if equals or not value.startswith("-") else "")
 
 
 def _wrong_config_dir(folder: str) -> Iterator[str]:

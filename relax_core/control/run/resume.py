@@ -46,16 +46,17 @@ class ResumePoint:
     template_date: str | None = None
 
 
-def find_resume_point(config: RelaxConfig) -> ResumePoint | None:
+def find_resume_point(config: RelaxConfig, *, repair: bool = True) -> ResumePoint | None:
     """Returns the checkpoint that ``resume`` selects, or None if the run starts from step 0.
 
+    With ``repair`` a checkpoint that a killed run had half replaced is put back; no other process may use the folder.
     With resume=auto the result is None if there is no checkpoint yet. Raises ValueError if the named checkpoint, or
     every checkpoint, is not whole, if it holds more steps than the run has, or if it belongs to a run with other data,
     another model or another algorithm.
     """
     if config.resume is None:
         return None
-    found = _newest_whole(config) if config.resume == "auto" else _named(Path(config.resume))
+    found = _newest_whole(config, repair=repair) if config.resume == "auto" else _named(Path(config.resume))
     if found is None:
         return None
     folder, step = found.folder, found.meta.step
@@ -79,9 +80,10 @@ def find_resume_point(config: RelaxConfig) -> ResumePoint | None:
     )
 
 
-def _newest_whole(config: RelaxConfig) -> WholeCheckpoint | None:
+def _newest_whole(config: RelaxConfig, *, repair: bool) -> WholeCheckpoint | None:
     root = Path(config.run.dir) / "checkpoints"
-    recover_replaced(root)  # the process that wrote there has exited
+    if repair:
+        recover_replaced(root)
     return CheckpointStore(root, keep_last=config.run.keep_last).newest_whole(requirements=(BUS_SNAPSHOT, CONFIG))
 
 

@@ -52,6 +52,8 @@ def planned_context(config: RelaxConfig) -> RelaxConfig:
 def _settle(config: RelaxConfig, longest: Longest) -> tuple[RelaxConfig, list[str]]:
     if config.launcher.name is LauncherKind.ray_job or config.rollout.max_new_tokens < 1:
         return config, []
+    if isinstance(config.env, InteractionConfig) and config.env.max_turns < 1:
+        return config, []
     settled, problems = _settle_length(config, longest)
     return _with_prefix_cache(settled), problems
 

@@ -12,6 +12,7 @@ from relax_core.config.saved import plain, to_yaml
 from relax_core.config.schema import RelaxConfig
 from relax_core.control.run.resume import find_resume_point
 from relax_core.data.data_identity import data_digest
+from relax_core.plan.plan_command import show_plan
 from relax_core.train.checkpoints.checkpoint_store import DATA_DIGEST, DATUM, META, TOKEN_TREE, CheckpointStore
 from tests.data.test_plugin_source import ROWS, SQLITE, write_database
 
@@ -64,6 +65,21 @@ def test_auto_finds_one_whose_replacement_was_cut_short(config: RelaxConfig) -> 
     folder.rename(folder.with_name(f".{folder.name}.replaced"))
     point = find_resume_point(replace(config, resume="auto"))
     assert point is not None and (point.folder, point.step) == (folder, 10)
+
+
+def test_a_plan_shows_what_a_resume_changes_and_repairs_nothing(
+    config: RelaxConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = [f"run.dir={tmp_path / 'run'}", "resume=auto", "plan=true"]
+    folder = write_checkpoint(tmp_path / "run", 10, config=config)
+    assert show_plan(load_config([*own, f"run.steps={STEPS}", "optimizer.lr=1e-5"]), []) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert f"resume: {folder}, step 10" in printed and "optimizer.lr was 0.0008, is 1e-05" in printed
+    assert show_plan(load_config([*own, "run.steps=5"]), []) == 1
+    assert "run.steps=5" in capsys.readouterr().err
+    folder.rename(replaced := folder.with_name(f".{folder.name}.replaced"))
+    assert show_plan(load_config([*own, f"run.steps={STEPS}"]), []) == 0
+    assert replaced.is_dir() and "resume:" not in capsys.readouterr().out
 
 
 def test_a_named_folder_counts_even_if_it_is_not_the_newest(config: RelaxConfig, tmp_path: Path) -> None:
