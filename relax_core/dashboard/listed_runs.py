@@ -1,15 +1,13 @@
-"""Makes the list of runs: state, newest figures, and why a file cannot be read, from looks that cost little."""
+"""Makes the list of runs: the state of each, and why a file of it cannot be read, from looks that cost little."""
 
 from __future__ import annotations
 
 import os
 import time
 from collections.abc import Mapping
-from contextlib import closing, suppress
+from contextlib import closing
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import msgspec
+from typing import Any
 
 from relax_core.contracts.foreign_files import decode_json, read_whole
 from relax_core.contracts.shown_text import shown_line
@@ -21,14 +19,12 @@ from relax_core.dashboard.run_folders import (
     SUMMARY,
     UNREADABLE,
     Standing,
-    changed_s,
     inside,
     reason,
     run_name,
     run_standing,
 )
 from relax_core.dashboard.run_reader import CONFIG, MOST_CONFIG, SUMMARY_DECODER
-from relax_core.dashboard.run_series import NewestFigures, newest_figures
 from relax_core.dashboard.sqlite_files import connect, readable_database
 from relax_core.observe.alarms.alarm_book import FILE as ALARMS
 from relax_core.observe.service.sinks import TEXTS_FILE
@@ -36,66 +32,35 @@ from relax_core.observe.service.sinks import TEXTS_FILE
 LOOK_S = 2.0  # for the files of all runs of one list
 DATABASES = {"ledger.sqlite": ("events", "restores"), "operations.sqlite": ("orders", "states")}
 FILES = (CONFIG, METRICS, TEXTS_FILE, ALARMS, SUMMARY, *DATABASES)
-MOST_LABEL = 100  # characters
-
-
-class _RunKeys(msgspec.Struct):
-    steps: int | None = None
-
-
-class _Config(msgspec.Struct):
-    """Is what the list shows of a configuration."""
-
-    name: str = ""
-    run: _RunKeys = msgspec.field(default_factory=_RunKeys)
-
-
-class _Look(NamedTuple):
-    """Is what a look at the files of a run found: why one of them cannot be read, and what the list shows of them."""
-
-    problem: str = ""
-    config: _Config = _Config()
-    newest: NewestFigures = NewestFigures()
 
 
 class ListedRuns:
-    """Gives the rows of the list of runs; the files of a run are read again once one of them has changed."""
+    """Tells of each run what the list shows; a run is looked at anew once one of its files has changed."""
 
     def __init__(self) -> None:
-        self._known: dict[str, tuple[object, _Look]] = {}
+        self._known: dict[str, tuple[object, str]] = {}
 
     def __call__(self, found: Mapping[str, Path]) -> list[dict[str, Any]]:
-        """Returns a row for each run: id, name, label, folder, state, problem, age in seconds, and figures.
-
-        A run whose files cannot be read is unreadable. The figures are the train steps done, of how many, the reward,
-        and the share of held-out answers that are fully right, each None if it is not known.
-        """
+        """Returns id, name, folder, state and problem of each run; a run whose files cannot be read is unreadable."""
         self._known = {run: known for run, known in self._known.items() if run in found}
         rows, until = [], time.monotonic() + LOOK_S
         for run, path in found.items():
-            standing, look = run_standing(path), _Look()
-            if not standing.problem:
-                look = self._look(run, path, until)
-                standing = Standing(UNREADABLE, look.problem) if look.problem else standing
-            row = {
-                "id": run,
-                "name": run_name(path),
-                "label": shown_line(look.config.name)[:MOST_LABEL],
-                "folder": shown_line(str(path)),
-                "age_s": max(0.0, time.time() - changed_s(path)),
-                "of_steps": look.config.run.steps,
-            }
-            rows.append(row | standing._asdict() | look.newest._asdict())
+            standing = self._standing(run, path, until)
+            folder = shown_line(str(path))
+            rows.append({"id": run, "name": run_name(path), "folder": folder, **standing._asdict()})
         return rows
 
-    def _look(self, run: str, path: Path, until: float) -> _Look:
+    def _standing(self, run: str, path: Path, until: float) -> Standing:
+        standing = run_standing(path)
+        if standing.problem:
+            return standing
         seen = tuple(_seen(path / name) for name in FILES)
         known = self._known.get(run)
         if known is None or known[0] != seen:
             if time.monotonic() > until:  # the next list looks at it
-                return _Look()
-            known = self._known[run] = (seen, _looked(path))
-        return known[1]
+                return standing
+            known = self._known[run] = (seen, _problem(path))
+        return Standing(UNREADABLE, known[1]) if known[1] else standing
 
 
 def _seen(path: Path) -> object:
@@ -106,17 +71,13 @@ def _seen(path: Path) -> object:
     return found.st_mtime_ns, found.st_size, found.st_ino, found.st_mode
 
 
-def _looked(run_dir: Path) -> _Look:
-    config, newest = _Config(), NewestFigures()
+def _problem(run_dir: Path) -> str:
+    """Returns why one of the run's files cannot be read, "" if all of them look right."""
     for name in FILES:
         try:
             path = inside(run_dir, name)
             if name == CONFIG:
-                values = decode_yaml(read_whole(path, most_bytes=MOST_CONFIG).decode("utf-8", "replace"))
-                with suppress(msgspec.ValidationError):  # another program's file has other keys
-                    config = msgspec.convert(values, _Config)
-            if name == METRICS:
-                newest = newest_figures(run_dir)
+                decode_yaml(read_whole(path, most_bytes=MOST_CONFIG).decode("utf-8", "replace"))
             if name == SUMMARY:
                 decode_json(read_whole(path, most_bytes=MOST_SUMMARY), SUMMARY_DECODER)
             if not os.access(path, os.R_OK):
@@ -127,5 +88,5 @@ def _looked(run_dir: Path) -> _Look:
         except FileNotFoundError:
             continue
         except BROKEN as error:
-            return _Look(reason(name, error))
-    return _Look("", config, newest)
+            return reason(name, error)
+    return ""

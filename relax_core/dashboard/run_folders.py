@@ -75,7 +75,7 @@ def find_runs(folders: Sequence[Path]) -> dict[str, Path]:
             elif time.monotonic() < until:
                 below += _folders_in(folder, MOST_BELOW if depth else MOST_ENTRIES)
         level = below
-    ordered = sorted(found, key=changed_s, reverse=True)[:MOST_RUNS]
+    ordered = sorted(found, key=_changed_s, reverse=True)[:MOST_RUNS]
     return {run_id(path): path for path in ordered}
 
 
@@ -113,8 +113,7 @@ def files_in(run_dir: Path, *parts: str, most: int) -> list[Path]:
         return []
 
 
-def changed_s(run_dir: Path) -> float:
-    """Returns when a run's folder was last written to, in Unix seconds; 0 if that cannot be seen."""
+def _changed_s(run_dir: Path) -> float:
     return max((_modified_s(run_dir / mark) for mark in MARKS), default=0.0)
 
 

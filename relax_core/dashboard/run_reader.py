@@ -11,7 +11,6 @@ from typing import Any, Generic, TypeVar, cast
 
 import msgspec
 
-from relax_core.config.sections.notify_schema import NEWS
 from relax_core.contracts.foreign_files import decode_json
 from relax_core.contracts.shown_text import shown_line
 from relax_core.dashboard.batch_lives import SampleLife, batch_lives
@@ -186,10 +185,10 @@ class RunReader:
         return found
 
     def _alarms(self) -> list[dict[str, Any]]:
-        """Returns the newest messages about the run, the newest first; ``news`` are no alarms."""
+        """Returns the newest messages about the run, the newest first."""
         found: list[Alarm] = []
         found = self._tried(ALARMS, lambda: read_alarms(inside(self.run_dir, ALARMS), newest=MOST_ALARMS), found)
-        return [msgspec.to_builtins(one) | {"news": one.event in NEWS} for one in reversed(found)]
+        return [msgspec.to_builtins(one) for one in reversed(found)]
 
     def pulse(self) -> dict[str, Any]:
         """Returns the little that tells an open page whether there is something new."""

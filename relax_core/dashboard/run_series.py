@@ -23,7 +23,6 @@ from relax_core.observe.service.records import ACTOR, EVAL, RANK, RESUMED, ROLLO
 
 MOST_POINTS = 2000
 READ_BYTES = 4 * 2**20  # at once; no line is longer
-TAIL_BYTES = 2**18  # at the end of the file, of which the list of runs is made
 MOST_BYTES = 512 * 2**20  # of the numbers in memory
 RECORD_BYTES, POINT_BYTES = 250, 16
 MOST_TAGS, MOST_TAG = 20_000, 300  # numbers, and characters of a name
@@ -254,40 +253,6 @@ class RunSeries:
     def ended_s(self) -> float | None:
         """Returns when the newest step ended, in Unix seconds."""
         return self._ended[max(self._ended)] if self._ended else None
-
-
-class NewestFigures(NamedTuple):
-    """Holds the newest figures of a run; None where there are none."""
-
-    steps: int | None = None
-    reward: float | None = None
-    held_out: float | None = None
-
-
-def newest_figures(run_dir: Path) -> NewestFigures:
-    """Returns the train steps done, the reward, and the share of held-out answers that are fully right.
-
-    Only the last `TAIL_BYTES` of metrics.jsonl are read. Lines that cannot be read are left out. Raises as
-    `open_inside` does.
-    """
-    with open_inside(run_dir, METRICS) as file:
-        file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
-        lines = file.read(TAIL_BYTES).splitlines()
-    decoder, newest = msgspec.json.Decoder(_Line), dict[str, _Line]()
-    for data in reversed(lines):
-        try:
-            line = decode_json(data, decoder)
-        except ValueError:  # the first is the rest of a line, the last may be half written
-            continue
-        newest.setdefault(line.source, line)
-        if ACTOR in newest and EVAL in newest:
-            break
-    step, held_out = newest.get(ACTOR), newest.get(EVAL)
-    return NewestFigures(
-        None if step is None else step.step + 1,
-        None if step is None else step.values.get("reward"),
-        None if held_out is None else held_out.values.get("exact"),
-    )
 
 
 def thinned(

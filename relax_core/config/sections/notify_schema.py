@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 from omegaconf import MISSING
 
 # What `notify.events` may name. "restarts": tier 1 more often than notify.restarts_per_hour; "recovery": tier 2.
-NEWS = ("started", "finished", "stopped")  # messages that are no alarms
 EVENTS = (
-    *NEWS,
-    *("failed", "restarts", "recovery", "stalled", "engine_lost", "order_failed", "disk_low", "straggler", "rule"),
+    *("started", "finished", "stopped", "failed", "restarts", "recovery", "stalled"),
+    *("engine_lost", "order_failed", "disk_low", "straggler", "rule"),
 )
 
 

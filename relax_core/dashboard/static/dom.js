@@ -58,18 +58,6 @@ export function duration(seconds) {
   return minutes ? `${minutes} min ${whole % 60} s` : `${whole} s`;
 }
 
-// How long ago something was, in its largest unit.
-export function ago(seconds) {
-  const [unit, words] = [[86400, "d"], [3600, "h"], [60, "min"]].find(([size]) => seconds >= size) ?? [1, "s"];
-  return `${Math.floor(seconds / unit)} ${words} ago`;
-}
-
-// The state of a run without the cause of a failure, which "failed: CAUSE" has.
-export function badge(state) {
-  const [words] = state.split(":");
-  return h("span", { class: `badge ${words}`, title: state }, words);
-}
-
 export function field(words, input) {
   return h("label", {}, words, input);
 }

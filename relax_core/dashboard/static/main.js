@@ -1,6 +1,6 @@
 // Starts the page: exchanges the link's token, keeps the address and the views together, and listens to the run.
 import { address, ask, entered, events, exchange } from "./api.js";
-import { badge, h, problem, visible } from "./dom.js";
+import { h, problem, visible } from "./dom.js";
 import * as compare from "./views/compare.js";
 import * as config from "./views/config.js";
 import * as engines from "./views/engines.js";
@@ -9,16 +9,14 @@ import * as lineage from "./views/lineage.js";
 import * as logs from "./views/logs.js";
 import * as pipeline from "./views/pipeline.js";
 import * as run from "./views/run.js";
-import * as list from "./views/runs.js";
 import * as samples from "./views/samples.js";
 
 const VIEWS = { run, samples, evaluation, pipeline, engines, config, logs, lineage, compare };
 const WORDS = { run: "Run", samples: "Samples", evaluation: "Evaluation", pipeline: "Pipeline", engines: "Engines", config: "Config", logs: "Logs", lineage: "Lineage", compare: "Compare" };
-const LIST = "runs"; // the address of the list of all runs, where a page with several of them begins
 const AGAIN_MS = 3000; // between the end of a stream and the next one
 const main = document.getElementById("main");
 const select = document.getElementById("runs");
-const state = document.getElementById("state");
+const badge = document.getElementById("state");
 let runs = [];
 let shown = null; // the view that is open, with update(pulse) and leave()
 let stream = null; // ends the stream of the run that is open
@@ -27,32 +25,12 @@ let open = "";
 function parsed() {
   const [path, query = ""] = location.hash.replace(/^#\/?/, "").split("?");
   const [id, view] = path.split("/");
-  if (id === LIST || (!id && runs.length > 1)) return { id: LIST };
   return { id, view: view in VIEWS ? view : "run", query: Object.fromEntries(new URLSearchParams(query)) };
 }
 
-function showState(words) {
-  state.replaceChildren(...(words ? [badge(words)] : []));
-}
-
-function openList() {
-  select.value = LIST;
-  document.getElementById("views").replaceChildren(h("a", { href: `#/${LIST}`, "aria-current": "page" }, "Runs"));
-  document.title = "Runs · Relax";
-  stream?.abort();
-  stream = null;
-  open = "";
-  showState("");
-}
-
-function openRun(chosen, view) {
-  select.value = chosen.id;
-  const links = [h("a", { href: `#/${LIST}` }, "Runs"), ...Object.keys(VIEWS).map((name) => h("a", { href: address(chosen.id, name), "aria-current": name === view ? "page" : false }, WORDS[name]))];
-  document.getElementById("views").replaceChildren(...links);
-  links.find((link) => link.ariaCurrent)?.scrollIntoView({ block: "nearest", inline: "nearest" });
-  document.title = `${WORDS[view]} · ${visible(chosen.name)} · Relax`;
-  listen(chosen.id);
-  showState(chosen.state);
+function state(words) {
+  badge.textContent = visible(words);
+  badge.className = `badge ${words}`;
 }
 
 async function show() {
@@ -63,14 +41,19 @@ async function show() {
     setTimeout(load, 2000);
     return;
   }
+  select.value = chosen.id;
+  const links = Object.keys(VIEWS).map((name) => h("a", { href: address(chosen.id, name), "aria-current": name === view ? "page" : false }, WORDS[name]));
+  document.getElementById("views").replaceChildren(...links);
+  links.find((link) => link.ariaCurrent)?.scrollIntoView({ block: "nearest", inline: "nearest" });
+  document.title = `${WORDS[view]} · ${visible(chosen.name)} · Relax`;
   shown?.leave?.();
   shown = null;
-  if (id === LIST) openList();
-  else openRun(chosen, view);
+  listen(chosen.id);
+  state(chosen.state);
   const root = h("div", { class: "stack" });
   main.replaceChildren(root);
   try {
-    const opened = await (id === LIST ? list : VIEWS[view]).show(root, { run: chosen, runs, query, reload });
+    const opened = await VIEWS[view].show(root, { run: chosen, runs, query });
     if (root.isConnected) shown = opened;
     else opened?.leave?.();
   } catch (error) {
@@ -98,7 +81,7 @@ async function follow(id, signal) {
         const first = !last;
         last = data;
         const pulse = JSON.parse(data);
-        showState(pulse.state);
+        state(pulse.state);
         if (!first) shown?.update?.(pulse);
       }
     } catch (error) {
@@ -118,27 +101,18 @@ document.addEventListener("visibilitychange", () => {
   }
 });
 
-// Asks for the runs anew, and returns them.
-async function reload() {
-  runs = await ask("runs");
-  const options = runs.map((one) => h("option", { value: one.id, title: one.folder }, [one.name, one.state, one.folder, one.problem].filter(Boolean).join(" – ")));
-  const { value } = select;
-  select.replaceChildren(h("option", { value: LIST }, `All runs (${runs.length})`), ...options);
-  if (value) select.value = value;
-  return runs;
-}
-
 async function load() {
   try {
-    await reload();
+    runs = await ask("runs");
   } catch (error) {
     main.replaceChildren(problem(error));
     return;
   }
+  select.replaceChildren(...runs.map((one) => h("option", { value: one.id, title: one.folder }, [one.name, one.state, one.folder, one.problem].filter(Boolean).join(" – "))));
   await show();
 }
 
-select.addEventListener("change", () => { location.hash = select.value === LIST ? `#/${LIST}` : address(select.value, parsed().view ?? "run"); });
+select.addEventListener("change", () => { location.hash = address(select.value, parsed().view); });
 window.addEventListener("hashchange", () => { if (!enter()) show(); });
 
 // A link with a token may also be pasted into an open page.

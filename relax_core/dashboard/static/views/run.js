@@ -88,7 +88,6 @@ export async function show(root, { run, query }) {
 
 function head(overview) {
   const { steps, steps_done: done } = overview;
-  const [outcome, cause] = overview.state.split(/: (.*)/s);
   const fill = h("div");
   fill.style.width = `${steps ? Math.min(100, (100 * done) / steps) : 0}%`;
   const fact = (words, value) => h("div", { class: "fact" }, h("span", { class: "quiet small" }, words), h("b", {}, value));
@@ -101,29 +100,26 @@ function head(overview) {
     h("div", { class: "progress", role: "progressbar", "aria-label": "train steps", "aria-valuenow": done, "aria-valuemin": 0, "aria-valuemax": steps ?? done }, fill),
     h("div", { class: "facts" },
       fact("train steps", steps ? `${number(done)} of ${number(steps)}` : number(done)),
-      outcome === "live" ? fact("left", duration(overview.left_s)) : fact("outcome", outcome),
+      fact("left", overview.state === "live" ? duration(overview.left_s) : overview.state),
       fact("a step", overview.step_s === null ? "–" : `${number(1000 * overview.step_s, 3)} ms`),
       fact("newest step", overview.ended_s === null ? "–" : new Date(1000 * overview.ended_s).toLocaleString([], { month: "short", day: "numeric", hour: "2-digit", minute: "2-digit", hour12: false })),
       fact("samples kept", `${number(Object.values(states).reduce((sum, one) => sum + one, 0))}${overview.samples_share < 1 ? ` (${Math.floor(100 * overview.samples_share)}% read)` : ""}`),
       fact("resumes", number(overview.resumes.length))),
     line ? h("div", { class: "small" }, h("span", { class: "quiet" }, "ledger: "), line) : null,
     dropped ? h("div", { class: "small" }, h("span", { class: "quiet" }, "dropped: "), dropped) : null,
-    cause ? problem({ message: cause }) : null,
     ...overview.problems.map((words) => problem({ message: words })),
-    ...messages("Alarms", overview.alarms.filter((one) => !one.news)),
-    ...messages("Messages", overview.alarms.filter((one) => one.news)),
+    ...alarms(overview.alarms),
   ].filter(Boolean);
 }
 
-// Messages about the run (docs/notify.md), the newest first. A few alarms that are not over are open; the start and a good end are none.
-function messages(title, found) {
-  if (!found.length) return [];
-  const rows = found.map((one) => h("tr", {},
+// What was told of the run (docs/notify.md), the newest first.
+function alarms(told) {
+  if (!told.length) return [];
+  const rows = told.map((one) => h("tr", {},
     h("td", { class: "number" }, new Date(1000 * one.time_s).toLocaleString([], { month: "short", day: "numeric", hour: "2-digit", minute: "2-digit", second: "2-digit", hour12: false })),
     h("td", {}, one.kind), h("td", { class: "words" }, foreign(one.title)), h("td", { class: "words" }, foreign(one.text.split("\n")[0]))));
-  const columns = [["time"], [""], ["message"], ["what is known"]];
-  const open = found.some((one) => !one.news && one.kind !== "over") && found.length < 6;
-  return [h("details", { open }, h("summary", {}, `${title} (${found.length})`),
+  const columns = [["time"], [""], ["alarm"], ["what is known"]];
+  return [h("details", { open: told.some((one) => one.kind !== "over") && told.length < 6 }, h("summary", {}, `Alarms (${told.length})`),
     h("div", { class: "scroll" }, table(columns, rows)))];
 }
 
