@@ -58,6 +58,11 @@ export function duration(seconds) {
   return minutes ? `${minutes} min ${whole % 60} s` : `${whole} s`;
 }
 
+// The word of an outcome: "failed: CAUSE" is "failed".
+export function outcome(state) {
+  return visible(state.split(":")[0]);
+}
+
 export function field(words, input) {
   return h("label", {}, words, input);
 }

@@ -108,18 +108,19 @@ function head(overview) {
     line ? h("div", { class: "small" }, h("span", { class: "quiet" }, "ledger: "), line) : null,
     dropped ? h("div", { class: "small" }, h("span", { class: "quiet" }, "dropped: "), dropped) : null,
     ...overview.problems.map((words) => problem({ message: words })),
-    ...alarms(overview.alarms),
+    ...messages("Alarms", overview.alarms.filter((one) => one.alarm)),
+    ...messages("Notices", overview.alarms.filter((one) => !one.alarm)),
   ].filter(Boolean);
 }
 
-// What was told of the run (docs/notify.md), the newest first.
-function alarms(told) {
+// Messages about the run (docs/notify.md), the newest first: alarms, or notices such as the run's end.
+function messages(title, told) {
   if (!told.length) return [];
   const rows = told.map((one) => h("tr", {},
     h("td", { class: "number" }, new Date(1000 * one.time_s).toLocaleString([], { month: "short", day: "numeric", hour: "2-digit", minute: "2-digit", second: "2-digit", hour12: false })),
     h("td", {}, one.kind), h("td", { class: "words" }, foreign(one.title)), h("td", { class: "words" }, foreign(one.text.split("\n")[0]))));
-  const columns = [["time"], [""], ["alarm"], ["what is known"]];
-  return [h("details", { open: told.some((one) => one.kind !== "over") && told.length < 6 }, h("summary", {}, `Alarms (${told.length})`),
+  const columns = [["time"], [""], ["message"], ["what is known"]];
+  return [h("details", { class: title.toLowerCase(), open: title === "Alarms" && told.some((one) => one.kind !== "over") && told.length < 6 }, h("summary", {}, `${title} (${told.length})`),
     h("div", { class: "scroll" }, table(columns, rows)))];
 }
 
