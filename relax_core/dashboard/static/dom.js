@@ -63,6 +63,11 @@ export function outcome(state) {
   return visible(state.split(":")[0]);
 }
 
+// The cause of an outcome, "" if it has none.
+export function cause(state) {
+  return state.split(": ").slice(1).join(": ");
+}
+
 export function field(words, input) {
   return h("label", {}, words, input);
 }

@@ -1,6 +1,6 @@
 // The list of runs: one row for each, with its outcome and newest figures. A click on a column sorts by it.
 import { address } from "../api.js";
-import { duration, foreign, h, number, outcome, problem, table } from "../dom.js";
+import { cause, duration, foreign, h, number, outcome, problem, table } from "../dom.js";
 
 const EVERY_MS = 5000; // between two looks at the runs
 const COLUMNS = [ // words, whether it has numbers, and the value that sorts
@@ -15,7 +15,7 @@ const COLUMNS = [ // words, whether it has numbers, and the value that sorts
 
 export function show(root, { runs, again }) {
   const card = h("section", { class: "card scroll", tabIndex: 0, role: "region", "aria-label": "Runs" });
-  const trouble = h("div", {});
+  const trouble = h("section", {});
   root.append(h("h1", {}, "Runs"), trouble, card);
   let [sorted, down, left, waiting] = [-1, false, false, null];
 
@@ -62,11 +62,11 @@ function order(one, other, down) {
 }
 
 function row(one) {
-  const why = one.problem || one.state.split(": ").slice(1).join(": ");
+  const why = one.problem || cause(one.state);
   const steps = one.steps_done === null ? "–" : number(one.steps_done);
   const numbers = [one.steps ? `${steps} of ${number(one.steps)}` : steps, number(one.reward), number(one.exact), number(one.samples_per_s, 3), one.newest_s === null ? "–" : `${duration(Math.max(0, Date.now() / 1000 - one.newest_s))} ago`];
   return h("tr", {},
     h("td", { class: "run" }, h("a", { href: address(one.id, "run"), title: one.folder }, one.name), one.label && one.label !== one.name ? h("div", { class: "quiet small" }, one.label) : null),
-    h("td", { class: "outcome" }, h("span", { class: `badge ${outcome(one.state)}` }, outcome(one.state)), why ? h("div", { class: "small" }, foreign(why)) : null),
+    h("td", { class: "outcome" }, h("span", { class: `badge ${outcome(one.state)}` }, outcome(one.state)), why ? h("div", { class: "small lines", title: why }, foreign(why)) : null),
     ...numbers.map((words) => h("td", { class: "number" }, words)));
 }
