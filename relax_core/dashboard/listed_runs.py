@@ -1,4 +1,4 @@
-"""Makes the list of runs: state and newest figures of each, and why a file cannot be read, from looks that cost little."""
+"""Makes the list of runs: state, newest figures, and why a file cannot be read, from looks that cost little."""
 
 from __future__ import annotations
 

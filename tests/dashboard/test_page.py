@@ -44,6 +44,7 @@ def test_every_view_is_shown_and_asks_nobody_else(tmp_path: Path) -> None:
     config = second / "config.yaml"
     config.write_text(config.read_text() + "optimizer:\n  lr: 0.5\n")
     failed = make_run(runs / "failed_run_with_a_long_name_and_no_break_in_it_at_all")
+    (failed / "config.yaml").write_text(config.read_text())
     (failed / "summary.json").write_bytes(msgspec.json.encode({"outcome": FAILED, "steps": 4}))
     for folder, event in ((first, "finished"), (failed, "failed")):
         book = AlarmBook(folder, repeat_s=0.0)

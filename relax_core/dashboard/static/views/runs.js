@@ -55,8 +55,8 @@ export function show(root, { runs, again }) {
 
 // What is not known comes last.
 function order(one, other, down) {
-  const [noOne, noOther] = [one ?? null, other ?? null].map((value) => value === null);
-  if (noOne || noOther) return noOne - noOther;
+  const [unknown, otherUnknown] = [one ?? null, other ?? null].map((value) => value === null);
+  if (unknown || otherUnknown) return unknown - otherUnknown;
   const found = typeof one === "number" ? one - other : one.localeCompare(other, "en", { numeric: true });
   return down ? -found : found;
 }
