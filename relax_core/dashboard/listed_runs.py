@@ -165,4 +165,6 @@ def _as(value: object, kind: type[Value]) -> Value:
 
 
 def _number(value: object) -> float | None:
-    return value if isinstance(value, int | float) and abs(value) < 2**53 else None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return value if abs(value) < 2**53 else None

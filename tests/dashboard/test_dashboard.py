@@ -112,7 +112,7 @@ def test_figures_of_the_list_are_numbers_or_unknown(tmp_path: Path) -> None:
     found = [listed[name] for name in ("steps_done", "reward", "exact", "samples_per_s", "newest_s")]
     assert found == [8, None, 0.25, None, 30.0]
     (run / "metrics.jsonl").unlink()
-    (run / "config.yaml").write_text("name: [a]\nrun: 3\n")
+    (run / "config.yaml").write_text("name: [a]\nrun: {steps: true}\n")
     (listed,) = ListedRuns()({"a": run})
     assert [listed[name] for name in ("state", "label", "steps_done", "steps", "exact")] == [
         "finished",
