@@ -32,7 +32,7 @@ from relax_core.dashboard.run_series import RunSeries
 from relax_core.dashboard.run_texts import RunTexts
 from relax_core.dashboard.timeline.event_spans import event_spans
 from relax_core.observe.alarms.alarm_book import FILE as ALARMS
-from relax_core.observe.alarms.alarm_book import Alarm, read_alarms
+from relax_core.observe.alarms.alarm_book import NOTICES, Alarm, read_alarms
 from relax_core.observe.samples.sample_index import FORMAT, SampleIndex
 from relax_core.observe.samples.sample_records import SAMPLES_FOLDER
 from relax_core.observe.service.records import ACTOR
@@ -185,10 +185,10 @@ class RunReader:
         return found
 
     def _alarms(self) -> list[dict[str, Any]]:
-        """Returns the newest messages about the run, the newest first."""
+        """Returns the newest messages about the run, the newest first, and whether each is an alarm."""
         found: list[Alarm] = []
         found = self._tried(ALARMS, lambda: read_alarms(inside(self.run_dir, ALARMS), newest=MOST_ALARMS), found)
-        return [msgspec.to_builtins(one) for one in reversed(found)]
+        return [msgspec.to_builtins(one) | {"alarm": one.event not in NOTICES} for one in reversed(found)]
 
     def pulse(self) -> dict[str, Any]:
         """Returns the little that tells an open page whether there is something new."""

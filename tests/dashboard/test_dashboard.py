@@ -14,12 +14,14 @@ from pathlib import Path
 import pytest
 
 from relax_core.dashboard.dashboard_command import main
+from relax_core.dashboard.listed_runs import ListedRuns
 from relax_core.dashboard.page_guard import POLICY
 from relax_core.dashboard.run_folders import NotInside, find_runs, inside, run_id, run_state
 from relax_core.dashboard.run_logs import log_chunk, log_files, search_log
 from relax_core.dashboard.run_reader import RunReader
 from relax_core.dashboard.run_series import RunSeries, thinned
 from relax_core.dashboard.run_texts import RunTexts
+from relax_core.observe.alarms.alarm_book import AlarmBook
 from tests.dashboard.made_run import COUNTED, HOSTILE, make_run
 from tests.dashboard.page_server import DEADLINE_S, Server
 
@@ -82,6 +84,8 @@ def test_each_answer_has_the_policy_and_the_page_has_no_inline_script(server: Se
 def test_the_overview_and_the_curves_of_a_run(server: Server, base: str) -> None:
     (listed,) = server.json("/api/runs")
     assert listed["state"] == "finished"
+    figures = ("label", "steps_done", "steps", "reward", "exact", "samples_per_s")
+    assert [listed[name] for name in figures] == ["demo", 4, 6, 0.3, None, 10.5]
     found = server.json(base)
     assert [found["steps_done"], found["steps"], found["resumes"]] == [4, 6, [2]]
     assert found["ledger"] == {"dropped": 1, "issued": 8, "put": 8, "trained": 7}
@@ -91,6 +95,46 @@ def test_the_overview_and_the_curves_of_a_run(server: Server, base: str) -> None
     assert curves["actor/reward"] == [[0, 1, 2, 3], [0.0, 0.1, 0.25, 0.3]]  # step 2 is that after the resume
     assert curves["actor/logprob_gap_max"] == [[0], [None]]  # NaN is a gap, and what was not compared is not there
     assert curves["nothing"] == [[], []]
+
+
+def test_figures_of_the_list_are_numbers_or_unknown(tmp_path: Path) -> None:
+    """Lines of another form are left out, and evaluations count by their newest record."""
+    run = make_run(tmp_path / "run")
+    record = '{"source":"%s","step":%s,"time_s":%s,"values":{"exact":%s,"reward":%s}}\n'
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(record % ("eval", 4, 20.0, 0.25, 0.5) + record % ("actor", 7, 30.0, 0.5, "null"))
+        file.write(
+            record % ("eval", 5, 1, '"<b>"', 1) + record % ("actor", -1, 1, 1, 1) + record % ("actor", 9, 1e300, 1, 1)
+        )
+        file.write('{"source":"actor","step":9')
+    (run / "summary.json").write_text('{"outcome":"finished","samples_per_s":"<b>","eval":{},"reward":[1]}')
+    (listed,) = ListedRuns()({"a": run})
+    found = [listed[name] for name in ("steps_done", "reward", "exact", "samples_per_s", "newest_s")]
+    assert found == [8, None, 0.25, None, 30.0]
+    (run / "metrics.jsonl").unlink()
+    (run / "config.yaml").write_text("name: [a]\nrun: {steps: true}\n")
+    (listed,) = ListedRuns()({"a": run})
+    assert [listed[name] for name in ("state", "label", "steps_done", "steps", "exact")] == [
+        "finished",
+        "",
+        None,
+        None,
+        None,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("event", "alarm"),
+    [("started", False), ("finished", False), ("stopped", False), ("failed", True), ("stalled", True)],
+)
+def test_what_ended_well_is_no_alarm(tmp_path: Path, event: str, alarm: bool) -> None:
+    run = make_run(tmp_path / "run")
+    AlarmBook(run, repeat_s=0.0).tell(event, "the run", title=event, text=lambda: event)
+    reader = RunReader(run, None)
+    try:
+        assert [(one["event"], one["alarm"]) for one in reader.overview()["alarms"]] == [(event, alarm)]
+    finally:
+        reader.close()
 
 
 def test_samples_by_filter_words_group_and_token(server: Server, base: str) -> None:

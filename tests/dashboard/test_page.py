@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from relax_core.observe.alarms.alarm_book import AlarmBook
 from tests.dashboard.browser import CHROMIUM, Page, opened_browser
 from tests.dashboard.made_run import make_run
 from tests.dashboard.page_server import Server
 
+FAILED = "failed: rollout-0 failed: RuntimeError: reward_of_a_name_without_a_break_that_is_wider_than_a_telephone: <b>"
 # View, and what is there once it shows its content.
 VIEWS = {
     "run": "document.querySelectorAll('.u-over').length >= 2 && document.querySelector('.bars')",
@@ -40,6 +43,12 @@ def test_every_view_is_shown_and_asks_nobody_else(tmp_path: Path) -> None:
     second = make_run(runs / "second")
     config = second / "config.yaml"
     config.write_text(config.read_text() + "optimizer:\n  lr: 0.5\n")
+    failed = make_run(runs / "failed_run_with_a_long_name_and_no_break_in_it_at_all")
+    (failed / "config.yaml").write_text(config.read_text())
+    (failed / "summary.json").write_bytes(msgspec.json.encode({"outcome": FAILED, "steps": 4}))
+    for folder, event in ((first, "finished"), (failed, "failed")):
+        book = AlarmBook(folder, repeat_s=0.0)
+        book.tell(event, "the run", title=f"demo: {event}", text=lambda: "after train step 4 " + "word" * 100)
     server = Server(runs)
     try:
         asyncio.run(_look(server, first, tmp_path))
@@ -52,7 +61,7 @@ async def _look(server: Server, run_dir: Path, folder: Path) -> None:
     async with opened_browser(folder) as page:
         await page.size(1280, 900, dark=False)
         await page.call("Page.navigate", url=f"{base}#token={server.session.link_token}")
-        await page.until(VIEWS["run"])
+        await _look_at_the_list(page, run_dir.parent)
         assert "token" not in await page.run("location.href")
         name, hurdles = run_dir.name, list[str]()
         run = await page.run(
@@ -77,6 +86,35 @@ async def _look(server: Server, run_dir: Path, folder: Path) -> None:
         assert await page.run("document.querySelectorAll('script:not([src]), img, iframe').length") == 0
         await page.run("document.body.append(document.createElement('button'))")
         assert [one.partition(":")[0] for one in await page.hurdles()] == ["button-name"]
+
+
+async def _look_at_the_list(page: Page, runs: Path) -> None:
+    """The list has a row with the outcome of each run and leads to its view; only the failed run has an alarm."""
+    await page.until("document.querySelectorAll('main tbody tr').length == 3")
+    assert "Runs" in await page.run("document.title") and await page.run("state.textContent") == ""
+    cells = "[...document.querySelectorAll('main tbody tr')].map(r => [...r.cells].map(c => c.innerText))"
+    rows = {row[0].split("\n")[0]: row[1:] for row in await page.run(cells)}
+    assert rows.keys() == {path.name for path in runs.iterdir()}
+    assert [rows["first"][0], *rows["first"][1:5]] == ["finished", "4 of 6", "0.3", "–", "10.5"]
+    failed = next(path.name for path in runs.iterdir() if path.name.startswith("failed"))
+    assert rows[failed][0].splitlines() == ["failed", FAILED.partition(": ")[2]]
+    for down in (False, True):
+        await page.run("document.querySelector('th button').click()")
+        names = await page.run("[...document.querySelectorAll('td.run a')].map(a => a.textContent)")
+        assert names == sorted(rows, reverse=down)
+    for name, titles, colour in (("first", ["Notices (1)"], "finished"), (failed, ["Alarms (1)"], "failed")):
+        await page.run("location.hash = '#/'")
+        await page.until("document.querySelector('td.run')")
+        for width in (1280, 390):
+            await page.size(width, 800, dark=False)
+            assert await page.run("document.documentElement.scrollWidth") <= width
+            assert await page.hurdles() == []
+        await page.run(f"[...document.querySelectorAll('td.run a')].find(a => a.textContent == '{name}').click()")
+        await page.until(VIEWS["run"])
+        assert await page.run("[...document.querySelectorAll('section summary')].map(s => s.textContent)") == titles
+        assert await page.run("state.className") == f"badge {colour}"
+        assert await page.run("document.documentElement.scrollWidth") <= 390, name
+    await page.size(1280, 900, dark=False)
 
 
 async def _look_at_a_sample(page: Page, run: str) -> None:

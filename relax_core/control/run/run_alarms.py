@@ -13,7 +13,7 @@ from typing import Literal
 from relax_core.config.notify_rules import Rule, read_rules
 from relax_core.config.schema import RelaxConfig
 from relax_core.gateway.gateway_settings import read_address
-from relax_core.observe.alarms.alarm_book import AlarmBook
+from relax_core.observe.alarms.alarm_book import NOTICES, AlarmBook
 from relax_core.observe.alarms.alarm_sender import AlarmSender, Notify
 from relax_core.observe.alarms.clean_text import clean
 from relax_core.observe.alarms.rule_states import RuleState, advanced
@@ -26,7 +26,7 @@ LOOK_S = 5.0
 HOUR_S = 3600.0
 UNKNOWN_RECORDS = 100  # of the source of a rule's number, after which a number that none of them had is reported
 GIB = 1 << 30
-SEEN_ANYWAY = ("started", "finished", "stopped", "failed")  # on the terminal, in words of their own
+SEEN_ANYWAY = (*NOTICES, "failed")  # on the terminal, in words of their own
 TITLES = {
     "started": "the run has started",
     "finished": "the run has finished",

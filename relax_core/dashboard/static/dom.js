@@ -58,6 +58,16 @@ export function duration(seconds) {
   return minutes ? `${minutes} min ${whole % 60} s` : `${whole} s`;
 }
 
+// The word of an outcome: "failed: CAUSE" is "failed".
+export function outcome(state) {
+  return visible(state.split(":")[0]);
+}
+
+// The cause of an outcome, "" if it has none.
+export function cause(state) {
+  return state.split(": ").slice(1).join(": ");
+}
+
 export function field(words, input) {
   return h("label", {}, words, input);
 }

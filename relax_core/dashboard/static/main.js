@@ -1,6 +1,6 @@
 // Starts the page: exchanges the link's token, keeps the address and the views together, and listens to the run.
 import { address, ask, entered, events, exchange } from "./api.js";
-import { h, problem, visible } from "./dom.js";
+import { h, outcome, problem, visible } from "./dom.js";
 import * as compare from "./views/compare.js";
 import * as config from "./views/config.js";
 import * as engines from "./views/engines.js";
@@ -9,6 +9,7 @@ import * as lineage from "./views/lineage.js";
 import * as logs from "./views/logs.js";
 import * as pipeline from "./views/pipeline.js";
 import * as run from "./views/run.js";
+import * as list from "./views/runs.js";
 import * as samples from "./views/samples.js";
 
 const VIEWS = { run, samples, evaluation, pipeline, engines, config, logs, lineage, compare };
@@ -29,13 +30,18 @@ function parsed() {
 }
 
 function state(words) {
-  badge.textContent = visible(words);
-  badge.className = `badge ${words}`;
+  badge.textContent = outcome(words);
+  badge.title = visible(words);
+  badge.className = `badge ${outcome(words)}`;
 }
 
 async function show() {
   const { id, view, query } = parsed();
-  const chosen = runs.find((one) => one.id === id) ?? runs[0];
+  const chosen = runs.find((one) => one.id === id) ?? (runs.length === 1 ? runs[0] : undefined);
+  if (!chosen && runs.length) {
+    await showList();
+    return;
+  }
   if (!chosen) {
     main.replaceChildren(h("p", {}, "There is no run in these folders yet."));
     setTimeout(load, 2000);
@@ -59,6 +65,20 @@ async function show() {
   } catch (error) {
     root.append(problem(error));
   }
+}
+
+// All runs in one table. It asks for the list again, as no run's stream is open.
+async function showList() {
+  shown?.leave?.();
+  stream?.abort();
+  [stream, open] = [null, ""];
+  select.value = "";
+  document.getElementById("views").replaceChildren();
+  document.title = "Runs · Relax";
+  state("");
+  const root = h("div", { class: "stack" });
+  main.replaceChildren(root);
+  shown = list.show(root, { runs, again: async () => { runs = await ask("runs"); fill(); return runs; } });
 }
 
 function listen(id) {
@@ -101,6 +121,17 @@ document.addEventListener("visibilitychange", () => {
   }
 });
 
+// Keeps the options that are there while the runs are the same, so a list that is open stays open.
+function fill() {
+  const options = runs.map((one) => h("option", { value: one.id, title: one.folder }, [one.name, one.state, one.folder, one.problem].filter(Boolean).join(" – ")));
+  if (runs.length > 1) options.unshift(h("option", { value: "" }, `All ${runs.length} runs`));
+  const same = options.length === select.options.length && options.every((one, at) => one.text === select.options[at].text);
+  if (same) return;
+  const { value } = select;
+  select.replaceChildren(...options);
+  select.value = value;
+}
+
 async function load() {
   try {
     runs = await ask("runs");
@@ -108,11 +139,11 @@ async function load() {
     main.replaceChildren(problem(error));
     return;
   }
-  select.replaceChildren(...runs.map((one) => h("option", { value: one.id, title: one.folder }, [one.name, one.state, one.folder, one.problem].filter(Boolean).join(" – "))));
+  fill();
   await show();
 }
 
-select.addEventListener("change", () => { location.hash = address(select.value, parsed().view); });
+select.addEventListener("change", () => { location.hash = select.value ? address(select.value, parsed().view) : "#/"; });
 window.addEventListener("hashchange", () => { if (!enter()) show(); });
 
 // A link with a token may also be pasted into an open page.

@@ -16,6 +16,7 @@ import msgspec
 from relax_core.contracts.foreign_files import decode_json, open_plain
 
 FILE = "alarms.jsonl"
+NOTICES = ("started", "finished", "stopped")  # events that are information and no alarm
 MOST_READ_BYTES = 1 << 20  # of the end of the file
 MOST_CAUSES = 10_000  # that are remembered; the oldest are forgotten first
 

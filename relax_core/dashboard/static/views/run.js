@@ -1,7 +1,7 @@
 // The view of one run: progress, ledger, staleness, and its curves.
 import { ask } from "../api.js";
 import { chart } from "../chart.js";
-import { duration, field, foreign, h, number, problem, table } from "../dom.js";
+import { cause, duration, field, foreign, h, number, outcome, problem, table } from "../dom.js";
 import { stallReport } from "./stall_report.js";
 
 const POINTS = 800; // of a curve, twice the pixels of its card
@@ -100,26 +100,28 @@ function head(overview) {
     h("div", { class: "progress", role: "progressbar", "aria-label": "train steps", "aria-valuenow": done, "aria-valuemin": 0, "aria-valuemax": steps ?? done }, fill),
     h("div", { class: "facts" },
       fact("train steps", steps ? `${number(done)} of ${number(steps)}` : number(done)),
-      fact("left", overview.state === "live" ? duration(overview.left_s) : overview.state),
+      fact("left", overview.state === "live" ? duration(overview.left_s) : outcome(overview.state)),
       fact("a step", overview.step_s === null ? "–" : `${number(1000 * overview.step_s, 3)} ms`),
       fact("newest step", overview.ended_s === null ? "–" : new Date(1000 * overview.ended_s).toLocaleString([], { month: "short", day: "numeric", hour: "2-digit", minute: "2-digit", hour12: false })),
       fact("samples kept", `${number(Object.values(states).reduce((sum, one) => sum + one, 0))}${overview.samples_share < 1 ? ` (${Math.floor(100 * overview.samples_share)}% read)` : ""}`),
       fact("resumes", number(overview.resumes.length))),
     line ? h("div", { class: "small" }, h("span", { class: "quiet" }, "ledger: "), line) : null,
     dropped ? h("div", { class: "small" }, h("span", { class: "quiet" }, "dropped: "), dropped) : null,
+    cause(overview.state) ? problem({ message: cause(overview.state) }) : null,
     ...overview.problems.map((words) => problem({ message: words })),
-    ...alarms(overview.alarms),
+    ...messages("Alarms", overview.alarms.filter((one) => one.alarm)),
+    ...messages("Notices", overview.alarms.filter((one) => !one.alarm)),
   ].filter(Boolean);
 }
 
-// What was told of the run (docs/notify.md), the newest first.
-function alarms(told) {
+// Messages about the run (docs/notify.md), the newest first: alarms, or notices such as the run's end.
+function messages(title, told) {
   if (!told.length) return [];
   const rows = told.map((one) => h("tr", {},
     h("td", { class: "number" }, new Date(1000 * one.time_s).toLocaleString([], { month: "short", day: "numeric", hour: "2-digit", minute: "2-digit", second: "2-digit", hour12: false })),
     h("td", {}, one.kind), h("td", { class: "words" }, foreign(one.title)), h("td", { class: "words" }, foreign(one.text.split("\n")[0]))));
-  const columns = [["time"], [""], ["alarm"], ["what is known"]];
-  return [h("details", { open: told.some((one) => one.kind !== "over") && told.length < 6 }, h("summary", {}, `Alarms (${told.length})`),
+  const columns = [["time"], [""], ["message"], ["what is known"]];
+  return [h("details", { class: title.toLowerCase(), open: title === "Alarms" && told.some((one) => one.kind !== "over") && told.length < 6 }, h("summary", {}, `${title} (${told.length})`),
     h("div", { class: "scroll" }, table(columns, rows)))];
 }
 
