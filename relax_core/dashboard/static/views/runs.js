@@ -24,6 +24,7 @@ export function show(root, { runs, again }) {
     if (sorted >= 0) rows.sort((one, other) => order(COLUMNS[sorted][2](one), COLUMNS[sorted][2](other), down));
     const focused = [...card.querySelectorAll("th button, td a")].indexOf(document.activeElement);
     const made = table(COLUMNS.map(([words, right], at) => [h("button", { type: "button", onclick: () => sort(at) }, words, at === sorted ? (down ? " ↓" : " ↑") : ""), right]), rows.map(row));
+    made.className = "runs";
     if (sorted >= 0) made.querySelectorAll("th")[sorted].setAttribute("aria-sort", down ? "descending" : "ascending");
     card.replaceChildren(made);
     if (focused >= 0) card.querySelectorAll("th button, td a")[focused]?.focus();
@@ -68,5 +69,5 @@ function row(one) {
   return h("tr", {},
     h("td", { class: "run" }, h("a", { href: address(one.id, "run"), title: one.folder }, one.name), one.label && one.label !== one.name ? h("div", { class: "quiet small" }, one.label) : null),
     h("td", { class: "outcome" }, h("span", { class: `badge ${outcome(one.state)}` }, outcome(one.state)), why ? h("div", { class: "small lines", title: why }, foreign(why)) : null),
-    ...numbers.map((words) => h("td", { class: "number" }, words)));
+    ...numbers.map((words, at) => h("td", { class: "number", "data-label": COLUMNS[at + 2][0] }, words)));
 }
