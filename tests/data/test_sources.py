@@ -157,7 +157,7 @@ def test_values_of_a_csv_file_are_text_as_they_stand(tmp_path: Path) -> None:
     [
         ("rows.csv", 'question,answer\n"1,2\n', r"rows\.csv, line \d: not CSV in UTF-8: unexpected end of data"),
         ("rows.csv", "", r"rows\.csv: it has no rows"),
-        ("rows.json", '{"question": "1", "answer": "2"}\n', r"not a JSON list of objects: .* it is a \.jsonl file\."),
+        ("rows.json", '{"question": "1", "answer": "2"}\n', r"not a JSON list of objects: .* it is a \.jsonl file"),
         ("rows.json", "[]", r"rows\.json: it has no rows"),
     ],
 )
