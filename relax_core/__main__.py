@@ -115,9 +115,22 @@ def _run(words: Sequence[str], rest: Sequence[str], *, again: bool) -> int:
     from launchers.sweep import Sweep  # these imports take a second, in which a Ctrl-C may come
     from relax_core.config.compose import run
     from relax_core.plan.plan_command import show_plan
+    from relax_core.plan.unused_keys import unused_of
     from relax_core.preflight import CHECKS, settle
 
-    return run(line, launch, checks=CHECKS, settle=settle, show_plan=show_plan, sweep=Sweep(launch))
+    def warned(config: RelaxConfig) -> RelaxConfig:
+        for words in unused_of(config, line.typed):
+            print(f"relax: warning: {words}", file=sys.stderr)
+        return config
+
+    return run(
+        line,
+        lambda config: launch(warned(config)),
+        checks=CHECKS,
+        settle=settle,
+        show_plan=lambda config, problems: show_plan(warned(config), problems),
+        sweep=Sweep(launch),
+    )
 
 
 def _tool(command: str, words: list[str]) -> int:

@@ -41,6 +41,8 @@ from relax_core.contracts.sink import SinkConfig, SinkSpec
 
 Kind = Literal["algo", "reward", "env", "sink", "data", "engine", "family"]
 KINDS: tuple[Kind, ...] = ("algo", "reward", "env")  # whose SPEC.config types a whole section of the configuration
+# Pages of docs/plugins/ whose name is not that of the kind.
+_PAGES = {"algo": "algorithm", "sink": "metrics_sink", "data": "data_source", "family": "model_family"}
 _FILE_MODULE = "relax_plugin_"
 MARK = "__relax_plugin__"  # in the globals of a plug-in's function that has no module of its own
 _ROOT = Path(__file__).resolve().parents[1]
@@ -352,7 +354,8 @@ def _checked(spec: object, *, where: str, file: Path, kind: Kind) -> Spec:
     home = _HOMES[kind]
     if not isinstance(spec, home.spec):
         got = "no SPEC" if spec is None else f"a SPEC of type {type(spec).__name__}"
-        raise PluginError(f"{where}: {file} has {got}. Set SPEC = {home.spec.__name__}(...) at the top level.")
+        page = f"docs/plugins/{_PAGES.get(kind, kind)}.md"
+        raise PluginError(f"{where}: {file} has {got}. Set SPEC = {home.spec.__name__}(...) at the top level: {page}.")
     found = cast(Spec, spec)
     if home.config is not None and not (
         dataclasses.is_dataclass(found.config) and issubclass(found.config, home.config)

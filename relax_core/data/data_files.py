@@ -443,6 +443,8 @@ def missing_key(where: str, key: str, present: Mapping[str, Any]) -> str:
     """Returns the error for a row or a file without a key; ``present`` is the row, or has the file's columns."""
     inner = [f"{name}.{one}" for name, value in present.items() if isinstance(value, Mapping) for one in value]
     csv = " The first line of a .csv file has the names." if ".csv" in where else ""
+    if csv and len(present) == 1 and any(mark in name for name in present for mark in ";\t|"):
+        csv = " Its columns are separated by another mark than a comma, which alone is read."
     return (
         f"{where}: no key {key!r}; its keys are {', '.join(sorted([*present, *inner]))}. "
         f"Set data.prompt_key and data.answer_key to yours.{csv}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from relax_core.config.choices import OnStale, Partial, Schedule, Surplus
@@ -35,8 +35,18 @@ def unused_keys(config: RelaxConfig) -> Iterator[str]:
     yield from _unread_layouts(config)
     if config.model.path is not None and config.model.shape is not None:
         yield "model.shape: model.path has dimensions of its own"
+    if config.placement.gpus_per_node == 0 and getattr(config.launcher, "gpus_per_node", 0):
+        yield "launcher.gpus_per_node: placement.gpus_per_node=0 uses no GPU, so they stand idle. Use placement=gpu"
     if config.launcher.ray_address is not None:
         yield "launcher.ray_logical_cpus, launcher.object_store_mb: Ray runs already"
+
+
+def unused_of(config: RelaxConfig, overrides: Sequence[str]) -> Iterator[str]:
+    """Yields a sentence for each of the overrides that nothing reads in this configuration."""
+    values = dict(word.lstrip("+").split("=", 1) for word in overrides if "=" in word)
+    for line in unused_keys(config):
+        keys, _, why = line.partition(": ")
+        yield from (f"{key}={values[key]} is not read: {why}." for key in keys.split(", ") if key in values)
 
 
 def _unread_layouts(config: RelaxConfig) -> Iterator[str]:

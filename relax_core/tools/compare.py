@@ -88,6 +88,8 @@ def read_runs(folder: Path) -> list[ComparedRun]:
         return [_run(row, label, group_label=_without_seed(label)) for row, label in zip(rows, labels, strict=True)]
     if (folder / "config.yaml").is_file():
         return [_run({"folder": str(folder)}, folder.absolute().name, group_label=folder.absolute().parent.name)]
+    if not folder.is_dir():
+        raise ValueError(f"{folder}: no such folder. Give folders under multirun/ or runs/.")
     raise ValueError(f"{folder}: it has neither sweep.json nor config.yaml. Give folders under multirun/ or runs/.")
 
 

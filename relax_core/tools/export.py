@@ -60,9 +60,12 @@ def export(checkpoint: Path, out: Path, *, model: Path | None, dtype: str | None
     if shard_gb <= 0:
         raise ValueError(f"--shard-gb {shard_gb:g}: must be more than 0.")
     if not (checkpoint / META).is_file():
-        raise ValueError(
-            f"{checkpoint}: no {META} there. Give a folder of a run's checkpoints/, such as step_00000100."
+        beside = sorted(
+            one.parent.name for one in (*checkpoint.parent.glob(f"*/{META}"), *checkpoint.glob(f"*/*/{META}"))
         )
+        there = f"there are {', '.join(beside[-5:])}" if beside else "such as step_00000100"
+        what = f"no {META} there" if checkpoint.is_dir() else "no such folder"
+        raise ValueError(f"{checkpoint}: {what}. Give a folder of a run's checkpoints/; {there}.")
     check_output_folder(out, option="OUT")
     # This import takes seconds, so the command line is checked first.
     from relax_core.train.checkpoints.checkpoint_export import export_checkpoint

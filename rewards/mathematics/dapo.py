@@ -98,7 +98,8 @@ def _label(label: str) -> str:
     last = label.rpartition("=")[2]
     if len(last) > _READ or not _NUMBER.fullmatch(form := minerva_form(last)):
         raise ValueError(
-            f"answer={label[:60]!r} is no number, and dapo's labels are integers. Correct it, or use reward=math."
+            f"answer={label[:60]!r} is no number, and dapo's labels are integers. Correct it, or use reward=math for "
+            "formulas, and reward=exact_match or f1 for words."
         )
     if (number := Fraction(form)).denominator != 1:
         raise ValueError(

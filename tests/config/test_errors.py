@@ -52,7 +52,7 @@ LOCKSTEP = ["env=number_guess", "reward=env", "mode.max_staleness=0", "rollout.l
         ("launcher.partition=gpu", "launcher.partition is a key of launcher=slurm only."),
         (
             "parallel=tp9",
-            "parallel=tp9 does not exist. What exists for parallel: cp2, dp2, dp2_sharded, ep2,",
+            "parallel=tp9 does not exist. Here it is parallel.tp=9. What exists for parallel: cp2, dp2,",
         ),
         ("parallel.actor_fwd.tpp=2", "parallel.actor_fwd.tpp is not a key. Nearest: parallel.actor_fwd."),
         ("+parallel.reference.zz=2", "parallel.reference.zz is not a key."),

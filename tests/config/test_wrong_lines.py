@@ -177,6 +177,12 @@ LINES = [
     ("sweep seed=1,2", "sweep", "relax -m"),
     ("stop run", "stop", "Ctrl-C"),
     ("algo=gpro", "algo=gpro", "Nearest: grpo"),
+    ("optimizer.learningrate=1e-3", "optimizer.learningrate", "optimizer.lr"),
+    ("parallel=tp4", "parallel=tp4", "parallel.tp=4"),
+    ("policy.max_total_sequence_length=2048", "max_total_sequence_length", "engine.context_length"),
+    ("algo.mini_batches=16", "algo.mini_batches=16", "1, 2, 4 or 8"),
+    ("'optimizer.lr=[1e-3,3e-4]'", "optimizer.lr", "-m optimizer.lr=VALUE,VALUE"),
+    ("optimizer.lr=1e-3, 3e-4", "optimizer.lr", "no blank"),
     ("modality=audio", "modality=audio", "data.media_keys"),
     ("optimizer.lr.value=1", "optimizer.lr", "optimizer.lr=VALUE"),
     ("reward=env", "reward=env", "env with turns"),
@@ -201,6 +207,8 @@ COMMAND_LINES = [
     ("-h algo", "algo", "algo=OPTION --help"),
     ("agent.env=FOO=1", "agent.env", "agent.env.NAME=VALUE"),
     ("seed=1 seed=2 run.stesp=3", "seed is given twice", "seed=2"),
+    ("export /usr/step_00000099 out", "/usr/step_00000099", "no such folder"),
+    ("compare /nowhere", "/nowhere", "no such folder"),
 ]
 
 
@@ -236,6 +244,22 @@ def test_a_wrong_line_of_another_command_is_refused(
         code = end.code
     told = capsys.readouterr().err
     assert code and key in told and fix in told and "Traceback" not in told
+
+
+@pytest.mark.parametrize(
+    ("line", "key", "why"),
+    [
+        ("algo.kl_estimator=k1", "algo.kl_estimator=k1", "algo.kl_coef=0"),
+        ("launcher=slurm launcher.gpus_per_node=8", "launcher.gpus_per_node=8", "placement=gpu"),
+        ("eval.every=0 +eval.rows=4", "eval.rows=4", "eval.every=0"),
+    ],
+)
+def test_a_setting_that_nothing_reads_gets_a_warning(
+    line: str, key: str, why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*shlex.split(line), "plan=true"]) == 0
+    told = capsys.readouterr().err
+    assert f"warning: {key} is not read" in told and why in told
 
 
 @pytest.mark.parametrize(

@@ -191,7 +191,12 @@ def file_problems(folder: Path, *, key: str) -> Iterator[str]:
         return
     if not has_hf_config(folder):
         what = "the folder has no config.json" if folder.is_dir() else "not a folder"
-        yield f"{key}: {what}. Give a Hugging Face model folder."
+        adapter = (
+            f" It has {ADAPTER_FILE}: merge the adapter into its model first."
+            if (folder / ADAPTER_FILE).exists()
+            else ""
+        )
+        yield f"{key}: {what}. Give a Hugging Face model folder.{adapter}"
         return
     try:
         read_hf_config(folder)

@@ -159,8 +159,9 @@ def _check_batch(config: RelaxConfig) -> Iterator[str]:
     mini_batches = config.algo.mini_batches
     if mini_batches >= 1 and prompts % mini_batches != 0:
         yield (
-            f"rollout.prompts_per_step={prompts} does not divide into algo.mini_batches={mini_batches}. "
-            f"Use a multiple of {mini_batches}."
+            f"rollout.prompts_per_step={prompts} does not divide into algo.mini_batches={mini_batches}. Lower "
+            f"algo.mini_batches to {_divisors(prompts)}, or use a multiple of {mini_batches} as "
+            "rollout.prompts_per_step."
         )
 
 
@@ -174,6 +175,11 @@ def _check_bus(config: RelaxConfig) -> Iterator[str]:
             f"bus.storage_units={bus.storage_units} with bus={bus.name}, which has no storage units. "
             "Choose bus=transfer_queue."
         )
+
+
+def _divisors(number: int) -> str:
+    found = [str(one) for one in range(1, number + 1) if number % one == 0]
+    return found[0] if len(found) == 1 else f"{', '.join(found[:-1])} or {found[-1]}"
 
 
 def _check_engine(config: RelaxConfig) -> Iterator[str]:

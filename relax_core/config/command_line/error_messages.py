@@ -132,6 +132,8 @@ def explain_value(error: OmegaConfBaseException, *, key: str) -> str:
     if "Value '{}'" in text and not any(typing.get_origin(without_null(kind)) is dict for kind in types_of(key)):
         return f"{key} is a value and has no keys. Write {key}=VALUE."
     if wrong := re.match(r"Value '(.*)' of type '.*' could not be converted to (\w+)", text, re.DOTALL):
+        if wrong[1].startswith("["):
+            return f"{key}={wrong[1]}: it takes one value. Several, one run after the other: -m {key}=VALUE,VALUE."
         return f"{key}={wrong[1]}: expected {_TYPE_WORDS.get(wrong[2], wrong[2])}.{chooser}"
     if choice := re.match(r"Invalid value '(.*)', expected one of \[(.*)\]", text, re.DOTALL):
         return f"{key}={choice[1]}: expected one of {choice[2]}.{chooser}"
@@ -161,6 +163,8 @@ def missing_name(what: str, choice: str, options: Iterable[str]) -> str:
     group = what.removesuffix(".name")
     near = nearest(choice, options, count=1)
     here = [words for (of, known), words in _ELSEWHERE.items() if of == group and choice.lower() in known.split()]
+    if group == "parallel" and (size := re.fullmatch(r"(tp|pp|dp|cp|ep|vpp)(\d+)", choice)):
+        here = [f"parallel.{size[1]}={size[2]}"]
     here = [words if words[0].isupper() else f"Here it is {words}" for words in here]
     if group == "model" and not here and not near:
         families = [one for one in options if choice.lower().replace(".", "_").startswith(one)]
@@ -230,6 +234,9 @@ def _right_form(override: str, *, what: str = "A value with any of = ~ , ( ) [ ]
     key, _, value = override.partition("=")
     kinds = [without_null(kind) for kind in types_of(key.lstrip("+~"))]
     if kinds and kinds[0] in (int, float, bool):
+        if value.endswith(","):
+            several = f"with -m no blank stands behind a comma: {key}={value}VALUE"
+            return f"{key} takes {_SCALAR_WORDS[kinds[0]]} alone, such as {key}={value[:-1]}; {several}"
         if re.fullmatch(r"\d+(,\d+)+", value):
             return f"A number has no comma: {key}={value.replace(',', '' if kinds[0] is int else '.')}"
         return f"{key} takes {_SCALAR_WORDS[kinds[0]]} alone, such as {key}={'true' if kinds[0] is bool else '1'}"

@@ -88,6 +88,7 @@ MEANINGS = (
                 "data.max_prompt_length",
                 "max_length",
                 "cutoff_len",
+                "max_total_sequence_length",
                 "max_model_len",
                 "vllm_max_model_length",
             ),
@@ -261,9 +262,18 @@ MEANINGS = (
 _BY_NAME = {name: meaning for meaning in MEANINGS for name in meaning.names}
 
 
+def _letters(name: str) -> str:
+    return name.lower().replace("_", "").replace("-", "")
+
+
+_BY_LETTERS = {_letters(name): meaning for name, meaning in _BY_NAME.items()}  # learningRate, learning-rate
+
+
 def meaning_of(name: str) -> Meaning | None:
     """Returns the meaning of a name, or of the last of its parts that has one."""
-    return next((_BY_NAME[one] for one in (name, *reversed(name.split("."))) if one in _BY_NAME), None)
+    parts = (name, *reversed(name.split(".")))
+    found = next((_BY_NAME[one] for one in parts if one in _BY_NAME), None)
+    return found or next((_BY_LETTERS[one] for one in map(_letters, parts) if one in _BY_LETTERS), None)
 
 
 def synonym(name: str) -> str | None:

@@ -181,7 +181,7 @@ def _try_on_rows(
                 return
             first = first or f"{what}: no reward: {output.reason or 'None without a reason'}"
     several = "" if len(rows) < 2 else f" None of the {len(rows)} rows that were tried has a reward."
-    yield f"{first}.{several}{'' if sandbox is None else _IN_SANDBOX}"
+    yield f"{first.removesuffix('.')}.{several}{'' if sandbox is None else _IN_SANDBOX}"
 
 
 def _first_of_worker(worker: RewardWorker, config: Any, given: Sequence[RewardInput]) -> RewardOutput:
