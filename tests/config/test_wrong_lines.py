@@ -251,7 +251,7 @@ def test_a_wrong_line_of_another_command_is_refused(
     [
         ("algo.kl_estimator=k1", "algo.kl_estimator=k1", "algo.kl_coef=0"),
         ("launcher=slurm launcher.gpus_per_node=8", "launcher.gpus_per_node=8", "placement=gpu"),
-        ("eval.every=0 +eval.rows=4", "eval.rows=4", "eval.every=0"),
+        ("eval.every=0 eval.rows=4", "eval.rows=4", "eval.every=0"),
     ],
 )
 def test_a_setting_that_nothing_reads_gets_a_warning(
