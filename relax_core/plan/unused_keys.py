@@ -35,7 +35,7 @@ def unused_keys(config: RelaxConfig) -> Iterator[str]:
     yield from _unread_layouts(config)
     if config.model.path is not None and config.model.shape is not None:
         yield "model.shape: model.path has dimensions of its own"
-    if config.placement.gpus_per_node == 0 and getattr(config.launcher, "gpus_per_node", 0):
+    if config.placement.gpus_per_node == 0 and getattr(config.launcher, "gpus_per_node", None):
         yield "launcher.gpus_per_node: placement.gpus_per_node=0 uses no GPU, so they stand idle. Use placement=gpu"
     if config.launcher.ray_address is not None:
         yield "launcher.ray_logical_cpus, launcher.object_store_mb: Ray runs already"
