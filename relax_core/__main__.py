@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from relax_core.contracts.host.openers import except_loopback
@@ -115,22 +116,15 @@ def _run(words: Sequence[str], rest: Sequence[str], *, again: bool) -> int:
     from launchers.sweep import Sweep  # these imports take a second, in which a Ctrl-C may come
     from relax_core.config.compose import run
     from relax_core.plan.plan_command import show_plan
-    from relax_core.plan.unused_keys import unused_of
+    from relax_core.plan.unused_keys import unused_keys, warn_of_unused
     from relax_core.preflight import CHECKS, settle
 
-    def warned(config: RelaxConfig) -> RelaxConfig:
-        for words in unused_of(config, line.typed):
-            print(f"relax: warning: {words}", file=sys.stderr)
-        return config
+    def launch_warned(config: RelaxConfig) -> int:
+        warn_of_unused(unused_keys(config), line.typed)
+        return launch(config)
 
-    return run(
-        line,
-        lambda config: launch(warned(config)),
-        checks=CHECKS,
-        settle=settle,
-        show_plan=lambda config, problems: show_plan(warned(config), problems),
-        sweep=Sweep(launch),
-    )
+    plan = partial(show_plan, overrides=line.typed)
+    return run(line, launch_warned, checks=CHECKS, settle=settle, show_plan=plan, sweep=Sweep(launch))
 
 
 def _tool(command: str, words: list[str]) -> int:

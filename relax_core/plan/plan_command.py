@@ -16,13 +16,15 @@ from relax_core.control.run.resume import find_resume_point
 from relax_core.gateway.gateway_settings import PLAN_FILE
 from relax_core.plan.build_plan import Plan, as_json_values, make_plan
 from relax_core.plan.plan_text import as_text
+from relax_core.plan.unused_keys import warn_of_unused
 
 CANNOT_WORK = 1
 
 
-def show_plan(config: RelaxConfig, problems: Sequence[str]) -> int:
+def show_plan(config: RelaxConfig, problems: Sequence[str], *, overrides: Sequence[str] = ()) -> int:
     """Prints the plan, and returns the exit code. ``problems`` are those that the checks of a start found.
 
+    Those of ``overrides`` that nothing reads get a warning.
     The code is 0 for a layout that works, also if it cannot start yet, which the plan then says first. It is 1 for one
     that cannot work, and the plan says what to change.
     """
@@ -37,6 +39,7 @@ def show_plan(config: RelaxConfig, problems: Sequence[str]) -> int:
             print(json.dumps({"refused": mistakes, "can_work": False, "can_start": False}, indent=2))
         print(ConfigError(mistakes).report(), file=sys.stderr)
         return CANNOT_WORK
+    warn_of_unused(plan.unread, overrides)
     print(json.dumps(as_json_values(plan), indent=2) if config.plan == "json" else as_text(plan))
     return CANNOT_WORK if plan.refused else 0
 

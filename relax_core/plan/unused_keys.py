@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from relax_core.config.choices import OnStale, Partial, Schedule, Surplus
@@ -41,12 +42,14 @@ def unused_keys(config: RelaxConfig) -> Iterator[str]:
         yield "launcher.ray_logical_cpus, launcher.object_store_mb: Ray runs already"
 
 
-def unused_of(config: RelaxConfig, overrides: Sequence[str]) -> Iterator[str]:
-    """Yields a sentence for each of the overrides that nothing reads in this configuration."""
+def warn_of_unused(unused: Iterable[str], overrides: Sequence[str]) -> None:
+    """Prints a warning for each of the overrides whose key is in ``unused``, the lines of `unused_keys`."""
     values = dict(word.lstrip("+").split("=", 1) for word in overrides if "=" in word)
-    for line in unused_keys(config):
+    for line in unused:
         keys, _, why = line.partition(": ")
-        yield from (f"{key}={values[key]} is not read: {why}." for key in keys.split(", ") if key in values)
+        for key in keys.split(", "):
+            if key in values:
+                print(f"relax: warning: {key}={values[key]} is not read: {why}.", file=sys.stderr)
 
 
 def _unread_layouts(config: RelaxConfig) -> Iterator[str]:

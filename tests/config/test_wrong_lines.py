@@ -209,6 +209,7 @@ COMMAND_LINES = [
     ("seed=1 seed=2 run.stesp=3", "seed is given twice", "seed=2"),
     ("export /usr/step_00000099 out", "/usr/step_00000099", "no such folder"),
     ("compare /nowhere", "/nowhere", "no such folder"),
+    ("reward=mix plan=true", "reward.parts", "reward: math"),
 ]
 
 

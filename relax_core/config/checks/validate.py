@@ -58,6 +58,7 @@ PLANS = (False, True, "json")
 MOST_STOP_STRINGS, MOST_STOP_BYTES = 16, 1024  # the prefixes that an engine accepts
 EVAL_SOURCE = "eval"  # of the records of evaluations
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_MOST_DIVISOR = 1024  # that a message names
 
 
 def problems_of(config: RelaxConfig, checks: Iterable[Check] = ()) -> list[str]:
@@ -160,7 +161,7 @@ def _check_batch(config: RelaxConfig) -> Iterator[str]:
     if mini_batches >= 1 and prompts % mini_batches != 0:
         yield (
             f"rollout.prompts_per_step={prompts} does not divide into algo.mini_batches={mini_batches}. Lower "
-            f"algo.mini_batches to {_divisors(prompts)}, or use a multiple of {mini_batches} as "
+            f"algo.mini_batches to {_divisors(prompts, most=mini_batches)}, or use a multiple of {mini_batches} as "
             "rollout.prompts_per_step."
         )
 
@@ -177,8 +178,8 @@ def _check_bus(config: RelaxConfig) -> Iterator[str]:
         )
 
 
-def _divisors(number: int) -> str:
-    found = [str(one) for one in range(1, number + 1) if number % one == 0]
+def _divisors(number: int, *, most: int) -> str:
+    found = [str(one) for one in range(1, min(number, most, _MOST_DIVISOR) + 1) if number % one == 0]
     return found[0] if len(found) == 1 else f"{', '.join(found[:-1])} or {found[-1]}"
 
 
