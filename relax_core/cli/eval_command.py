@@ -11,7 +11,7 @@ import yaml
 
 from relax_core.cli.evaluate import Target, evaluate
 from relax_core.config.checks.validate import Check
-from relax_core.config.command_line.override_words import CommandLine, is_hub_name
+from relax_core.config.command_line.override_words import CommandLine, is_hub_name, of_hub
 from relax_core.config.command_line.rerun import rerun_line
 from relax_core.config.compose import Settle, run
 from relax_core.config.errors import ConfigError
@@ -94,10 +94,7 @@ def _target(word: str, overrides: Sequence[str]) -> tuple[Target, CommandLine]:
     if word in yaml_options("model"):
         return Target(), CommandLine.of([_in_folder("evaluations/${name}"), f"model={word}", *overrides])
     if is_hub_name(word) and not folder.exists():
-        raise ValueError(
-            f"{word}: no such folder. A model of the hub: hf download {word} --local-dir {folder.name}, since Relax "
-            f"downloads nothing; then relax eval {folder.name}."
-        )
+        raise ValueError(f"{word}: no such folder. A model of the hub: {of_hub(word, then='relax eval ')}.")
     raise ValueError(
         f"{word}: neither a run's folder, a checkpoint, a Hugging Face folder, nor one of the models "
         f"{', '.join(yaml_options('model'))}. {USAGE}"

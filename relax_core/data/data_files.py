@@ -153,9 +153,10 @@ class JsonlRows:
                     self._lines.append(line_number)
                 offset += count
         self._file = open_regular(path)
-        self._file.seek(self._offsets[0] if self._offsets else 0)
-        if len(self._offsets) == 1 and self._file.read(1) == b"[":
-            raise ValueError(f"data file {path}: its one line is a JSON list. Name it {path.stem}.json.")
+        if len(self._offsets) == 1:
+            self._file.seek(self._offsets[0])
+            if self._file.read(1) == b"[":
+                raise ValueError(f"data file {path}: its one line is a JSON list. Name it {path.stem}.json.")
 
     def __len__(self) -> int:
         return len(self._offsets)

@@ -49,29 +49,18 @@ _ELSEWHERE = {
 }
 # Words that are commands elsewhere, and what does the same here.
 _COMMANDS_ELSEWHERE = {
-    "help": "relax --help",
-    "init": "relax --help",
-    "run": "relax [train] [key=value ...]",
-    "start": "relax [train] [key=value ...]",
-    "launch": "relax [train] [key=value ...]",
-    "eval-model": "relax eval MODEL|CHECKPOINT|RUN",
+    "help init": "relax --help",
+    "run start launch": "relax [train] [key=value ...]",
+    "eval-model evaluate test": "relax eval MODEL|CHECKPOINT|RUN",
     "version": "relax --version",
-    "sweep": "relax -m seed=1,2,3",
-    "multirun": "relax -m seed=1,2,3",
+    "sweep multirun": "relax -m seed=1,2,3",
     "plan": "relax plan=true",
     "config": "relax --cfg job",
-    "serve": "relax dashboard [FOLDER ...]",
-    "follow": "relax dashboard [FOLDER ...]",
-    "logs": "relax dashboard [FOLDER ...]",
-    "status": "relax dashboard [FOLDER ...]",
+    "serve follow logs status": "relax dashboard [FOLDER ...]",
     "ls": "relax list, or relax dashboard for the runs",
-    "stop": "Ctrl-C in the terminal of the run, or kill -TERM PID of its process: it writes a checkpoint and ends",
-    "kill": "Ctrl-C in the terminal of the run, or kill -TERM PID of its process: it writes a checkpoint and ends",
+    "stop kill": "Ctrl-C in the terminal of the run, or kill -TERM PID of its process: it writes a checkpoint and ends",
     "play": "python -m relax_core.tools.play checkpoint=RUN",
-    "merge": "relax export CHECKPOINT OUT",
-    "convert": "relax export CHECKPOINT OUT",
-    "evaluate": "relax eval MODEL|CHECKPOINT|RUN",
-    "test": "relax eval MODEL|CHECKPOINT|RUN",
+    "merge convert": "relax export CHECKPOINT OUT",
     "resume": "relax run.dir=RUN resume=auto, with the keys of the run",
 }
 _NO_PACKAGE = "its first line must be '# @package _global_', so that its groups and keys are those of the whole run."
@@ -213,8 +202,9 @@ def _bad_syntax(override: str) -> str:
         return f"{told} No blanks stand around the equals sign: optimizer.lr=1e-4"
     if re.fullmatch(r"[+~]*[\w.]+=.+", override, re.DOTALL):
         return f"{told} {_right_form(override)}"
-    if (here := _COMMANDS_ELSEWHERE.get(override)) is not None:
-        return f"relax has no command {override!r}. Here it is: {here}"
+    for commands, here in _COMMANDS_ELSEWHERE.items():
+        if override in commands.split():
+            return f"relax has no command {override!r}. Here it is: {here}"
     key = re.split("[=:]", override)[0].strip("+-")
     if key in known_keys() or key in groups():
         return f"{told} Write {key}=VALUE, in one word."

@@ -288,10 +288,13 @@ def of_model(text: str) -> str:
     """Returns the words that choose a model's folder, or a name of the Hugging Face hub, which is not downloaded."""
     if Path(text).expanduser().exists() or not is_hub_name(text):
         return f"model=folder model.path={text}"
-    folder = text.rpartition("/")[2]
-    return (
-        f"hf download {text} --local-dir {folder}, since Relax downloads nothing; then model=folder model.path={folder}"
-    )
+    return of_hub(text, then="model=folder model.path=")
+
+
+def of_hub(name: str, *, then: str) -> str:
+    """Returns how a model of the Hugging Face hub is used: the download, and ``then`` with the folder behind it."""
+    folder = name.rpartition("/")[2]
+    return f"hf download {name} --local-dir {folder}, since Relax downloads nothing; then {then}{folder}"
 
 
 def is_hub_name(text: str) -> bool:
