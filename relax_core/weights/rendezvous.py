@@ -41,9 +41,17 @@ def open_rank_store(address: str, *, token: str, rank: int, world_size: int, tim
     """Joins the store of the trainer's ranks and returns when all ranks have joined.
 
     ``address`` is the path of a new file in a folder of this user alone, or "host:port", at which rank 0 then opens a
-    `SignedStore` with the run's ``token``. Raises TimeoutError after ``timeout_s`` seconds.
+    `SignedStore` with the run's ``token``. Raises TimeoutError after ``timeout_s`` seconds, and earlier if rank 0
+    closes the store, because it gave up or died.
     """
-    deadline = time.monotonic() + timeout_s
+    start = time.monotonic()
+
+    def late(why: str) -> TimeoutError:
+        waited_s = time.monotonic() - start
+        return TimeoutError(
+            f"trainer rank {rank} waited {waited_s:.1f} s at {address} for all {world_size} ranks: {why}"
+        )
+
     store: dist.Store
     if address.startswith("/"):
         keep_gloo_on_loopback()
@@ -56,19 +64,18 @@ def open_rank_store(address: str, *, token: str, rank: int, world_size: int, tim
                 host, int(port), rank=rank, world_size=world_size, timeout_s=timeout_s, waits_for_ranks=False
             )
         except dist.DistStoreError as error:
-            raise TimeoutError(_late(address, rank, world_size, timeout_s, str(error))) from error
+            raise late(str(error)) from error
         store = SignedStore(inner, key=f"{address}\n{token}".encode())
-    arrived = store.add(_ARRIVED, 1)
-    while arrived < world_size:
-        if time.monotonic() > deadline:
-            raise TimeoutError(_late(address, rank, world_size, timeout_s, f"{arrived} have joined"))
-        time.sleep(POLL_S)
-        arrived = store.add(_ARRIVED, 0)
+    try:
+        arrived = store.add(_ARRIVED, 1)
+        while arrived < world_size:
+            if time.monotonic() > start + timeout_s:
+                raise late(f"{arrived} have joined")
+            time.sleep(POLL_S)
+            arrived = store.add(_ARRIVED, 0)
+    except dist.DistNetworkError as error:
+        raise late("rank 0 closed the store") from error
     return store
-
-
-def _late(address: str, rank: int, world_size: int, timeout_s: float, why: str) -> str:
-    return f"trainer rank {rank} waited {timeout_s:g} s at {address} for all {world_size} ranks: {why}"
 
 
 def _tcp_store(

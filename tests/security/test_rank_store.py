@@ -145,7 +145,7 @@ def test_a_store_without_the_token_reads_and_changes_nothing() -> None:
     first, second = opened(port, "secret")
     first.set("address", "a")
     assert second.get("address") == b"a" and second.check(["address"])
-    intruder = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=2))
+    intruder = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=30))
     assert not intruder.check(["address"])
     intruder.set("address", "b")
     intruder.set("arrived", "7")
@@ -154,18 +154,21 @@ def test_a_store_without_the_token_reads_and_changes_nothing() -> None:
     assert not other.delete_key("nothing") and second.get("address") == b"a" and first.add("count", 2) == 2
     assert second.add("count", 1) == 3
     name = second._name("address")  # type: ignore[attr-defined]  # even a name that leaked is of no use
-    intruder.set(name, intruder.get(name)[:-1] + b"x")
+    changed = intruder.get(name)[:-1] + b"\0x"
+    intruder.set(name, changed)
+    assert intruder.get(name) == changed  # `set` returns before the store has the value
     with pytest.raises(RuntimeError, match="not written by a rank"):
         second.get("address")
 
 
-def test_a_rank_of_another_run_is_not_counted() -> None:
+@pytest.mark.parametrize("waits_s", [(2.0, 2.0), (1.0, 30.0), (2.0, 1.0)], ids=["both", "rank 0 first", "rank 1 first"])
+def test_a_rank_of_another_run_is_not_counted(waits_s: tuple[float, float]) -> None:
     address = f"127.0.0.1:{free_port()}"
     caught: list[str] = []
 
     def join(rank: int, token: str) -> None:
         try:
-            open_rank_store(address, token=token, rank=rank, world_size=2, timeout_s=2.0)
+            open_rank_store(address, token=token, rank=rank, world_size=2, timeout_s=waits_s[rank])
         except TimeoutError as error:
             caught.append(str(error))
 
