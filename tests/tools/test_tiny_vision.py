@@ -110,8 +110,8 @@ def test_it_starts_with_a_chance_of_every_answer(name: str) -> None:
     with torch.no_grad():
         logits, tokens = answer_logits(model, tower, batch)
     right = (logits.argmax(-1) == tokens).split([len(answer) for answer in batch.answers])
-    # x264's assembler reads memory behind short rows, so a few videos, and the models, differ from one making to the next;
-    # one of four makings of tiny_qwen3_5_moe began at 0.667.
+    # x264's assembler reads memory behind short rows, so a few videos, and with them the models, differ from one making
+    # to the next: one of four makings of tiny_qwen3_5_moe began at 0.667.
     assert 0.25 < sum(bool(each.all()) for each in right) / len(right) <= 0.7
     chances = logits.log_softmax(-1).gather(-1, tokens[:, None])[:, 0].split([len(one) for one in batch.answers])
     by_answer: dict[str, list[float]] = {}
