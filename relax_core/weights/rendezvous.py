@@ -46,11 +46,8 @@ def open_rank_store(address: str, *, token: str, rank: int, world_size: int, tim
     """
     start = time.monotonic()
 
-    def late(why: str) -> TimeoutError:
-        waited_s = time.monotonic() - start
-        return TimeoutError(
-            f"trainer rank {rank} waited {waited_s:.1f} s at {address} for all {world_size} ranks: {why}"
-        )
+    def late(why: str, *, waited_s: float = timeout_s) -> TimeoutError:
+        return TimeoutError(f"trainer rank {rank} waited {waited_s:g} s at {address} for all {world_size} ranks: {why}")
 
     store: dist.Store
     if address.startswith("/"):
@@ -74,7 +71,7 @@ def open_rank_store(address: str, *, token: str, rank: int, world_size: int, tim
             time.sleep(POLL_S)
             arrived = store.add(_ARRIVED, 0)
     except dist.DistNetworkError as error:
-        raise late("rank 0 closed the store") from error
+        raise late("rank 0 closed the store", waited_s=round(time.monotonic() - start, 1)) from error
     return store
 
 

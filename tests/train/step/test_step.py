@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import re
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +84,8 @@ def test_a_rank_that_leaves_is_named(folder: Path, tmp_path: Path) -> None:
 def test_a_rank_that_never_comes_is_waited_for_only_so_long(folder: Path, tmp_path: Path) -> None:
     ((status, error),) = run_dp_ranks(folder, tmp_path / "two", steps=[1], timeout_s=1.0)
     assert status == 1
-    assert re.search(r"TimeoutError: trainer rank 0 waited 1\.\d s at 127\.0\.0\.1:\d+ for all 2 ranks", error), error
+    assert "TimeoutError: trainer rank 0 waited 1 s at 127.0.0.1:" in error
+    assert "for all 2 ranks" in error
 
 
 def test_the_gap_counts_fresh_trained_tokens_only(folder: Path) -> None:
