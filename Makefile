@@ -69,7 +69,7 @@ slurm:
 	         "make test-slurm as root" >&2; exit 1; \
 	  fi; }
 
-# A browser for tests/dashboard/test_page.py, which is skipped without one. The page itself needs the user's own alone.
+# A browser for tests/server/test_page.py, which is skipped without one. The page itself needs the user's own alone.
 dashboard-browser:
 	@command -v chromium >/dev/null || { \
 	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \

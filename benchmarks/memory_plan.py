@@ -40,7 +40,7 @@ KINDS = {  # a part of the process's name or command line → the plan's name fo
     "encode_worker_main": "encode worker",
     "relax-control": "controller",
     "relax_core.engines.embedded": "engine",
-    "relax_core.gateway": "gateway",
+    "relax_core.server": "gateway",
     "gcs_server": "Ray gcs",
     "raylet/raylet": "Ray raylet",
     "agent_on_demand": "stand-in of a Ray agent",

@@ -21,9 +21,9 @@ from statistics import median
 
 import psutil
 
-from tests.dashboard.browser import Page, opened_browser
 from tests.integration.elastic_run import ElasticRun
 from tests.integration.live_run import LiveRun
+from tests.server.browser import Page, opened_browser
 
 OVERRIDES = ("gateway.port=0", "run.steps=1000000", "run.save_every=2000", "run.export_hf=false")
 SAMPLE_S, TOLD_S, MIB = 20.0, 600.0, 1 << 20

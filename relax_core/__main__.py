@@ -158,11 +158,11 @@ def _tool(command: str, words: list[str]) -> int:
 
         return eval_command(words, checks=EVAL_CHECKS, settle=settle_evaluation)
     if command == "dashboard":
-        from relax_core.dashboard import dashboard_command
+        from relax_core.cli import dashboard_command
 
         return dashboard_command.main(words)
     if command == "trace":
-        from relax_core.dashboard import trace_command
+        from relax_core.cli import trace_command
 
         return trace_command.main(words)
     from relax_core.tools import check_model, compare, export, lineage

@@ -38,7 +38,7 @@ REASONS = {
     ): "the sessions at rest; close() wakes it, with a deadline",
     ("envs/tool_servers/mcp_sessions.py", "McpSessions.call"): "step has the deadline of a call of the env",
     (
-        "relax_core/gateway/server.py",
+        "relax_core/server/gateway_server.py",
         "serve",
     ): "the gateway's process at rest; its supervisor ends it by closing its stdin",
     (
@@ -46,7 +46,7 @@ REASONS = {
         "RolloutWorker._run_loops",
     ): "the worker's own work: each of its waits has a deadline, and the task group ends all of them",
     (
-        "relax_core/gateway/limits.py",
+        "relax_core/server/limits.py",
         "OrderChecks.addresses",
     ): "each address has RESOLVE_S in engine_address, which names it",
     ("relax_core/control/host/agent_on_demand.py", "wait_for_user"): "after select: a connection waits",

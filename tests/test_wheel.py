@@ -33,7 +33,7 @@ def test_wheel_has_code_and_conf(wheel: Path) -> None:
     }
     shapes = {path.relative_to(REPOSITORY).as_posix() for path in (REPOSITORY / "relax_core").rglob("*.json")}
     templates = {path.relative_to(REPOSITORY).as_posix() for path in (REPOSITORY / "rewards").rglob("*.jinja")}
-    static = (REPOSITORY / "relax_core" / "dashboard" / "static").rglob("*")
+    static = (REPOSITORY / "relax_core" / "server" / "static").rglob("*")
     page = {path.relative_to(REPOSITORY).as_posix() for path in static if path.is_file()}
     assert shapes and templates and any(name.endswith("uPlot.LICENSE") for name in page)
     assert examples and examples | conf | code | shapes | templates | page <= packed

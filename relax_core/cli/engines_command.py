@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from relax_core.gateway.gateway_client import GatewayClient, GatewayRefused, GatewayUnreachable
+from relax_core.server.gateway_client import GatewayClient, GatewayRefused, GatewayUnreachable
 
 FOLLOW_S = 0.5
 WATCH_S = 1.0

@@ -12,8 +12,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from relax_core.dashboard.run_folders import MARKS, run_state
 from relax_core.observe.stall_asks import TIMEOUT_S, NoAnswer, ask_for_report
+from relax_core.server.run_folders import MARKS, run_state
 
 LIVE = "live"
 _NO_REPORT, _NO_RUN = 1, 2

@@ -1,6 +1,6 @@
 """Shows by its code each character of foreign text that a terminal or a browser would obey or hide.
 
-`relax_core/dashboard/static/dom.js` has the same list for the page.
+`relax_core/server/static/dom.js` has the same list for the page.
 """
 
 from __future__ import annotations

@@ -13,7 +13,6 @@ from relax_core.contracts.algorithm import Requirements
 from relax_core.control.host.run_paths import SHARED_MEMORY
 from relax_core.control.run.role_counts import roles_of
 from relax_core.data.sources import are_rows_named
-from relax_core.gateway.gateway_settings import EngineRoom
 from relax_core.plan.batch import batch_words, context_words, credit_words, episode_words, media_words
 from relax_core.plan.data.context_length import planned_context
 from relax_core.plan.data.data_check import DataLook, look_at_data
@@ -35,6 +34,7 @@ from relax_core.plan.unused_keys import unused_keys
 from relax_core.plan.workload import Workload, find_workload
 from relax_core.registry import find_algorithm, find_engine
 from relax_core.roles.process.process_placement import engines_take_gpus
+from relax_core.server.gateway_settings import EngineRoom
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 
 from relax_core.config.schema import RelaxConfig
 from relax_core.control.engines.engine_limits import autoscaler_bounds, limits_of, usable_engines
-from relax_core.gateway.gateway_settings import EngineRoom
 from relax_core.plan.batch import plural
 from relax_core.plan.memory.memory_terms import GIB, Holder
+from relax_core.server.gateway_settings import EngineRoom
 
 OF_ENGINES = ("engine", "owner of an engine")  # holders of the plan
 

@@ -15,11 +15,11 @@ import pytest
 from relax_core.__main__ import main
 from relax_core.config.compose import load_config
 from relax_core.control.supervision.gateway_process import GatewayProcess, gateway
-from relax_core.gateway.gateway_client import GatewayClient, GatewayUnreachable
-from relax_core.gateway.gateway_settings import FILE
-from relax_core.gateway.order_book import EngineRow, Order, OrderBook, RunRow
 from relax_core.plan.build_plan import make_plan
 from relax_core.plan.plan_command import save_plan
+from relax_core.server.gateway_client import GatewayClient, GatewayUnreachable
+from relax_core.server.gateway_settings import FILE
+from relax_core.server.order_book import EngineRow, Order, OrderBook, RunRow
 from tests.control.gateway_up import until_up
 
 DEADLINE_S = 120.0

@@ -12,7 +12,7 @@ from contextlib import closing, suppress
 from typing import Any
 
 from relax_core.contracts.columns import decode_episodes
-from relax_core.gateway.gateway_client import GatewayClient, GatewayRefused, GatewayUnreachable
+from relax_core.server.gateway_client import GatewayClient, GatewayRefused, GatewayUnreachable
 from tests.integration.live_run import ENGINE, ROLLOUT, FinishedRun, LiveRun
 
 OVERRIDES = (

@@ -10,10 +10,10 @@ import pytest
 
 from relax_core.engines.protocol.engine_client import EngineClient
 from relax_core.tools.make_tiny import tiny_model_folder
-from tests.dashboard.browser import CHROMIUM, opened_browser
 from tests.integration.elastic_run import OVERRIDES, ElasticRun
 from tests.integration.embedded_servers import KEY, attached_to, server_command, servers
 from tests.integration.live_run import ENGINE, LiveRun
+from tests.server.browser import CHROMIUM, opened_browser
 
 pytestmark = pytest.mark.integration
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from relax_core.dashboard.sample_views import SampleViews
 from relax_core.observe.results.summary import STEP_PARTS
 from relax_core.observe.samples.sample_index import SampleIndex, every_id
+from relax_core.server.sample_views import SampleViews
 from tests.integration.conftest import STRICT
 from tests.integration.held_training import HeldTraining
 from tests.integration.live_run import DEADLINE_S, ROOT, FinishedRun, LiveRun, run_to_end

@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 
 from relax_core.contracts.shown_text import shown_line
-from tests.dashboard.made_run import make_run
 from tests.security.broken_runs import KINDS, LISTED
+from tests.server.made_run import make_run
 
 SOON_S = 5.0  # in which the good runs are listed, and each of their views is there
 MOST_MB = 400  # of the server's process at its peak

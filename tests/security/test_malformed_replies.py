@@ -38,10 +38,10 @@ from relax_core.engines.protocol.frames import (
 from relax_core.engines.protocol.score_calls import TokensToScore
 from relax_core.engines.protocol.version_spans import VersionSpan
 from relax_core.engines.sglang.client.sglang_client import SglangClient
-from relax_core.gateway import gateway_client
-from relax_core.gateway.gateway_client import GatewayClient, GatewayRefused, GatewayUnreachable
-from relax_core.gateway.gateway_settings import FILE, GatewayAddress
 from relax_core.rollout.judges.judge_servers import JudgeRefused, JudgeUrl
+from relax_core.server import gateway_client
+from relax_core.server.gateway_client import GatewayClient, GatewayRefused, GatewayUnreachable
+from relax_core.server.gateway_settings import FILE, GatewayAddress
 from tests.security.broken_server import ENDLESS, GARBAGE, TOKEN, BrokenServer, Endless, broken_server, http
 
 VOCAB = 50

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from relax_core.dashboard.run_folders import run_id
 from relax_core.engines.http_server import connections
-from tests.dashboard.browser import CHROMIUM, opened_browser
-from tests.dashboard.made_run import make_run
-from tests.dashboard.page_server import Server
+from relax_core.server.run_folders import run_id
+from tests.server.browser import CHROMIUM, opened_browser
+from tests.server.made_run import make_run
+from tests.server.page_server import Server
 
 DEADLINE_S = 60.0
 CREDENTIALS = ("cookie", "authorization")

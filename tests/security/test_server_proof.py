@@ -24,9 +24,9 @@ from relax_core.engines.http_server.held_port import HeldPort
 from relax_core.engines.protocol import server_proof
 from relax_core.engines.protocol.engine_client import EngineClient
 from relax_core.engines.protocol.server_proof import ProofExchange, ServerUnproven, proof, proof_answer
-from relax_core.gateway import gateway_client
-from relax_core.gateway.gateway_client import GatewayClient, GatewayUnreachable
-from relax_core.gateway.gateway_settings import FILE, GatewayAddress, read_address
+from relax_core.server import gateway_client
+from relax_core.server.gateway_client import GatewayClient, GatewayUnreachable
+from relax_core.server.gateway_settings import FILE, GatewayAddress, read_address
 from tests.contracts.engine.harness import make_model
 from tests.security.intruders import intruder, ways_to_take
 

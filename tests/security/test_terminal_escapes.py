@@ -19,7 +19,7 @@ from rich.text import Text
 
 from relax_core.contracts.shown_text import shown, shown_json, shown_line
 from relax_core.observe.terminal.shown_console import ShownConsole
-from tests.dashboard.made_run import make_run
+from tests.server.made_run import make_run
 
 DANGEROUS = [
     *("\x00", "\x07", "\x08", "\r", "\x1b", "\x7f", "\x85", "\x9b", "\u00ad", "\u061c", "\u200b", "\u200d", "\u200e"),
@@ -46,7 +46,7 @@ def test_text_that_can_be_seen_stays() -> None:
 
 def test_the_page_hides_nothing_that_the_terminal_shows() -> None:
     """Both lists are of the same characters."""
-    page = Path("relax_core/dashboard/static/dom.js").read_text(encoding="utf-8")
+    page = Path("relax_core/server/static/dom.js").read_text(encoding="utf-8")
     pattern = re.search(r"const HIDDEN = /\[(.*)\]/gu;", page)
     assert pattern is not None
     of_page = re.compile("[" + re.sub(r"\\u\{([0-9a-f]+)\}", lambda one: f"\\U{one[1]:>08}", pattern[1]) + "]")

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from relax_core.config.schema import RelaxConfig
 from relax_core.control.engines.engine_limits import autoscaler_bounds
 from relax_core.control.health.heartbeats import Beat
-from relax_core.gateway.order_book import EngineRow, OrderBook, OrderRefused, State
-from relax_core.gateway.scale_book import ScaleBook, ScaleDecision
 from relax_core.observe.service.records import ACTOR, MetricRecord
+from relax_core.server.order_book import EngineRow, OrderBook, OrderRefused, State
+from relax_core.server.scale_book import ScaleBook, ScaleDecision
 
 OUT_WAIT, IN_WAIT = 0.20, 0.05  # shares of the steps' time: above the first one more engine, below the second one fewer
 FULL_CACHE = 0.85  # share of the caches' tokens above which engines take no more samples at once though none waits

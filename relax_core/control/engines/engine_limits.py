@@ -7,8 +7,8 @@ import math
 from relax_core.config.checks.attached_keys import unseen_media
 from relax_core.config.choices import ModeName
 from relax_core.config.schema import RelaxConfig
-from relax_core.gateway.gateway_settings import Limits
 from relax_core.registry import find_engine
+from relax_core.server.gateway_settings import Limits
 
 
 def limits_of(config: RelaxConfig) -> Limits:

@@ -18,8 +18,8 @@ import msgspec
 from relax_core.control.engines.engine_changes import EngineChanges
 from relax_core.control.engines.engine_set import EngineSet
 from relax_core.control.health.heartbeats import Beat
-from relax_core.gateway.order_book import CONTROLLER_BUSY_S, EngineRow, Order, OrderBook, RunRow, State
 from relax_core.roles.process.role_context import ENGINE, worker_name
+from relax_core.server.order_book import CONTROLLER_BUSY_S, EngineRow, Order, OrderBook, RunRow, State
 from relax_core.weights.engine_members import EngineMember
 
 WRITE_S = 1.0  # the longest time after which the book says where the run stands

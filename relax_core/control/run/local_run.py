@@ -31,9 +31,6 @@ from relax_core.control.run.teacher_folders import teacher_folders
 from relax_core.control.supervision.supervisor import Attempt
 from relax_core.control.supervision.supervisor_pipe import SupervisorPipe
 from relax_core.data.data_identity import data_digest
-from relax_core.gateway.order_book import CONTROLLER_BUSY_S, OrderBook
-from relax_core.gateway.order_history import order_history
-from relax_core.gateway.scale_book import ScaleBook
 from relax_core.observe.samples.newest_samples import NewestSamples
 from relax_core.observe.service.metrics_actor import MetricsClient, start_metrics
 from relax_core.observe.service.records import ACTOR
@@ -44,6 +41,9 @@ from relax_core.observe.terminal.no_signal_warning import SignalWatch
 from relax_core.observe.terminal.panel import Panel
 from relax_core.registry import short_name
 from relax_core.roles.process.role_context import ENGINE, METRICS, RunContext, worker_name
+from relax_core.server.order_book import CONTROLLER_BUSY_S, OrderBook
+from relax_core.server.order_history import order_history
+from relax_core.server.scale_book import ScaleBook
 from relax_core.tools.make_tiny import tiny_model_folder
 
 FAILED = 1

@@ -41,11 +41,11 @@ from relax_core.control.run.run_view import RunView
 from relax_core.control.run.serve_deployments import ServeDeployments
 from relax_core.control.run.services import Services
 from relax_core.control.supervision.supervisor_pipe import SupervisorPipe
-from relax_core.gateway.order_book import OrderBook
-from relax_core.gateway.scale_book import ScaleBook
 from relax_core.observe.service.metrics_actor import MetricsClient, MetricsUnavailable
 from relax_core.observe.service.records import PROCESS
 from relax_core.roles.process.role_context import ENGINE, RunContext
+from relax_core.server.order_book import OrderBook
+from relax_core.server.scale_book import ScaleBook
 
 MEDIA = "media"  # the name of the folder of media items
 METRICS_S = 10.0

@@ -22,7 +22,7 @@ from relax_core.contracts.stop_signals import STOP_SIGNALS
 from relax_core.control.engines.engine_limits import limits_of
 from relax_core.engines.engine_process import first_line, readable
 from relax_core.engines.http_server.held_port import listening_socket, refuse_waiting
-from relax_core.gateway.gateway_settings import FILE, GatewayAddress, GatewaySettings
+from relax_core.server.gateway_settings import FILE, GatewayAddress, GatewaySettings
 
 PORTS = 100  # ports from gateway.port on that are tried
 START_S = 60.0
@@ -98,7 +98,7 @@ class GatewayProcess:
             with self._log.open("ab") as log:
                 self._log_begins = log.tell()
                 process = subprocess.Popen(
-                    module_command("relax_core.gateway"),
+                    module_command("relax_core.server"),
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=log,

@@ -15,8 +15,8 @@ import ray
 
 from relax_core.control.engines.engine_numbers import EngineNumbers
 from relax_core.control.engines.engine_orders import EngineOrders, end_book, open_book
-from relax_core.gateway.order_book import FILE, Kind, Order, State
 from relax_core.roles.process.worker import EngineReport
+from relax_core.server.order_book import FILE, Kind, Order, State
 from tests.control.engines.changes_harness import Run, run
 
 __all__ = ["run"]

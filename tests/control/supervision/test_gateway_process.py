@@ -21,8 +21,8 @@ from relax_core.config.compose import load_config
 from relax_core.control.engines.engine_limits import limits_of
 from relax_core.control.host.process_trees import process_state
 from relax_core.control.supervision.gateway_process import gateway
-from relax_core.gateway.gateway_settings import FILE
-from relax_core.gateway.order_book import OrderBook, RunRow
+from relax_core.server.gateway_settings import FILE
+from relax_core.server.order_book import OrderBook, RunRow
 from tests.control import supervised
 from tests.control.gateway_up import until_up
 from tests.control.supervised import DEADLINE_S, start
@@ -93,7 +93,7 @@ def test_a_run_without_a_gateway_imports_no_web_framework() -> None:
     code = "import sys; import {}; print([name for name in {} if name in sys.modules])"
     for module, forbidden in {
         "relax_core.control.supervision.supervisor": ("fastapi", "uvicorn"),
-        "relax_core.gateway.server": ("ray", "torch", "megatron"),
+        "relax_core.server.gateway_server": ("ray", "torch", "megatron"),
     }.items():
         found = subprocess.run([sys.executable, "-c", code.format(module, forbidden)], capture_output=True, check=True)
         assert found.stdout == b"[]\n", module

@@ -1,0 +1,96 @@
+"""`relax dashboard [FOLDER ...]` serves a page on this machine about the runs in these folders, until Ctrl-C.
+
+A folder is that of a run, or one with runs below it; without one it is ./runs. The page reads the folders and changes
+nothing in them. It works for a run that goes on, that has ended or crashed, and for one that was copied here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import errno
+import getpass
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from relax_core.observe.terminal.standard_streams import unread_streams
+from relax_core.server.run_folders import find_runs
+
+LOOPBACK = "127.0.0.1"
+FIRST_PORT, PORTS = 7788, 50
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="relax dashboard", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", nargs="*", type=Path, default=[Path("runs")], help="runs, or folders of runs")
+    parser.add_argument("--port", type=int, help=f"by default the first free one from {FIRST_PORT} on")
+    given = parser.parse_args(arguments)
+    if given.port is not None and not 0 <= given.port <= 65535:
+        print(f"relax dashboard: --port={given.port}: a port is 0 to 65535; 0 takes a free one.", file=sys.stderr)
+        return 2
+    for folder in given.folder:
+        if not folder.is_dir():
+            print(f"relax dashboard: {folder} is no folder. Give the folder of a run, or of runs.", file=sys.stderr)
+            return 2
+    if not find_runs(given.folder):
+        listed = ", ".join(map(str, given.folder))
+        print(f"relax dashboard: no run in {listed} yet; the page shows what comes.", file=sys.stderr)
+    try:
+        listener = _listener(given.port)
+    except OSError as error:
+        print(f"relax dashboard: port {given.port or FIRST_PORT}: {error.strerror}. Use --port=0.", file=sys.stderr)
+        return 2
+    with listener:
+        return _serve(given.folder, listener)
+
+
+def _listener(port: int | None) -> socket.socket:
+    """Returns a socket that is bound to loopback; without ``port`` to the first free one."""
+    ports = [port] if port is not None else [*range(FIRST_PORT, FIRST_PORT + PORTS), 0]
+    for one in ports[:-1]:
+        try:
+            return socket.create_server((LOOPBACK, one))
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+    return socket.create_server((LOOPBACK, ports[-1]))
+
+
+def _serve(folders: Sequence[Path], listener: socket.socket) -> int:
+    from relax_core.server.page_guard import Session
+    from relax_core.server.page_routes import Dashboard
+    from relax_core.server.page_server import PageServer
+    from relax_core.server.run_reader import cache_folder
+
+    port = listener.getsockname()[1]
+    session = Session()
+
+    def tell_link() -> None:
+        print(f"http://{LOOPBACK}:{port}/#token={session.link_token}", flush=True)
+
+    def tell_next_link() -> None:
+        print("The link was used and works no more. The next one, for another browser:", flush=True)
+        tell_link()
+
+    dashboard = Dashboard(folders, cache=cache_folder(), session=session, port=lambda: port, on_exchange=tell_next_link)
+    print("The page is at this link, which works once. Ctrl-C ends it.", flush=True)
+    tell_link()
+    host = f"{getpass.getuser()}@{socket.gethostname()}"
+    print(f"From another machine, first: ssh -L {port}:{LOOPBACK}:{port} {host}", flush=True)
+    try:
+        asyncio.run(PageServer(dashboard.app).serve(listener))
+    except KeyboardInterrupt:  # uvicorn has closed the connections by then
+        pass
+    finally:
+        dashboard.close()
+    return 0
+
+
+if __name__ == "__main__":
+    with unread_streams():
+        sys.exit(main())

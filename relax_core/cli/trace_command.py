@@ -1,0 +1,96 @@
+"""`relax trace RUN [--steps A:B] [--format F] [--out FILE]` writes what a run did over time as a trace.
+
+The lanes are the trainer with the parts of its steps, each of its ranks, each rollout worker, each engine, the pushes
+of weights, the evaluations, restarts and recoveries after a fault, and orders for engines. They are made of the files
+that a run leaves, so they cost it nothing. ui.perfetto.dev opens the formats chrome and perfetto, chrome://tracing
+opens chrome, and a collector of OpenTelemetry takes otlp as the body of POST /v1/traces.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from relax_core.contracts.host.output_path import check_output_file, next_free
+from relax_core.observe.terminal.standard_streams import unread_streams
+from relax_core.server.run_series import RunSeries
+from relax_core.server.timeline.event_spans import event_spans
+from relax_core.server.timeline.run_timeline import all_spans
+from relax_core.server.timeline.trace_formats import WRITERS
+
+HOW = {
+    "chrome": "Open it at https://ui.perfetto.dev or in chrome://tracing.",
+    "perfetto": "Open it at https://ui.perfetto.dev.",
+    "otlp": "Send it to a collector: curl -H 'Content-Type: application/json' --data-binary @FILE URL/v1/traces.",
+}
+
+
+_FIX = "Give the folder of a run, and steps A:B with A below B."
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="relax trace", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("run", type=Path, help="the folder of a run")
+    parser.add_argument("--steps", default=":", help="train steps A:B, B not included; either may be left out")
+    parser.add_argument("--format", choices=WRITERS, default="chrome", help="chrome, if it is not given")
+    names = ", ".join(name for name, _ in WRITERS.values())
+    parser.add_argument(
+        "--out", type=Path, help=f"a new file, by default {names} in the working folder; - writes to the output"
+    )
+    given = parser.parse_args(arguments)
+    to_output = str(given.out) == "-"
+    try:
+        if given.out is not None and not to_output:
+            check_output_file(given.out, option="--out")
+        first, behind = steps_of(given.steps)
+    except ValueError as error:
+        print(f"relax trace: {error}", file=sys.stderr)
+        return 2
+    series = RunSeries(given.run)
+    while series.refresh():
+        pass
+    spans = [span for span in all_spans(series.timed) if first <= span.step < behind]
+    if not spans:
+        print(
+            f"relax trace: {given.run} has no metrics.jsonl with train steps of --steps={given.steps}. {_FIX}",
+            file=sys.stderr,
+        )
+        return 1
+    events, problems = event_spans(given.run, series.timed)
+    for words in problems:
+        print(f"relax trace: {words}", file=sys.stderr)
+    from_s = min(span.start_s for span in spans) if first else -math.inf
+    until_s = max(span.end_s for span in spans) if behind < math.inf else math.inf
+    spans += [span for span in events if span.end_s >= from_s and span.start_s <= until_s]
+    name, write = WRITERS[given.format]
+    try:
+        data = write(spans, run=given.run.resolve().name)
+    except ValueError as error:
+        print(f"relax trace: {error}", file=sys.stderr)
+        return 2
+    if to_output:
+        sys.stdout.buffer.write(data)
+        return 0
+    out = given.out or next_free(Path(name))
+    out.write_bytes(data)
+    print(f"{out}: {len(spans)} spans, {len(data)} bytes. {HOW[given.format]}")
+    return 0
+
+
+def steps_of(words: str) -> tuple[int, float]:
+    """Returns the first step of "A:B", and the step behind the last one. Raises ValueError for anything else."""
+    first, colon, behind = words.partition(":")
+    if not colon or not all(part == "" or part.isdecimal() for part in (first, behind)):
+        raise ValueError(f"--steps={words}: give A:B with whole numbers, such as 100:120, 100: or :20.")
+    return int(first or 0), float(behind or "inf")
+
+
+if __name__ == "__main__":
+    with unread_streams():
+        sys.exit(main())

@@ -1,0 +1,95 @@
+"""Asks the gateway of a run from a program on the same machine."""
+
+from __future__ import annotations
+
+import http.client
+import time
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+
+from relax_core.engines.protocol.proven_connection import ProvenConnection
+from relax_core.engines.protocol.reply_checks import plain_words, reply_object
+from relax_core.server.gateway_settings import FILE, GatewayAddress, read_address
+
+ANSWER_S = 30.0  # longest time of one request
+ANSWER_BYTES = 16 << 20
+AGAIN_S = 10.0  # how long a gateway that does not answer is asked again, because it may be starting again
+PAUSE_S = 0.25
+
+
+class GatewayRefused(Exception):
+    """Says why the gateway refuses a request; ``problem`` is the body of its answer."""
+
+    def __init__(self, problem: dict[str, Any]) -> None:
+        words = problem.get("detail", "")
+        key, value, fix = (problem.get(name) for name in ("key", "value", "fix"))
+        named = f" ({key}={value})" if key and value else f" ({key})" if key else ""
+        super().__init__(f"{words}{named}" + (f"; {fix}" if fix else ""))
+        self.problem = problem
+
+
+class GatewayUnreachable(Exception):
+    """Says why the gateway of a run does not answer."""
+
+
+class GatewayClient:
+    """Asks the gateway of the run in ``folder`` directly, whatever proxies the environment names.
+
+    The gateway proves on each connection that it knows the token, before the token is sent.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def ask(self, method: str, route: str, body: dict[str, Any] | None = None, *, key: str = "") -> dict[str, Any]:
+        """Returns the JSON object of the answer; ``key`` is the Idempotency-Key.
+
+        A request without a readable answer is repeated for `AGAIN_S` seconds, so ``route`` has to be one that may be
+        asked twice, or needs a ``key``. Raises `GatewayRefused` and `GatewayUnreachable`.
+        """
+        deadline = time.monotonic() + AGAIN_S
+        while True:
+            address = self._address()
+            try:
+                status, data = _answer(address, method, route, body, key=key)
+                answer = reply_object(data, None)
+                if 200 <= status < 300:
+                    return answer
+                if not 400 <= status <= 599:
+                    raise ValueError(f"status {status}")
+            except (OSError, http.client.HTTPException, ValueError) as error:
+                if time.monotonic() > deadline:
+                    why = plain_words(f"{type(error).__name__}: {error}")
+                    raise GatewayUnreachable(f"the gateway at {address.url} does not answer: {why}") from error
+            else:
+                raise GatewayRefused({"status": status, "detail": f"it answers {status}"} | answer)
+            time.sleep(PAUSE_S)
+
+    def _address(self) -> GatewayAddress:
+        try:
+            return read_address(self._folder)
+        except FileNotFoundError as error:
+            raise GatewayUnreachable(
+                f"{self._folder / FILE} does not exist: no run that has a gateway works in this folder now. "
+                "Name the folder of a run that goes on and has gateway=local"
+            ) from error
+        except (OSError, msgspec.DecodeError) as error:
+            raise GatewayUnreachable(f"{self._folder / FILE} cannot be read: {error}") from error
+
+
+def _answer(
+    address: GatewayAddress, method: str, route: str, body: dict[str, Any] | None, *, key: str
+) -> tuple[int, bytes]:
+    parts = urlsplit(address.url)
+    connection = ProvenConnection(parts.hostname or "", parts.port, token=address.token)
+    headers = {"Authorization": f"Bearer {address.token}", "Content-Type": "application/json"}
+    if key:
+        headers["Idempotency-Key"] = key
+    data = b"" if body is None else msgspec.json.encode(body)
+    try:
+        return connection.call(method, route, data, headers, timeout_s=ANSWER_S, most_bytes=ANSWER_BYTES)
+    finally:
+        connection.close()

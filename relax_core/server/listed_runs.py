@@ -1,0 +1,170 @@
+"""Makes the list of runs: state, newest figures, and why a file cannot be read, from looks that cost little."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple, TypeVar
+
+import msgspec
+
+from relax_core.contracts.foreign_files import decode_json, read_whole
+from relax_core.contracts.shown_text import shown_line
+from relax_core.observe.alarms.alarm_book import FILE as ALARMS
+from relax_core.observe.service.records import ACTOR, EVAL
+from relax_core.observe.service.sinks import TEXTS_FILE
+from relax_core.server.foreign_yaml import decode_yaml
+from relax_core.server.run_folders import (
+    BROKEN,
+    METRICS,
+    MOST_NAME,
+    MOST_SUMMARY,
+    SUMMARY,
+    UNREADABLE,
+    Standing,
+    inside,
+    open_inside,
+    reason,
+    run_name,
+    run_standing,
+)
+from relax_core.server.run_reader import CONFIG, MOST_CONFIG, SUMMARY_DECODER
+from relax_core.server.sqlite_files import connect, readable_database
+
+LOOK_S = 2.0  # for the files of all runs of one list
+DATABASES = {"ledger.sqlite": ("events", "restores"), "operations.sqlite": ("orders", "states")}
+TAIL_BYTES = 2**18  # of metrics.jsonl, in which the newest figures are looked for
+FILES = (CONFIG, METRICS, TEXTS_FILE, ALARMS, SUMMARY, *DATABASES)
+
+
+class _Record(msgspec.Struct):
+    source: str
+    step: Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
+    time_s: Annotated[float, msgspec.Meta(ge=0, lt=2**53)]
+    values: dict[str, float | None]
+
+
+class _Look(NamedTuple):
+    problem: str
+    figures: dict[str, Any]
+
+
+Value = TypeVar("Value")
+_record = msgspec.json.Decoder(_Record)
+NO_FIGURES = dict.fromkeys(("label", "steps_done", "steps", "reward", "exact", "samples_per_s", "newest_s"))
+
+
+class ListedRuns:
+    """Tells of each run what the list shows; a run is looked at anew once one of its files has changed."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[object, _Look]] = {}
+
+    def __call__(self, found: Mapping[str, Path]) -> list[dict[str, Any]]:
+        """Returns id, name, folder, state, problem and newest figures of each run.
+
+        A run whose files cannot be read is unreadable. A figure that is not known is None: ``reward`` is that of the
+        newest train step, ``exact`` that of the newest evaluation.
+        """
+        self._known = {run: known for run, known in self._known.items() if run in found}
+        rows, until = [], time.monotonic() + LOOK_S
+        for run, path in found.items():
+            standing = self._standing(run, path, until)
+            folder = shown_line(str(path))
+            figures = self._known[run][1].figures if run in self._known else NO_FIGURES
+            rows.append({"id": run, "name": run_name(path), "folder": folder, **standing._asdict(), **figures})
+        return rows
+
+    def _standing(self, run: str, path: Path, until: float) -> Standing:
+        standing = run_standing(path)
+        if standing.problem:
+            return standing
+        seen = tuple(_seen(path / name) for name in FILES)
+        known = self._known.get(run)
+        if known is None or known[0] != seen:
+            if time.monotonic() > until:  # the next list looks at it
+                return standing
+            known = self._known[run] = (seen, _look(path))
+        return Standing(UNREADABLE, known[1].problem) if known[1].problem else standing
+
+
+def _seen(path: Path) -> object:
+    try:
+        found = path.lstat()
+    except OSError as error:
+        return error.errno
+    return found.st_mtime_ns, found.st_size, found.st_ino, found.st_mode
+
+
+def _look(run_dir: Path) -> _Look:
+    """Returns why one of the run's files cannot be read, "" if all of them look right, and the run's figures."""
+    config: dict[str, Any] = {}
+    summary: dict[str, Any] = {}
+    records: dict[str, _Record] = {}
+    for name in FILES:
+        try:
+            path = inside(run_dir, name)
+            if name == CONFIG:
+                config = decode_yaml(read_whole(path, most_bytes=MOST_CONFIG).decode("utf-8", "replace"))
+            if name == SUMMARY:
+                summary = decode_json(read_whole(path, most_bytes=MOST_SUMMARY), SUMMARY_DECODER)
+            if name == METRICS:
+                records = _newest_records(run_dir)
+            if not os.access(path, os.R_OK):
+                raise PermissionError("it may not be read")
+            if name in DATABASES and readable_database(run_dir, name) is not None:
+                with closing(connect(path, *DATABASES[name])):
+                    pass
+        except FileNotFoundError:
+            continue
+        except BROKEN as error:
+            return _Look(reason(name, error), NO_FIGURES)
+    return _Look("", _figures(config, summary, records))
+
+
+def _newest_records(run_dir: Path) -> dict[str, _Record]:
+    """Returns the newest record of the trainer and of an evaluation that stand at the end of metrics.jsonl."""
+    with open_inside(run_dir, METRICS) as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+        lines = file.read(TAIL_BYTES).split(b"\n")
+    found: dict[str, _Record] = {}
+    for line in reversed(lines):
+        try:
+            record = decode_json(line, _record)
+        except ValueError:  # a record of another form, or a part of one
+            continue
+        if record.source in (ACTOR, EVAL):
+            found.setdefault(record.source, record)
+        if len(found) == 2:
+            break
+    return found
+
+
+def _figures(config: Mapping[str, Any], summary: Mapping[str, Any], records: Mapping[str, _Record]) -> dict[str, Any]:
+    """Returns the columns of the list; numbers of ``records`` come before those of ``summary``."""
+    trained, evaluated = records.get(ACTOR), records.get(EVAL)
+    last, run, evaluations = (_as(summary.get("reward"), dict), _as(config.get("run"), dict), summary.get("eval"))
+    last_eval = _as(evaluations[-1], dict) if isinstance(evaluations, list) and evaluations else {}
+    return {
+        "label": shown_line(_as(config.get("name"), str))[:MOST_NAME],
+        "steps_done": trained.step + 1 if trained else _number(summary.get("steps")),
+        "steps": _number(run.get("steps")),
+        "reward": trained.values.get("reward") if trained else _number(last.get("last")),
+        "exact": evaluated.values.get("exact") if evaluated else _number(last_eval.get("exact")),
+        "samples_per_s": _number(summary.get("samples_per_s"))
+        or (trained.values.get("samples_per_s") if trained else None),
+        "newest_s": max((one.time_s for one in records.values()), default=None),
+    }
+
+
+def _as(value: object, kind: type[Value]) -> Value:
+    return value if isinstance(value, kind) else kind()
+
+
+def _number(value: object) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return value if abs(value) < 2**53 else None

@@ -1,0 +1,54 @@
+"""Serves the page on a listener, with the bounds on connections that every HTTP server of Relax has."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from functools import partial
+from typing import cast
+
+import uvicorn
+
+from relax_core.engines.http_server.connections import Connection, OpenConnections, connection_limit
+from relax_core.server.page_guard import App
+
+KEEP_ALIVE_S = 30
+CLOSE_S = 2  # seconds that open requests get when the page ends
+
+
+class PageServer:
+    """Serves ``app``, the page behind its guard, from `serve` on until `stop` is called or Ctrl-C comes."""
+
+    def __init__(self, app: App) -> None:
+        self._connections = OpenConnections(connection_limit())
+        config = uvicorn.Config(
+            app,
+            http=cast("type[asyncio.Protocol]", partial(Connection, self._connections)),
+            ws="none",
+            lifespan="off",
+            log_level="error",  # what a client or a run's folder does wrong is answered and not logged
+            access_log=False,
+            server_header=False,
+            date_header=False,
+            proxy_headers=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=CLOSE_S,
+        )
+        self._server = uvicorn.Server(config)
+
+    @property
+    def started(self) -> bool:
+        """Is True once it answers."""
+        return self._server.started
+
+    async def serve(self, listener: socket.socket) -> None:
+        """Serves ``listener``, which is bound, and returns when the server has ended."""
+        sweeping = asyncio.create_task(self._connections.sweep())
+        try:
+            await self._server.serve(sockets=[listener])
+        finally:
+            sweeping.cancel()
+
+    def stop(self) -> None:
+        """Ends the server; any thread may call it."""
+        self._server.should_exit = True

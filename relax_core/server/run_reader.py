@@ -1,0 +1,278 @@
+"""Answers the page's questions about one run from the files in its folder, and keeps what it has read of them."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Generic, TypeVar, cast
+
+import msgspec
+
+from relax_core.contracts.foreign_files import decode_json
+from relax_core.contracts.shown_text import shown_line
+from relax_core.observe.alarms.alarm_book import FILE as ALARMS
+from relax_core.observe.alarms.alarm_book import NOTICES, Alarm, read_alarms
+from relax_core.observe.samples.sample_index import FORMAT, SampleIndex
+from relax_core.observe.samples.sample_records import SAMPLES_FOLDER
+from relax_core.observe.service.records import ACTOR
+from relax_core.server.batch_lives import SampleLife, batch_lives
+from relax_core.server.foreign_yaml import decode_yaml
+from relax_core.server.ledger_drops import event_counts, take_drops
+from relax_core.server.run_folders import (
+    BROKEN,
+    MOST_NAME,
+    MOST_SUMMARY,
+    SUMMARY,
+    inside,
+    open_inside,
+    reason,
+    run_id,
+    run_name,
+    run_standing,
+)
+from relax_core.server.run_series import RunSeries
+from relax_core.server.run_texts import RunTexts
+from relax_core.server.timeline.event_spans import event_spans
+
+CONFIG, PLAN = "config.yaml", "plan.json"
+REST = 100  # a slow answer is computed anew once 100 times as long as it took has passed
+NEWEST_S = 1.0  # a call waits so long for the newest samples
+END_S = 10.0
+MOST_ALARMS = 50
+MOST_TEXT_BYTES = 2**20  # of a file that is shown as it is
+MOST_CONFIG = 2**18  # bytes of config.yaml
+READ_S = 5.0  # a call reads metrics.jsonl for so long at most
+SAMPLES_LEFT_OUT = f"{SAMPLES_FOLDER} is no folder of the run, so no sample is shown"
+Answer = TypeVar("Answer")
+SUMMARY_DECODER = msgspec.json.Decoder(dict[str, Any])
+
+
+class Rested(Generic[Answer]):
+    """Keeps an answer for as long as makes its computation 1% of the time, and for a second at least."""
+
+    def __init__(self, compute: Callable[[], Answer]) -> None:
+        self._compute, self._until = compute, 0.0
+        self._answer: Answer | None = None
+
+    def __call__(self) -> Answer:
+        """Returns the answer, computed anew if it is old enough."""
+        began = time.monotonic()
+        if began >= self._until:
+            self._answer = self._compute()
+            took = time.monotonic() - began
+            self._until = began + max(1.0, REST * took)
+        return cast(Answer, self._answer)
+
+
+class RunReader:
+    """Reads one run's folder. Its methods are thread-safe; ``cache`` is the folder of the index files.
+
+    ``samples_share`` is how much of the files of samples was read, from 0 to 1.
+    """
+
+    def __init__(self, run_dir: Path, cache: Path | None) -> None:
+        self.run_dir, self.run_id = run_dir, run_id(run_dir)
+        self._cache = cache
+        self._lock = threading.Lock()
+        self._read = RunSeries(run_dir)
+        self.texts = RunTexts(run_dir)
+        self._index: SampleIndex | None = None
+        self._indexing: threading.Thread | None = None
+        self.samples_share, self._index_problem, self._closing = 0.0, "", False
+        self._wanted, self._read_all = threading.Event(), threading.Event()
+        none: dict[str, Any] = {}
+        self._events = Rested(lambda: self._tried("ledger.sqlite", lambda: event_counts(run_dir), none))
+        self._standing = Rested(lambda: run_standing(run_dir))
+        self._values = Rested(lambda: self._tried(CONFIG, self._read_config, none))
+        self._outcome = Rested(lambda: self._tried(SUMMARY, self._read_summary, none))
+        self._problems: dict[str, str] = {}  # by file
+        self._staleness = Rested(self._count_staleness)
+        self._counts = Rested(self._count_samples)
+        self.engines = Rested(self._count_engines)
+        self._drops = Rested(self._take_drops)
+        self.faults_and_orders = Rested(lambda: event_spans(run_dir, self.series().timed))
+
+    def series(self) -> RunSeries:
+        """Returns the run's numbers as of now."""
+        with self._lock:
+            until = time.monotonic() + READ_S
+            while self._read.refresh(until) and time.monotonic() < until:
+                pass
+            return self._read
+
+    def samples(self) -> SampleIndex | None:
+        """Returns the index of the run's samples, or None if it has none.
+
+        A thread takes in what the files have gained. The call waits for it a moment, so a small run is read whole;
+        of a large one the rest comes later, and `SampleIndex.share` says how much is there.
+        """
+        with self._lock:
+            if self._index is None:
+                folder = self.run_dir / SAMPLES_FOLDER
+                if not folder.is_dir() or os.path.realpath(folder) != os.path.join(
+                    os.path.realpath(self.run_dir), SAMPLES_FOLDER
+                ):
+                    self._problems[SAMPLES_FOLDER] = SAMPLES_LEFT_OUT if os.path.lexists(folder) else ""
+                    return None
+                name = f"{self.run_id}-{folder.stat().st_ino}-{FORMAT}.sqlite"
+                self._index = SampleIndex(self.run_dir, None if self._cache is None else self._cache / name)
+                self._indexing = threading.Thread(target=self._index_forever, daemon=True, name="samples-index")
+                self._indexing.start()
+            index = self._index
+        self._read_all.clear()
+        self._wanted.set()
+        self._read_all.wait(NEWEST_S)
+        return index
+
+    def _index_forever(self) -> None:
+        index = self._index
+        assert index is not None, "it is made before the thread starts"
+        while not self._closing:
+            if not self._wanted.wait(1.0):
+                continue
+            self._wanted.clear()
+            try:
+                while not self._closing and index.refresh():
+                    self.samples_share = index.share()
+                self.samples_share, self._index_problem = 1.0, ""
+                self._drops()
+            except BROKEN as error:  # a file holds something else, the folder has gone, or the cache's disk is full
+                self._index_problem = f"The samples cannot be read on: {reason('', error)}."
+            self._read_all.set()
+
+    def overview(self) -> dict[str, Any]:
+        """Returns what the head of the page shows: state, progress, expected end, newest values, ledger."""
+        series, config, index = self.series(), self.config(), self.samples()
+        total = _number(_at(config, "run", "steps"))
+        state, step_s, done = self._standing().state, series.step_s(), series.steps_done
+        live = state == "live" and step_s is not None and total is not None
+        found = {
+            "id": self.run_id,
+            "folder": shown_line(str(self.run_dir)),
+            "name": shown_line(str(config.get("name") or ""))[:MOST_NAME] or run_name(self.run_dir),
+            "state": state,
+            "steps_done": done,
+            "steps": total,
+            "step_s": step_s,
+            "left_s": step_s * max(0, int(total or 0) - done) if live and step_s is not None else None,
+            "ended_s": series.ended_s(),
+            "resumes": series.resumes,
+            "alarms": self._alarms(),
+            "tags": series.tags(),
+            "ledger": self._events(),
+            "samples": self._counts(),
+            "samples_share": 1.0 if index is None else self.samples_share,
+            "staleness": self._staleness(),
+        }
+        own = [self._standing().problem, *self._problems.values(), series.problem, self.texts.problem]
+        of_samples = [*(index.problems() if index else []), self._index_problem]
+        return found | {"problems": list(dict.fromkeys(filter(None, [*own, *of_samples])))}
+
+    def _tried(self, name: str, read: Callable[[], Answer], otherwise: Answer) -> Answer:
+        """Returns what a file says; one that cannot be read costs its own values alone, and a line of the overview."""
+        try:
+            found = read()
+        except FileNotFoundError:
+            self._problems.pop(name, None)
+            return otherwise
+        except BROKEN as error:
+            self._problems[name] = reason(name, error)
+            return otherwise
+        self._problems.pop(name, None)
+        return found
+
+    def _alarms(self) -> list[dict[str, Any]]:
+        """Returns the newest messages about the run, the newest first, and whether each is an alarm."""
+        found: list[Alarm] = []
+        found = self._tried(ALARMS, lambda: read_alarms(inside(self.run_dir, ALARMS), newest=MOST_ALARMS), found)
+        return [msgspec.to_builtins(one) | {"alarm": one.event not in NOTICES} for one in reversed(found)]
+
+    def pulse(self) -> dict[str, Any]:
+        """Returns the little that tells an open page whether there is something new."""
+        series = self.series()
+        return {"state": self._standing().state, "steps_done": series.steps_done, "points": len(series.tags())}
+
+    def config(self) -> dict[str, Any]:
+        """Returns the run's configuration, empty if there is none that can be read."""
+        return self._values()
+
+    def summary(self) -> dict[str, Any]:
+        """Returns summary.json, empty if there is none that can be read."""
+        return self._outcome()
+
+    def _read_config(self) -> dict[str, Any]:
+        return decode_yaml(self._bytes(CONFIG, MOST_CONFIG).decode("utf-8", "replace"))
+
+    def _read_summary(self) -> dict[str, Any]:
+        return decode_json(self._bytes(SUMMARY, MOST_SUMMARY), SUMMARY_DECODER)
+
+    def _bytes(self, name: str, most: int) -> bytes:
+        with open_inside(self.run_dir, name) as file:
+            data = file.read(most + 1)
+        if len(data) > most:
+            raise ValueError(f"it has more than {most} bytes")
+        return data
+
+    def text(self, name: str) -> str:
+        """Returns a file's text, of a large one the first MiB. Raises FileNotFoundError and NotInside."""
+        with open_inside(self.run_dir, name) as file:
+            return file.read(MOST_TEXT_BYTES).decode("utf-8", "replace")
+
+    def close(self) -> None:
+        """Ends the thread and closes the index."""
+        self._closing = True
+        self._wanted.set()  # the thread looks at once
+        if self._indexing is not None:
+            self._indexing.join(END_S)
+        with self._lock:
+            if self._index is not None:
+                self._index.close()
+                self._index = None
+
+    def _count_staleness(self) -> dict[str, int]:
+        if self._index is not None:
+            counts = self._index.staleness()
+            if counts:
+                return counts
+        counts = _at(self.summary(), "staleness", "histogram")
+        return self._tried(SUMMARY, lambda: msgspec.convert(counts or {}, dict[str, int]), {})
+
+    def batch(self, step: int) -> list[SampleLife]:
+        """Returns the lives of the samples that ended at a train step. Raises FileNotFoundError if it has not ended."""
+        ends = {one.step: one for one in self.series().timed if one.source == ACTOR and "step" in one.ms}
+        if step not in ends:
+            raise FileNotFoundError(f"Train step {step} has not ended.")
+        staleness = _number(_at(self.config(), "mode", "max_staleness")) or 0
+        before = ends.get(step - staleness - 3)
+        from_s = 0.0 if before is None else before.end_s - before.ms["step"] / 1e3
+        return batch_lives(self.run_dir, step=step, from_s=from_s, to_s=ends[step].end_s)
+
+    def _count_engines(self) -> list[dict[str, Any]]:
+        return [] if self._index is None else self._index.engines()
+
+    def _count_samples(self) -> dict[str, Any] | None:
+        return None if self._index is None else self._index.overview()
+
+    def _take_drops(self) -> bool:
+        assert self._index is not None, "the samples are open"
+        index = self._index
+        return self._tried("the drops in ledger.sqlite", lambda: take_drops(self.run_dir, index), None) is None
+
+
+def cache_folder() -> Path:
+    """Returns the folder in the user's cache that keeps the indices of runs."""
+    root = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(root) / "relax" / "dashboard"
+
+
+def _at(values: Any, *keys: str) -> Any:
+    for key in keys:
+        values = values.get(key) if isinstance(values, dict) else None
+    return values
+
+
+def _number(value: Any) -> int | None:
+    return value if isinstance(value, int) and 0 <= value < 2**53 else None

@@ -1,0 +1,282 @@
+"""Reads a run's metrics.jsonl as it grows and gives its numbers as curves of at most 2,000 points."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+from array import array
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, NamedTuple, Protocol
+
+import msgspec
+import numpy as np
+
+from relax_core.contracts.foreign_files import decode_json
+from relax_core.observe.service.records import ACTOR, EVAL, RANK, RESUMED, ROLLOUT, RUN
+from relax_core.server.run_folders import METRICS, open_inside, reason
+
+MOST_POINTS = 2000
+READ_BYTES = 4 * 2**20  # at once; no line is longer
+MOST_BYTES = 512 * 2**20  # of the numbers in memory
+RECORD_BYTES, POINT_BYTES = 250, 16
+MOST_TAGS, MOST_TAG = 20_000, 300  # numbers, and characters of a name
+MOST_RESUMES = 1000
+_COUNTS = ("samples", "tokens", "worker")
+_OF_ENGINES = "engine/"  # numbers of the rollout about requests to one engine begin so
+_KEPT: dict[str, Callable[[str], bool]] = {  # source → which of its numbers `Timed` has
+    ACTOR: lambda name: name.endswith("_ms") or name.startswith("train/"),
+    ROLLOUT: lambda name: name.endswith("_ms") or name in _COUNTS or name.startswith(_OF_ENGINES),
+    RANK: lambda name: name.endswith("_ms"),
+    EVAL: lambda name: False,
+}
+
+
+class Curve(NamedTuple):
+    """Holds the points of one number in order of step; a value is None where it is not finite."""
+
+    steps: list[int]
+    values: list[float | None]
+
+
+class TimedRecord(Protocol):
+    """Declares a record that tells how long its work took; it ended at ``end_s``, in Unix seconds.
+
+    ``resumes`` counts the resumes before it, and ``ms`` has its numbers that are milliseconds, by name without
+    the ending, and for the rollout ``samples``, ``tokens`` and ``worker``.
+    """
+
+    @property
+    def source(self) -> str:
+        """Returns the source of the record."""
+
+    @property
+    def step(self) -> int:
+        """Returns its train step or weight version."""
+
+    @property
+    def end_s(self) -> float:
+        """Returns when its work ended, in Unix seconds."""
+
+    @property
+    def resumes(self) -> int:
+        """Returns the number of resumes before it."""
+
+    @property
+    def ms(self) -> dict[str, float]:
+        """Returns its numbers by name."""
+
+
+class Timed(NamedTuple):
+    """Is a `TimedRecord` whose numbers are at hand."""
+
+    source: str
+    step: int
+    end_s: float
+    resumes: int
+    ms: dict[str, float]
+
+
+class PackedTimed(NamedTuple):
+    """Is a `TimedRecord` in a tenth of its memory; all records with the same names share one tuple of them."""
+
+    source: str
+    step: int
+    end_s: float
+    resumes: int
+    names: tuple[str, ...]
+    values: array[float]
+
+    @property
+    def ms(self) -> dict[str, float]:
+        """Returns its numbers by name."""
+        return dict(zip(self.names, self.values, strict=True))
+
+
+class _Line(msgspec.Struct):
+    source: Annotated[str, msgspec.Meta(max_length=MOST_TAG)]
+    step: Annotated[int, msgspec.Meta(ge=-(2**53), le=2**53)]
+    time_s: Annotated[float, msgspec.Meta(ge=0.0, le=1e11)]
+    values: dict[str, float | None]
+
+
+class _Points:
+    """Holds the points of one number in order of step, 16 bytes each; a value is NaN where it is not finite."""
+
+    def __init__(self) -> None:
+        self.steps, self.values = array("q"), array("d")
+
+    def set(self, step: int, value: float) -> None:
+        if not self.steps or step > self.steps[-1]:
+            self.steps.append(step)
+            self.values.append(value)
+            return
+        place = bisect_left(self.steps, step)
+        if self.steps[place] != step:
+            self.steps.insert(place, step)
+            self.values.insert(place, value)
+        self.values[place] = value
+
+    def cut(self, step: int) -> None:
+        place = bisect_left(self.steps, step)
+        del self.steps[place:], self.values[place:]
+
+
+class RunSeries:
+    """Keeps the numbers of a run by their tags ``source/name``, read from a byte offset on.
+
+    The numbers of the trainer's ranks, which are many, are among ``timed`` alone.
+    ``resumes`` lists the steps from which the run went on. ``timed`` has the records of the trainer, the rollout and
+    the evaluations in the order of the file, also those that a resume undid. ``problem`` says why the file cannot be
+    read on, else it is empty. The methods are thread-safe.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir, self._lock = run_dir, threading.Lock()
+        self._decoder = msgspec.json.Decoder(_Line)
+        self._start()
+
+    def _start(self) -> None:
+        self._offset, self._inode = 0, -1
+        self._points: dict[str, _Points] = defaultdict(_Points)
+        self._ended: dict[int, float] = {}  # train step → when it ended, in Unix seconds
+        self.resumes: list[int] = []
+        self.timed: list[TimedRecord] = []
+        self._names: dict[tuple[str, ...], tuple[str, ...]] = {}
+        self.problem = ""
+        self._bytes = 0  # about what the numbers take in memory
+
+    def refresh(self, until: float = math.inf) -> int:
+        """Reads the lines that have come since, until a time of the monotonic clock, and returns how many."""
+        with self._lock:
+            return self._take_in(until)
+
+    def _take_in(self, until: float) -> int:
+        try:
+            with open_inside(self._run_dir, METRICS) as file:
+                status = os.fstat(file.fileno())
+                if status.st_ino != self._inode or status.st_size < self._offset:  # another file has its name
+                    self._start()
+                    self._inode = status.st_ino
+                file.seek(self._offset)
+                data = file.read(READ_BYTES)
+        except FileNotFoundError:
+            return 0
+        except (OSError, ValueError) as error:
+            self.problem = reason(METRICS, error)
+            return 0
+        if len(data) == READ_BYTES and b"\n" not in data:
+            self.problem = f"{METRICS}: the line at byte {self._offset} has more than {READ_BYTES} bytes"
+        if self._bytes > MOST_BYTES:
+            self.problem = f"{METRICS}: its numbers take more than {MOST_BYTES} bytes of memory; the rest is left out"
+            return 0
+        lines = 0
+        for line in data[: data.rfind(b"\n") + 1].splitlines(keepends=True):
+            if time.monotonic() > until:
+                break
+            try:
+                self._add(decode_json(line, self._decoder))
+                lines += 1
+            except ValueError as error:
+                self.problem = reason(METRICS, ValueError(f"a line is not a record of Relax ({error})"))
+            self._offset += len(line)
+        return lines
+
+    def _add(self, line: _Line) -> None:
+        self._bytes += RECORD_BYTES + POINT_BYTES * len(line.values)
+        if line.source == RUN and RESUMED in line.values:
+            self._undo(line.step)
+            return
+        if line.source == ACTOR:
+            self._ended[line.step] = line.time_s
+        if line.source in _KEPT:
+            kept = _KEPT[line.source]
+            ms = {name.removesuffix("_ms"): value for name, value in line.values.items() if value and kept(name)}
+            if line.source != RANK:
+                self.timed.append(Timed(line.source, line.step, line.time_s, len(self.resumes), ms))
+            else:
+                names = self._names.setdefault(tuple(ms), tuple(ms))
+                numbers = array("f", ms.values())
+                self.timed.append(PackedTimed(RANK, line.step, line.time_s, len(self.resumes), names, numbers))
+                return  # the ranks have so many numbers that they are shown over time alone
+        new = sum(f"{line.source}/{name}" not in self._points for name in line.values)
+        if new and (len(self._points) + new > MOST_TAGS or max(map(len, line.values)) > MOST_TAG):
+            raise ValueError(f"there are more than {MOST_TAGS} numbers, or a name has more than {MOST_TAG} characters")
+        for name, value in line.values.items():
+            self._points[f"{line.source}/{name}"].set(line.step, np.nan if value is None else value)
+
+    def _undo(self, step: int) -> None:
+        if len(self.resumes) >= MOST_RESUMES:
+            raise ValueError(f"there are more than {MOST_RESUMES} resumes")
+        self.resumes.append(step)
+        for points in self._points.values():
+            points.cut(step)
+        self._ended = {one: ended for one, ended in self._ended.items() if one < step}
+
+    def tags(self) -> list[str]:
+        """Returns all tags, sorted."""
+        with self._lock:
+            return sorted(tag for tag, points in self._points.items() if points.steps)
+
+    def curve(self, tag: str, *, most: int = MOST_POINTS) -> Curve:
+        """Returns the curve of a tag, empty if there is none."""
+        with self._lock:
+            points = self._points.get(tag)
+            if points is None:
+                return Curve([], [])
+            steps, values = np.array(points.steps), np.array(points.values)
+        return thinned(steps, values, most=most)
+
+    def newest(self, tag: str) -> float | None:
+        """Returns the newest value of a tag; None if there is none, or if it is not finite."""
+        with self._lock:
+            points = self._points.get(tag)
+            value = points.values[-1] if points is not None and points.values else np.nan
+        return float(value) if np.isfinite(value) else None
+
+    @property
+    def steps_done(self) -> int:
+        """Returns the number of train steps that are done."""
+        return max(self._ended, default=-1) + 1
+
+    def step_s(self, newest: int = 50) -> float | None:
+        """Returns the median seconds of the newest steps, None before there are two."""
+        times = sorted(self._ended.items())[-newest - 1 :]
+        gaps = sorted(after[1] - before[1] for before, after in pairwise(times))
+        return gaps[len(gaps) // 2] if gaps else None
+
+    def ended_s(self) -> float | None:
+        """Returns when the newest step ended, in Unix seconds."""
+        return self._ended[max(self._ended)] if self._ended else None
+
+
+def thinned(
+    steps: Sequence[int] | np.ndarray, values: Sequence[float] | np.ndarray, *, most: int = MOST_POINTS
+) -> Curve:
+    """Returns at most ``most`` points: of each piece of a longer curve, its least and its largest value in order.
+
+    A value that is not finite is no least and no largest one, and becomes None.
+    """
+    x, y = np.asarray(steps, dtype=np.int64), np.asarray(values, dtype=np.float64)
+    finite = np.isfinite(y)
+    if len(x) > most:
+        size = -(-len(x) // (most // 2))
+        pieces = -(-len(x) // size)
+        ends = [np.full(pieces * size, end) for end in (np.inf, -np.inf)]
+        for padded in ends:
+            padded[: len(x)][finite] = y[finite]
+        first = np.arange(pieces) * size
+        least, largest = (
+            first + of(padded.reshape(pieces, size), axis=1)
+            for of, padded in zip((np.argmin, np.argmax), ends, strict=True)
+        )
+        chosen = np.unique(np.concatenate([least, largest]))
+        x, y, finite = x[chosen], y[chosen], finite[chosen]
+    # Six digits are more than a screen shows, and half the bytes of a float's repr.
+    shown = [float(f"{value:.6g}") if good else None for value, good in zip(y.tolist(), finite.tolist(), strict=True)]
+    return Curve(x.tolist(), shown)

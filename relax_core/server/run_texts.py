@@ -1,0 +1,144 @@
+"""Reads texts.jsonl of a run as it grows: the answers of evaluations, by evaluation and by prompt, and stragglers."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+
+from relax_core.contracts.foreign_files import decode_json
+from relax_core.observe.service.records import EVAL
+from relax_core.observe.service.sinks import TEXTS_FILE
+from relax_core.observe.stragglers.straggler_records import STRAGGLER, Straggler, straggler_of_row
+from relax_core.server.run_folders import open_inside, reason
+
+READ_BYTES = 32 * 2**20
+REFRESH_S = 5.0  # a call reads for so long at most
+MOST_EVALUATIONS, MOST_STRAGGLERS = 100_000, 10_000
+MOST_SHOWN, MOST_TEXT = 100, 20_000  # rows of an answer, and characters of a text
+Step = Annotated[int, msgspec.Meta(ge=-(2**53), le=2**53)]
+MOST_HISTORY = 64  # evaluations, the newest, in which a prompt is looked up
+
+
+class _Line(msgspec.Struct):
+    kind: str
+    step: Step
+    rows: list[dict[str, str | int | float | bool | None]]
+
+
+class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
+    """Is one evaluation of the weights of ``step``: where its line stands, its rows, and how many are fully right."""
+
+    step: int
+    offset: int
+    size: int
+    rows: int
+    exact: int
+
+
+class RunTexts:
+    """Keeps where the evaluations of a run stand in texts.jsonl; of a step that was done again the newest counts.
+
+    ``problem`` says why a line cannot be read, else it is empty. The methods are thread-safe.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir, self._lock = run_dir, threading.Lock()
+        self._decoder = msgspec.json.Decoder(_Line)
+        self._offset = 0
+        self._found: dict[int, Evaluation] = {}
+        self._stragglers: dict[tuple[str, int], Straggler] = {}
+        self.problem = ""
+
+    def evaluations(self) -> list[Evaluation]:
+        """Returns all evaluations as of now, in order of step."""
+        with self._lock:
+            self._refresh_all()
+            return [self._found[step] for step in sorted(self._found)]
+
+    def stragglers(self) -> list[Straggler]:
+        """Returns who was slower than its equals, as the run has told it until now."""
+        with self._lock:
+            self._refresh_all()
+            return list(self._stragglers.values())
+
+    def rows(self, step: int, *, exact: bool | None, words: str, first: int) -> dict[str, Any]:
+        """Returns the rows of an evaluation that fit: fully right or not, and with ``words`` in any of their texts.
+
+        Raises FileNotFoundError if there is no such evaluation.
+        """
+        chosen = next((one for one in self.evaluations() if one.step == step), None)
+        if chosen is None:
+            raise FileNotFoundError(f"There is no evaluation of the weights {step}.")
+        wanted = words.casefold()
+        fitting = [
+            row
+            for row in self._read(chosen)
+            if (exact is None or bool(row.get("exact")) == exact)
+            and (not wanted or any(wanted in str(value).casefold() for value in row.values()))
+        ]
+        return {"count": len(fitting), "rows": [_shortened(row) for row in fitting[first : first + MOST_SHOWN]]}
+
+    def history(self, prompt: str) -> list[dict[str, Any]]:
+        """Returns how this prompt was answered in the newest evaluations, each with its step; the newest first."""
+        found = []
+        for one in reversed(self.evaluations()[-MOST_HISTORY:]):
+            found += [{"step": one.step, **_shortened(row)} for row in self._read(one) if row.get("prompt") == prompt]
+        return found
+
+    def _refresh_all(self) -> None:
+        until = time.monotonic() + REFRESH_S
+        while self._refresh():
+            if time.monotonic() > until:  # the next call goes on
+                return
+
+    def _refresh(self) -> bool:
+        try:
+            with open_inside(self._run_dir, TEXTS_FILE) as file:
+                if os.fstat(file.fileno()).st_size < self._offset:  # another file has its name
+                    self._offset, self._found, self._stragglers, self.problem = 0, {}, {}, ""
+                file.seek(self._offset)
+                data = file.read(READ_BYTES)
+        except FileNotFoundError:
+            return False
+        except (OSError, ValueError) as error:
+            self.problem = reason(TEXTS_FILE, error)
+            return False
+        if len(data) == READ_BYTES and b"\n" not in data:
+            self.problem = f"{TEXTS_FILE}: the line at byte {self._offset} has more than {READ_BYTES} bytes"
+        end = data.rfind(b"\n") + 1
+        at = self._offset
+        for line in data[:end].splitlines(keepends=True):
+            try:
+                self._add(decode_json(line, self._decoder), at, len(line))
+            except (ValueError, LookupError, TypeError) as error:
+                self.problem = reason(TEXTS_FILE, ValueError(f"a line is not a record of Relax ({error})"))
+            at += len(line)
+        self._offset += end
+        return end > 0
+
+    def _add(self, line: _Line, offset: int, size: int) -> None:
+        if line.kind == STRAGGLER:
+            if len(self._stragglers) >= MOST_STRAGGLERS:
+                raise ValueError(f"there are more than {MOST_STRAGGLERS} stragglers")
+            for slow in map(straggler_of_row, line.rows):
+                self._stragglers[slow.who, slow.from_step] = slow
+        if line.kind == EVAL:
+            exact = sum(bool(row.get("exact")) for row in line.rows)
+            one = Evaluation(step=line.step, offset=offset, size=size, rows=len(line.rows), exact=exact)
+            if len(self._found) >= MOST_EVALUATIONS:
+                raise ValueError(f"there are more than {MOST_EVALUATIONS} evaluations")
+            self._found[line.step] = one
+
+    def _read(self, one: Evaluation) -> list[dict[str, Any]]:
+        with open_inside(self._run_dir, TEXTS_FILE) as file:
+            file.seek(one.offset)
+            return decode_json(file.read(one.size), self._decoder).rows
+
+
+def _shortened(row: dict[str, Any]) -> dict[str, Any]:
+    return {name: value[:MOST_TEXT] if isinstance(value, str) else value for name, value in row.items()}

@@ -1,0 +1,264 @@
+"""Makes what the page shows of samples: a list with the beginning of each text, and single samples by token."""
+
+from __future__ import annotations
+
+import math
+import re
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from relax_core.contracts import columns as c
+from relax_core.contracts.columns import decode_episodes
+from relax_core.contracts.tree import Episode, TokenTree
+from relax_core.observe.samples.sample_index import SampleIndex, every_id
+from relax_core.observe.samples.sample_reader import (
+    SampleText,
+    TokensRemoved,
+    read_made_tree,
+    read_numbers_at,
+    read_trained,
+)
+from relax_core.observe.samples.sample_records import (
+    PICTURES_FOLDER,
+    PLAYED_FOLDER,
+    SAMPLES_FOLDER,
+    MadeRecord,
+    TokensAt,
+)
+from relax_core.server.run_folders import inside, reason
+
+SEARCH_S = 20.0  # a search reads for so long at most
+SEARCHED = 2000  # samples whose text one search reads, the newest that fit the other filters
+PREVIEW = 160  # characters of an answer in a list
+MOST_TOKENS = 20_000  # of one sample on the page: its first and its last half of them
+MOST_GROUP, MOST_TEXT = 64, 20_000  # samples of a group side by side, and characters of each one's text
+DIGEST = re.compile(r"[0-9a-f]{32}")
+KEPT_ROWS = 1_000_000  # of the trees that were read last, some 20 bytes each
+
+
+class SampleViews:
+    """Reads the samples of one run for the page."""
+
+    def __init__(self, run_dir: Path, index: SampleIndex) -> None:
+        self._run_dir, self._index = run_dir, index
+        self.problem = ""  # why the tokenizer cannot be read
+        try:
+            self._text: SampleText | None = SampleText(run_dir)
+        except (FileNotFoundError, ValueError) as error:
+            self._text, self.problem = None, "" if isinstance(error, FileNotFoundError) else reason("samples", error)
+        self._trees: OrderedDict[tuple[str, int], TokenTree] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def listed(self, filters: Mapping[str, str | float], *, order: str, first: int, most: int) -> dict[str, Any]:
+        """Returns how many samples fit, and some of them with the beginning of their answers."""
+        count, rows = self._index.find(filters, order=order, first=first, most=most)
+        return {"count": count, "rows": [self._with_preview(row) for row in rows], "searched": None}
+
+    def searched(
+        self, filters: Mapping[str, str | float], words: str, *, most: int, before: int | None = None
+    ) -> dict[str, Any]:
+        """Returns the newest samples whose prompt or answer contains ``words``, in any case.
+
+        ``before`` is the id behind which an earlier search stopped, and ``next`` that at which this one does, None if
+        there is no older sample.
+        """
+        wanted, found, searched, last = words.casefold(), [], 0, None
+        until = time.monotonic() + SEARCH_S
+        for row in every_id(self._index, filters, most=SEARCHED, before=before):
+            if time.monotonic() > until:
+                break
+            searched, last = searched + 1, row["id"]
+            prompt, answer = self._texts(row)
+            if wanted in f"{prompt}{answer}".casefold():
+                found.append({**row, "answer": answer[:PREVIEW]})
+                if len(found) == most:
+                    break
+        more = last is not None and self._index.find(filters, most=1, before=last)[0] > 0
+        return {"count": len(found), "rows": found, "searched": searched, "next": last if more else None}
+
+    def group(self, uid: str) -> dict[str, Any]:
+        """Returns the samples of a group side by side, with their whole text."""
+        _, rows = self._index.find({"group": uid}, order="oldest", most=MOST_GROUP)
+        texts = [self._texts(row) for row in rows]
+        return {
+            "group": uid,
+            "prompt": _cut(texts[0][0]) if texts else "",
+            "rows": [{**row, "answer": _cut(answer)} for row, (_, answer) in zip(rows, texts, strict=True)],
+        }
+
+    def sample(self, number: int) -> dict[str, Any] | None:
+        """Returns a sample with its tokens; ``gone`` says why it has none. None if there is no such sample."""
+        row = self._index.sample(number)
+        if row is None:
+            return None
+        try:
+            return {**row, **self._tokens(row), "gone": ""}
+        except (TokensRemoved, ValueError) as error:
+            nothing = {"tokens": [], "left_out": 0, "turns_of": [], "segments": 1, "media": []}
+            return {**row, **nothing, "gone": str(error)}
+
+    def turn_times(self, group: str) -> dict[str, list[tuple[float, float, float]]]:
+        """Returns for each sample of a group (began, ended, time of the env behind it) of its turns, in Unix seconds.
+
+        Samples of one turn, whose times are not recorded, and those that a resume undid are left out.
+        """
+        found = {}
+        for row in self._index.find({"group": group}, order="oldest", most=MOST_GROUP)[1]:
+            if row["turns"] > 1 and row["state"] != "undone":
+                at = TokensAt(row["made_file"], row["made_offset"], row["made_size"])
+                record = read_numbers_at(self._run_dir, at)
+                assert isinstance(record, MadeRecord), "the index says so"
+                turns = decode_episodes(bytes(record.episodes))[row["number"]].turns
+                found[row["uid"]] = [(one.began_s, one.ended_s, one.env_ms / 1e3) for one in turns]
+        return found
+
+    # -- one sample ---------------------------------------------------------------------------------------------------
+    def _read_made(self, file: str, offset: int, size: int) -> TokenTree:
+        record = read_numbers_at(self._run_dir, TokensAt(file, offset, size))
+        if not isinstance(record, MadeRecord):
+            raise ValueError(f"{file}: the record at byte {offset} has no samples")
+        return read_made_tree(self._run_dir, record)
+
+    def _tree(self, row: Mapping[str, Any]) -> tuple[TokenTree, np.ndarray]:
+        """Returns the tree of a sample's group, and the rows on the sample's path."""
+        file, offset = row["made_file"], row["made_offset"]
+        with self._lock:
+            tree = self._trees.pop((file, offset), None)
+            if tree is None:
+                tree = self._read_made(file, offset, row["made_size"])
+            self._trees[file, offset] = tree
+            while len(self._trees) > 1 and sum(one.rows for one in self._trees.values()) > KEPT_ROWS:
+                self._trees.popitem(last=False)
+        return tree, tree.rows_of([row["number"]])
+
+    def _texts(self, row: Mapping[str, Any]) -> tuple[str, str]:
+        """Returns the text before the first sampled token, and the text from it on; a reason in place of lost ones."""
+        try:
+            tree, rows = self._tree(row)
+        except (TokensRemoved, ValueError) as error:
+            return "", f"({error})"
+        sampled = np.flatnonzero(tree.versions[rows] >= 0)
+        first = int(sampled[0]) if len(sampled) else len(rows)
+        ids = tree.token_ids[rows]
+        return self._words(ids[:first]), self._words(ids[first:])
+
+    def _words(self, ids: np.ndarray) -> str:
+        shown = ids[:MOST_TOKENS].tolist()
+        return " ".join(map(str, shown)) if self._text is None else self._text.text(shown)
+
+    def _with_preview(self, row: dict[str, Any]) -> dict[str, Any]:
+        return {**row, "answer": self._texts(row)[1][:PREVIEW]}
+
+    def _tokens(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        tree, rows = self._tree(row)
+        episode = tree.episodes[row["number"]]
+        sampled = tree.versions[rows] >= 0
+        columns = self._of_sampled(tree, row, rows[sampled])
+        chosen = np.arange(len(rows))
+        left_out = max(0, len(rows) - MOST_TOKENS)
+        if left_out:
+            chosen = np.concatenate([chosen[: MOST_TOKENS // 2], chosen[-MOST_TOKENS // 2 :]])
+        ids = tree.token_ids[rows][chosen].tolist()
+        pieces = [f"{one} " for one in ids] if self._text is None else self._text.pieces(ids)
+        places = np.cumsum(sampled) - 1
+        turn_of = np.zeros(len(rows), dtype=np.int64)
+        for number, turn in enumerate(episode.turns):
+            turn_of[(rows >= turn.start) & (rows < turn.end)] = number
+        tokens = []
+        for number, token, piece in zip(chosen.tolist(), ids, pieces, strict=True):
+            shown: dict[str, Any] = {"id": token, "text": piece}
+            if sampled[number]:
+                shown |= {name: _finite(values[places[number]]) for name, values in columns.items()}
+                shown["turn"] = int(turn_of[number])
+            tokens.append(shown)
+        own = set(rows.tolist())
+        media = [
+            {
+                "kind": one.item.kind,
+                "digest": one.item.digest,
+                "rows": one.end - one.start,
+                "words": one.item.words,
+                "picture": picture_file(self._run_dir, one.item.digest) is not None,
+                "played": played_file(self._run_dir, one.item.digest) is not None,
+            }
+            for one in tree.media
+            if one.start in own
+        ]
+        segments = len(episode.leaves)
+        return {
+            "tokens": tokens,
+            "left_out": left_out,
+            "turns_of": _turns(episode),
+            "segments": segments,
+            "media": media,
+        }
+
+    def _of_sampled(self, tree: TokenTree, row: Mapping[str, Any], rows: np.ndarray) -> dict[str, list[Any]]:
+        """Returns name → one value for each sampled token of the sample, in order of rows."""
+        columns: dict[str, list[Any]] = {
+            "logprob": tree.logprobs[rows].tolist(),
+            "version": tree.versions[rows].tolist(),
+            "trained": tree.loss_mask[rows].tolist(),
+        }
+        if c.ADVANTAGES in tree.extras:
+            mine = tree.tokens[0] == row["number"]
+            columns["advantage"] = tree.extras[c.ADVANTAGES][mine].tolist()
+        if row["trained_file"] is not None:
+            at = TokensAt(row["trained_file"], row["trained_offset"], row["trained_size"])
+            part = read_trained(self._run_dir, at, first=row["trained_first"], count=len(rows))
+            columns["advantage"] = part.advantages.tolist()
+            if len(part.logprobs):
+                columns["trainer_logprob"] = part.logprobs.tolist()
+                columns["gap"] = (part.logprobs - tree.logprobs[rows]).tolist()
+            columns["trained"] = part.trained.tolist()
+        return columns
+
+
+def _turns(episode: Episode) -> list[dict[str, Any]]:
+    return [
+        {
+            "tokens": turn.end - turn.start,
+            "engine": turn.engine,
+            "versions": turn.versions,
+            "finish": turn.finish,
+            "reward": turn.reward,
+            "seconds": turn.ended_s - turn.began_s if turn.began_s else None,
+            "tools": turn.tools,
+            "env_ms": turn.env_ms,
+        }
+        for turn in episode.turns
+    ]
+
+
+def picture_file(run_dir: Path, digest: str) -> Path | None:
+    """Returns the small picture of an item, None if the run kept none of it."""
+    return _kept_file(run_dir, digest, PICTURES_FOLDER, f"{digest}.jpg")
+
+
+def played_file(run_dir: Path, digest: str) -> Path | None:
+    """Returns the file of a sound or video, None if the run kept none of it."""
+    return _kept_file(run_dir, digest, PLAYED_FOLDER, digest)
+
+
+def _kept_file(run_dir: Path, digest: str, folder: str, name: str) -> Path | None:
+    if not DIGEST.fullmatch(digest):
+        return None
+    try:
+        return inside(run_dir, SAMPLES_FOLDER, folder, name)
+    except (OSError, ValueError):
+        return None
+
+
+def _cut(text: str) -> str:
+    left_out = len(text) - MOST_TEXT
+    return text if left_out <= 0 else f"{text[:MOST_TEXT]} … ({left_out} more characters)"
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,144 @@
+"""A sound and a video in a sample: from the source that a run encodes to the player of the page."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from relax_core.contracts.media import Media, MediaItem, MediaSource
+from relax_core.contracts.media_file import write_item
+from relax_core.contracts.tree import group_uid
+from relax_core.data.media import kept_rate, played_files
+from relax_core.data.media.item_encoder import clip_item, video_item
+from relax_core.data.media.media_limits import MediaLimits
+from relax_core.data.media.media_trial_main import TRIAL_AUDIO
+from relax_core.data.media.played_files import PlayedFiles
+from relax_core.observe.samples.sample_log import SampleLog
+from relax_core.observe.samples.sample_records import PLAYED_FOLDER, SAMPLES_FOLDER
+from relax_core.server.run_folders import run_id
+from tests.data.media.make_files import video
+from tests.data.media.make_sounds import stored
+from tests.media_items import TOWER
+from tests.server.browser import CHROMIUM, opened_browser
+from tests.server.page_server import DEADLINE_S, Server
+from tests.trees import answers_tree
+
+RATE = 16_000
+SOUND = stored(0.3 * np.sin(np.arange(2 * RATE) * 2 * np.pi * 440 / RATE)[:, None], "WAV")
+FRAMES = [np.full((64, 96, 3), 12 * shade, np.uint8) for shade in range(16)]
+
+
+def wait_for_copies() -> None:
+    for thread in threading.enumerate():
+        if thread.name == "played-file":
+            thread.join(DEADLINE_S)
+
+
+def sound_item(folder: Path, seed: int) -> MediaItem:
+    features = np.random.default_rng(seed).standard_normal((128, 200), np.float32)
+    return write_item(folder, *clip_item(TRIAL_AUDIO, features, 2.0))
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, str, list[MediaItem]]]:
+    """A run with one group whose prompt has a sound and a video, both from files, and the page's server."""
+    run_dir, media = tmp_path_factory.mktemp("runs") / "heard", tmp_path_factory.mktemp("media")
+    run_dir.mkdir()
+    (run_dir / "config.yaml").write_text("name: heard\n")
+    (media / "tone.wav").write_bytes(SOUND)
+    (media / "film.mp4").write_bytes(video(FRAMES))
+    pixels = np.stack([frame[:56, :84] for frame in FRAMES[:4]])
+    film = write_item(
+        media, *video_item(TOWER, pixels, range(4), fps=8.0, height=64, width=96, tokenize=lambda words: [5])
+    )
+    items = [sound_item(media, 0), film]
+    files = PlayedFiles(run_dir / SAMPLES_FOLDER / PLAYED_FOLDER, root=media, limits=MediaLimits())
+    files.add(items[0], MediaSource(kind="audio", path="tone.wav"))
+    files.add(items[1], MediaSource(kind="video", path="film.mp4"))
+    wait_for_copies()
+    tree = answers_tree(group_uid(0), [0, 1, 2, 3, 9], [1, 1], [5, 6], rewards=[1.0, 0.0], versions=0)
+    log = SampleLog(run_dir / SAMPLES_FOLDER, worker="w", attempt="a", start_step=0, first=1, every=1, max_bytes=2**20)
+    uids = {one.uid: "zero_advantage" for one in tree.episodes}
+    log.lost(replace(tree, media=[Media(items[0], 0, 2), Media(items[1], 2, 4)]), uids)
+    log.close(timeout_s=DEADLINE_S)
+    server = Server(run_dir)
+    server.enter()
+    yield server, f"/api/run/{run_id(run_dir.resolve())}", items
+    server.stop()
+
+
+def test_the_page_gets_the_files_and_parts_of_them(played: tuple[Server, str, list[MediaItem]]) -> None:
+    server, base, (sound, film) = played
+    found = server.json(f"{base}/sample?id=1")["media"]
+    assert [(one["kind"], one["played"]) for one in found] == [("audio", True), ("video", True)]
+    status, headers, body = server.ask(f"{base}/media/{sound.digest}")
+    assert (status, headers["content-type"], headers["x-content-type-options"]) == (200, "audio/wav", "nosniff")
+    assert body == SOUND
+    assert server.ask(f"{base}/media/{film.digest}")[1]["content-type"] == "video/mp4"
+    status, headers, body = server.ask(f"{base}/media/{sound.digest}", Range="bytes=100-199")
+    assert (status, body) == (206, SOUND[100:200])
+    assert server.ask(f"{base}/media/{sound.digest}", Authorization="")[0] == 401
+
+
+def test_what_is_no_sound_or_video_of_the_run_is_not_given(
+    played: tuple[Server, str, list[MediaItem]], tmp_path: Path
+) -> None:
+    server, base, _ = played
+    folder = Path(server.json("/api/runs")[0]["folder"]) / SAMPLES_FOLDER / PLAYED_FOLDER
+    (folder / ("0" * 32)).write_text("<html><script>alert(1)</script>")
+    (tmp_path / "secret.wav").write_bytes(SOUND)
+    (folder / ("1" * 32)).symlink_to(tmp_path / "secret.wav")
+    for digest in ("0" * 32, "1" * 32, "2" * 32, "../../config.yaml", "..%2f..%2fconfig.yaml"):
+        assert server.ask(f"{base}/media/{digest}")[0] == 404, digest
+
+
+def test_files_that_are_large_or_too_many_and_sources_outside_the_root_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(played_files, "MOST_FILE_BYTES", len(SOUND))
+    monkeypatch.setattr(played_files, "MOST_BYTES", 4 * len(SOUND))
+    monkeypatch.setattr(kept_rate, "ALL_OF", 0)
+    monkeypatch.setattr(kept_rate, "PAUSE_S", 3600.0)
+    root = tmp_path / "root"
+    root.mkdir()
+    (tmp_path / "outside.wav").write_bytes(SOUND)
+    items = [sound_item(tmp_path, seed) for seed in range(7)]
+    files = PlayedFiles(tmp_path / "kept", root=root, limits=MediaLimits())
+    sources = [
+        MediaSource(kind="audio", path="../outside.wav"),
+        MediaSource(kind="audio", data=SOUND + b"\0"),
+        *(MediaSource(kind="audio", data=SOUND) for _ in range(5)),
+    ]
+    for item, source in zip(items, sources, strict=True):
+        files.add(item, source)
+        wait_for_copies()
+    assert {path.name for path in (tmp_path / "kept").iterdir()} == {one.digest for one in items[2:5]}
+    assert "not below data.media_root" in caplog.text and "The run goes on" in caplog.text
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: make dashboard-browser installs it as root")
+def test_the_browser_plays_them(played: tuple[Server, str, list[MediaItem]], tmp_path: Path) -> None:
+    server, base, _ = played
+
+    async def look() -> None:
+        async with opened_browser(tmp_path) as page:
+            await page.size(1000, 700, dark=False)
+            address = f"http://127.0.0.1:{server.port}/"
+            await page.call("Page.navigate", url=f"{address}#token={server.session.link_token}")
+            await page.until("document.querySelectorAll('#runs option').length")
+            await page.run(f"location.hash = '#/{base.rpartition('/')[2]}/samples?id=1'")
+            for name, seconds in (("audio", 2), ("video", 2)):
+                await page.until(f"Math.abs(document.querySelector('figure {name}')?.duration - {seconds}) < 0.2")
+                await page.run(f"document.querySelector('figure {name}').play()")
+                await page.until(f"document.querySelector('figure {name}').currentTime > 0.2")
+            assert await page.run("document.querySelector('figure video').videoWidth") == 96
+            await page.picture(tmp_path / "players.png")
+            assert page.errors == []
+
+    asyncio.run(look())
