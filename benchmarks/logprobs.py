@@ -127,8 +127,7 @@ def _ways(chunk_rows: int, sets: KeptTokens | None) -> dict[str, Callable[[Tenso
     import torch
     from torch.utils.checkpoint import checkpoint
 
-    from relax_core.train.model.logprobs import chunked_logprobs, head_outputs
-    from relax_core.train.model.truncation import Truncation
+    from relax_core.train.model.logprobs import Truncation, chunked_logprobs, head_outputs
 
     def naive(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         logits = (hidden @ weight.t()).float()

@@ -142,8 +142,7 @@ def measure(folder: Path, *, draws: int, repeats: int) -> list[dict[str, float]]
 
 
 def _of_draw(backend: MegatronBackend, groups: Sequence[TokenTree], *, repeats: int) -> dict[str, float]:
-    from relax_core.train.packing.micro_batches import split_over_ranks
-    from relax_core.train.packing.packed_media import NO_TOWER
+    from relax_core.train.micro_batches import NO_TOWER, split_over_ranks
 
     deals = {
         "rows and towers": split_over_ranks(groups, RANKS, tower=backend.tower_work),

@@ -49,9 +49,9 @@ from relax_core.contracts.media_file import FolderReader
 from relax_core.contracts.tree import TokenTree
 from relax_core.families.folder import folder_architecture
 from relax_core.families.towers import Towers
-from relax_core.train.attention import segment_levels
+from relax_core.train import process_group
 from relax_core.train.hf.hf_weights import HfWeights
-from relax_core.train.parallel import process_group
+from relax_core.train.model import delta_net
 from relax_core.train.policy_backend import MegatronBackend
 from tests.trees import with_experts, with_tokens
 
@@ -137,14 +137,14 @@ def recurrent_rule() -> Iterator[None]:
     from transformers.models.qwen3_5 import modeling_qwen3_5 as dense
     from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as experts
 
-    usual = segment_levels.CHUNK_ROWS, dense.torch_chunk_gated_delta_rule, experts.torch_chunk_gated_delta_rule
-    segment_levels.CHUNK_ROWS = 1
+    usual = delta_net.CHUNK_ROWS, dense.torch_chunk_gated_delta_rule, experts.torch_chunk_gated_delta_rule
+    delta_net.CHUNK_ROWS = 1
     dense.torch_chunk_gated_delta_rule = dense.torch_recurrent_gated_delta_rule
     experts.torch_chunk_gated_delta_rule = experts.torch_recurrent_gated_delta_rule
     try:
         yield
     finally:
-        segment_levels.CHUNK_ROWS, dense.torch_chunk_gated_delta_rule, experts.torch_chunk_gated_delta_rule = usual
+        delta_net.CHUNK_ROWS, dense.torch_chunk_gated_delta_rule, experts.torch_chunk_gated_delta_rule = usual
 
 
 def in_turns(step: int, groups: Sequence[TokenTree]) -> Sequence[TokenTree]:

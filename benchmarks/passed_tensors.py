@@ -64,7 +64,7 @@ def _layout(nbytes: int, number: int) -> Iterator[TensorSpec]:
 
 def export_memory(checkpoint: Path, folder: Path, target: Path) -> tuple[float, float]:
     """Returns the memory in MiB above idle at its peak, and the seconds of an export."""
-    from relax_core.train.checkpoints.checkpoint_export import export_checkpoint
+    from relax_core.train.hf.hf_export import export_checkpoint
 
     idle, start = memory_mb("VmRSS"), time.perf_counter()
     export_checkpoint(checkpoint, target, model_folder=folder)

@@ -36,8 +36,7 @@ def rank_main(folder: Path, *, rank: int, port: int, repeats: int) -> None:
     from benchmarks.one_rank import one_rank_parallel, one_rank_setup
     from benchmarks.parity_media import group
     from relax_core.contracts.media_file import FolderReader
-    from relax_core.train.model.dealt_media import sum_tower_gradients
-    from relax_core.train.model.media_features import with_features
+    from relax_core.train.model.media_features import sum_tower_gradients, with_features
     from relax_core.train.policy_backend import MegatronBackend
     from tests.media_items import item_of
 

@@ -254,7 +254,7 @@ def measure(case: str, ways: Mapping[str, Callable[[], float]], *, tokens: int, 
 
 @contextmanager
 def _masked_attention() -> Iterator[None]:
-    from relax_core.train.attention import branch_attention
+    from relax_core.train.model import branch_attention
 
     usual, branch_attention.MASKLESS_SAVES_PAIRS = branch_attention.MASKLESS_SAVES_PAIRS, 10**15
     try:

@@ -171,7 +171,7 @@ class Ours:
 
     def step(self, groups: Sequence[TokenTree], *, budget_rows: int = MICRO_BATCH_TOKENS) -> float:
         """The gradient's norm; ``budget_rows``: of a micro-batch."""
-        from relax_core.train.packing.micro_batches import MicroBatcher
+        from relax_core.train.micro_batches import MicroBatcher
 
         batcher = MicroBatcher(budget_rows)
         self._backend.begin_step(0)

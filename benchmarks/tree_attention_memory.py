@@ -25,8 +25,8 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 from benchmarks.logprobs import memory_mb
-from relax_core.train.attention.tree_attention import attention_over
-from relax_core.train.parallel.context_parallel import RowSharding
+from relax_core.train.context_parallel import RowSharding
+from relax_core.train.model.tree_attention import attention_over
 from tests.trees import answers_tree
 
 TRUNK, ANSWERS, ANSWER = 16_384, 8, 512

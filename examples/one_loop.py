@@ -47,10 +47,9 @@ from relax_core.rollout.rewards.reward_pool import RewardPool
 from relax_core.rollout.sample_seeds import sampling_seed
 from relax_core.rollout.sampling_params import training_sampling
 from relax_core.tools.make_tiny import tiny_model_folder
-from relax_core.train.packing.leased_trees import decode_train_tree
-from relax_core.train.packing.micro_batches import MicroBatcher
+from relax_core.train.micro_batches import MicroBatcher, decode_train_tree
 from relax_core.train.policy_backend import MegatronBackend
-from relax_core.train.rank_setup import rank_setup
+from relax_core.train.rank import rank_setup
 from relax_core.weights.version_file import write_weights
 
 COLUMNS = (*ROLLOUT_COLUMNS, ADVANTAGES)  # what the trainer reads of a group

@@ -35,8 +35,8 @@ from relax_core.registry import find_algorithm, find_engine, find_family, find_r
 from relax_core.rollout.evaluation.eval_metrics import MOST_SAMPLES
 from relax_core.rollout.evaluation.evaluator import metric_names
 from relax_core.tools.make_tiny import check_tiny_model
-from relax_core.train.hf.check_weights import weight_problems
-from relax_core.train.parallel.layout_arithmetic import (
+from relax_core.train.hf.stored_weights import weight_problems
+from relax_core.train.parallel_layout import (
     LayoutShape,
     combination_faults,
     model_faults,

@@ -58,7 +58,7 @@ REASONS = {
         "relax_core/engines/protocol/proven_connection.py",
         "_DeadlineSocket.receive",
     ): "the socket has a timeout of what is left of the call's deadline",
-    ("relax_core/train/parallel/gloo_device.py", "OneDeviceGloo._exchange"): "the group's deadline, for each work",
+    ("relax_core/train/process_group.py", "OneDeviceGloo._exchange"): "the group's deadline, for each work",
     ("relax_core/control/host/fork_server.py", "serve"): "after select: a connection waits",
     ("relax_core/control/host/worker_start.py", "ask_fork_server"): "the socket has a timeout of FORK_S",
     # Work that is already done when it is asked for.
@@ -165,7 +165,7 @@ REASONS = {
     ("relax_core/engines/embedded/http/generate_route.py", "GenerateRoute._frames"): "the same",
     ("relax_core/engines/embedded/http/generate_route.py", "GenerateRoute._events"): "the same",
     ("relax_core/weights/group.py", "WeightGroup._broadcast"): "the group was made with a deadline",
-    ("relax_core/train/hf/weight_gather.py", "_run"): "the trainer's group was made with a deadline",
+    ("relax_core/train/hf/hf_weights.py", "_run"): "the trainer's group was made with a deadline",
     ("relax_core/engines/pool/fan_out.py", "fan_out"): "each call has its engine client's deadlines",
     ("relax_core/control/engines/engine_probe.py", "EngineProbe._compare"): "the same",
     (

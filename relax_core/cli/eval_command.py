@@ -18,8 +18,7 @@ from relax_core.config.errors import ConfigError
 from relax_core.config.options import COMMANDS, conf_folder, yaml_options
 from relax_core.families.folder import family_key
 from relax_core.families.hf_config import has_hf_config, read_hf_config
-from relax_core.train.checkpoints.atomic_folder import recover_replaced
-from relax_core.train.checkpoints.checkpoint_store import CONFIG, META, CheckpointStore
+from relax_core.train.checkpoints.checkpoint_store import CONFIG, META, CheckpointStore, recover_replaced
 
 USAGE = f"relax {COMMANDS['eval'][0]}"
 _TRAINING = (

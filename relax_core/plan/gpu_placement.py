@@ -12,7 +12,7 @@ from relax_core.control.run.role_counts import layout_key, worker_group_layouts
 from relax_core.plan.model.dimensions import ModelDimensions
 from relax_core.roles.process.process_placement import engines_take_gpus, judges_take_gpus
 from relax_core.roles.process.role_context import JUDGE_ENGINE, TEACHER_ENGINE
-from relax_core.train.parallel.layout_arithmetic import rank_coordinates, rank_faults
+from relax_core.train.parallel_layout import rank_coordinates, rank_faults
 
 MODEL_ROLES = ("actor", "rollout", "critic", "reference", "actor_fwd", "teacher", TEACHER_ENGINE, JUDGE_ENGINE)
 ROLLOUT = "rollout"  # it uses the GPUs of the engines

@@ -14,7 +14,7 @@ from relax_core.plan.model.dimensions import ModelDimensions
 from relax_core.plan.model.model_source import layout_shape
 from relax_core.plan.workload import Workload
 from relax_core.registry import find_engine
-from relax_core.train.parallel.layout_arithmetic import first_stage_sizes
+from relax_core.train.parallel_layout import first_stage_sizes
 
 UNBALANCED = 1.1  # a way is proposed if the slowest stage takes so many times as long as with it
 AS_GOOD = 1.02  # ways whose times are that near to each other are equally good, and the first one is proposed

@@ -151,7 +151,7 @@ class PackedUpdate:
 
 
 def pack_update(groups: int, group_size: int, *, prompt: int, branch: int, budget: int, ranks: int) -> PackedUpdate:
-    """Returns the micro-batches of `relax_core.train.packing.micro_batches` for ``groups`` equal groups.
+    """Returns the micro-batches of `relax_core.train.micro_batches` for ``groups`` equal groups.
 
     Each group has ``group_size`` episodes with ``prompt`` shared rows and ``branch`` rows of their own. A rank holds
     ``budget`` rows, or one longer episode.

@@ -55,7 +55,7 @@ def export(checkpoint: Path, out: Path, *, model: Path | None, dtype: str | None
 
     Nothing that exists is replaced or removed. Without ``trust``, a model family that is a file is refused in a run of
     somebody else. Raises ValueError and OSError as
-    `relax_core.train.checkpoints.checkpoint_export.export_checkpoint` does.
+    `relax_core.train.hf.hf_export.export_checkpoint` does.
     """
     if shard_gb <= 0:
         raise ValueError(f"--shard-gb {shard_gb:g}: must be more than 0.")
@@ -68,7 +68,7 @@ def export(checkpoint: Path, out: Path, *, model: Path | None, dtype: str | None
         raise ValueError(f"{checkpoint}: {what}. Give a folder of a run's checkpoints/; {there}.")
     check_output_folder(out, option="OUT")
     # This import takes seconds, so the command line is checked first.
-    from relax_core.train.checkpoints.checkpoint_export import export_checkpoint
+    from relax_core.train.hf.hf_export import export_checkpoint
 
     CheckpointStore.verify(checkpoint)
     keys, own_run = _model_keys(checkpoint)

@@ -11,11 +11,10 @@ from torch import Tensor
 from relax_core.contracts.algorithm import ValueInputs
 from relax_core.contracts.media import MediaReader
 from relax_core.contracts.tree import TokenTree
-from relax_core.train.rank import MegatronRank
-from relax_core.train.rank_setup import RankSetup
-from relax_core.train.step.pipeline_schedule import MicroBatch
-from relax_core.train.step.step_sums import micro_batch_sums
-from relax_core.train.step.value_moments import moment_sums
+from relax_core.train.pipeline_schedule import MicroBatch
+from relax_core.train.rank import MegatronRank, RankSetup
+from relax_core.train.step_sums import micro_batch_sums
+from relax_core.train.updates import moment_sums
 
 
 class CriticBackend(MegatronRank):

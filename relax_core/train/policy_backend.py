@@ -14,14 +14,12 @@ from relax_core.contracts.algorithm import LossInputs, LossOutputs
 from relax_core.contracts.media import MediaReader
 from relax_core.contracts.tree import TokenTree
 from relax_core.contracts.trees.kept_tokens import KeptTokens
-from relax_core.train.megatron_on_cpu.device_loader import has_cuda
-from relax_core.train.model.frozen_parts import frozen_weights
-from relax_core.train.model.logprobs import HeadOutputs, chunked_logprobs, head_outputs, top_k_tokens
-from relax_core.train.model.truncation import Truncation
-from relax_core.train.rank import MegatronRank
-from relax_core.train.rank_setup import RankSetup
-from relax_core.train.step.pipeline_schedule import MicroBatch
-from relax_core.train.step.step_sums import micro_batch_sums
+from relax_core.train.megatron_on_cpu import has_cuda
+from relax_core.train.model.logprobs import HeadOutputs, Truncation, chunked_logprobs, head_outputs, top_k_tokens
+from relax_core.train.optimizer import frozen_weights
+from relax_core.train.pipeline_schedule import MicroBatch
+from relax_core.train.rank import MegatronRank, RankSetup
+from relax_core.train.step_sums import micro_batch_sums
 
 CLOSE_SAMPLES_S = 10.0
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,36 +17,108 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
+from relax_core.config.checks.freeze_keys import frozen_parts
 from relax_core.config.learning_rate import learning_rate
-from relax_core.contracts.algorithm import StepTotals
+from relax_core.config.schema import OptimizerConfig, ParallelConfig, RelaxConfig
+from relax_core.contracts.algorithm import AlgorithmSpec, StepTotals
 from relax_core.contracts.media import MediaReader
 from relax_core.contracts.train import RankTimes, StepMetrics
 from relax_core.contracts.tree import NOT_SAMPLED, Episode, TokenTree
 from relax_core.families.folder import folder_architecture
 from relax_core.families.towers import Towers
-from relax_core.train.attention.tree_attention import TreeBatch
+from relax_core.registry import find_algorithm
+from relax_core.train import process_group
 from relax_core.train.checkpoints.model_checkpoint import RankCheckpoint, StateCopy
+from relax_core.train.context_parallel import RowSharding
 from relax_core.train.hf.hf_weights import HfWeights
 from relax_core.train.hf.weight_slices import WholeTensor
-from relax_core.train.megatron_on_cpu.device_loader import has_cuda, training_device, wait_for_passes
-from relax_core.train.model.dealt_media import finalize_gradients
-from relax_core.train.model.frozen_parts import freeze_parts
+from relax_core.train.megatron_on_cpu import has_cuda, training_device, wait_for_passes
+from relax_core.train.micro_batches import ROW, MicroBatcher, TowerWork, with_row_numbers
 from relax_core.train.model.gpt import build_chunks
-from relax_core.train.model.media_features import media_plan
-from relax_core.train.model.moe import balance_metrics, clear_counts, routers
-from relax_core.train.model.routing_replay import router_plan
-from relax_core.train.packing.micro_batches import ROW, MicroBatcher, with_row_numbers
-from relax_core.train.packing.packed_media import TowerWork
-from relax_core.train.packing.tree_packing import pack_tree
-from relax_core.train.parallel import process_group
-from relax_core.train.parallel.context_parallel import RowSharding
-from relax_core.train.rank_setup import RankSetup
-from relax_core.train.step.not_finite import check_gradients, refuse_update, refuse_weights
-from relax_core.train.step.optimizer import build_optimizer, wrap_for_training
-from relax_core.train.step.pipeline_schedule import MicroBatch, Schedule
-from relax_core.train.step.rank_clock import RankClock
-from relax_core.train.step.step_sums import StepSums, add_over_ranks, counted_sums, micro_batch_totals
+from relax_core.train.model.media_features import finalize_gradients, media_plan
+from relax_core.train.model.moe import balance_metrics, clear_counts, router_plan, routers
+from relax_core.train.model.tree_attention import TreeBatch
+from relax_core.train.optimizer import build_optimizer, freeze_parts, wrap_for_training
+from relax_core.train.parallel_layout import world_size
+from relax_core.train.pipeline_schedule import MicroBatch, Schedule
+from relax_core.train.step_sums import (
+    StepSums,
+    add_over_ranks,
+    check_gradients,
+    counted_sums,
+    micro_batch_totals,
+    refuse_update,
+    refuse_weights,
+)
+from relax_core.train.tree_packing import pack_tree
+from relax_core.train.updates import RankClock
 from relax_core.weights.folder_stream import open_safetensors
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankSetup:
+    """Holds the settings of one rank.
+
+    ``store_address`` and ``token`` are those of `open_rank_store`. ``timeout_s`` bounds every wait for other
+    ranks, in seconds. ``moe_aux_loss_coef`` weights the load-balancing loss of a mixture of experts.
+    ``banned_token_ids`` are tokens that are never sampled, so they have no probability. ``frozen`` are the parts
+    of the model that do not train (`relax_core.config.choices.MODEL_PARTS`).
+    """
+
+    model_folder: Path
+    family: str | None
+    parallel: ParallelConfig
+    optimizer: OptimizerConfig
+    total_steps: int
+    dtype: str
+    algorithm: AlgorithmSpec
+    config: Any
+    rank: int
+    world_size: int
+    store_address: str
+    timeout_s: float
+    seed: int
+    moe_aux_loss_coef: float = 0.0
+    banned_token_ids: Sequence[int] = ()
+    frozen: Sequence[str] = ()
+    token: str = field(default="", repr=False)
+
+
+def rank_setup(
+    config: RelaxConfig,
+    *,
+    model_folder: Path,
+    rank: int,
+    store_address: str,
+    parallel: ParallelConfig | None = None,
+    optimizer: OptimizerConfig | None = None,
+    token: str = "",
+) -> RankSetup:
+    """Returns the setup of rank ``rank`` of a model of the run.
+
+    ``parallel`` and ``optimizer`` default to the policy's. `RankSetup` describes the other arguments.
+    """
+    parallel = parallel or config.parallel
+    return RankSetup(
+        model_folder=model_folder,
+        family=config.model.family,
+        parallel=parallel,
+        optimizer=optimizer or config.optimizer,
+        total_steps=config.run.steps,
+        dtype=config.model.dtype,
+        algorithm=find_algorithm(config.algo.name),
+        config=config.algo,
+        rank=rank,
+        world_size=world_size(parallel),
+        store_address=store_address,
+        timeout_s=config.run.stall_timeout_s,
+        seed=config.seed,
+        moe_aux_loss_coef=config.model.moe_aux_loss_coef,
+        banned_token_ids=config.rollout.banned(),
+        frozen=frozen_parts(config),
+        token=token,
+    )
+
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

@@ -182,7 +182,7 @@ def test_every_setting_is_read(algorithm: str) -> None:
                 values=tokens, old_values=tokens, returns=tokens, loss_mask=mask, sample_ids=ids, num_samples=2
             )
             spec.value_loss(value_inputs, config)
-    # Every algorithm's common settings are the roles' to read: tests/config and tests/train/step/test_updates.py hold
+    # Every algorithm's common settings are the roles' to read: tests/config and tests/train/test_updates.py hold
     # that. The denominator reads the length that a sample's sum is divided by.
     of_all = {field.name for field in dataclasses.fields(AlgorithmConfig)}
     assert fields - read == {*of_all, "norm_length"}

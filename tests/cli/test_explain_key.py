@@ -27,7 +27,7 @@ def test_a_key_has_value_type_range_place_and_readers(capsys: pytest.CaptureFixt
     assert (printed["type"], printed["range"]) == ("a number", "more than 0")
     line = int(printed["set in"].removeprefix("conf/config.yaml, line "))
     assert (REPOSITORY / "conf" / "config.yaml").read_text().splitlines()[line - 1].startswith("  lr: ")
-    assert "relax_core/train/step/optimizer.py" in printed["read by"]
+    assert "relax_core/train/optimizer.py" in printed["read by"]
     assert explained(capsys, "run.epochs")["range"] == "more than 0 (null leaves run.steps as it is)"
 
 

@@ -202,9 +202,9 @@ def test_weights_that_stand_twice_in_a_folder_are_read_once(tmp_path: Path) -> N
 
 def test_families_import_nothing_heavy() -> None:
     script = (
-        "import sys; import relax_core.families.folder, relax_core.train.hf.check_weights;"
-        "import relax_core.train.parallel.layout_arithmetic;"
-        "import relax_core.train.model.transformer_config, relax_core.train.packing.tree_packing;"
+        "import sys; import relax_core.families.folder, relax_core.train.hf.stored_weights;"
+        "import relax_core.train.parallel_layout;"
+        "import relax_core.train.hf.weight_rules, relax_core.train.tree_packing;"
         "print([m for m in ('torch', 'megatron', 'transformers', 'ray') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=300)

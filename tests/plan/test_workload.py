@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from relax_core.contracts.tree import TokenTree
 from relax_core.plan.workload import _largest_share, pack_update
-from relax_core.train.packing.micro_batches import MicroBatcher, split_over_ranks
+from relax_core.train.micro_batches import MicroBatcher, split_over_ranks
 from tests.trees import answers_tree
 
 

@@ -262,8 +262,7 @@ def test_the_index_of_a_checkpoint_runs_no_code(tmp_path: Path) -> None:
     from torch.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-    from relax_core.train.checkpoints.checkpoint_errors import read_errors_as_valueerror
-    from relax_core.train.checkpoints.checkpoint_shards import StoredFolder
+    from relax_core.train.checkpoints.checkpoint_shards import StoredFolder, read_errors_as_valueerror
 
     made = tmp_path / "pwned"
     elsewhere = {MetadataIndex("a"): _StorageInfo("../../etc/passwd", 0, 9)}

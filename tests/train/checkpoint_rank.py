@@ -17,9 +17,9 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from tiny_trainer import dp_groups, make_backend, train_step
 
-from relax_core.train.checkpoints.synced_stream import SyncedFiles
-from relax_core.train.packing.micro_batches import split_over_ranks
-from relax_core.train.parallel import process_group
+from relax_core.train import process_group
+from relax_core.train.checkpoints.checkpoint_shards import SyncedFiles
+from relax_core.train.micro_batches import split_over_ranks
 
 SHORT_S = 4.0
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from tiny_trainer import dp_groups, make_backend, make_critic, train_step
 
-from relax_core.train.packing.micro_batches import split_over_ranks
+from relax_core.train.micro_batches import split_over_ranks
 
 
 def main() -> None:

@@ -22,10 +22,9 @@ from benchmarks.parity_media import make_model as make_seeing_model
 from relax_core.config.choices import Recompute
 from relax_core.contracts.media_file import FolderReader
 from relax_core.contracts.tree import TokenTree
-from relax_core.train.checkpoints.optimizer_state import adam_states
-from relax_core.train.model.frozen_parts import part_of
-from relax_core.train.packing.micro_batches import split_over_ranks
-from relax_core.train.parallel import process_group
+from relax_core.train import process_group
+from relax_core.train.micro_batches import split_over_ranks
+from relax_core.train.optimizer import adam_states, part_of
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "pp2": {"pp": 2},

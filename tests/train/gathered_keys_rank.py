@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from forests import random_rows, two_level
 
-from relax_core.train.attention import branch_attention
-from relax_core.train.attention.branch_attention import BranchPlan
-from relax_core.train.parallel.context_parallel import RowSharding
+from relax_core.train.context_parallel import RowSharding
+from relax_core.train.model import branch_attention
+from relax_core.train.model.branch_attention import BranchPlan
 
 FOREST = two_level([[60, 7], [50, 3]], [30, 20])
 

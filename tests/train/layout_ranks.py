@@ -20,8 +20,8 @@ from worker_group_layouts import parallel_config
 from relax_core.contracts.algorithm import LossInputs, LossOutputs
 from relax_core.contracts.tree import TokenTree
 from relax_core.contracts.trees.kept_tokens import OUTSIDE, KeptTokens
-from relax_core.train.packing.micro_batches import split_over_ranks
-from relax_core.train.parallel import process_group
+from relax_core.train import process_group
+from relax_core.train.micro_batches import split_over_ranks
 from relax_core.train.policy_backend import MegatronBackend
 from tests.trees import answer_ids, random_tree, with_tokens
 

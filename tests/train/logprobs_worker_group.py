@@ -53,8 +53,7 @@ class Answer:
 
 def solve(problem: Problem, *, rank: int = 0, group: dist.ProcessGroup | None = None) -> Answer:
     """Solves a problem as a rank of ``group``, or alone."""
-    from relax_core.train.model.logprobs import head_outputs, top_k_tokens
-    from relax_core.train.model.truncation import Truncation
+    from relax_core.train.model.logprobs import Truncation, head_outputs, top_k_tokens
 
     own = problem.settings | {"truncation": Truncation.of(problem.kept, problem.banned, problem.hidden.device)}
     shard = problem.weight if group is None else problem.weight.chunk(RANKS)[rank]

@@ -13,9 +13,9 @@ from safetensors.torch import save_file
 from tiny_trainer import dp_groups, make_backend, train_step
 from worker_group_layouts import RANKS, parallel_config
 
-from relax_core.train.packing.micro_batches import split_over_ranks
-from relax_core.train.parallel import process_group
-from relax_core.train.parallel.layout_arithmetic import replica_ranks
+from relax_core.train import process_group
+from relax_core.train.micro_batches import split_over_ranks
+from relax_core.train.parallel_layout import replica_ranks
 
 PLAIN, DIVIDED = {"distributed_optimizer": False}, {"distributed_optimizer": True}
 CHAINS: dict[str, tuple[str, str, str, list[dict[str, Any]]]] = {

@@ -26,9 +26,9 @@ from relax_core.contracts.algorithm import AlgorithmSpec, LossInputs, LossOutput
 from relax_core.contracts.tree import NOT_SAMPLED, Episode, TokenTree, Turn, check_tree
 from relax_core.registry import find_algorithm
 from relax_core.rollout.group_advantages import advantage_extras
+from relax_core.train import process_group
 from relax_core.train.hf.hf_weights import HfWeights
-from relax_core.train.packing.micro_batches import MicroBatcher, split_over_ranks
-from relax_core.train.parallel import process_group
+from relax_core.train.micro_batches import MicroBatcher, split_over_ranks
 from tests.trees import with_tokens
 
 LAYOUTS: dict[str, dict[str, Any]] = {"dp2": {"dp": 2}, "tp2": {"tp": 2}, "cp2": {"cp": 2}, "pp2": {"pp": 2}}

@@ -16,7 +16,7 @@ from tiny_trainer import dp_groups, make_critic, make_groups, train_step
 
 from benchmarks.family_models import VARIANTS, make_family_model
 from relax_core.contracts.tree import TokenTree
-from relax_core.train.step.value_moments import explained_variance, moment_sums
+from relax_core.train.updates import explained_variance, moment_sums
 from tests.trees import answers_of, of_tokens, prompt_of
 
 GROUPS = make_groups([[5, 1, 8, 3], [7, 7, 2, 4], [1, 1, 1, 1]], prompt_lengths=[9, 4, 1], masked=0.2)

@@ -12,7 +12,7 @@ from rank_processes import run_ranks
 
 from benchmarks.parity_media import DENSE, HYBRID, make_model
 from benchmarks.parity_omni import OMNI, make_omni_model
-from relax_core.train.model.dealt_media import deal_items
+from relax_core.train.model.media_features import deal_items
 
 REACH = 2e-5
 # Each way to deal items once, and a smaller first stage. The other cases take minutes.

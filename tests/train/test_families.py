@@ -16,10 +16,10 @@ from worker_group_layouts import parallel_config
 from benchmarks.family_models import VARIANTS, make_family_model
 from relax_core.config.choices import Recompute
 from relax_core.config.compose import load_config
-from relax_core.train.hf.check_weights import weight_problems
 from relax_core.train.hf.hf_export import export_hf_folder
+from relax_core.train.hf.stored_weights import weight_problems
 from relax_core.train.hf.weight_rules import tensor_shape, weight_rules
-from relax_core.train.parallel.layout_arithmetic import check_layout
+from relax_core.train.parallel_layout import check_layout
 from tests.trees import prompt_of
 
 
@@ -104,8 +104,8 @@ def test_experts_compute_what_transformers_does(tmp_path: Path, normalised: bool
     """The softmax is over all experts or over the chosen ones, as the weights are normalized or not."""
     from transformers import AutoModelForCausalLM
 
-    from relax_core.train.attention.tree_attention import TreeBatch
-    from relax_core.train.packing.tree_packing import pack_tree
+    from relax_core.train.model.tree_attention import TreeBatch
+    from relax_core.train.tree_packing import pack_tree
 
     make_models(tmp_path)
     edit_config(tmp_path / "moe", norm_topk_prob=normalised)

@@ -99,7 +99,7 @@ def make_critic(folder: Path, **overrides: Any) -> Any:
 
 
 def _setup(folder: Path, overrides: dict[str, Any]) -> Any:
-    from relax_core.train.rank_setup import RankSetup
+    from relax_core.train.rank import RankSetup
 
     parallel = parallel_config(
         dp=overrides.get("world_size", 1), distributed_optimizer=overrides.pop("distributed_optimizer", False)

@@ -25,10 +25,10 @@ from worker_group_layouts import (
 )
 
 from relax_core.families.folder import folder_architecture
+from relax_core.train import process_group
 from relax_core.train.hf.hf_weights import HfWeights
 from relax_core.train.hf.stored_weights import stored_weights
 from relax_core.train.model.gpt import build_chunks
-from relax_core.train.parallel import process_group
 from relax_core.weights.folder_stream import StoredTensor, open_safetensors
 
 BUCKET_BYTES = 80_000  # A bucket holds a few tensors of these models, so there are many buckets.

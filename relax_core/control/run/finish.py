@@ -16,7 +16,7 @@ from relax_core.observe.service.metrics_service import MetricsHealth
 from relax_core.observe.service.records import ACTOR, MetricRecord, TextCell, TextRecord, bad_rows_kind
 from relax_core.observe.service.sinks import read_metrics, read_texts
 from relax_core.observe.terminal.report import CHECKPOINTS_FOLDER, print_report, report_console
-from relax_core.train.checkpoints.atomic_folder import unremoved
+from relax_core.train.checkpoints.checkpoint_store import unremoved
 
 
 @dataclass(frozen=True, kw_only=True)

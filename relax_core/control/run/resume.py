@@ -13,7 +13,6 @@ from relax_core.config.resume_identity import DATA_LOCATION_KEYS, REFUSED, REPOR
 from relax_core.config.saved import plain
 from relax_core.config.schema import RelaxConfig
 from relax_core.data.data_identity import data_digest
-from relax_core.train.checkpoints.atomic_folder import recover_replaced
 from relax_core.train.checkpoints.checkpoint_store import (
     BUS_SNAPSHOT,
     CONFIG,
@@ -22,6 +21,7 @@ from relax_core.train.checkpoints.checkpoint_store import (
     TOKEN_TREE,
     CheckpointStore,
     WholeCheckpoint,
+    recover_replaced,
 )
 
 REPORTED_DATA_KEYS = tuple(key for key in REPORTED_KEYS if key.startswith("data."))

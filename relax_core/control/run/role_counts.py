@@ -11,7 +11,7 @@ from relax_core.registry import find_algorithm
 from relax_core.roles.process.role_context import JUDGE_ENGINE, TEACHER_ENGINE, worker_name
 from relax_core.rollout.group_advantages import computes_advantages_per_group
 from relax_core.rollout.judges.judge_choice import judge_engines
-from relax_core.train.parallel.layout_arithmetic import FORWARD_ROLES, Layout, equal_ranks, world_size
+from relax_core.train.parallel_layout import FORWARD_ROLES, Layout, equal_ranks, world_size
 
 
 def roles_of(config: RelaxConfig) -> dict[str, int]:

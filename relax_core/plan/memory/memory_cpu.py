@@ -40,7 +40,7 @@ from relax_core.plan.model.model_source import teacher_dimensions
 from relax_core.plan.workload import Workload
 from relax_core.registry import find_engine, find_env
 from relax_core.rollout.agents.run_agents import agent_words, agents_at_one_time
-from relax_core.train.parallel.layout_arithmetic import critic_parallel, forward_parallel, one_rank, world_size
+from relax_core.train.parallel_layout import critic_parallel, forward_parallel, one_rank, world_size
 
 TRAINER = 435
 TRAINER_VISION, ENGINE_VISION = 63, 111  # MiB more with transformers' modules of a vision tower

@@ -31,7 +31,7 @@ from relax_core.plan.model.dimensions import ModelDimensions
 from relax_core.plan.workload import Workload
 from relax_core.registry import find_engine
 from relax_core.roles.process.role_context import JUDGE_ENGINE
-from relax_core.train.parallel.layout_arithmetic import forward_parallel, one_rank
+from relax_core.train.parallel_layout import forward_parallel, one_rank
 
 SHARED = "every GPU"  # the name of the holder if all roles share all GPUs
 PROCESS_BYTES = 2 * GIB  # assumed: CUDA context, NCCL buffers, cuBLAS workspaces of one process

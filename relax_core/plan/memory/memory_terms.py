@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from relax_core.config.schema import ParallelConfig, RelaxConfig
 from relax_core.plan.model.dimensions import ModelDimensions
 from relax_core.plan.workload import Workload
-from relax_core.train.packing.tree_packing import MASKLESS_SAVES_PAIRS
+from relax_core.train.tree_packing import MASKLESS_SAVES_PAIRS
 
 MIB, GIB = 1 << 20, 1 << 30
 FLOAT = 4  # bytes
@@ -122,7 +122,7 @@ def _mask_pairs(parallel: ParallelConfig, work: Workload) -> int:
     """Returns the pairs of rows in the masks on a CPU, one square for each group.
 
     With context parallelism there always is a mask; otherwise only if omitting it saves little
-    (relax_core/train/attention/branch_attention.py).
+    (relax_core/train/model/branch_attention.py).
     """
     rows, branch, prompt = work.micro_batch_rows, work.episode_rows - work.prompt_tokens, work.prompt_tokens
     line = min(rows, work.group_rows)

@@ -19,7 +19,7 @@ from relax_core.plan.memory.memory_terms import (
 )
 from relax_core.plan.model.dimensions import ModelDimensions
 from relax_core.plan.workload import Workload
-from relax_core.train.parallel.layout_arithmetic import Layout
+from relax_core.train.parallel_layout import Layout
 
 OF_MEDIA = ("tower activations", "one tower block", "features", "frames")  # names of terms; glibc reuses their pieces
 FEATURE_COPIES = 2  # the tower's output of all items, and the rows of it that a rank uses

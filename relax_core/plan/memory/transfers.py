@@ -14,8 +14,8 @@ from relax_core.plan.memory.memory_terms import dtype_bytes, optimizer_bytes_a_p
 from relax_core.plan.memory.trainer_share import trained_share
 from relax_core.plan.model.dimensions import ModelDimensions
 from relax_core.plan.workload import Workload
-from relax_core.train.hf.check_weights import passed_bytes
-from relax_core.train.parallel.layout_arithmetic import one_rank
+from relax_core.train.hf.stored_weights import passed_bytes
+from relax_core.train.parallel_layout import one_rank
 from relax_core.weights.transports.choice import choose_transport
 
 VERSIONS_KEPT = 2  # versions of published weights (weights/publisher.py)

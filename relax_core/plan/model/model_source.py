@@ -10,7 +10,7 @@ from relax_core.config.schema import RelaxConfig
 from relax_core.families.hf_config import read_hf_config
 from relax_core.families.tiny_configs import MODEL_NAMES, tiny_config
 from relax_core.plan.model.dimensions import ModelDimensions, read_dimensions
-from relax_core.train.parallel.layout_arithmetic import LayoutShape
+from relax_core.train.parallel_layout import LayoutShape
 
 SHAPES = Path(__file__).parent / "shapes"
 

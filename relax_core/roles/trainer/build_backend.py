@@ -18,13 +18,13 @@ from relax_core.families.folder import family_key, folder_architecture
 from relax_core.roles.process.process_placement import LOOPBACK
 from relax_core.roles.process.role_context import BUS, RunContext, worker_name
 from relax_core.roles.process.sample_logs import open_sample_log
-from relax_core.train.parallel.layout_arithmetic import critic_parallel, forward_parallel, one_rank, world_size
+from relax_core.train.parallel_layout import critic_parallel, forward_parallel, one_rank, world_size
 
 if TYPE_CHECKING:
     from relax_core.observe.samples.sample_log import SampleLog
     from relax_core.train.critic_backend import CriticBackend
     from relax_core.train.policy_backend import MegatronBackend
-    from relax_core.train.rank_setup import RankSetup
+    from relax_core.train.rank import RankSetup
 
 
 def role_parallel(config: RelaxConfig, role: str) -> ParallelConfig:
@@ -100,7 +100,7 @@ def _media_reader(context: RunContext) -> MediaReader | None:
 def _setup(
     context: RunContext, parallel: ParallelConfig, optimizer: OptimizerConfig, *, rank: int, store_address: str
 ) -> RankSetup:
-    from relax_core.train.rank_setup import rank_setup
+    from relax_core.train.rank import rank_setup
 
     return rank_setup(
         context.config,

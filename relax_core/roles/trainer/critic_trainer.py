@@ -20,7 +20,7 @@ from relax_core.roles.process.discovery import discover_bus
 from relax_core.roles.process.role_context import RunContext
 from relax_core.roles.trainer.build_backend import build_critic
 from relax_core.roles.trainer.rank_batches import TreePart, critic_groups
-from relax_core.train.packing.micro_batches import MicroBatcher
+from relax_core.train.micro_batches import MicroBatcher
 
 if TYPE_CHECKING:
     from relax_core.train.critic_backend import CriticBackend

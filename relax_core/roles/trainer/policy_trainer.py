@@ -31,8 +31,8 @@ from relax_core.roles.trainer.step_metrics import StepGroups, step_values
 from relax_core.roles.trainer.step_timing import StepClock, rank_values
 from relax_core.roles.trainer.weight_sync import WeightSync
 from relax_core.roles.trainer.worker_group import Ranks, TrainerWorkerGroup
-from relax_core.train.packing.leased_trees import decode_train_tree
-from relax_core.train.step.updates import StepResult, StepUpdates, UpdatePlan
+from relax_core.train.micro_batches import decode_train_tree
+from relax_core.train.updates import StepResult, StepUpdates, UpdatePlan
 from relax_core.weights.transports.choice import build_transport, choose_transport
 
 if TYPE_CHECKING:

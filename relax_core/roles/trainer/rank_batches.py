@@ -14,8 +14,7 @@ from relax_core.contracts.bus import Bus
 from relax_core.contracts.tree import TokenTree
 from relax_core.registry import find_algorithm
 from relax_core.roles.process.role_context import RunContext
-from relax_core.train.packing.leased_trees import decode_train_tree
-from relax_core.train.packing.micro_batches import piece_of
+from relax_core.train.micro_batches import decode_train_tree, piece_of
 
 CRITIC_COLUMNS = (*c.FORWARD_COLUMNS, c.LOSS_MASK, c.VALUES, c.RETURNS)
 

@@ -16,7 +16,7 @@ from relax_core.roles.process.process_placement import node_address
 from relax_core.roles.process.role_context import RunContext, worker_name
 from relax_core.roles.trainer.build_backend import build_role_backend, role_parallel, store_address
 from relax_core.roles.trainer.worker_group import Ranks, Sent, WaitingOn, raise_cause, take_answers
-from relax_core.train.parallel.layout_arithmetic import replica_ranks, world_size
+from relax_core.train.parallel_layout import replica_ranks, world_size
 
 RETRY_S = 0.1
 

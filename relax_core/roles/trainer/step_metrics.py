@@ -17,8 +17,7 @@ from relax_core.contracts.train import StepMetrics
 from relax_core.contracts.tree import TokenTree
 from relax_core.observe.service.records import ACTOR, HistogramRecord
 from relax_core.roles.trainer.step_timing import StepClock
-from relax_core.train.step.updates import StepResult
-from relax_core.train.step.value_moments import MOMENTS, explained_variance
+from relax_core.train.updates import MOMENTS, StepResult, explained_variance
 
 QUANTILES = (10, 50, 90)
 HISTOGRAM_BINS = 20

@@ -24,8 +24,8 @@ from relax_core.roles.process.role_context import worker_name
 from relax_core.roles.trainer.build_backend import load_published
 from relax_core.roles.trainer.rank_batches import RankGroups, TreePart, parts_of
 from relax_core.train.checkpoints.checkpoint_store import SLOWEST_WRITE_S
-from relax_core.train.packing.micro_batches import ROW, split_over_ranks, with_row_numbers
-from relax_core.train.step.updates import UpdateMetrics
+from relax_core.train.micro_batches import ROW, split_over_ranks, with_row_numbers
+from relax_core.train.updates import UpdateMetrics
 
 if TYPE_CHECKING:
     from torch import Tensor

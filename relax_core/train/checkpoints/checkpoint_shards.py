@@ -2,19 +2,37 @@
 
 torch's own sharded types support regular grids over a mesh. A piece here is any block of a global tensor, so a rank can
 store its memory as it is: a slice of the optimizer's flat buffer, or a few heads of a fused projection.
+
+The index of the format is a pickle. torch's own reader would call whatever the pickle names, so a checkpoint of
+somebody else would be a program. `PlainIndexReader` makes only the few classes that an index consists of.
+
+Files reach the disk while they are written, so that their growth shows the disk's progress. Without this the kernel
+buffers a large part of a file in memory, the file has its full length at once, and no progress is visible for as long
+as the disk takes (`CheckpointStore.progress`). Errors of the files name the folder and the fix.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import errno
+import io
+import os
+import pickle
+import shutil
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from pathlib import Path, PosixPath
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint import metadata as index
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -24,8 +42,136 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from relax_core.train.checkpoints.plain_index import PlainIndexReader
-from relax_core.train.checkpoints.synced_stream import SyncedFiles
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
+
+
+_FULL_BYTES = 1 << 20  # After a write failed on a full disk, fewer bytes than this are free.
+_UNREADABLE = (OSError, EOFError, ValueError, CheckpointException, pickle.UnpicklingError)
+
+
+def _causes(error: BaseException) -> list[tuple[BaseException, traceback.StackSummary]]:
+    """Returns each rank's error with the stack where it was raised."""
+    if isinstance(error, CheckpointException):
+        return list(error.failures.values())
+    return [(error, traceback.extract_tb(error.__traceback__))]
+
+
+def _is_torch_file_error(error: BaseException, frames: traceback.StackSummary) -> bool:
+    """Returns True for RuntimeErrors of torch's zip reader and writer, which raise them when the disk fails."""
+    return isinstance(error, RuntimeError) and frames[-1].filename == torch.serialization.__file__
+
+
+@contextmanager
+def write_errors_as_oserror(folder: Path) -> Iterator[None]:
+    """Raises OSError if the disk failed on any rank."""
+    try:
+        yield
+    except (CheckpointException, RuntimeError) as error:
+        for cause, frames in _causes(error):
+            if isinstance(cause, OSError):
+                raise OSError(cause.errno, f"{folder}: {cause.strerror}") from error
+            if _is_torch_file_error(cause, frames):
+                number = errno.ENOSPC if shutil.disk_usage(folder).free < _FULL_BYTES else errno.EIO
+                raise OSError(number, f"{folder}: {os.strerror(number)}: {cause}") from error
+        if isinstance(error, CheckpointException):  # It is not an Exception, so handlers of Exception would miss it.
+            raise RuntimeError(f"{folder}: {error}") from error
+        raise
+
+
+@contextmanager
+def read_errors_as_valueerror(folder: Path) -> Iterator[None]:
+    """Raises ValueError if files are not those that were written."""
+    try:
+        yield
+    except (RuntimeError, *_UNREADABLE) as error:
+        cause, frames = _causes(error)[0]
+        if not isinstance(error, _UNREADABLE) and not _is_torch_file_error(cause, frames):
+            raise
+        raise ValueError(
+            f"checkpoint {folder} cannot be read: {type(cause).__name__}: {cause}. It is corrupt, or of another model. "
+            "Go on from an older one with resume=<its folder>."
+        ) from error
+
+
+_CLASSES: dict[tuple[str, str], Callable[..., Any]] = {
+    ("pathlib", "PosixPath"): PosixPath,
+    ("torch", "Size"): torch.Size,
+    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
+    (filesystem.__name__, "_StorageInfo"): filesystem._StorageInfo,
+    **{
+        (index.__name__, one.__name__): one
+        for one in (
+            *(Metadata, index.MetadataIndex, index.StorageMeta, index.TensorProperties, index.TensorStorageMetadata),
+            *(index.ChunkStorageMetadata, index.BytesStorageMetadata, index._MEM_FORMAT_ENCODING),
+        )
+    },
+}
+
+
+class PlainIndexReader(dcp.FileSystemReader):
+    """Reads a folder as torch's reader does, but makes no other objects of its index than those of `_CLASSES`.
+
+    Raises ``pickle.UnpicklingError`` for an index that names anything else, or a file outside of the folder.
+    """
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Returns the index of the folder."""
+        with Path(self._get_metadata_path(kwargs.get("rank"))).open("rb") as file:
+            found = _Unpickler(file).load()
+        if not isinstance(found, Metadata) or not isinstance(found.storage_data, dict):
+            raise pickle.UnpicklingError("it is not the index of a checkpoint")
+        for stored in found.storage_data.values():
+            plain = isinstance(stored, filesystem._StorageInfo) and isinstance(stored.relative_path, str)
+            if not plain or Path(stored.relative_path).name != stored.relative_path or stored.transform_descriptors:
+                raise pickle.UnpicklingError("it names a file outside of its folder, or one in another format")
+        about = getattr(found, "storage_meta", None) or index.StorageMeta()
+        about.load_id = self.load_id
+        found.storage_meta = about
+        return found
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        """Returns one of the classes of an index, or a dtype of torch."""
+        if (known := _CLASSES.get((module, name))) is not None:
+            return known
+        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
+            return dtype
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which no index of a checkpoint has")
+
+
+SYNC_BYTES = 256 << 20
+
+
+class SyncedFiles(FileSystem):
+    """Opens synced streams for `torch.distributed.checkpoint.FileSystemWriter`."""
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        """Opens a synced stream for writing, and torch's own stream for reading."""
+        if mode != "wb":
+            with super().create_stream(path, mode) as stream:
+                yield stream
+            return
+        with _SyncedStream(io.FileIO(path, "wb")) as stream:
+            yield stream
+
+
+class _SyncedStream(io.BufferedWriter):
+    def __init__(self, raw: io.RawIOBase) -> None:
+        super().__init__(raw)
+        self._unsynced = 0
+
+    def write(self, data: ReadableBuffer, /) -> int:
+        written = super().write(data)
+        self._unsynced += written
+        if self._unsynced >= SYNC_BYTES:
+            self.flush()
+            os.fdatasync(self.fileno())
+            self._unsynced = 0
+        return written
+
 
 WEIGHTS = "weights/"  # The names of a model's own tensors begin with this.
 

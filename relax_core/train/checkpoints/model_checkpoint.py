@@ -11,34 +11,39 @@ Any layout reads what any other layout wrote, and so does a process that is not 
 runs between train steps, and `write` may run in another thread.
 
 Tensors load with ``weights_only``. The index ``.metadata`` of torch.distributed.checkpoint is a pickle, of which
-`plain_index.py` makes no other objects than those of an index.
+`PlainIndexReader` makes no other objects than those of an index.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+import math
+import random
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
+from megatron.core import parallel_state, tensor_parallel
 from msgspec.structs import replace
 from torch import Tensor
 
 from relax_core.families.architecture import Architecture
-from relax_core.train.checkpoints.checkpoint_errors import read_errors_as_valueerror, write_errors_as_oserror
-from relax_core.train.checkpoints.checkpoint_shards import WEIGHTS, Block, Pieces, read_pieces, write_pieces
-from relax_core.train.checkpoints.checkpoint_store import SLOWEST_WRITE_S
-from relax_core.train.checkpoints.optimizer_state import (
-    adam_states,
-    create_optimizer_state,
-    set_updates_done,
-    updates_done,
+from relax_core.train import process_group
+from relax_core.train.checkpoints.checkpoint_shards import (
+    WEIGHTS,
+    Block,
+    Pieces,
+    read_errors_as_valueerror,
+    read_pieces,
+    write_errors_as_oserror,
+    write_pieces,
 )
+from relax_core.train.checkpoints.checkpoint_store import SLOWEST_WRITE_S
 from relax_core.train.checkpoints.provenance import (
     Provenance,
     check_same_frozen_parts,
@@ -49,12 +54,49 @@ from relax_core.train.checkpoints.provenance import (
     read_provenance,
     write_provenance,
 )
-from relax_core.train.checkpoints.random_state import random_state, set_random_state
 from relax_core.train.hf.weight_slices import WeightSlice
-from relax_core.train.parallel import process_group
+from relax_core.train.megatron_on_cpu import has_cuda
+from relax_core.train.optimizer import adam_states, create_optimizer_state, set_updates_done, updates_done
 
 if TYPE_CHECKING:
-    from relax_core.train.rank_setup import RankSetup
+    from relax_core.train.rank import RankSetup
+
+
+_TRACKER = "megatron."
+
+
+def random_state() -> dict[str, Tensor]:
+    """Returns the states of torch, Python, numpy, the device and Megatron's tracker; their shapes never change."""
+    _, words, next_gauss = random.getstate()
+    numpy_state: dict[str, Any] = np.random.get_state(legacy=False)
+    mersenne = numpy_state["state"]
+    state = {
+        "torch": torch.get_rng_state(),
+        "python.words": torch.tensor(words),
+        "python.gauss": torch.tensor([math.nan if next_gauss is None else next_gauss], dtype=torch.float64),
+        "numpy.key": torch.from_numpy(mersenne["key"].astype(np.int64)),
+        "numpy.position": torch.tensor([mersenne["pos"], numpy_state["has_gauss"]]),
+        "numpy.gauss": torch.tensor([numpy_state["gauss"]], dtype=torch.float64),
+    }
+    if has_cuda():
+        state["cuda"] = torch.cuda.get_rng_state()
+    tracker = tensor_parallel.get_cuda_rng_tracker().get_states()
+    return state | {_TRACKER + stream: tensor.clone() for stream, tensor in tracker.items()}
+
+
+def set_random_state(state: Mapping[str, Tensor]) -> None:
+    """Restores the states that `random_state` returned."""
+    torch.set_rng_state(state["torch"])
+    next_gauss: float = state["python.gauss"].item()
+    random.setstate((3, tuple(state["python.words"].tolist()), None if math.isnan(next_gauss) else next_gauss))
+    position, has_gauss = state["numpy.position"].tolist()
+    key = state["numpy.key"].numpy().astype(np.uint32)
+    np.random.set_state(("MT19937", key, position, has_gauss, state["numpy.gauss"].item()))
+    if has_cuda():
+        torch.cuda.set_rng_state(state["cuda"])
+    tracker = {name.removeprefix(_TRACKER): tensor for name, tensor in state.items() if name.startswith(_TRACKER)}
+    tensor_parallel.get_cuda_rng_tracker().set_states(tracker)
+
 
 logger = logging.getLogger(__name__)
 

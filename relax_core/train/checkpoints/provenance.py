@@ -15,7 +15,7 @@ import msgspec
 
 from relax_core.config.schema import ParallelConfig
 from relax_core.families.architecture import Architecture
-from relax_core.train.model.transformer_config import megatron_arguments
+from relax_core.train.hf.weight_rules import megatron_arguments
 
 PROVENANCE = "provenance.json"
 _OLDER_NAME = "made_by.json"  # Checkpoints written before 2026-11-22 have this name.

@@ -25,13 +25,12 @@ from relax_core.config.choices import Recompute
 from relax_core.config.schema import ParallelConfig
 from relax_core.families.architecture import Architecture
 from relax_core.families.towers import Towers
-from relax_core.train.attention.tree_attention import TreeBatch
-from relax_core.train.hf.weight_rules import weight_rules
-from relax_core.train.megatron_on_cpu.device_loader import has_cuda
+from relax_core.train.hf.weight_rules import megatron_arguments, weight_rules
+from relax_core.train.megatron_on_cpu import has_cuda
 from relax_core.train.model.layer_specs import block_spec, has_transformer_engine
 from relax_core.train.model.media_features import add_towers, with_features
 from relax_core.train.model.moe import number_routers
-from relax_core.train.model.transformer_config import megatron_arguments
+from relax_core.train.model.tree_attention import TreeBatch
 
 
 class TreeGPTModel(GPTModel):

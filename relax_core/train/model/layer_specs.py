@@ -26,11 +26,39 @@ from torch import Tensor
 from relax_core.config.choices import Recompute
 from relax_core.contracts.family import DeltaNet
 from relax_core.families.architecture import Architecture
-from relax_core.train.attention.tree_attention import TreeBatch
-from relax_core.train.megatron_on_cpu.device_loader import has_cuda
+from relax_core.train.megatron_on_cpu import has_cuda
 from relax_core.train.model.delta_net import TreeDeltaNet
 from relax_core.train.model.moe import BalancedRouter, MoeTransformerLayer
-from relax_core.train.model.rms_norm import rms_norm
+from relax_core.train.model.tree_attention import TreeBatch
+
+
+def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
+    """Returns ``x / sqrt(mean(x²) + eps) * weight`` over the last dimension, ``[…, dim]``; all are float32.
+
+    Source: Zhang and Sennrich 2019, arXiv 1910.07467. On a CPU torch computes its own RMSNorm, and the gradient of it,
+    as a dozen operators, each of which reads and writes the whole input. The results differ by rounding.
+    """
+    normed: Tensor = _RmsNorm.apply(x, weight, eps)
+    return normed
+
+
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        # The square of vector_norm would round the root in between, and is no faster.
+        inverse = x.square().mean(dim=-1, keepdim=True).add_(eps).rsqrt_()
+        normed = x * inverse
+        ctx.save_for_backward(normed, inverse, weight)
+        return normed * weight
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        normed, inverse, weight = ctx.saved_tensors
+        products = (grad * normed).reshape(-1, len(weight))
+        along = torch.mv(products, weight).mul_(-1.0 / len(weight)).view(inverse.shape)
+        of_x = (grad * weight).addcmul_(normed, along).mul_(inverse)
+        return of_x, products.sum(dim=0), None
 
 
 class TreeCoreAttention(MegatronModule):

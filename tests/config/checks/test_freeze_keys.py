@@ -12,7 +12,7 @@ from relax_core.config.errors import ConfigError
 from relax_core.config.resume_identity import REFUSED, changes
 from relax_core.config.saved import plain
 from relax_core.preflight import CHECKS
-from relax_core.train.rank_setup import rank_setup
+from relax_core.train.rank import rank_setup
 
 SEES, SEES_EXPERTS = ("model=tiny_qwen3_vl", "modality=auto"), ("model=tiny_qwen3_vl_moe", "modality=auto")
 HEARS = ("model=tiny_qwen3_omni", "data=four_modalities")

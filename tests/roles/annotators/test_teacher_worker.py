@@ -25,7 +25,7 @@ from relax_core.roles.annotators import teacher_scorers
 from relax_core.roles.annotators.teacher_scorers import EngineTeacher, ForwardTeacher, TeacherScores
 from relax_core.roles.annotators.teacher_worker import TeacherWorker
 from relax_core.roles.process.role_context import RunContext
-from relax_core.train.packing.leased_trees import decode_train_tree
+from relax_core.train.micro_batches import decode_train_tree
 from tests.train.tiny_models import VOCABULARY
 from tests.train.tiny_trainer import make_groups
 from tests.trees import answer_ids, answers_of, of_tokens, prompt_of, random_tree

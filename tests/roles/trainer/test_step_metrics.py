@@ -16,8 +16,8 @@ from relax_core.contracts.bus import LeasedGroup
 from relax_core.contracts.train import StepMetrics
 from relax_core.roles.trainer.step_metrics import StepGroups, real_histogram, step_values
 from relax_core.roles.trainer.step_timing import StepClock
-from relax_core.train.packing.leased_trees import decode_train_tree
-from relax_core.train.step.updates import StepResult, UpdateMetrics
+from relax_core.train.micro_batches import decode_train_tree
+from relax_core.train.updates import StepResult, UpdateMetrics
 from tests.observe.metrics_page import not_described
 from tests.trees import answers_tree
 

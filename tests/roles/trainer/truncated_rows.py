@@ -17,7 +17,7 @@ from relax_core.registry import find_algorithm
 from relax_core.roles.annotators.teacher_scorers import TeacherScores
 from relax_core.roles.annotators.teacher_worker import teacher_columns
 from relax_core.rollout.group_advantages import advantage_extras
-from relax_core.train.packing.leased_trees import decode_train_tree
+from relax_core.train.micro_batches import decode_train_tree
 from tests.trees import of_tokens
 
 TEMPERATURE = 0.8

@@ -19,7 +19,7 @@ from relax_core.roles.process.worker import WorkerStatus
 from relax_core.roles.trainer.rank_batches import policy_groups
 from relax_core.roles.trainer.rank_worker import STATUS_GROUPS, ActorRank
 from relax_core.roles.trainer.worker_group import Ranks, TrainerWorkerGroup
-from relax_core.train.packing.packed_media import NO_TOWER
+from relax_core.train.micro_batches import NO_TOWER
 
 Seen = tuple[list[str], list[int], list[float]]  # of a tree that was trained: episodes, tokens, advantages
 STEP = 0

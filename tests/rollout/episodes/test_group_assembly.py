@@ -21,8 +21,8 @@ from relax_core.contracts.trees.kept_tokens import KeptTokens
 from relax_core.rollout.episodes.group_assembly import DroppedGroup, GroupFilter, complete_episodes, complete_group
 from relax_core.rollout.episodes.tree_builder import PlayedEpisode, PlayedTurn
 from relax_core.rollout.group_advantages import advantage_extras
-from relax_core.train.packing.leased_trees import decode_train_tree
-from relax_core.train.step.step_sums import micro_batch_totals
+from relax_core.train.micro_batches import decode_train_tree
+from relax_core.train.step_sums import micro_batch_totals
 from tests.bus.make_rows import make_core
 from tests.responses import response as make_response
 from tests.trees import of_tokens, rewards_of, tree_of

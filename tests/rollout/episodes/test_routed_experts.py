@@ -9,7 +9,7 @@ from relax_core.contracts.bus import LeasedGroup
 from relax_core.contracts.engine import Generated
 from relax_core.contracts.reward import RewardOutput
 from relax_core.rollout.episodes.group_assembly import DroppedGroup, complete_group
-from relax_core.train.packing.leased_trees import decode_train_tree
+from relax_core.train.micro_batches import decode_train_tree
 from tests.responses import response as make_response
 
 LAYERS, TOP_K = 2, 3

@@ -24,8 +24,7 @@ from relax_core.families.hf_config import read_hf_config
 from relax_core.preflight import CHECKS, settle
 from relax_core.tools import check_model, export
 from relax_core.train.checkpoints.checkpoint_store import CheckpointStore
-from relax_core.train.hf.check_weights import stored_shapes, weight_problems
-from relax_core.train.hf.stored_weights import stored_weights
+from relax_core.train.hf.stored_weights import stored_shapes, stored_weights, weight_problems
 from tests.data.chat_templates import write_two_words
 
 

@@ -14,8 +14,15 @@ from pathlib import Path
 
 import pytest
 
-from relax_core.train.checkpoints.atomic_folder import atomic_folder, recover_replaced, remove_folder, unremoved
-from relax_core.train.checkpoints.checkpoint_store import META, CheckpointStore, has_checkpoint
+from relax_core.train.checkpoints.checkpoint_store import (
+    META,
+    CheckpointStore,
+    atomic_folder,
+    has_checkpoint,
+    recover_replaced,
+    remove_folder,
+    unremoved,
+)
 
 
 def writes(name: str, data: bytes) -> Callable[[Path], None]:
@@ -222,7 +229,7 @@ def test_full_disk_at_any_moment(small_disk: Path) -> None:
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from relax_core.train.checkpoints import atomic_folder as module
+from relax_core.train.checkpoints import checkpoint_store as module
 real_rename = os.rename
 left = int(sys.argv[2])
 def rename(source, target):

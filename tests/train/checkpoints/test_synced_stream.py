@@ -9,8 +9,8 @@ import pytest
 from tiny_models import make_model
 from tiny_trainer import dp_groups, make_backend, train_step
 
-from relax_core.train.checkpoints import synced_stream
-from relax_core.train.checkpoints.synced_stream import SyncedFiles
+from relax_core.train.checkpoints import checkpoint_shards
+from relax_core.train.checkpoints.checkpoint_shards import SyncedFiles
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def synced(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         sizes.append(os.fstat(file).st_size)
 
     monkeypatch.setattr(os, "fdatasync", traced)
-    monkeypatch.setattr(synced_stream, "SYNC_BYTES", 1000)
+    monkeypatch.setattr(checkpoint_shards, "SYNC_BYTES", 1000)
     return sizes
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from relax_core.contracts.media_file import FolderReader
 from relax_core.train.hf.hf_export import export_hf_folder
-from relax_core.train.model.frozen_parts import frozen_weights
+from relax_core.train.optimizer import frozen_weights
 from tests.seeing import Seen, text
 from tests.trees import answers_tree
 

@@ -18,9 +18,9 @@ from benchmarks.parity_data import with_rollout
 from benchmarks.parity_omni import OMNI, OmniItems, make_omni_case, make_omni_model
 from relax_core.contracts.media_file import FolderReader
 from relax_core.families.folder import folder_architecture
-from relax_core.train.hf.check_weights import weight_problems
 from relax_core.train.hf.hf_export import export_hf_folder
-from relax_core.train.model.frozen_parts import frozen_weights
+from relax_core.train.hf.stored_weights import weight_problems
+from relax_core.train.optimizer import frozen_weights
 
 FROZEN = ("audio", "projector")
 

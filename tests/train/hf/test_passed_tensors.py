@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from relax_core.train.hf.check_weights import passed_bytes
 from relax_core.train.hf.hf_export import export_hf_folder
+from relax_core.train.hf.stored_weights import passed_bytes
 from relax_core.weights import safetensors_stream
 
 PREFIXES = ("mtp.", "talker.")

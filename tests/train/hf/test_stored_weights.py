@@ -13,8 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
 from relax_core.families.folder import folder_architecture
-from relax_core.train.hf.check_weights import weight_problems
-from relax_core.train.hf.stored_weights import fused, stored_weights
+from relax_core.train.hf.stored_weights import fused, stored_weights, weight_problems
 from relax_core.weights.folder_stream import open_safetensors
 
 EXPERTS = "model.language_model.layers.1.mlp.experts."

@@ -1,4 +1,0 @@
-"""Runs unmodified megatron.core on a CPU.
-
-Start with `device_loader.py`.
-"""

@@ -1,0 +1,267 @@
+"""Decodes leased groups, and makes micro-batches of them under a budget of rows, in order of issue, for all ranks.
+
+Trees arrive lease by lease, and a micro-batch closes as soon as the next tree does not fit. Its content therefore
+depends on the order of the trees and not on their arrival times. A tree that is larger than the budget is split between
+episodes, and each piece repeats the rows that its episodes share with others. An episode is never split, because
+sequence-level ratios and lengths are computed over whole episodes.
+
+An image, a video or a sound counts as its rows and the work of the towers for it, in rows. It passes the towers once in
+a micro-batch of a rank, so it counts once there. The patches that pass a vision tower have a second budget, which
+bounds its memory.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+
+from relax_core.contracts.bus import LeasedGroup
+from relax_core.contracts.columns import decode_tree
+from relax_core.contracts.media import MediaItem
+from relax_core.contracts.tree import TRUNCATED, TokenTree
+from relax_core.families.architecture import Architecture
+from relax_core.families.media_work import item_work
+from relax_core.families.towers import Towers
+
+
+def decode_train_tree(group: LeasedGroup, *, step: int, oldest_version: int) -> tuple[TokenTree, dict[str, str]]:
+    """Returns the tree for train step ``step``, and the uid and ledger reason of each episode that is not trained.
+
+    Tokens older than ``oldest_version`` are masked (mode.on_stale=mask; with drop the bus never leases such a group).
+    An episode that arrives without a trained token was truncated (rollout.mask_truncated). The extra ``on_policy`` is
+    True for tokens whose whole episode was sampled with the weights that the step starts with. Rollout and trainer
+    agree to rounding there. Other tokens attend to cache entries that older weights left in the engine.
+    """
+    tree = decode_tree(group)
+    masked = dict.fromkeys(_untrained(tree), TRUNCATED)
+    on_policy = tree.oldest_versions(trained=False) == step
+    if min(group.versions) < oldest_version:
+        tree = tree.with_loss_mask(tree.loss_mask & (tree.versions >= oldest_version))
+        masked = dict.fromkeys(_untrained(tree), "stale") | masked
+    return tree.with_extras(on_policy=on_policy[tree.tokens[0]]), masked
+
+
+def _untrained(tree: TokenTree) -> list[str]:
+    """Returns the uids of episodes without a trained token."""
+    return [one.uid for one, trained in zip(tree.episodes, tree.trained_episodes(), strict=True) if not trained]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TowerWork:
+    """Says what an item costs: ``rows`` returns the work of a model's towers for it, in rows of the language model.
+
+    ``most_patches`` bounds the patches that pass a rank's tower in a micro-batch (parallel.micro_batch_patches).
+    """
+
+    rows: Callable[[MediaItem], float] = lambda item: 0.0
+    most_patches: int = sys.maxsize
+
+    @staticmethod
+    def of(architecture: Architecture, *, most_patches: int) -> TowerWork:
+        """Returns the work of a model's towers."""
+        if Towers.of(architecture) is None:
+            return NO_TOWER
+        return TowerWork(rows=partial(item_work, architecture), most_patches=most_patches)
+
+
+NO_TOWER = TowerWork()
+
+
+def distinct_items(trees: Sequence[TokenTree]) -> list[MediaItem]:
+    """Returns the items of some trees, each once."""
+    return list({one.item.digest: one.item for tree in trees for one in tree.media}.values())
+
+
+REPEATED = "repeated"
+ROW = "row"
+Piece = tuple[int, int, int]  # The index of a tree, and its first and last (exclusive) episode.
+
+
+class Load(NamedTuple):
+    """Holds what some runs add to a bin: work in rows, patches, and the digests of their items."""
+
+    work: int
+    patches: int
+    items: frozenset[str]
+
+
+class Work(NamedTuple):
+    """Holds for each episode of a tree the runs on its path, and for each run its computed rows and its items.
+
+    An item is its digest, the work of the towers for it in rows, and its patches.
+    """
+
+    paths: list[list[int]]
+    rows: list[int]
+    items: dict[int, list[tuple[str, int, int]]]
+
+    def load(self, path: Sequence[int], *, seen: Set[int] = frozenset(), shown: Set[str] = frozenset()) -> Load:
+        """Returns what the runs of ``path`` add to a bin that has the runs ``seen`` and the items ``shown``."""
+        new = [run for run in path if run not in seen]
+        rows = sum(self.rows[run] for run in new)
+        if not self.items:
+            return Load(rows, 0, frozenset())
+        items = [one for run in new for one in self.items.get(run, ())]
+        found = {digest: (work, patches) for digest, work, patches in items if digest not in shown}
+        work, patches = sum(one[0] for one in found.values()), sum(one[1] for one in found.values())
+        return Load(rows + work, patches, frozenset(found))
+
+
+class MicroBatcher:
+    """Collects trees into micro-batches and splits trees that are larger than one.
+
+    In a micro-batch the work of each of the ``ranks`` data-parallel ranks is at most ``budget_rows``: its computed rows
+    and the work of the towers, in rows. It has at most ``tower.most_patches`` patches. A single episode may be larger.
+    """
+
+    def __init__(self, budget_rows: int, *, ranks: int = 1, tower: TowerWork = NO_TOWER) -> None:
+        self._budget, self._ranks, self._tower = budget_rows, ranks, tower
+        self._open: list[TokenTree] = []
+        self._open_work: list[Work] = []  # Filled only if there are several ranks.
+
+    def add(self, trees: Sequence[TokenTree]) -> list[list[TokenTree]]:
+        """Adds trees; returns the micro-batches that are now full."""
+        full = []
+        for tree in trees:
+            work = [] if self._ranks == 1 else [_work(tree, self._tower)]
+            if self._open and not self._fits([*self._open, tree], [*self._open_work, *work]):
+                full.append(self.flush())
+            if self._open or self._fits([tree], work):
+                self._open.append(tree)
+                self._open_work += work
+                continue
+            bins = _pieces_of_bins(
+                [tree], _fill_bins([_work(tree, self._tower)], self._budget, self._tower.most_patches)
+            )
+            for first in range(0, len(bins), self._ranks):
+                full.append([piece for one in bins[first : first + self._ranks] for piece in one])
+            self._open = full.pop()  # The last piece may leave room for more trees.
+            self._open_work = [] if self._ranks == 1 else [_work(piece, self._tower) for piece in self._open]
+        return full
+
+    def flush(self) -> list[TokenTree]:
+        """Returns the open micro-batch, which may be empty, and starts a new one."""
+        batch, self._open, self._open_work = self._open, [], []
+        return batch
+
+    def _fits(self, trees: Sequence[TokenTree], work: Sequence[Work]) -> bool:
+        if self._ranks == 1:
+            single = len(trees) == 1 and len(trees[0].episodes) == 1
+            items = distinct_items(trees)
+            load = sum(tree.computed_rows for tree in trees) + sum(round(self._tower.rows(item)) for item in items)
+            patches = sum(item.patches for item in items)
+            return single or (load <= self._budget and patches <= self._tower.most_patches)
+        return len(_fill_bins(work, self._budget, self._tower.most_patches)) <= self._ranks
+
+
+def with_row_numbers(trees: Sequence[TokenTree]) -> list[TokenTree]:
+    """Returns the trees with the extra ``row``, which numbers the rows of all trees from 0.
+
+    Pieces keep the extra, so results for the rows of a piece can be written back to the rows of its tree.
+    """
+    before = np.cumsum([0, *(tree.rows for tree in trees)]).tolist()
+    return [
+        tree.with_extras(**{ROW: np.arange(first, first + tree.rows)})
+        for tree, first in zip(trees, before, strict=False)
+    ]
+
+
+def split_over_ranks(trees: Sequence[TokenTree], ranks: int, *, tower: TowerWork = NO_TOWER) -> list[list[TokenTree]]:
+    """Splits one micro-batch into the episodes of each data-parallel rank, in order of issue.
+
+    The split minimizes the work of the rank that has most: rows, and the towers' work in rows. A rank may get no
+    episodes. A rank has at most ``tower.most_patches`` patches if a split with that bound exists, as it does for the
+    micro-batches of a `MicroBatcher` with the same bound.
+    """
+    if ranks == 1:
+        return [list(trees)]
+    work = [_work(tree, tower) for tree in trees]
+    load = sum(one.load(range(len(one.rows))).work for one in work)
+    patches = tower.most_patches if len(_fill_bins(work, load, tower.most_patches)) <= ranks else sys.maxsize
+    low, high = -(-load // ranks), load
+    while low < high:
+        middle = (low + high) // 2
+        if len(_fill_bins(work, middle, patches)) <= ranks:
+            high = middle
+        else:
+            low = middle + 1
+    shares = _pieces_of_bins(trees, _fill_bins(work, high, patches))
+    return [*shares, *([] for _ in range(ranks - len(shares)))]
+
+
+def _fill_bins(trees: Sequence[Work], capacity: int, most_patches: int) -> list[list[Piece]]:
+    """Fills bins in order; a bin has at most ``capacity`` work and ``most_patches``, or a single larger episode."""
+    bins: list[list[Piece]] = []
+    load, patches = capacity + 1, 0  # The first episode opens a bin.
+    shown: set[str] = set()
+    for index, work in enumerate(trees):
+        seen: set[int] = set()
+        first = 0
+        for episode, path in enumerate(work.paths):
+            more = work.load(path, seen=seen, shown=shown)
+            over = load + more.work > capacity or patches + more.patches > most_patches
+            if over and (load or not bins):
+                if episode > first:
+                    bins[-1].append((index, first, episode))
+                bins.append([])
+                first, load, patches, seen, shown = episode, 0, 0, set(), set()
+                more = work.load(path)
+            load, patches = load + more.work, patches + more.patches
+            seen.update(path)
+            shown |= more.items
+        bins[-1].append((index, first, len(work.paths)))
+    return bins
+
+
+def _work(tree: TokenTree, tower: TowerWork) -> Work:
+    runs = tree.runs
+    rows = (runs.stop - runs.start - (runs.stop == runs.end)).tolist()
+    parent = runs.parent.tolist()
+    paths: list[list[int]] = []
+    for one in tree.episodes:
+        path: dict[int, None] = {}
+        for run in runs.of_rows(np.array(one.leaves)).tolist():
+            while run >= 0 and run not in path:
+                path[run] = None
+                run = parent[run]
+        paths.append(list(path))
+    items: dict[int, list[tuple[str, int, int]]] = {}
+    for media in tree.media:
+        item = media.item
+        found = items.setdefault(int(runs.of_rows(np.array(media.start))), [])
+        found.append((item.digest, round(tower.rows(item)), item.patches))
+    return Work(paths, rows, items)
+
+
+def _pieces_of_bins(trees: Sequence[TokenTree], bins: Sequence[Sequence[Piece]]) -> list[list[TokenTree]]:
+    """Returns the trees of each bin; the first piece of a tree that has a trained row counts as the group."""
+    counted: set[int] = set()
+    made: list[list[TokenTree]] = []
+    for pieces in bins:
+        made.append([])
+        for index, first, stop in pieces:
+            piece = piece_of(trees[index], first, stop)
+            counts = trees[index].counts_group and index not in counted and bool(piece.loss_mask.any())
+            if counts and piece is not trees[index]:
+                counted.add(index)
+                piece = replace(piece, counts_group=True)
+            made[-1].append(piece)
+    return made
+
+
+def piece_of(tree: TokenTree, first: int, stop: int) -> TokenTree:
+    """Returns a tree with episodes ``first`` to ``stop`` (exclusive) of ``tree``, or ``tree`` itself if that is all.
+
+    The extra ``repeated`` is True at rows that earlier pieces also have, so that each row is counted once.
+    """
+    if stop - first == len(tree.episodes):
+        return tree
+    repeated = tree.extras.get(REPEATED, np.zeros(tree.rows, dtype=bool)).copy()
+    if first:
+        repeated[tree.rows_of(range(first))] = True
+    return tree.with_extras(**{REPEATED: repeated}).take(range(first, stop))

@@ -1,0 +1,197 @@
+"""Builds the configured optimizer, takes frozen parts out of training, and reads and sets Adam's state.
+
+A parameter that is frozen has no gradient: Megatron's wrapper gives it no place in its buffers, and its optimizer keeps
+no state of it. The parts are those that `model.freeze` names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import ParamKey, get_megatron_optimizer, get_standard_config_overrides
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch import Tensor
+
+from relax_core.config.choices import AUDIO, LANGUAGE, PROJECTOR, ROUTER, VISION
+from relax_core.config.schema import OptimizerConfig, ParallelConfig
+from relax_core.families.architecture import Architecture
+from relax_core.train.hf.stored_weights import stored_weights
+from relax_core.train.hf.weight_rules import AUDIO as AUDIO_PREFIX
+from relax_core.train.hf.weight_rules import VISION as VISION_PREFIX
+from relax_core.train.model.gpt import VALUE_HEAD, TreeGPTModel
+
+IN_TOWER = "in_tower"  # the attribute of the tower's parameters, by which the optimizer finds their learning rate
+
+
+def part_of(name: str, architecture: Architecture) -> str | None:
+    """Returns the part of a chunk's parameter ``name``, or None for a value head, which always trains."""
+    if name.startswith(VALUE_HEAD):
+        return None
+    if name.startswith(VISION_PREFIX):
+        assert architecture.vision is not None
+        inner = name.removeprefix(VISION_PREFIX)
+        return PROJECTOR if inner.startswith(architecture.vision.vision.projector) else VISION
+    if name.startswith(AUDIO_PREFIX):
+        assert architecture.audio is not None
+        inner = name.removeprefix(AUDIO_PREFIX)
+        return PROJECTOR if inner.startswith(architecture.audio.audio.projector) else AUDIO
+    return ROUTER if ".mlp.router." in name else LANGUAGE
+
+
+def frozen_weights(architecture: Architecture, frozen: Collection[str]) -> frozenset[str]:
+    """Returns the Hugging Face names of the weights that belong to the ``frozen`` parts."""
+    return frozenset(
+        one.name
+        for one in stored_weights(architecture)
+        if all(part_of(rule.megatron, architecture) in frozen for rule in one.rules)
+    )
+
+
+def freeze_parts(chunks: Iterable[torch.nn.Module], frozen: Collection[str], architecture: Architecture) -> None:
+    """Takes the parameters of the ``frozen`` parts out of training, and marks those of the towers.
+
+    The call comes before Megatron's wrapper and optimizer, which leave out parameters that need no gradient.
+    """
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            part = part_of(name, architecture)
+            setattr(parameter, IN_TOWER, part in (VISION, AUDIO))
+            if part in frozen:
+                parameter.requires_grad_(False)
+
+
+def wrap_for_training(chunks: Sequence[TreeGPTModel], *, parallel: ParallelConfig, dtype: torch.dtype) -> list[Any]:
+    """Wraps each chunk in Megatron's data-parallel wrapper, which keeps gradients in one float32 buffer.
+
+    With ``parallel.overlap`` the last backward pass of a step starts the reduction of gradients bucket by bucket, and
+    the first forward pass after it gathers each parameter of the distributed optimizer just before it is used.
+    """
+    config = DistributedDataParallelConfig(
+        use_distributed_optimizer=parallel.distributed_optimizer,
+        overlap_grad_reduce=parallel.overlap,
+        overlap_param_gather=parallel.overlap,
+        grad_reduce_in_fp32=dtype != torch.float32,
+    )
+    return [
+        DistributedDataParallel(chunk.config, config, chunk, disable_bucketing=index > 0)
+        for index, chunk in enumerate(chunks)
+    ]
+
+
+def build_optimizer(
+    config: OptimizerConfig, chunks: list[Any], *, distributed_optimizer: bool, dtype: torch.dtype
+) -> Any:
+    """Returns AdamW with decoupled weight decay (none on norms) and gradient clipping by global norm.
+
+    Parameters that need no gradient have no state. The learning rate of a group of parameters is that of the step times
+    ``lr_mult``, which differs from 1 only for the vision tower with ``config.tower_lr``.
+    """
+    settings = MegatronOptimizerConfig(
+        optimizer="adam",
+        lr=config.lr,
+        weight_decay=config.weight_decay,
+        adam_beta1=config.beta1,
+        adam_beta2=config.beta2,
+        adam_eps=config.eps,
+        clip_grad=config.clip_grad,
+        bf16=dtype == torch.bfloat16,
+        params_dtype=dtype,
+        use_distributed_optimizer=distributed_optimizer,
+    )
+    overrides = get_standard_config_overrides(settings)
+    if config.tower_lr is not None:
+        overrides[ParamKey(attr=IN_TOWER)] = {"lr_mult": config.tower_lr / config.lr}
+    optimizer = get_megatron_optimizer(settings, chunks, overrides)
+    for group in optimizer.param_groups:
+        group["weight_decay"] = config.weight_decay * group["wd_mult"]  # Megatron's scheduler does the same.
+        if "fused" in group:  # torch's AdamW, where Transformer Engine's is not installed
+            group["fused"] = True  # one call for all parameters, on CPUs as on GPUs
+    return optimizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdamState:
+    """Holds flat views ``[elements]`` of Adam's state of a parameter, or of this rank's share of it.
+
+    A rank has only a share with the distributed optimizer. ``start`` is the index of the first element within the
+    parameter. ``main`` is the float32 copy of the parameter, or None if the parameter itself is float32.
+    """
+
+    start: int
+    main: Tensor | None
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Returns the state's tensors by name, without those that do not exist."""
+        found = {"main": self.main, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+
+def adam_states(optimizer: Any, parameters: Sequence[torch.nn.Parameter]) -> dict[torch.nn.Parameter, AdamState]:
+    """Returns the state of the ``parameters`` that this rank updates; it exists from the first update on."""
+    found = {}
+    for one in _optimizers(optimizer):
+        for parameter in parameters:
+            if isinstance(one, DistributedOptimizer):
+                if parameter not in one.model_param_group_index_map:
+                    continue
+                state = one._get_main_param_and_optimizer_states(parameter)
+                main, start = state["param"], one._get_model_param_range_map(parameter)["param"].start
+            else:
+                main, start = getattr(parameter, "main_param", parameter), 0
+                if main not in one.optimizer.state:
+                    continue
+                state = one.optimizer.state[main]
+            found[parameter] = AdamState(
+                start=start,
+                main=None if parameter.dtype is torch.float32 else main.detach().view(-1),
+                exp_avg=state["exp_avg"].view(-1),
+                exp_avg_sq=state["exp_avg_sq"].view(-1),
+            )
+    return found
+
+
+def updates_done(optimizer: Any) -> int:
+    """Returns Adam's step counter, which is equal for all parameters and 0 before the first update."""
+    for one in _optimizers(optimizer):
+        for group in one.optimizer.param_groups:
+            if "step" in group:
+                return int(group["step"])
+        for state in one.optimizer.state.values():
+            return int(state["step"])
+    return 0
+
+
+def set_updates_done(optimizer: Any, updates: int) -> None:
+    """Sets Adam's step counter, which torch keeps in each parameter's state and fused optimizers in their groups."""
+    for one in _optimizers(optimizer):
+        if not isinstance(one.optimizer, (torch.optim.Adam, torch.optim.AdamW)):
+            for group in one.optimizer.param_groups:
+                group["step"] = updates
+        for state in one.optimizer.state.values():
+            state["step"].fill_(updates)
+
+
+def create_optimizer_state(optimizer: Any) -> None:
+    """Gives every parameter without Adam state a zeroed state, as its first step does."""
+    for one in _optimizers(optimizer):
+        for group in one.optimizer.param_groups:
+            for parameter in group["params"]:
+                if not one.optimizer.state[parameter]:
+                    one.optimizer.state[parameter].update(
+                        step=torch.zeros((), device=parameter.device),
+                        exp_avg=torch.zeros_like(parameter),
+                        exp_avg_sq=torch.zeros_like(parameter),
+                    )
+
+
+def _optimizers(optimizer: Any) -> list[Any]:
+    """Returns the optimizers that Megatron chains, one for each kind of parameters, without stubs."""
+    chained = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [one for one in chained if not getattr(one, "is_stub_optimizer", False)]

@@ -1,4 +1,0 @@
-"""Arranges ranks and rows in a parallel layout.
-
-Start with `layout_arithmetic.py`, then `process_group.py`.
-"""

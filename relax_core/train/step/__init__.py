@@ -1,4 +1,0 @@
-"""Makes the optimizer updates of a train step.
-
-Start with `updates.py`, then `pipeline_schedule.py` and `step_sums.py`.
-"""

@@ -1,0 +1,245 @@
+"""Tests attention without a mask against a plain dense mask, over trees of any depth."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from forests import Forest, dense_attention, forests, random_rows, two_level
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from relax_core.train.context_parallel import WHOLE, RowSharding
+from relax_core.train.model import branch_attention
+from relax_core.train.model.branch_attention import BranchPlan
+from relax_core.train.model.tree_attention import MaskedGrid, attention_over
+from tests.train.rank_processes import run_ranks
+
+torch.set_num_threads(1)
+CPU = torch.device("cpu")
+
+
+def always_planned(forest: Forest, *, dtype: torch.dtype, sharding: RowSharding = WHOLE, padded: int = 0) -> BranchPlan:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(branch_attention, "MASKLESS_SAVES_PAIRS", -(10**12))
+        plan = BranchPlan.of(forest.end, dtype=dtype, sharding=sharding, padded=padded)
+    assert plan is not None
+    return plan
+
+
+def output_and_gradients(output: Tensor, inputs: list[Tensor], incoming: Tensor) -> list[Tensor]:
+    return [output.detach(), *torch.autograd.grad(output, inputs, incoming)]
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    forest=forests(),
+    pads=st.integers(0, 3),
+    scale=st.sampled_from([None, 0.1, 2.0]),
+    lone_pairs=st.sampled_from([1, 50, 2**17]),
+    call_pairs=st.sampled_from([0, 100, 2**13]),
+    call_bytes=st.sampled_from([1, 2**23]),
+    seed=st.integers(0, 1000),
+)
+def test_it_is_the_dense_attention(
+    forest: Forest, pads: int, scale: float | None, lone_pairs: int, call_pairs: int, call_bytes: int, seed: int
+) -> None:
+    """The result is equal for every grouping of runs and heads into calls and with any rows after the stream."""
+    rows = len(forest.parents)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(branch_attention, "_LONE_PAIRS", lone_pairs)
+        patch.setattr(branch_attention, "_CALL_PAIRS", call_pairs)
+        patch.setattr(branch_attention, "_CALL_BYTES", call_bytes)
+        plan = always_planned(forest, dtype=torch.float64)
+        *inputs, incoming = random_rows(rows + pads, dtype=torch.float64, seed=seed)
+        incoming[rows:] = 0  # Nothing reads the result of a pad.
+        planned = output_and_gradients(plan.attend(*inputs, scale=scale), inputs, incoming)
+    expected = dense_attention(*(one[:rows] for one in inputs), forest.sees, scale=scale)
+    dense = output_and_gradients(expected, inputs, incoming[:rows])
+    for mine, right in zip([planned[0][:rows], *planned[1:]], dense, strict=True):
+        torch.testing.assert_close(mine, right, rtol=1e-12, atol=1e-12)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    forest=forests(),
+    ranks=st.integers(2, 4),
+    more=st.integers(0, 9),
+    lone_pairs=st.sampled_from([1, 50, 2**17]),
+    seed=st.integers(0, 1000),
+)
+def test_context_parallel_ranks_make_the_dense_attention(
+    forest: Forest, ranks: int, more: int, lone_pairs: int, seed: int
+) -> None:
+    """Each rank computes its queries against the gathered keys of all ranks, and the gradients add up."""
+    rows = len(forest.parents)
+    shardings = [RowSharding(multiple=2 * ranks, ranks=ranks, rank=rank) for rank in range(ranks)]
+    padded = shardings[0].padded(rows + more)
+    *inputs, incoming = random_rows(padded, dtype=torch.float64, seed=seed)
+    incoming[rows:] = 0  # Nothing reads the result of a pad.
+    order = torch.from_numpy(shardings[0].gathered_order(padded)).argsort()
+    total = [torch.zeros_like(one) for one in inputs]
+    output = torch.zeros_like(incoming)
+    for sharding in shardings:
+        mine = torch.from_numpy(sharding.rows_of_rank(padded))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(branch_attention, "_LONE_PAIRS", lone_pairs)
+            plan = always_planned(forest, dtype=torch.float64, sharding=sharding, padded=padded)
+        query, key, value = inputs
+        part = plan.attend(query[mine], key[order], value[order], scale=None)
+        output[mine] = part.detach()
+        for sum_of, grad in zip(total, torch.autograd.grad(part, inputs, incoming[mine]), strict=True):
+            sum_of += grad
+    expected = dense_attention(*(one[:rows] for one in inputs), forest.sees, scale=None)
+    dense = output_and_gradients(expected, inputs, incoming[:rows])
+    for found, right in zip([output[:rows], *total], dense, strict=True):
+        torch.testing.assert_close(found, right, rtol=1e-12, atol=1e-12)
+
+
+def test_two_ranks_exchange_keys_head_by_head(tmp_path: Path) -> None:
+    ended = run_ranks("gathered_keys_rank.py", [(tmp_path,)] * 2)
+    assert all(status == 0 for status, _ in ended), ended
+    forest = two_level([[60, 7], [50, 3]], [30, 20])
+    rows = len(forest.parents)
+    padded = RowSharding(multiple=4, ranks=2).padded(rows)
+    *inputs, incoming = random_rows(padded, dtype=torch.float64, seed=3)
+    expected = dense_attention(*(one[:rows] for one in inputs), forest.sees, scale=None)
+    dense = output_and_gradients(expected, inputs, incoming[:rows])
+    for rank in range(2):
+        mine, found = torch.load(tmp_path / f"{rank}.pt")
+        real = mine[mine < rows]
+        for part, right in zip(found, dense, strict=True):
+            torch.testing.assert_close(part[: len(real)], right[real], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 2**-6)])
+def test_lower_precision(dtype: torch.dtype, tolerance: float) -> None:
+    forest = two_level([[60, 7, 33], [50], [1, 20]], [200, 90, 15])
+    *inputs, incoming = random_rows(len(forest.parents), dtype=dtype, seed=0)
+    plan = always_planned(forest, dtype=dtype)
+    planned = output_and_gradients(plan.attend(*inputs, scale=None), inputs, incoming)
+    exact = [one.detach().double().requires_grad_() for one in inputs]
+    dense = output_and_gradients(dense_attention(*exact, forest.sees, scale=None), exact, incoming.double())
+    grid = MaskedGrid.of(forest.end, pads=0, device=CPU, dtype=dtype)
+    masked = output_and_gradients(grid.attend(*inputs, scale=None), inputs, incoming)
+    torch.testing.assert_close(planned[0].double(), dense[0], rtol=0, atol=4 * tolerance)
+    for mine, expected in zip(planned, masked, strict=True):
+        assert mine.dtype == dtype
+        torch.testing.assert_close(mine, expected, rtol=tolerance, atol=4 * tolerance)
+
+
+def calls_by_hand(forest: Forest) -> tuple[list[tuple[int, int]], list[tuple[int, int, int, int]]]:
+    """Runs the calls of ``causal`` and ``above``: the first row and the end row of the queries and of the keys."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(branch_attention, "_LONE_PAIRS", 0)  # Each run gets a call of its own.
+        plan = always_planned(forest, dtype=torch.float32)
+    causal, above = [], []
+    for part in (*plan.causal, *plan.above):
+        queries, keys = part.queries.rows, part.keys.rows
+        assert isinstance(queries, slice) and isinstance(keys, slice)
+        if part.causal:
+            causal.append((queries.start, queries.stop))
+        else:
+            above.append((queries.start, queries.stop, keys.start, keys.stop))
+    return sorted(causal), sorted(above)
+
+
+def test_two_levels_by_hand() -> None:
+    """Prompts of 4 and 6 tokens have branches of 2 and 5. A branch of 3 without siblings continues its prompt's run."""
+    causal, above = calls_by_hand(two_level([[3, 6], [4], [1, 1]], [4, 6, 2]))
+    assert causal == [(0, 4), (4, 6), (6, 11), (11, 20), (20, 22)]
+    assert above == [(4, 11, 0, 4)]
+
+
+def test_a_deep_tree_by_hand() -> None:
+    """Rows 0-2 branch to 3-4 and 8-9, rows 3-4 branch to 5, 6 and 7, and a second root follows."""
+    causal, above = calls_by_hand(Forest([-1, 0, 1, 2, 3, 4, 4, 4, 2, 8, -1, 10]))
+    assert causal == [(0, 3), (3, 5), (5, 6), (6, 7), (7, 8), (8, 10), (10, 12)]
+    assert above == [(3, 10, 0, 3), (5, 8, 3, 5)]
+
+
+@settings(max_examples=50, deadline=None)
+@given(forests())
+def test_only_pairs_that_see_each_other_are_computed(forest: Forest) -> None:
+    """Each run has its own call; `BranchPlan.pairs` counts a causal run as half a square."""
+    causal, above = calls_by_hand(forest)
+    pairs = sum((end - start) * (end - start + 1) // 2 for start, end in causal)
+    pairs += sum((end - start) * (last - first) for start, end, first, last in above)
+    assert pairs == forest.sees.sum()
+
+
+@pytest.mark.parametrize(
+    ("lengths", "prompt", "planned"),
+    [
+        ([[8] * 16] * 8, 17, False),  # In the demo, more calls would cost more than they save.
+        ([[100] * 8] * 2, 64, True),
+        ([[50]] * 4, 30, False),
+        ([[500]] * 4, 30, True),
+        ([[30] * 4], 600, True),
+    ],
+)
+def test_which_way_is_taken(lengths: list[list[int]], prompt: int, planned: bool) -> None:
+    end = two_level(lengths, [prompt] * len(lengths)).end
+    way = attention_over(end, WHOLE, padded=len(end), device=CPU, dtype=torch.float32)
+    assert isinstance(way, BranchPlan if planned else MaskedGrid)
+
+
+@pytest.mark.parametrize("rows", [3000, 1100, 200])
+def test_all_ranks_take_the_same_way(rows: int) -> None:
+    """The ways gather keys in other calls, so ranks of different ways would wait for each other; one has only pads."""
+    end = two_level([[rows // 10] * 5], [rows // 2]).end
+    shardings = [RowSharding(multiple=8, ranks=4, rank=rank) for rank in range(4)]
+    for padded in (shardings[0].padded(len(end)), 8 * len(end)):
+        ways = {type(attention_over(end, one, padded=padded, device=CPU, dtype=torch.float32)) for one in shardings}
+        assert len(ways) == 1
+
+
+@pytest.mark.parametrize(("heads", "key_heads", "dim"), [(8, 2, 64), (8, 8, 64), (4, 4, 16), (32, 2, 128), (6, 3, 1)])
+def test_a_call_has_few_heads(heads: int, key_heads: int, dim: int) -> None:
+    """Every head is in one call, and the keys of a call's heads take at most so many bytes, or it has one head."""
+    rows = 16384 + 8 * 512
+    plan = BranchPlan.of(two_level([[512] * 8], [16384]).end, dtype=torch.float32)
+    assert plan is not None
+    query, key = (torch.empty(rows, count, dim, device="meta") for count in (heads, key_heads))
+    found = [(keys, some) for keys, of_keys in plan.head_ranges(query, key) for some in of_keys]
+    assert [head for _, some in found for head in range(some.start, some.stop)] == list(range(heads))
+    for keys, some in found:
+        count = some.stop - some.start
+        assert count == 1 or count * rows * dim * 4 <= branch_attention._CALL_BYTES
+        of_heads = {head * key_heads // heads for head in range(some.start, some.stop)}
+        assert of_heads == set(range(keys.start, keys.stop))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(1, 2000), min_size=1, max_size=40))
+def test_runs_that_go_together(lengths: list[int]) -> None:
+    """Each run is in one call, and less than half of a call is padding unless a separate call costs more."""
+    array = np.array(lengths)
+    parts = branch_attention._alike(array)
+    assert sorted(np.concatenate(parts).tolist()) == list(range(len(lengths)))
+    for some in parts:
+        longest = int(array[some].max())
+        if longest**2 // 2 >= branch_attention._LONE_PAIRS:
+            assert len(some) == 1
+        wasted = (longest**2 - array[some] ** 2)[4 * array[some] <= 3 * longest].sum() // 2
+        assert wasted <= branch_attention._CALL_PAIRS * len(some)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 300), st.lists(st.integers(2, 300), min_size=2, max_size=4)), min_size=1, max_size=9
+    )
+)
+def test_parents_that_go_together(groups: list[tuple[int, list[int]]]) -> None:
+    """Each parent is in one call, and no call pads more pairs than separate calls of its members would cost."""
+    plan = always_planned(
+        two_level([lengths for _, lengths in groups], [prompt for prompt, _ in groups]), dtype=torch.float32
+    )
+    branches = [(prompt, sum(lengths) - len(lengths)) for prompt, lengths in groups]
+    assert sum(part.keys.count for part in plan.above) == len(groups)
+    padded = sum(part.queries.count * part.queries.width * part.keys.width for part in plan.above)
+    assert padded - sum(p * b for p, b in branches) <= branch_attention._CALL_PAIRS * (len(groups) - len(plan.above))

@@ -1,0 +1,73 @@
+"""Tests one masked call over a forest, whole and sharded over context-parallel ranks, against a plain dense mask."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from forests import Forest, dense_attention, forests, random_rows
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from relax_core.train.context_parallel import RowSharding
+from relax_core.train.model.tree_attention import MaskedGrid
+
+torch.set_num_threads(1)
+CPU = torch.device("cpu")
+
+
+@settings(max_examples=100, deadline=None)
+@given(forest=forests(), pads=st.integers(0, 5), seed=st.integers(0, 1000))
+def test_a_grid_is_the_dense_attention(forest: Forest, pads: int, seed: int) -> None:
+    rows = len(forest.parents)
+    *inputs, incoming = random_rows(rows + pads, dtype=torch.float64, seed=seed)
+    incoming[rows:] = 0  # Nothing reads the result of a pad.
+    grid = MaskedGrid.of(forest.end, pads=pads, device=CPU, dtype=torch.float64)
+    assert grid.mask.isfinite().any(-1).all()  # The softmax of a pad is finite.
+    output = grid.attend(*inputs, scale=None)
+    grads = torch.autograd.grad(output, inputs, incoming)
+    dense = dense_attention(*(one[:rows] for one in inputs), forest.sees, scale=None)
+    torch.testing.assert_close(output[:rows], dense, rtol=1e-12, atol=1e-12)
+    for mine, expected in zip(grads, torch.autograd.grad(dense, inputs, incoming[:rows]), strict=True):
+        torch.testing.assert_close(mine, expected, rtol=1e-12, atol=1e-12)
+
+
+@settings(max_examples=100, deadline=None)
+@given(forest=forests(), ranks=st.integers(2, 4), more=st.integers(0, 9), seed=st.integers(0, 1000))
+def test_context_parallel_ranks_make_the_dense_attention(forest: Forest, ranks: int, more: int, seed: int) -> None:
+    """Each rank computes its queries against the gathered keys of all ranks, and the gradients add up."""
+    rows = len(forest.parents)
+    shardings = [RowSharding(multiple=2 * ranks, ranks=ranks, rank=rank) for rank in range(ranks)]
+    padded = shardings[0].padded(rows + more)
+    *inputs, incoming = random_rows(padded, dtype=torch.float64, seed=seed)
+    incoming[rows:] = 0
+    order = torch.from_numpy(shardings[0].gathered_order(padded)).argsort()
+    total = [torch.zeros_like(one) for one in inputs]
+    output = torch.zeros_like(incoming)
+    for sharding in shardings:
+        mine = torch.from_numpy(sharding.rows_of_rank(padded))
+        grid = MaskedGrid.of_rank(forest.end, sharding, padded=padded, device=CPU, dtype=torch.float64)
+        assert grid.mask.isfinite().any(-1).all()
+        query, key, value = inputs
+        part = grid.attend(query[mine], key[order], value[order], scale=None)
+        output[mine] = part.detach()
+        for sum_of, grad in zip(total, torch.autograd.grad(part, inputs, incoming[mine]), strict=True):
+            sum_of += grad
+    assert output.isfinite().all()
+    dense = dense_attention(*(one[:rows] for one in inputs), forest.sees, scale=None)
+    torch.testing.assert_close(output[:rows], dense, rtol=1e-12, atol=1e-12)
+    for mine, expected in zip(total, torch.autograd.grad(dense, inputs, incoming[:rows]), strict=True):
+        torch.testing.assert_close(mine, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("pads", [0, 3])
+def test_float32(pads: int) -> None:
+    forest = Forest([-1, 0, 1, 2, 3, 4, 4, 4, 2, 8, -1, 10])
+    *inputs, incoming = random_rows(12 + pads, dtype=torch.float32, seed=1)
+    incoming[12:] = 0
+    output = MaskedGrid.of(forest.end, pads=pads, device=CPU, dtype=torch.float32).attend(*inputs, scale=None)
+    exact = [one.detach()[:12].double().requires_grad_() for one in inputs]
+    dense = dense_attention(*exact, forest.sees, scale=None)
+    torch.testing.assert_close(output[:12].double(), dense, rtol=0, atol=1e-5)
+    grads = torch.autograd.grad(output, inputs, incoming)
+    for mine, expected in zip(grads, torch.autograd.grad(dense, exact, incoming[:12].double()), strict=True):
+        torch.testing.assert_close(mine[:12].double(), expected, rtol=0, atol=1e-5)
