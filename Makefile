@@ -38,7 +38,7 @@ run-omni: env $(VENV)/.relax-omni
 
 # Both experiments of several turns on one seed; it fails if one does not learn its task (docs/episodes.md).
 run-episodes: env
-	$(BIN)/python -m benchmarks.episodes --learn --seeds 1 --only number_guess calculator $(ARGS)
+	$(BIN)/python -m benchmarks.learning --seeds 1 --only number_guess calculator $(ARGS)
 
 test: test-env
 	@$(BIN)/python -m pytest -q -n $(TEST_WORKERS) -m "not integration and $(ORDINARY)" $(ARGS)

@@ -1,8 +1,6 @@
 """What routing replay (R3) does to the gap between an engine in half precision and a trainer in full precision.
 
     python -m benchmarks.routing_replay [--seeds 5] [--prompts 32] [--json FILE]
-    python -m benchmarks.routing_replay --media   # benchmarks.routing_replay_media: prompts with images, and step time
-    python -m benchmarks.routing_replay --omni    # the same with prompts of images, videos and sounds
 
 A bfloat16 engine samples; a float32 trainer computes the log-probs of the same tokens twice, once with its own routing
 and once with the engine's experts. So both columns are of the same samples and the same weights. Two models: the
@@ -20,27 +18,22 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 os.environ.update(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE")
 
 import numpy as np
 import torch
 
+from benchmarks.harness import started_engine
 from benchmarks.one_rank import one_rank_parallel, one_rank_setup
-from benchmarks.tiny_model import engine_config
 from relax_core.contracts.engine import Generated, PromptRequest, SamplingParams
 from relax_core.contracts.tree import TokenTree
 from relax_core.data.generated import example
 from relax_core.data.tokenizer import PromptTokenizer
-from relax_core.engines.engine_process import EngineLaunch, EngineProcess
-from relax_core.engines.protocol.engine_client import EngineClient
 from relax_core.families.tiny_configs import EXPERTS
 from relax_core.tools.make_tiny import tiny_model_folder
 from tests.trees import answers_tree, of_tokens
-
-if TYPE_CHECKING:
-    from relax_core.contracts.media import MediaReader
 
 REACH = 5.0  # the largest gap is to fall so many times
 SAMPLES = 16  # of a prompt
@@ -105,40 +98,21 @@ def task_prompts(folder: Path, *, count: int, seed: int) -> list[list[int]]:
 
 def sample(folder: Path, prompts: Sequence[list[int]], *, new_tokens: int, seed: int, scratch: Path) -> list[TokenTree]:
     """Groups that a bfloat16 engine sampled, with its log-probs and its experts."""
-    (scratch / "token").write_text("benchmark")
-    process = EngineProcess.start(
-        EngineLaunch(
-            model_folder=folder,
-            engine=engine_config(),
-            dtype="bfloat16",
-            token_file=scratch / "token",
-            log_file=scratch / "engine.log",
-            load_weights=True,
-        )
-    )
-    try:
-        found = asyncio.run(_responses(process.url, prompts, new_tokens=new_tokens, seed=seed))
-    finally:
-        process.stop(timeout_s=5.0)
-    return [group_of(place, prompt, found[place]) for place, prompt in enumerate(prompts)]
-
-
-async def _responses(
-    url: str, prompts: Sequence[list[int]], *, new_tokens: int, seed: int
-) -> dict[int, list[Generated]]:
-    client = EngineClient(url, "benchmark", request_timeout_s=300.0, control_timeout_s=30.0)
     requests = [
         PromptRequest(rid=str(place), input_ids=ids, sampling_seed=10_000 * seed + place)
         for place, ids in enumerate(prompts)
     ]
     params = SamplingParams(n=SAMPLES, max_new_tokens=new_tokens, return_routed_experts=True)
     found: dict[int, list[Generated]] = {}
-    try:
+
+    async def responses() -> None:
         async for one in client.generate(requests, params):
             found.setdefault(one.prompt, []).append(one)
-    finally:
         await client.aclose()
-    return found
+
+    with started_engine(scratch, folder, dtype="bfloat16") as (_, client):
+        asyncio.run(responses())
+    return [group_of(place, prompt, found[place]) for place, prompt in enumerate(prompts)]
 
 
 def group_of(place: int, prompt: list[int], answers: Sequence[Generated]) -> TokenTree:
@@ -154,32 +128,14 @@ def group_of(place: int, prompt: list[int], answers: Sequence[Generated]) -> Tok
     )
 
 
-def trainer(folder: Path, *, model: str, media: MediaReader | None, banned: Sequence[int]) -> Any:
-    """Returns the trainer of ``model`` over the weights in ``folder``; a forward pass takes all groups together."""
+def measure(name: str, seed: int, folder: Path, groups: Sequence[TokenTree]) -> Row:
+    """Returns the gaps of one model and seed; a forward pass takes all groups together."""
+    from relax_core.train.model.moe import routers
     from relax_core.train.policy_backend import MegatronBackend
 
     parallel = one_rank_parallel(micro_batch_tokens=1 << 30)
-    setup = one_rank_setup(folder, overrides=[f"model={model}"], parallel=parallel, banned_token_ids=banned)
-    return MegatronBackend(setup, temperature=1.0, trainable=False, media=media)
-
-
-def measure(
-    name: str,
-    seed: int,
-    folder: Path,
-    groups: Sequence[TokenTree],
-    *,
-    model: str = EXPERTS,
-    media: MediaReader | None = None,
-    banned: Sequence[int] = (),
-) -> Row:
-    """Returns the gaps of one model and seed.
-
-    ``media`` reads the items of groups that have any. ``banned`` are the tokens that the engine may not sample.
-    """
-    from relax_core.train.model.moe import routers
-
-    backend = trainer(folder, model=model, media=media, banned=banned)
+    setup = one_rank_setup(folder, overrides=[f"model={EXPERTS}"], parallel=parallel)
+    backend = MegatronBackend(setup, temperature=1.0, trainable=False)
     replayed = _of_all_tokens(groups, backend.logprobs(groups))
     chosen: list[torch.Tensor] = []
     hooks = [
@@ -248,19 +204,8 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--json", type=Path, default=None, help="also write the rows here")
-    parser.add_argument("--media", action="store_true", help="a model that sees, prompts with images; also step time")
-    parser.add_argument(
-        "--omni", action="store_true", help="the same of an Omni model, prompts with items of each kind"
-    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    if arguments.media or arguments.omni:
-        from benchmarks.routing_replay_media import print_media_replay
-
-        print_media_replay(
-            omni=arguments.omni, seeds=arguments.seeds, prompts=arguments.prompts, json_file=arguments.json
-        )
-        return
     rows = measure_all(arguments.seeds, arguments.prompts)
     print(table(rows))
     if arguments.json is not None:

@@ -1,14 +1,13 @@
 """Samples a second of whole runs, where a step's milliseconds go, and single-process trainers beside them.
 
-    python -m benchmarks.throughput [--repeats 3 --steps 120 --json FILE] [--trl-path FOLDER]
+    python -m benchmarks.throughput [--rounds 3 --steps 120 --json FILE] [--trl-path FOLDER]
     python -m benchmarks.throughput --tail [--trl-path FOLDER]   # answers of 1 to 256 tokens, 3.2M parameters
     taskset -c 0,1 python -m benchmarks.throughput       # the same on two cores
 
-Each repeat runs, one after the other: the plain loop (`benchmarks.plain_loop`, one thread), TRL where it is given
+Each round runs, one after the other: the plain loop (`benchmarks.plain_loop`, one thread), TRL if it is given
 (`benchmarks.trl_loop`), then ``python -m relax_core`` with mode=colocate, with mode=async mode.max_staleness=0, and
-with mode=async mode.max_staleness=1, each with everything on (ledger, tokens, all roles, metrics files). So the ratios
-hold on any machine; on a loaded one take more repeats. Figures are medians over the steps after the warm-up, then over
-the repeats; a ratio is the median of the repeats' own ratios.
+with mode=async mode.max_staleness=1, each with everything on (ledger, tokens, all roles, metrics files). Figures are
+medians over the steps after the warm-up, then over the rounds. On a loaded machine take more rounds.
 
 With ``--tail`` the model has random weights, 4 layers and width 256, and the learning rate is 0 (1e-12 in Relax), so
 that all draw the same lengths: an answer ends by chance, after 1 to 256 tokens. Rates are then tokens of answers a
@@ -27,22 +26,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
 
-from relax_core.observe.service.records import ACTOR, ROLLOUT, by_step
-from relax_core.observe.service.sinks import read_metrics
+from benchmarks.harness import QUIET_RUN, Figures, command_line, machine, python, run_relax, take_turns, write_report
+from relax_core.observe.service.records import ROLLOUT
 
 SKIPPED_STEPS = 10  # warm-up of caches and allocators; the pipeline fills
 TAIL_SKIPPED_STEPS, TAIL_STEPS = 3, 14  # steps of seconds, not of milliseconds
-DEADLINE_S = 900
 PLAIN, TRL, COLOCATE, STRICT = "plain loop", "TRL", "colocate", "async s=0"
 ASYNC, ASYNC_2 = "async s=1", "async s=2"
 OVERRIDES = {
@@ -65,10 +61,6 @@ TAIL_RUN = (
     f"rollout.max_new_tokens={TAIL_TOKENS}",
     "optimizer.lr=1e-12",
 )
-QUIET_RUN = ("eval.every=0", "run.save_every=0", "run.export_hf=false", "run.panel=false")
-ONE_THREAD = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-
-Figures = dict[str, float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +76,7 @@ class Task:
     @staticmethod
     def tail(model: Path) -> Task:
         """Returns the task whose answers have 1 to 256 tokens, with a model that it makes in the folder ``model``."""
-        _python("benchmarks.random_model", str(model), *TAIL_MODEL)
+        python("benchmarks.random_model", str(model), *TAIL_MODEL)
         return Task(
             ways=TAIL_OVERRIDES,
             skipped=TAIL_SKIPPED_STEPS,
@@ -94,89 +86,56 @@ class Task:
         )
 
 
-def main() -> None:
-    arguments = _parse()
-    print(_machine_line())
+def main() -> int:
+    given = parse()
+    print(machine(), flush=True)
+    single = (PLAIN,) if given.trl_path is None else (PLAIN, TRL)
     with tempfile.TemporaryDirectory(prefix="relax-throughput-") as folder:
-        task = Task.tail(Path(folder) / "model") if arguments.tail else Task(ways=OVERRIDES)
-        found = _measured(task, arguments)
-    medians = {name: _medians(repeats) for name, repeats in found.items()}
-    ratios = {base: ratios_to(base, found, rate=f"{task.rate}/s") for base in (PLAIN, TRL) if base in found}
-    print(table(medians, ratios))
-    if arguments.json is not None:
-        report = {"machine": _machine(), "medians": medians, "ratios": ratios, "repeats": found}
-        arguments.json.write_text(json.dumps(report, indent=2) + "\n")
+        task = Task.tail(Path(folder) / "model") if given.tail else Task(ways=OVERRIDES)
+        ways: dict[str, Callable[[int], Figures]] = {
+            name: partial(measure_single, name, task, given) for name in single
+        }
+        ways |= {name: partial(measure_run, name, task, given.steps) for name in task.ways}
+        found = take_turns("throughput", ways, rounds=given.rounds, warm_up=False)
+    for base in single:
+        print(found.table(base=base, ratio_of=[f"{task.rate}/s"]))
+    write_report(given.json, found)
+    return 0
 
 
-def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=3)
+def parse() -> argparse.Namespace:
+    parser = command_line(__doc__)
     parser.add_argument("--tail", action="store_true", help="answers of 1 to 256 tokens and 3.2M parameters")
     parser.add_argument("--steps", type=int, help=f"train steps of a run; by default 120, with --tail {TAIL_STEPS}")
     parser.add_argument("--plain-steps", type=int, help=f"those of the plain loop; 60, with --tail {TAIL_STEPS}")
     parser.add_argument("--trl-path", type=Path, default=None, help="folder with TRL, see benchmarks/trl_loop.py")
-    parser.add_argument("--json", type=Path, default=None, help="write all figures here")
     given = parser.parse_args()
     given.steps = given.steps or (TAIL_STEPS if given.tail else 120)
     given.plain_steps = given.plain_steps or (TAIL_STEPS if given.tail else 60)
     least = 2 * (TAIL_SKIPPED_STEPS if given.tail else SKIPPED_STEPS)
-    if min(given.steps, given.plain_steps) <= least or given.repeats < 1:
-        parser.error(f"--steps and --plain-steps: more than {least}; --repeats: 1 or more")
+    if min(given.steps, given.plain_steps) <= least:
+        parser.error(f"--steps and --plain-steps: more than {least}")
     return given
 
 
 # -- measuring --------------------------------------------------------------------------------------------------------
-def _measured(task: Task, given: argparse.Namespace) -> dict[str, list[Figures]]:
-    """Runs all ways in turns and returns the figures of each, one for each repeat."""
-    single = (PLAIN,) if given.trl_path is None else (PLAIN, TRL)
-    found: dict[str, list[Figures]] = {name: [] for name in (*single, *task.ways)}
-    for repeat in range(given.repeats):
-        for name in single:
-            found[name].append(_single(name, task, given, seed=repeat))
-        for name in task.ways:
-            found[name].append(_run(name, task, steps=given.steps, seed=repeat))
-        print(f"repeat {repeat + 1} of {given.repeats}: " + _speeds(found, rate=f"{task.rate}/s"), flush=True)
-    return found
-
-
-def _single(name: str, task: Task, given: argparse.Namespace, *, seed: int) -> Figures:
-    flags = [*task.flags, f"--steps={given.plain_steps}", f"--seed={seed}"]
-    if name == TRL:
-        output = _python("benchmarks.trl_loop", *flags, f"--trl-path={given.trl_path}")
-    else:
-        output = _python("benchmarks.plain_loop", *flags)
+def measure_single(name: str, task: Task, given: argparse.Namespace, number: int) -> Figures:
+    """Returns the figures of a single-process trainer."""
+    trl = [f"--trl-path={given.trl_path}"] if name == TRL else []
+    module = "benchmarks.trl_loop" if name == TRL else "benchmarks.plain_loop"
+    output = python(module, *task.flags, f"--steps={given.plain_steps}", f"--seed={number}", *trl)
     return single_figures(json.loads(output), skipped=task.skipped)
 
 
-def _run(name: str, task: Task, *, steps: int, seed: int) -> Figures:
-    settings = (*task.ways[name], *task.overrides, *QUIET_RUN, f"run.steps={steps}", f"seed={seed}")
+def measure_run(name: str, task: Task, steps: int, number: int) -> Figures:
+    """Returns the figures of a whole run."""
+    settings = (*task.ways[name], *task.overrides, *QUIET_RUN, f"run.steps={steps}", f"seed={number}")
     with tempfile.TemporaryDirectory(prefix="relax-throughput-") as folder:
-        run_dir = Path(folder) / "run"
-        _python("relax_core", *settings, f"run.dir={run_dir}")
-        records = read_metrics(run_dir)
-        summary = json.loads((run_dir / "summary.json").read_text())
-    if summary["outcome"] != "finished" or summary["steps_recorded"] != steps:
-        raise SystemExit(
-            f"the run ended with {summary['outcome']!r} and {summary['steps_recorded']} of {steps} records"
-        )
-    figures = run_figures(name, by_step(records, ACTOR), by_step(records, ROLLOUT), skipped=task.skipped)
-    return figures | {"first_step_s": summary["first_step_s"], "staleness_max": summary["staleness"]["max"]}
-
-
-def _python(module: str, *arguments: str) -> str:
-    ended = subprocess.run(
-        [sys.executable, "-m", module, *arguments],
-        env=os.environ | ONE_THREAD,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=False,
-    )
-    if ended.returncode:
-        raise SystemExit(
-            f"python -m {module} {' '.join(arguments)} ended with {ended.returncode}:\n{ended.stderr[-4000:]}"
-        )
-    return ended.stdout
+        run = run_relax(Path(folder) / "run", *settings)
+    if run.summary["steps_recorded"] != steps:
+        sys.exit(f"the run ended with {run.summary['steps_recorded']} of {steps} records")
+    figures = run_figures(name, run.steps(), run.steps(ROLLOUT), skipped=task.skipped)
+    return figures | {"first_step_s": run.summary["first_step_s"]}
 
 
 # -- figures ----------------------------------------------------------------------------------------------------------
@@ -222,14 +181,6 @@ def run_figures(
     }
 
 
-def ratios_to(base: str, found: Mapping[str, Sequence[Figures]], *, rate: str = "samples/s") -> Figures:
-    """The ``rate`` over that of ``base`` in the same repeat; the median of the repeats."""
-    return {
-        name: median(one[rate] / of[rate] for one, of in zip(repeats, found[base], strict=True))
-        for name, repeats in found.items()
-    }
-
-
 def _speed(measured: Sequence[Mapping[str, float]]) -> Figures:
     """``samples/s``: of the median step. The others are of all the time, slow steps included."""
     samples, tokens, milliseconds = (sum(one[name] for one in measured) for name in ("samples", "tokens", "step_ms"))
@@ -240,39 +191,5 @@ def _speed(measured: Sequence[Mapping[str, float]]) -> Figures:
     }
 
 
-def _medians(repeats: Sequence[Figures]) -> Figures:
-    return {name: median(one[name] for one in repeats) for name in repeats[0]}
-
-
-# -- print-out --------------------------------------------------------------------------------------------------------
-def table(medians: Mapping[str, Figures], ratios: Mapping[str, Figures]) -> str:
-    """One column a way, one row a figure."""
-    rows = ["tokens/s", "samples/s", "samples/s, mean", "step", "engine", "reward", "train", "sync", "bus+control"]
-    rows += ["of which bus", "of which wait", "control+bus+sync", "first_step_s"]
-    lines = ["", f"{'':24}" + "".join(f"{name:>12}" for name in medians)]
-    for row in rows:
-        rate = row.startswith(("samples", "tokens"))
-        cells = [f"{one[row]:{'12.0f' if rate else '12.1f'}}" if row in one else " " * 12 for one in medians.values()]
-        lines.append(f"{row if rate or row == 'first_step_s' else row + ', ms':24}" + "".join(cells))
-    for base, of in ratios.items():
-        lines.append(f"{'of the ' + base:24}" + "".join(f"{of[name]:11.2f}×" for name in medians))
-    return "\n".join(lines)
-
-
-def _speeds(found: Mapping[str, Sequence[Figures]], *, rate: str) -> str:
-    return ", ".join(f"{name} {repeats[-1][rate]:,.0f} {rate}" for name, repeats in found.items())
-
-
-def _machine() -> dict[str, Any]:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return {"cpu": names[0] if names else "unknown", "cores": len(os.sched_getaffinity(0)), "load": os.getloadavg()[0]}
-
-
-def _machine_line() -> str:
-    machine = _machine()
-    return f"{machine['cores']} cores of {machine['cpu']}, load {machine['load']:.1f} before the first run"
-
-
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,12 +1,11 @@
 """Measures train steps over prompts with images for `benchmarks.train_step --media`.
 
-    python -m benchmarks.train_step_media [--parts language trees omni hybrid] [--repeats 5] [--json FILE]
+    python -m benchmarks.train_step_media [--parts language trees hybrid] [--repeats 5] [--json FILE]
 
 - ``language``: a step over prompts with images against a step of the text model of equal sizes over as many rows. What
   the vision tower alone takes, forward and backward, is measured beside it and subtracted.
 - ``trees``: groups as trees, whose prompt and images are computed once, against rows, each answer with its own prompt
   and images. Answers have 64 tokens; a prompt has 1,024 or 4,096 rows of images.
-- ``omni``: as ``language``, of a Qwen3-Omni against the text model with experts; prompts have images, videos and clips.
 - ``hybrid``: as ``trees``, of a Qwen3.5, of whose four language layers three have a gated delta net.
 
 An image has 256 rows, which are 1,024 patches. The tower's share of the matrix products of a step over a text of images
@@ -43,7 +42,7 @@ TREE_REACH = {SEEING: (5.0, 10.0), HYBRID: (3.0, 6.0)}  # the ratios to reach
 LANGUAGE_BOUND = 1.10
 LANGUAGE_GROUPS, LANGUAGE_IMAGES, LANGUAGE_ANSWERS = 2, 4, 8
 WORDS, IMAGE, VIDEO, BEGIN, END = 8000, 8001, 8002, 8003, 8004
-PARTS = ("language", "trees", "omni", "hybrid")
+PARTS = ("language", "trees", "hybrid")
 TOWER = {"depth": 1, "hidden_size": 128, "intermediate_size": 512, "num_heads": 4}
 
 
@@ -284,11 +283,6 @@ def main() -> None:
             folder.mkdir()
             if part == "language":
                 report[part] = language(folder, repeats=arguments.repeats)
-                continue
-            if part == "omni":
-                from benchmarks.train_step_omni import omni_language
-
-                report[part] = omni_language(folder, repeats=arguments.repeats)
                 continue
             from benchmarks.train_step import tell
 

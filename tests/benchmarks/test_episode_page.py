@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.episodes import CASES, Figures, as_expected, command_line
+from benchmarks.learning import SUITES, command_line
 from relax_core.config.compose import load_config
 from relax_core.config.errors import ConfigError
 from relax_core.preflight import CHECKS
@@ -55,28 +55,5 @@ def test_the_other_commands_are_known() -> None:
         assert plays[:3] == ["python", "-m", "relax_core.tools.play"]
     assert checkpoint_plays[3:] == ["checkpoint=RUN", "--episodes=3"]
     assert play(person_plays[3:], ask=lambda shown: "4") == 0
-    assert learns[:3] == ["python", "-m", "benchmarks.episodes"] and command_line(learns[3:]).only == list(CASES)
-
-
-@pytest.mark.parametrize("name", list(CASES))
-def test_each_kind_of_run_passes_all_checks(name: str) -> None:
-    assert load_config(CASES[name].words, checks=CHECKS).rollout.prompts_per_step > 0
-
-
-def test_bounds() -> None:
-    won: Figures = {
-        "greedy_first": 0.4,
-        "greedy_last": 1.0,
-        "sampled_first": 0.4,
-        "sampled_last": 0.95,
-        "last_50": 0.9,
-        "best_50": 0.93,
-        "wall_s": 100.0,
-    }
-    game, control = CASES["number_guess"], CASES["number_guess, random answers"]
-    assert as_expected(game, won) and as_expected(CASES["calculator"], won)
-    assert not as_expected(game, won | {"best_50": 0.96}), "it falls from the best"
-    assert not as_expected(game, won | {"greedy_last": 6 / 7})
-    assert not as_expected(game, won | {"greedy_first": 0.7}), "the warm start knew it"
-    assert not as_expected(control, won)
-    assert as_expected(control, won | {"greedy_last": 3 / 7, "sampled_last": 0.4})
+    assert learns[:3] == ["python", "-m", "benchmarks.learning"]
+    assert command_line(learns[3:]).only == list(SUITES["episodes"])

@@ -7,21 +7,17 @@ from pathlib import Path
 import pytest
 
 from benchmarks.family_models import make_family_model
+from benchmarks.harness import QUIET_RUN
 from benchmarks.throughput import (
     ASYNC,
     COLOCATE,
     OVERRIDES,
-    PLAIN,
-    QUIET_RUN,
     SKIPPED_STEPS,
     STRICT,
     TAIL_OVERRIDES,
     TAIL_RUN,
     TAIL_TOKENS,
-    ratios_to,
     run_figures,
-    single_figures,
-    table,
 )
 from relax_core.config.compose import load_config
 from relax_core.tools.tiny_tokenizer import write_tiny_tokenizer
@@ -70,24 +66,6 @@ def test_slow_steps_show_in_the_mean_only() -> None:
     assert figures["samples/s"] == pytest.approx(4000.0)
     assert figures["samples/s, mean"] == pytest.approx(1e3 * 3 * 128 / 192)
     assert figures["tokens/s"] == pytest.approx(1e3 * 3 * 768 / 192)
-
-
-def test_ratios_are_taken_within_a_repeat() -> None:
-    """The machine was twice as slow in the second repeat: the ratio does not see it."""
-    found = {
-        PLAIN: [{"samples/s": 1000.0}, {"samples/s": 500.0}],
-        ASYNC: [{"samples/s": 3000.0}, {"samples/s": 1500.0}],
-    }
-    assert ratios_to(PLAIN, found) == {PLAIN: 1.0, ASYNC: 3.0}
-
-
-def test_the_table_has_a_column_for_each_way() -> None:
-    plain = single_figures([{"step_ms": 128.0, "samples": 128.0, "tokens": 768.0}] * (SKIPPED_STEPS + 2))
-    run = run_figures(ASYNC, actor_records([32.0, 32.0, 32.0]), PROMPT_BATCHES)
-    lines = table({PLAIN: plain, ASYNC: run}, {PLAIN: {PLAIN: 1.0, ASYNC: 4.0}}).splitlines()
-    assert lines[1].split() == ["plain", "loop", "async", "s=1"]
-    assert "samples/s                       1000        4000" in lines
-    assert lines[-1].split() == ["of", "the", "plain", "loop", "1.00×", "4.00×"]
 
 
 @pytest.mark.parametrize("name", OVERRIDES)

@@ -1,0 +1,244 @@
+"""What all benchmarks share: whole runs, engines, ways that take turns, and ratios in a table.
+
+A machine's speed changes with what else it does. Therefore the ways of a comparison take turns within one invocation,
+every other round in the opposite order, and a ratio is the median of the rounds' own ratios.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from relax_core.observe.service.records import ACTOR, MetricRecord, by_step
+from relax_core.observe.service.sinks import read_metrics
+
+if TYPE_CHECKING:
+    from relax_core.config.schema import EngineConfig
+    from relax_core.engines.engine_process import EngineProcess
+    from relax_core.engines.protocol.engine_client import EngineClient
+
+HERE = Path(__file__).resolve().parents[1]
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+QUIET_RUN = ("eval.every=0", "run.save_every=0", "run.export_hf=false", "run.panel=false")
+DEADLINE_S = 3600.0
+
+Figures = dict[str, float]
+
+
+# -- the command line -------------------------------------------------------------------------------------------------
+def command_line(doc: str | None, *, rounds: int = 3) -> argparse.ArgumentParser:
+    """Returns a parser with the arguments of every benchmark: ``--rounds`` and ``--json``."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=rounds, help="how often each way is measured")
+    parser.add_argument("--json", type=Path, help="write all figures here")
+    return parser
+
+
+def machine() -> str:
+    """Returns cores and load, for the first line of a report."""
+    return f"{len(os.sched_getaffinity(0))} cores, load {os.getloadavg()[0]:.1f}"
+
+
+# -- whole runs -------------------------------------------------------------------------------------------------------
+def python(module: str, *words: str, checkout: Path = HERE, deadline_s: float = DEADLINE_S, **env: str) -> str:
+    """Runs ``python -m module`` with one thread for each process, and returns its output; exits if it fails."""
+    command = [sys.executable, "-m", module, *words]
+    done = subprocess.run(
+        command,
+        cwd=checkout,
+        env=os.environ | ONE_THREAD | {"PYTHONPATH": str(checkout)} | env,
+        capture_output=True,
+        text=True,
+        timeout=deadline_s,
+        check=False,
+    )
+    if done.returncode:
+        sys.exit(f"{' '.join(command)}\nended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
+    return done.stdout
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinishedRun:
+    """Is a finished run: its summary and its metric records. Its folder may be gone."""
+
+    summary: dict[str, Any]
+    records: Sequence[MetricRecord]
+
+    def steps(self, source: str = ACTOR) -> dict[int, Mapping[str, float]]:
+        """Returns the values of a source, by train step."""
+        return dict(by_step(self.records, source))
+
+    def samples_per_s(self, *, skipped: int) -> float:
+        """Returns the median over the steps from ``skipped`` to the last but one."""
+        steps = [values for _, values in sorted(self.steps().items())][skipped:-1]
+        return median(1e3 * one["samples"] / one["step_ms"] for one in steps)
+
+
+def run_relax(folder: Path, *words: str, checkout: Path = HERE, deadline_s: float = DEADLINE_S) -> FinishedRun:
+    """Runs ``python -m relax_core`` to its end in ``folder``; exits if it fails or its ledger has lost a sample."""
+    python("relax_core", f"run.dir={folder}", "run.panel=false", *words, checkout=checkout, deadline_s=deadline_s)
+    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    ledger = summary["ledger"]
+    if ledger["lost"] or ledger["trained_twice"]:
+        sys.exit(f"{' '.join(words)}: the ledger has lost samples or trained some twice: {ledger}")
+    return FinishedRun(summary=summary, records=read_metrics(folder))
+
+
+# -- ways that take turns ---------------------------------------------------------------------------------------------
+@dataclass
+class Comparison:
+    """Holds the figures of each way, one entry for each round."""
+
+    title: str
+    found: dict[str, list[Figures]] = field(default_factory=dict)
+
+    def add(self, way: str, figures: Figures) -> None:
+        """Adds the figures of one round."""
+        self.found.setdefault(way, []).append(figures)
+
+    def median(self, way: str, figure: str) -> float:
+        """Returns the median over the rounds."""
+        return median(one[figure] for one in self.found[way])
+
+    def ratios(self, way: str, figure: str, *, base: str) -> list[float]:
+        """Returns the ratio of a figure to that of the way ``base``, round by round."""
+        return [one[figure] / other[figure] for one, other in zip(self.found[way], self.found[base], strict=False)]
+
+    def ratio(self, way: str, figure: str, *, base: str) -> float:
+        """Returns the median of the rounds' ratios."""
+        return median(self.ratios(way, figure, base=base))
+
+    def table(self, *, base: str | None = None, ratio_of: Sequence[str] = ()) -> str:
+        """Returns a Markdown table: a row for each way, a column for each figure and for the ratios to ``base``."""
+        figures = list(dict.fromkeys(name for rounds in self.found.values() for one in rounds for name in one))
+        head = ["", *figures, *(f"{name} of {base}" for name in ratio_of)]
+        rows = [head, ["---"] * len(head)]
+        for way, rounds in self.found.items():
+            cells = [_short(self.median(way, name)) if name in rounds[0] else "" for name in figures]
+            cells += [self._spread(way, name, base) if base is not None else "" for name in ratio_of]
+            rows.append([way, *cells])
+        return "\n".join([f"**{self.title}**", "", *("| " + " | ".join(row) + " |" for row in rows)])
+
+    def _spread(self, way: str, figure: str, base: str) -> str:
+        ratios = self.ratios(way, figure, base=base)
+        middle = f"{median(ratios):.3f}"
+        return middle if way == base else f"{middle} ({min(ratios):.3f} to {max(ratios):.3f})"
+
+
+def _short(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def take_turns(
+    title: str, ways: Mapping[str, Callable[[int], Figures]], *, rounds: int, warm_up: bool = True
+) -> Comparison:
+    """Calls each way once in every round, with the round's number, and prints the progress.
+
+    With ``warm_up``, each way is called once more before the first round, with round -1, and the result is left out.
+    """
+    comparison = Comparison(title)
+    for number in range(-1 if warm_up else 0, rounds):
+        for way in list(ways)[:: -1 if number % 2 else 1] if number >= 0 else ways:
+            figures = ways[way](number)
+            if number >= 0:
+                comparison.add(way, figures)
+        if number >= 0:
+            print(f"{title}: round {number + 1} of {rounds}", file=sys.stderr, flush=True)
+    comparison.found = {way: comparison.found[way] for way in ways if way in comparison.found}
+    return comparison
+
+
+def write_report(file: Path | None, *comparisons: Comparison) -> None:
+    """Writes all figures of all rounds as JSON, if a file is given."""
+    if file is not None:
+        report = {"machine": machine(), **{one.title: one.found for one in comparisons}}
+        file.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+
+
+# -- engines ----------------------------------------------------------------------------------------------------------
+VOCAB, PROMPT_TOKENS = 50, 16
+TOKEN = "token-of-the-benchmark"
+ENGINE_S = 600.0  # the limit for each call of an engine
+
+
+def demo_model(
+    *, hidden: int = 64, layers: int = 2, inter: int = 192, vocab: int = VOCAB, endless: bool = False
+) -> Any:
+    """Returns a random Qwen3, by default of the demo's size (102k parameters); ``endless``: no token ends an answer."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=hidden,
+        intermediate_size=inter,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=hidden // 4,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+        eos_token_id=None if endless else 3,
+        pad_token_id=0,
+        bos_token_id=None,
+    )
+    model = Qwen3ForCausalLM(config).float().eval()
+    if endless:
+        model.generation_config.eos_token_id = None
+    return model
+
+
+def engine_config(**changes: Any) -> EngineConfig:
+    """Returns the settings of an embedded engine of one thread."""
+    from relax_core.config.schema import EngineConfig
+
+    given: dict[str, Any] = {
+        "name": "embedded",
+        "count": 1,
+        "host": "127.0.0.1",
+        "port": 0,
+        "max_running_samples": 256,
+        "max_total_tokens": 65536,
+        "context_length": 256,
+        "threads": 1,
+        "start_timeout_s": 300.0,
+        "request_timeout_s": ENGINE_S,
+        "sync_timeout_s": ENGINE_S,
+    }
+    return EngineConfig(**given | changes)
+
+
+@contextmanager
+def started_engine(
+    scratch: Path, model_folder: Path, *, engine: EngineConfig | None = None, dtype: str = "float32", **launch: Any
+) -> Iterator[tuple[EngineProcess, EngineClient]]:
+    """Yields an engine process that serves the weights of ``model_folder``, and its client; stops both at the end."""
+    from relax_core.engines.build_client import build_client
+    from relax_core.engines.engine_process import EngineLaunch, EngineProcess
+
+    token_file, settings = scratch / "token", engine or engine_config()
+    token_file.touch(mode=0o600)
+    token_file.write_text(TOKEN)
+    given: dict[str, Any] = {"load_weights": True} | launch
+    log_file = scratch / f"{settings.name}-{model_folder.name}.log"
+    process = EngineProcess.start(
+        EngineLaunch(
+            model_folder=model_folder, engine=settings, dtype=dtype, token_file=token_file, log_file=log_file, **given
+        )
+    )
+    client = build_client(settings, process.url, model_folder=model_folder, token_file=token_file)
+    try:
+        yield process, client
+    finally:
+        client.close()
+        process.stop(timeout_s=10.0)

@@ -1,0 +1,39 @@
+"""The harness of the benchmarks: rounds, ratios and tables, worked out by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.harness import Comparison, Figures, take_turns, write_report
+
+
+def test_ratios_are_taken_within_a_round_and_every_other_round_is_reversed(tmp_path: Path) -> None:
+    """The machine is twice as slow in the second round; the ratio does not change."""
+    calls: list[tuple[str, int]] = []
+
+    def way(name: str, rate: float, number: int) -> Figures:
+        calls.append((name, number))
+        return {"samples/s": rate / (1 + max(0, number))}
+
+    ways = {"plain": lambda n: way("plain", 1000.0, n), "ours": lambda n: way("ours", 3000.0, n)}
+    found = take_turns("speed", ways, rounds=2)
+    assert calls == [("plain", -1), ("ours", -1), ("plain", 0), ("ours", 0), ("ours", 1), ("plain", 1)]
+    assert found.ratios("ours", "samples/s", base="plain") == [3.0, 3.0]
+    assert found.median("ours", "samples/s") == 2250.0
+    assert [line.split("|")[1].strip() for line in found.table().splitlines()[4:]] == ["plain", "ours"]
+    write_report(tmp_path / "report.json", found)
+    assert json.loads((tmp_path / "report.json").read_text())["speed"]["plain"] == [
+        {"samples/s": 1000.0},
+        {"samples/s": 500.0},
+    ]
+
+
+def test_a_figure_that_only_some_ways_have_leaves_a_cell_empty() -> None:
+    found = Comparison("step", {"run": [{"step": 40.0, "sync": 2.0}], "plain": [{"step": 80.0}]})
+    lines = found.table(base="plain", ratio_of=["step"]).splitlines()
+    assert lines[4].split("|")[1:-1] == [" run ", " 40 ", " 2 ", " 0.500 (0.500 to 0.500) "]
+    assert lines[5].split("|")[1:-1] == [" plain ", " 80 ", "  ", " 1.000 "]
+    assert found.ratio("run", "step", base="plain") == pytest.approx(0.5)
