@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 
 from relax_core.contracts.host.file_lock import file_locked
 from relax_core.tools.make_tiny import default_cache_root
-from relax_core.tools.tiny_warm_start import SeeWarmStart, supervised_steps
+from relax_core.tools.tiny_text import SeeWarmStart, supervised_steps
 
 if TYPE_CHECKING:
     from torch import Tensor

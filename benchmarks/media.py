@@ -27,7 +27,7 @@ from relax_core.data.media.encode_pool import EncodePool
 from relax_core.data.media.media_limits import MediaLimits
 from relax_core.data.media.media_trial_main import TRIAL_AUDIO, TRIAL_SETTINGS
 from relax_core.rollout.item_cache import ItemCache
-from relax_core.tools.tiny_tokenizer import write_prompt_tokenizer
+from relax_core.tools.tiny_text import write_prompt_tokenizer
 
 ROUNDS, ITEMS, TICK_S = 5, 8, 0.001
 GROUP_SIZE, RE_ASKS, EVALUATIONS = 8, 2, 2

@@ -17,7 +17,7 @@ from relax_core.contracts.media_file import FolderReader
 from relax_core.contracts.tree import NOT_SAMPLED, Episode, TokenTree
 from relax_core.families.architecture import VisionTower
 from relax_core.families.folder import folder_architecture
-from relax_core.families.vision.patches import patches_of
+from relax_core.families.tower_passes import patches_of
 from tests.media_items import item_of
 from tests.trees import answers_tree
 
@@ -39,7 +39,7 @@ def make_model(folder: Path, family: str) -> Any:
     """Returns a tiny random model of eight layers; the tower's outputs are added after its first two."""
     import transformers
 
-    from relax_core.tools.tiny_vision import write_published
+    from relax_core.tools.tiny_media import write_published
 
     text: dict[str, Any] = {
         "vocab_size": 60,

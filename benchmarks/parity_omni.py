@@ -28,14 +28,13 @@ from benchmarks.parity_media import (
 from relax_core.contracts.media import MediaItem
 from relax_core.contracts.media_file import FolderReader
 from relax_core.contracts.tree import TokenTree
-from relax_core.families.audio.clip_rows import clip_rows, heard_video_rows
+from relax_core.families.audio_tower import clip_rows, heard_video_rows
 from relax_core.families.folder import folder_architecture
-from relax_core.families.tiny_omni import tiny_omni_config, tiny_omni_files
+from relax_core.families.tiny_configs import tiny_omni_config, tiny_omni_files
+from relax_core.families.tower_passes import patches_of
 from relax_core.families.towers import Towers
-from relax_core.families.vision.item_rows import ItemRows, image_rows, timed_video_rows
-from relax_core.families.vision.patches import patches_of
-from relax_core.tools.tiny_hearing import build_omni_model, published_omni, write_published_omni
-from relax_core.tools.tiny_vision import write_settings
+from relax_core.families.vision_tower import ItemRows, image_rows, timed_video_rows
+from relax_core.tools.tiny_media import build_omni_model, published_omni, write_published_omni, write_settings
 from tests.media_items import item_of_rows
 
 OMNI = "qwen3_omni_moe"

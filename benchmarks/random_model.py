@@ -15,7 +15,7 @@ def main() -> None:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     from relax_core.families.tiny_configs import MAX_POSITIONS
-    from relax_core.tools.tiny_tokenizer import write_tiny_tokenizer
+    from relax_core.tools.tiny_text import write_tiny_tokenizer
 
     folder = Path(sys.argv[1])
     hidden, feed_forward, layers, heads, kv_heads, head_dim, vocabulary = map(int, sys.argv[2:])

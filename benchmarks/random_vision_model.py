@@ -56,8 +56,8 @@ def write_model(folder: Path) -> None:
     import torch
 
     from relax_core.families.hf_config import CONFIG_FILE
-    from relax_core.tools.tiny_tokenizer import build_tokenizer
-    from relax_core.tools.tiny_vision import build_vision_model, write_published
+    from relax_core.tools.tiny_media import build_vision_model, write_published
+    from relax_core.tools.tiny_text import build_tokenizer
 
     torch.manual_seed(0)
     config, files = vision_settings()

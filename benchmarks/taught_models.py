@@ -32,9 +32,7 @@ from benchmarks.openai_agent import HIGHEST, OPENING, TURNS, history
 from relax_core.contracts.host.file_lock import file_locked
 from relax_core.families.tiny_configs import STUDENT, tiny_config
 from relax_core.tools.make_tiny import default_cache_root
-from relax_core.tools.tiny_games import guess
-from relax_core.tools.tiny_tokenizer import build_tokenizer
-from relax_core.tools.tiny_warm_start import WarmStart, padded, supervised_steps
+from relax_core.tools.tiny_text import WarmStart, build_tokenizer, guess, padded, supervised_steps
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

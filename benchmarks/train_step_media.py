@@ -52,7 +52,7 @@ def write_seeing_model(folder: Path, family: str = SEEING) -> Path:
     import transformers
 
     from benchmarks.train_step_ways import SIZES
-    from relax_core.tools.tiny_vision import write_published
+    from relax_core.tools.tiny_media import write_published
 
     size = SIZES["dense"]
     text = {
@@ -174,7 +174,7 @@ class SeeingSteps:
         """Returns the CPU seconds of the tower's passes of a step over groups that are micro-batches of their own."""
         import torch
 
-        from relax_core.families.vision.tower import pass_items
+        from relax_core.families.tower_passes import pass_items
 
         start = time.process_time()
         for group in groups:

@@ -91,7 +91,7 @@ REASONS = {
         "StoredFolder._filled",
     ): "the reader has read: its future is done",
     (
-        "relax_core/roles/annotators/forward_logprobs.py",
+        "relax_core/roles/trainer/reference_logprobs.py",
         "ForwardWorker._end",
     ): "flushes the log's file: no other process",
     ("relax_core/roles/trainer/rank_worker.py", "RankWorker._failures"): "the same",

@@ -11,7 +11,7 @@ from relax_core.contracts.family import Vision
 from relax_core.contracts.media import MediaItem, MediaKind
 from relax_core.contracts.media_file import item_digest, write_item
 from relax_core.families.architecture import VisionTower
-from relax_core.families.vision.item_rows import ItemRows, image_rows, video_rows
+from relax_core.families.vision_tower import ItemRows, image_rows, video_rows
 
 IMAGE, VIDEO, START, END = 90, 91, 92, 93  # the tokens of the tower below
 TOWER = VisionTower(

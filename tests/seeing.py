@@ -16,8 +16,8 @@ from relax_core.contracts.media_file import FolderReader
 from relax_core.families.architecture import VisionTower
 from relax_core.families.folder import folder_architecture
 from relax_core.families.tiny_configs import processor_files, tiny_config
-from relax_core.families.vision.patches import patches_of
-from relax_core.tools.tiny_vision import write_published
+from relax_core.families.tower_passes import patches_of
+from relax_core.tools.tiny_media import write_published
 from tests.media_items import item_of
 
 DENSE, EXPERTS = "tiny_qwen3_vl", "tiny_qwen3_vl_moe"

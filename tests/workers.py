@@ -10,7 +10,7 @@ RAY = (
     "tests/contracts/bus/",
     "tests/control/",
     "tests/observe/service/test_metrics_actor.py",
-    "tests/roles/annotators/test_column_worker.py",
+    "tests/roles/trainer/test_column_worker.py",
     "tests/roles/engine/test_engine_directory.py",
     "tests/roles/process/test_failure.py",
     "tests/roles/trainer/",

@@ -14,10 +14,10 @@ from relax_core.contracts.checks.foreign_values import decode_json, shown
 from relax_core.contracts.family import ExpertLayout, Family, HfConfig
 from relax_core.contracts.host.regular_file import check_regular, open_regular, read_regular
 from relax_core.families.architecture import Architecture, AudioTower, VisionTower
-from relax_core.families.audio.audio_settings import read_audio_tower
+from relax_core.families.audio_tower import read_audio_tower
 from relax_core.families.hf_config import has_hf_config, inner_config, read_hf_config
 from relax_core.families.table import read_architecture
-from relax_core.families.vision.tower_settings import read_tower
+from relax_core.families.vision_tower import read_tower
 from relax_core.registry import find_family, names
 
 WEIGHT_INDEX, WHOLE_WEIGHTS = "model.safetensors.index.json", "model.safetensors"

@@ -8,11 +8,10 @@ from dataclasses import replace
 from relax_core.contracts.checks.foreign_values import shown
 from relax_core.contracts.family import Audio, DeltaNet, ExpertLayout, Experts, Family, HfConfig, Only, Vision
 from relax_core.families.architecture import Architecture
-from relax_core.families.audio.audio_shapes import qwen3_omni_audio_shapes
-from relax_core.families.config_bounds import MOST_EXPERTS, size_problems
-from relax_core.families.hf_config import inner_config
+from relax_core.families.audio_tower import qwen3_omni_audio_shapes
+from relax_core.families.hf_config import MOST_EXPERTS, inner_config, size_problems
 from relax_core.families.rope import read_rope
-from relax_core.families.vision.tower_shapes import qwen3_omni_vision_shapes, qwen3_vl_vision_shapes
+from relax_core.families.vision_tower import qwen3_omni_vision_shapes, qwen3_vl_vision_shapes
 
 COMMON = (
     Only("hidden_act", "silu", "no other activation is computed"),
@@ -38,7 +37,7 @@ def read_architecture(family: Family, config: HfConfig) -> Architecture:
     """Returns the architecture that a config.json of ``family`` describes.
 
     Its vision tower is not read here, because it needs more files than this one
-    (`relax_core/families/vision/tower_settings.py`). Raises ValueError for a missing key, and for a model that would
+    (`relax_core/families/vision_tower.py`). Raises ValueError for a missing key, and for a model that would
     need other code, so that no model is trained as a different one.
     """
     try:

@@ -1,18 +1,128 @@
-"""Passes what is seen and what is heard through the towers of a model, in the trainer as in the embedded engine."""
+"""Builds towers from Hugging Face's own modules, and passes images, videos and sounds through them.
+
+Trainer and embedded engine use the same passes. Patches are made of uint8 frames, with the numbers that Hugging Face's
+processor gives.
+"""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from relax_core.contracts.media import MediaItem
-from relax_core.families.audio.audio_tower import pass_sounds
+from relax_core.families.architecture import AudioTower, VisionTower
 from relax_core.families.towers import Towers
-from relax_core.families.vision.tower import pass_items
+
+
+def patches_of(frames: np.ndarray, tower: VisionTower, *, device: torch.device | str = "cpu") -> Tensor:
+    """Returns the patches of an item, float32 ``[patches, colours * frames * patch height * patch width]``.
+
+    ``frames`` is uint8 ``[frames, height, width, 3]``, or ``[items, frames, height, width, 3]`` for items of one shape,
+    whose patches stand one item after the other; height and width are multiples of the patch times the merge size. If
+    the number of frames is no multiple of the temporal patch size, the last frame is repeated. Patches that become one
+    row are neighbours.
+    """
+    step, size, merge = tower.temporal_patch_size, tower.patch_size, tower.merge_size
+    pixels = torch.from_numpy(np.array(frames)).to(device)  # a copy, because torch refuses read-only arrays
+    if pads := -pixels.shape[-4] % step:
+        pixels = torch.cat([pixels, *[pixels[..., -1:, :, :, :]] * pads], dim=-4)
+    pixels = pixels.flatten(0, -4)
+    mean = torch.tensor(tower.mean, dtype=torch.float32, device=device)
+    std = torch.tensor(tower.std, dtype=torch.float32, device=device)
+    values = (pixels.float() - mean) / std
+    time, height, width = len(values) // step, values.shape[1] // size, values.shape[2] // size
+    shape = (time, step, height // merge, merge, size, width // merge, merge, size, values.shape[3])
+    # (time, row of rows, row of columns, patch in row (y, x), colour, frame, y, x)
+    ordered = values.reshape(shape).permute(0, 2, 5, 3, 6, 8, 1, 4, 7)
+    return ordered.reshape(time * height * width, -1)
+
+
+@dataclass(frozen=True, slots=True)
+class TowerOutput:
+    """Holds what a tower gives for the feature rows of some items, item by item.
+
+    ``features`` is ``[rows, hidden]``; ``deepstack`` has one such tensor for each of the first layers.
+    """
+
+    features: Tensor
+    deepstack: tuple[Tensor, ...]
+
+
+def build_tower(
+    tower: VisionTower | AudioTower, *, dtype: torch.dtype, device: torch.device | str = "cpu"
+) -> torch.nn.Module:
+    """Returns the tower's module without weights, which the caller loads; its buffers are initialized."""
+    classes = tower.vision if isinstance(tower, VisionTower) else tower.audio
+    config = _named(classes.config)(**_own_keys(tower))
+    config._attn_implementation = "sdpa"
+    with torch.device(device):
+        module: torch.nn.Module = _named(classes.model)(config)
+    for parameter in module.parameters():  # The rotary frequencies and sinusoids, which are buffers, stay float32.
+        parameter.data = parameter.data.to(dtype)
+    return module
+
+
+def pass_items(
+    module: torch.nn.Module, tower: VisionTower, frames: Sequence[np.ndarray], grids: Sequence[Sequence[int]]
+) -> TowerOutput:
+    """Returns the tower's output for items whose frames are uint8 ``[frames, height, width, 3]``."""
+    parameter = next(module.parameters())
+    alike = [np.stack(list(some)) for _, some in groupby(frames, key=np.shape)]
+    pixels = torch.cat([patches_of(some, tower, device=parameter.device) for some in alike]).to(parameter.dtype)
+    grid = torch.tensor([list(one) for one in grids], dtype=torch.int64, device=parameter.device)
+    output: Any = module(pixels, grid_thw=grid)
+    return TowerOutput(output.pooler_output, tuple(getattr(output, "deepstack_features", None) or ()))
+
+
+def _own_keys(tower: VisionTower | AudioTower) -> dict[str, Any]:
+    return {name: value for name, value in tower.config.items() if name not in ("model_type", "transformers_version")}
+
+
+def _named(path: str) -> Any:
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def pass_sounds(module: torch.nn.Module, tower: AudioTower, features: Sequence[np.ndarray]) -> Tensor:
+    """Returns the rows of sounds whose features are float32 ``[mel bins, frames]``, ``[rows, hidden]`` in order.
+
+    Each sound passes alone, so that its rows have the same bits in any company: in one batch the products of more rows
+    round in another way, by up to 3e-7.
+    """
+    return torch.cat([_rows_of(module, tower, one) for one in features])
+
+
+def _rows_of(module: torch.nn.Module, tower: AudioTower, features: np.ndarray) -> Tensor:
+    """Returns the rows of one sound.
+
+    The tower computes chunks of ``tower.chunk_frames`` frames apart until its layers, where the rows of the chunks of
+    one window attend to each other. Transformers pads chunks to the longest one of its batch, whose length the
+    convolutions see. Here every chunk has the full length, as in any batch with a sound of a second or more.
+    """
+    device, frames = next(module.parameters()).device, features.shape[1]
+    padded = F.pad(torch.tensor(features, device=device), (0, -frames % tower.chunk_frames))
+    chunk_rows = tower.rows_of_frames(tower.chunk_frames)
+    rows, window = tower.rows_of_frames(frames), tower.config["n_window_infer"] // tower.chunk_frames * chunk_rows
+    ends = [0, *range(window, rows, window), rows]
+    output: Any = module(
+        None,
+        feature_lens=None,
+        padded_feature=torch.stack(padded.split(tower.chunk_frames, dim=1)),
+        chunk_lengths=torch.tensor([tower.chunk_frames] * (padded.shape[1] // tower.chunk_frames)),
+        valid_indices=torch.arange(rows, device=device),  # only the last chunk has rows of padding
+        cu_seqlens=torch.tensor(ends, dtype=torch.int32, device=device),
+    )
+    found = output.last_hidden_state
+    assert isinstance(found, Tensor)
+    return found
 
 
 class TowerInputs(NamedTuple):

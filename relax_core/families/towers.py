@@ -1,4 +1,9 @@
-"""Says which rows of an item get features of a model's towers, and which tower gives each of them. Imports no torch."""
+"""Says which rows of an item get features of which tower, and how much the towers compute for an item.
+
+The work of a prompt is the number of its rows, each of which counts 1, and the work of its items, in rows of the
+language model. It is counted in multiplications of matrix products, forward: a backward pass has twice as many of both
+kinds. It imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +12,86 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from relax_core.contracts.family import HfConfig
 from relax_core.contracts.media import MediaItem
 from relax_core.families.architecture import Architecture, AudioTower, VisionTower
-from relax_core.families.audio.clip_rows import audible_feature_rows
-from relax_core.families.vision.item_rows import feature_rows
+from relax_core.families.audio_tower import audible_feature_rows
+from relax_core.families.vision_tower import feature_rows
+
+_KERNEL = 9  # a convolution of an audio tower sees 3 x 3 values
+
+
+def item_work(architecture: Architecture, item: MediaItem) -> float:
+    """Returns the work of the towers for an image, a video, a sound, or a video with its sound, in rows.
+
+    The features that they give are rows of the language model too, which are not counted here.
+    """
+    products = 0
+    if architecture.vision is not None:
+        products += vision_products(architecture.vision.config, item.grid)
+    if architecture.audio is not None:
+        products += audio_products(architecture.audio.config, item.audio_frames)
+    return products / row_products(architecture)
+
+
+def vision_products(config: HfConfig, grid: Sequence[int]) -> int:
+    """Returns the multiplications of a vision tower for an item whose grid is (time, height, width) in patches.
+
+    ``config`` is the tower's part of config.json. The patches of one step of time attend to each other. Each merger
+    maps the patches of a row to one row.
+    """
+    time, height, width = grid
+    frame, hidden, merge = height * width, config["hidden_size"], config["spatial_merge_size"] ** 2
+    embedding = config["in_channels"] * config["temporal_patch_size"] * config["patch_size"] ** 2 * hidden
+    block = 4 * hidden**2 + 2 * hidden * config["intermediate_size"] + 2 * frame * hidden
+    mergers = 1 + len(config.get("deepstack_visual_indexes") or ())
+    merger = hidden * merge * (hidden * merge + config["out_hidden_size"])
+    return int(time * frame * (embedding + config["depth"] * block) + time * frame // merge * mergers * merger)
+
+
+def audio_products(config: HfConfig, frames: int) -> int:
+    """Returns the multiplications of an audio tower for a sound of ``frames`` frames of features.
+
+    ``config`` is the tower's part of config.json. Three convolutions halve bins and frames of each chunk, of which the
+    last is padded to its full length. The rows of one window attend to each other.
+    """
+    hidden, channels, bins = config["d_model"], config["downsample_hidden_size"], config["num_mel_bins"]
+    length = chunk = 2 * config.get("n_window", 50)
+    of_chunk, inputs = 0, 1
+    for _ in range(3):
+        bins, length = (bins + 1) // 2, (length + 1) // 2
+        of_chunk += bins * length * channels * inputs * _KERNEL
+        inputs = channels
+    of_chunk += length * channels * bins * hidden
+    rest = frames % chunk
+    rows = frames // chunk * length + (rest + 7) // 8  # of a chunk, each 8 frames become a row
+    layer = 4 * hidden**2 + 2 * hidden * config["encoder_ffn_dim"]
+    of_row = config["encoder_layers"] * layer + hidden * (hidden + config["output_dim"])
+    window = config.get("n_window_infer", 800) // chunk * length
+    windows, short = divmod(rows, window)
+    scores = config["encoder_layers"] * 2 * hidden * (windows * window**2 + short**2)
+    return int(-(-frames // chunk) * of_chunk + rows * of_row + scores)
+
+
+def row_products(architecture: Architecture) -> int:
+    """Returns the multiplications of one row in the layers of the language model.
+
+    Of the experts those count that a row is routed to. The scores of attention, which depend on the rows before, and
+    the output layer, which no row of a prompt needs, do not count.
+    """
+    one, experts, net = architecture, architecture.experts, architecture.delta_net
+    heads = one.num_heads * (3 if one.output_gate else 2) + 2 * one.num_kv_heads
+    products = len(one.attention_layers) * one.hidden_size * one.head_dim * heads
+    if net is not None:
+        inputs = net.channels + net.values + 2 * net.value_heads
+        state = 3 * net.value_heads * net.key_dim * net.value_dim  # what is read, what is written, and the output
+        mixing = one.hidden_size * (inputs + net.values) + net.kernel * net.channels + state
+        products += len(one.delta_layers) * mixing
+    width = one.intermediate_size
+    if experts is not None:
+        width = experts.per_token * experts.width + experts.shared_width
+        products += one.num_layers * one.hidden_size * (experts.count + bool(experts.shared_width))
+    return products + one.num_layers * 3 * one.hidden_size * width
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

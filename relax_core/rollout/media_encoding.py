@@ -49,7 +49,7 @@ def open_encoders(config: RelaxConfig, *, model_folder: Path, media_folder: Path
 def item_work_of(config: RelaxConfig, *, model_folder: Path) -> Callable[[MediaItem], float]:
     """Returns the function that tells the towers' work for an item, by which prompts are distributed over engines."""
     from relax_core.families.folder import folder_architecture
-    from relax_core.families.media_work import item_work
+    from relax_core.families.towers import item_work
 
     return partial(item_work, folder_architecture(model_folder, also=config.model.family))
 

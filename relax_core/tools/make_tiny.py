@@ -1,11 +1,11 @@
 """Makes the builtin tiny models, with which a laptop can run the whole system, and stores them in the user's cache.
 
 Each is a character-level tokenizer and a Qwen3 of a few layers with a short supervised warm start
-(`relax_core.tools.tiny_warm_start`). Each has a few hundred thousand parameters at most, and GRPO teaches it a
+(`relax_core.tools.tiny_text`). Each has a few hundred thousand parameters at most, and GRPO teaches it a
 generated task in half a minute. The teacher, for distillation, is the same model after more of the same supervised
 steps. The mixture of experts is a Qwen3-MoE with twice the parameters, of which a token uses a third. The models that
-see are Qwen3-VL (`relax_core.tools.tiny_vision`), and the one that also hears is Qwen3-Omni
-(`relax_core.tools.tiny_hearing`).
+see are Qwen3-VL (`relax_core.tools.tiny_media`), and the one that also hears is Qwen3-Omni
+(`relax_core.tools.tiny_media`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from relax_core.contracts.host.output_path import check_output_folder
 from relax_core.contracts.host.private_folder import private_folder, user_cache
 from relax_core.contracts.host.python_child import cause_in, import_path, module_command
 from relax_core.families.tiny_configs import MODEL_NAMES, OMNI, STUDENT, VISION_NAMES
-from relax_core.tools.tiny_warm_start import WARM_STARTS, write_text_model
+from relax_core.tools.tiny_text import WARM_STARTS, write_text_model
 
 RECIPE_VERSION = 2  # to be raised when a change of a recipe gives other models
 _LIBRARIES = ("torch", "transformers", "tokenizers")
@@ -39,11 +39,11 @@ def make_tiny_model(folder: Path, *, task: str, name: str = STUDENT) -> None:
 
     torch.set_num_threads(1)
     if name in VISION_NAMES:
-        from relax_core.tools.tiny_vision import write_vision_model
+        from relax_core.tools.tiny_media import write_vision_model
 
         write_vision_model(folder, name=name, task=task)
     elif name == OMNI:
-        from relax_core.tools.tiny_hearing import write_omni_model
+        from relax_core.tools.tiny_media import write_omni_model
 
         write_omni_model(folder, task=task)
     else:

@@ -25,8 +25,7 @@ from relax_core.contracts.columns import decode_tree
 from relax_core.contracts.media import MediaItem
 from relax_core.contracts.tree import TRUNCATED, TokenTree
 from relax_core.families.architecture import Architecture
-from relax_core.families.media_work import item_work
-from relax_core.families.towers import Towers
+from relax_core.families.towers import Towers, item_work
 
 
 def decode_train_tree(group: LeasedGroup, *, step: int, oldest_version: int) -> tuple[TokenTree, dict[str, str]]:

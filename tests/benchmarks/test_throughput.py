@@ -20,7 +20,7 @@ from benchmarks.throughput import (
     run_figures,
 )
 from relax_core.config.compose import load_config
-from relax_core.tools.tiny_tokenizer import write_tiny_tokenizer
+from relax_core.tools.tiny_text import write_tiny_tokenizer
 
 STEPS = SKIPPED_STEPS + 4  # three are measured: not the warm-up, not the last
 

@@ -13,7 +13,7 @@ import pytest
 from relax_core.contracts.engine import TensorSpec
 from relax_core.families.folder import folder_architecture
 from relax_core.families.tiny_configs import VISION_NAMES, processor_files, tiny_config
-from relax_core.tools.tiny_tokenizer import write_prompt_tokenizer
+from relax_core.tools.tiny_text import write_prompt_tokenizer
 from relax_core.train.hf.stored_weights import stored_weights
 from relax_core.weights.safetensors_stream import header_bytes
 

@@ -15,7 +15,7 @@ import pytest
 from relax_core.config.checks.model_folder import media_token_ids
 from relax_core.data.tokenizer import PromptTokenizer, reads_clock
 from relax_core.data.turn_tokens import TurnTokens, unstopped_end
-from relax_core.tools.tiny_tokenizer import write_tiny_tokenizer
+from relax_core.tools.tiny_text import write_tiny_tokenizer
 from tests.data.chat_templates import FAMILIES, write_folder
 
 CONVERSATIONS = [

@@ -10,7 +10,7 @@ import pytest
 from relax_core.contracts.media import Media, MediaItem, MediaSource
 from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.data.turn_tokens import TurnTokens
-from relax_core.tools.tiny_tokenizer import write_tiny_tokenizer
+from relax_core.tools.tiny_text import write_tiny_tokenizer
 from tests.media_items import image_item, video_item
 
 SPECIALS = (

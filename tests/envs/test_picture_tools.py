@@ -34,7 +34,7 @@ from relax_core.rollout.episodes.played_group import GroupStart
 from relax_core.rollout.episodes.tree_builder import build_tree
 from relax_core.rollout.item_cache import ItemCache
 from relax_core.rollout.prompt_tokens import PromptMaker
-from relax_core.tools.tiny_tokenizer import write_tiny_tokenizer
+from relax_core.tools.tiny_text import write_tiny_tokenizer
 from tests.media_items import TOWER
 from tests.responses import response
 

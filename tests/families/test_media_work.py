@@ -18,10 +18,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from relax_core.contracts.media import MediaItem
 from relax_core.families.architecture import Architecture
-from relax_core.families.audio.audio_tower import pass_sounds
 from relax_core.families.folder import folder_architecture
 from relax_core.families.hf_config import inner_config
-from relax_core.families.media_work import audio_products, item_work, row_products, vision_products
 from relax_core.families.tiny_configs import (
     HYBRID,
     HYBRID_EXPERTS,
@@ -29,11 +27,13 @@ from relax_core.families.tiny_configs import (
     VISION_EXPERTS,
     processor_files,
     tiny_config,
+    tiny_omni_config,
+    tiny_omni_files,
 )
-from relax_core.families.tiny_omni import tiny_omni_config, tiny_omni_files
-from relax_core.families.vision.tower import build_tower, pass_items
+from relax_core.families.tower_passes import build_tower, pass_items, pass_sounds
+from relax_core.families.towers import audio_products, item_work, row_products, vision_products
 from relax_core.plan.model.model_source import SHAPES
-from relax_core.tools.tiny_vision import write_settings
+from relax_core.tools.tiny_media import write_settings
 
 OMNI = "tiny_qwen3_omni"
 SEEING = {

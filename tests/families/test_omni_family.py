@@ -15,9 +15,9 @@ from relax_core.families.folder import folder_architecture
 from relax_core.families.hf_config import end_token_ids, inner_config, language_values
 from relax_core.families.rope import Rope
 from relax_core.families.table import QWEN3_OMNI_MOE, read_architecture
-from relax_core.families.tiny_omni import tiny_omni_config, tiny_omni_files
+from relax_core.families.tiny_configs import tiny_omni_config, tiny_omni_files
 from relax_core.plan.model.model_source import SHAPES
-from relax_core.tools.tiny_vision import write_settings
+from relax_core.tools.tiny_media import write_settings
 
 
 def published() -> dict[str, Any]:

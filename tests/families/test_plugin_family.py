@@ -25,7 +25,7 @@ from relax_core.preflight import CHECKS
 from relax_core.registry import PluginError, find_family
 from relax_core.roles.engine.engine_owner import EngineOwner
 from relax_core.tools import check_model, export
-from relax_core.tools.tiny_tokenizer import write_prompt_tokenizer
+from relax_core.tools.tiny_text import write_prompt_tokenizer
 from relax_core.train.checkpoints.checkpoint_store import CheckpointStore
 from relax_core.train.hf.hf_export import export_hf_folder
 from tests.data.chat_templates import write_two_words

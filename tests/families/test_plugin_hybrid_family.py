@@ -11,7 +11,7 @@ import pytest
 from benchmarks.families import REACH, trainer_gaps
 from benchmarks.family_models import make_family_model
 from relax_core.families.folder import folder_architecture
-from relax_core.tools.tiny_tokenizer import write_prompt_tokenizer
+from relax_core.tools.tiny_text import write_prompt_tokenizer
 from tests.families.test_plugin_family import embedded_gaps
 
 FILE = Path(__file__).resolve().parents[2] / "examples" / "plugins" / "qwen3_5_text.py"

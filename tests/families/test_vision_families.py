@@ -27,7 +27,7 @@ from relax_core.families.tiny_configs import (
 )
 from relax_core.plan.model.model_source import SHAPES
 from relax_core.registry import find_family
-from relax_core.tools.tiny_vision import write_settings
+from relax_core.tools.tiny_media import write_settings
 
 PUBLISHED = sorted(file.stem for file in SHAPES.glob("Qwen3-VL-*.json"))
 CLASSES = {

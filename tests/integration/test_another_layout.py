@@ -11,8 +11,7 @@ from safetensors.torch import load_file
 
 from relax_core.families.tiny_configs import tiny_config
 from relax_core.tools import export
-from relax_core.tools.tiny_tokenizer import build_tokenizer
-from relax_core.tools.tiny_warm_start import WarmStart, train_warm_start
+from relax_core.tools.tiny_text import WarmStart, build_tokenizer, train_warm_start
 from tests.integration.live_run import run_to_end
 
 pytestmark = [pytest.mark.integration, pytest.mark.soak]

@@ -19,8 +19,8 @@ from relax_core.plan.data.context_length import settle_context
 from relax_core.plan.memory.memory_terms import MIB
 from relax_core.preflight import CHECKS
 from relax_core.registry import find_engine
-from relax_core.tools.tiny_tokenizer import build_tokenizer
-from relax_core.tools.tiny_vision import build_vision_model, write_published, write_settings
+from relax_core.tools.tiny_media import build_vision_model, write_published, write_settings
+from relax_core.tools.tiny_text import build_tokenizer
 
 FLOAT = 4
 SEE = ("model=tiny_qwen3_vl", "data=see")

@@ -14,7 +14,7 @@ from relax_core.contracts.data import BadRow
 from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.registry import find_env
 from relax_core.rollout.prompt_tokens import PromptMaker, shortened
-from relax_core.tools.tiny_tokenizer import write_prompt_tokenizer
+from relax_core.tools.tiny_text import write_prompt_tokenizer
 
 
 @pytest.fixture(scope="module")

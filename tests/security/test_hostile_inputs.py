@@ -37,7 +37,7 @@ from relax_core.families.hf_config import end_token_ids, read_hf_config
 from relax_core.families.tiny_configs import tiny_config
 from relax_core.registry import find_env
 from relax_core.rollout.prompt_tokens import PromptMaker
-from relax_core.tools.tiny_tokenizer import tiny_prompt_tokenizer, write_prompt_tokenizer
+from relax_core.tools.tiny_text import tiny_prompt_tokenizer, write_prompt_tokenizer
 
 CASE_S = 10.0  # of computing, as other programs may use the cores
 CASE_GIB = 3.0  # of private memory, of the process that reads all files of data

@@ -14,10 +14,11 @@ from relax_core.tools.compare import (
     curves_of,
     drawn_runs,
     main,
+    mean_curve,
     read_runs,
+    spread_of,
     table,
 )
-from relax_core.tools.compare_seeds import mean_curve, spread_of
 
 
 def put_run(folder: Path, *, rewards: list[float], outcome: str = "finished", ended: bool = True) -> Path:

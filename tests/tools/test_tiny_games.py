@@ -11,8 +11,7 @@ from relax_core.contracts.tool_use.tool_schemas import tool_schema
 from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.data.tool_calls.tool_parsers import AUTO, read_action, tool_parser
 from relax_core.data.tool_calls.tool_templates import check_template_shows_tools
-from relax_core.tools.tiny_games import CALLED, guess, played_games
-from relax_core.tools.tiny_tokenizer import tiny_prompt_tokenizer
+from relax_core.tools.tiny_text import CALLED, guess, played_games, tiny_prompt_tokenizer
 
 GAMES = 400
 END = "<|im_end|>"

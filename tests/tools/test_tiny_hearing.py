@@ -17,9 +17,8 @@ from relax_core.data.generated import example
 from relax_core.families.folder import folder_architecture
 from relax_core.families.towers import Towers
 from relax_core.tools.make_tiny import make_tiny_model, tiny_model_folder
-from relax_core.tools.tiny_hearing import ANSWERS, omni_answer_logits, published_omni
-from relax_core.tools.tiny_vision import SeenBatch, SeenExamples
-from relax_core.tools.tiny_warm_start import WARM_STARTS, SeeWarmStart
+from relax_core.tools.tiny_media import OMNI_ANSWERS, SeenBatch, SeenExamples, omni_answer_logits, published_omni
+from relax_core.tools.tiny_text import WARM_STARTS, SeeWarmStart
 
 NAME, TASK = "tiny_qwen3_omni", "four_modalities"
 
@@ -53,7 +52,7 @@ def test_it_starts_with_a_chance_of_every_answer() -> None:
     model, one = _loaded(folder), folder_architecture(folder)
     towers = Towers.of(one)
     assert towers is not None and one.vision is not None
-    examples, batch = SeenExamples(folder, one.vision, audio=one.audio, answers=ANSWERS[TASK]), SeenBatch()
+    examples, batch = SeenExamples(folder, one.vision, audio=one.audio, answers=OMNI_ANSWERS[TASK]), SeenBatch()
     rows = [example(TASK, split="eval", seed=0, index=index) for index in range(128)]
     for row in rows:
         examples.add(batch, row, answer=row.answer)

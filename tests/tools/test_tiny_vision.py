@@ -26,8 +26,8 @@ from relax_core.families.tiny_configs import (
     token_ids,
 )
 from relax_core.tools.make_tiny import make_tiny_model, tiny_model_folder
-from relax_core.tools.tiny_vision import SeenBatch, SeenExamples, answer_logits, build_vision_model
-from relax_core.tools.tiny_warm_start import WARM_STARTS, SeeWarmStart
+from relax_core.tools.tiny_media import SeenBatch, SeenExamples, answer_logits, build_vision_model
+from relax_core.tools.tiny_text import WARM_STARTS, SeeWarmStart
 
 TASK = "see"
 WHOLE = [VISION, *(pytest.param(name, marks=pytest.mark.soak) for name in (VISION_EXPERTS, HYBRID, HYBRID_EXPERTS))]

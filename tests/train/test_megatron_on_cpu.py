@@ -83,7 +83,8 @@ x = torch.empty(2, device="cuda", pin_memory=True).cuda(non_blocking=True)
 kind = x.is_cuda
 message = "cuda stays in longer texts"
 """
-    from relax_core.train.megatron_on_cpu import NAMESPACE, cpu_namespace
+    from relax_core.train import megatron_on_cpu as cpu_namespace
+    from relax_core.train.megatron_on_cpu import NAMESPACE
 
     scope = {NAMESPACE: cpu_namespace()}
     exec(compile_for_cpu(source, "x.py"), scope)

@@ -12,7 +12,7 @@ from relax_core.contracts.media import Media, MediaItem
 from relax_core.contracts.tree import TokenTree
 from relax_core.families.folder import folder_architecture
 from relax_core.families.towers import Towers
-from relax_core.families.vision.item_rows import image_rows
+from relax_core.families.vision_tower import image_rows
 from relax_core.tools.make_tiny import tiny_model_folder
 from relax_core.train.micro_batches import NO_TOWER, MicroBatcher, TowerWork, split_over_ranks
 from relax_core.train.tree_packing import TreeLayout, pack_tree

@@ -49,7 +49,7 @@ def make_model(folder: Path, *, tied: bool = True, seed: int = 0, **sizes: Any) 
 def make_vision_model(folder: Path, name: str, *, seed: int = 0, **sizes: Any) -> Any:
     """Writes a random builtin model that sees, with its processor files, as published; ``sizes`` are the text's."""
     from relax_core.families.tiny_configs import tiny_config
-    from relax_core.tools.tiny_vision import build_vision_model, write_published, write_settings
+    from relax_core.tools.tiny_media import build_vision_model, write_published, write_settings
 
     torch.manual_seed(seed)
     config = tiny_config(name)

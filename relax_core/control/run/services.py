@@ -17,9 +17,6 @@ from relax_core.contracts.bus import BusLost
 from relax_core.control.engines.engine_set import EngineSet
 from relax_core.control.host.process_trees import kill, kill_trees
 from relax_core.control.run.role_counts import roles_of
-from relax_core.roles.annotators.advantages_worker import AdvantagesWorker
-from relax_core.roles.annotators.forward_logprobs import ActorFwdWorker, ReferenceWorker
-from relax_core.roles.annotators.teacher_worker import TeacherEngineOwner, TeacherWorker
 from relax_core.roles.engine.attached_engine import AttachedEngineOwner
 from relax_core.roles.engine.engine_owner import EngineOwner
 from relax_core.roles.engine.judge_engine import JudgeEngineOwner
@@ -27,9 +24,12 @@ from relax_core.roles.process.process_placement import node_options, rank_option
 from relax_core.roles.process.role_context import BUS, ENGINE, JUDGE_ENGINE, TEACHER_ENGINE, RunContext, worker_name
 from relax_core.roles.process.worker import WorkerStatus, process_host
 from relax_core.roles.rollout.rollout_worker import RolloutWorker
+from relax_core.roles.trainer.column_worker import AdvantagesWorker
 from relax_core.roles.trainer.critic_trainer import CriticTrainer
 from relax_core.roles.trainer.policy_trainer import PolicyTrainer
 from relax_core.roles.trainer.rank_worker import STATUS_GROUPS, ActorFwdRank, ActorRank, RankWorker, ReferenceRank
+from relax_core.roles.trainer.reference_logprobs import ActorFwdWorker, ReferenceWorker
+from relax_core.roles.trainer.teacher_worker import TeacherEngineOwner, TeacherWorker
 
 WORKER_CALLS = 8  # concurrent calls that a worker answers beside its loop: status, stop, endpoint, waits
 

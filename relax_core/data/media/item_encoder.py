@@ -25,8 +25,8 @@ from relax_core.data.media.video_decoding import (
     video_index,
 )
 from relax_core.families.architecture import AudioSettings, PatchSettings
-from relax_core.families.audio.clip_rows import clip_rows, heard_video_rows
-from relax_core.families.vision.item_rows import ItemRows, image_rows, timed_video_rows, video_rows
+from relax_core.families.audio_tower import clip_rows, heard_video_rows
+from relax_core.families.vision_tower import ItemRows, image_rows, timed_video_rows, video_rows
 
 Tokenize = Callable[[str], Sequence[int]]
 Encoded = tuple[MediaItem, dict[str, np.ndarray]]

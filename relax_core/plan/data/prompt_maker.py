@@ -18,7 +18,7 @@ from relax_core.data.tokenizer_trial import try_tokenizer
 from relax_core.data.tool_calls.tool_parsers import AUTO, tool_parser
 from relax_core.data.turn_tokens import unstopped_end
 from relax_core.families.architecture import AudioSettings, PatchSettings
-from relax_core.families.audio.audio_settings import EXTRACTOR_FILE, audio_tower_of
+from relax_core.families.audio_tower import EXTRACTOR_FILE, audio_tower_of
 from relax_core.families.folder import folder_architecture
 from relax_core.families.hf_config import inner_config, language_values, read_hf_config
 from relax_core.families.tiny_configs import (
@@ -29,15 +29,15 @@ from relax_core.families.tiny_configs import (
     VISION_NAMES,
     processor_files,
     tiny_config,
+    tiny_omni_files,
 )
-from relax_core.families.tiny_omni import tiny_omni_files
-from relax_core.families.vision.tower_settings import IMAGE_FILE, VIDEO_FILE, tower_of
+from relax_core.families.vision_tower import IMAGE_FILE, VIDEO_FILE, tower_of
 from relax_core.plan.model.model_source import shape_dimensions
 from relax_core.registry import find_env, find_family
 from relax_core.rollout.episodes.tool_use import ToolUse
 from relax_core.rollout.media_encoding import media_limits, media_root
 from relax_core.rollout.prompt_tokens import PromptMaker
-from relax_core.tools.tiny_tokenizer import tiny_prompt_tokenizer
+from relax_core.tools.tiny_text import tiny_prompt_tokenizer
 
 if TYPE_CHECKING:
     from relax_core.data.media.media_headers import PlannedItem

@@ -9,8 +9,8 @@ from typing import Any
 from relax_core.contracts.family import DeltaNet, Experts, Family
 from relax_core.families.folder import family_key
 from relax_core.families.hf_config import inner_config
-from relax_core.families.media_work import audio_products, row_products
 from relax_core.families.table import read_architecture
+from relax_core.families.towers import audio_products, row_products
 from relax_core.plan.model.patch_cost import PatchCost, patch_cost
 from relax_core.registry import find_family, names
 
@@ -29,7 +29,7 @@ class ModelDimensions:
     key heads have a norm. ``towers`` maps a modality to the number of parameters of its encoder; ``projector`` of the
     vision encoder's belong to its projector, and ``audio_projector`` of the audio encoder's to its one. ``patches``
     says what a patch costs in a vision tower that is trained. ``row_products`` counts the multiplications of a row
-    (`relax_core.families.media_work.row_products`), and ``audio_frame_products`` those of one frame of a sound of 30
+    (`relax_core.families.towers.row_products`), and ``audio_frame_products`` those of one frame of a sound of 30
     seconds in the audio tower.
     """
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from relax_core.config.choices import PROJECTOR, VISION
-from relax_core.families.media_work import vision_products
+from relax_core.families.towers import vision_products
 
 
 @dataclass(frozen=True, kw_only=True)

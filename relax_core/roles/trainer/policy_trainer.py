@@ -24,13 +24,11 @@ from relax_core.roles.process.discovery import discover_bus, discover_metrics, d
 from relax_core.roles.process.process_placement import node_address
 from relax_core.roles.process.role_context import RunContext, worker_name
 from relax_core.roles.process.worker import Worker
-from relax_core.roles.trainer.rank_batches import policy_columns, policy_groups
-from relax_core.roles.trainer.rank_discovery import assemble_ranks
+from relax_core.roles.trainer.rank_worker import policy_columns, policy_groups
 from relax_core.roles.trainer.run_checkpoint import RunCheckpoints
-from relax_core.roles.trainer.step_metrics import StepGroups, step_values
-from relax_core.roles.trainer.step_timing import StepClock, rank_values
+from relax_core.roles.trainer.step_metrics import StepClock, StepGroups, rank_values, step_values
 from relax_core.roles.trainer.weight_sync import WeightSync
-from relax_core.roles.trainer.worker_group import Ranks, TrainerWorkerGroup
+from relax_core.roles.trainer.worker_group import Ranks, TrainerWorkerGroup, assemble_ranks
 from relax_core.train.micro_batches import decode_train_tree
 from relax_core.train.updates import StepResult, StepUpdates, UpdatePlan
 from relax_core.weights.transports.choice import build_transport, choose_transport

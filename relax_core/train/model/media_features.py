@@ -29,10 +29,15 @@ from torch import Tensor
 from relax_core.config.schema import ParallelConfig
 from relax_core.contracts.media import MediaItem, MediaReader
 from relax_core.families.architecture import Architecture
-from relax_core.families.media_work import item_work
-from relax_core.families.tower_passes import TowerInputs, inputs_of, pass_towers, smallest_image, smallest_sound
-from relax_core.families.towers import Towers
-from relax_core.families.vision.tower import build_tower
+from relax_core.families.tower_passes import (
+    TowerInputs,
+    build_tower,
+    inputs_of,
+    pass_towers,
+    smallest_image,
+    smallest_sound,
+)
+from relax_core.families.towers import Towers, item_work
 from relax_core.train.context_parallel import RowSharding, gathered_rows, summed_rows
 from relax_core.train.model.moe import rows_inside_layers
 from relax_core.train.tree_packing import TreeLayout

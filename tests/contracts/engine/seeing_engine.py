@@ -15,7 +15,7 @@ from relax_core.contracts.media import MediaItem
 from relax_core.engines.engine_process import EngineLaunch, EngineProcess
 from relax_core.engines.protocol.score_calls import TokensToScore
 from relax_core.families.folder import folder_architecture
-from relax_core.tools.tiny_vision import write_published
+from relax_core.tools.tiny_media import write_published
 from relax_core.weights.folder_stream import read_safetensors
 from relax_core.weights.version_file import write_weights
 from tests.contracts.engine.harness import Engine

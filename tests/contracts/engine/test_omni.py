@@ -23,8 +23,8 @@ from relax_core.engines.build_client import build_client
 from relax_core.engines.engine_process import EngineLaunch
 from relax_core.families.folder import folder_architecture
 from relax_core.families.towers import Towers
-from relax_core.tools.tiny_hearing import published_omni
-from relax_core.tools.tiny_tokenizer import build_tokenizer
+from relax_core.tools.tiny_media import published_omni
+from relax_core.tools.tiny_text import build_tokenizer
 from relax_core.weights.version_writer import VersionWriter
 from tests.contracts.engine.harness import ENGINES, Engine, Started
 from tests.contracts.engine.seeing_engine import long_body, read, take

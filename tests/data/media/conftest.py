@@ -14,7 +14,7 @@ from relax_core.data.media.encode_pool import EncodePool
 from relax_core.data.media.media_limits import MediaLimits
 from relax_core.data.media.media_trial_main import TRIAL_SETTINGS
 from relax_core.families.architecture import PatchSettings
-from relax_core.tools.tiny_tokenizer import write_prompt_tokenizer
+from relax_core.tools.tiny_text import write_prompt_tokenizer
 
 Encode = Callable[[MediaSource], MediaItem]
 MakeSettings = Callable[..., EncodeSettings]

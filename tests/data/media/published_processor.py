@@ -32,7 +32,7 @@ def main(root: str, given: str, answer: str) -> None:
     from transformers import Qwen2VLImageProcessor, Qwen3VLProcessor, Qwen3VLVideoProcessor
 
     from relax_core.families.tiny_configs import processor_files
-    from relax_core.tools.tiny_tokenizer import build_tokenizer
+    from relax_core.tools.tiny_text import build_tokenizer
 
     image, video = processor_files().values()
     tokenizer = build_tokenizer(vision=True)

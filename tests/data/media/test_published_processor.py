@@ -12,8 +12,8 @@ from relax_core.data.media.item_encoder import Encoded, image_item, video_item
 from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.families.architecture import PatchSettings
 from relax_core.families.tiny_configs import processor_files, tiny_config
-from relax_core.families.vision.patches import patches_of
-from relax_core.tools.tiny_tokenizer import write_prompt_tokenizer
+from relax_core.families.tower_passes import patches_of
+from relax_core.tools.tiny_text import write_prompt_tokenizer
 from tests.contracts.engine.harness import ROOT, SGLANG_PYTHON
 from tests.data.media import published_processor
 

@@ -21,7 +21,7 @@ from relax_core.plan.data.context_length import settle_context
 from relax_core.plan.data.data_check import DataLook, look_at_data
 from relax_core.preflight import CHECKS, settle, settle_evaluation
 from relax_core.tools.make_tiny import tiny_model_folder
-from relax_core.tools.tiny_tokenizer import tiny_prompt_tokenizer
+from relax_core.tools.tiny_text import tiny_prompt_tokenizer
 from tests.config.conftest import SHAPE, write_folder
 
 AROUND = 8  # tokens that the tiny chat template puts around one message

@@ -16,11 +16,11 @@ from relax_core.config.compose import load_config
 from relax_core.config.errors import ConfigError
 from relax_core.data.tasks.see_task import files_folder
 from relax_core.families.folder import folder_architecture
-from relax_core.families.tiny_omni import tiny_omni_config, tiny_omni_files
+from relax_core.families.tiny_configs import tiny_omni_config, tiny_omni_files
 from relax_core.plan.data.data_check import look_at_data
 from relax_core.preflight import CHECKS, settle
 from relax_core.tools.make_tiny import tiny_model_folder
-from relax_core.tools.tiny_vision import write_settings
+from relax_core.tools.tiny_media import write_settings
 from relax_core.train.hf.stored_weights import stored_weights
 
 SCREEN_LINES, SCREEN_COLUMNS = 24, 160

@@ -78,7 +78,7 @@ def test_parameters_are_those_of_transformers(name: str) -> None:
 @pytest.mark.parametrize(("hidden", "wide", "heads"), [(32, 56, 2), (64, 224, 4)])
 def test_a_tower_keeps_as_much_as_autograd_saves(hidden: int, wide: int, heads: int) -> None:
     """Counts the storages that transformers' tower saves for 1,024 patches, without its weights."""
-    from relax_core.tools.tiny_vision import build_vision_model
+    from relax_core.tools.tiny_media import build_vision_model
 
     config = tiny_config("tiny_qwen3_vl")
     config["vision_config"] |= {"hidden_size": hidden, "intermediate_size": wide, "num_heads": heads, "depth": 6}
@@ -105,7 +105,7 @@ def test_the_built_in_model() -> None:
 
 
 def test_the_built_in_models_vocabulary_is_its_tokenizers() -> None:
-    from relax_core.tools.tiny_tokenizer import build_tokenizer
+    from relax_core.tools.tiny_text import build_tokenizer
 
     assert tiny_config()["vocab_size"] == len(build_tokenizer())
 

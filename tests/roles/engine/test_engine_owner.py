@@ -18,10 +18,10 @@ from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.engine import WeightManifest
 from relax_core.engines.protocol.engine_client import EngineClient
 from relax_core.preflight import settle
-from relax_core.roles.annotators.teacher_worker import TeacherEngineOwner
 from relax_core.roles.engine.engine_directory import engine_client
 from relax_core.roles.engine.engine_owner import EngineOwner, WeightReconciler
 from relax_core.roles.process.role_context import RunContext
+from relax_core.roles.trainer.teacher_worker import TeacherEngineOwner
 from relax_core.tools.make_tiny import tiny_model_folder
 from relax_core.weights.folder_stream import read_safetensors
 from relax_core.weights.publisher import WeightPublisher

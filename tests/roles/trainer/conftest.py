@@ -17,7 +17,7 @@ from relax_core.contracts import columns as c
 from relax_core.contracts.bus import CompleteGroup, Lease, LeaseRequest
 from relax_core.contracts.tree import TokenTree
 from relax_core.roles.process.role_context import BUS, RunContext
-from relax_core.roles.trainer.rank_batches import policy_columns
+from relax_core.roles.trainer.rank_worker import policy_columns
 from tests.roles.run_context import context_in
 from tests.trees import answers_tree, with_tokens
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from relax_core.roles.trainer.best_metric import Best, BestMetric
+from relax_core.roles.trainer.run_checkpoint import Best, BestMetric
 
 
 def metric(*values: float, patience: int = 0, candidates: tuple[int, ...] = (10, 20, 30, 40)) -> BestMetric:

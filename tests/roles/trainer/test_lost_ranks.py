@@ -15,8 +15,7 @@ from relax_core.contracts.tree import TokenTree
 from relax_core.control.health.heartbeats import Beat
 from relax_core.control.health.worker_states import verdict
 from relax_core.roles.process.role_context import RunContext
-from relax_core.roles.trainer.rank_discovery import watch_build
-from relax_core.roles.trainer.worker_group import RankLost, take_answers
+from relax_core.roles.trainer.worker_group import RankLost, take_answers, watch_build
 from tests.roles.trainer.worker_group_harness import (
     BROKE,
     Backend,

@@ -13,7 +13,7 @@ from relax_core.bus.state.bus_state import BusCore
 from relax_core.contracts import columns as c
 from relax_core.contracts.bus import Lease, LeasedGroup, LeaseLost, LeaseRequest
 from relax_core.contracts.tree import TokenTree
-from relax_core.roles.trainer.rank_batches import RankGroups, parts_of
+from relax_core.roles.trainer.rank_worker import RankGroups, parts_of
 from relax_core.train.micro_batches import REPEATED, MicroBatcher, decode_train_tree, split_over_ranks
 from tests.bus.make_rows import make_core, make_row
 from tests.trees import random_tree

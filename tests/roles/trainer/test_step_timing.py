@@ -7,7 +7,7 @@ import time
 import pytest
 
 from relax_core.contracts.bus import BusTimeout, Lease
-from relax_core.roles.trainer.step_timing import StepClock
+from relax_core.roles.trainer.step_metrics import StepClock
 
 
 def lease_after(seconds: float, *, waited_s: float) -> Lease:

@@ -14,8 +14,7 @@ from relax_core.contracts.algorithm import AlgorithmSpec, LossInputs, LossOutput
 from relax_core.contracts.bus import LeasedGroup
 from relax_core.contracts.tree import TokenTree
 from relax_core.registry import find_algorithm
-from relax_core.roles.annotators.teacher_scorers import TeacherScores
-from relax_core.roles.annotators.teacher_worker import teacher_columns
+from relax_core.roles.trainer.teacher_worker import TeacherScores, teacher_columns
 from relax_core.rollout.group_advantages import advantage_extras
 from relax_core.train.micro_batches import decode_train_tree
 from tests.trees import of_tokens

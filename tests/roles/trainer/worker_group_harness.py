@@ -16,8 +16,7 @@ from relax_core.contracts.tree import TokenTree
 from relax_core.roles.process.discovery import discover_bus
 from relax_core.roles.process.role_context import RunContext
 from relax_core.roles.process.worker import WorkerStatus
-from relax_core.roles.trainer.rank_batches import policy_groups
-from relax_core.roles.trainer.rank_worker import STATUS_GROUPS, ActorRank
+from relax_core.roles.trainer.rank_worker import STATUS_GROUPS, ActorRank, policy_groups
 from relax_core.roles.trainer.worker_group import Ranks, TrainerWorkerGroup
 from relax_core.train.micro_batches import NO_TOWER
 

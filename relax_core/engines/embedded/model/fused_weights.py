@@ -215,7 +215,7 @@ class FusedWeights:
 
     def _tower(self, tower: VisionTower | AudioTower, prefix: str, dtype: torch.dtype) -> torch.nn.Module:
         """Builds a tower, whose parameters are targets under their Hugging Face names."""
-        from relax_core.families.vision.tower import build_tower  # it imports transformers
+        from relax_core.families.tower_passes import build_tower  # it imports transformers
 
         module = build_tower(tower, dtype=dtype).eval().requires_grad_(False)
         for name, parameter in module.named_parameters():

@@ -81,7 +81,7 @@ def _with_patches(item: Any, device: Any) -> Any:
     """Returns the item with patches in place of its uint8 frames; the item itself keeps its frames for a retraction."""
     import torch
 
-    from relax_core.families.vision.patches import patches_of
+    from relax_core.families.tower_passes import patches_of
 
     if item.feature.dtype != torch.uint8:
         return item

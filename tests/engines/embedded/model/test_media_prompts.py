@@ -28,7 +28,7 @@ from relax_core.engines.embedded.scheduler.slots import Prefix
 from relax_core.engines.embedded.scheduler.token_sampler import SamplingSettings, sample_keys
 from relax_core.engines.embedded.scheduler.token_scoring import ScoreItem
 from relax_core.families.towers import Towers
-from relax_core.tools.tiny_tokenizer import VISION_TOKENS, token_ids
+from relax_core.tools.tiny_text import VISION_TOKENS, token_ids
 from relax_core.weights.folder_stream import read_safetensors
 from tests.contracts.engine.harness import make_model
 from tests.seeing import DENSE, EXPERTS, Seen, make_seeing_model, text
@@ -279,7 +279,7 @@ import sys
 from relax_core.engines.embedded.__main__ import _arguments
 from relax_core.engines.embedded.assembly import build_app
 build_app(_arguments({options}), token="token")
-print([name for name in ("transformers", "PIL", "av", "relax_core.families.vision.tower") if name in sys.modules])
+print([name for name in ("transformers", "PIL", "av", "relax_core.families.tower_passes") if name in sys.modules])
 """
     found = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300, check=True

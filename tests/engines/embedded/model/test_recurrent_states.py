@@ -21,7 +21,7 @@ from relax_core.engines.embedded.scheduler.slots import Prefix
 from relax_core.engines.embedded.scheduler.token_sampler import SamplingSettings, sample_keys
 from relax_core.engines.embedded.scheduler.token_scoring import ScoreItem
 from relax_core.families.towers import Towers
-from relax_core.tools.tiny_tokenizer import VISION_TOKENS, token_ids
+from relax_core.tools.tiny_text import VISION_TOKENS, token_ids
 from relax_core.weights.folder_stream import read_safetensors
 from tests.seeing import Seen, make_seeing_model, text
 

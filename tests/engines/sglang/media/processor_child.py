@@ -40,7 +40,7 @@ def compare(folder: Path, processor: Any, model: Any, case: list[dict[str, Any]]
     from relax_core.contracts.media_file import FolderReader
     from relax_core.contracts.trees.rotary import rotary_of_sequence
     from relax_core.families.folder import vision_tower
-    from relax_core.families.vision.patches import patches_of
+    from relax_core.families.tower_passes import patches_of
 
     reader, tower = FolderReader(folder / "media"), vision_tower(folder / "model")
     assert tower is not None

@@ -14,10 +14,10 @@ from relax_core.contracts.media import Media, MediaItem
 from relax_core.contracts.trees.rotary import rotary_of_sequence
 from relax_core.families.architecture import VisionTower
 from relax_core.families.tiny_configs import processor_files, tiny_config
-from relax_core.families.vision.item_rows import feature_rows
-from relax_core.families.vision.patches import patches_of
-from relax_core.tools.tiny_tokenizer import build_tokenizer
-from relax_core.tools.tiny_vision import write_published
+from relax_core.families.tower_passes import patches_of
+from relax_core.families.vision_tower import feature_rows
+from relax_core.tools.tiny_media import write_published
+from relax_core.tools.tiny_text import build_tokenizer
 from tests.media_items import item_of
 
 FPS = 2.0

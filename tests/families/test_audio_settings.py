@@ -11,7 +11,7 @@ import pytest
 from transformers import WhisperFeatureExtractor
 
 from relax_core.contracts.family import Audio, Family
-from relax_core.families.audio.audio_settings import read_audio_tower
+from relax_core.families.audio_tower import read_audio_tower
 
 AUDIO = Audio(
     prefix="thinker.audio_tower.",

@@ -11,8 +11,8 @@ from relax_core.bus.state.bus_state import BusCore
 from relax_core.contracts import columns as c
 from relax_core.contracts.algorithm import Requirements, TeacherRequirements
 from relax_core.contracts.bus import BusProgress, BusTimeout, Lease, LeaseRequest
-from relax_core.roles.annotators.whole_step_leases import lease_whole_step
-from relax_core.roles.trainer.rank_batches import train_columns
+from relax_core.roles.trainer.column_worker import lease_whole_step
+from relax_core.roles.trainer.rank_worker import train_columns
 from tests.bus.make_rows import for_actor, for_worker, make_core, make_row
 
 

@@ -10,11 +10,10 @@ from typing import NoReturn
 from relax_core.contracts import columns as c
 from relax_core.contracts.bus import LeasedGroup
 from relax_core.contracts.media import MediaGone
-from relax_core.roles.annotators.column_worker import ColumnWorker, GroupColumns
 from relax_core.roles.process.failure import RankLost
 from relax_core.roles.process.role_context import RunContext
-from relax_core.roles.trainer.rank_discovery import assemble_ranks
-from relax_core.roles.trainer.worker_group import WorkerGroup
+from relax_core.roles.trainer.column_worker import ColumnWorker, GroupColumns
+from relax_core.roles.trainer.worker_group import WorkerGroup, assemble_ranks
 from relax_core.weights.version_folder import read_latest
 
 log = logging.getLogger(__name__)

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from relax_core.families.architecture import AudioTower
-from relax_core.families.audio.audio_tower import pass_sounds
 from relax_core.families.folder import folder_architecture
-from relax_core.families.tiny_omni import tiny_omni_config, tiny_omni_files
-from relax_core.families.vision.tower import build_tower
-from relax_core.tools.tiny_vision import write_settings
+from relax_core.families.tiny_configs import tiny_omni_config, tiny_omni_files
+from relax_core.families.tower_passes import build_tower, pass_sounds
+from relax_core.tools.tiny_media import write_settings
 
 FRAMES = (10, 100, 730, 3000)  # of clips of 0.1, 1, 7.3 and 30 seconds
 

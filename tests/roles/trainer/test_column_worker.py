@@ -17,10 +17,9 @@ from relax_core.contracts.bus import LeasedGroup, LeaseRequest
 from relax_core.contracts.columns import MEDIA
 from relax_core.contracts.media import Media, MediaGone
 from relax_core.contracts.media_file import FolderReader
-from relax_core.roles.annotators import column_worker
-from relax_core.roles.annotators.column_worker import ColumnWorker, GroupColumns
-from relax_core.roles.annotators.retry_policy import give_up_lease
 from relax_core.roles.process.role_context import BUS, RunContext
+from relax_core.roles.trainer import column_worker
+from relax_core.roles.trainer.column_worker import ColumnWorker, GroupColumns, give_up_lease
 from tests.bus.make_media import held, make_item, media_columns
 from tests.bus.make_rows import for_actor, for_worker, make_row
 from tests.roles.run_context import context_in

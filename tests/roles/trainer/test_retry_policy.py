@@ -9,7 +9,7 @@ import pytest
 
 from relax_core.bus.state.bus_state import BusCore
 from relax_core.contracts.bus import BusClosed, BusTimeout, Lease, LeaseRequest
-from relax_core.roles.annotators.retry_policy import without_timeout, write_then_lease
+from relax_core.roles.trainer.column_worker import without_timeout, write_then_lease
 from tests.bus.make_rows import for_worker, make_core, make_row
 
 OWED = "rollout has no group in flight and owes new ones"

@@ -21,10 +21,9 @@ from relax_core.contracts.tree import TokenTree
 from relax_core.engines.engine_process import EngineLaunch, EngineProcess
 from relax_core.engines.protocol.engine_client import EngineClient
 from relax_core.preflight import settle
-from relax_core.roles.annotators import teacher_scorers
-from relax_core.roles.annotators.teacher_scorers import EngineTeacher, ForwardTeacher, TeacherScores
-from relax_core.roles.annotators.teacher_worker import TeacherWorker
 from relax_core.roles.process.role_context import RunContext
+from relax_core.roles.trainer import teacher_worker
+from relax_core.roles.trainer.teacher_worker import EngineTeacher, ForwardTeacher, TeacherScores, TeacherWorker
 from relax_core.train.micro_batches import decode_train_tree
 from tests.train.tiny_models import VOCABULARY
 from tests.train.tiny_trainer import make_groups
@@ -134,7 +133,7 @@ def assert_right(scores: list[TeacherScores], folder: Path, *, top_k: int) -> No
 def test_forward_and_engine_agree_with_transformers(
     context: RunContext, client: EngineClient, folder: Path, top_k: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(teacher_scorers, "TOKENS_A_CALL", 30)  # so that it takes several calls
+    monkeypatch.setattr(teacher_worker, "TOKENS_A_CALL", 30)  # so that it takes several calls
     by_engine = EngineTeacher(context, OneEngine(client, []), 0, top_k=top_k)  # type: ignore[arg-type]
     assert_right(by_engine.score(GROUPS), folder, top_k=top_k)
     assert_right(ForwardTeacher(context, folder, top_k=top_k).score(GROUPS), folder, top_k=top_k)

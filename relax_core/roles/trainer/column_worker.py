@@ -1,0 +1,210 @@
+"""The loop of a worker that adds columns to groups: lease, compute, write; a write returns the next lease.
+
+The workers downstream of the trainer wait without a timeout; the controller detects stalls. The trainer may be busy for
+long, for example with a checkpoint on a slow disk. The controller knows that and ends a run that stalls
+(`run.stall_timeout_s`), and the trainer's own waits for groups have that limit too. A worker that waits longer logs
+what it waits for and retries. Work whose result must not depend on when each group arrived leases whole train steps.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+
+import msgspec
+
+from relax_core.contracts import columns as c
+from relax_core.contracts.bus import Bus, BusTimeout, Lease, LeasedGroup, LeaseLost, LeaseRequest
+from relax_core.contracts.media import MediaGone
+from relax_core.registry import find_algorithm
+from relax_core.roles.process.discovery import discover_bus, discover_metrics
+from relax_core.roles.process.role_context import RunContext
+from relax_core.roles.process.worker import Worker
+from relax_core.rollout.group_advantages import advantage_extras, input_columns, sees_whole_step
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+
+def without_timeout(call: Callable[[], T]) -> T:
+    """Returns the result of ``call``, which is repeated as long as it raises `BusTimeout`."""
+    while True:
+        try:
+            return call()
+        except BusTimeout as late:
+            log.warning("waits on: %s", late)
+
+
+def write_then_lease(
+    bus: Bus, lease_id: int, columns: Mapping[str, Mapping[str, bytes]], request: LeaseRequest, *, timeout_s: float
+) -> Lease:
+    """Writes a lease's columns and returns the next lease, with one call if groups are ready within ``timeout_s``."""
+    try:
+        following = bus.write(lease_id, columns, then=request, timeout_s=timeout_s)
+        assert following is not None, "a write with a lease request returns a lease"
+        return following
+    except BusTimeout as late:  # the bus has stored the columns
+        log.warning("waits on: %s", late)
+    return without_timeout(lambda: bus.lease(request, timeout_s=timeout_s))
+
+
+def give_up_lease(bus: Bus, lease: Lease, lost: LeaseLost | MediaGone, *, timeout_s: float) -> None:
+    """Gives up a lease that ended before its work was done, because its groups are leased again.
+
+    Raises ``lost`` again if an item is gone although the lease is held, because the bus keeps the items of a lease.
+    """
+    if isinstance(lost, MediaGone):
+        try:
+            bus.read(lease.lease_id, [row.group_uid for row in lease.rows], columns=(), timeout_s=timeout_s)
+        except LeaseLost:
+            pass
+        else:
+            raise lost
+    log.warning("lease %d is given up, and its groups are leased again: %s", lease.lease_id, lost)
+    bus.release([lease.lease_id], timeout_s=timeout_s)
+
+
+SLICE_S = 5.0  # the time after which a waiting lease checks if the step needs fewer groups
+
+
+def lease_whole_step(bus: Bus, request: LeaseRequest, *, timeout_s: float, slice_s: float = SLICE_S) -> Lease:
+    """Leases ``request.max_groups`` groups, those of one train step.
+
+    It leases fewer only if the current step needs fewer: after the loss of a group that this task had finished, only
+    its replacement comes before that step is trained. Raises BusTimeout after ``timeout_s`` without groups.
+    """
+    deadline = time.monotonic() + timeout_s
+    whole = msgspec.structs.replace(request, min_groups=request.max_groups)
+    while True:
+        try:
+            return bus.lease(whole, timeout_s=slice_s)
+        except BusTimeout:
+            if time.monotonic() > deadline:
+                raise
+        rest = _lease_rest_of_step(bus, request, timeout_s=slice_s)
+        if rest is not None:
+            return rest
+
+
+def _lease_rest_of_step(bus: Bus, request: LeaseRequest, *, timeout_s: float) -> Lease | None:
+    """Leases the groups that are ready if they are all that the current step still needs; otherwise returns None."""
+    try:
+        ready = bus.lease(request, timeout_s=timeout_s)
+    except BusTimeout:
+        return None
+    progress = bus.progress(timeout_s=timeout_s)
+    done = progress.leased + progress.waiting - len(ready.rows)
+    if 0 < request.max_groups - done <= len(ready.rows):
+        return ready
+    bus.release([ready.lease_id], timeout_s=timeout_s)
+    return None
+
+
+GroupColumns = dict[str, dict[str, bytes]]  # group uid → column → encoded values
+
+
+class ColumnWorker(Worker):
+    """Adds columns to groups. All state is in the bus, so a restarted worker revokes its predecessor's leases.
+
+    ``task`` is its name on the bus, and ``inputs`` the columns that it leases. ``version`` is that of the weights in
+    use, for the metrics; -1 if they never change. With ``whole_steps`` it takes all groups of a train step together, so
+    that its results do not depend, to the bit, on when each group arrived. Every such worker does so in a run that must
+    be repeatable.
+    """
+
+    task: str
+    inputs: tuple[str, ...]
+    version = -1
+    whole_steps = False
+
+    @abstractmethod
+    def prepare(self) -> None:
+        """Builds what `columns_of` needs; may take seconds."""
+
+    @abstractmethod
+    def columns_of(self, leased: Sequence[LeasedGroup]) -> GroupColumns:
+        """Returns the new columns of each group."""
+
+    def work(self) -> None:
+        """Leases groups, computes their columns and writes them, until the bus closes."""
+        config = self.context.config
+        whole_steps = self.whole_steps or config.repeatable
+        self.prepare()
+        bus = discover_bus(self.context, self.waiting)
+        metrics = discover_metrics(self.context)
+        request = LeaseRequest(
+            task=self.task,
+            columns=self.inputs,
+            max_groups=config.rollout.prompts_per_step,
+            lease_s=config.bus.lease_s,
+        )
+        self.set_state("running")
+        timeout_s = config.run.stall_timeout_s
+        bus.revoke(request.task, timeout_s=timeout_s)  # a killed predecessor may have left leases
+
+        def next_lease() -> Lease:
+            if whole_steps:
+                return lease_whole_step(bus, request, timeout_s=timeout_s)
+            return bus.lease(request, timeout_s=timeout_s)
+
+        lease = without_timeout(next_lease)
+        while True:
+            try:
+                columns = self.columns_of(lease.rows)
+                metrics.record(self.task, self.version, {"groups": len(lease.rows), "version": self.version})
+                if whole_steps:
+                    bus.write(lease.lease_id, columns, timeout_s=timeout_s)
+                    lease = without_timeout(next_lease)
+                else:
+                    lease = write_then_lease(bus, lease.lease_id, columns, request, timeout_s=timeout_s)
+            except (LeaseLost, MediaGone) as lost:
+                give_up_lease(bus, lease, lost, timeout_s=timeout_s)
+                lease = without_timeout(next_lease)
+
+
+class AdvantagesWorker(Worker):
+    """Computes advantages on the CPU, for all groups that are ready.
+
+    It computes them for a whole train step at once if the algorithm normalises over the step.
+    """
+
+    def __init__(self, name: str, context: RunContext, rank: int) -> None:
+        assert rank == 0, "one advantages worker is fast enough for any trainer"
+        super().__init__(name, context)
+
+    def work(self) -> None:
+        """Leases groups, computes their advantages and writes them, until the bus closes."""
+        import torch
+
+        torch.set_num_threads(1)
+        config = self.context.config
+        spec = find_algorithm(config.algo.name)
+        bus = discover_bus(self.context, self.waiting)
+        requirements = spec.requirements(config.algo)
+        request = LeaseRequest(
+            task="advantages",
+            columns=input_columns(requirements),
+            max_groups=config.rollout.prompts_per_step,
+            lease_s=config.bus.lease_s,
+        )
+
+        def columns_of(lease: Lease) -> dict[str, dict[str, bytes]]:
+            made = advantage_extras([c.decode_tree(row) for row in lease.rows], spec, config.algo)
+            return {
+                row.group_uid: {name: c.encode_column(name, values) for name, values in extras.items()}
+                for row, extras in zip(lease.rows, made, strict=True)
+            }
+
+        self.set_state("running")
+        timeout_s = config.run.stall_timeout_s
+        bus.revoke(request.task, timeout_s=timeout_s)  # a killed predecessor may have left leases
+        if sees_whole_step(spec, requirements):
+            while True:
+                lease = without_timeout(lambda: lease_whole_step(bus, request, timeout_s=timeout_s))
+                bus.write(lease.lease_id, columns_of(lease), timeout_s=timeout_s)
+        lease = without_timeout(lambda: bus.lease(request, timeout_s=timeout_s))
+        while True:
+            lease = write_then_lease(bus, lease.lease_id, columns_of(lease), request, timeout_s=timeout_s)
