@@ -17,7 +17,7 @@ import numpy as np
 from relax_core.contracts.bus import CompleteGroup
 from relax_core.contracts.columns import encode_tree
 from relax_core.contracts.tree import TokenTree, group_uid
-from relax_core.observe.samples.sample_log import SampleLog
+from relax_core.observe.sample_log import SampleLog
 from tests.trees import answers_tree
 
 GROUPS, ANSWERS, PROMPT_TOKENS = 8, 16, 17

@@ -27,7 +27,7 @@ from pathlib import Path
 
 from relax_core.observe.service.records import ACTOR, RANK, by_step
 from relax_core.observe.service.sinks import METRICS_FILE, read_metrics, read_texts
-from relax_core.observe.stragglers.straggler_records import STRAGGLER, Straggler, straggler_words, told_stragglers
+from relax_core.observe.stragglers import STRAGGLER, Straggler, straggler_words, told_stragglers
 from tests.integration.live_run import ENGINE, LiveRun
 
 OVERRIDES = (

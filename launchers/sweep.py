@@ -21,7 +21,7 @@ from relax_core.config.schema import FolderByTime, RelaxConfig
 from relax_core.config.sections.launcher_schema import SlurmLauncherConfig
 from relax_core.contracts.host.output_path import numbered
 from relax_core.contracts.host.private_folder import private_folder
-from relax_core.observe.results.summary import SUMMARY_FILE
+from relax_core.observe.summary import SUMMARY_FILE
 from relax_core.plan.plan_command import plan_run
 
 SWEEP_FILE = "sweep.json"

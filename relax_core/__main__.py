@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from relax_core.contracts.host.openers import except_loopback
-from relax_core.observe.terminal.standard_streams import show_uncaught, unread_streams
+from relax_core.observe.standard_streams import show_uncaught, unread_streams
 
 if TYPE_CHECKING:
     from relax_core.config.schema import RelaxConfig

@@ -10,7 +10,7 @@ REASONS = {
         "Journal._write_forever",
     ): "a daemon thread at rest; close() joins it with a deadline",
     (
-        "relax_core/observe/samples/sample_log.py",
+        "relax_core/observe/sample_log.py",
         "SampleLog._write_forever",
     ): "a daemon thread at rest; close() wakes it and joins it with a deadline",
     (
@@ -22,7 +22,7 @@ REASONS = {
         "PrometheusSink.close",
     ): "the server looks for it twice a second; the sink's thread, which calls it, is joined with a deadline",
     (
-        "relax_core/observe/alarms/alarm_sender.py",
+        "relax_core/observe/alarm_sender.py",
         "_ReceiverThread._main",
     ): "a thread at rest, which a message or the run's end wakes; its end is waited for with a deadline",
     ("relax_core/observe/service/outbox.py", "Outbox._next_batch"): "a daemon thread at rest; end() wakes it",

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from relax_core.bus.ledger.ledger_reader import LedgerFile, SampleHistory
-from relax_core.observe.results.summary import SUMMARY_FILE
 from relax_core.observe.service.records import EVAL, without_undone
 from relax_core.observe.service.sinks import read_metrics, read_texts
+from relax_core.observe.summary import SUMMARY_FILE
 
 LEDGER = "ledger.sqlite"
 CONFIG = "config.yaml"

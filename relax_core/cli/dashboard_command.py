@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from relax_core.observe.terminal.standard_streams import unread_streams
+from relax_core.observe.standard_streams import unread_streams
 from relax_core.server.run_folders import find_runs
 
 LOOPBACK = "127.0.0.1"

@@ -25,8 +25,8 @@ from relax_core.data.sources import make_source
 from relax_core.data.tokenizer import PromptTokenizer, utc_date
 from relax_core.engines.pool.engine_pool import EnginePool
 from relax_core.engines.protocol.engine_client import EngineClient
-from relax_core.observe.results.summary import library_versions
-from relax_core.observe.terminal.shown_console import ShownConsole
+from relax_core.observe.panel_view import ShownConsole
+from relax_core.observe.summary import library_versions
 from relax_core.registry import find_env, find_reward
 from relax_core.rollout.env_workers.run_env import RunEnv
 from relax_core.rollout.evaluation.evaluator import PreparedSet, SetAnswers

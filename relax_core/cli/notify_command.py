@@ -10,8 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from relax_core.observe.alarms.tell_once import tell
-from relax_core.observe.alarms.urls_file import read_receivers
+from relax_core.observe.alarm_sender import read_receivers, tell
 
 _NOT_TAKEN, _UNUSABLE = 1, 2
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from relax_core.contracts.host.output_path import check_output_file, next_free
-from relax_core.observe.terminal.standard_streams import unread_streams
+from relax_core.observe.standard_streams import unread_streams
 from relax_core.server.run_series import RunSeries
 from relax_core.server.timeline.event_spans import event_spans
 from relax_core.server.timeline.run_timeline import all_spans

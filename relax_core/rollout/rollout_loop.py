@@ -20,7 +20,7 @@ from relax_core.contracts.reward import RewardOutput
 from relax_core.contracts.tree import TRUNCATED, group_uid, sample_uid
 from relax_core.engines.pool.engine_pool import EnginePool
 from relax_core.engines.protocol.frames import StreamEnd
-from relax_core.observe.samples.sample_log import SampleLog
+from relax_core.observe.sample_log import SampleLog
 from relax_core.rollout.bad_rows import BadRows
 from relax_core.rollout.episodes.episode_records import (
     EpisodeRecord,

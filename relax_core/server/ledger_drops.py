@@ -7,7 +7,7 @@ from pathlib import Path
 
 from relax_core.bus.ledger.foreign_database import bounded_rows
 from relax_core.contracts.shown_text import shown_line
-from relax_core.observe.samples.sample_index import SampleIndex
+from relax_core.observe.sample_index import SampleIndex
 from relax_core.server.run_folders import MOST_NAME
 from relax_core.server.sqlite_files import MOST_ROW_BYTES, connect, readable_database
 

@@ -13,7 +13,7 @@ import msgspec
 
 from relax_core.contracts.foreign_files import decode_json, read_whole
 from relax_core.contracts.shown_text import shown_line
-from relax_core.observe.alarms.alarm_book import FILE as ALARMS
+from relax_core.observe.alarm_book import FILE as ALARMS
 from relax_core.observe.service.records import ACTOR, EVAL
 from relax_core.observe.service.sinks import TEXTS_FILE
 from relax_core.server.foreign_yaml import decode_yaml

@@ -26,8 +26,8 @@ from relax_core.contracts.foreign_files import open_plain
 from relax_core.contracts.shown_text import shown
 from relax_core.data.media.played_files import MOST_FILE_BYTES as MOST_PLAYED
 from relax_core.data.media.played_files import played_type
-from relax_core.observe.samples.sample_index import FILTERS
-from relax_core.observe.stragglers.straggler_records import Straggler, straggler_words
+from relax_core.observe.sample_index import FILTERS
+from relax_core.observe.stragglers import Straggler, straggler_words
 from relax_core.server.ledger_drops import readable_ledger
 from relax_core.server.listed_runs import ListedRuns
 from relax_core.server.page_guard import LOOPBACK_NAMES, Guard, Session

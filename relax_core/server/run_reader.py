@@ -13,10 +13,10 @@ import msgspec
 
 from relax_core.contracts.foreign_files import decode_json
 from relax_core.contracts.shown_text import shown_line
-from relax_core.observe.alarms.alarm_book import FILE as ALARMS
-from relax_core.observe.alarms.alarm_book import NOTICES, Alarm, read_alarms
-from relax_core.observe.samples.sample_index import FORMAT, SampleIndex
-from relax_core.observe.samples.sample_records import SAMPLES_FOLDER
+from relax_core.observe.alarm_book import FILE as ALARMS
+from relax_core.observe.alarm_book import NOTICES, Alarm, read_alarms
+from relax_core.observe.sample_index import FORMAT, SampleIndex
+from relax_core.observe.sample_log import SAMPLES_FOLDER
 from relax_core.observe.service.records import ACTOR
 from relax_core.server.batch_lives import SampleLife, batch_lives
 from relax_core.server.foreign_yaml import decode_yaml

@@ -13,7 +13,7 @@ import msgspec
 from relax_core.contracts.foreign_files import decode_json
 from relax_core.observe.service.records import EVAL
 from relax_core.observe.service.sinks import TEXTS_FILE
-from relax_core.observe.stragglers.straggler_records import STRAGGLER, Straggler, straggler_of_row
+from relax_core.observe.stragglers import STRAGGLER, Straggler, straggler_of_row
 from relax_core.server.run_folders import open_inside, reason
 
 READ_BYTES = 32 * 2**20

@@ -16,20 +16,20 @@ import numpy as np
 from relax_core.contracts import columns as c
 from relax_core.contracts.columns import decode_episodes
 from relax_core.contracts.tree import Episode, TokenTree
-from relax_core.observe.samples.sample_index import SampleIndex, every_id
-from relax_core.observe.samples.sample_reader import (
-    SampleText,
-    TokensRemoved,
-    read_made_tree,
-    read_numbers_at,
-    read_trained,
-)
-from relax_core.observe.samples.sample_records import (
+from relax_core.observe.sample_index import SampleIndex, every_id
+from relax_core.observe.sample_log import (
     PICTURES_FOLDER,
     PLAYED_FOLDER,
     SAMPLES_FOLDER,
     MadeRecord,
     TokensAt,
+)
+from relax_core.observe.sample_reader import (
+    SampleText,
+    TokensRemoved,
+    read_made_tree,
+    read_numbers_at,
+    read_trained,
 )
 from relax_core.server.run_folders import inside, reason
 

@@ -34,7 +34,7 @@ from relax_core.contracts.env import (
     StepResult,
 )
 from relax_core.contracts.tool_use.tool_calls import ToolCall
-from relax_core.observe.terminal.standard_streams import unread_streams
+from relax_core.observe.standard_streams import unread_streams
 from relax_core.registry import PluginError, find_env, is_file_plugin, plugin_words
 from relax_core.rollout.env_workers.env_workers import EnvWorkers
 from relax_core.rollout.episodes.env_calls import EnvCalls, EnvTooSlow

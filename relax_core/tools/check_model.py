@@ -18,7 +18,7 @@ from relax_core.config.options import yaml_options
 from relax_core.data.tokenizer import PromptTokenizer, vocabulary_problem
 from relax_core.data.tokenizer_trial import try_tokenizer
 from relax_core.families.folder import family_key, folder_architecture
-from relax_core.observe.terminal.standard_streams import unread_streams
+from relax_core.observe.standard_streams import unread_streams
 from relax_core.train.hf.stored_weights import stored_weights, weight_problems
 
 SHOWN = 20  # the number of problems that are printed; a wrong folder has thousands

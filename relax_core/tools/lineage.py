@@ -24,7 +24,7 @@ from relax_core.config.errors import nearest
 from relax_core.contracts.foreign_files import decode_json, read_whole
 from relax_core.contracts.shown_text import shown_json, shown_line
 from relax_core.contracts.tree import Episode, Turn, group_uid, sample_uid
-from relax_core.observe.terminal.standard_streams import unread_streams
+from relax_core.observe.standard_streams import unread_streams
 
 LEDGER = "ledger.sqlite"
 MOST_SUMMARY = 4 * 2**20  # bytes of a summary.json that are read

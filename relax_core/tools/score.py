@@ -30,8 +30,8 @@ from relax_core.contracts.checks.plugin_results import WrongResult
 from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput, RewardSpec
 from relax_core.contracts.shown_text import shown_json
 from relax_core.data.labels import label_text, written_number
-from relax_core.observe.terminal.shown_console import ShownConsole
-from relax_core.observe.terminal.standard_streams import unread_streams
+from relax_core.observe.panel_view import ShownConsole
+from relax_core.observe.standard_streams import unread_streams
 from relax_core.registry import find_reward
 from relax_core.rollout.rewards.label_check import LabelCheck
 from relax_core.rollout.rewards.reward_pool import RewardPool

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.live_run import run_to_end
-from tests.observe.alarms.receivers import http_receiver
+from tests.observe.receivers import http_receiver
 from tests.ports import free_port
 
 pytestmark = pytest.mark.integration

@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from relax_core.contracts.shown_text import shown, shown_json, shown_line
-from relax_core.observe.terminal.shown_console import ShownConsole
+from relax_core.observe.panel_view import ShownConsole
 from tests.server.made_run import make_run
 
 DANGEROUS = [
@@ -127,9 +127,9 @@ def test_an_error_that_nobody_caught_is_shown_by_code(tmp_path: Path) -> None:
 def test_a_live_panel_moves_the_cursor_and_its_texts_do_not(tmp_path: Path) -> None:
     program = f"""
 from pathlib import Path
-from relax_core.observe.terminal.panel import Panel, PanelState
-from relax_core.observe.terminal.role_states import RoleState
-from relax_core.observe.terminal.standard_streams import unread_streams, write_as_it_is
+from relax_core.observe.panel import Panel, PanelState
+from relax_core.observe.panel_view import RoleState
+from relax_core.observe.standard_streams import unread_streams, write_as_it_is
 hostile = {HOSTILE!r}
 with unread_streams(timeout_s=1.0):
     with Panel(4, Path("run" + hostile), "title" + hostile) as panel:

@@ -12,11 +12,10 @@ from relax_core.contracts import columns as c
 from relax_core.contracts.bus import CompleteGroup
 from relax_core.contracts.columns import encode_tree
 from relax_core.contracts.tree import TokenTree, group_uid
-from relax_core.observe.samples.sample_log import SampleLog
-from relax_core.observe.samples.sample_records import SAMPLES_FOLDER, TOKENIZER_FOLDER
+from relax_core.observe.sample_log import SAMPLES_FOLDER, TOKENIZER_FOLDER, SampleLog
 from relax_core.observe.service.metrics_service import MetricsService
 from relax_core.observe.service.sinks import JsonlSink
-from relax_core.observe.stragglers.straggler_records import STRAGGLER, Straggler, straggler_row
+from relax_core.observe.stragglers import STRAGGLER, Straggler, straggler_row
 from tests.trees import answers_tree
 
 HOSTILE = "</script><img src=x onerror=alert(1)>\u202eabc\x1b[31m"

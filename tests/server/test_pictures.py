@@ -16,8 +16,7 @@ from PIL import Image
 from relax_core.contracts.media import Media, MediaItem
 from relax_core.contracts.tree import group_uid
 from relax_core.data.media import kept_rate
-from relax_core.observe.samples.sample_log import SampleLog
-from relax_core.observe.samples.sample_records import PICTURES_FOLDER, SAMPLES_FOLDER
+from relax_core.observe.sample_log import PICTURES_FOLDER, SAMPLES_FOLDER, SampleLog
 from relax_core.rollout.thumbnails import Thumbnails
 from relax_core.server.run_folders import run_id
 from tests.bus.make_media import make_item

@@ -19,8 +19,7 @@ from relax_core.data.media.item_encoder import clip_item, video_item
 from relax_core.data.media.media_limits import MediaLimits
 from relax_core.data.media.media_trial_main import TRIAL_AUDIO
 from relax_core.data.media.played_files import PlayedFiles
-from relax_core.observe.samples.sample_log import SampleLog
-from relax_core.observe.samples.sample_records import PLAYED_FOLDER, SAMPLES_FOLDER
+from relax_core.observe.sample_log import PLAYED_FOLDER, SAMPLES_FOLDER, SampleLog
 from relax_core.server.run_folders import run_id
 from tests.data.media.make_files import video
 from tests.data.media.make_sounds import stored

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 from relax_core.control.engines.engine_set import EngineSet
 from relax_core.control.health.heartbeats import Beat
-from relax_core.observe.stragglers.slow_equals import DecodeTime, DecodeTimes
+from relax_core.observe.stragglers import DecodeTime, DecodeTimes
 from relax_core.roles.process.role_context import ENGINE, worker_name
 from relax_core.roles.process.worker import WorkerStatus
 from relax_core.weights.engine_members import STARTED

@@ -10,7 +10,7 @@ from relax_core.control.health.heartbeats import Beat, Heartbeats
 from relax_core.control.health.worker_states import RoleWatch, ended, verdict
 from relax_core.control.host.process_trees import EXITED, OwnedProcesses, process_state
 from relax_core.control.run.recovery_log import IN_PLACE, Recoveries
-from relax_core.observe.terminal.role_states import RoleState
+from relax_core.observe.panel_view import RoleState
 from relax_core.roles.process.worker import WorkerStatus, process_host
 
 POLL_S = 0.2  # timeout of the answers, which take milliseconds

@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from relax_core.observe.terminal.role_states import RoleState, RoleStateName
+from relax_core.observe.panel_view import RoleState, RoleStateName
 from relax_core.roles.process.failure import failure_line
 from relax_core.roles.process.worker import WorkerStatus
 

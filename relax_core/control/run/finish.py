@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from relax_core.contracts.bus import BusProgress
-from relax_core.observe.results.curves import CURVES_FILE, draw_picture, plot_curves
-from relax_core.observe.results.summary import build_summary, write_summary
+from relax_core.observe.curves import CURVES_FILE, draw_picture, plot_curves
+from relax_core.observe.report import CHECKPOINTS_FOLDER, print_report, report_console
 from relax_core.observe.service.metrics_actor import MetricsClient, MetricsUnavailable
 from relax_core.observe.service.metrics_service import MetricsHealth
 from relax_core.observe.service.records import ACTOR, MetricRecord, TextCell, TextRecord, bad_rows_kind
 from relax_core.observe.service.sinks import read_metrics, read_texts
-from relax_core.observe.terminal.report import CHECKPOINTS_FOLDER, print_report, report_console
+from relax_core.observe.summary import build_summary, write_summary
 from relax_core.train.checkpoints.checkpoint_store import unremoved
 
 

@@ -31,14 +31,13 @@ from relax_core.control.run.teacher_folders import teacher_folders
 from relax_core.control.supervision.supervisor import Attempt
 from relax_core.control.supervision.supervisor_pipe import SupervisorPipe
 from relax_core.data.data_identity import data_digest
-from relax_core.observe.samples.newest_samples import NewestSamples
+from relax_core.observe.findings import SignalWatch
+from relax_core.observe.panel import Panel
+from relax_core.observe.sample_reader import NewestSamples
 from relax_core.observe.service.metrics_actor import MetricsClient, start_metrics
 from relax_core.observe.service.records import ACTOR
 from relax_core.observe.service.sinks import each_metric, read_texts
-from relax_core.observe.stragglers.straggler_records import STRAGGLER, told_stragglers
-from relax_core.observe.stragglers.straggler_watch import StragglerWatch
-from relax_core.observe.terminal.no_signal_warning import SignalWatch
-from relax_core.observe.terminal.panel import Panel
+from relax_core.observe.stragglers import STRAGGLER, StragglerWatch, told_stragglers
 from relax_core.registry import short_name
 from relax_core.roles.process.role_context import ENGINE, METRICS, RunContext, worker_name
 from relax_core.server.order_book import CONTROLLER_BUSY_S, OrderBook

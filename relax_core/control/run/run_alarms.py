@@ -12,13 +12,10 @@ from typing import Literal
 
 from relax_core.config.notify_rules import Rule, read_rules
 from relax_core.config.schema import RelaxConfig
-from relax_core.observe.alarms.alarm_book import NOTICES, AlarmBook
-from relax_core.observe.alarms.alarm_sender import AlarmSender, Notify
-from relax_core.observe.alarms.clean_text import clean
-from relax_core.observe.alarms.rule_states import RuleState, advanced
-from relax_core.observe.alarms.urls_file import read_receivers
+from relax_core.observe.alarm_book import NOTICES, AlarmBook, RuleState, advanced, clean
+from relax_core.observe.alarm_sender import AlarmSender, Notify, read_receivers
 from relax_core.observe.service.records import MetricRecord, is_resume
-from relax_core.observe.stragglers.straggler_records import Straggler, straggler_words
+from relax_core.observe.stragglers import Straggler, straggler_words
 from relax_core.server.gateway_settings import read_address
 
 END_S = 20.0  # how long the end of the run waits for its last messages

@@ -11,22 +11,22 @@ import msgspec
 
 from relax_core.contracts.bus import BusProgress
 from relax_core.control.run.run_alarms import RunAlarms
+from relax_core.observe.findings import SignalWatch
+from relax_core.observe.panel import Panel, PanelState
+from relax_core.observe.panel_view import RoleState
 from relax_core.observe.process_usage import ProcessUsage
-from relax_core.observe.samples.newest_samples import NewestSamples
+from relax_core.observe.sample_reader import NewestSamples
 from relax_core.observe.service.metrics_actor import MetricsClient, MetricsUnavailable
 from relax_core.observe.service.metrics_service import MetricsHealth
 from relax_core.observe.service.records import LEDGER, MetricRecord
-from relax_core.observe.stragglers.straggler_records import (
+from relax_core.observe.stragglers import (
     STRAGGLER,
+    StragglerWatch,
     straggler_brief,
     straggler_numbers,
     straggler_row,
     straggler_words,
 )
-from relax_core.observe.stragglers.straggler_watch import StragglerWatch
-from relax_core.observe.terminal.no_signal_warning import SignalWatch
-from relax_core.observe.terminal.panel import Panel, PanelState
-from relax_core.observe.terminal.role_states import RoleState
 
 EVENTS_LOG = "recoveries.log"
 POLL_S = 2.0  # timeout of a metrics call; the controller has other work

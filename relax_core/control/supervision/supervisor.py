@@ -30,8 +30,8 @@ from relax_core.control.supervision.controller_process import FAILED, Controller
 from relax_core.control.supervision.gateway_process import GatewayProcess, GatewayUnstarted, gateway
 from relax_core.control.supervision.signals import StopSignals
 from relax_core.control.supervision.supervisor_pipe import SupervisorPipe
-from relax_core.observe.alarms.clean_text import clean
-from relax_core.observe.terminal.standard_streams import RUN_TIMEOUT_S, unread_streams, write_as_it_is
+from relax_core.observe.alarm_book import clean
+from relax_core.observe.standard_streams import RUN_TIMEOUT_S, unread_streams, write_as_it_is
 
 TELL_S = 60.0
 RAY_STARTS = 3  # how often Ray is started before the run fails
@@ -140,7 +140,7 @@ def _tell(config: RelaxConfig, event: str, cause: str) -> None:
         return
     title = f"{config.name}: {TITLES[event]}"
     text = f"{clean(cause)}\n{Path(config.run.dir).resolve()}"
-    command = module_command("relax_core.observe.alarms.tell_once", config.notify.urls_file, title, text)
+    command = module_command("relax_core.observe.alarm_sender", config.notify.urls_file, title, text)
     try:
         subprocess.run(command, timeout=TELL_S, check=False)
     except subprocess.TimeoutExpired:

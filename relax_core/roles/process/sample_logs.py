@@ -8,12 +8,12 @@ from collections.abc import Callable
 from relax_core.config.sections.tracker_schema import kept_groups
 from relax_core.contracts.media import MediaItem, MediaSource
 from relax_core.data.media.played_files import PlayedFiles
-from relax_core.observe.samples.sample_log import SampleLog
-from relax_core.observe.samples.sample_records import (
+from relax_core.observe.sample_log import (
     PICTURES_FOLDER,
     PLAYED_FOLDER,
     SAMPLES_FOLDER,
     TOKENIZER_FOLDER,
+    SampleLog,
 )
 from relax_core.roles.process.role_context import RunContext
 from relax_core.rollout.media_encoding import media_limits, media_root

@@ -21,7 +21,7 @@ from relax_core.roles.process.sample_logs import open_sample_log
 from relax_core.train.parallel_layout import critic_parallel, forward_parallel, one_rank, world_size
 
 if TYPE_CHECKING:
-    from relax_core.observe.samples.sample_log import SampleLog
+    from relax_core.observe.sample_log import SampleLog
     from relax_core.train.critic_backend import CriticBackend
     from relax_core.train.policy_backend import MegatronBackend
     from relax_core.train.rank import RankSetup

@@ -11,7 +11,7 @@ from relax_core.control.engines import engine_numbers
 from relax_core.control.engines.engine_numbers import EngineNumbers
 from relax_core.control.engines.engine_set import EngineSet
 from relax_core.control.health.heartbeats import Beat
-from relax_core.observe.stragglers.slow_equals import DecodeTime, DecodeTimes
+from relax_core.observe.stragglers import DecodeTime, DecodeTimes
 from relax_core.roles.process.worker import EngineReport, WorkerStatus
 
 

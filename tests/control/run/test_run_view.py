@@ -17,10 +17,10 @@ from relax_core.config.sections.tracker_schema import TrackerConfig
 from relax_core.contracts.bus import BusProgress, LedgerCounts
 from relax_core.control.run import run_view
 from relax_core.control.run.run_view import EVENTS_LOG, RunView
+from relax_core.observe.findings import SignalWatch
+from relax_core.observe.panel import Panel
 from relax_core.observe.service.metrics_actor import MetricsClient, MetricsUnavailable, start_metrics
 from relax_core.observe.service.sinks import read_metrics
-from relax_core.observe.terminal.no_signal_warning import SignalWatch
-from relax_core.observe.terminal.panel import Panel
 
 NAMESPACE = "test-run-view"
 DEADLINE_S = 120.0

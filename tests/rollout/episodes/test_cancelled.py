@@ -32,9 +32,8 @@ from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.engines.engine_process import EngineLaunch
 from relax_core.engines.pool.engine_pool import EnginePool
 from relax_core.engines.protocol.engine_client import EngineClient
-from relax_core.observe.samples.sample_index import SampleIndex
-from relax_core.observe.samples.sample_log import SampleLog
-from relax_core.observe.samples.sample_records import SAMPLES_FOLDER
+from relax_core.observe.sample_index import SampleIndex
+from relax_core.observe.sample_log import SAMPLES_FOLDER, SampleLog
 from relax_core.registry import find_env, find_reward
 from relax_core.rollout.env_workers.env_workers import EnvWorkers
 from relax_core.rollout.episodes.env_calls import EnvCalls, EnvTooSlow

@@ -1,0 +1,220 @@
+"""Delivers messages to the receivers of ``notify.urls_file``, each in a thread of its own.
+
+As a program it sends one message, for a run whose controller is dead. It prints a line for each receiver that did not
+take the message, and then ends with exit code 1:
+
+    python -m relax_core.observe.alarm_sender URLS_FILE TITLE TEXT
+"""
+
+from __future__ import annotations
+
+import logging
+import stat
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+TRY_S = 10.0  # how long a receiver may take for a message
+PAUSES_S = (1.0, 3.0)  # before the second and the third try
+MOST_WAITING = 100  # messages for a receiver; newer ones are dropped and counted
+MOST_SINGLE = 3  # when more wait, one message tells of all
+MOST_TEXT = 8_000  # characters of a message
+
+Notify = Callable[[str, str], bool]  # sends a title and a text, and returns whether they were taken
+
+
+class AlarmSender:
+    """Sends messages to receivers, by their names, with three tries each.
+
+    ``report`` is called with a line for what could not be told, from any thread. All methods are thread-safe.
+    """
+
+    def __init__(
+        self,
+        receivers: Sequence[tuple[str, Notify]],
+        report: Callable[[str], None],
+        *,
+        try_s: float = TRY_S,
+        pauses_s: Sequence[float] = PAUSES_S,
+    ) -> None:
+        self._threads = [
+            _ReceiverThread(name, notify, report, try_s=try_s, pauses_s=pauses_s) for name, notify in receivers
+        ]
+
+    def put(self, title: str, text: str) -> None:
+        """Queues a message for each receiver and returns at once."""
+        for thread in self._threads:
+            thread.put(title, text)
+
+    def close(self, *, timeout_s: float) -> None:
+        """Waits at most ``timeout_s`` seconds for the messages in the queues; what then waits is reported and lost."""
+        deadline = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.begin_close()
+        for thread in self._threads:
+            thread.end(deadline=deadline)
+
+
+class _ReceiverThread:
+    def __init__(
+        self, name: str, notify: Notify, report: Callable[[str], None], *, try_s: float, pauses_s: Sequence[float]
+    ) -> None:
+        self._name, self._notify, self._report = name, notify, report
+        self._try_s, self._pauses_s = try_s, pauses_s
+        self._wake = threading.Condition()
+        self._waiting: list[tuple[str, str]] = []  # title and text of each message
+        self._under_way = ""  # the title of the message that is being sent
+        self._dropped = 0
+        self._closing = False
+        self._thread = threading.Thread(target=self._main, name=f"notify {name}", daemon=True)
+        self._thread.start()
+
+    def put(self, title: str, text: str) -> None:
+        with self._wake:
+            if len(self._waiting) < MOST_WAITING:
+                self._waiting.append((title, text))
+                self._wake.notify_all()
+            else:
+                self._dropped += 1
+
+    def begin_close(self) -> None:
+        with self._wake:
+            self._closing = True
+            self._wake.notify_all()
+
+    def end(self, *, deadline: float) -> None:
+        self._thread.join(max(0.0, deadline - time.monotonic()))
+        with self._wake:
+            lost = [self._under_way, *(title for title, _ in self._waiting)] if self._thread.is_alive() else []
+        if lost:
+            self._report(f"notify: {self._name} was not told before the run's end: {', '.join(map(repr, lost))}")
+
+    def _main(self) -> None:
+        while True:
+            with self._wake:
+                self._wake.wait_for(lambda: self._waiting or self._closing)
+                taken, self._waiting = self._waiting, []
+                dropped, self._dropped = self._dropped, 0
+                self._under_way = taken[0][0] if taken else ""
+            if not taken:
+                return
+            for title, text in joined(taken, dropped=dropped):
+                self._send(title, text)
+
+    def _send(self, title: str, text: str) -> None:
+        why = ""
+        for pause_s in (0.0, *self._pauses_s):
+            time.sleep(pause_s)
+            why = self._try(title, text)
+            if not why:
+                return
+        self._report(f"notify: {self._name} did not take {title!r} in {1 + len(self._pauses_s)} tries: {why}")
+
+    def _try(self, title: str, text: str) -> str:
+        """Returns why the message was not taken, or "" if it was. A try that hangs is left behind in its thread."""
+        ends: list[str] = []
+
+        def send() -> None:
+            try:
+                ends.append("" if self._notify(title, text) else "it refused, or nobody answers there")
+            except Exception as error:  # a library for a hundred services; the name alone, as a text may hold secrets
+                ends.append(type(error).__name__)
+
+        thread = threading.Thread(target=send, name=f"notify {self._name}, one try", daemon=True)
+        thread.start()
+        thread.join(self._try_s)
+        return ends[0] if ends else f"no answer within {self._try_s:g} s"
+
+
+def joined(waiting: Sequence[tuple[str, str]], *, dropped: int) -> list[tuple[str, str]]:
+    """Returns title and text of each message, or of one for all if they are many or further ones were ``dropped``."""
+    messages = [(title, text[:MOST_TEXT]) for title, text in waiting]
+    if len(messages) <= MOST_SINGLE and not dropped:
+        return messages
+    parts = [f"{title}\n{text}" for title, text in messages]
+    if dropped:
+        parts.insert(0, f"{dropped} further messages did not fit into the queue.")
+    return [(f"{messages[0][0]}, and {len(messages) + dropped - 1} more", "\n\n".join(parts)[:MOST_TEXT])]
+
+
+KEY = "notify.urls_file"
+INSTALL = "pip install 'relax-core[notify]'"
+
+
+def read_receivers(path: Path) -> list[tuple[str, Notify]]:
+    """Returns name and function of each receiver; empty lines and those that begin with # do not count.
+
+    The name is the scheme and the host, and may stand in a log.
+
+    Raises ValueError with the key, the number of a wrong line and the fix, and never with an address, which may hold
+    a password. The import of Apprise takes half a second.
+    """
+    if find_spec("apprise") is None:
+        raise ValueError(f"{KEY}={path} needs the package apprise: {INSTALL}")
+    path = path.expanduser()
+    try:
+        mode = path.stat().st_mode
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{KEY}={path} cannot be read: {error}. Name a text file with one address a line.") from error
+    if mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise ValueError(
+            f"{KEY}={path} has the mode {stat.S_IMODE(mode):o}, but addresses hold passwords: chmod 600 it."
+        )
+    import apprise
+
+    logging.getLogger("apprise").addHandler(logging.NullHandler())  # its lines have addresses in them
+    logging.getLogger("apprise").propagate = False
+    memory = apprise.PersistentStoreMode.MEMORY  # it writes no file of its own
+    asset = apprise.AppriseAsset(app_id="Relax", app_desc="Relax", storage_mode=memory, secure_logging=True)
+    found: list[tuple[str, Notify]] = []
+    for number, line in enumerate(lines, 1):
+        address = line.strip()
+        if not address or address.startswith("#"):
+            continue
+        server = apprise.Apprise.instantiate(address, asset=asset)
+        if server is None:
+            scheme = address.partition("://")[0]
+            words = f"scheme {scheme[:20]!r}" if "://" in address and scheme.isalnum() else "line"
+            raise ValueError(
+                f"{KEY}={path}, line {number}: Apprise knows no such address (its {words}). Its schemes are listed at "
+                "https://appriseit.com, such as json://HOST, mailtos://USER:PASSWORD@HOST and slack://…"
+            )
+        host = getattr(server, "host", None) or ""
+        found.append((f"{address.partition('://')[0]} {host}".strip(), partial(_notify, server)))
+    if not found:
+        raise ValueError(f"{KEY}={path} has no address. Write one a line, such as json://HOST/PATH.")
+    return found
+
+
+def _notify(server: Any, title: str, text: str) -> bool:
+    return bool(server.notify(title=title, body=text))
+
+
+END_S = 40.0  # three tries
+
+
+def tell(receivers: Sequence[tuple[str, Notify]], *, title: str, text: str) -> list[str]:
+    """Sends a message to all receivers and returns a line for each that did not take it."""
+    lines: list[str] = []
+    sender = AlarmSender(receivers, lines.append)
+    sender.put(title, text)
+    sender.close(timeout_s=END_S)
+    return lines
+
+
+def main(words: Sequence[str]) -> int:
+    """Runs the command and returns its exit code."""
+    urls_file, title, text = words
+    lines = tell(read_receivers(Path(urls_file)), title=title, text=text)
+    print("\n".join(lines), end="\n" if lines else "", file=sys.stderr)
+    return 1 if lines else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,292 @@
+"""Prints the end of a run: its results, answers before and after training, its files, and commands to try next."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from relax_core.contracts.sink import SAMPLED_MARKS
+from relax_core.observe.curves import CURVES_FILE
+from relax_core.observe.panel_view import UNKNOWN, ShownConsole, duration, number, staleness_shares
+from relax_core.observe.sample_log import SAMPLES_FOLDER
+from relax_core.observe.service.records import TextCell
+from relax_core.observe.service.sinks import METRICS_FILE, TENSORBOARD_FOLDER
+from relax_core.observe.summary import STEP_PARTS, SUMMARY_FILE
+
+Answer = Mapping[str, TextCell]
+
+SHOWN_ANSWERS = 8
+CELL_WIDTH = 60
+MOST_CHARACTERS = 4000  # of an episode that is shown whole; texts.jsonl has all of it
+NO_WIDTH = 1000  # columns; every line of the report is shorter
+CHECKPOINTS_FOLDER = "checkpoints"
+RESULT_FILES = (
+    ("reward curve", CURVES_FILE),
+    ("checkpoints", CHECKPOINTS_FOLDER),
+    ("best checkpoint", f"{CHECKPOINTS_FOLDER}/best"),
+    ("Hugging Face model", "hf"),
+    ("TensorBoard log", TENSORBOARD_FOLDER),
+    ("samples", SAMPLES_FOLDER),
+    ("all numbers", METRICS_FILE),
+    ("summary", SUMMARY_FILE),
+    ("process logs", "logs"),
+)
+
+
+def report_console() -> Console:
+    """Returns a console for stdout. It does not wrap lines in a file, because logs are searched by line."""
+    return ShownConsole() if sys.stdout.isatty() else ShownConsole(width=NO_WIDTH)
+
+
+def print_report(
+    console: Console,
+    run_dir: Path,
+    summary: Mapping[str, Any],
+    texts_before: Sequence[Answer],
+    texts_after: Sequence[Answer],
+) -> None:
+    """Prints the end of a run. The texts are the rows of the first and of the newest evaluation (`TextRecord`)."""
+    console.print()
+    console.print(_headline(summary))
+    for finding in summary["findings"]:
+        console.print(Text(finding, style="bold yellow"), soft_wrap=True)
+    console.print(_figures(summary))
+    answers = answers_table(texts_before, texts_after)
+    if answers.row_count:
+        console.print()
+        console.print(answers)
+        if episode := played_episode(texts_before, texts_after):
+            console.print(
+                Text("\nOne of these episodes after training; the policy sampled what is in ⟦ ⟧", style="bold")
+            )
+            console.print(episode, soft_wrap=True)
+    console.print()
+    for file_line in _result_lines(run_dir):
+        console.print(file_line, soft_wrap=True)
+    commands = next_commands(run_dir, summary)
+    if commands:
+        console.print()
+        console.print("Try next", style="bold")
+    for command, purpose in commands:
+        console.print(Text.assemble("  ", (command, "cyan"), ("  # " + purpose, "dim")), soft_wrap=True)
+
+
+def answers_table(before: Sequence[Answer], after: Sequence[Answer]) -> Table:
+    """Builds a table of the prompts that both evaluations have, with the expected answer and both answers.
+
+    Answers that changed come first, so that the table shows what training did.
+    """
+    pairs = _pairs(before, after)
+    table = Table(title="Held-out prompts, greedy answers", title_justify="left", title_style="bold", show_lines=False)
+    for heading in ("prompt", "expected", "before", "after"):
+        table.add_column(heading, overflow="fold")
+    for old, new in pairs[:SHOWN_ANSWERS]:
+        table.add_row(_cell(new["prompt"]), _cell(new["answer"]), _answer(old), _answer(new))
+    return table
+
+
+def _pairs(before: Sequence[Answer], after: Sequence[Answer]) -> list[tuple[Answer, Answer]]:
+    """Returns the answers to each prompt that both evaluations have; those that became right come first."""
+    first = {answer["prompt"]: answer for answer in before}
+    pairs = [(first[answer["prompt"]], answer) for answer in after if answer["prompt"] in first]
+    return sorted(pairs, key=lambda pair: (pair[0]["exact"] == pair[1]["exact"], not pair[1]["exact"]))
+
+
+def played_episode(before: Sequence[Answer], after: Sequence[Answer]) -> Text | None:
+    """Returns the first episode of the table, turn by turn, as the newest evaluation played it; None for one turn."""
+    for _, newest in _pairs(before, after):
+        if SAMPLED_MARKS[0] in (words := str(newest["response"])):
+            shown = Text(words[:MOST_CHARACTERS] + ("…" if len(words) > MOST_CHARACTERS else ""), style="dim")
+            shown.highlight_regex(f"(?s){SAMPLED_MARKS[0]}.*?{SAMPLED_MARKS[1]}", "not dim green")
+            return shown
+    return None
+
+
+def next_commands(run_dir: Path, summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Returns (command, purpose) for commands that are useful after this run.
+
+    Commands that repeat the run contain its own command line, ``summary["run"]["overrides"]``.
+    """
+    overrides = summary["run"].get("overrides", [])
+    finished = summary["outcome"] == "finished"
+    saved = _saved(run_dir)
+    commands = []
+    if any((run_dir / CHECKPOINTS_FOLDER).glob("*")):
+        here = (f"run.dir={run_dir}", "resume=auto")  # without run.dir, resume=auto selects the newest of all runs
+        if finished:
+            commands.append(_train_on(saved, overrides, here, steps=summary["steps"]))
+        else:
+            commands.append((_command(overrides, *here), "go on from the newest checkpoint"))
+    if (run_dir / METRICS_FILE).exists():
+        page = shlex.join(["python", "-m", "relax_core", "dashboard", str(run_dir)])
+        commands.append((page, "curves, samples and lanes over time in the browser"))
+    if (run_dir / TENSORBOARD_FOLDER).exists():
+        commands.append(
+            (f"tensorboard --logdir {shlex.quote(str(run_dir / TENSORBOARD_FOLDER))}", "look at every curve")
+        )
+    if finished:
+        new = [one for one in overrides if not one.startswith("run.dir=")]  # a new run has a folder of its own
+        alone = saved.get("rollout", {}).get("workers", 1) == 1 and not saved.get("placement", {}).get("gpus_per_node")
+        if "mode=colocate" not in overrides and alone:
+            dropped = [one for one in new if not one.startswith("mode.max_staleness=")]
+            commands.append((_command(dropped, "mode=colocate"), "the same run, strictly on-policy"))
+        if not saved.get("rollout", {}).get("lockstep"):
+            commands.append((_command(new, "mode=async", "mode.max_staleness=4"), "let rollouts run further ahead"))
+        own = ("model=qwen3", "model.path=FOLDER", "data=file", "data.path=ROWS.jsonl", "reward=math")
+        commands.append((_command((), *own), "your own model and data"))
+    return commands
+
+
+def _saved(run_dir: Path) -> dict[str, Any]:
+    """Returns the run's own configuration, or an empty one for a run that ended before it was written."""
+    file = run_dir / "config.yaml"
+    return yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else {}
+
+
+def _train_on(
+    saved: Mapping[str, Any], overrides: Sequence[str], here: Sequence[str], *, steps: int
+) -> tuple[str, str]:
+    """Returns the command that doubles a finished run, and its purpose with the jump of the learning rate."""
+    from relax_core.config.learning_rate import jump_words  # OmegaConf, which the metrics service does not need
+
+    changes = [*here, f"run.steps={2 * steps}"]
+    if not saved:
+        return _command(overrides, *changes), "train on"
+    if saved["run"].get("epochs") is not None:  # it would set the number of steps
+        changes.append("run.epochs=null")
+    jump = jump_words(saved, {**saved, "run": {**saved["run"], "steps": 2 * steps}}, step=steps)
+    return _command(overrides, *changes), "train on" + (f"; {jump}" if jump else "")
+
+
+def _command(overrides: Sequence[str], *changes: str) -> str:
+    """Returns the command line with ``changes``, which replace overrides of the same key or of a key below it."""
+    replaced = tuple(change.split("=")[0] for change in (*changes, "resume="))
+    kept = [one for one in overrides if not any(_covers(key, one.split("=")[0]) for key in replaced)]
+    return shlex.join(["python", "-m", "relax_core", *kept, *changes])
+
+
+def _covers(key: str, other: str) -> bool:
+    return other == key or other.startswith(key + ".")
+
+
+def _headline(summary: Mapping[str, Any]) -> Text:
+    outcome = summary["outcome"]
+    finished = "bold yellow" if summary["findings"] else "bold green"
+    style = {"finished": finished, "stopped": "bold yellow"}.get(outcome, "bold red")
+    return Text.assemble(
+        (outcome, style), f" after {summary['steps']} train steps in {duration(summary['wall_s'])}", overflow="fold"
+    )
+
+
+def _figures(summary: Mapping[str, Any]) -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column()
+    for name, label in (("reward", "reward"), ("exact", "exact answers")):
+        ends = summary[name]
+        table.add_row(label, f"{number(ends['first'], '.3f')} → [bold]{number(ends['last'], '.3f')}[/] in training")
+    table.add_row("answers", _answers(summary))
+    if summary["eval"]:
+        first, last = summary["eval"][0], summary["eval"][-1]
+        table.add_row(
+            "held-out",
+            f"{first['exact']:.3f} at step {first['step']} → [bold]{last['exact']:.3f}[/] at step {last['step']}, "
+            f"{last['rows']} prompts",
+        )
+    if best := summary.get("best"):
+        table.add_row("best", f"{best['metric']} {best['value']:.3f} at step {best['step']}")
+    table.add_row(
+        "speed",
+        f"{number(summary['samples_per_s'], ',.0f')} samples/s · {number(summary['tokens_per_s'], ',.0f')} tokens/s · "
+        f"first step after {duration(summary['first_step_s'])}",
+    )
+    table.add_row("step", _step_split(summary["step_ms"]))
+    histogram = {int(staleness): count for staleness, count in summary["staleness"]["histogram"].items()}
+    shares = " · ".join(f"{staleness}: {share:.0%}" for staleness, share in staleness_shares(histogram))
+    table.add_row("staleness", shares or "–")
+    table.add_row("log-prob gap", _logprob_gap(summary["logprob_gap"]))
+    table.add_row("samples", Text(_ledger(summary["ledger"])))
+    for name, one in summary.get("modalities", {}).items():
+        table.add_row(name.replace("_", " + "), Text(_modality(one)))
+    if summary["records_dropped"]:
+        missing = ", ".join(f"{count:,} in {sink}" for sink, count in summary["records_dropped"].items())
+        table.add_row("metrics", Text(f"records missing: {missing}"))
+    if "repeatable" in summary["run"]:
+        effect = "repeats this run" if summary["run"]["repeatable"] else "gives another run, which depends on timing"
+        if (steps := summary["run"].get("repeatable_steps")) is not None:
+            effect = f"repeats {steps} train steps of this run; then an engine joined"
+        table.add_row("seed", f"the same seed, {summary['run']['seed']}, {effect}")
+    return table
+
+
+def _answers(summary: Mapping[str, Any]) -> str:
+    lengths, cut = summary["response_tokens"], summary["truncated"]["last"]
+    least, largest = number(lengths["min"], ".0f"), number(lengths["max"], ".0f")
+    return (
+        f"{number(lengths['last'], '.1f')} tokens ({least} to {largest}) · {number(cut, '.0%')} cut · "
+        f"entropy {number(summary['entropy']['last'], '.3f')} nats · "
+        f"rewards equal in {number(summary['groups_without_signal']['last'], '.0%')} of the groups"
+    )
+
+
+def _logprob_gap(gap: Mapping[str, float | None]) -> str:
+    if gap["max"] is None:
+        return f"{UNKNOWN} (no token was trained with the weights that sampled it)"
+    return f"max {gap['max']:.1e} between rollout and trainer"
+
+
+def _step_split(step_ms: Mapping[str, float | None]) -> str:
+    parts = " · ".join(f"{name} {number(step_ms[name], '.1f')}" for name in (*STEP_PARTS, "other"))
+    return f"{number(step_ms['total'], '.1f')} ms = {parts} (rollout beside it: {number(step_ms['rollout'], '.1f')})"
+
+
+def _ledger(ledger: Mapping[str, Any]) -> str:
+    reasons = ", ".join(f"{count:,} {reason}" for reason, count in ledger["dropped"].items())
+    dropped = sum(ledger["dropped"].values())
+    counts = [
+        f"{ledger['issued']:,} issued",
+        f"{ledger['trained']:,} trained",
+        f"{dropped:,} dropped" + (f" ({reasons})" if reasons else ""),
+        f"{ledger['lost']:,} lost",
+        f"{ledger['trained_twice']:,} trained twice",
+    ]
+    return " · ".join(counts)
+
+
+def _modality(one: Mapping[str, Any]) -> str:
+    reasons = ", ".join(f"{count:,} {reason}" for reason, count in one["dropped"].items())
+    staleness = sum(int(steps) * count for steps, count in one["staleness"].items()) / max(1, one["trained"])
+    return (
+        f"{one['issued']:,} issued ({number(one['issued_share'], '.1%')}) · "
+        f"{one['trained']:,} trained ({number(one['trained_share'], '.1%')}) · "
+        f"{sum(one['dropped'].values()):,} dropped{f' ({reasons})' if reasons else ''} · "
+        f"reward {number(one['reward'], '.3f')} · staleness {staleness:.2f} · "
+        f"encode {number(one['encode_ms'], '.1f')} ms · prefill {number(one['prefill_ms'], '.1f')} ms"
+    )
+
+
+def _result_lines(run_dir: Path) -> Iterator[Text]:
+    """Yields one line for each result file. A line is never wrapped, so that a path can be copied or clicked."""
+    shown = run_dir.relative_to(Path.cwd()) if run_dir.is_relative_to(Path.cwd()) else run_dir
+    width = max(len(label) for label, _ in RESULT_FILES)
+    for label, name in RESULT_FILES:
+        if (run_dir / name).exists():
+            yield Text.assemble((f"{label:<{width}}  ", "dim"), str(shown / name))
+
+
+def _answer(answer: Answer) -> Text:
+    return Text.assemble(("✓ ", "green") if answer["exact"] else ("✗ ", "red"), _cell(answer["response"]))
+
+
+def _cell(value: TextCell) -> Text:
+    """Returns one line of at most `CELL_WIDTH` characters: the end of the text, where an answer usually is."""
+    flat = " ".join(str(value).split())
+    return Text(flat if len(flat) <= CELL_WIDTH else "… " + flat[2 - CELL_WIDTH :])

@@ -1,0 +1,432 @@
+"""Keeps an index of a run's samples in a SQLite file of its own, which is made of the run's files and can be made anew.
+
+`SampleIndex.refresh` takes in what the files have gained since the last call. The rows answer any filter without a look
+at the run's files; these are opened for the tokens of single samples.
+"""
+
+from __future__ import annotations
+
+import math
+import sqlite3
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from relax_core.contracts.columns import decode_episodes
+from relax_core.contracts.host.private_folder import private_folder
+from relax_core.contracts.tree import Episode
+from relax_core.observe.sample_log import (
+    SAMPLES_FOLDER,
+    AttemptRecord,
+    Frame,
+    MadeRecord,
+    Numbers,
+    TrainedRecord,
+)
+from relax_core.observe.sample_reader import decode_numbers, numbers_files, read_frames
+
+FORMAT = 3  # part of the file's name: another format makes another index
+MOST_ROWS = 500
+ENGINE_POINTS = 200
+# Filter → the condition that it sets; a filter of two ends has the names with _min and _max.
+_EQUAL = {name: name for name in ("uid", "group", "state", "reason", "engine", "ended")} | {"group": "group_uid"}
+_BETWEEN = ("step", "reward", "length", "version", "staleness")
+FILTERS = (*_EQUAL, *(f"{name}_{end}" for name in _BETWEEN for end in ("min", "max")))
+ORDERS = {"newest": "id DESC", "oldest": "id", "reward": "reward", "-reward": "reward DESC", "-length": "length DESC"}
+
+
+class SampleIndex:
+    """Is the index of one run's samples; ``path`` is its file, or None for memory. Its methods are thread-safe."""
+
+    def __init__(self, run_dir: Path, path: Path | None) -> None:
+        self._run_dir = run_dir
+        if path is not None:
+            private_folder(path.parent, key="XDG_CACHE_HOME")
+        self._lock = threading.Lock()
+        self._database = sqlite3.connect(":memory:" if path is None else path, check_same_thread=False)
+        self._database.row_factory = sqlite3.Row
+        self._database.executescript("PRAGMA journal_mode=WAL; PRAGMA synchronous=OFF;")
+        self._intake = SampleIntake(run_dir, self._database)
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._database.close()
+
+    def refresh(self) -> int:
+        """Takes in what the run's files have gained, at most some MiB, and returns the number of records.
+
+        The records of all files are taken in order of time, so that a resume follows what it undid. Once there are no
+        more, the indices for the filters are made.
+        """
+        with self._lock, self._database:
+            return self._intake.refresh()
+
+    def share(self) -> float:
+        """Returns how much of the run's files was taken in, from 0 to 1."""
+        with self._lock:
+            known = {row["name"]: row["offset"] for row in self._database.execute("SELECT name, offset FROM files")}
+        names = numbers_files(self._run_dir)
+        sizes = sum((self._run_dir / SAMPLES_FOLDER / name).stat().st_size for name in names)
+        return sum(known.get(name, 0) for name in names) / sizes if sizes else 1.0
+
+    def take_ledger(self, dropped: Iterable[tuple[str, str]], *, anew: bool = False) -> None:
+        """Marks samples that the bus dropped after they were put on it, by uid and reason.
+
+        A sample that no file has yet is marked once it has come. With ``anew`` what was given before is void.
+        """
+        with self._lock, self._database:
+            self._intake.take_ledger(dropped, anew=anew)
+
+    def ledger_position(self) -> tuple[int, int]:
+        """Returns what `set_ledger_position` was given last: the newest event's id, and the number of restores."""
+        with self._lock:
+            row = self._database.execute("SELECT position, restores FROM ledger").fetchone()
+        return (0, 0) if row is None else (row["position"], row["restores"])
+
+    def set_ledger_position(self, position: int, restores: int) -> None:
+        """Records how far the events of the ledger were taken in."""
+        with self._lock, self._database:
+            self._database.execute("INSERT OR REPLACE INTO ledger VALUES (0, ?, ?)", (position, restores))
+
+    def problems(self) -> list[str]:
+        """Returns one sentence for each file that cannot be read on."""
+        with self._lock:
+            return [row[0] for row in self._database.execute("SELECT problem FROM files WHERE problem != ''")]
+
+    def find(
+        self,
+        filters: Mapping[str, str | float],
+        *,
+        order: str = "newest",
+        first: int = 0,
+        most: int = 50,
+        before: int | None = None,
+    ) -> tuple[int, list[dict[str, Any]]]:
+        """Returns how many samples fit all filters, and ``most`` of them from ``first`` on in this order.
+
+        With ``before`` only samples with a smaller id count.
+
+        Raises ValueError, which lists what there is, for an unknown filter or order.
+        """
+        unknown = [name for name in filters if name not in FILTERS]
+        if unknown or order not in ORDERS:
+            raise ValueError(f"{', '.join(unknown) or order}: filters are {', '.join(FILTERS)}; orders {list(ORDERS)}")
+        where = [f"{_EQUAL[name]} = ?" if name in _EQUAL else _bound(name) for name in filters]
+        values = tuple(filters.values())
+        if before is not None:
+            where, values = [*where, "id < ?"], (*values, before)
+        condition = " AND ".join(where) or "TRUE"
+        with self._lock:
+            count = self._database.execute(f"SELECT COUNT(*) FROM samples WHERE {condition}", values).fetchone()[0]
+            rows = self._database.execute(
+                f"SELECT * FROM samples WHERE {condition} ORDER BY {ORDERS[order]} LIMIT ? OFFSET ?",
+                (*values, min(most, MOST_ROWS), first),
+            ).fetchall()
+        return count, [_shown(row) for row in rows]
+
+    def sample(self, number: int) -> dict[str, Any] | None:
+        """Returns the row with this id, or None."""
+        with self._lock:
+            row = self._database.execute("SELECT * FROM samples WHERE id = ?", (number,)).fetchone()
+        return None if row is None else _shown(row)
+
+    def overview(self) -> dict[str, Any]:
+        """Returns counts by state, reason and engine, and the least and largest step, version and reward."""
+        with self._lock:
+            counts = {
+                name: dict(
+                    self._database.execute(
+                        f"SELECT {name}, COUNT(*) FROM samples WHERE {name} != '' GROUP BY {name}"
+                    ).fetchall()
+                )
+                for name in ("state", "reason", "engine")
+            }
+            ends = self._database.execute(
+                "SELECT MIN(step), MAX(step), MIN(version), MAX(version), MIN(reward), MAX(reward) FROM samples"
+            ).fetchone()
+        names = ("step_min", "step_max", "version_min", "version_max", "reward_min", "reward_max")
+        return {**counts, **dict(zip(names, ends, strict=True))}
+
+    def staleness(self) -> dict[str, int]:
+        """Returns how many trained samples had each staleness."""
+        with self._lock:
+            rows = self._database.execute(
+                "SELECT staleness, COUNT(*) FROM samples WHERE state = 'trained' GROUP BY staleness ORDER BY staleness"
+            ).fetchall()
+        return {str(row[0]): row[1] for row in rows}
+
+    def engines(self) -> list[dict[str, Any]]:
+        """Returns what each engine sampled, by the first turn of a sample: counts, means, and tokens a second in time.
+
+        ``times`` are the ends of at most `ENGINE_POINTS` equal pieces of the run's time, in Unix seconds, and ``rates``
+        the sampled tokens a second in them.
+        """
+        with self._lock:
+            first, last = self._database.execute("SELECT MIN(time), MAX(time) FROM samples").fetchone()
+            rows = self._database.execute(
+                "SELECT engine, COUNT(*) AS samples, SUM(length) AS tokens, AVG(length) AS mean_length, "
+                "AVG(reward) AS reward, MIN(time) AS first_s, MAX(time) AS last_s, MAX(version) AS version "
+                "FROM samples WHERE engine != '' GROUP BY engine ORDER BY engine"
+            ).fetchall()
+            piece = max(1.0, ((last or 0.0) - (first or 0.0)) / ENGINE_POINTS)
+            sums = self._database.execute(
+                "SELECT engine, CAST((time - ?) / ? AS INTEGER) AS place, SUM(length) FROM samples "
+                "WHERE engine != '' GROUP BY engine, place",
+                (first, piece),
+            ).fetchall()
+        places = range(max((place for _, place, _ in sums), default=-1) + 1)
+        of = {(engine, place): tokens / piece for engine, place, tokens in sums}
+        return [
+            {
+                **dict(row),
+                "times": [first + piece * (place + 1) for place in places],
+                "rates": [of.get((row["engine"], place), 0.0) for place in places],
+            }
+            for row in rows
+        ]
+
+
+def _bound(name: str) -> str:
+    column, _, end = name.rpartition("_")
+    return f"{column} {'>=' if end == 'min' else '<='} ?"
+
+
+def _shown(row: sqlite3.Row) -> dict[str, Any]:
+    shown = dict(row)
+    shown["parts"] = msgspec.json.decode(shown["parts"])
+    return shown
+
+
+def every_id(
+    index: SampleIndex, filters: Mapping[str, str | float], *, most: int, before: int | None = None
+) -> Iterator[dict[str, Any]]:
+    """Yields the newest ``most`` samples that fit the filters, page by page; with ``before`` those with smaller ids."""
+    for first in range(0, most, MOST_ROWS):
+        asked = min(MOST_ROWS, most - first)
+        _, rows = index.find(filters, most=asked, before=before)
+        yield from rows
+        if len(rows) < asked:
+            return
+        before = rows[-1]["id"]
+
+
+MOST_ATTEMPTS = 1000  # services that were started together, in the life of a run
+REFRESH_BYTES = 2**20  # of each file at most, so that the caller's lock is free again soon
+_TABLES = """
+    CREATE TABLE IF NOT EXISTS files (name TEXT PRIMARY KEY, offset INTEGER, problem TEXT);
+    CREATE TABLE IF NOT EXISTS attempts (attempt TEXT PRIMARY KEY, start_step INTEGER, time REAL);
+    CREATE TABLE IF NOT EXISTS ledger (id INTEGER PRIMARY KEY CHECK (id = 0), position INTEGER, restores INTEGER);
+    CREATE TABLE IF NOT EXISTS waiting (uid TEXT PRIMARY KEY, fields BLOB);
+    CREATE TABLE IF NOT EXISTS drops (uid TEXT PRIMARY KEY, reason TEXT);
+    CREATE TABLE IF NOT EXISTS samples (
+        id INTEGER PRIMARY KEY, uid TEXT, group_uid TEXT, state TEXT, reason TEXT, step INTEGER, reward REAL,
+        length INTEGER, ended TEXT, version INTEGER, staleness INTEGER, engine TEXT, turns INTEGER, time REAL,
+        trained_time REAL, parts TEXT, why TEXT, number INTEGER,
+        made_file TEXT, made_offset INTEGER, made_size INTEGER,
+        trained_file TEXT, trained_offset INTEGER, trained_size INTEGER, trained_first INTEGER
+    );
+    CREATE INDEX IF NOT EXISTS by_uid ON samples (uid);
+"""
+_INDICES = (  # they are made once the first read is done, because they would make it twice as long
+    "CREATE INDEX IF NOT EXISTS by_group ON samples (group_uid)",
+    "CREATE INDEX IF NOT EXISTS by_step ON samples (step)",
+    "CREATE INDEX IF NOT EXISTS by_reason ON samples (reason) WHERE reason != ''",
+    "CREATE INDEX IF NOT EXISTS by_reward ON samples (reward)",
+    "CREATE INDEX IF NOT EXISTS by_length ON samples (length)",
+)
+_TRAINED = (
+    "UPDATE samples SET state = ?, step = ?, version = ?, staleness = ?, trained_time = ?, "
+    "trained_file = ?, trained_offset = ?, trained_size = ?, trained_first = ? "
+    "WHERE id = (SELECT MAX(id) FROM samples WHERE uid = ?)"
+)
+_DROP = (
+    "UPDATE samples SET state = 'dropped', reason = ? WHERE id = ? "
+    "AND (state IN ('put', 'masked') OR reason = 'cancelled')"  # the rollout does not know why the bus gave a group up
+)
+
+
+class SampleIntake:
+    """Adds what the files of the run in ``run_dir`` gain to ``database``, which has no other writer.
+
+    Its methods are called inside a transaction.
+    """
+
+    def __init__(self, run_dir: Path, database: sqlite3.Connection) -> None:
+        self._run_dir, self._database, self._indexed = run_dir, database, False
+        database.executescript(_TABLES)
+
+    def refresh(self) -> int:
+        """Takes in the next records and returns how many; makes the indices once there are no more."""
+        done = self._take_in([self._chunk(name, offset) for name, offset in self._open_files()])
+        if not done and not self._indexed:
+            self._database.execute("ANALYZE")
+            for statement in _INDICES:
+                self._database.execute(statement)
+            self._indexed = True
+        return done
+
+    def take_ledger(self, dropped: Iterable[tuple[str, str]], *, anew: bool) -> None:
+        """Marks dropped samples, by uid and reason; `SampleIndex.take_ledger` says how."""
+        if anew:
+            self._database.execute("DELETE FROM drops")
+        for uid, reason in dropped:
+            known = self._database.execute("SELECT MAX(id) FROM samples WHERE uid = ?", (uid,)).fetchone()[0]
+            if known is None:
+                self._database.execute("INSERT OR REPLACE INTO drops VALUES (?, ?)", (uid, reason))
+            else:
+                self._database.execute(_DROP, (reason, known))
+
+    def _open_files(self) -> list[tuple[str, int]]:
+        """Returns name and offset of each file that can be read on."""
+        known = {row["name"]: row for row in self._database.execute("SELECT * FROM files")}
+        for name in numbers_files(self._run_dir):
+            if name not in known:
+                self._database.execute("INSERT INTO files VALUES (?, 0, '')", (name,))
+        return self._database.execute("SELECT name, offset FROM files WHERE problem = '' ORDER BY name").fetchall()
+
+    def _chunk(self, name: str, offset: int) -> _Chunk:
+        """Reads the next records of a file; a file that holds something else is not read on."""
+        path = self._run_dir / SAMPLES_FOLDER / name
+        entries: list[tuple[float, Numbers, _At]] = []
+        try:
+            cut = path.stat().st_size - offset > REFRESH_BYTES
+            time_s = 0.0
+            for frame in read_frames(path, offset, most_bytes=REFRESH_BYTES):
+                record = decode_numbers(frame)
+                time_s = max(time_s, record.time_s)  # a clock that was set back does not change the order of a file
+                entries.append((time_s, record, _At(name, frame)))
+        except (ValueError, OSError) as error:
+            self._database.execute("UPDATE files SET problem = ? WHERE name = ?", (f"{name}: {error}", name))
+            cut = False
+        return _Chunk(entries, entries[-1][0] if cut and entries else math.inf)
+
+    def _take_in(self, chunks: Sequence[_Chunk]) -> int:
+        """Adds the records up to the time from which on a file has further ones that were not read."""
+        until = min((chunk.until for chunk in chunks), default=math.inf)
+        entries = sorted((entry for chunk in chunks for entry in chunk.entries), key=lambda entry: entry[0])
+        offsets: dict[str, int] = {}
+        done = 0
+        for time_s, record, at in entries:
+            if time_s > until:
+                break
+            self._add(record, at)
+            offsets[at.name] = at.frame.offset + at.frame.size
+            done += 1
+        for name, offset in offsets.items():
+            self._database.execute("UPDATE files SET offset = ? WHERE name = ?", (offset, name))
+        return done
+
+    def _add(self, record: Numbers, at: _At) -> None:
+        match record:
+            case AttemptRecord():
+                self._begin_attempt(record)
+            case MadeRecord():
+                self._add_made(record, at)
+            case TrainedRecord():
+                self._add_trained(record)
+
+    def _begin_attempt(self, record: AttemptRecord) -> None:
+        """Marks what an earlier attempt did after the step from which this one goes on."""
+        known = [row["attempt"] for row in self._database.execute("SELECT attempt FROM attempts")]
+        if record.attempt in known:
+            return
+        if len(known) >= MOST_ATTEMPTS:
+            raise ValueError(f"there are more than {MOST_ATTEMPTS} attempts")
+        values = (record.attempt, record.start_step, record.time_s)
+        self._database.execute("INSERT INTO attempts VALUES (?, ?, ?)", values)
+        if not known:
+            return
+        start = record.start_step
+        cut = self._database.execute(
+            "SELECT MAX(trained_time) FROM samples WHERE step = ? AND state != 'undone'", (start - 1,)
+        ).fetchone()[0]
+        self._database.execute("UPDATE samples SET state = 'undone' WHERE step >= ?", (start,))
+        if start == 0 or cut is not None:
+            self._database.execute(
+                "UPDATE samples SET state = 'undone' WHERE time > ? AND state IN ('put', 'dropped')", (cut or 0.0,)
+            )
+
+    def _add_made(self, record: MadeRecord, at: _At) -> None:
+        episodes = decode_episodes(bytes(record.episodes))
+        versions: Sequence[int | None] = record.versions or [None] * len(episodes)
+        rows = [
+            (one.uid, *_made_values(one, record, version), number, at.name, at.frame.offset, at.frame.size)
+            for number, (one, version) in enumerate(zip(episodes, versions, strict=True))
+        ]
+        if any(self._database.execute("SELECT 1 FROM samples WHERE uid = ?", row[:1]).fetchone() for row in rows):
+            self._database.executemany(
+                "UPDATE samples SET state = 'undone' WHERE uid = ? AND state NOT IN ('undone', 'dropped')",
+                [row[:1] for row in rows],
+            )
+        self._database.executemany(
+            "INSERT INTO samples (uid, group_uid, state, reason, reward, length, ended, version, engine, turns, time, "
+            f"parts, why, number, made_file, made_offset, made_size) VALUES ({', '.join('?' * 17)})",
+            rows,
+        )
+        for name, column in (("waiting", "fields"), ("drops", "reason")):
+            if self._database.execute(f"SELECT 1 FROM {name} LIMIT 1").fetchone() is None:
+                continue
+            for uid, *_ in rows:
+                came = self._database.execute(f"DELETE FROM {name} WHERE uid = ? RETURNING {column}", (uid,)).fetchall()
+                for (value,) in came:
+                    if name == "waiting":
+                        self._set_trained([tuple(msgspec.msgpack.decode(value))])
+                    else:
+                        newest = "(SELECT MAX(id) FROM samples WHERE uid = ?)"
+                        self._database.execute(_DROP.replace("id = ?", f"id = {newest}"), (value, uid))
+
+    def _add_trained(self, record: TrainedRecord) -> None:
+        assert record.tokens is not None, "every record in a file says where its tokens stand"
+        first, rows = 0, []
+        parts = zip(record.uids, record.lengths, record.trained, record.versions, strict=True)
+        for uid, length, trained, version in parts:
+            state = "trained" if trained else "masked"
+            at = (record.tokens.file, record.tokens.offset, record.tokens.size, first)
+            rows.append((state, record.step, version, record.step - version, record.time_s, *at, uid))
+            first += length
+        self._set_trained(rows)
+
+    def _set_trained(self, rows: Sequence[tuple[Any, ...]]) -> None:
+        before = self._database.total_changes
+        self._database.executemany(_TRAINED, rows)
+        if self._database.total_changes - before == len(rows):
+            return
+        for row in rows:
+            if not self._database.execute(_TRAINED, row).rowcount:
+                fields = msgspec.msgpack.encode(row)
+                self._database.execute("INSERT OR REPLACE INTO waiting VALUES (?, ?)", (row[-1], fields))
+
+
+@dataclass(frozen=True)
+class _At:
+    name: str
+    frame: Frame
+
+
+class _Chunk(NamedTuple):
+    """Holds records of a file by time; behind ``until`` the file has further ones."""
+
+    entries: list[tuple[float, Numbers, _At]]
+    until: float
+
+
+def _made_values(one: Episode, record: MadeRecord, version: int | None) -> tuple[Any, ...]:
+    reason = record.dropped.get(one.uid, "")
+    return (
+        record.group_uid,
+        "dropped" if reason else "put",
+        reason,
+        one.reward,
+        sum(turn.end - turn.start for turn in one.turns),
+        one.ended,
+        version,
+        one.turns[0].engine if one.turns else "",
+        len(one.turns),
+        record.time_s,
+        msgspec.json.encode(one.parts).decode(),
+        one.why,
+    )

@@ -1,0 +1,501 @@
+"""Compares processes that do the same kind of work, and names one that is slower three windows in a row: a straggler.
+
+What is compared is a process's own work, and never the time in which it waits for others: a collective makes all of its
+ranks as slow as the slowest one. A process is compared with the median of the others, for the same amount of work.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import fmean, median
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from relax_core.contracts.train import OWN_PARTS
+from relax_core.observe.service.records import RANK, ROLLOUT, MetricRecord, TextCell, TextRecord, is_resume
+
+WINDOW_STEPS = 15  # train steps of a window; three windows and a third of the one before are 50 steps
+ENGINE_WINDOW_STEPS = 10  # of the engines' windows, which end up to a second later, because they are asked so often
+WINDOWS = 3  # windows in a row
+MOST_SLOWER = 0.10  # the share beyond the others' median up to which nobody is slow
+MOST_EXCESS_MS = 5.0  # milliseconds a train step beyond the others' median up to which nobody is slow
+TRIMMED = 2  # steps of a window that are left out at either end, because a single pause is no lasting slowness
+MOST_WINDOWS = 100  # windows of a process that are kept, the newest; a run may be slow for days
+CROWDED = 0.05  # the share of their time that the others wait for a core, from which on such waits do not count
+LEAST_COVERED = 0.5  # the share of an engine's decode time for which others have decoded batches of the same size
+
+Times = Mapping[str, float]  # a part of the work → milliseconds
+
+
+class DecodeTime(NamedTuple):
+    """Is how many decode steps of one size there were, their seconds, and how many of these they waited for a core."""
+
+    steps: int
+    seconds: float
+    core_wait_s: float = 0.0
+
+    def a_step(self, *, waits: bool) -> float:
+        """Returns the seconds of one step, with or without its waits for a core."""
+        return (self.seconds if waits else max(0.0, self.seconds - self.core_wait_s)) / self.steps
+
+
+DecodeTimes = Mapping[int, DecodeTime]  # by the number of samples in a decode step
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """Is the own work of one process in one train step.
+
+    ``wall_ms`` has the wall time of each part, and ``cpu_ms`` the processor time. ``core_wait_ms`` is how much of the
+    wall time it was ready to run and got no core. ``amount`` says how much work it was, such as token rows, in a unit
+    that is the same for all equals.
+    """
+
+    wall_ms: Times
+    cpu_ms: Times = field(default_factory=dict)
+    core_wait_ms: float = 0.0
+    amount: float = 1.0
+
+    @property
+    def whole_ms(self) -> float:
+        """Returns the wall time of all parts."""
+        return sum(self.wall_ms.values())
+
+    @property
+    def worked_ms(self) -> float:
+        """Returns the wall time of all parts without the waits for a core."""
+        return max(0.0, self.whole_ms - self.core_wait_ms)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compared:
+    """Is a process beside its equals in one window; all times are milliseconds a train step.
+
+    ``own_ms`` is its time, and ``others_ms`` what the median of the others says for the same work. ``part`` is the part
+    of the work with the largest difference. ``cpu_slower`` is the share by which its processor time is beyond that of
+    the others, None where it is not known.
+    """
+
+    own_ms: float
+    others_ms: float
+    part: str
+    others: tuple[str, ...]
+    cpu_slower: float | None = None
+
+    @property
+    def slower(self) -> float:
+        """Returns the share by which the time is beyond that of the others; below 0 for a faster process."""
+        return self.own_ms / self.others_ms - 1.0 if self.others_ms > 0 else 0.0
+
+    @property
+    def excess_ms(self) -> float:
+        """Returns by how many milliseconds a train step the time is beyond that of the others."""
+        return self.own_ms - self.others_ms
+
+    @property
+    def is_slow(self) -> bool:
+        """Is True if the time is beyond both limits."""
+        return self.slower > MOST_SLOWER and self.excess_ms > MOST_EXCESS_MS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Streak:
+    """Holds the slow windows of one process in a row, the newest ones, and the first and last train step of all."""
+
+    from_step: int
+    to_step: int
+    windows: tuple[Compared, ...]
+
+    @property
+    def is_named(self) -> bool:
+        """Is True if the process counts as a straggler."""
+        return len(self.windows) >= WINDOWS
+
+
+# -- One window -------------------------------------------------------------------------------------------------------
+def compared_work(steps: Sequence[Mapping[str, Work]]) -> dict[str, Compared]:
+    """Returns each process beside its equals over the steps of a window, each step a mapping of process → its work.
+
+    A process that is not in all of the steps, or did no work in one, is left out; one that remains alone is compared
+    with nobody. The steps that took a process longest and shortest are left out of its mean, so that one pause does not
+    count. Where the others wait for cores, too, there are more processes than cores, and how the kernel shares them out
+    is chance: then nobody's wait for a core counts. Where they do not, it counts as time of the process.
+    """
+    names = sorted(set.intersection(*(set(step) for step in steps))) if steps else []
+    whole = {name: [step[name] for step in steps] for name in names}
+    worked = {name: found for name, found in whole.items() if all(one.amount > 0 for one in found)}
+    if len(worked) < 2:
+        return {}
+    shares = {name: _waiting_share(found) for name, found in worked.items()}
+    means = {
+        counted: {name: _mean_work(one, waits=counted) for name, one in worked.items()} for counted in (False, True)
+    }
+    compared = {}
+    for name in worked:
+        crowded = median(share for other, share in shares.items() if other != name) >= CROWDED
+        compared[name] = _beside(name, means[not crowded])
+    return compared
+
+
+def compared_decoding(engines: Mapping[str, DecodeTimes], *, steps: int) -> dict[str, Compared]:
+    """Returns each engine beside the others over the decode steps of a window of ``steps`` train steps.
+
+    An idle engine does not count: the time of a decode step is compared with what the others took for a step with as
+    many samples. An engine is left out if the others decoded too few batches of its sizes. Waits for a core count as
+    in `compared_work`.
+    """
+    shares = {name: _decoding_share(times) for name, times in engines.items() if times}
+    found = {}
+    for name in shares if len(shares) > 1 else ():
+        waits = median(share for other, share in shares.items() if other != name) < CROWDED
+        covered_s = expected_s = 0.0
+        others: set[str] = set()
+        for size, own in engines[name].items():
+            known = {
+                other: engines[other][size].a_step(waits=waits)
+                for other in shares
+                if other != name and size in engines[other]
+            }
+            if known:
+                covered_s += own.steps * own.a_step(waits=waits)
+                expected_s += own.steps * median(known.values())
+                others |= known.keys()
+        whole_s = sum(own.steps * own.a_step(waits=waits) for own in engines[name].values())
+        if expected_s > 0.0 and covered_s >= LEAST_COVERED * whole_s:
+            found[name] = Compared(
+                own_ms=1e3 * covered_s / steps,
+                others_ms=1e3 * expected_s / steps,
+                part="decode",
+                others=tuple(sorted(others)),
+            )
+    return found
+
+
+def _decoding_share(times: DecodeTimes) -> float:
+    whole_s = sum(one.seconds for one in times.values())
+    return sum(one.core_wait_s for one in times.values()) / whole_s if whole_s else 0.0
+
+
+def _waiting_share(steps: Sequence[Work]) -> float:
+    whole_ms = sum(step.whole_ms for step in steps)
+    return sum(step.core_wait_ms for step in steps) / whole_ms if whole_ms else 0.0
+
+
+def _mean_work(steps: Sequence[Work], *, waits: bool) -> Work:
+    """Returns the mean a unit of work over the steps, without the slowest and the fastest ones.
+
+    With ``waits`` the waits for a core count as work, so that none is left in what is returned.
+    """
+    if waits:
+        steps = [replace(step, core_wait_ms=0.0) for step in steps]
+    order = sorted(steps, key=lambda step: step.worked_ms / step.amount)
+    kept = order[TRIMMED:-TRIMMED] if len(order) > 2 * TRIMMED else order
+    parts = dict.fromkeys(part for step in kept for part in step.wall_ms)
+    cpu = dict.fromkeys(part for step in kept for part in step.cpu_ms)
+    return Work(
+        wall_ms={part: fmean(step.wall_ms.get(part, 0.0) / step.amount for step in kept) for part in parts},
+        cpu_ms={part: fmean(step.cpu_ms.get(part, 0.0) / step.amount for step in kept) for part in cpu},
+        core_wait_ms=fmean(step.core_wait_ms / step.amount for step in kept),
+        amount=fmean(step.amount for step in kept),
+    )
+
+
+def _beside(name: str, means: Mapping[str, Work]) -> Compared:
+    own = means[name]
+    others = {other: mean for other, mean in means.items() if other != name}
+
+    def of_others(times: str, part: str) -> float:
+        return median(getattr(mean, times).get(part, 0.0) for mean in others.values())
+
+    excess = {part: value - of_others("wall_ms", part) for part, value in own.wall_ms.items()}
+    own_cpu, others_cpu = (
+        sum(own.cpu_ms.values()),
+        median(sum(mean.cpu_ms.values()) for mean in others.values()),
+    )
+    return Compared(
+        own_ms=own.amount * own.worked_ms,
+        others_ms=own.amount * median(mean.worked_ms for mean in others.values()),
+        part=max(sorted(excess), key=lambda part: excess[part], default=""),
+        others=tuple(sorted(others)),
+        cpu_slower=own_cpu / others_cpu - 1.0 if own_cpu and others_cpu else None,
+    )
+
+
+# -- Windows in a row -------------------------------------------------------------------------------------------------
+def advanced(
+    streaks: Mapping[str, Streak], window: Mapping[str, Compared], *, from_step: int, to_step: int
+) -> dict[str, Streak]:
+    """Returns the streaks after one more window, from train step ``from_step`` to ``to_step``.
+
+    A process that is not slow in it has none any more. One that the window does not tell of keeps its streak, because
+    nothing is known of it.
+    """
+    found = {name: streak for name, streak in streaks.items() if name not in window}
+    for name, compared in window.items():
+        if not compared.is_slow:
+            continue
+        before = streaks.get(name)
+        if before is None:
+            found[name] = Streak(from_step=from_step, to_step=to_step, windows=(compared,))
+        else:
+            found[name] = replace(before, to_step=to_step, windows=(*before.windows, compared)[-MOST_WINDOWS:])
+    return found
+
+
+def without(streaks: Mapping[str, Streak], gone: Collection[str]) -> dict[str, Streak]:
+    """Returns the streaks of the processes that are not among ``gone``."""
+    return {name: streak for name, streak in streaks.items() if name not in gone}
+
+
+STRAGGLER = "straggler"  # source of the numbers, and kind of the texts
+MOST_NAMES = 4  # equals that the words name
+
+Kind = Literal["rank", "engine", "reward worker"]
+
+
+class Straggler(msgspec.Struct, frozen=True, kw_only=True):
+    """Is one process that was slower than its equals from one train step to another.
+
+    ``who`` is its worker's name, and ``part`` the part of its work with the largest difference. ``slower`` is a share:
+    0.3 means that it took 1.3 times as long as the median of ``compared_with`` for the same work; ``excess_ms`` is that
+    in milliseconds a train step. ``cpu_slower`` is the same share of processor time, None where it is not known.
+    ``ended`` is False while it is still slow.
+    """
+
+    kind: Kind
+    who: str
+    part: str
+    from_step: int
+    to_step: int
+    slower: float
+    excess_ms: float
+    compared_with: tuple[str, ...]
+    cpu_slower: float | None = None
+    ended: bool = False
+
+
+def straggler_of(kind: Kind, who: str, streak: Streak, *, ended: bool) -> Straggler:
+    """Returns what is told of a streak; its figures are those of the newest windows."""
+    windows = streak.windows
+    cpu = [one.cpu_slower for one in windows if one.cpu_slower is not None]
+    parts = [one.part for one in windows]
+    return Straggler(
+        kind=kind,
+        who=who,
+        part=max(sorted(set(parts)), key=parts.count),
+        from_step=streak.from_step,
+        to_step=streak.to_step,
+        slower=round(median(one.slower for one in windows), 4),
+        excess_ms=round(fmean(one.excess_ms for one in windows), 3),
+        compared_with=windows[-1].others,
+        cpu_slower=round(median(cpu), 4) if cpu else None,
+        ended=ended,
+    )
+
+
+def straggler_words(one: Straggler) -> str:
+    """Returns one sentence about a straggler, with facts alone."""
+    names = ", ".join(one.compared_with[:MOST_NAMES])
+    names += f" and {len(one.compared_with) - MOST_NAMES} more" if len(one.compared_with) > MOST_NAMES else ""
+    median_of = f"the median of {names}" if len(one.compared_with) > 1 else names
+    cpu = "" if one.cpu_slower is None else f"; its processor time is {one.cpu_slower:+.0%}"
+    was = "was" if one.ended else "is"
+    return (
+        f"{one.who} {was} slow: {one.slower:.0%} and {one.excess_ms:.0f} ms a train step beyond {median_of}, "
+        f"most of it in {one.part}, in train steps {one.from_step} to {one.to_step}{cpu}"
+    )
+
+
+def straggler_brief(one: Straggler) -> str:
+    """Returns a few words about a straggler of now, for a line of the panel."""
+    return f"{one.who} +{one.slower:.0%} in {one.part}"
+
+
+def straggler_numbers(one: Straggler) -> dict[str, float]:
+    """Returns the numbers of a straggler for a record of the source `STRAGGLER`."""
+    numbers = {"slower": one.slower, "excess_ms": one.excess_ms, "from_step": one.from_step, "to_step": one.to_step}
+    return {f"{one.who}/{name}": float(value) for name, value in {**numbers, "ended": one.ended}.items()}
+
+
+def straggler_row(one: Straggler) -> dict[str, TextCell]:
+    """Returns a straggler as a row of a text of the kind `STRAGGLER`."""
+    return {**msgspec.to_builtins(one), "compared_with": " ".join(one.compared_with), "words": straggler_words(one)}
+
+
+def straggler_of_row(row: Mapping[str, Any]) -> Straggler:
+    """Returns the straggler of a row that `straggler_row` made. Raises msgspec.ValidationError for another row."""
+    known = {name: value for name, value in row.items() if name != "words"}
+    return msgspec.convert({**known, "compared_with": str(row.get("compared_with", "")).split()}, Straggler)
+
+
+def told_stragglers(texts: Iterable[TextRecord]) -> list[Straggler]:
+    """Returns the stragglers of texts, each once with what was told of it last, in the order of their first text."""
+    found: dict[tuple[str, int], Straggler] = {}
+    for text in texts:
+        if text.kind == STRAGGLER:
+            for one in map(straggler_of_row, text.rows):
+                found[one.who, one.from_step] = one
+    return list(found.values())
+
+
+REWARD_WORKER = re.compile(r"reward_worker/(\d+)/answers")
+
+
+class StragglerWatch:
+    """Names stragglers among the trainer's ranks, the engines and each rollout worker's reward workers.
+
+    One thread uses it.
+
+    Each of ``equal_ranks`` lists workers that do the same work, which are those at the same place in every dimension
+    but data parallel. ``earlier`` are the stragglers of the run before this process began. Records that were made
+    before ``began_s``, a Unix time, are those of an earlier process and do not count; by default that is now.
+    """
+
+    def __init__(
+        self,
+        equal_ranks: Sequence[Sequence[str]],
+        *,
+        earlier: Iterable[Straggler] = (),
+        began_s: float | None = None,
+    ) -> None:
+        self._equal_ranks = [list(names) for names in equal_ranks if len(names) > 1]
+        self._began_s = time.time() if began_s is None else began_s
+        self._steps: list[tuple[int, dict[str, Work]]] = []  # the train steps of the window of the ranks
+        self._batches: dict[
+            int, list[tuple[int, dict[str, Work]]]
+        ] = {}  # by rollout worker: those of its reward workers
+        self._decoding: tuple[int, Mapping[str, DecodeTimes]] | None = None  # at the start of the engines' window
+        self._streaks: dict[Kind, dict[str, Streak]] = {"rank": {}, "engine": {}, "reward worker": {}}
+        self._over = list(earlier)
+        self._news: list[Straggler] = []
+
+    def add_records(self, records: Iterable[MetricRecord]) -> None:
+        """Takes the newest records in order; a resume begins all windows anew."""
+        for record in records:
+            if record.time_s < self._began_s:
+                continue
+            if is_resume(record):
+                self._steps, self._decoding, self._batches = [], None, {}
+            elif record.source == RANK and self._equal_ranks:
+                self._add_step(record)
+            elif record.source == ROLLOUT:
+                self._add_batch(record)
+
+    def add_decoding(self, step: int, engines: Mapping[str, DecodeTimes]) -> None:
+        """Takes what each engine has decoded since its start, after so many train steps."""
+        before = self._decoding
+        if before is None or step < before[0]:
+            self._decoding = step, dict(engines)
+        elif step - before[0] >= ENGINE_WINDOW_STEPS:
+            since = {
+                name: found
+                for name, times in engines.items()
+                if (found := _since(before[1].get(name), times)) is not None
+            }
+            self._decoding = step, dict(engines)
+            gone = self._streaks["engine"].keys() - engines.keys()
+            self._advance(
+                "engine",
+                compared_decoding(since, steps=step - before[0]),
+                from_step=before[0],
+                to_step=step - 1,
+                gone=gone,
+            )
+
+    def take(self) -> list[Straggler]:
+        """Returns who was named, and who is no straggler any more, since the last call."""
+        news, self._news = self._news, []
+        return news
+
+    def present(self) -> list[Straggler]:
+        """Returns who is a straggler now."""
+        return [
+            straggler_of(kind, name, streak, ended=False)
+            for kind, streaks in self._streaks.items()
+            for name, streak in sorted(streaks.items())
+            if streak.is_named
+        ]
+
+    def all_of_run(self) -> list[Straggler]:
+        """Returns all stragglers of the run, those that are over first."""
+        return [*self._over, *self.present()]
+
+    def _add_step(self, record: MetricRecord) -> None:
+        if self._steps and record.step <= self._steps[-1][0]:  # it is done again
+            self._steps = []
+        names = [name for equals in self._equal_ranks for name in equals if f"{name}/rows" in record.values]
+        self._steps.append((record.step, {name: _work(record.values, name) for name in names}))
+        if len(self._steps) < WINDOW_STEPS:
+            return
+        steps, self._steps = self._steps, []
+        compared: dict[str, Compared] = {}
+        for equals in self._equal_ranks:
+            compared |= compared_work([{name: work[name] for name in equals if name in work} for _, work in steps])
+        self._advance("rank", compared, from_step=steps[0][0], to_step=steps[-1][0])
+
+    def _add_batch(self, record: MetricRecord) -> None:
+        """Takes the times of the reward workers of one rollout worker for a prompt batch."""
+        rollout = int(record.values.get("worker", 0))
+        answers = {found[1]: value for key, value in record.values.items() if (found := REWARD_WORKER.fullmatch(key))}
+        if len(answers) < 2:
+            return
+        batches = self._batches.setdefault(rollout, [])
+        work = {
+            f"reward-worker-{rollout}.{worker}": Work(
+                wall_ms={"score": count * record.values[f"reward_worker/{worker}/ms_p50"]}, amount=count
+            )
+            for worker, count in answers.items()
+        }
+        batches.append((record.step, work))
+        if len(batches) == WINDOW_STEPS:
+            del self._batches[rollout]
+            steps = [step for step, _ in batches]
+            window = compared_work([work for _, work in batches])
+            self._advance("reward worker", window, from_step=min(steps), to_step=max(steps))
+
+    def _advance(
+        self,
+        kind: Kind,
+        compared: Mapping[str, Compared],
+        *,
+        from_step: int,
+        to_step: int,
+        gone: Iterable[str] = (),
+    ) -> None:
+        before = self._streaks[kind]
+        after = advanced(without(before, set(gone)), compared, from_step=from_step, to_step=to_step)
+        self._streaks[kind] = after
+        for name, streak in before.items():
+            if streak.is_named and name not in after:
+                over = straggler_of(kind, name, streak, ended=True)
+                self._over.append(over)
+                self._news.append(over)
+        for name, streak in after.items():
+            if streak.is_named and not (name in before and before[name].is_named):
+                self._news.append(straggler_of(kind, name, streak, ended=False))
+
+
+def _work(values: Mapping[str, float], name: str) -> Work:
+    wall, cpu = (
+        {part: values[key] for part in OWN_PARTS if (key := f"{name}/{prefix}{part}_ms") in values}
+        for prefix in ("", "cpu/")
+    )
+    wait_ms = values.get(f"{name}/core_wait_ms", 0.0)
+    return Work(wall_ms=wall, cpu_ms=cpu, core_wait_ms=wait_ms, amount=values[f"{name}/rows"])
+
+
+def _since(before: DecodeTimes | None, now: DecodeTimes) -> DecodeTimes | None:
+    """Returns the decode steps since ``before``; None for an engine that is new or was started again."""
+    if before is None or any(size not in now or now[size].steps < one.steps for size, one in before.items()):
+        return None
+    none = DecodeTime(0, 0.0)
+    since = {
+        size: DecodeTime(one.steps - old.steps, one.seconds - old.seconds, one.core_wait_s - old.core_wait_s)
+        for size, one in now.items()
+        for old in (before.get(size, none),)
+    }
+    return {size: one for size, one in since.items() if one.steps > 0}

@@ -1,0 +1,67 @@
+"""What the rewards and judges of a run did: in the summary and in the panel, computed by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from relax_core.observe.run_results import judge_results, panel_lines, reward_results
+
+FIRST = {
+    "reward/math/answers": 30.0,
+    "reward/math/mean": 0.5,
+    "reward/math/none": 0.0,
+    "reward/math/ms_p50": 2.0,
+    "reward/math/ms_p99": 10.0,
+    "judge/main/queue": 3.0,
+    "judge/main/verdicts": 10.0,
+    "judge/main/none": 0.1,
+    "judge/main/ms_p50": 40.0,
+    "judge/main/ms_p99": 90.0,
+    "judge/main/texts": 12.0,
+    "judge/main/tokens": 1200.0,
+    "judge/main/unreadable": 0.25,
+}
+SECOND = {
+    "reward/math/answers": 10.0,
+    "reward/math/mean": 1.0,
+    "reward/math/none": 0.4,
+    "reward/math/none/timeout": 0.3,
+    "reward/math/none/raised": 0.1,
+    "reward/math/ms_p50": 4.0,
+    "reward/math/ms_p99": 1000.0,
+    "judge/main/queue": 5.0,
+    "judge/main/verdicts": 0.0,
+}
+
+
+def test_the_summary_has_each_reward_and_each_judge() -> None:
+    found = reward_results([FIRST, {"samples": 4.0}, SECOND])
+    math = found["math"]
+    assert math.pop("none_by") == pytest.approx({"raised": 0.025, "timeout": 0.075})
+    # The second batch has 6 answers with a reward, so the mean is (30 * 0.5 + 6 * 1.0) / 36.
+    assert math == pytest.approx({"answers": 40, "mean": 21 / 36, "none": 0.1, "ms_p50": 2.5, "ms_p99": 257.5})
+    judges = judge_results([FIRST, SECOND])
+    assert judges == {
+        "main": {
+            "verdicts": 10,
+            "none": 0.1,
+            "unreadable": 0.25,
+            "tokens": 1200,
+            "queue_max": 5,
+            "ms_p50": 40.0,
+            "ms_p99": 90.0,
+        }
+    }
+    assert reward_results([{"samples": 4.0}]) == {} and judge_results([{"samples": 4.0}]) == {}
+
+
+def test_the_panel_tells_what_is_missing() -> None:
+    assert dict(panel_lines(SECOND)) == {
+        "rewards": "math 1.000, 30% timeout, 10% raised, p99 1,000.0 ms",
+        "judges": "main 0 verdicts, 5 wait",
+    }
+    assert dict(panel_lines(FIRST))["judges"] == "main 10 verdicts, 3 wait, 25% unreadable, 1,200 tokens"
+    alone = {key: value for key, value in FIRST.items() if key.startswith("reward/")}
+    assert dict(panel_lines(alone)) == {}, "one reward without a failure is the reward that the panel has"
+    none = {"reward/f1/answers": 1.0, "reward/f1/none": 1.0, "reward/f1/none/raised": 1.0, "reward/f1/ms_p99": 1.0}
+    assert dict(panel_lines(none)) == {"rewards": "f1 none, 100% raised, p99 1.0 ms"}

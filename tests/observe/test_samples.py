@@ -1,0 +1,304 @@
+"""Samples that a process keeps are found again: tokens, fates, what a resume undid, half-written and removed files."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from relax_core.contracts import columns as c
+from relax_core.contracts.bus import CompleteGroup
+from relax_core.contracts.columns import encode_tree
+from relax_core.contracts.tree import TokenTree, group_uid
+from relax_core.observe import sample_index, sample_log
+from relax_core.observe.sample_index import SampleIndex
+from relax_core.observe.sample_log import SAMPLES_FOLDER, MadeRecord, SampleLog, TokensAt, framed, split_frames
+from relax_core.observe.sample_reader import (
+    TokensRemoved,
+    numbers_files,
+    read_frames,
+    read_made_tree,
+    read_numbers_at,
+    read_trained,
+)
+from tests.trees import answers_tree
+
+PROMPT = [7, 8, 9]
+
+
+def tree(index: int, *, version: int = 0) -> TokenTree:
+    lengths = [2, 3]
+    values = np.arange(5, dtype=np.float32) + index
+    return answers_tree(
+        group_uid(index),
+        PROMPT,
+        lengths,
+        np.arange(5) + 10 * index,
+        logprobs=-values,
+        versions=version,
+        rewards=[1.0, 0.25],
+        advantages=values / 8,
+    )
+
+
+def group(index: int, *, version: int = 0) -> CompleteGroup:
+    whole = tree(index, version=version)
+    uids = [one.uid for one in whole.episodes]
+    columns = encode_tree(whole)
+    return CompleteGroup(
+        group_uid=whole.group_uid, index=index, uids=uids, versions=[version] * len(uids), columns=columns
+    )
+
+
+def open_log(run_dir: Path, worker: str = "rollout-0", **changed: Any) -> SampleLog:
+    given = {"attempt": "a", "start_step": 0, "first": 4, "every": 4, "max_bytes": 2**30} | changed
+    return SampleLog(run_dir / SAMPLES_FOLDER, worker=worker, **given)
+
+
+def found(index: SampleIndex, **filters: Any) -> list[dict[str, Any]]:
+    index.refresh()
+    return index.find(filters, order="oldest")[1]
+
+
+def train(log: SampleLog, step: int, *trees: TokenTree, gap: float = 0.5) -> None:
+    logprobs = np.concatenate([one.logprobs[one.tokens[1]] for one in trees]) + gap
+    log.trained(step, trees, logprobs.astype(np.float32))
+
+
+def test_what_is_put_and_trained_is_read_back(tmp_path: Path) -> None:
+    rollout, actor = open_log(tmp_path), open_log(tmp_path, "actor-0")
+    rollout.put(group(3))
+    train(actor, 0, tree(2), tree(3))  # group 2 is trained, but its own record never came
+    train(actor, 0, tree(3), gap=9.0)  # a later epoch
+    rollout.close(timeout_s=60.0)
+    actor.close(timeout_s=60.0)
+
+    first, second = found(SampleIndex(tmp_path, None))
+    assert [first["uid"], first["state"], first["step"], first["staleness"]] == ["g00000003.0", "trained", 0, 0]
+    assert [first["reward"], first["length"], first["parts"]] == [1.0, 2, {"exact": 1.0}]
+    record = read_numbers_at(tmp_path, TokensAt(second["made_file"], second["made_offset"], second["made_size"]))
+    assert isinstance(record, MadeRecord)
+    made = read_made_tree(tmp_path, record)
+    rows = made.rows_of([second["number"]])
+    assert made.token_ids[rows].tolist() == [*PROMPT, 32, 33, 34]
+    assert made.logprobs[rows].tolist() == [0.0, 0.0, 0.0, -5.0, -6.0, -7.0]
+    at = TokensAt(second["trained_file"], second["trained_offset"], second["trained_size"])
+    trained = read_trained(tmp_path, at, first=second["trained_first"], count=second["length"])
+    assert trained.advantages.tolist() == [5 / 8, 6 / 8, 7 / 8]
+    assert trained.logprobs.tolist() == [-4.5, -5.5, -6.5]
+    assert trained.trained.all()
+
+
+def test_samples_that_are_counted_without_a_pass_have_no_log_probs_of_the_trainer(tmp_path: Path) -> None:
+    rollout, actor = open_log(tmp_path), open_log(tmp_path, "actor-0")
+    rollout.put(group(3))
+    actor.trained(2, [tree(3)], None)
+    rollout.close(timeout_s=60.0)
+    actor.close(timeout_s=60.0)
+    _, second = found(SampleIndex(tmp_path, None))
+    assert [second["state"], second["step"], second["staleness"]] == ["trained", 2, 2]
+    at = TokensAt(second["trained_file"], second["trained_offset"], second["trained_size"])
+    trained = read_trained(tmp_path, at, first=second["trained_first"], count=second["length"])
+    assert trained.advantages.tolist() == [5 / 8, 6 / 8, 7 / 8] and trained.trained.all()
+    assert not len(trained.logprobs)
+
+
+def test_samples_that_are_dropped_have_their_reasons(tmp_path: Path) -> None:
+    log = open_log(tmp_path)
+    log.lost(tree(0), {"g00000000.0": "reward_failed: it raised", "g00000000.1": "zero_advantage"})
+    log.put(group(1))
+    log.close(timeout_s=60.0)
+    index = SampleIndex(tmp_path, None)
+    assert [one["uid"] for one in found(index, reason="zero_advantage")] == ["g00000000.1"]
+    index.take_ledger([("g00000001.1", "stale"), ("g99999999.0", "stale")])
+    assert [one["uid"] for one in found(index, state="dropped", reason="stale")] == ["g00000001.1"]
+    assert index.overview()["state"] == {"dropped": 3, "put": 1}
+
+
+def test_a_drop_that_the_ledger_tells_before_the_samples_come_is_not_lost(tmp_path: Path) -> None:
+    log = open_log(tmp_path)
+    index = SampleIndex(tmp_path, None)
+    index.take_ledger([("g00000000.1", "stale"), ("g00000001.0", "over_sampled")])
+    log.put(group(0))
+    log.lost(tree(1), dict.fromkeys(["g00000001.0", "g00000001.1"], "cancelled"))
+    log.close(timeout_s=60.0)
+    fates = [("put", ""), ("dropped", "stale"), ("dropped", "over_sampled"), ("dropped", "cancelled")]
+    assert [(one["state"], one["reason"]) for one in found(index)] == fates
+    log = open_log(tmp_path)
+    log.put(group(1))
+    log.close(timeout_s=60.0)
+    fates += [("put", ""), ("put", "")]
+    assert [(one["state"], one["reason"]) for one in found(index)] == fates, "the group was played again"
+
+
+def test_a_resume_marks_what_it_undid(tmp_path: Path) -> None:
+    """The checkpoint is that of one step: step 1 and the groups made after it are undone, and made anew."""
+    rollout, actor = open_log(tmp_path), open_log(tmp_path, "actor-0")
+    for step in range(2):
+        rollout.put(group(step, version=step))
+        train(actor, step, tree(step, version=step))
+    rollout.put(group(2, version=1))
+    rollout.close(timeout_s=60.0)
+    actor.close(timeout_s=60.0)
+    index = SampleIndex(tmp_path, tmp_path / "cache" / "index.sqlite")
+    assert index.refresh() == 7  # two attempts, three groups, two trained groups
+
+    resumed = open_log(tmp_path, attempt="b", start_step=1)
+    resumed.put(group(1, version=1))
+    resumed.close(timeout_s=60.0)
+    states = {(one["uid"], one["state"]) for one in found(index)}
+    assert {state for uid, state in states if uid.startswith("g00000000")} == {"trained"}
+    assert {state for uid, state in states if uid.startswith("g00000001")} == {"undone", "put"}
+    assert {state for uid, state in states if uid.startswith("g00000002")} == {"undone"}
+    index.close()
+    again = SampleIndex(tmp_path, tmp_path / "cache" / "index.sqlite")
+    assert again.refresh() == 0
+    assert {(one["uid"], one["state"]) for one in found(again)} == states
+
+
+def test_large_files_are_read_piece_by_piece_in_order_of_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an earlier attempt did is undone, and what the later one does is not, however little is read at once."""
+    for attempt, start in (("a", 0), ("b", 4)):
+        rollout = open_log(tmp_path, attempt=attempt, start_step=start)
+        actor = open_log(tmp_path, "actor-0", attempt=attempt, start_step=start)
+        for step in range(start, start + 6):
+            rollout.put(group(step, version=step))
+            train(actor, step, tree(step, version=step))
+        for one in (rollout, actor):
+            one.close(timeout_s=60.0)
+
+    def states() -> list[tuple[str, str, int | None]]:
+        index = SampleIndex(tmp_path, None)
+        while index.refresh():
+            assert index.share() > 0.0
+        assert index.share() == 1.0
+        return [(one["uid"], one["state"], one["step"]) for one in index.find({}, order="oldest", most=99)[1]]
+
+    whole = states()
+    assert [state for _, state, _ in whole] == ["trained"] * 8 + ["undone"] * 4 + ["trained"] * 12
+    monkeypatch.setattr(sample_index, "REFRESH_BYTES", 300)
+    assert states() == whole
+
+
+def test_a_restarted_worker_of_the_same_attempt_undoes_nothing(tmp_path: Path) -> None:
+    for index in range(2):
+        log = open_log(tmp_path)
+        log.put(group(index))
+        log.close(timeout_s=60.0)
+    assert numbers_files(tmp_path) == ["rollout-0.0000.msgpack", "rollout-0.0001.msgpack"]
+    assert {one["state"] for one in found(SampleIndex(tmp_path, None))} == {"put"}
+
+
+def test_only_the_first_groups_of_a_step_are_kept(tmp_path: Path) -> None:
+    log = open_log(tmp_path, first=1)
+    for index in range(8):
+        log.put(group(index))
+    log.close(timeout_s=60.0)
+    assert {one["group_uid"] for one in found(SampleIndex(tmp_path, None))} == {"g00000000", "g00000004"}
+
+
+def test_the_oldest_tokens_go_first_and_numbers_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sample_log, "GATHER_S", 0.001)
+    log = open_log(tmp_path, max_bytes=16 * 200)
+    for index in range(20):
+        log.put(group(index))
+        while log._put_bytes > log._done_bytes:  # each group is a batch of its own, which fills a part
+            time.sleep(0.001)
+    log.close(timeout_s=60.0)
+    tokens = list((tmp_path / SAMPLES_FOLDER).glob("*tokens*"))
+    assert 1 < len(tokens) < 20
+    rows = found(SampleIndex(tmp_path, None))
+    assert len(rows) == 40
+    for row, there in ((rows[0], False), (rows[-1], True)):
+        record = read_numbers_at(tmp_path, TokensAt(row["made_file"], row["made_offset"], row["made_size"]))
+        assert isinstance(record, MadeRecord)
+        if there:
+            assert read_made_tree(tmp_path, record).group_uid == row["group_uid"]
+        else:
+            with pytest.raises(TokensRemoved, match="samples_max_mb"):
+                read_made_tree(tmp_path, record)
+
+
+def test_the_tokens_of_all_starts_together_have_the_limit(tmp_path: Path) -> None:
+    for start in range(40):  # each start ends before a part is full
+        log = open_log(tmp_path, max_bytes=16 * 400)
+        log.put(group(start))
+        log.close(timeout_s=60.0)
+    tokens = list((tmp_path / SAMPLES_FOLDER).glob("*tokens*"))
+    assert sum(path.stat().st_size for path in tokens) <= 16 * 400
+    index = SampleIndex(tmp_path, None)
+    index.refresh()
+    assert index.find({})[0] == 80
+
+
+def test_a_link_among_the_samples_is_not_followed(tmp_path: Path) -> None:
+    log = open_log(tmp_path / "run")
+    log.put(group(0))
+    log.close(timeout_s=60.0)
+    (row,) = found(SampleIndex(tmp_path / "run", None))[:1]
+    folder = tmp_path / "run" / SAMPLES_FOLDER
+    (tokens,) = folder.glob("*tokens*")
+    tokens.rename(tmp_path / "elsewhere")
+    tokens.symlink_to(tmp_path / "elsewhere")
+    (folder / "actor-0.0000.msgpack").symlink_to(folder / "rollout-0.0000.msgpack")
+    os.mkfifo(folder / "actor-1.0000.msgpack")  # whoever opens it waits
+    assert numbers_files(tmp_path / "run") == ["rollout-0.0000.msgpack"]
+    record = read_numbers_at(tmp_path / "run", TokensAt(row["made_file"], row["made_offset"], row["made_size"]))
+    assert isinstance(record, MadeRecord)
+    with pytest.raises(TokensRemoved, match="no plain file"):
+        read_made_tree(tmp_path / "run", record)
+
+
+def test_a_half_written_record_waits_and_a_foreign_one_is_named(tmp_path: Path) -> None:
+    log = open_log(tmp_path)
+    log.put(group(0))
+    log.close(timeout_s=60.0)
+    file = tmp_path / SAMPLES_FOLDER / "rollout-0.0000.msgpack"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-1])
+    index = SampleIndex(tmp_path, None)
+    assert found(index) == []
+    file.write_bytes(whole)
+    assert len(found(index)) == 2
+    file.write_bytes(whole + framed(b"\x81\xa4kind\xa3new"))
+    assert len(found(index)) == 2
+    assert index.problems()
+    assert "another Relax or damaged" in index.problems()[0]
+    with pytest.raises(ValueError, match="no record of samples begins at byte 3"):
+        split_frames(b"plain text", offset=3)
+    assert len(read_frames(file, 0, most_bytes=8)) == 1  # a frame that is larger than one read
+
+
+def test_a_folder_that_cannot_be_written_costs_samples_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / SAMPLES_FOLDER).write_text("a file is in the way")
+    with caplog.at_level(logging.WARNING):
+        log = open_log(tmp_path)
+        log.put(group(0))
+        log.close(timeout_s=60.0)
+    assert log.left_out == 1
+    assert sum("The run goes on" in record.message for record in caplog.records) == 1
+
+
+def test_filters_and_orders(tmp_path: Path) -> None:
+    log = open_log(tmp_path)
+    for index in range(3):
+        log.put(group(index, version=index))
+    log.close(timeout_s=60.0)
+    index = SampleIndex(tmp_path, None)
+    assert [one["version"] for one in found(index, version_min=1, reward_max=0.5)] == [1, 2]
+    assert index.find({}, order="-reward", most=1)[1][0]["reward"] == 1.0
+    assert index.find({}, most=2, first=4)[0] == 6
+    with pytest.raises(ValueError, match="filters are uid, group"):
+        index.find({"colour": 1})
+
+
+def test_kept_columns_leave_out_what_is_large() -> None:
+    from relax_core.observe.sample_log import TOKEN_COLUMNS
+
+    assert c.ROUTED_EXPERTS not in TOKEN_COLUMNS
+    assert c.KEPT_TOKENS not in TOKEN_COLUMNS

@@ -1,0 +1,124 @@
+"""W&B, MLflow and ClearML without a network: what they wrote is read back and is what the run recorded.
+
+The libraries are in an environment of their own: `make test-trackers`. A test is skipped where its library is missing.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from relax_core.contracts.sink import MetricRecord, Record, SinkConfig, SinkStart, TextRecord
+from relax_core.observe.trackers.sink_process import ProcessSink
+from relax_core.registry import find_sink
+from tests.observe.test_sink_process import HISTOGRAM
+
+REWARDS = {0: 0.0, 1: 0.25, 2: 0.5}
+BLOCK, HEAD = 32768, 7  # of the LevelDB log that is W&B's offline file
+
+
+def written(run_dir: Path, name: str, values: dict[str, Any]) -> None:
+    """Writes three steps with a sink, the last one with a second sink as a resumed run does."""
+    (run_dir / "config.yaml").write_text("name: demo\nrun:\n  steps: 3\n")
+    records: list[Record] = [
+        MetricRecord(source="actor", step=step, time_s=100.0 + step, values={"reward": reward, "gap": float("nan")})
+        for step, reward in REWARDS.items()
+    ]
+    texts = TextRecord(kind="eval", step=1, time_s=101.0, rows=[{"prompt": "p", "exact": True}])
+    for batch in ([*records[:2], texts, HISTOGRAM], records[2:]):
+        sink = ProcessSink(name, name, values, SinkStart(run_dir=run_dir))
+        sink.write(batch)
+        sink.close()
+
+
+def test_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # the import makes folders that it does not remove
+    pytest.importorskip("wandb")
+    from wandb.proto.wandb_internal_pb2 import Record as WandbRecord
+
+    written(tmp_path, "wandb", {"offline": True})
+    found: dict[int, float] = {}
+    keys: set[str] = set()
+    for file in sorted(tmp_path.glob("wandb/offline-run-*/*.wandb")):
+        for data in log_records(file.read_bytes()):
+            record = WandbRecord()
+            record.ParseFromString(data)
+            items = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+            keys |= items.keys()
+            if "actor/reward" in items:
+                found[items["actor/step"]] = items["actor/reward"]
+    assert found == REWARDS
+    assert "actor/gap" not in keys
+    for tag in ("eval/texts", "actor/response_tokens/distribution"):
+        assert any(key.startswith(f"{tag}/") for key in keys), tag
+
+
+def log_records(data: bytes) -> Iterator[bytes]:
+    """Yields the records of a LevelDB log, whose first block begins with W&B's header of 7 bytes."""
+    at, parts = HEAD, b""
+    while at + HEAD <= len(data):
+        left = BLOCK - at % BLOCK
+        if left < HEAD:
+            at += left
+            continue
+        _, size, kind = struct.unpack_from("<IHB", data, at)
+        parts += data[at + HEAD : at + HEAD + size]
+        at += HEAD + size
+        if kind in (1, 4):  # whole, or the last part
+            yield parts
+            parts = b""
+
+
+def test_mlflow(tmp_path: Path) -> None:
+    pytest.importorskip("mlflow")
+    from mlflow import MlflowClient
+
+    written(tmp_path, "mlflow", {})
+    client = MlflowClient(tracking_uri=f"sqlite:///{tmp_path / 'mlflow.db'}")
+    (run,) = client.search_runs([client.get_experiment_by_name("relax").experiment_id])
+    assert run.info.run_name == tmp_path.name
+    assert run.info.status == "FINISHED"
+    assert run.data.params["run.steps"] == "3"
+    assert run.data.metrics.keys() == {"actor/reward"}
+    history = client.get_metric_history(run.info.run_id, "actor/reward")
+    assert {one.step: one.value for one in history} == REWARDS
+    (texts,) = tmp_path.glob("mlflow_files/*/artifacts/texts/eval_1.json")
+    assert json.loads(texts.read_text()) == [{"prompt": "p", "exact": True}]
+
+
+def test_clearml(tmp_path: Path) -> None:
+    pytest.importorskip("clearml")
+    written(tmp_path, "clearml", {"offline": True})
+    files = tmp_path.glob("clearml/offline/offline-*/metrics.jsonl")
+    events = [event for file in files for line in file.read_text().splitlines() for event in json.loads(line)]
+    assert {one["iter"]: one["value"] for one in events if one["variant"] == "reward"} == REWARDS
+    assert {one["variant"] for one in events if one["metric"] == "actor"} == {"reward"}
+
+
+@pytest.mark.parametrize("name", ["wandb", "mlflow", "clearml"])
+def test_a_missing_library_or_key_is_refused_with_the_fix(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = find_sink(name)
+    config: SinkConfig = spec.config(name=name)
+    monkeypatch.setattr(f"relax_core.observe.trackers.{name}_sink.find_spec", lambda package: None)
+    with pytest.raises(ValueError, match=rf"pip install 'relax-core\[{name}\]'"):
+        spec.check(config)
+    monkeypatch.setattr(f"relax_core.observe.trackers.{name}_sink.find_spec", lambda package: "there")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for key in ("WANDB_API_KEY", "CLEARML_API_ACCESS_KEY"):
+        monkeypatch.delenv(key, raising=False)
+    if name == "mlflow":
+        spec.check(config)
+        with pytest.raises(ValueError, match="uri=file:///x"):
+            spec.check(spec.config(name=name, uri="file:///x"))  # type: ignore[call-arg]
+        return
+    with pytest.raises(ValueError, match="or offline: true"):
+        spec.check(config)
+    spec.check(spec.config(name=name, offline=True))  # type: ignore[call-arg]
