@@ -1,16 +1,11 @@
 """Trained response tokens a second of one train step, against transformers; tree packing against rows; the memory of
-log-probs and of a step; what routing replay costs.
+log-probs and of a step; the cost of routing replay.
 
     python -m benchmarks.train_step [--parts fill tree logprobs replay trees memory] [--models dense moe demo]
-                                    [--repeats 3] [--json FILE]
-    python -m benchmarks.train_step --trees       # the part trees alone
-    python -m benchmarks.train_step --memory      # the part memory alone
-    python -m benchmarks.train_step --media       # benchmarks.train_step_media
+    python -m benchmarks.train_step_media                       # prompts with images
 
 A step is forward, backward and optimizer over the same groups, on one thread of one process; its time is CPU seconds.
-The ways of a case take turns, so that a ratio holds on any machine; ratios are medians over the repeats, with the least
-and the largest behind. All ways start from the same weights and take the same steps, so their gradients' norms must
-agree: how far they are apart is the last column.
+All ways start from the same weights and take the same steps, so their gradients' norms must agree.
 
 - ``fill``: 8 prompts of 32 tokens × 8 responses of at most 224. The fill is the share of real tokens were all sequences
   padded to 256; at 24% lengths have a long tail. "HF padded": micro-batches padded to their longest. "HF packed":
@@ -21,15 +16,13 @@ agree: how far they are apart is the last column.
 - ``replay``: R3 on a mixture of experts, whose groups come with and without the experts that the engine chose (here:
   those that transformers' model chooses).
 - ``trees``: `benchmarks.train_step_trees`, a tree of 16 turns. "sequences": one sequence a segment, its shared rows
-  included. The last line says what share of the ratio that the counts allow is reached: they allow the ratio of the
-  floating-point operations that rows, pairs and predicted rows need.
+  included. The last line says what share of the ratio is reached that rows, pairs and predicted rows allow.
 - ``memory``: one step over 16 answers of 8,192 tokens on a prompt of 1,024, in micro-batches of 8,192 rows, against the
   same with one answer; each in a process of its own, peak over what the process had before.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -37,11 +30,12 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING
 
+from benchmarks.harness import ONE_THREAD, Comparison, Figures, command_line, machine, take_turns
 from benchmarks.logprobs import in_own_process
 from benchmarks.train_step_trees import Counts, deep_tree, step_memory
 from benchmarks.train_step_ways import (
@@ -65,71 +59,40 @@ FILL_PROMPT, FILL_LONGEST, FILL_GROUPS, FILL_SAMPLES = 32, 224, 8, 8
 TREE_SHAPES = ((32, 8), (32, 16), (512, 8), (512, 16), (4096, 8), (4096, 16))  # prompt tokens, samples a group
 TREE_LONGEST, TREE_MEAN = 128, 64
 HF_PACKED_TOKENS = 512  # of 512, 1,024, 2,048 and 4,096 the fastest
-REPLAY_REPEATS = 10  # times as many as of the others: what is looked for is 1%
+NORM_REACH = 1e-3
+REPLAY_ROUNDS = 10  # times as many as of the others: what is looked for is 1%
 
 
-@dataclass(frozen=True, kw_only=True)
-class Result:
-    """``tokens_per_second`` and ``grad_norms``: way → one figure a repeat; the first way is the one compared to."""
-
-    case: str
-    tokens: int
-    tokens_per_second: dict[str, list[float]]
-    grad_norms: dict[str, list[float]]
-
-    def ratios(self, way: str) -> list[float]:
-        base = next(iter(self.tokens_per_second.values()))
-        return [mine / theirs for mine, theirs in zip(self.tokens_per_second[way], base, strict=True)]
-
-    def disagreement(self, way: str) -> float:
-        base = next(iter(self.grad_norms.values()))
-        return max(abs(mine / theirs - 1) for mine, theirs in zip(self.grad_norms[way], base, strict=True))
-
-
-def main() -> None:
-    if "--media" in sys.argv:
-        from benchmarks import train_step_media
-
-        sys.argv.remove("--media")
-        train_step_media.main()
-        return
-    arguments = _parse()
-    # Before torch is imported; also for the processes of `logprobs`.
-    os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-    report: dict[str, object] = {"load": os.getloadavg()[0]}
+def main() -> int:
+    os.environ |= ONE_THREAD  # before torch is imported; also for the processes of `logprobs`
+    parser = command_line(__doc__)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--models", nargs="+", choices=tuple(SIZES), default=("dense", "moe"), help="of the part fill")
+    given = parser.parse_args()
+    print(machine(), flush=True)
+    report: dict[str, object] = {"machine": machine()}
     with tempfile.TemporaryDirectory(prefix="relax-train-step-") as scratch:
         folder = Path(scratch)
-        if "fill" in arguments.parts:
-            for model in arguments.models:
-                report[f"fill {model}"] = tell(f"fill, {model}", fill(folder, model, repeats=arguments.repeats))
-        if "tree" in arguments.parts:
-            report["tree"] = tell("tree", tree(folder, repeats=arguments.repeats))
-        if "logprobs" in arguments.parts:
-            report["logprobs"] = logprobs(repeats=arguments.repeats)
-        if "replay" in arguments.parts:
-            repeats = arguments.repeats * REPLAY_REPEATS
-            report["replay"] = tell("routing replay, moe", [replay(folder, repeats=repeats)])
-        if "trees" in arguments.parts:
-            report["trees"] = trees(folder, repeats=arguments.repeats)
-        if "memory" in arguments.parts:
+        if "fill" in given.parts:
+            for model in given.models:
+                report[f"fill {model}"] = tell(fill(folder, model, rounds=given.rounds))
+        if "tree" in given.parts:
+            report["tree"] = tell(tree(folder, rounds=given.rounds))
+        if "logprobs" in given.parts:
+            report["logprobs"] = logprobs(rounds=given.rounds)
+        if "replay" in given.parts:
+            report["replay"] = tell([replay(folder, rounds=given.rounds * REPLAY_ROUNDS)])
+        if "trees" in given.parts:
+            report["trees"] = trees(folder, rounds=given.rounds)
+        if "memory" in given.parts:
             report["memory"] = memory()
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(report, indent=2) + "\n")
-
-
-def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument("--trees", action="store_const", const=["trees"], dest="parts", help="--parts trees")
-    parser.add_argument("--memory", action="store_const", const=["memory"], dest="parts", help="--parts memory")
-    parser.add_argument("--models", nargs="+", choices=tuple(SIZES), default=("dense", "moe"), help="of the part fill")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--json", type=Path, default=None, help="write all figures here")
-    return parser.parse_args()
+    if given.json is not None:
+        given.json.write_text(json.dumps(report, indent=2) + "\n")
+    return 0
 
 
 # -- the parts --------------------------------------------------------------------------------------------------------
-def fill(folder: Path, model: str, *, repeats: int) -> Iterator[Result]:
+def fill(folder: Path, model: str, *, rounds: int) -> Iterator[Comparison]:
     """Our step against transformers' at several fills; the ways keep their models from one fill to the next."""
     size, family = SIZES[model], _family(model)
     path = write_model(folder / model, size)
@@ -146,10 +109,10 @@ def fill(folder: Path, model: str, *, repeats: int) -> Iterator[Result]:
             "ours": lambda groups=groups: ours.step(groups),  # type: ignore[misc]
             "ours, rows": lambda rows=rows: ours_rows.step(rows),  # type: ignore[misc]
         }
-        yield measure(f"{share:.0%}", ways, tokens=_tokens(groups), repeats=repeats)
+        yield measure(f"{model}, fill {share:.0%}", ways, tokens=_tokens(groups), rounds=rounds)
 
 
-def tree(folder: Path, *, repeats: int) -> Iterator[Result]:
+def tree(folder: Path, *, rounds: int) -> Iterator[Comparison]:
     """Groups as trees, whose prompt is computed once, against rows; dense model."""
     size = SIZES["dense"]
     path = write_model(folder / "tree", size)
@@ -172,27 +135,18 @@ def tree(folder: Path, *, repeats: int) -> Iterator[Result]:
             "tree": lambda groups=groups, budget=budget: tree_model.step(groups, budget_rows=budget),  # type: ignore[misc]
             "tree, masked": masked,
         }
-        yield measure(f"prompt {prompt:,} × {samples}", ways, tokens=_tokens(groups), repeats=repeats)
+        yield measure(f"prompt {prompt:,} × {samples}", ways, tokens=_tokens(groups), rounds=rounds)
 
 
-def logprobs(*, repeats: int) -> dict[str, dict[str, list[float]]]:
+def logprobs(*, rounds: int) -> object:
     """Ours and the plain log_softmax in turns: CPU seconds and peak memory over base, forward and backward."""
-    found: dict[str, dict[str, list[float]]] = {"naive": {}, "ours": {}}
-    for _ in range(repeats):
-        for way, columns in found.items():
-            for name, value in in_own_process(way).items():
-                columns.setdefault(name, []).append(value)
-    print("\nlog-probs, 4,096 rows × 151,936 words, forward + backward")
-    for way, columns in found.items():
-        ratios = [a / b for a, b in zip(columns["seconds"], found["naive"]["seconds"], strict=True)]
-        print(
-            f"{way:16}{median(columns['seconds']):8.1f} s {_spread(ratios)} of naive, "
-            f"{max(columns['peak_mb']) / 1000:.2f} GB over base"
-        )
-    return found
+    ways = {name: partial(lambda name, number: in_own_process(name), name) for name in ("naive", "ours")}
+    found = take_turns("log-probs, 4,096 rows × 151,936 words", ways, rounds=rounds, warm_up=False)
+    print(found.table(base="naive", ratio_of=["seconds", "peak_mb"]), flush=True)
+    return found.found
 
 
-def replay(folder: Path, *, repeats: int) -> Result:
+def replay(folder: Path, *, rounds: int) -> Comparison:
     """One set of groups, with the engine's experts and without."""
     size = SIZES["moe"]
     path = write_model(folder / "replay", size)
@@ -202,10 +156,10 @@ def replay(folder: Path, *, repeats: int) -> Result:
     groups = make_groups(lengths, prompt=FILL_PROMPT, vocabulary=size.vocabulary)
     routed = with_own_experts(HuggingFace(path).model, groups)
     ways = {"replay off": lambda: models["off"].step(groups), "replay on": lambda: models["on"].step(routed)}
-    return measure("R3", ways, tokens=_tokens(groups), repeats=repeats)
+    return measure("routing replay (R3), moe", ways, tokens=_tokens(groups), rounds=rounds)
 
 
-def trees(folder: Path, *, repeats: int) -> dict[str, object]:
+def trees(folder: Path, *, rounds: int) -> dict[str, object]:
     """A deep tree, whose shared rows are computed once, against one sequence a segment; dense model."""
     size = SIZES["dense"]
     path = write_model(folder / "trees", size)
@@ -216,16 +170,15 @@ def trees(folder: Path, *, repeats: int) -> dict[str, object]:
         "sequences": lambda: sequences_model.step(rows),
         "tree": lambda: tree_model.step([deep], budget_rows=deep.rows),
     }
-    result = measure(f"{len(rows)} segments", ways, tokens=_tokens([deep]), repeats=repeats)
-    told = tell("deep trees", [result])
+    result = measure(f"{len(rows)} segments", ways, tokens=_tokens([deep]), rounds=rounds)
+    told = tell([result])
     every, once = Counts.of(rows), Counts.of([deep])
-    for what in ("rows", "pairs", "predicted"):
-        each, one = getattr(every, what), getattr(once, what)
-        print(f"{'':20}{what:16}{each:>14,} → {one:>11,}  {each / one:5.2f}×")
+    for name, each in asdict(every).items():
+        print(f"{name:16}{each:>14,} → {getattr(once, name):>11,}  {each / getattr(once, name):5.2f}×")
     allowed = every.flops(size) / once.flops(size)
-    share = median(result.ratios("tree")) / allowed
-    print(f"{'':20}the counts allow {allowed:.2f}×, of which {share:.0%} is reached")
-    return {**told[0], "counts": [asdict(every), asdict(once)], "allowed": allowed, "share": share}
+    share = result.ratio("tree", "tokens/s", base="sequences") / allowed
+    print(f"the counts allow {allowed:.2f}×, of which {share:.0%} is reached")
+    return {"rounds": told, "counts": [asdict(every), asdict(once)], "allowed": allowed, "share": share}
 
 
 def memory() -> list[dict[str, float]]:
@@ -238,18 +191,24 @@ def memory() -> list[dict[str, float]]:
 
 
 # -- measuring --------------------------------------------------------------------------------------------------------
-def measure(case: str, ways: Mapping[str, Callable[[], float]], *, tokens: int, repeats: int) -> Result:
-    """Each way once unmeasured, then in turns, every other time in the opposite order. A way returns its gradient's
-    norm.
+def measure(case: str, ways: Mapping[str, Callable[[], float]], *, tokens: int, rounds: int) -> Comparison:
+    """Measures trained tokens a CPU second of ways that return the norm of their gradient.
+
+    All ways start from the same weights and take the same steps. Raises AssertionError if their norms differ by more
+    than `NORM_REACH`, because they would not do the same work.
     """
-    speeds: dict[str, list[float]] = {name: [] for name in ways}
-    norms: dict[str, list[float]] = {name: [step()] for name, step in ways.items()}
-    for repeat in range(repeats):
-        for name in sorted(ways, reverse=bool(repeat % 2)):
-            start = time.process_time()
-            norms[name].append(ways[name]())
-            speeds[name].append(tokens / (time.process_time() - start))
-    return Result(case=case, tokens=tokens, tokens_per_second=speeds, grad_norms=norms)
+
+    def timed(step: Callable[[], float], number: int) -> Figures:
+        began = time.process_time()
+        norm = step()
+        return {"tokens/s": tokens / (time.process_time() - began), "gradient norm": norm}
+
+    found = take_turns(case, {name: partial(timed, step) for name, step in ways.items()}, rounds=rounds)
+    first = next(iter(ways))
+    for way in ways:
+        off = max(abs(ratio - 1) for ratio in found.ratios(way, "gradient norm", base=first))
+        assert off < NORM_REACH, f"{case}: the gradient of {way} differs from that of {first} by {off:.0e}"
+    return found
 
 
 @contextmanager
@@ -271,25 +230,14 @@ def _tokens(groups: Sequence[TokenTree]) -> int:
     return sum(len(group.tokens[1]) for group in groups)
 
 
-# -- print-out --------------------------------------------------------------------------------------------------------
-def tell(title: str, results: Iterator[Result] | Sequence[Result]) -> list[dict[str, object]]:
-    """Prints each result as soon as it is there."""
-    print(f"\n{title}\n{'case':20}{'way':16}{'tokens/s':>10}  of the first way{'norm off':>16}")
-    told = []
-    for result in results:
-        for way, speeds in result.tokens_per_second.items():
-            print(
-                f"{result.case:20}{way:16}{median(speeds):10,.0f}  {_spread(result.ratios(way)):22}"
-                f"{result.disagreement(way):10.0e}",
-                flush=True,
-            )
-        told.append(asdict(result))
+def tell(found: Iterator[Comparison] | Sequence[Comparison]) -> dict[str, object]:
+    """Prints each comparison as soon as it is there, and returns the figures of all rounds."""
+    told: dict[str, object] = {}
+    for one in found:
+        print(one.table(base=next(iter(one.found)), ratio_of=["tokens/s"]), flush=True)
+        told[one.title] = one.found
     return told
 
 
-def _spread(ratios: Sequence[float]) -> str:
-    return f"{median(ratios):5.3f}× ({min(ratios):.3f} – {max(ratios):.3f})"
-
-
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,6 +1,6 @@
-"""Measures train steps over prompts with images for `benchmarks.train_step --media`.
+"""Measures train steps over prompts with images.
 
-    python -m benchmarks.train_step_media [--parts language trees hybrid] [--repeats 5] [--json FILE]
+    python -m benchmarks.train_step_media [--parts language trees hybrid] [--rounds 5] [--json FILE]
 
 - ``language``: a step over prompts with images against a step of the text model of equal sizes over as many rows. What
   the vision tower alone takes, forward and backward, is measured beside it and subtracted.
@@ -14,21 +14,23 @@ is printed; that of Qwen3-VL-4B with images of that size is 0.25. Times are CPU 
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from benchmarks.harness import ONE_THREAD, Comparison, Figures, command_line, machine, take_turns
+
 if TYPE_CHECKING:
-    from benchmarks.train_step import Result
     from benchmarks.train_step_ways import Size
     from relax_core.contracts.media import MediaItem
     from relax_core.contracts.tree import TokenTree
@@ -185,8 +187,8 @@ class SeeingSteps:
         return time.process_time() - start
 
 
-def language(folder: Path, *, repeats: int) -> dict[str, Any]:
-    """Returns the time of the language part of a picture step over that of a text step, repeat by repeat."""
+def language(folder: Path, *, rounds: int) -> Comparison:
+    """Compares a picture step, its tower's passes and a text step of equal rows."""
     from benchmarks.train_step_ways import SIZES, Ours, make_groups, write_model
 
     steps = SeeingSteps(folder)
@@ -205,28 +207,20 @@ def language(folder: Path, *, repeats: int) -> dict[str, Any]:
         "pictures": lambda: seconds_of(lambda: seeing.step(groups, budget_rows=budget)),
         "tower": lambda: steps.tower_seconds(groups, seeing.vision),
     }
-    title = (
-        f"language part over a text step, {LANGUAGE_GROUPS} groups of {budget:,} rows, {LANGUAGE_IMAGES} images each"
-    )
-    return tell_language(title, ways, repeats=repeats)
+    title = f"{LANGUAGE_GROUPS} groups of {budget:,} rows, {LANGUAGE_IMAGES} images each"
+    found = take_turns(title, {name: partial(_figures, way) for name, way in ways.items()}, rounds=rounds)
+    seconds = [[one["seconds"] for one in found.found[name]] for name in ("text", "pictures", "tower")]
+    ratios = [(pictures - tower) / plain_s for plain_s, pictures, tower in zip(*seconds, strict=True)]
+    print(found.table(base="text", ratio_of=["seconds"]))
+    print(f"language part over a text step: {median(ratios):.3f}, at most {LANGUAGE_BOUND:.2f} is wanted", flush=True)
+    return found
 
 
-def tell_language(title: str, ways: Mapping[str, Callable[[], float]], *, repeats: int) -> dict[str, Any]:
-    """Measures and prints the ways "text", "pictures" and "tower", and the ratio of the language part to the first."""
-    found = _in_turns(ways, repeats=repeats)
-    ratios = [
-        (pictures - tower) / plain_s
-        for pictures, tower, plain_s in zip(found["pictures"], found["tower"], found["text"], strict=True)
-    ]
-    shares = [tower / pictures for tower, pictures in zip(found["tower"], found["pictures"], strict=True)]
-    print(f"\n{title}")
-    for way, seconds in found.items():
-        print(f"{way:12}{median(seconds):8.2f} s")
-    print(f"ratio {_spread(ratios)}, at most {LANGUAGE_BOUND:.2f}; the tower is {median(shares):.0%} of a step")
-    return {"seconds": found, "ratios": ratios}
+def _figures(way: Callable[[], float], number: int) -> Figures:
+    return {"seconds": way()}
 
 
-def trees(folder: Path, *, family: str, repeats: int) -> Iterator[Result]:
+def trees(folder: Path, *, family: str, rounds: int) -> Iterator[Comparison]:
     """Yields the speed of a step over a group as a tree, against rows, for each shape of `TREES`."""
     from benchmarks.train_step import measure
     from benchmarks.train_step_ways import as_rows
@@ -241,8 +235,8 @@ def trees(folder: Path, *, family: str, repeats: int) -> Iterator[Result]:
             "rows": lambda rows=rows, budget=budget: rows_model.step(rows, budget_rows=budget),  # type: ignore[misc]
             "tree": lambda group=group, budget=budget: tree_model.step([group], budget_rows=budget),  # type: ignore[misc]
         }
-        name = f"{image_rows:,} × {answers}, ≥ {reach:g}"
-        yield measure(name, ways, tokens=answers * ANSWER, repeats=repeats)
+        name = f"{family}, {image_rows:,} image rows × {answers} answers, reach {reach:g}"
+        yield measure(name, ways, tokens=answers * ANSWER, rounds=rounds)
 
 
 def seconds_of(step: Callable[[], float]) -> float:
@@ -252,46 +246,28 @@ def seconds_of(step: Callable[[], float]) -> float:
     return time.process_time() - start
 
 
-def _in_turns(ways: Mapping[str, Callable[[], float]], *, repeats: int) -> dict[str, list[float]]:
-    """Returns what each way gives in each repeat; each runs once before, and every other repeat is reversed."""
-    for way in ways.values():
-        way()
-    found: dict[str, list[float]] = {name: [] for name in ways}
-    for repeat in range(repeats):
-        for name in sorted(ways, reverse=bool(repeat % 2)):
-            found[name].append(ways[name]())
-    return found
-
-
-def _spread(ratios: Sequence[float]) -> str:
-    return f"{median(ratios):5.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
-
-
-def main() -> None:
+def main() -> int:
     """Runs the parts and prints their figures."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    os.environ |= ONE_THREAD  # before torch is imported
+    from benchmarks.train_step import tell
+
+    parser = command_line(__doc__, rounds=5)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS[:2])
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--json", type=Path, default=None, help="write all figures here")
-    arguments = parser.parse_args()
-    # Before torch is imported.
-    os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-    report: dict[str, Any] = {"load": os.getloadavg()[0]}
+    given = parser.parse_args()
+    print(machine(), flush=True)
+    report: dict[str, Any] = {"machine": machine()}
     with tempfile.TemporaryDirectory(prefix="relax-train-step-media-") as scratch:
-        for part in arguments.parts:
+        for part in given.parts:
             folder = Path(scratch) / part
             folder.mkdir()
             if part == "language":
-                report[part] = language(folder, repeats=arguments.repeats)
-                continue
-            from benchmarks.train_step import tell
-
-            family = HYBRID if part == "hybrid" else SEEING
-            results = trees(folder, family=family, repeats=arguments.repeats)
-            report[part] = tell(f"{family}, trees with images: image rows × answers, and the ratio to reach", results)
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(report, indent=2) + "\n")
+                report[part] = language(folder, rounds=given.rounds).found
+            else:
+                report[part] = tell(trees(folder, family=HYBRID if part == "hybrid" else SEEING, rounds=given.rounds))
+    if given.json is not None:
+        given.json.write_text(json.dumps(report, indent=2) + "\n")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
