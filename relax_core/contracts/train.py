@@ -108,9 +108,3 @@ class TrainBackend(Protocol):
 
     def load(self, folder: Path) -> None:
         """Reads the checkpoint of any layout."""
-
-    def offload(self) -> None:
-        """Frees the device's memory (colocate). It does nothing if device and host share their memory."""
-
-    def onload(self) -> None:
-        """Loads the state back to the device after `offload`."""

@@ -14,7 +14,6 @@ from relax_core.contracts.algorithm import LossInputs, LossOutputs
 from relax_core.contracts.media import MediaReader
 from relax_core.contracts.tree import TokenTree
 from relax_core.contracts.trees.kept_tokens import KeptTokens
-from relax_core.train.megatron_on_cpu import has_cuda
 from relax_core.train.model.logprobs import HeadOutputs, Truncation, chunked_logprobs, head_outputs, top_k_tokens
 from relax_core.train.optimizer import frozen_weights
 from relax_core.train.pipeline_schedule import MicroBatch
@@ -147,14 +146,6 @@ class MegatronBackend(MegatronRank):
         self._gather_parameters()
         return self._weights.export()
 
-    def offload(self) -> None:
-        """Does nothing on a CPU, because device and host share memory there."""
-        self._refuse_on_cuda("offload")
-
-    def onload(self) -> None:
-        """Does nothing on a CPU, because device and host share memory there."""
-        self._refuse_on_cuda("onload")
-
     # -- Helpers ------------------------------------------------------------------------------------------------
     def _head_settings(self, batch: MicroBatch) -> dict[str, Any]:
         return {
@@ -247,10 +238,6 @@ class MegatronBackend(MegatronRank):
             teacher_top_logprobs=top,
             top_logprobs=gathered,
         )
-
-    def _refuse_on_cuda(self, what: str) -> None:
-        if has_cuda():
-            raise ValueError(f"mode.name=colocate: {what} is not built for GPUs yet. Use mode=async.")
 
 
 def on_policy_gap(groups: Sequence[TokenTree], logprobs: np.ndarray) -> np.ndarray:

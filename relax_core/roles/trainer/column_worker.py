@@ -110,15 +110,16 @@ class ColumnWorker(Worker):
     """Adds columns to groups. All state is in the bus, so a restarted worker revokes its predecessor's leases.
 
     ``task`` is its name on the bus, and ``inputs`` the columns that it leases. ``version`` is that of the weights in
-    use, for the metrics; -1 if they never change. With ``whole_steps`` it takes all groups of a train step together, so
-    that its results do not depend, to the bit, on when each group arrived. Every such worker does so in a run that must
-    be repeatable.
+    use, -1 if they never change; if ``recorded``, the metrics have it for each lease. With ``whole_steps`` the worker
+    takes all groups of a train step together, so that its results do not depend, to the bit, on when each group
+    arrived. Every such worker does so in a run that must be repeatable.
     """
 
     task: str
     inputs: tuple[str, ...]
     version = -1
     whole_steps = False
+    recorded = True
 
     @abstractmethod
     def prepare(self) -> None:
@@ -130,9 +131,9 @@ class ColumnWorker(Worker):
 
     def work(self) -> None:
         """Leases groups, computes their columns and writes them, until the bus closes."""
-        config = self.context.config
-        whole_steps = self.whole_steps or config.repeatable
+        config, timeout_s = self.context.config, self.context.config.run.stall_timeout_s
         self.prepare()
+        whole_steps = self.whole_steps or config.repeatable
         bus = discover_bus(self.context, self.waiting)
         metrics = discover_metrics(self.context)
         request = LeaseRequest(
@@ -142,7 +143,6 @@ class ColumnWorker(Worker):
             lease_s=config.bus.lease_s,
         )
         self.set_state("running")
-        timeout_s = config.run.stall_timeout_s
         bus.revoke(request.task, timeout_s=timeout_s)  # a killed predecessor may have left leases
 
         def next_lease() -> Lease:
@@ -154,7 +154,8 @@ class ColumnWorker(Worker):
         while True:
             try:
                 columns = self.columns_of(lease.rows)
-                metrics.record(self.task, self.version, {"groups": len(lease.rows), "version": self.version})
+                if self.recorded:
+                    metrics.record(self.task, self.version, {"groups": len(lease.rows), "version": self.version})
                 if whole_steps:
                     bus.write(lease.lease_id, columns, timeout_s=timeout_s)
                     lease = without_timeout(next_lease)
@@ -165,46 +166,30 @@ class ColumnWorker(Worker):
                 lease = without_timeout(next_lease)
 
 
-class AdvantagesWorker(Worker):
-    """Computes advantages on the CPU, for all groups that are ready.
+class AdvantagesWorker(ColumnWorker):
+    """Computes advantages on the CPU, for algorithms that need columns of other roles or a whole train step."""
 
-    It computes them for a whole train step at once if the algorithm normalises over the step.
-    """
+    task = "advantages"
+    recorded = False
 
     def __init__(self, name: str, context: RunContext, rank: int) -> None:
         assert rank == 0, "one advantages worker is fast enough for any trainer"
         super().__init__(name, context)
 
-    def work(self) -> None:
-        """Leases groups, computes their advantages and writes them, until the bus closes."""
+    def prepare(self) -> None:
+        """Chooses the columns; uses one thread."""
         import torch
 
         torch.set_num_threads(1)
-        config = self.context.config
-        spec = find_algorithm(config.algo.name)
-        bus = discover_bus(self.context, self.waiting)
-        requirements = spec.requirements(config.algo)
-        request = LeaseRequest(
-            task="advantages",
-            columns=input_columns(requirements),
-            max_groups=config.rollout.prompts_per_step,
-            lease_s=config.bus.lease_s,
-        )
+        self._algo = self.context.config.algo
+        self._spec = find_algorithm(self._algo.name)
+        requirements = self._spec.requirements(self._algo)
+        self.inputs, self.whole_steps = input_columns(requirements), sees_whole_step(self._spec, requirements)
 
-        def columns_of(lease: Lease) -> dict[str, dict[str, bytes]]:
-            made = advantage_extras([c.decode_tree(row) for row in lease.rows], spec, config.algo)
-            return {
-                row.group_uid: {name: c.encode_column(name, values) for name, values in extras.items()}
-                for row, extras in zip(lease.rows, made, strict=True)
-            }
-
-        self.set_state("running")
-        timeout_s = config.run.stall_timeout_s
-        bus.revoke(request.task, timeout_s=timeout_s)  # a killed predecessor may have left leases
-        if sees_whole_step(spec, requirements):
-            while True:
-                lease = without_timeout(lambda: lease_whole_step(bus, request, timeout_s=timeout_s))
-                bus.write(lease.lease_id, columns_of(lease), timeout_s=timeout_s)
-        lease = without_timeout(lambda: bus.lease(request, timeout_s=timeout_s))
-        while True:
-            lease = write_then_lease(bus, lease.lease_id, columns_of(lease), request, timeout_s=timeout_s)
+    def columns_of(self, leased: Sequence[LeasedGroup]) -> GroupColumns:
+        """Returns the advantages of each group's tokens and, with a critic, the returns."""
+        made = advantage_extras([c.decode_tree(row) for row in leased], self._spec, self._algo)
+        return {
+            row.group_uid: {name: c.encode_column(name, values) for name, values in extras.items()}
+            for row, extras in zip(leased, made, strict=True)
+        }

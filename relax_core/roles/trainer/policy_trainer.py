@@ -1,6 +1,17 @@
-"""The trainer's lead leases groups, trains a step, publishes the weights and acknowledges the groups.
+"""Rank 0 of the actor role: it drives the trainer's other ranks and alone leases and acknowledges groups.
 
-It also saves checkpoints between steps. This is the step path, on which neither the controller nor Serve has a part.
+**Start** (`work`): the other ranks are found, and all build the model together; the bus, the critic and the metrics are
+connected; the way of the weights to the engines is chosen; a checkpoint is loaded on all ranks; the weights are
+published, which lets the engines begin.
+
+**A train step** (`_step`): lease groups as they arrive; compute micro-batches of them, forward and backward, on all
+ranks, while later groups are generated; step the optimizer, once a mini-batch and epoch; publish the weights t + 1;
+record the metrics; acknowledge the groups, which ends their samples in the ledger; save a checkpoint if one is due.
+Values, old, reference and teacher log-probs come as columns of the groups (`column_worker.py`). Neither the controller
+nor Serve has a part in a step.
+
+**Shutdown** (`_train`, `work`): the loop ends after the last step, or on a stop between steps or before a step has made
+an update. Then the last checkpoint is saved, the samples' files are closed, hf/ is written and the publisher ends.
 """
 
 from __future__ import annotations
@@ -8,11 +19,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Mapping
-from functools import partial
 from typing import TYPE_CHECKING
 
 from relax_core.config.choices import ModeName
+from relax_core.config.schema import RelaxConfig
 from relax_core.contracts import columns as c
+from relax_core.contracts.algorithm import Requirements
 from relax_core.contracts.bus import BusTimeout, Lease, LeaseRequest
 from relax_core.contracts.tree import TokenTree
 from relax_core.families.folder import folder_architecture
@@ -28,7 +40,7 @@ from relax_core.roles.trainer.rank_worker import policy_columns, policy_groups
 from relax_core.roles.trainer.run_checkpoint import RunCheckpoints
 from relax_core.roles.trainer.step_metrics import StepClock, StepGroups, rank_values, step_values
 from relax_core.roles.trainer.weight_sync import WeightSync
-from relax_core.roles.trainer.worker_group import Ranks, TrainerWorkerGroup, assemble_ranks
+from relax_core.roles.trainer.worker_group import TrainerWorkerGroup, assemble_ranks
 from relax_core.train.micro_batches import decode_train_tree
 from relax_core.train.updates import StepResult, StepUpdates, UpdatePlan
 from relax_core.weights.transports.choice import build_transport, choose_transport
@@ -45,13 +57,14 @@ class Stopped(Exception):
 
 
 class PolicyTrainer(Worker):
-    """Is rank 0 of the actor role, which drives the other ranks and alone leases and acknowledges groups."""
+    """Trains the policy from the first step to the last, together with the critic if there is one."""
 
     def __init__(self, name: str, context: RunContext, rank: int) -> None:
         assert rank == 0, "rank 0 drives the other ranks"
         self._version = context.start_step
         super().__init__(name, context)
 
+    # -- called by other processes ----------------------------------------------------------------------------------
     def version(self) -> int:
         """Returns the number of train steps done."""
         return self._version
@@ -65,13 +78,13 @@ class PolicyTrainer(Worker):
             self.request_stop()
         return enough
 
+    # -- start and shutdown -----------------------------------------------------------------------------------------
     def work(self) -> None:
         """Builds the model, publishes its weights and trains until the last step or a stop."""
         context, config = self.context, self.context.config
         self._config = config
-        self._stall_s = config.run.stall_timeout_s
         self._time_sharing = config.mode.name is ModeName.colocate
-        self._requirements = find_algorithm(config.algo.name).requirements(config.algo)
+        needed = find_algorithm(config.algo.name).requirements(config.algo)
         self._columns = policy_columns(config)
         # With several data-parallel ranks, the lead trains only a part of the groups and reads it as other ranks do.
         self._payloads = (*c.STRUCTURE_COLUMNS, c.ADVANTAGES) if config.parallel.dp > 1 else None
@@ -86,28 +99,28 @@ class PolicyTrainer(Worker):
             tower=ranks.lead.tower_work,
             ranks=config.parallel.dp,
             seed=config.seed,
-            skips=self._skips_without_advantage(),
+            skips=_skips_without_advantage(config, needed),
         )
         self._bus = discover_bus(context, self.waiting)
-        self._worker_group = self._build_worker_group(ranks)
+        self._worker_group = TrainerWorkerGroup(
+            ranks,
+            timeout_s=config.run.stall_timeout_s,
+            waiting=self.waiting,
+            critic=discover_worker(context, worker_name("critic", 0)) if needed.critic else None,
+            rank_groups=None if self._payloads is None else policy_groups(context, self._bus),
+        )
         self._metrics = discover_metrics(context)
         self._sync = self._build_sync()
         self._checkpoints = RunCheckpoints(
             context, bus=self._bus, worker_group=self._worker_group, report_progress=self.report_progress
         )
         try:
-            if self.context.resume_from is not None:
-                self._worker_group.load(self.context.resume_from)
+            if context.resume_from is not None:
+                self._worker_group.load(context.resume_from)
             self._publish(self._version)
             self._train()
         finally:
             self._sync.close()
-
-    def _skips_without_advantage(self) -> bool:
-        """Returns whether groups without an advantage are counted and not computed."""
-        needed = self._requirements
-        balances = self._config.model.moe_aux_loss_coef > 0
-        return self._config.algo.skip_without_advantage and not (needed.every_token or needed.critic or balances)
 
     def _build_sync(self) -> WeightSync:
         config = self._config
@@ -119,15 +132,8 @@ class PolicyTrainer(Worker):
         frozen = self._worker_group.lead.frozen_weights
         return WeightSync(self.context, EngineDirectory(self.context), transport, waiting=self.waiting, frozen=frozen)
 
-    def _build_worker_group(self, ranks: Ranks) -> TrainerWorkerGroup:
-        critic = discover_worker(self.context, worker_name("critic", 0)) if self._requirements.critic else None
-        rank_groups = None if self._payloads is None else policy_groups(self.context, self._bus)
-        return TrainerWorkerGroup(
-            ranks, timeout_s=self._stall_s, waiting=self.waiting, critic=critic, rank_groups=rank_groups
-        )
-
-    # -- the loop ---------------------------------------------------------------------------------------------------
     def _train(self) -> None:
+        """Makes steps until the last one or a stop, and leaves their results on disk."""
         self.set_state("running")
         lease: Lease | None = None
         self._step_ended = time.perf_counter()
@@ -141,6 +147,139 @@ class PolicyTrainer(Worker):
         self._worker_group.close_samples()
         if self._config.run.export_hf:
             self._export_hf()
+
+    # -- one train step ---------------------------------------------------------------------------------------------
+    def _step(self, lease: Lease | None) -> Lease | None:
+        """Trains one step on groups of which the first may be leased; returns the next step's first lease, if any."""
+        step, clock, consumed = self._version, self._clock, StepGroups()
+        updates = StepUpdates(self._worker_group, self._plan, step=step)
+        while (missing := self._plan.groups - len(consumed.leased)) > 0:
+            if lease is None:
+                lease = self._lease(self._request(step, missing), may_stop=not updates.made)
+            if self._time_sharing:
+                with clock.timed("sync_ms"):
+                    self._sync.release_memory()
+            with clock.timed("decode_ms"):
+                groups = self._decode(lease, step, consumed)
+            self._worker_group.add_lease(lease)
+            with clock.timed("train_ms"):
+                updates.add(groups)
+            lease = None
+        with clock.timed("train_ms"):
+            result = updates.finish()
+        with clock.timed("sync_ms"):
+            self._publish(step + 1)
+            if self._time_sharing:
+                self._end_push()
+                self._sync.resume_memory()
+        self._version = step + 1
+        self._report(consumed, result, step=step)
+        return self._acknowledge(consumed, step=step)
+
+    def _request(self, step: int, missing: int) -> LeaseRequest:
+        """Returns the request for the step's missing groups.
+
+        The groups may come in several leases, but in no more than there are micro-batches.
+        """
+        fitting = self._plan.budget_tokens // self._group_tokens * self._plan.ranks if self._group_tokens else 1
+        return LeaseRequest(
+            task="actor",
+            columns=self._columns,
+            payloads=self._payloads,
+            min_groups=missing if self._time_sharing else max(1, min(missing, fitting)),
+            max_groups=missing,
+            step=step,
+            lease_s=self._config.bus.lease_s,
+        )
+
+    def _lease(self, request: LeaseRequest, *, may_stop: bool) -> Lease:
+        """Leases groups in slices of time, so that a stop is noticed.
+
+        After ``run.stall_timeout_s`` it raises the bus's error, which names the worker that owes the groups. A step
+        that has made an update does not stop, because its weights belong to no checkpoint before it is done.
+        """
+        deadline = time.monotonic() + self._config.run.stall_timeout_s
+        while True:
+            try:
+                return self._clock.timed_lease(
+                    lambda: self._bus.lease(request, timeout_s=STOP_SLICE_S), timeout_s=STOP_SLICE_S
+                )
+            except BusTimeout:
+                if self.stopping and may_stop:
+                    raise Stopped from None
+                if time.monotonic() > deadline:
+                    raise
+
+    def _decode(self, lease: Lease, step: int, consumed: StepGroups) -> list[TokenTree]:
+        oldest = step - self._config.mode.max_staleness
+        groups = []
+        for row in lease.rows:
+            group, masked = decode_train_tree(row, step=step, oldest_version=oldest)
+            groups.append(group)
+            consumed.dropped.update(masked)
+            self._group_tokens = max(self._group_tokens, group.computed_rows)
+        consumed.lease_ids.append(lease.lease_id)
+        consumed.leased.extend(lease.rows)
+        consumed.groups.extend(groups)
+        return groups
+
+    def _publish(self, version: int) -> None:
+        """Publishes the weights; their push runs beside the trainer, and the next version waits for its end."""
+        self._end_push()
+        self._sync.publish(version, self._worker_group.export())
+
+    def _end_push(self) -> None:
+        report = self._sync.end_push()
+        if report is not None:
+            self._clock.push_ms, self._clock.stall_ms = report.push_ms, report.stall_ms
+
+    def _report(self, consumed: StepGroups, result: StepResult, *, step: int) -> None:
+        now = time.perf_counter()
+        values = step_values(consumed, result, self._clock, step=step, step_ms=1e3 * (now - self._step_ended))
+        ranks = rank_values(result.metrics.ranks, now_s=time.time())
+        records = (metric_record(ACTOR, step, values), metric_record(RANK, step, ranks))
+        self._metrics.put(*records, *consumed.histograms(step=step))
+        self._step_ended, self._clock = now, StepClock()
+        self._show_step()
+
+    def _acknowledge(self, consumed: StepGroups, *, step: int) -> Lease | None:
+        """Ends the step's samples in the ledger and saves a checkpoint if one is due.
+
+        Otherwise the same call leases the next step's first groups. Returns that lease, if any.
+        """
+        every, version = self._config.run.save_every, step + 1
+        due = (every > 0 and version % every == 0) or self._checkpoints.due(version)
+        last = version == self._config.run.steps or self.stopping
+        then = None if due or last else self._request(version, self._plan.groups)
+        try:
+            lease = self._clock.timed_lease(
+                lambda: self._bus.ack(
+                    consumed.lease_ids, step=step, dropped=consumed.dropped, then=then, timeout_s=STOP_SLICE_S
+                ),
+                timeout_s=STOP_SLICE_S,
+            )
+        except BusTimeout:
+            if then is None:
+                raise
+            lease = None  # the bus has recorded the step; the next step leases its groups with a call of its own
+        self._checkpoints.raise_failure()
+        if due:
+            with self._clock.timed("checkpoint_ms"):
+                self._save(version)
+        return lease
+
+    # -- files ------------------------------------------------------------------------------------------------------
+    def _save(self, version: int) -> None:
+        """Saves a checkpoint after the metrics of its steps, because a resumed run continues the metrics after it."""
+        try:
+            self._metrics.flush()
+        except MetricsUnavailable as error:
+            log.warning("the metrics before checkpoint %d may be missing: %s", version, error)
+        self._checkpoints.save(version)
+        self._show_step()
+
+    def _show_step(self) -> None:
+        self.set_state("running", f"step {self._version} of {self._config.run.steps}")
 
     def _export_hf(self) -> None:
         from relax_core.train.hf.hf_export import export_hf_folder
@@ -160,137 +299,8 @@ class PolicyTrainer(Worker):
             passed=folder_architecture(self.context.model_folder, also=self._config.model.family).passed,
         )
 
-    def _step(self, lease: Lease | None) -> Lease | None:
-        """Trains one step; returns the next step's first lease if it came with the acknowledgement."""
-        step, clock = self._version, self._clock
-        updates = StepUpdates(self._worker_group, self._plan, step=step)
-        consumed = self._consume(updates, lease, clock, step=step)
-        result = clock.timed("train_ms", updates.finish)
-        clock.timed("sync_ms", partial(self._publish, step + 1))
-        if self._time_sharing:
-            clock.timed("sync_ms", self._end_push)
-            clock.timed("sync_ms", self._sync.resume_memory)
-        self._version = step + 1
-        self._report(consumed, result, clock, step=step)
-        return self._acknowledge(consumed, step=step)
 
-    def _consume(self, updates: StepUpdates, lease: Lease | None, clock: StepClock, *, step: int) -> StepGroups:
-        """Leases the step's groups and trains on them by micro-batches, while later groups are generated."""
-        consumed = StepGroups()
-        remaining = self._plan.groups
-        while remaining:
-            if lease is None:
-                request = self._request(step, remaining)
-                lease = self._lease(request, clock, may_stop=not updates.made)
-            if self._time_sharing:
-                clock.timed("sync_ms", self._sync.release_memory)
-            remaining -= len(lease.rows)
-            groups = clock.timed("decode_ms", partial(self._decode, lease, step, consumed))
-            self._worker_group.add_lease(lease)
-            lease = None
-            clock.timed("train_ms", partial(updates.add, groups))
-        return consumed
-
-    def _decode(self, lease: Lease, step: int, consumed: StepGroups) -> list[TokenTree]:
-        oldest = step - self._config.mode.max_staleness
-        groups = []
-        for row in lease.rows:
-            group, masked = decode_train_tree(row, step=step, oldest_version=oldest)
-            groups.append(group)
-            consumed.dropped.update(masked)
-            self._group_tokens = max(self._group_tokens, group.computed_rows)
-        consumed.lease_ids.append(lease.lease_id)
-        consumed.leased.extend(lease.rows)
-        consumed.groups.extend(groups)
-        return groups
-
-    def _request(self, step: int, remaining: int) -> LeaseRequest:
-        """Returns the request for the rest of the step.
-
-        The groups may come in several leases, but in no more than there are micro-batches.
-        """
-        fitting = self._plan.budget_tokens // self._group_tokens * self._plan.ranks if self._group_tokens else 1
-        return LeaseRequest(
-            task="actor",
-            columns=self._columns,
-            payloads=self._payloads,
-            min_groups=remaining if self._time_sharing else max(1, min(remaining, fitting)),
-            max_groups=remaining,
-            step=step,
-            lease_s=self._config.bus.lease_s,
-        )
-
-    def _lease(self, request: LeaseRequest, clock: StepClock, *, may_stop: bool) -> Lease:
-        """Leases groups in slices of time, so that a stop is noticed.
-
-        After ``run.stall_timeout_s`` it raises the bus's error, which names the worker that owes the groups. A step
-        that has made an update does not stop, because its weights belong to no checkpoint before it is done.
-        """
-        deadline = time.monotonic() + self._stall_s
-        while True:
-            try:
-                return clock.timed_lease(
-                    lambda: self._bus.lease(request, timeout_s=STOP_SLICE_S), timeout_s=STOP_SLICE_S
-                )
-            except BusTimeout:
-                if self.stopping and may_stop:
-                    raise Stopped from None
-                if time.monotonic() > deadline:
-                    raise
-
-    def _acknowledge(self, consumed: StepGroups, *, step: int) -> Lease | None:
-        every = self._config.run.save_every
-        due = (every > 0 and (step + 1) % every == 0) or self._checkpoints.due(step + 1)
-        last = step + 1 == self._config.run.steps or self.stopping
-        then = None if due or last else self._request(step + 1, self._config.rollout.prompts_per_step)
-        lease = self._ack(consumed, then, step=step)
-        self._checkpoints.raise_failure()
-        if due:
-            self._clock.timed("checkpoint_ms", partial(self._save, step + 1))
-        return lease
-
-    def _save(self, version: int) -> None:
-        """Saves a checkpoint after the metrics of its steps, because a resumed run continues the metrics after it."""
-        try:
-            self._metrics.flush()
-        except MetricsUnavailable as error:
-            log.warning("the metrics before checkpoint %d may be missing: %s", version, error)
-        self._checkpoints.save(version)
-        self._show_step()
-
-    def _ack(self, consumed: StepGroups, then: LeaseRequest | None, *, step: int) -> Lease | None:
-        def call() -> Lease | None:
-            return self._bus.ack(
-                consumed.lease_ids, step=step, dropped=consumed.dropped, then=then, timeout_s=STOP_SLICE_S
-            )
-
-        try:
-            return self._clock.timed_lease(call, timeout_s=STOP_SLICE_S)
-        except BusTimeout:
-            if then is None:
-                raise
-            return None  # the bus has recorded the step; the next step leases its groups with a call of its own
-
-    def _report(self, consumed: StepGroups, result: StepResult, clock: StepClock, *, step: int) -> None:
-        now = time.perf_counter()
-        step_ms = 1e3 * (now - self._step_ended)
-        values = step_values(consumed, result, clock, step=step, step_ms=step_ms)
-        ranks = rank_values(result.metrics.ranks, now_s=time.time())
-        records = (metric_record(ACTOR, step, values), metric_record(RANK, step, ranks))
-        self._metrics.put(*records, *consumed.histograms(step=step))
-        self._step_ended, self._clock = now, StepClock()
-        self._show_step()
-
-    def _show_step(self) -> None:
-        self.set_state("running", f"step {self._version} of {self._config.run.steps}")
-
-    # -- engines ----------------------------------------------------------------------------------------------------
-    def _publish(self, version: int) -> None:
-        """Publishes the weights; their push runs beside the trainer, and the next version waits for its end."""
-        self._end_push()
-        self._sync.publish(version, self._worker_group.export())
-
-    def _end_push(self) -> None:
-        report = self._sync.end_push()
-        if report is not None:
-            self._clock.push_ms, self._clock.stall_ms = report.push_ms, report.stall_ms
+def _skips_without_advantage(config: RelaxConfig, needed: Requirements) -> bool:
+    """Returns whether groups without an advantage are counted and not computed."""
+    balances = config.model.moe_aux_loss_coef > 0
+    return config.algo.skip_without_advantage and not (needed.every_token or needed.critic or balances)

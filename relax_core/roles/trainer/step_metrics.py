@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -21,7 +22,6 @@ from relax_core.observe.service.records import ACTOR, HistogramRecord
 from relax_core.roles.process.role_context import worker_name
 from relax_core.train.updates import MOMENTS, StepResult, explained_variance
 
-T = TypeVar("T")
 LeaseT = TypeVar("LeaseT", Lease, Lease | None)
 
 
@@ -43,12 +43,12 @@ class StepClock:
     stall_ms: float = 0.0
     checkpoint_ms: float = 0.0
 
-    def timed(self, part: str, call: Callable[[], T]) -> T:
-        """Calls ``call`` and adds its time to ``part``."""
+    @contextmanager
+    def timed(self, part: str) -> Iterator[None]:
+        """Adds the block's time to ``part``."""
         began = time.perf_counter()
-        result = call()
+        yield
         self._add(part, time.perf_counter() - began)
-        return result
 
     def timed_lease(self, call: Callable[[], LeaseT], *, timeout_s: float) -> LeaseT:
         """Calls the bus for a lease; a call that raises `BusTimeout` has waited ``timeout_s`` for groups."""

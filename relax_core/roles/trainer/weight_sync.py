@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import Future, wait
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from relax_core.contracts.engine import EngineError, EngineUnreachable
 from relax_core.engines.pool.fan_out import FanOut
 from relax_core.engines.protocol.engine_client import EngineClient
 from relax_core.roles.process.role_context import RunContext
+from relax_core.roles.trainer.worker_group import WaitingOn
 from relax_core.weights.call_queues import CallQueues
 from relax_core.weights.publisher import Push, SyncReport, WeightPublisher
 from relax_core.weights.transports.base import WeightTransport
@@ -19,27 +19,9 @@ from relax_core.weights.transports.base import WeightTransport
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from relax_core.roles.engine.engine_directory import EngineDirectory
+
 log = logging.getLogger(__name__)
-
-
-class WaitingOn(Protocol):
-    """Is the signature of `Worker.waiting`."""
-
-    def __call__(self, what: str, *, on: str) -> AbstractContextManager[None]:
-        """Records a wait for ``what`` on the worker ``on`` while the block runs."""
-
-
-class Engines(Protocol):
-    """Holds the part of `EngineDirectory` that is used here."""
-
-    def reachable(self) -> list[EngineClient]:
-        """Returns clients of the engines that are up."""
-
-    def left(self) -> list[str]:
-        """Returns the addresses of the engines that `reachable` has found to have left since the last call."""
-
-    def forget(self, url: str) -> None:
-        """Forgets this engine's address, so that the next use asks for it."""
 
 
 class WeightSync:
@@ -55,7 +37,7 @@ class WeightSync:
     def __init__(
         self,
         context: RunContext,
-        engines: Engines,
+        engines: EngineDirectory,
         transport: WeightTransport,
         *,
         waiting: WaitingOn,

@@ -17,7 +17,6 @@ from relax_core.contracts import columns as c
 from relax_core.contracts.bus import CompleteGroup, Lease, LeaseRequest
 from relax_core.contracts.tree import TokenTree
 from relax_core.roles.process.role_context import BUS, RunContext
-from relax_core.roles.trainer.rank_worker import policy_columns
 from tests.roles.run_context import context_in
 from tests.trees import answers_tree, with_tokens
 
@@ -83,6 +82,7 @@ def bus(context: RunContext) -> Iterator[RayBus]:
 @pytest.fixture(scope="module")
 def lease(bus: RayBus, context: RunContext) -> Lease:
     """Returns a lease of all groups without tokens, as the lead of several data-parallel ranks has; no test ends it."""
+    from relax_core.roles.trainer.rank_worker import policy_columns
     from tests.roles.trainer.worker_group_harness import STEP
 
     return bus.lease(
@@ -101,6 +101,8 @@ def lease(bus: RayBus, context: RunContext) -> Lease:
 @pytest.fixture
 def groups(bus: RayBus, lease: Lease, context: RunContext) -> list[TokenTree]:
     """Returns the whole groups, as the lead of one data-parallel rank has them."""
+    from relax_core.roles.trainer.rank_worker import policy_columns
+
     uids = [row.group_uid for row in lease.rows]
     columns = policy_columns(context.config)
     return [c.decode_tree(row) for row in bus.read(lease.lease_id, uids, columns=columns, timeout_s=60.0)]

@@ -45,8 +45,11 @@ def test_a_call_past_its_deadline_has_waited_for_all_of_it() -> None:
 
 def test_parts_add_up_over_calls() -> None:
     clock = StepClock()
-    assert [clock.timed("train_ms", lambda place=place: place) for place in range(3)] == [0, 1, 2]
+    for _ in range(3):
+        with clock.timed("train_ms"):
+            pass
     once = clock.train_ms
-    clock.timed("train_ms", lambda: lease_after(0.01, waited_s=0.0))
+    with clock.timed("train_ms"):
+        lease_after(0.01, waited_s=0.0)
     assert clock.train_ms >= once + 10.0 - 1e-6
     assert (clock.sync_ms, clock.bus_ms) == (0.0, 0.0)
