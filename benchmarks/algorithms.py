@@ -5,7 +5,7 @@
     python -m benchmarks.algorithms --seeds 1 --only gspo sapo --override optimizer.lr=3e-3
 
 Each run takes some twenty seconds. Its figures are a line of --results as soon as it has ended, and a run that has its
-line is not done again: so a benchmark that was stopped, or of which a run failed, goes on with the same command.
+line is not done again, so a benchmark that was stopped goes on with the same command.
 
 ``reward``: mean of the first and of the last ten train steps. ``exact``: share of exact greedy answers of the held-out
 split before and after training. ``steps``: train steps until the mean share of exact sampled answers of the last ten
@@ -20,8 +20,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,11 +27,9 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
+from benchmarks.harness import Figures, FinishedRun, run_relax
 from relax_core.config.compose import compose
-from relax_core.observe.service.records import ACTOR, EVAL, by_step
-from relax_core.observe.service.sinks import read_metrics
 from relax_core.registry import names
 
 WINDOW = 10  # steps that a figure is averaged over
@@ -41,7 +37,6 @@ SOLVED = 0.9
 DEADLINE_S = 1200
 DOCS = Path(__file__).resolve().parents[1] / "docs" / "algorithms.md"
 BEGIN, END = "<!-- benchmarks.algorithms: begin -->", "<!-- benchmarks.algorithms: end -->"
-ONE_THREAD = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
 ASYNC, COLOCATE = "async", "colocate"
 DISTILL, FROM_GRPO = "distill", "distill_grpo"
 ROWS = sorted([*names("algo"), FROM_GRPO])
@@ -56,8 +51,6 @@ HEADINGS = (
     "groups",
 )
 
-Figures = dict[str, float]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
@@ -70,37 +63,25 @@ class Run:
     overrides: tuple[str, ...] = ()
 
 
-class RunFailed(RuntimeError):
-    """A run did not end with 0; the text has its last words."""
-
-
 def main() -> int:
     arguments = _parse()
     overrides = tuple(arguments.override)
     runs = list(planned(arguments.only or ROWS, seeds=arguments.seeds, steps=arguments.steps, overrides=overrides))
     done = read_results(arguments.results) if arguments.results else {}
-    failed = []
     for run in runs:
         if run in done:
             continue
-        try:
-            done[run] = _figures(run)
-        except (RunFailed, subprocess.TimeoutExpired) as error:
-            failed.append(run)
-            print(f"{run.row} {run.mode} seed {run.seed} failed: {error}", file=sys.stderr, flush=True)
-            continue
+        done[run] = _figures(run)
         print(f"{run.row} {run.mode} seed {run.seed}: {json.dumps(done[run])}", file=sys.stderr, flush=True)
         if arguments.results:
             write_result(arguments.results, run, done[run])
     written = table({run: done[run] for run in runs if run in done}, seeds=arguments.seeds)
     print(written)
-    if failed:
-        print(f"{len(failed)} runs failed: the table lacks them. The same command tries them again.", file=sys.stderr)
-    elif arguments.docs:
+    if arguments.docs:
         text = DOCS.read_text()
         before, rest = text.split(BEGIN)
         DOCS.write_text(f"{before}{BEGIN}\n{written}\n{END}{rest.split(END)[1]}")
-    return 1 if failed else 0
+    return 0
 
 
 def _parse() -> argparse.Namespace:
@@ -130,11 +111,10 @@ def planned(rows: Sequence[str], *, seeds: int, steps: int, overrides: tuple[str
 
 
 def read_results(file: Path) -> dict[Run, Figures]:
-    """The runs that a file of results has; an unfinished last line is none of them."""
+    """Returns the finished runs of a file of results; an unfinished last line is none of them."""
     if not file.exists():
         return {}
-    lines = [line for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")]
-    found = [json.loads(line) for line in lines]
+    found = [json.loads(line) for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")]
     return {Run(**{**one["run"], "overrides": tuple(one["run"]["overrides"])}): one["figures"] for one in found}
 
 
@@ -153,12 +133,10 @@ def _figures(run: Run) -> Figures:
         level: float | None = _level_of_builtin_teacher() if run.row == DISTILL else None
         if run.row == FROM_GRPO:
             grpo = [*_common(run), "algo=grpo", f"eval.every={run.steps}", "run.export_hf=true"]
-            level = _relax(folder / "grpo", run, grpo)[1][-1]["exact"]
+            level = _relax(folder / "grpo", run, grpo).summary["eval"][-1]["exact"]
             keys = [f"algo={DISTILL}", f"algo.teachers.default={folder / 'grpo' / 'hf'}"]
-        actor, evaluations, summary = _relax(
-            folder / "run", run, [*_common(run), *keys, f"eval.every={run.steps}", "run.export_hf=false"]
-        )
-        figures = run_figures(actor, evaluations, summary)
+        keys = [*_common(run), *keys, f"eval.every={run.steps}", "run.export_hf=false"]
+        figures = run_figures(_relax(folder / "run", run, keys))
     return figures if level is None else figures | {"teacher": level}
 
 
@@ -168,39 +146,21 @@ def _level_of_builtin_teacher() -> float:
     run = Run(row="grpo", mode=COLOCATE, seed=0, steps=1)
     with tempfile.TemporaryDirectory(prefix="relax-algorithms-") as name:
         keys = [*_common(run), "model.builtin=tiny_qwen3_teacher", "eval.every=1", "run.export_hf=false"]
-        return _relax(Path(name) / "run", run, keys)[1][0]["exact"]
+        return _relax(Path(name) / "run", run, keys).summary["eval"][0]["exact"]
 
 
 def _common(run: Run) -> list[str]:
-    return [f"mode={run.mode}", f"run.steps={run.steps}", f"seed={run.seed}", "run.save_every=0", "run.panel=false"]
+    return [f"mode={run.mode}", f"run.steps={run.steps}", f"seed={run.seed}", "run.save_every=0"]
 
 
-def _relax(
-    run_dir: Path, run: Run, keys: Sequence[str]
-) -> tuple[list[Mapping[str, float]], list[Mapping[str, float]], Mapping[str, Any]]:
-    """The trainer's records, the evaluations and the summary of `python -m relax_core` with these keys."""
-    words = [f"run.dir={run_dir}", *keys, *run.overrides]
-    ended = subprocess.run(
-        [sys.executable, "-m", "relax_core", *words],
-        env=os.environ | ONE_THREAD,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=False,
-    )
-    if ended.returncode:
-        raise RunFailed(f"python -m relax_core {' '.join(words)} ended with {ended.returncode}:\n{ended.stderr}")
-    records = read_metrics(run_dir)
-    summary = json.loads((run_dir / "summary.json").read_text())
-    return list(by_step(records, ACTOR).values()), list(by_step(records, EVAL).values()), summary
+def _relax(run_dir: Path, run: Run, keys: Sequence[str]) -> FinishedRun:
+    return run_relax(run_dir, *keys, *run.overrides, deadline_s=DEADLINE_S)
 
 
 # -- figures ----------------------------------------------------------------------------------------------------------
-def run_figures(
-    actor: Sequence[Mapping[str, float]], evaluations: Sequence[Mapping[str, float]], summary: Mapping[str, Any]
-) -> Figures:
-    """A run's figures from the trainer's records, the evaluations and the summary."""
-    ledger = summary["ledger"]
+def run_figures(run: FinishedRun) -> Figures:
+    """Returns the figures of a finished run."""
+    actor, evaluations, ledger = list(run.steps().values()), run.summary["eval"], run.summary["ledger"]
     solved = steps_to(SOLVED, [one["exact"] for one in actor])
     return {
         "reward_first": fmean(one["reward"] for one in actor[:WINDOW]),

@@ -18,6 +18,7 @@ import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 os.environ.update(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE")
 
@@ -41,7 +42,7 @@ from relax_core.engines.protocol.engine_client import EngineClient
 
 PROMPT, ANSWER, OBSERVATION, TURNS = 200, 16, 32, 8
 CONTEXT = PROMPT + TURNS * (ANSWER + OBSERVATION)
-MODELS: dict[str, dict[str, int]] = {"tiny": {}, "4 layers of width 256": {"hidden": 256, "layers": 4, "inter": 768}}
+MODELS: dict[str, dict[str, Any]] = {"tiny": {}, "4 layers of width 256": {"hidden": 256, "layers": 4, "inter": 768}}
 MIB = 1 << 20
 WITH, WITHOUT = "with the cache", "without"
 

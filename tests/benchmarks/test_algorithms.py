@@ -17,6 +17,8 @@ from benchmarks.algorithms import (
     table,
     write_result,
 )
+from benchmarks.harness import FinishedRun
+from relax_core.observe.service.records import MetricRecord
 
 
 def run_of(row: str, seed: int = 0, mode: str = "async") -> Run:
@@ -28,7 +30,9 @@ def some_figures() -> Figures:
         {"reward": 0.5 if step < 15 else 1.0, "exact": 1.0, "algorithm/clip_low": 0.1, "algorithm/clip_high": 0.2}
         for step in range(30)
     ]
-    return run_figures(actor, [{"exact": 0.25}, {"exact": 0.75}], {"ledger": {"issued": 30, "trained": 20}})
+    summary = {"eval": [{"exact": 0.25}, {"exact": 0.75}], "ledger": {"issued": 30, "trained": 20}}
+    records = [MetricRecord(source="actor", step=step, time_s=0.0, values=one) for step, one in enumerate(actor)]
+    return run_figures(FinishedRun(summary=summary, records=records))
 
 
 def test_steps_to_is_the_first_window_that_is_good_enough() -> None:
