@@ -127,7 +127,7 @@ def _ways(chunk_rows: int, sets: KeptTokens | None) -> dict[str, Callable[[Tenso
     import torch
     from torch.utils.checkpoint import checkpoint
 
-    from relax_core.train.model.logprobs import Truncation, chunked_logprobs, head_outputs
+    from relax_core.train.model.logprobs import Truncation, head_outputs
 
     def naive(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         logits = (hidden @ weight.t()).float()
@@ -138,13 +138,13 @@ def _ways(chunk_rows: int, sets: KeptTokens | None) -> dict[str, Callable[[Tenso
         return torch.cat([checkpoint(naive, part, weight, chosen, use_reentrant=False) for part, chosen in chunks])
 
     def ours(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        return chunked_logprobs(hidden, weight, targets, inverse_temperature=1.0, chunk_rows=chunk_rows)
+        return head_outputs(hidden, weight, targets, inverse_temperature=1.0, chunk_rows=chunk_rows).logprobs
 
     def kept(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         left = Truncation.of(sets, [], hidden.device)
-        return chunked_logprobs(
+        return head_outputs(
             hidden, weight, targets, inverse_temperature=1.0, chunk_rows=chunk_rows, truncation=left
-        )
+        ).logprobs
 
     def entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         outputs = head_outputs(hidden, weight, targets, inverse_temperature=1.0, chunk_rows=chunk_rows, entropy=True)

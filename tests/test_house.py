@@ -47,9 +47,6 @@ WORDS_ALLOWED = {
     "tests/test_house.py",
     "docs/glossary.md",
     "CHANGELOG.md",
-} | {  # The last two read older checkpoints.
-    "relax_core/train/checkpoints/provenance.py",
-    "tests/train/checkpoints/test_older_checkpoints.py",
 }
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from relax_core.contracts.algorithm import ValueInputs
 from relax_core.contracts.media import MediaReader
 from relax_core.contracts.tree import TokenTree
-from relax_core.train.pipeline_schedule import MicroBatch
+from relax_core.train.model.tree_attention import TreeBatch
 from relax_core.train.rank import MegatronRank, RankSetup
 from relax_core.train.step_sums import micro_batch_sums
 from relax_core.train.updates import moment_sums
@@ -27,10 +27,10 @@ class CriticBackend(MegatronRank):
         assert setup.algorithm.value_loss is not None, "a critic needs a value loss"
         super().__init__(setup, value_head=True, media=media)
 
-    def loss(self, batch: MicroBatch, hidden: Tensor) -> Tensor:
+    def loss(self, batch: TreeBatch, hidden: Tensor) -> Tensor:
         """Returns the algorithm's summed value loss of a micro-batch; see `MegatronRank.loss`."""
         with self.timed("forward"):
-            of_chosen = self.model.values(hidden[batch.tree.predicting_rows])
+            of_chosen = self.model.values(hidden[batch.predicting_rows])
             if not batch.groups:
                 return of_chosen.sum() * 0.0
             old_values = self._column([group.of_tokens("values") for group in batch.groups])
@@ -58,7 +58,7 @@ class CriticBackend(MegatronRank):
     def values(self, groups: Sequence[TokenTree]) -> list[np.ndarray]:
         """Returns the value before each sampled row without gradient: float32 ``[rows]`` a group, 0 elsewhere."""
 
-        def columns(batch: MicroBatch, hidden: Tensor) -> list[Tensor]:
-            return [self.model.values(hidden[batch.tree.predicting_rows])]
+        def columns(batch: TreeBatch, hidden: Tensor) -> list[Tensor]:
+            return [self.model.values(hidden[batch.predicting_rows])]
 
         return [values for (values,) in self._forward_only(groups, columns, like=[(torch.float32, ())])]

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -22,37 +21,11 @@ from torch import Tensor
 
 from relax_core.contracts.tree import TokenTree
 from relax_core.train.model.tree_attention import TreeBatch
-from relax_core.train.tree_packing import TreeLayout
 
 RUNS_OF_STAGES = 4
 
 Columns = TypeVar("Columns")
 Groups = Sequence[TokenTree]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MicroBatch:
-    """Holds what one forward and backward pass works on.
-
-    An empty micro-batch holds one padding token with zero loss, so that the other ranks' collectives (experts, an
-    interleaved pipeline, overlapped gradients) can complete.
-    """
-
-    groups: Groups
-    layout: TreeLayout
-    tree: TreeBatch
-
-    def of_tokens(self, of_chosen: Tensor, *, otherwise: Tensor) -> Tensor:
-        """Expands ``[chosen rows, …]`` to ``[tokens, …]``.
-
-        A token that was not chosen gets its value of ``otherwise`` ``[tokens, …]`` and no gradient.
-        """
-        if self.layout.token_positions is None:
-            return of_chosen
-        indexes = torch.from_numpy(self.layout.token_positions).to(of_chosen.device)
-        values = of_chosen[indexes.clamp(min=0)]
-        present = (indexes >= 0).view(-1, *[1] * (values.ndim - 1))
-        return torch.where(present, values, otherwise.to(values.dtype))
 
 
 class Passes(Protocol):
@@ -61,16 +34,16 @@ class Passes(Protocol):
     def padded_rows(self, groups: Groups) -> int:
         """Returns the number of rows of the groups' stream, pads included."""
 
-    def pack(self, groups: Groups, *, rows: int = 0, trained_only: bool = False) -> MicroBatch:
+    def pack(self, groups: Groups, *, rows: int = 0, trained_only: bool = False) -> TreeBatch:
         """Packs groups into a stream of at least ``rows`` rows.
 
         If ``trained_only`` is True, log-probs are computed only for trained rows.
         """
 
-    def forward(self, chunk: Any, batch: MicroBatch) -> Tensor:
+    def forward(self, chunk: Any, batch: TreeBatch) -> Tensor:
         """Returns the output of a chunk of layers, which the next chunk reads, or `loss` after the last chunk."""
 
-    def loss(self, batch: MicroBatch, hidden: Tensor) -> Tensor:
+    def loss(self, batch: TreeBatch, hidden: Tensor) -> Tensor:
         """Returns the sum whose gradient is taken, and counts what the step reports."""
 
     def timed(self, part: str) -> contextlib.AbstractContextManager[None]:
@@ -106,7 +79,7 @@ class Schedule:
             window, self._waiting = self._waiting, []
             self._train(window, last=True)
 
-    def evaluate(self, batches: Sequence[Groups], columns: Callable[[MicroBatch, Tensor], Columns]) -> list[Columns]:
+    def evaluate(self, batches: Sequence[Groups], columns: Callable[[TreeBatch, Tensor], Columns]) -> list[Columns]:
         """Returns ``columns`` of each micro-batch and the last chunk's output, without gradient; [] on other stages."""
         with torch.no_grad():
             if self._stages == 1:
@@ -148,7 +121,7 @@ class Schedule:
     def _pipeline(
         self,
         window: Sequence[Groups],
-        last_stage: Callable[[MicroBatch], Callable[..., Any]],
+        last_stage: Callable[[TreeBatch], Callable[..., Any]],
         *,
         forward_only: bool = False,
         reduces: bool = False,
@@ -160,7 +133,7 @@ class Schedule:
         rows = max(map(self._passes.padded_rows, window)) if interleaved else 0
         batches = [self._passes.pack(groups, rows=rows, trained_only=not forward_only) for groups in window]
 
-        def forward_step(waiting: Iterator[MicroBatch], chunk: Any) -> tuple[Tensor, Callable[..., Any]]:
+        def forward_step(waiting: Iterator[TreeBatch], chunk: Any) -> tuple[Tensor, Callable[..., Any]]:
             batch = next(waiting)
             return self._passes.forward(chunk, batch), last_stage(batch)
 

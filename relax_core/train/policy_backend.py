@@ -14,9 +14,9 @@ from relax_core.contracts.algorithm import LossInputs, LossOutputs
 from relax_core.contracts.media import MediaReader
 from relax_core.contracts.tree import TokenTree
 from relax_core.contracts.trees.kept_tokens import KeptTokens
-from relax_core.train.model.logprobs import HeadOutputs, Truncation, chunked_logprobs, head_outputs, top_k_tokens
+from relax_core.train.model.logprobs import HeadOutputs, Truncation, head_outputs, top_k_tokens
+from relax_core.train.model.tree_attention import TreeBatch
 from relax_core.train.optimizer import frozen_weights
-from relax_core.train.pipeline_schedule import MicroBatch
 from relax_core.train.rank import MegatronRank, RankSetup
 from relax_core.train.step_sums import micro_batch_sums
 
@@ -72,7 +72,7 @@ class MegatronBackend(MegatronRank):
         self._vocab_size = self.architecture.vocab_size
         self._wants_entropy = self.trainable and self._algorithm.requirements(self._config).entropy
 
-    def loss(self, batch: MicroBatch, hidden: Tensor) -> Tensor:
+    def loss(self, batch: TreeBatch, hidden: Tensor) -> Tensor:
         """Returns the algorithm's summed loss of a micro-batch; see `MegatronRank.loss`."""
         with self.timed("forward"):
             head = self._head(batch, hidden)
@@ -109,9 +109,9 @@ class MegatronBackend(MegatronRank):
     def logprobs(self, groups: Sequence[TokenTree]) -> list[np.ndarray]:
         """Returns the current weights' log-probs: float32 ``[rows]`` a group, 0 at rows that were not sampled."""
 
-        def columns(batch: MicroBatch, hidden: Tensor) -> Sequence[Tensor]:
+        def columns(batch: TreeBatch, hidden: Tensor) -> Sequence[Tensor]:
             inputs = self._head_inputs(batch, hidden)
-            return self._of_all_tokens(batch, chunked_logprobs(*inputs, **self._head_settings(batch)))
+            return self._of_all_tokens(batch, head_outputs(*inputs, **self._head_settings(batch)).logprobs)
 
         return [logprobs for (logprobs,) in self._forward_only(groups, columns, like=[(torch.float32, ())])]
 
@@ -121,7 +121,7 @@ class MegatronBackend(MegatronRank):
         ``top_k`` is between 1 and the vocabulary size.
         """
 
-        def columns(batch: MicroBatch, hidden: Tensor) -> Sequence[Tensor]:
+        def columns(batch: TreeBatch, hidden: Tensor) -> Sequence[Tensor]:
             inputs = self._head_inputs(batch, hidden)
             return self._of_all_tokens(batch, *top_k_tokens(*inputs, top_k=top_k, **self._head_settings(batch)))
 
@@ -147,7 +147,7 @@ class MegatronBackend(MegatronRank):
         return self._weights.export()
 
     # -- Helpers ------------------------------------------------------------------------------------------------
-    def _head_settings(self, batch: MicroBatch) -> dict[str, Any]:
+    def _head_settings(self, batch: TreeBatch) -> dict[str, Any]:
         return {
             "inverse_temperature": self._inverse_temperature,
             "chunk_rows": self._parallel.logprob_chunk_tokens,
@@ -157,7 +157,7 @@ class MegatronBackend(MegatronRank):
         }
 
     @staticmethod
-    def _kept(batch: MicroBatch) -> KeptTokens | None:
+    def _kept(batch: TreeBatch) -> KeptTokens | None:
         """Returns the kept sets of this rank's chosen rows, or None if the groups have none."""
         present = [
             group.kept.take(rows)
@@ -167,10 +167,10 @@ class MegatronBackend(MegatronRank):
         assert len(present) in (0, len(batch.groups)), "either all groups of a run have kept sets or none has them"
         if not present:
             return None
-        kept, tokens = KeptTokens.joined(present), batch.tree.tokens
+        kept, tokens = KeptTokens.joined(present), batch.tokens
         return kept if tokens is None else kept.take(tokens.mine.cpu().numpy())
 
-    def _head_inputs(self, batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _head_inputs(self, batch: TreeBatch, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the hidden states that predict this rank's chosen rows, the output weight, and the rows' tokens.
 
         The hidden states are ``[local rows, hidden]``.
@@ -179,36 +179,35 @@ class MegatronBackend(MegatronRank):
         if self._overlap and weight.requires_grad:
             # Megatron waits for parameters when a module uses them, but no module uses this one.
             self.model_chunks[-1].param_to_bucket_group[weight].finish_param_sync()
-        return hidden[batch.tree.predicting_rows], weight, batch.tree.targets
+        return hidden[batch.predicting_rows], weight, batch.targets
 
-    def _head(self, batch: MicroBatch, hidden: Tensor) -> HeadOutputs:
+    def _head(self, batch: TreeBatch, hidden: Tensor) -> HeadOutputs:
         """Returns the log-probs of all chosen rows and whatever else the algorithm requires."""
-        tree = batch.tree
         top_ids = None
         if batch.groups and "teacher_top_ids" in batch.groups[0].extras:
             chosen = zip(batch.groups, batch.layout.chosen, strict=True)
             top_ids = self._column([group.extras["teacher_top_ids"][rows] for group, rows in chosen]).to(torch.int64)
-            top_ids = top_ids if tree.tokens is None else top_ids[tree.tokens.mine]
+            top_ids = top_ids if batch.tokens is None else top_ids[batch.tokens.mine]
         head = head_outputs(
             *self._head_inputs(batch, hidden),
             gather=top_ids,
             entropy=self._wants_entropy,
             **self._head_settings(batch),
         )
-        if tree.tokens is None:
+        if batch.tokens is None:
             return head
         entropy, gathered = (
-            None if column is None else tree.tokens.of_all_ranks(column) for column in (head.entropy, head.gathered)
+            None if column is None else batch.tokens.of_all_ranks(column) for column in (head.entropy, head.gathered)
         )
-        return HeadOutputs(tree.tokens.of_all_ranks(head.logprobs), entropy, gathered)
+        return HeadOutputs(batch.tokens.of_all_ranks(head.logprobs), entropy, gathered)
 
     @staticmethod
-    def _of_all_tokens(batch: MicroBatch, *columns: Tensor) -> tuple[Tensor, ...]:
+    def _of_all_tokens(batch: TreeBatch, *columns: Tensor) -> tuple[Tensor, ...]:
         """Gathers columns ``[local rows, …]`` of all context-parallel ranks into ``[chosen rows, …]``."""
-        tokens = batch.tree.tokens
+        tokens = batch.tokens
         return columns if tokens is None else tuple(tokens.of_all_ranks(column) for column in columns)
 
-    def _loss_inputs(self, batch: MicroBatch, head: HeadOutputs) -> LossInputs:
+    def _loss_inputs(self, batch: TreeBatch, head: HeadOutputs) -> LossInputs:
         groups, layout = batch.groups, batch.layout
 
         def column(name: str) -> Tensor | None:

@@ -40,7 +40,7 @@ from relax_core.train.model.moe import balance_metrics, clear_counts, router_pla
 from relax_core.train.model.tree_attention import TreeBatch
 from relax_core.train.optimizer import build_optimizer, freeze_parts, wrap_for_training
 from relax_core.train.parallel_layout import world_size
-from relax_core.train.pipeline_schedule import MicroBatch, Schedule
+from relax_core.train.pipeline_schedule import Schedule
 from relax_core.train.step_sums import (
     StepSums,
     add_over_ranks,
@@ -334,7 +334,7 @@ class MegatronRank:
         """Returns the number of rows of the groups' stream, pads included."""
         return self._sharding.padded(sum(group.computed_rows for group in groups) or 1)
 
-    def pack(self, groups: Sequence[TokenTree], *, rows: int = 0, trained_only: bool = False) -> MicroBatch:
+    def pack(self, groups: Sequence[TokenTree], *, rows: int = 0, trained_only: bool = False) -> TreeBatch:
         """Packs groups into a stream of at least ``rows`` rows; see `Passes.pack`."""
         with self.timed("pack"):
             layout = pack_tree(groups or [_EMPTY_MICRO_BATCH], trained_only=trained_only, towers=self._towers)
@@ -348,18 +348,18 @@ class MegatronRank:
                     balance_weight=self._balance_weight(groups),
                 )
                 tree = replace(tree, routers=routers)
-            tree = tree.with_levels(layout, self.architecture.delta_net)
+            tree = tree.with_levels(self.architecture.delta_net)
             if self._media is not None:
                 tree = replace(tree, media=self._media.inputs(layout, padded_rows=tree.padded_rows))
-            return MicroBatch(groups=groups, layout=layout, tree=tree)
+            return replace(tree, groups=groups)
 
-    def forward(self, chunk: Any, batch: MicroBatch) -> Tensor:
+    def forward(self, chunk: Any, batch: TreeBatch) -> Tensor:
         """Runs one chunk of layers on a micro-batch and returns its output."""
         with self.timed("forward"):
-            hidden: Tensor = chunk(batch.tree)
+            hidden: Tensor = chunk(batch)
             return hidden
 
-    def loss(self, batch: MicroBatch, hidden: Tensor) -> Tensor:
+    def loss(self, batch: TreeBatch, hidden: Tensor) -> Tensor:
         """Returns the summed loss of the whole micro-batch, which is the same on each rank of the last stage.
 
         It also adds the micro-batch's sums to those of the update. If there are no groups it returns 0 times the
@@ -404,7 +404,7 @@ class MegatronRank:
     def _forward_only(
         self,
         groups: Sequence[TokenTree],
-        columns: Callable[[MicroBatch, Tensor], Sequence[Tensor]],
+        columns: Callable[[TreeBatch, Tensor], Sequence[Tensor]],
         *,
         like: Sequence[tuple[torch.dtype, tuple[int, ...]]],
     ) -> list[tuple[np.ndarray, ...]]:

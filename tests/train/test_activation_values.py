@@ -19,7 +19,7 @@ def test_activations_are_what_autograd_saves(tmp_path: Path, variant: str) -> No
     make_family_model(tmp_path, variant)
     backend = make_backend(tmp_path, family=variant)
     batch = backend.pack(make_groups([[30] * 4] * 3, prompt_lengths=[25] * 3))
-    layout, tree = batch.layout, batch.tree
+    layout = batch.layout
     parameters = {parameter.untyped_storage().data_ptr() for parameter in backend.model.parameters()}
     saved: dict[int, tuple[int, torch.Tensor]] = {}
 
@@ -31,10 +31,10 @@ def test_activations_are_what_autograd_saves(tmp_path: Path, variant: str) -> No
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        hidden = backend.model_chunks[0](tree)
+        hidden = backend.model_chunks[0](batch)
     assert hidden.requires_grad
     model = read_dimensions(json.loads((tmp_path / "config.json").read_text()), name="tiny")
     layers = len(layout.token_ids) * model.layers * activation_values(model) * FLOAT
     final_norm = len(layout.token_ids) * model.hidden * FLOAT
-    mask = tree.attention.mask.nbytes  # The stream is small, so attention runs on a grid.
+    mask = batch.attention.mask.nbytes  # The stream is small, so attention runs on a grid.
     assert sum(size for size, _ in saved.values()) == pytest.approx(layers + final_norm + mask, rel=0.03)

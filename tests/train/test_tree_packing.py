@@ -18,7 +18,6 @@ from relax_core.contracts.algorithm import LossInputs, StepTotals
 from relax_core.contracts.tree import TokenTree
 from relax_core.train.hf.hf_weights import HfWeights
 from relax_core.train.model.tree_attention import TreeBatch
-from relax_core.train.pipeline_schedule import MicroBatch
 from relax_core.train.tree_packing import pack_tree, tree_starts
 from tests.trees import answers_tree, path_of, random_tree
 
@@ -50,8 +49,7 @@ def test_only_trained_rows_are_chosen_where_that_is_enough() -> None:
     assert layout.targets.tolist() == [21, 30, 40, 41]
     assert layout.predicting_rows.tolist() == [2, 1, 4, 5]
     assert layout.token_positions is not None and layout.token_positions.tolist() == [-1, 0, -1, 1, 2, 3]
-    tree = TreeBatch.of(layout, device=torch.device("cpu"), dtype=torch.float32)
-    batch = MicroBatch(groups=[], layout=layout, tree=tree)
+    batch = TreeBatch.of(layout, device=torch.device("cpu"), dtype=torch.float32)
     column = batch.of_tokens(torch.tensor([1.0, 2.0, 3.0, 4.0]), otherwise=torch.full((6,), -9.0))
     assert column.tolist() == [-9, 1, -9, 2, 3, 4]
     nothing = pack_tree([dataclasses.replace(one, loss_mask=one.loss_mask & False) for one in by_hand()])

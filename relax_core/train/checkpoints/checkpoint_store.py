@@ -179,13 +179,13 @@ class CheckpointMeta(msgspec.Struct, frozen=True, kw_only=True):
     """Holds the content of meta.json, which carries a digest of its own.
 
     ``sequence`` is the order of writing, which determines the newest checkpoint, because a run may resume from an older
-    step. ``provenance`` is the version of Relax; it is empty for checkpoints written before 2026-11-22, which have it
-    under another name. ``run`` is what the writer recorded about its run, such as the digest of its configuration.
+    step. ``provenance`` is the version of Relax. ``run`` is what the writer recorded about its run, such as the digest
+    of its configuration.
     """
 
     step: int
     sequence: int
-    provenance: str = ""
+    provenance: str
     libraries: dict[str, str]
     run: dict[str, Any]
     files: dict[str, FileDigest]

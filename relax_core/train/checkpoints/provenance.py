@@ -18,7 +18,6 @@ from relax_core.families.architecture import Architecture
 from relax_core.train.hf.weight_rules import megatron_arguments
 
 PROVENANCE = "provenance.json"
-_OLDER_NAME = "made_by.json"  # Checkpoints written before 2026-11-22 have this name.
 _SIZES = ("dp", "tp", "pp", "vpp", "cp", "ep", "etp")
 _UNREAD = ("model_type", "dtype", "torch_dtype", "transformers_version")  # keys of a tower that set no number
 _LIBRARIES = ("relax-core", "torch", "megatron-core")
@@ -92,8 +91,8 @@ def write_provenance(provenance: Provenance, folder: Path) -> None:
 
 
 def read_provenance(folder: Path) -> Provenance:
-    """Reads provenance.json, or its older name; raises ValueError if the folder is not a checkpoint of the trainer."""
-    path = folder / (PROVENANCE if not (folder / _OLDER_NAME).exists() else _OLDER_NAME)
+    """Reads provenance.json; raises ValueError if the folder is not a checkpoint of the trainer."""
+    path = folder / PROVENANCE
     try:
         return msgspec.json.decode(path.read_bytes(), type=Provenance)
     except (OSError, msgspec.DecodeError) as error:

@@ -149,34 +149,6 @@ class TopK(NamedTuple):
     top_logprobs: Tensor
 
 
-def chunked_logprobs(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    *,
-    inverse_temperature: float,
-    chunk_rows: int,
-    group: ProcessGroup | None = None,
-    vocab_size: int | None = None,
-    truncation: Truncation | None = None,
-) -> Tensor:
-    """Returns the log-prob ``[rows]`` of each row's target under ``softmax(hidden @ weight.T * inverse_temperature)``.
-
-    At most ``[chunk_rows, vocab]`` floats of logits exist at one time (three times as many if all logits are at most
-    2**16). The result is differentiable once.
-    """
-    return head_outputs(
-        hidden,
-        weight,
-        targets,
-        inverse_temperature=inverse_temperature,
-        chunk_rows=chunk_rows,
-        group=group,
-        vocab_size=vocab_size,
-        truncation=truncation,
-    ).logprobs
-
-
 def head_outputs(
     hidden: Tensor,
     weight: Tensor,
@@ -190,7 +162,11 @@ def head_outputs(
     vocab_size: int | None = None,
     truncation: Truncation | None = None,
 ) -> HeadOutputs:
-    """Returns the log-probs of `chunked_logprobs`, and from the same logits the entropy and log-probs of ``gather``.
+    """Returns the log-prob of each row's target under ``softmax(hidden @ weight.T * inverse_temperature)``.
+
+    If requested it also returns, from the same logits, the entropy and the log-probs of the tokens ``gather``. At most
+    ``[chunk_rows, vocab]`` floats of logits exist at one time (three times as many if all logits are at most 2**16).
+    The result is differentiable once.
 
     ``gather`` is int64 ``[rows, k]`` in 0..vocab-1; a row may name a token twice. With ``truncation``, -1 stands for no
     token and counts as a token that is left out. Gradients flow through all three outputs. The backward pass of the
@@ -228,7 +204,7 @@ def top_k_tokens(
     vocab_size: int | None = None,
     truncation: Truncation | None = None,
 ) -> TopK:
-    """Returns each row's target log-prob and ``top_k`` most likely tokens; memory is bounded as in `chunked_logprobs`.
+    """Returns each row's target log-prob and ``top_k`` most likely tokens; memory is bounded as in `head_outputs`.
 
     ``top_k`` is between 1 and the vocabulary size.
     """

@@ -17,7 +17,7 @@ tested.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -28,6 +28,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
 from relax_core.contracts.family import DeltaNet
+from relax_core.contracts.tree import TokenTree
 from relax_core.train.context_parallel import WHOLE, RowSharding, TokenSharding
 from relax_core.train.model.branch_attention import BranchPlan
 from relax_core.train.model.delta_net import SegmentLevels
@@ -288,12 +289,15 @@ def _mask(query_columns: Tensor, key_ends: Tensor, dtype: torch.dtype) -> Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeBatch:
-    """Holds a tree layout as tensors on the device, with this rank's rows and their attention.
+    """Holds a micro-batch: ``groups``, their ``layout``, and this rank's rows of it as tensors, with their attention.
 
     Rows are padded at the end (`RowSharding`). A pad is computed like any other row, but nothing reads its result.
-    Without context parallelism the local tokens are all tokens.
+    Without context parallelism the local tokens are all tokens. A batch without groups holds one padding token with
+    zero loss, so that the other ranks' collectives (experts, an interleaved pipeline, overlapped gradients) can
+    complete.
     """
 
+    layout: TreeLayout
     token_ids: Tensor  # int64 [rows]
     positions: Tensor  # int64 [rows]
     predicting_rows: Tensor  # int64 [local tokens]
@@ -301,6 +305,7 @@ class TreeBatch:
     max_position: int
     padded_rows: int  # rows of the whole stream
     attention: Attention  # its keys are the rows of all context-parallel ranks, which a BranchPlan gathers by itself
+    groups: Sequence[TokenTree] = ()
     sharding: RowSharding = WHOLE
     tokens: TokenSharding | None = None  # None without context parallelism
     routers: RouterRows = OWN_CHOICE  # for a mixture of experts
@@ -325,6 +330,7 @@ class TreeBatch:
             own_tokens = owners == sharding.rank
             predicting_rows = np.searchsorted(mine, layout.predicting_rows[own_tokens])
         return TreeBatch(
+            layout=layout,
             token_ids=_put(_pad(layout.token_ids, padded - stream)[mine], device),
             positions=_put(_pad(layout.positions, padded - stream)[mine], device),
             predicting_rows=_put(predicting_rows, device),
@@ -337,15 +343,27 @@ class TreeBatch:
             rotary=None if layout.rotary is None else _rotary(layout.rotary, padded, mine, device),
         )
 
-    def with_levels(self, layout: TreeLayout, net: DeltaNet | None) -> TreeBatch:
+    def of_tokens(self, of_chosen: Tensor, *, otherwise: Tensor) -> Tensor:
+        """Expands ``[chosen rows, …]`` to ``[tokens, …]``.
+
+        A token that was not chosen gets its value of ``otherwise`` ``[tokens, …]`` and no gradient.
+        """
+        if self.layout.token_positions is None:
+            return of_chosen
+        indexes = torch.from_numpy(self.layout.token_positions).to(of_chosen.device)
+        values = of_chosen[indexes.clamp(min=0)]
+        present = (indexes >= 0).view(-1, *[1] * (values.ndim - 1))
+        return torch.where(present, values, otherwise.to(values.dtype))
+
+    def with_levels(self, net: DeltaNet | None) -> TreeBatch:
         """Returns the batch with what a gated delta net needs: the levels of the layout, and the rows of this rank.
 
         It is the batch itself for a model without one.
         """
         if net is None:
             return self
-        stream, device = len(layout.end), self.token_ids.device
-        levels = SegmentLevels.of(layout.end, kernel=net.kernel, device=device)
+        stream, device = len(self.layout.end), self.token_ids.device
+        levels = SegmentLevels.of(self.layout.end, kernel=net.kernel, device=device)
         if self.padded_rows == stream and self.sharding.ranks == 1:
             return replace(self, levels=levels)
         places = np.minimum(self.sharding.rows_of_rank(self.padded_rows), stream)
