@@ -46,9 +46,14 @@ REASONS = {
         "RolloutWorker._run_loops",
     ): "the worker's own work: each of its waits has a deadline, and the task group ends all of them",
     (
-        "relax_core/server/limits.py",
-        "OrderChecks.addresses",
+        "relax_core/server/order_routes.py",
+        "_addresses",
     ): "each address has RESOLVE_S in engine_address, which names it",
+    (
+        "relax_core/server/controller_channel.py",
+        "_answer_all",
+    ): "the thread of orders at rest; the end of `answering` wakes it and joins it with a deadline",
+    ("relax_core/server/controller_channel.py", "_has_left"): "the socket does not block",
     ("relax_core/control/host/agent_on_demand.py", "wait_for_user"): "after select: a connection waits",
     (
         "relax_core/engines/http_server/held_port.py",

@@ -13,10 +13,12 @@ import msgspec
 from relax_core.engines.protocol.proven_connection import ProvenConnection
 from relax_core.engines.protocol.reply_checks import plain_words, reply_object
 from relax_core.server.gateway_settings import FILE, GatewayAddress, read_address
+from relax_core.server.problems import TYPE
 
 ANSWER_S = 30.0  # longest time of one request
 ANSWER_BYTES = 16 << 20
 AGAIN_S = 10.0  # how long a gateway that does not answer is asked again, because it may be starting again
+STARTS = TYPE + "run-starts"  # what the gateway says while no controller answers it
 PAUSE_S = 0.25
 
 
@@ -60,6 +62,9 @@ class GatewayClient:
                     return answer
                 if not 400 <= status <= 599:
                     raise ValueError(f"status {status}")
+                if answer.get("type") == STARTS and time.monotonic() < deadline:
+                    time.sleep(PAUSE_S)
+                    continue
             except (OSError, http.client.HTTPException, ValueError) as error:
                 if time.monotonic() > deadline:
                     why = plain_words(f"{type(error).__name__}: {error}")

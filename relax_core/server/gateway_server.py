@@ -18,15 +18,12 @@ import uvicorn
 from relax_core.engines.http_server.connections import Connection, OpenConnections, connection_limit
 from relax_core.engines.http_server.held_port import BACKLOG, url_of
 from relax_core.engines.protocol.server_proof import ServerProof
-from relax_core.server.gateway_settings import FILE, GatewayAddress, GatewaySettings, read_room
+from relax_core.server.gateway_settings import FILE, GatewayAddress, GatewaySettings
 from relax_core.server.guard import Guard
-from relax_core.server.order_book import OrderBook
-from relax_core.server.order_routes import application
+from relax_core.server.order_routes import Controller, order_app
 from relax_core.server.run_page import RunPage
-from relax_core.server.scale_book import ScaleBook
 
 KEEP_ALIVE_S = 30
-BUSY_S = 2.0  # how long a request waits for a transaction of the controller
 GRACE_S = 1  # seconds that open requests get when the gateway ends
 
 
@@ -52,7 +49,6 @@ async def serve(settings: GatewaySettings) -> None:
     folder = Path(settings.folder)
     listener = socket.socket(fileno=settings.listener)
     port = listener.getsockname()[1]
-    book, scale_book = OrderBook(folder, busy_s=BUSY_S), ScaleBook(folder, busy_s=BUSY_S)
     connections = OpenConnections(connection_limit())
     address = GatewayAddress(url=url_of(listener), token=settings.token, page="", pid=os.getpid())
 
@@ -61,7 +57,9 @@ async def serve(settings: GatewaySettings) -> None:
         address = msgspec.structs.replace(address, page=link)
         write_address(folder, address)
 
-    app = application(book, scale_book, settings.limits, folder=folder, room=read_room(folder))
+    channel = socket.socket(fileno=settings.channel)
+    channel.setblocking(False)
+    app = order_app(Controller(channel, folder), settings.limits)
     routes = Guard(app, token=settings.token, hosts=settings.hosts)
     page = RunPage(routes, settings, port=port, tell_link=tell_link)
     server = _Server(
@@ -91,8 +89,6 @@ async def serve(settings: GatewaySettings) -> None:
         task.cancel()
     ended, _ = await asyncio.wait({serving}, timeout=GRACE_S + 1.0)
     page.close()
-    book.close()
-    scale_book.close()
     for task in ended:
         task.result()  # a server that failed ends the process with its error
 

@@ -55,13 +55,15 @@ def read_room(folder: Path) -> EngineRoom | None:
 class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
     """Holds what the gateway of one run is started with.
 
-    ``folder`` is the run's. ``listener`` is the descriptor of the listening socket, which the supervisor holds.
+    ``folder`` is the run's. ``listener`` is the descriptor of the listening socket and ``channel`` that of the way to
+    the controller; the supervisor holds both.
     ``hosts`` are further names in the Host header. ``token`` is what its clients show.
     """
 
     folder: str
     host: str
     listener: int
+    channel: int
     hosts: list[str]
     token: str
     limits: Limits

@@ -6,14 +6,21 @@ import time
 from collections.abc import Collection
 from hmac import compare_digest
 
+import msgspec
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from relax_core.server.problems import Refusal
+from relax_core.server.problems import PROBLEM, Refusal
 
 OPEN = "/healthz"  # the one route without a token
 BODY_BYTES = 64 << 10
 REQUESTS_A_SECOND = 100
 LOOPBACK_NAMES = ("127.0.0.1", "localhost", "[::1]")
+
+
+def refusal_answer(refusal: Refusal) -> Response:
+    """Returns the answer that a refusal is."""
+    return Response(msgspec.json.encode(refusal.problem), refusal.status, refusal.headers, media_type=PROBLEM)
 
 
 class Guard:
@@ -40,7 +47,7 @@ class Guard:
                 raise Refusal("too-many-connections", "too many requests are under way", headers={"Retry-After": "1"})
             body = await _read_body(scope, receive)
         except Refusal as refusal:
-            await refusal.response()(scope, receive, send)
+            await refusal_answer(refusal)(scope, receive, send)
             return
         if body is None:
             return

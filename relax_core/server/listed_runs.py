@@ -35,7 +35,7 @@ from relax_core.server.run_reader import CONFIG, MOST_CONFIG, SUMMARY_DECODER
 from relax_core.server.sqlite_files import connect, readable_database
 
 LOOK_S = 2.0  # for the files of all runs of one list
-DATABASES = {"ledger.sqlite": ("events", "restores"), "operations.sqlite": ("orders", "states")}
+DATABASES = {"ledger.sqlite": ("events", "restores")}
 TAIL_BYTES = 2**18  # of metrics.jsonl, in which the newest figures are looked for
 FILES = (CONFIG, METRICS, TEXTS_FILE, ALARMS, SUMMARY, *DATABASES)
 

@@ -1,161 +1,134 @@
-"""Declares the gateway's routes: each reads the order book, or adds an order that the controller executes."""
+"""Declares the routes of a run's gateway: engines, orders for them, the autoscaler, and the run.
+
+Each checks the request and passes it on to the run's controller, where `relax_core.server.order_desk` answers it.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import pathlib
-import sqlite3
+import re
+import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Annotated, Any, Literal
 
+import msgspec
 from fastapi import Body, Depends, FastAPI, Header, Path, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.openapi.utils import get_openapi
+from pydantic import TypeAdapter
 from starlette.exceptions import HTTPException
 
 from relax_core.observe.stall_asks import POLL_S, TIMEOUT_S, StallAsk
-from relax_core.server.autoscaler_routes import add_autoscaler
-from relax_core.server.gateway_settings import EngineRoom, Limits
-from relax_core.server.json_bodies import (
-    TAGS,
-    CancelMany,
-    CancelManyAnswer,
-    DryRun,
-    EngineAnswer,
-    EngineList,
-    Health,
-    OrderAnswer,
-    OrderList,
-    RunAnswer,
-    ScaleIn,
-    ScaleInAt,
-    ScaleInOf,
-    ScaleInTo,
-    ScaleOut,
-    ScaleOutBy,
-    ScaleOutTo,
-    StallAnswer,
-    engine_answer,
-    order_answer,
-    run_answer,
-)
-from relax_core.server.limits import OrderChecks, with_room
-from relax_core.server.openapi import describe
-from relax_core.server.order_book import EngineRow, Kind, Order, OrderBook, OrderRefused, State, engine_id
-from relax_core.server.problems import Refusal, responses
-from relax_core.server.scale_book import ScaleBook
+from relax_core.server import controller_channel, order_desk
+from relax_core.server.engine_urls import engine_address
+from relax_core.server.gateway_settings import Limits
+from relax_core.server.guard import OPEN, refusal_answer
+from relax_core.server.order_bodies import TAGS, AutoscalerSwitch, CancelMany, ScaleIn, ScaleOut
+from relax_core.server.order_book import RETRY_S
+from relax_core.server.orders import DryRun, EngineRow, Order, RunRow, ScaleDecision, State
+from relax_core.server.problems import PROBLEM, Problem, Refusal
 
-RETRY_S = "5"  # Retry-After of an order that waits for another one, in seconds
+ANSWER_S = 5.0  # in which the controller, where a call takes milliseconds, has to answer
 Key = Annotated[str | None, Header(alias="Idempotency-Key", min_length=1, max_length=200)]
 OrderId = Annotated[str, Path(max_length=200)]
 Limit = Annotated[int, Query(ge=1, le=200)]
 Offset = Annotated[int, Query(ge=0, le=1_000_000)]
-Answer = OrderAnswer | DryRun
 PLACES = ("body", "query", "path", "header", *TAGS)  # parts of an error's place that are no keys of a client's
-Ways = Literal["scale_out", "scale_in"]
+WAYS: tuple[Literal["scale_out", "scale_in"], ...] = ("scale_out", "scale_in")
 
 
-def application(
-    book: OrderBook, scale_book: ScaleBook, limits: Limits, *, folder: pathlib.Path, room: EngineRoom | None = None
-) -> FastAPI:
-    """Returns the gateway's application over the run's order book and the autoscaler's decisions.
+@dataclass(frozen=True, kw_only=True)
+class Health:
+    """Says that the gateway answers."""
 
-    ``folder`` is the run's, in which its controller is asked what it waits for. ``room`` is what the run's plan says of
-    further engines, None if that is not known. `relax_core.server.guard.Guard` guards the application.
-    """
-    app = FastAPI(
-        title="Relax gateway",
-        docs_url=None,
-        redoc_url=None,
-        redirect_slashes=False,
-        responses=responses(),
-        dependencies=[Depends(_known_query)],
-    )
-    app.add_exception_handler(RequestValidationError, _malformed)
-    app.add_exception_handler(Refusal, _refused)
-    app.add_exception_handler(HTTPException, _no_route)
-    app.add_exception_handler(sqlite3.Error, _unusable_book)
-    _add_run(app, book)
-    _add_stall(app, book, folder)
-    _add_engines(app, book)
-    checks = OrderChecks(limits, room)
-    _add_scale_out(app, book, checks)
-    _add_scale_in(app, book, checks)
-    for kind in ("scale_out", "scale_in"):
-        _add_orders(app, book, kind)
-    _add_cancel_many(app, book)
-    add_autoscaler(app, scale_book, limits)
-    describe(app, limits)
-    return app
+    status: Literal["ok"] = "ok"
 
 
-async def _known_query(request: Request) -> None:
-    """Refuses a query with a key that the route does not have."""
-    known = {one.alias for one in request.scope["route"].dependant.query_params}
-    if unknown := sorted(request.query_params.keys() - known):
-        fix = f"send {', '.join(sorted(known))}" if known else "send no query"
-        raise Refusal("malformed", "the query has a key that this route does not know", key=unknown[0][:100], fix=fix)
+@dataclass(frozen=True, kw_only=True)
+class StallAnswer:
+    """Says in ``report`` what the run waits for, for whom, and what the workers that others wait for do."""
+
+    report: str
 
 
-# -- refusals ---------------------------------------------------------------------------------------------------------
-async def _malformed(request: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, RequestValidationError)
-    first = error.errors()[0]
-    key = ".".join(str(part) for part in first["loc"] if part not in PLACES)
-    value = repr(first.get("input"))[:200]
-    return Refusal("malformed", first["msg"], key=key or None, value=value, fix="see /openapi.json").response()
+@dataclass(frozen=True, kw_only=True)
+class EngineList:
+    """Is the list of the engines in the order of their numbers."""
+
+    engines: list[EngineRow]
 
 
-async def _refused(request: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, Refusal)
-    return error.response()
+@dataclass(frozen=True, kw_only=True)
+class OrderList:
+    """Is a page of orders, the newest first."""
+
+    requests: list[Order]
+    limit: int
+    offset: int
 
 
-async def _no_route(request: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, HTTPException)
-    name = {404: "unknown-route", 405: "unknown-method"}.get(error.status_code, "malformed")
-    headers = dict(error.headers or {})
-    return Refusal(name, str(error.detail), headers=headers, fix="see /openapi.json for the routes").response()
+@dataclass(frozen=True, kw_only=True)
+class CancelManyAnswer:
+    """Holds the orders whose cancellation was asked for, or with ``dry_run`` would be; their ends follow."""
+
+    dry_run: bool
+    requests: list[Order]
 
 
-async def _unusable_book(request: Request, error: Exception) -> JSONResponse:
-    words = f"the order book does not answer: {error}"
-    return Refusal("order-book-busy", words, headers={"Retry-After": RETRY_S}).response()
+@dataclass(frozen=True, kw_only=True)
+class AutoscalerAnswer:
+    """Says whether the autoscaler is on."""
+
+    enabled: bool
 
 
-# -- the run ----------------------------------------------------------------------------------------------------------
-def _add_run(app: FastAPI, book: OrderBook) -> None:
-    @app.get("/healthz")
-    async def healthz() -> Health:
-        """Says that the gateway answers; it is open to everybody."""
-        return Health()
+@dataclass(frozen=True, kw_only=True)
+class DecisionList:
+    """Is a page of decisions that changed the number of engines, the newest first."""
 
-    @app.get("/run")
-    async def run() -> RunAnswer:
-        """Returns where the run stands."""
-        row = book.run()
-        if row is None:
-            raise Refusal("run-starts", "the run is starting", headers={"Retry-After": RETRY_S})
-        return run_answer(row)
-
-    @app.post("/run/stop", status_code=202)
-    async def stop(response: Response) -> OrderAnswer:
-        """Asks the run to end with a checkpoint once a train step is done; asking again returns the same order."""
-        order = next((one for one in book.open_orders() if one.kind == "stop"), None)
-        return order_answer(order or book.place("stop", {}, decide=lambda engines: "PENDING")[0])
+    decisions: list[ScaleDecision]
+    limit: int
+    offset: int
 
 
-def _add_stall(app: FastAPI, book: OrderBook, folder: pathlib.Path) -> None:
-    @app.post("/run/stall")
-    async def stall() -> StallAnswer:
-        """Asks the controller what the run waits for, as `relax stall` does, and returns its report, after seconds."""
-        if book.run() is None:
-            raise Refusal("run-starts", "the run is starting", headers={"Retry-After": RETRY_S})
+class _Answer(msgspec.Struct):
+    body: msgspec.Raw
+    status: int
+    headers: dict[str, str]
+
+
+_answer = msgspec.json.Decoder(_Answer)
+
+
+class Controller:
+    """Asks the controller of the run over its end of the channel, and for reports in the run's ``folder``."""
+
+    def __init__(self, end: socket.socket, folder: pathlib.Path) -> None:
+        self._end, self._folder = end, folder
+
+    async def __call__(self, call: str, **given: Any) -> Response:
+        """Returns the answer to a call of `order_desk.OrderDesk`."""
+        request = msgspec.json.encode(order_desk.Request(call, given))
+        data = await controller_channel.ask(self._end, request, timeout_s=ANSWER_S)
+        if data is None:
+            raise Refusal(
+                "run-starts", "the run is starting, or starting again: its controller does not answer",
+                headers={"Retry-After": RETRY_S}, fix="ask again in a few seconds",
+            )  # fmt: skip
+        answer = _answer.decode(data)
+        kind = PROBLEM if answer.status >= 400 else "application/json"
+        return Response(bytes(answer.body), answer.status, answer.headers, media_type=kind)
+
+    async def report(self) -> StallAnswer:
+        """Returns what the run waits for."""
         deadline = time.monotonic() + TIMEOUT_S
         try:
-            with closing(StallAsk(folder)) as ask:
+            with closing(StallAsk(self._folder)) as ask:
                 while (report := ask.report()) is None and time.monotonic() < deadline:
                     await asyncio.sleep(POLL_S)
         except OSError as error:
@@ -170,163 +143,233 @@ def _add_stall(app: FastAPI, book: OrderBook, folder: pathlib.Path) -> None:
         return StallAnswer(report=report)
 
 
-def _add_engines(app: FastAPI, book: OrderBook) -> None:
-    @app.get("/rollout/engines")
-    async def engines() -> EngineList:
+def order_app(controller: Controller, limits: Limits) -> FastAPI:
+    """Returns the application of a run that takes orders within these ``limits``."""
+    app = FastAPI(
+        title="Relax gateway",
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        responses=_refusals(),
+        dependencies=[Depends(_known_query)],
+    )
+    app.add_exception_handler(RequestValidationError, _malformed)
+    app.add_exception_handler(Refusal, _refused)
+    app.add_exception_handler(HTTPException, _no_route)
+    _add_run(app, controller)
+    _add_engines(app, controller)
+    _add_scaling(app, controller, limits)
+    for kind in WAYS:
+        _add_orders(app, controller, kind)
+    _add_autoscaler(app, controller, limits)
+    schema = _schema(app, limits)
+    app.openapi = lambda: schema  # type: ignore[method-assign]
+    return app
+
+
+async def _known_query(request: Request) -> None:
+    """Refuses a query with a key that the route does not have."""
+    known = {one.alias for one in request.scope["route"].dependant.query_params}
+    if unknown := sorted(request.query_params.keys() - known):
+        fix = f"send {', '.join(sorted(known))}" if known else "send no query"
+        raise Refusal("malformed", "the query has a key that this route does not know", key=unknown[0][:100], fix=fix)
+
+
+# -- refusals ---------------------------------------------------------------------------------------------------------
+async def _malformed(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    key = ".".join(str(part) for part in first["loc"] if part not in PLACES)
+    value = repr(first.get("input"))[:200]
+    return refusal_answer(Refusal("malformed", first["msg"], key=key or None, value=value, fix="see /openapi.json"))
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    assert isinstance(error, Refusal)
+    return refusal_answer(error)
+
+
+async def _no_route(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    name = {404: "unknown-route", 405: "unknown-method"}.get(error.status_code, "malformed")
+    headers = dict(error.headers or {})
+    return refusal_answer(Refusal(name, str(error.detail), headers=headers, fix="see /openapi.json for the routes"))
+
+
+def _refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """Returns what the schema says of the refusals of a route; each route has those of the first line."""
+    every = (400, 401, 403, 429, 503)
+    content = {PROBLEM: {"schema": {"$ref": "#/components/schemas/Problem"}}}
+    return {status: {"description": HTTPStatus(status).phrase, "content": content} for status in (*every, *statuses)}
+
+
+# -- routes -----------------------------------------------------------------------------------------------------------
+def _add_run(app: FastAPI, controller: Controller) -> None:
+    @app.get("/healthz")
+    async def healthz() -> Health:
+        """Says that the gateway answers; it is open to everybody."""
+        return Health()
+
+    @app.get("/run", response_model=RunRow)
+    async def run() -> Response:
+        """Returns where the run stands."""
+        return await controller("run")
+
+    @app.post("/run/stop", status_code=202, response_model=Order)
+    async def stop() -> Response:
+        """Asks the run to end with a checkpoint once a train step is done; asking again returns the same order."""
+        return await controller("stop")
+
+    @app.post("/run/stall")
+    async def stall() -> StallAnswer:
+        """Asks the controller what the run waits for, as `relax stall` does, and returns its report, after seconds."""
+        return await controller.report()
+
+
+def _add_engines(app: FastAPI, controller: Controller) -> None:
+    @app.get("/rollout/engines", response_model=EngineList)
+    async def engines() -> Response:
         """Returns the engines that the run has or had."""
-        return EngineList(engines=[engine_answer(row) for row in book.engines()])
+        return await controller("engines")
 
-    @app.get("/rollout/engines/{engine}", responses=responses(404))
-    async def engine(engine: OrderId) -> EngineAnswer:
+    @app.get("/rollout/engines/{engine}", response_model=EngineRow, responses=_refusals(404))
+    async def engine(engine: OrderId) -> Response:
         """Returns one engine."""
-        row = next((one for one in book.engines() if engine_id(one.number) == engine), None)
-        if row is None:
-            raise Refusal("unknown-id", "this run has no such engine", key="engine", value=engine[:100])
-        return engine_answer(row)
+        return await controller("engine", name=engine)
 
 
-# -- orders for engines -----------------------------------------------------------------------------------------------
-def _add_scale_out(app: FastAPI, book: OrderBook, checks: OrderChecks) -> None:
-    @app.post("/rollout/scale_out", status_code=202, responses={200: {"model": Answer}, **responses(409, 413, 415)})
-    async def scale_out(body: Annotated[ScaleOut, Body()], response: Response, key: Key = None) -> Answer:
+def _add_scaling(app: FastAPI, controller: Controller, limits: Limits) -> None:
+    """Adds the routes that order engines to come and to go, and the cancellation of all that come."""
+
+    async def order(way: str, body: Any, key: str | None) -> Response:
+        fields = body.model_dump()
+        if limits.refusal:
+            raise Refusal("not-in-this-run", limits.refusal)
+        if urls := fields.get("engine_urls"):
+            fields["engine_urls"] = await _addresses(urls, limits)
+        elif way == "scale_out" and limits.no_more:
+            raise Refusal("not-in-this-run", limits.no_more)
+        return await controller(way, body=fields, key=key)
+
+    taken: dict[str, Any] = {"response_model": Order | DryRun, "status_code": 202}
+    there = {200: {"model": Order | DryRun}, **_refusals(409, 413, 415)}
+
+    @app.post("/rollout/scale_out", responses=there, **taken)
+    async def scale_out(body: Annotated[ScaleOut, Body()], key: Key = None) -> Response:
         """Orders so many engines in all, or servers to join. With the engines there already: 200 and NOOP."""
-        checks.check(book.run())
-        by_url = isinstance(body, ScaleOutBy)
-        urls = await checks.addresses(body.engine_urls) if isinstance(body, ScaleOutBy) else []
-        if isinstance(body, ScaleOutTo):
-            checks.check_more()
-            checks.check_target(body.num_replicas)
+        return await order("scale_out", body, key)
 
-        def missing(engines: Sequence[EngineRow]) -> int:
-            if isinstance(body, ScaleOutTo):
-                return max(0, body.num_replicas - _present(engines))
-            more = len(_unknown(book, engines, urls))
-            checks.check_room(engines, more)
-            return more
-
-        def decide(engines: Sequence[EngineRow]) -> State:
-            return "PENDING" if missing(engines) else "NOOP"
-
-        if body.dry_run:
-            rows = book.engines()
-            now, more = _present(rows), missing(rows)
-            dry = _dry(response, "PENDING" if more else "NOOP", now=now, then=now + more, gone=[])
-            return dry if by_url or not more else with_room(dry, checks.room, more=more)
-        fields = body.model_dump() | ({"engine_urls": urls} if by_url else {})
-        return _place(book, "scale_out", fields, decide=decide, key=key, response=response, queues=by_url)
-
-
-def _add_scale_in(app: FastAPI, book: OrderBook, checks: OrderChecks) -> None:
-    @app.post("/rollout/scale_in", status_code=202, responses={200: {"model": Answer}, **responses(404, 409, 413, 415)})
-    async def scale_in(body: Annotated[ScaleIn, Body()], response: Response, key: Key = None) -> Answer:
+    @app.post("/rollout/scale_in", responses=there | _refusals(404), **taken)
+    async def scale_in(body: Annotated[ScaleIn, Body()], key: Key = None) -> Response:
         """Orders engines to go: so many that ``num_replicas`` stay, or the named ones."""
-        checks.check(book.run())
-        named: list[int] = []
-        if isinstance(body, ScaleInOf):
-            named = [int(one.partition("-")[2]) for one in body.engine_ids]
-        elif isinstance(body, ScaleInAt):
-            named = checks.at(book.engines(), await checks.addresses(body.engine_urls))
-        else:
-            checks.check_target(body.num_replicas)
+        return await order("scale_in", body, key)
 
-        def going(engines: Sequence[EngineRow]) -> list[int]:
-            if isinstance(body, ScaleInTo):
-                return checks.newest(engines, target=body.num_replicas)
-            return checks.added(engines, named)
-
-        def decide(engines: Sequence[EngineRow]) -> State:
-            return "PENDING" if going(engines) else "NOOP"
-
-        if body.dry_run:
-            rows = book.engines()
-            gone, now = going(rows), _present(rows)
-            return _dry(response, "PENDING" if gone else "NOOP", now=now, then=now - len(gone), gone=gone)
-        fields = {"num_replicas": None, "engine_ids": None, **body.model_dump()}
-        fields |= {"engine_ids": named} if named else {}
-        return _place(book, "scale_in", fields, decide=decide, key=key, response=response)
+    @app.post("/rollout/scale_out_cancel", response_model=CancelManyAnswer, responses=_refusals(413, 415))
+    async def cancel_many(body: CancelMany) -> Response:
+        """Asks for the cancellation of all orders that add engines and are open, or of those in one state."""
+        return await controller("cancel_many", status=body.status_filter, dry_run=body.dry_run)
 
 
-def _unknown(book: OrderBook, engines: Sequence[EngineRow], urls: Sequence[str]) -> list[str]:
-    """Returns the addresses of servers that neither are in nor are about to join by an open order."""
-    known = {row.url for row in engines if row.present}
-    for order in book.open_orders():
-        known |= set(order.body.get("engine_urls") or ())
-    return [url for url in urls if url not in known]
+async def _addresses(urls: Sequence[str], limits: Limits) -> list[str]:
+    """Returns the addresses of servers, each once; refuses those that this run does not take."""
+    if limits.no_urls:
+        raise Refusal("not-in-this-run", limits.no_urls)
+    found = await asyncio.gather(*(engine_address(url, allowed_hosts=limits.hosts) for url in urls))
+    return list(dict.fromkeys(found))
 
 
-def _present(engines: Sequence[EngineRow]) -> int:
-    return sum(row.present for row in engines)
-
-
-def _dry(
-    response: Response, state: Literal["PENDING", "NOOP"] | State, *, now: int, then: int, gone: list[int]
-) -> DryRun:
-    response.status_code = 200
-    status: Literal["PENDING", "NOOP"] = "PENDING" if state == "PENDING" else "NOOP"
-    return DryRun(status=status, engines_now=now, engines_then=then, engine_ids=[engine_id(one) for one in gone])
-
-
-def _place(
-    book: OrderBook,
-    kind: Kind,
-    body: dict[str, Any],
-    *,
-    decide: Callable[[Sequence[EngineRow]], State],
-    key: str | None,
-    response: Response,
-    queues: bool = False,
-) -> OrderAnswer:
-    try:
-        order, _ = book.place(kind, body, decide=decide, key=key, queues=queues)
-    except OrderRefused as refused:
-        if refused.busy is None:
-            raise Refusal("other-body", str(refused), key="Idempotency-Key", value=key) from refused
-        headers = {"Retry-After": RETRY_S}
-        raise Refusal("order-under-way", str(refused), headers=headers, request_id=refused.busy) from refused
-    response.status_code = 200 if order.state == "NOOP" else 202
-    response.headers["Location"] = f"/rollout/{kind}/{order.id}"
-    return order_answer(order)
-
-
-def _add_orders(app: FastAPI, book: OrderBook, kind: Ways) -> None:
+def _add_orders(app: FastAPI, controller: Controller, kind: str) -> None:
     """Adds the routes that list, show and cancel the orders of a kind."""
 
-    def known(request_id: str) -> Order:
-        order = book.order(request_id)
-        if order is None or order.kind != kind:
-            words = f"this run has no such order of kind {kind}"
-            raise Refusal("unknown-id", words, key="request_id", value=request_id[:100])
-        return order
-
-    @app.get(f"/rollout/{kind}", operation_id=f"list_{kind}")
-    async def orders(status: State | None = None, limit: Limit = 50, offset: Offset = 0) -> OrderList:
+    @app.get(f"/rollout/{kind}", operation_id=f"list_{kind}", response_model=OrderList)
+    async def orders(status: State | None = None, limit: Limit = 50, offset: Offset = 0) -> Response:
         """Returns the orders, and with ``status`` those in this state, the newest first."""
-        found = book.orders(kind, state=status, limit=limit, offset=offset)
-        return OrderList(requests=[order_answer(one) for one in found], limit=limit, offset=offset)
+        return await controller("orders", kind=kind, status=status, limit=limit, offset=offset)
 
-    @app.get(f"/rollout/{kind}/{{request_id}}", operation_id=f"get_{kind}", responses=responses(404))
-    async def order(request_id: OrderId) -> OrderAnswer:
+    one = f"/rollout/{kind}/{{request_id}}"
+
+    @app.get(one, operation_id=f"get_{kind}", response_model=Order, responses=_refusals(404))
+    async def order(request_id: OrderId) -> Response:
         """Returns one order."""
-        return order_answer(known(request_id))
+        return await controller("order", kind=kind, name=request_id)
 
-    @app.post(
-        f"/rollout/{kind}/{{request_id}}/cancel",
-        operation_id=f"cancel_{kind}",
-        status_code=202,
-        responses=responses(404, 409),
-    )
-    async def cancel(request_id: OrderId) -> OrderAnswer:
+    cancels: dict[str, Any] = {"operation_id": f"cancel_{kind}", "status_code": 202, "response_model": Order}
+
+    @app.post(f"{one}/cancel", responses=_refusals(404, 409), **cancels)
+    async def cancel(request_id: OrderId) -> Response:
         """Asks for the cancellation of an order; what it has done is taken back."""
-        known(request_id)
-        try:
-            return order_answer(book.ask_cancel(request_id))
-        except OrderRefused as refused:
-            raise Refusal("order-ended", str(refused), request_id=request_id) from refused
+        return await controller("cancel", kind=kind, name=request_id)
 
 
-def _add_cancel_many(app: FastAPI, book: OrderBook) -> None:
-    @app.post("/rollout/scale_out_cancel", responses=responses(413, 415))
-    async def cancel_many(body: CancelMany) -> CancelManyAnswer:
-        """Asks for the cancellation of all orders that add engines and are open, or of those in one state."""
-        found = book.cancel_many("scale_out", state=body.status_filter, dry_run=body.dry_run)
-        return CancelManyAnswer(dry_run=body.dry_run, requests=[order_answer(one) for one in found])
+def _add_autoscaler(app: FastAPI, controller: Controller, limits: Limits) -> None:
+    @app.get("/autoscaler/status", response_model=AutoscalerAnswer)
+    async def status() -> Response:
+        """Says whether the autoscaler is on."""
+        return await controller("autoscaler")
+
+    @app.get("/autoscaler/conditions", response_model=ScaleDecision, responses=_refusals(404))
+    async def conditions() -> Response:
+        """Returns what the autoscaler saw and decided last, also where it changed nothing."""
+        return await controller("conditions")
+
+    @app.get("/autoscaler/scale_history", response_model=DecisionList)
+    async def scale_history(limit: Limit = 50, offset: Offset = 0) -> Response:
+        """Returns the decisions that changed the number of engines, the newest first."""
+        return await controller("scale_history", limit=limit, offset=offset)
+
+    @app.post("/autoscaler/enable", response_model=AutoscalerAnswer, responses=_refusals(409, 413, 415))
+    async def enable(body: AutoscalerSwitch) -> Response:
+        """Turns the autoscaler on or off; what it has ordered goes on."""
+        if body.enabled and (why := limits.refusal or limits.no_more):
+            raise Refusal("no-autoscaler", why, key="enabled", value="true")
+        return await controller("enable", enabled=body.enabled)
+
+
+# -- the schema -------------------------------------------------------------------------------------------------------
+def _schema(app: FastAPI, limits: Limits) -> dict[str, Any]:
+    """Returns ``/openapi.json`` with what FastAPI does not see; malformed requests get 400 and not 422.
+
+    The numbers of engines that a run with these ``limits`` takes are those of the schema, and so are the hosts of
+    servers that it takes. A kind of target that it never takes is not in the schema.
+    """
+    schema = get_openapi(title=app.title, version="1", routes=app.routes)
+    parts = schema.setdefault("components", {})
+    schemas = parts.setdefault("schemas", {})
+    for name in ("HTTPValidationError", "ValidationError"):
+        schemas.pop(name, None)
+    schemas["Problem"] = TypeAdapter(Problem).json_schema()
+    for name in ("ScaleOutTo", "ScaleInTo"):
+        schemas[name]["properties"]["num_replicas"] |= {"minimum": limits.start, "maximum": limits.most}
+    parts["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
+    for path, methods in schema["paths"].items():
+        for operation in methods.values():
+            operation["responses"].pop("422", None)
+            if path != OPEN:
+                operation["security"] = [{"token": []}]
+    hosts = "|".join(re.escape(host) for host in limits.hosts)
+    for name in ("ScaleOutBy", "ScaleInAt"):
+        schemas[name]["properties"]["engine_urls"]["items"]["pattern"] = f"^http://({hosts}):[1-9][0-9]{{0,3}}/?$"
+    for kind in WAYS:
+        post = schema["paths"][f"/rollout/{kind}"]["post"]
+        _link(post, kind)
+        body = post["requestBody"]["content"]["application/json"]["schema"]
+        kinds = body.pop("anyOf", None) or body.pop("oneOf")
+        if limits.no_urls:
+            kinds = kinds[:-1]  # by address
+        elif kind == "scale_out" and limits.no_more:
+            kinds = kinds[1:]
+        body["oneOf"] = kinds
+        body.pop("title", None)
+    return schema
+
+
+def _link(post: dict[str, Any], kind: str) -> None:
+    """Says that the id in an order's answer is the id that the other routes take."""
+    for answer in ("200", "202"):
+        post["responses"][answer]["links"] = {
+            f"{verb}_{kind}": {
+                "operationId": f"{verb}_{kind}",
+                "parameters": {"request_id": "$response.body#/request_id"},
+            }
+            for verb in ("get", "cancel")
+        }

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from relax_core.server.guard import refusal_answer
 from relax_core.server.problems import Refusal
 
 ADDRESS = "/api/gateway"  # the page's guard stands before it: session, Host and Origin
@@ -34,7 +35,7 @@ class PageOrders:
         elif scope["method"] != "GET" and b"origin" not in {name.lower() for name, _ in headers}:
             refusal = Refusal("no-origin", "an order of the page names its Origin", key="Origin")
         if refusal is not None:
-            await refusal.response()(scope, receive, send)
+            await refusal_answer(refusal)(scope, receive, send)
             return
         whole = {**scope, "path": path, "raw_path": path.encode(), "headers": [*headers, self._authorization]}
         await self._routes(whole, receive, send)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Any
-
-from fastapi.responses import JSONResponse
-from pydantic import BaseModel
 
 PROBLEM = "application/problem+json"
 TYPE = "urn:relax:problem:"  # the type of a problem is this and its name
@@ -34,12 +31,13 @@ STATUS_OF = {
     "no-report": 503,  # of what the run waits for
     "run-starts": 503,
     "run-ends": 503,
-    "order-book-busy": 503,
+    "order-unwritten": 503,
     "too-many-connections": 503,
 }
 
 
-class Problem(BaseModel):
+@dataclass(frozen=True, kw_only=True)
+class Problem:
     """Is the body of every refusal.
 
     ``type`` names what is wrong and is one of those in docs/elastic.md. ``key`` and ``value`` name the part of the
@@ -63,25 +61,6 @@ class Refusal(Exception):
     def __init__(self, name: str, detail: str, *, headers: dict[str, str] | None = None, **named: str | None) -> None:
         super().__init__(detail)
         self.status = STATUS_OF[name]
-        self._type = TYPE + name
         self.headers = headers or {}
-        self._named = named
-
-    def response(self) -> JSONResponse:
-        """Returns the answer."""
         title = HTTPStatus(self.status).phrase
-        words = {"type": self._type, "title": title, "status": self.status, "detail": str(self)}
-        problem = Problem.model_validate({**self._named, **words})
-        return JSONResponse(problem.model_dump(), status_code=self.status, headers=self.headers, media_type=PROBLEM)
-
-
-def responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """Returns what the schema says of the refusals of a route; each route has those of the first line."""
-    every = (400, 401, 403, 429, 503)
-    return {
-        status: {"description": HTTPStatus(status).phrase, "content": {PROBLEM: {"schema": _SCHEMA}}}
-        for status in (*every, *statuses)
-    }
-
-
-_SCHEMA = {"$ref": "#/components/schemas/Problem"}
+        self.problem = Problem(type=TYPE + name, title=title, status=self.status, detail=detail, **named)

@@ -14,12 +14,16 @@ import pytest
 
 from relax_core.__main__ import main
 from relax_core.config.compose import load_config
+from relax_core.control.engines.engine_limits import limits_of
 from relax_core.control.supervision.gateway_process import GatewayProcess, gateway
 from relax_core.plan.build_plan import make_plan
 from relax_core.plan.plan_command import save_plan
+from relax_core.server.controller_channel import answering
 from relax_core.server.gateway_client import GatewayClient, GatewayUnreachable
-from relax_core.server.gateway_settings import FILE
-from relax_core.server.order_book import EngineRow, Order, OrderBook, RunRow
+from relax_core.server.gateway_settings import FILE, read_room
+from relax_core.server.order_book import OrderBook
+from relax_core.server.order_desk import OrderDesk
+from relax_core.server.orders import EngineRow, Order, RunRow, engine_id
 from tests.control.gateway_up import until_up
 
 DEADLINE_S = 120.0
@@ -28,11 +32,11 @@ DEADLINE_S = 120.0
 class Controller:
     """Moves the orders of the book on; an order for four engines fails, and with ``slow`` none ends."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, book: OrderBook) -> None:
         self.slow = threading.Event()
         self._ended = threading.Event()
-        self._book = OrderBook(folder)
-        self._book.write_run(RunRow(at=1.0, step=4, steps=9, stopping=False))
+        self._book = book
+        self._book.run = RunRow(at=1.0, step=4, steps=9, stopping=False)
         self._has([0])
         self._thread = threading.Thread(target=self._work)
         self._thread.start()
@@ -40,7 +44,6 @@ class Controller:
     def end(self) -> None:
         self._ended.set()
         self._thread.join(DEADLINE_S)
-        self._book.close()
 
     def _work(self) -> None:
         while not self._ended.wait(0.02):
@@ -48,7 +51,7 @@ class Controller:
                 self._tick(order)
 
     def _tick(self, order: Order) -> None:
-        if order.cancel:
+        if order.cancel_requested:
             self._book.move(order, "CANCELLED")
         elif self.slow.is_set():
             self._book.move(order, "CREATING", engines=[2])
@@ -65,7 +68,7 @@ class Controller:
         self._book.write_engines(
             [
                 EngineRow(
-                    number=one,
+                    id=engine_id(one),
                     origin="added" if one else "start",
                     state="serving" if one in present else "left",
                     since=1.0,
@@ -85,8 +88,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Contro
     with gateway(config) as process:
         assert process is not None
         until_up(process)
-        controller = Controller(folder)
-        yield folder, controller, process
+        book = OrderBook(folder)
+        controller = Controller(book)
+        desk = OrderDesk(book, limits_of(config), read_room(folder))
+        with answering(process.controller_end, desk.answer):
+            yield folder, controller, process
         controller.end()
 
 

@@ -19,6 +19,11 @@ from relax_core.control.run.resume import ResumePoint
 from relax_core.control.supervision import controller_process
 from relax_core.control.supervision.supervisor import Attempt, supervise
 from relax_core.control.supervision.supervisor_pipe import SupervisorPipe
+from relax_core.server.controller_channel import answering
+from relax_core.server.gateway_settings import Limits
+from relax_core.server.order_book import OrderBook
+from relax_core.server.order_desk import OrderDesk
+from relax_core.server.orders import RunRow
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 120.0
@@ -63,10 +68,14 @@ def killed_once(folder: Path, paths: RunPaths, attempt: Attempt, supervisor: Sup
 
 def dies_when_told_and_then_waits(folder: Path, paths: RunPaths, attempt: Attempt, supervisor: SupervisorPipe) -> int:
     told = "first" if attempt.number == 0 else "second"
-    (folder / "ready").write_text(str(os.getpid()))
-    wait_for(lambda: (folder / told).exists())
-    if attempt.number == 0:
-        os.kill(os.getpid(), signal.SIGKILL)
+    assert attempt.gateway is not None
+    book = OrderBook(folder)
+    book.run = RunRow(at=1.0, step=2, steps=3, stopping=False)
+    with answering(attempt.gateway, OrderDesk(book, Limits(start=1, most=2), None).answer):
+        (folder / "ready").write_text(str(os.getpid()))
+        wait_for(lambda: (folder / told).exists())
+        if attempt.number == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
     return 7
 
 

@@ -109,9 +109,16 @@ def beside_ledger(ending: str) -> Breaks:
     return write
 
 
-def orders_view(run: Path) -> None:
-    with closing(sqlite3.connect(run / "operations.sqlite")) as database:
-        database.executescript(f"CREATE TABLE states (id, state, at); CREATE VIEW orders AS {ENDLESS} SELECT i FROM n;")
+def orders_many(run: Path) -> None:
+    order = {
+        "request_id": "x",
+        "kind": "stop",
+        "engine_ids": [],
+        "failure": "",
+        "history": 1000 * [{"state": "A", "at": 1}],
+    }
+    lines = [msgspec.json.encode({"order": order | {"request_id": f"{one}"}}) for one in range(2000)]
+    (run / "operations.jsonl").write_bytes(b"\n".join([*lines, b"[" * 10**6, b"{}", b"\xff"]))
 
 
 def logs(run: Path) -> None:
@@ -170,7 +177,9 @@ LISTED: dict[str, Breaks] = {
     "ledger_sparse": sparse("ledger.sqlite"),
     "ledger_pipe": instead("ledger.sqlite", os.mkfifo),
     "ledger_wal_pipe": instead("ledger.sqlite-wal", os.mkfifo),
-    "orders_view": orders_view,
+    "orders_many": orders_many,
+    "orders_pipe": instead("operations.jsonl", os.mkfifo),
+    "orders_sparse": sparse("operations.jsonl"),
 }
 # These cost a view of the run, or nothing.
 OTHER: dict[str, Breaks] = {

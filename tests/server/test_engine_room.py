@@ -11,10 +11,10 @@ from relax_core.config.compose import load_config
 from relax_core.plan.build_plan import make_plan
 from relax_core.plan.plan_command import save_plan
 from relax_core.plan.plan_text import as_text
-from relax_core.server import limits
+from relax_core.server import order_desk
 from relax_core.server.gateway_settings import EngineRoom, read_room
-from relax_core.server.json_bodies import DryRun
-from relax_core.server.limits import with_room
+from relax_core.server.order_desk import with_room
+from relax_core.server.orders import DryRun
 
 WAYS = ("engine.max_running_samples=16",)
 
@@ -47,7 +47,7 @@ def test_a_run_that_starts_no_engines_has_no_room(overrides: list[str], tmp_path
 
 
 def test_what_speaks_against_an_order_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "available_bytes", lambda: 1 << 30)
+    monkeypatch.setattr(order_desk, "available_bytes", lambda: 1 << 30)
     room = EngineRoom(usable=3, engine_bytes=300 << 20, engine_cores=1, machine_cores=4)
     good = with_room(dry(1, 3), room, more=2)
     assert (good.memory_bytes, good.cores, good.usable_engines, good.warnings) == (600 << 20, 2, 3, [])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,13 @@ from starlette.types import Message, Receive, Scope, Send
 import relax_core.server.guard as guard
 import relax_core.server.order_routes as gateway_routes
 from relax_core.observe.stall_asks import StallAsks
+from relax_core.server.controller_channel import answering, channel
 from relax_core.server.gateway_settings import Limits
 from relax_core.server.guard import Guard
-from relax_core.server.order_book import EngineRow, Order, OrderBook, RunRow
-from relax_core.server.order_routes import application
-from relax_core.server.scale_book import ScaleBook
+from relax_core.server.order_book import OrderBook
+from relax_core.server.order_desk import OrderDesk
+from relax_core.server.order_routes import Controller, order_app
+from relax_core.server.orders import EngineRow, Order, RunRow, engine_id
 
 schemathesis = pytest.importorskip("schemathesis", reason="make test-env")
 
@@ -48,38 +51,37 @@ class MovingRun:
         self.book = OrderBook(folder)
         self.requests = self._since_reset = 0
         self.answers: Counter[tuple[str, int]] = Counter()  # by the last word of the path and the status
-        self.scale_book = ScaleBook(folder)
         self._asks, self._ended = StallAsks(folder), threading.Event()
         self._controller = threading.Thread(target=self._answer_asks)
         self._controller.start()
-        self._app = Guard(
-            application(self.book, self.scale_book, limits, folder=folder), token="secret", hosts=["testserver"]
-        )
-        self.book.write_run(RunRow(at=1.0, step=4, steps=9, stopping=False))
+        self._open = ExitStack()
+        ours, theirs = map(self._open.enter_context, channel())
+        self._open.enter_context(answering(theirs, OrderDesk(self.book, limits, None).answer))
+        self._app = Guard(order_app(Controller(ours, folder), limits), token="secret", hosts=["testserver"])
+        self.book.run = RunRow(at=1.0, step=4, steps=9, stopping=False)
         self.reset()
 
     def reset(self) -> None:
         """Forgets all orders, so that the same requests get the same answers."""
-        for table in ("orders", "states", "keys"):
-            self.book._database.execute(f"DELETE FROM {table}")
+        self.book._orders.clear()
+        self.book._keys.clear()
         self._since_reset = 0
         self._write(range(1, 2))
 
     def close(self) -> None:
         self._ended.set()
         self._controller.join(DEADLINE_S)
-        self.book.close()
-        self.scale_book.close()
+        self._open.close()
 
     def _answer_asks(self) -> None:
         while not self._ended.wait(0.01):
             self._asks.check(lambda: "actor-0 waits for bus")
 
     def _write(self, serving: range) -> None:
-        rows = [EngineRow(number=0, origin="start", state="serving", since=1.0)]
+        rows = [EngineRow(id="engine-0", origin="start", state="serving", since=1.0)]
         for number in range(1, 4):
             state = "serving" if number in serving else "left"
-            rows.append(EngineRow(number=number, origin="added", state=state, since=1.0))
+            rows.append(EngineRow(id=engine_id(number), origin="added", state=state, since=1.0))
         self.book.write_engines(rows)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -96,12 +98,12 @@ class MovingRun:
                 self._move(order)
 
     def _move(self, order: Order) -> None:
-        if order.cancel:
+        if order.cancel_requested:
             self.book.move(order, "CANCELLED")
         elif order.kind == "scale_out":
-            self.book.move(order, "CREATING" if order.state == "PENDING" else "ACTIVE", engines=[3])
+            self.book.move(order, "CREATING" if order.status == "PENDING" else "ACTIVE", engines=[3])
         elif order.kind == "scale_in":
-            self.book.move(order, "DRAINING" if order.state == "PENDING" else "COMPLETED", engines=[3])
+            self.book.move(order, "DRAINING" if order.status == "PENDING" else "COMPLETED", engines=[3])
             self._write(range(1, 2 + self._since_reset % 3))
         else:
             self.book.move(order, "COMPLETED")

@@ -1,11 +1,10 @@
-"""The routes of the gateway over a real order book, without a socket: answers, refusals, and what the schema says."""
+"""The routes of the gateway and the desk of a controller: answers, refusals, and what the schema says."""
 
 from __future__ import annotations
 
 import json
-import sqlite3
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,14 @@ from starlette.testclient import TestClient
 import relax_core.server.guard as guard
 import relax_core.server.order_routes as gateway_routes
 from relax_core.observe.stall_asks import FOLDER
+from relax_core.server.controller_channel import answering, channel
 from relax_core.server.gateway_settings import EngineRoom, Limits
 from relax_core.server.guard import Guard
-from relax_core.server.order_book import FILE, EngineRow, OrderBook, RunRow
-from relax_core.server.order_routes import application
+from relax_core.server.order_book import FILE, OrderBook
+from relax_core.server.order_desk import OrderDesk
+from relax_core.server.order_routes import Controller, order_app
+from relax_core.server.orders import EngineRow, RunRow, ScaleDecision
 from relax_core.server.problems import PROBLEM, STATUS_OF, TYPE
-from relax_core.server.scale_book import ScaleBook, ScaleDecision
 from tests.observe.test_stall_asks import controller
 
 TOKEN = {"Authorization": "Bearer secret"}
@@ -31,19 +32,27 @@ class Gateway:
 
     def __init__(self, folder: Path, limits: Limits) -> None:
         self.book = OrderBook(folder)
-        self.scale_book = ScaleBook(folder)
         room = EngineRoom(usable=2, engine_bytes=300 << 20, engine_cores=1, machine_cores=None)
-        self.app = application(self.book, self.scale_book, limits, folder=folder, room=room)
-        self.client = TestClient(Guard(self.app, token="secret", hosts=["gpu7"]), base_url="http://127.0.0.1:7788")
-        self.book.write_run(RunRow(at=1.0, step=4, steps=9, stopping=False))
-        origins = {0: "start", 1: "added"}
-        rows = [EngineRow(number=one, origin=origin, state="serving", since=1.0) for one, origin in origins.items()]
-        self.book.write_engines(rows)
+        ours, theirs = channel()
+        self._open = ExitStack()
+        for end in (ours, theirs):
+            self._open.enter_context(end)
+        self.answering = self._open.enter_context(ExitStack())
+        desk = OrderDesk(self.book, limits, room)
+        self.serve = lambda: self.answering.enter_context(answering(theirs, desk.answer))
+        self.serve()
+        self.app = order_app(Controller(ours, folder), limits)
+        guarded = Guard(self.app, token="secret", hosts=["gpu7"])
+        self.client = TestClient(guarded, base_url="http://127.0.0.1:7788")
+        self._open.callback(self.client.close)
+        self.book.run = RunRow(at=1.0, step=4, steps=9, stopping=False)
+        origins = {"engine-0": "start", "engine-1": "added"}
+        self.book.write_engines(
+            EngineRow(id=one, origin=origin, state="serving", since=1.0) for one, origin in origins.items()
+        )
 
     def close(self) -> None:
-        self.client.close()
-        self.book.close()
-        self.scale_book.close()
+        self._open.close()
 
     def ask(self, method: str, path: str, **options: Any) -> tuple[int, Any]:
         answer = self.client.request(method, path, **{"headers": TOKEN, **options})
@@ -90,14 +99,14 @@ def test_servers_join_by_their_addresses_one_order_after_the_other(attached: Gat
     assert (status, problem["type"]) == (409, TYPE + "no-room")
     for order in attached.book.open_orders():
         attached.book.move(order, "ACTIVE")
-    attached.book.write_engines([EngineRow(number=2, origin="external", state="serving", since=1.0, url=same)])
+    attached.book.write_engines([EngineRow(id="engine-2", origin="external", state="serving", since=1.0, url=same)])
     assert attached.order("scale_out", engine_urls=[one])[1]["status"] == "NOOP"
     assert attached.order("scale_in", engine_urls=[two])[0] == 404
     assert attached.order("scale_in", engine_urls=[one, same], dry_run=True)[1]["engine_ids"] == ["engine-2"]
     status, order = attached.order("scale_in", engine_urls=[one])
     assert status == 202 and order["body"]["engine_ids"] == [2]
     attached.book.move(attached.book.open_orders()[0], "COMPLETED")
-    attached.book.write_engines([EngineRow(number=2, origin="external", state="left", since=1.0, url=same)])
+    attached.book.write_engines([EngineRow(id="engine-2", origin="external", state="left", since=1.0, url=same)])
     assert attached.order("scale_in", engine_urls=[one])[1]["status"] == "NOOP", "it has left already"
 
 
@@ -176,10 +185,18 @@ def test_the_autoscaler_is_turned_on_and_says_what_it_decided(gateway: Gateway, 
     assert gateway.ask("GET", "/autoscaler/status") == (200, {"enabled": True})
     none = ScaleDecision(at=1.0, action="none", reason="the window is not full yet", engines=2, target=2)
     out = ScaleDecision(
-        at=2.0, action="out", reason="it waits", engines=2, target=3, wait_share=0.3, waiting=4, idle_share=0, order="x"
+        at=2.0,
+        action="out",
+        reason="it waits",
+        engines=2,
+        target=3,
+        wait_share=0.3,
+        waiting=4,
+        idle_share=0,
+        request_id="x",
     )
     for decision in (out, none):
-        gateway.scale_book.write(decision)
+        gateway.book.decided(decision)
     assert gateway.ask("GET", "/autoscaler/conditions")[1]["reason"] == none.reason
     (told,) = gateway.ask("GET", "/autoscaler/scale_history")[1]["decisions"]
     assert (told["action"], told["target"], told["request_id"], told["wait_share"]) == ("out", 3, "x", 0.3)
@@ -192,7 +209,7 @@ def test_the_run_is_shown_and_stopped_once(gateway: Gateway) -> None:
     assert gateway.ask("GET", "/run") == (200, {"at": 1.0, "step": 4, "steps": 9, "stopping": False})
     status, order = gateway.ask("POST", "/run/stop")
     assert status == 202 and gateway.ask("POST", "/run/stop")[1] == order
-    gateway.book.write_run(RunRow(at=2.0, step=5, steps=9, stopping=True))
+    gateway.book.run = RunRow(at=2.0, step=5, steps=9, stopping=True)
     assert gateway.order("scale_out", num_replicas=4)[0] == 503
 
 
@@ -254,8 +271,6 @@ def test_a_report_of_what_the_run_waits_for(gateway: Gateway, tmp_path: Path, mo
     (tmp_path / FOLDER).write_text("")
     assert "the run's folder cannot be written" in gateway.ask("POST", "/run/stall")[1]["detail"]
     assert gateway.ask("GET", "/run/stall")[0] == 405
-    gateway.book._database.execute("DELETE FROM run")
-    assert gateway.ask("POST", "/run/stall")[1]["type"] == TYPE + "run-starts"
 
 
 def test_who_may_come_in(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,17 +304,27 @@ def test_requests_without_the_token_do_not_keep_out_those_with_it(
     assert statuses == [401] * 10 + [429] and gateway.ask("GET", "/run")[0] == 200
 
 
-def test_a_book_that_another_process_holds_gives_503_and_no_order(tmp_path: Path) -> None:
-    gateway = Gateway(tmp_path, Limits(start=1, most=4))
-    gateway.book._database.execute("PRAGMA busy_timeout = 1")
-    with closing(sqlite3.connect(tmp_path / FILE, isolation_level=None)) as other:
-        other.execute("BEGIN IMMEDIATE")
-        status, problem = gateway.order("scale_out", num_replicas=3)
-        assert (status, problem["type"]) == (503, TYPE + "order-book-busy")
-        assert gateway.ask("GET", "/rollout/scale_out")[1]["requests"] == [], "reading waits for nobody"
-        other.execute("ROLLBACK")
+def test_a_controller_that_is_not_there_gives_503_and_takes_the_order_no_more(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gateway.answering.close()
+    monkeypatch.setattr(gateway_routes, "ANSWER_S", 0.05)
+    status, problem = gateway.order("scale_out", num_replicas=3)
+    assert (status, problem["type"]) == (503, TYPE + "run-starts")
+    monkeypatch.undo()
+    gateway.serve()
+    assert gateway.ask("GET", "/rollout/scale_out")[1]["requests"] == [], "who asked has left"
     assert gateway.order("scale_out", num_replicas=3)[0] == 202
-    gateway.close()
+
+
+def test_an_order_that_cannot_be_written_is_not_taken(gateway: Gateway, tmp_path: Path) -> None:
+    (tmp_path / FILE).rename(tmp_path / "moved")
+    (tmp_path / FILE).mkdir()
+    status, problem = gateway.order("scale_out", num_replicas=3)
+    assert (status, problem["type"]) == (503, TYPE + "order-unwritten")
+    assert gateway.ask("GET", "/rollout/scale_out")[1]["requests"] == []
+    (tmp_path / FILE).rmdir()
+    assert gateway.order("scale_out", num_replicas=3)[0] == 202
 
 
 def test_open_orders_that_add_engines_are_cancelled_together(gateway: Gateway) -> None:

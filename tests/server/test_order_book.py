@@ -1,97 +1,107 @@
-"""The order book: one order for engines at a time, answers that repeat, and what remains when a process is killed."""
+"""The order book: one order for engines at a time, answers that repeat, and what the next controller knows."""
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import relax_core.server.order_book as module
-from relax_core.server.order_book import EngineRow, Order, OrderBook, OrderRefused, RunRow
+from relax_core.server.order_book import FILE, OrderBook, order_history
+from relax_core.server.orders import EngineRow, Order, RunRow, ScaleDecision
+from relax_core.server.problems import Refusal
 
 BODY = {"num_replicas": 2}
 
 
 def place(book: OrderBook, *, key: str | None = None, replicas: int = 2) -> Order:
-    return book.place("scale_out", {"num_replicas": replicas}, decide=lambda engines: "PENDING", key=key)[0]
+    return book.place("scale_out", {"num_replicas": replicas}, key=key)
 
 
 def test_one_order_for_engines_is_open_at_a_time_and_a_stop_waits_for_none(tmp_path: Path) -> None:
     book = OrderBook(tmp_path)
     first = place(book)
-    with pytest.raises(OrderRefused, match="is under way") as refused:
-        book.place("scale_in", {}, decide=lambda engines: "PENDING")
-    assert refused.value.busy == first.id
-    stop, _ = book.place("stop", {}, decide=lambda engines: "PENDING")
-    assert [one.id for one in book.open_orders()] == [first.id, stop.id]
+    with pytest.raises(Refusal, match="is under way") as refused:
+        book.place("scale_in", {})
+    assert refused.value.problem.request_id == first.request_id
+    stop = book.place("stop", {})
+    assert [one.request_id for one in book.open_orders()] == [first.request_id, stop.request_id]
     for state in ("CREATING", "ACTIVE"):
         first = book.move(first, state, engines=[3])
-    assert (
-        first.ended
-        and first.engines == [3]
-        and [one.state for one in first.history] == ["PENDING", "CREATING", "ACTIVE"]
-    )
-    with pytest.raises(OrderRefused, match="is ACTIVE and can no longer be cancelled"):
-        book.ask_cancel(first.id)
-    noop, _ = book.place("scale_out", BODY, decide=lambda engines: "NOOP")
-    assert book.order(noop.id) == noop and noop.ended, "it can be read, too"
+    assert first.ended and first.engines == [3]
+    assert [one.state for one in first.history] == ["PENDING", "CREATING", "ACTIVE"]
+    with pytest.raises(Refusal, match="is ACTIVE and can no longer be cancelled"):
+        book.ask_cancel(first.request_id)
+    noop = book.place("scale_out", BODY, status="NOOP")
+    assert book.order(noop.request_id) == noop and noop.ended, "it can be read, too"
     second = place(book)
-    assert book.ask_cancel(second.id).cancel and book.ask_cancel(second.id).cancel
-    assert [one.id for one in book.orders("scale_out", state=None, limit=2, offset=0)] == [second.id, noop.id]
-    assert [one.id for one in book.orders("scale_out", state="ACTIVE", limit=9, offset=0)] == [first.id]
-    book.close()
+    stale = book.open_orders()[-1]
+    assert book.ask_cancel(second.request_id).cancel_requested and book.ask_cancel(second.request_id).cancel_requested
+    assert book.move(stale, "CREATING").cancel_requested, "who moves it on may not know yet"
+    names = [one.request_id for one in book.orders("scale_out")]
+    assert names == [second.request_id, noop.request_id, first.request_id]
+    assert [one.request_id for one in book.orders("scale_out", status="ACTIVE")] == [first.request_id]
 
 
 def test_a_key_gives_the_same_answer_to_the_same_body(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "KEPT_KEYS", 2)
+    monkeypatch.setattr(module, "MOST_ORDERS", 2)
     book = OrderBook(tmp_path)
     first = place(book, key="a")
-    assert book.place("scale_out", BODY, decide=lambda engines: "NOOP", key="a") == (first, False)
-    with pytest.raises(OrderRefused, match="came with another order"):
+    assert OrderBook(tmp_path).place("scale_out", BODY, key="a") == first, "the next controller gives it, too"
+    with pytest.raises(Refusal, match="came with another order"):
         place(book, key="a", replicas=3)
     book.move(first, "ACTIVE")
     for key in "bc":
         book.move(place(book, key=key), "ACTIVE")
-    assert place(book, key="a").id != first.id, "only the newest keys are kept"
-    book.close()
+    assert place(book, key="a").request_id != first.request_id, "only the newest orders are kept"
+    assert len(OrderBook(tmp_path).orders()) == 2
 
 
-def test_the_book_says_which_engines_the_run_has(tmp_path: Path) -> None:
-    book, other = OrderBook(tmp_path), OrderBook(tmp_path)
+def test_the_next_controller_knows_what_was_written_whole(tmp_path: Path) -> None:
+    book = OrderBook(tmp_path)
     rows = [
-        EngineRow(number=number, origin=origin, state="serving", since=1.0, from_step=2)
+        EngineRow(id=f"engine-{number}", origin=origin, state="serving", since=1.0, from_step=2)
         for number, origin in enumerate(["start", "added"])
     ]
     book.write_engines(rows)
-    assert other.run() is None
-    book.write_run(RunRow(at=2.0, step=3, steps=9, stopping=False))
-    seen: list[EngineRow] = []
-    other.place("scale_in", BODY, decide=lambda engines: "PENDING" if seen.extend(engines) is None else "NOOP")
-    assert book.newest_engine() == 1
-    assert seen == rows and other.run() == RunRow(at=2.0, step=3, steps=9, stopping=False)
-    book.end_orders()
-    assert [(row.state, row.to_step) for row in other.engines()] == [("serving", None), ("left", 3)]
-    assert [one.state for one in other.orders("scale_in", state=None, limit=9, offset=0)] == ["FAILED"]
-    book.close()
-    other.close()
+    size = (tmp_path / FILE).stat().st_size
+    book.write_engines([EngineRow(**vars(rows[1]) | {"samples_running": 8, "weight_version": 3})])
+    assert (tmp_path / FILE).stat().st_size == size and book.engines()[1].samples_running == 8, "loads are not kept"
+    order = book.move(place(book), "CREATING", engines=[4])
+    out = ScaleDecision(at=2.0, action="out", reason="it waits", engines=2, target=3)
+    book.decided(out)
+    book.decided(ScaleDecision(at=3.0, action="none", reason="it does not", engines=2, target=2))
+    book.enable_autoscaler(True)
+    with (tmp_path / FILE).open("ab") as file:
+        file.write(b'{"order": {"request_id"')  # a process is killed while it writes
+    second = OrderBook(tmp_path)
+    assert second.engines() == rows and second.orders() == [order] and second.newest_engine() == 4
+    assert second.autoscaler and second.decisions() == [out] and second.run is None and second.last_decision is None
+    second.run = RunRow(at=2.0, step=3, steps=9, stopping=False)
+    second.end_orders()
+    third = OrderBook(tmp_path)
+    assert [(row.state, row.to_step) for row in third.engines()] == [("serving", None), ("left", 3)]
+    assert [one.status for one in third.orders("scale_out")] == ["FAILED"]
 
 
-def test_a_transaction_of_a_killed_process_has_not_happened(tmp_path: Path) -> None:
-    """The other process waits for it no longer than it lives."""
-    code = (
-        "import sys, pathlib, time; from relax_core.server.order_book import OrderBook; "
-        "book = OrderBook(pathlib.Path(sys.argv[1])); "
-        "wait = lambda engines: (print('inside', flush=True), time.sleep(600), 'PENDING')[2]; "
-        "book.place('scale_out', {}, decide=wait)"
-    )
-    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None and process.stdout.readline() == b"inside\n"
-        os.kill(process.pid, signal.SIGKILL)
+def test_a_run_is_repeatable_until_an_added_engine_has_served(tmp_path: Path) -> None:
+    assert order_history(tmp_path, sampled={}, repeatable=True) == {"engines": [], "operations": []}
     book = OrderBook(tmp_path)
-    assert book.open_orders() == []
-    assert place(book).state == "PENDING"
-    book.close()
+    order = book.place("scale_out", {"num_replicas": 3})
+    start = EngineRow(id="engine-0", origin="start", state="serving", since=1.0, from_step=0)
+    never = EngineRow(id="engine-1", origin="added", state="failed", since=1.0, last_failure="no memory is left")
+    book.write_engines([start, never])
+    assert "repeatable" not in order_history(tmp_path, sampled={}, repeatable=True), "it has sampled nothing"
+    book.write_engines([EngineRow(id="engine-2", origin="added", state="left", since=1.0, from_step=7, to_step=9)])
+    book.move(order, "ACTIVE", engines=[2], failure="engine-1: no memory is left")
+    told = order_history(tmp_path, sampled={"engine-2": (8, 99)}, repeatable=True)
+    assert (told["repeatable"], told["repeatable_steps"]) == (False, 7)
+    assert [(one["id"], one["from_step"], one["to_step"]) for one in told["engines"]] == [
+        ("engine-0", 0, None),
+        ("engine-1", None, None),
+        ("engine-2", 7, 9),
+    ]
+    assert [(one["samples"], one["tokens"]) for one in told["engines"]] == [(0, 0), (0, 0), (8, 99)]
+    assert told["operations"][0]["engine_ids"] == ["engine-2"]
+    assert [one["state"] for one in told["operations"][0]["history"]] == ["PENDING", "ACTIVE"]
+    assert "repeatable" not in order_history(tmp_path, sampled={}, repeatable=False)

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import logging
 import math
-import sqlite3
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from relax_core.config.schema import RelaxConfig
 from relax_core.control.engines.engine_limits import autoscaler_bounds
 from relax_core.control.health.heartbeats import Beat
 from relax_core.observe.service.records import ACTOR, MetricRecord
-from relax_core.server.order_book import EngineRow, OrderBook, OrderRefused, State
-from relax_core.server.scale_book import ScaleBook, ScaleDecision
+from relax_core.server.order_book import OrderBook
+from relax_core.server.orders import ScaleDecision
+from relax_core.server.problems import Refusal
 
 OUT_WAIT, IN_WAIT = 0.20, 0.05  # shares of the steps' time: above the first one more engine, below the second one fewer
 FULL_CACHE = 0.85  # share of the caches' tokens above which engines take no more samples at once though none waits
@@ -134,8 +134,7 @@ class Autoscaler:
     def __init__(
         self,
         config: RelaxConfig,
-        orders: OrderBook,
-        decisions: ScaleBook,
+        book: OrderBook,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -143,14 +142,14 @@ class Autoscaler:
         least, most = autoscaler_bounds(config)
         self._rules = ScaleRules(least=least, most=most, cooldown_s=settings.cooldown_s)
         self._window = SignalWindow(settings.window_s)
-        self._orders, self._decisions, self._clock = orders, decisions, clock
+        self._book, self._clock = book, clock
         self._looked = -math.inf
         self._began = time.time()
 
     def tick(self, records: Iterable[MetricRecord], beats: Mapping[str, Beat], *, stopping: bool) -> None:
         """Notes what has happened, and decides once a second; ``records`` are the new ones.
 
-        Where the book cannot be used now, the next second decides.
+        Where an order cannot be written now, the next second decides.
         """
         now = self._clock()
         for record in records:
@@ -161,13 +160,13 @@ class Autoscaler:
             return
         self._looked = now
         try:
-            if not self._decisions.enabled() or stopping:
+            if not self._book.autoscaler or stopping:
                 self._window.clear()
                 return
             self._note_load(now, beats)
             self._decide(now)
-        except sqlite3.OperationalError as error:
-            log.info("the autoscaler waits, because the order book cannot be used: %s", error)
+        except OSError as error:
+            log.info("the autoscaler waits, because its order cannot be written: %s", error)
 
     def _note_load(self, now: float, beats: Mapping[str, Beat]) -> None:
         statuses = [beat.status for beat in beats.values() if beat.life == "alive" and beat.status is not None]
@@ -181,11 +180,11 @@ class Autoscaler:
             )
 
     def _decide(self, now: float) -> None:
-        engines = sum(row.present for row in self._orders.engines())
-        if busy := next((one.id for one in self._orders.open_orders()), None):
+        engines = sum(row.present for row in self._book.engines())
+        if busy := next((one.request_id for one in self._book.open_orders()), None):
             self._window.clear()
             reason = f"order {busy} is under way"
-            self._decisions.write(
+            self._book.decided(
                 ScaleDecision(at=time.time(), action="none", reason=reason, engines=engines, target=engines)
             )
             return
@@ -201,25 +200,21 @@ class Autoscaler:
             waiting=None if signals is None else signals.waiting,
             idle_share=None if signals is None else signals.idle_share,
             cache_share=None if signals is None else signals.cache_share,
-            order="" if target == engines else self._place(target, more=target > engines),
+            request_id=None if target == engines else self._place(target, more=target > engines),
         )
         if target != engines:
             self._rules.changed(now, engines=engines, target=target)
             self._window.clear()
-        self._decisions.write(decision)
+        self._book.decided(decision)
 
-    def _place(self, target: int, *, more: bool) -> str:
-        """Places the order and returns its id; "" if a client was faster."""
+    def _place(self, target: int, *, more: bool) -> str | None:
+        """Places the order and returns its id; None if a client was faster."""
         body = (
             {"num_replicas": target, "partial": "rollback_all", "timeout_secs": TIMEOUT_S}
             if more
             else {"num_replicas": target, "engine_ids": None, "force": False, "timeout_secs": None}
         )
         try:
-            return self._orders.place("scale_out" if more else "scale_in", body, decide=_pending)[0].id
-        except OrderRefused:
-            return ""
-
-
-def _pending(engines: Sequence[EngineRow]) -> State:
-    return "PENDING"
+            return self._book.place("scale_out" if more else "scale_in", body).request_id
+        except Refusal:
+            return None

@@ -7,22 +7,20 @@ another attempt, or another controller, goes on with the orders that are open.
 from __future__ import annotations
 
 import logging
-import sqlite3
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-
-import msgspec
 
 from relax_core.control.engines.engine_changes import EngineChanges
 from relax_core.control.engines.engine_set import EngineSet
 from relax_core.control.health.heartbeats import Beat
 from relax_core.roles.process.role_context import ENGINE, worker_name
-from relax_core.server.order_book import CONTROLLER_BUSY_S, EngineRow, Order, OrderBook, RunRow, State
+from relax_core.server.order_book import OrderBook
+from relax_core.server.orders import EngineRow, Order, RunRow, State, engine_id
 from relax_core.weights.engine_members import EngineMember
 
-WRITE_S = 1.0  # the longest time after which the book says where the run stands
 log = logging.getLogger(__name__)
 
 
@@ -32,21 +30,21 @@ def open_book(run_dir: Path, *, count: int, anew: bool) -> tuple[OrderBook, Engi
     ``count`` is that of the configuration. ``anew`` says that a command begins: then what an earlier one has left open
     is ended, and the run has the engines of the configuration.
     """
-    book = OrderBook(run_dir, busy_s=CONTROLLER_BUSY_S)
+    book = OrderBook(run_dir)
     if anew:
         book.end_orders()
     rows = [row for row in book.engines() if row.origin != "start"]
     present = {row.number: row.url if row.origin == "external" else "" for row in rows if row.present}
     engines = EngineSet(count, added=present, used=book.newest_engine())
-    engines.failures |= {row.number: row.failure for row in rows if row.state == "failed"}
+    engines.failures |= {row.number: row.last_failure for row in rows if row.state == "failed"}
     return book, engines
 
 
 def end_book(book: OrderBook) -> None:
-    """Ends what is open because the run has ended; if the book cannot be used now, the next command's start does it."""
+    """Ends what is open because the run has ended; if that cannot be written now, the next command's start does it."""
     try:
         book.end_orders()
-    except sqlite3.OperationalError as error:
+    except OSError as error:
         log.warning("orders for engines stay open until the next command in this folder: %s", error)
 
 
@@ -73,22 +71,19 @@ class EngineOrders:
         self._engines = engines
         self._steps = steps
         self._stop = stop
-        self._rows = {row.number: row for row in book.engines()}
-        self._written = 0.0
-        self._run: RunRow | None = None
-        self._unwritable = ""  # why the last tick could not use the book
+        self._unwritable = ""  # why the last tick could not write
 
     def tick(self, beats: Mapping[str, Beat], *, step: int, trained: bool, stopping: bool) -> None:
         """Moves each open order on; ``trained`` says that a train step of this start is done.
 
-        A book that another process holds, or that cannot be written, is named in the log. Training goes on, and so do
-        the orders at the first tick that can use the book.
+        A file that cannot be written is named in the log. Training goes on, and so do the orders at the first tick that
+        can write.
         """
         try:
             self._tick(beats, step=step, trained=trained, stopping=stopping)
-        except sqlite3.OperationalError as error:
+        except OSError as error:
             if str(error) != self._unwritable:
-                log.warning("orders for engines wait, because the order book cannot be used: %s", error)
+                log.warning("orders for engines wait, because they cannot be written: %s", error)
             self._unwritable = str(error)
         else:
             self._unwritable = ""
@@ -102,7 +97,7 @@ class EngineOrders:
                 self._tick_stop(order, trained=trained, stopping=stopping)
         for place, order in enumerate(one for one in orders if one.kind != "stop"):
             if place:  # it waits for the first one
-                if order.cancel:
+                if order.cancel_requested:
                     self._book.move(order, "CANCELLED")
             elif order.kind == "scale_out":
                 self._tick_out(order)
@@ -110,9 +105,9 @@ class EngineOrders:
                 self._tick_in(order, write)
 
     def _tick_stop(self, order: Order, *, trained: bool, stopping: bool) -> None:
-        if order.state == "STOPPING" and stopping:
+        if order.status == "STOPPING" and stopping:
             return
-        if order.cancel:
+        if order.cancel_requested:
             self._book.move(order, "CANCELLED")
         elif trained or stopping:
             self._book.move(order, "STOPPING")
@@ -120,13 +115,13 @@ class EngineOrders:
 
     # -- engines that come --------------------------------------------------------------------------------------------
     def _tick_out(self, order: Order) -> None:
-        if order.cancel:
+        if order.cancel_requested:
             self._take_back(order, "CANCELLED")
         elif order.failure and not (_keeps(order) and set(order.engines) - self._engines.failures.keys()):
             self._take_back(order, "FAILED")
-        elif order.state == "PENDING" and order.body.get("engine_urls"):
+        elif order.status == "PENDING" and order.body.get("engine_urls"):
             self._follow(self._book.move(order, "CONNECTING", engines=self._numbered(order.body["engine_urls"])))
-        elif order.state == "PENDING":
+        elif order.status == "PENDING":
             missing = int(order.body["num_replicas"]) - len(self._engines.present())
             self._follow(self._book.move(order, "CREATING", engines=self._engines.reserve(max(0, missing))))
         else:
@@ -140,13 +135,11 @@ class EngineOrders:
         present = set(self._engines.present())
         numbers = {one.url: one.number for one in self._engines.members() if one.url and one.number in present}
         new = {url: self._engines.reserve(1)[0] for url in urls if url not in numbers}
-        rows = [
-            EngineRow(number=number, origin="external", state="joining", since=time.time(), kind=self._kind, url=url)
+        now = time.time()
+        self._book.write_engines(
+            EngineRow(id=engine_id(number), origin="external", state="joining", since=now, kind=self._kind, url=url)
             for url, number in new.items()
-        ]
-        if rows:
-            self._book.write_engines(rows)
-        self._rows |= {row.number: row for row in rows}
+        )
         return [(numbers | new)[url] for url in urls]
 
     def _follow(self, order: Order) -> None:
@@ -157,8 +150,9 @@ class EngineOrders:
         if failures := {one: why for one, why in self._engines.failures.items() if one in order.engines}:
             self._give_up(order, failures)
             return
+        rows = {row.number: row for row in self._book.engines()}
         for number in set(order.engines) - set(self._engines.present()):
-            row = self._rows.get(number)  # of an external engine, which has one before it joins
+            row = rows.get(number)  # of an external engine, which has one before it joins
             # The order is new, or a controller was killed before it had started the engine.
             self._changes.join(number, "" if row is None or row.origin != "external" else row.url)
         age_s = time.time() - order.history[:2][-1].at  # since it was its turn
@@ -172,7 +166,7 @@ class EngineOrders:
         else:
             order_of: list[State] = ["CREATING", "CONNECTING", "HEALTH_CHECKING", "WEIGHT_SYNCING", "ACTIVE"]
             least = min(stages, key=order_of.index)
-            if order_of.index(least) > order_of.index(order.state):
+            if order_of.index(least) > order_of.index(order.status):
                 self._book.move(order, least)
 
     def _give_up(self, order: Order, failures: Mapping[int, str]) -> None:
@@ -181,7 +175,7 @@ class EngineOrders:
         text = "; ".join([order.failure, *words] if order.failure else words)
         kept = [number for number in order.engines if number not in failures]
         engines = kept if _keeps(order) and kept else order.engines
-        self._book.move(order, order.state, engines=engines, failure=text)
+        self._book.move(order, order.status, engines=engines, failure=text)
 
     def _take_back(self, order: Order, end: State) -> None:
         """Takes the engines of an order out again, and ends the order when they are gone."""
@@ -192,16 +186,16 @@ class EngineOrders:
 
     # -- engines that go ----------------------------------------------------------------------------------------------
     def _tick_in(self, order: Order, write: Callable[[], None]) -> None:
-        if order.state == "PENDING":
-            if order.cancel:
+        if order.status == "PENDING":
+            if order.cancel_requested:
                 self._book.move(order, "CANCELLED")
                 return
             order = self._book.move(order, "DRAINING", engines=self._chosen(order))
-        if not order.cancel:
+        if not order.cancel_requested:
             for number in set(order.engines) & set(self._engines.present()):
                 self._changes.leave(number, at_once=bool(order.body["force"]), timeout_s=order.body["timeout_secs"])
         open_ones = set(order.engines) & set(self._changes.draining())
-        if order.cancel and order.state == "DRAINING":
+        if order.cancel_requested and order.status == "DRAINING":
             for number in open_ones:
                 self._changes.stay(number)
             write()  # who sees the order's end sees them serve, and so does the target of the next order
@@ -222,51 +216,41 @@ class EngineOrders:
 
     # -- what the book says of the run --------------------------------------------------------------------------------
     def _write(self, beats: Mapping[str, Beat], *, step: int, stopping: bool) -> None:
-        """Writes changes of the engines' states at once, and everything else once a second if it has changed."""
-        now = time.time()
-        rows = {one.number: self._row(one, beats, now=now, step=step) for one in self._engines.members()}
-        for number in self._engines.failures.keys() - rows.keys() - self._rows.keys():  # it failed before it had a row
-            self._rows[number] = EngineRow(number=number, origin="added", state="joining", since=now)
-        for number, row in self._rows.items():
-            if number not in rows:
-                failure = self._engines.failures.get(number, "")
-                state = "failed" if failure else "left"
-                if row.state != state:
-                    to_step = None if row.from_step is None else step
-                    row = msgspec.structs.replace(row, state=state, since=now, to_step=to_step)
-                    row = msgspec.structs.replace(row, running=None, waiting=None, tokens_per_s=None, cache_share=None)
-                rows[number] = msgspec.structs.replace(row, failure=failure)
-        moved = any(number not in self._rows or self._rows[number].state != row.state for number, row in rows.items())
-        if not moved and now - self._written < WRITE_S:
-            return
-        self._written = now
-        if changed := [row for number, row in rows.items() if row != self._rows.get(number)]:
-            self._book.write_engines(changed)
-        self._rows = rows
+        """Writes what the engines do, and where the run stands."""
+        now, known = time.time(), {row.number: row for row in self._book.engines()}
+        rows = {one.number: self._row(one, beats, known.get(one.number), step=step) for one in self._engines.members()}
+        for number in self._engines.failures.keys() - rows.keys() - known.keys():  # it failed before it had a row
+            known[number] = EngineRow(id=engine_id(number), origin="added", state="joining", since=now)
+        for number in known.keys() - rows.keys():
+            row, failure = known[number], self._engines.failures.get(number, "")
+            if row.state != (state := "failed" if failure else "left"):
+                to_step = None if row.from_step is None else step
+                row = replace(row, state=state, since=now, to_step=to_step)
+                row = replace(row, samples_running=None, samples_waiting=None, tokens_per_s=None, cache_share=None)
+            rows[number] = replace(row, last_failure=failure)
+        self._book.write_engines(rows.values())
         run = RunRow(at=now, step=step, steps=self._steps, stopping=stopping)
-        if self._run is None or msgspec.structs.replace(run, at=self._run.at) != self._run:
-            self._book.write_run(run)
-            self._run = run
+        if self._book.run is None or replace(run, at=self._book.run.at) != self._book.run:
+            self._book.run = run
 
-    def _row(self, member: EngineMember, beats: Mapping[str, Beat], *, now: float, step: int) -> EngineRow:
-        number, state = member.number, member.state
-        beat, known = beats.get(worker_name(ENGINE, number)), self._rows.get(number)
+    def _row(self, member: EngineMember, beats: Mapping[str, Beat], known: EngineRow | None, *, step: int) -> EngineRow:
+        beat = beats.get(worker_name(ENGINE, member.number))
         status = None if beat is None or beat.life != "alive" else beat.status
         report = None if status is None else status.engine
         from_step = None if known is None else known.from_step
         return EngineRow(
-            number=number,
+            id=engine_id(member.number),
             origin=member.origin,
-            state=state,
-            since=now if known is None or known.state != state else known.since,
+            state=member.state,
+            since=time.time() if known is None or known.state != member.state else known.since,
             url=member.url if report is None else report.url,
-            version=-1 if report is None else report.version,
+            weight_version=-1 if report is None else report.version,
             restarts=0 if status is None else status.restarts,
-            failure="" if status is None else status.last_restart,
+            last_failure="" if status is None else status.last_restart,
             kind=self._kind,
-            from_step=step if from_step is None and state != "joining" else from_step,
-            running=None if report is None else report.running,
-            waiting=None if report is None else report.waiting,
+            from_step=step if from_step is None and member.state != "joining" else from_step,
+            samples_running=None if report is None else report.running,
+            samples_waiting=None if report is None else report.waiting,
             tokens_per_s=None if report is None else report.tokens_per_s,
             cache_share=None if report is None else report.cache_share,
         )

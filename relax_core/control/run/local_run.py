@@ -40,9 +40,8 @@ from relax_core.observe.service.sinks import each_metric, read_texts
 from relax_core.observe.stragglers import STRAGGLER, StragglerWatch, told_stragglers
 from relax_core.registry import short_name
 from relax_core.roles.process.role_context import ENGINE, METRICS, RunContext, worker_name
-from relax_core.server.order_book import CONTROLLER_BUSY_S, OrderBook
-from relax_core.server.order_history import order_history
-from relax_core.server.scale_book import ScaleBook
+from relax_core.server.gateway_settings import read_room
+from relax_core.server.order_book import OrderBook, order_history
 from relax_core.tools.make_tiny import tiny_model_folder
 
 FAILED = 1
@@ -255,7 +254,6 @@ def _run_services(
                 ray_lost=ray_lost,
                 engines=engines,
                 book=book,
-                scale_book=_scale_book(context, attempt, undo),
                 alarms=alarms,
             )
             try:
@@ -314,17 +312,26 @@ def _recoveries(context: RunContext, attempt: Attempt, view: RunView, alarms: Ru
 def _engines(
     context: RunContext, attempt: Attempt, undo: ExitStack, alarms: RunAlarms
 ) -> tuple[OrderBook | None, EngineSet]:
-    """Returns the order book, None without a gateway, and the engines of the run; ``undo`` ends what is open."""
+    """Returns the order book, None without a gateway, and the engines of the run; ``undo`` ends what is open.
+
+    A new command turns the autoscaler on or off as configured.
+    """
+    from relax_core.control.engines.engine_limits import limits_of
     from relax_core.control.engines.engine_orders import end_book, open_book
+    from relax_core.server.controller_channel import answering
+    from relax_core.server.order_desk import OrderDesk
 
     config = context.config
-    if config.gateway.name == "none":
+    if attempt.gateway is None:
         return None, EngineSet(config.engine.count)
     book, engines = open_book(context.run_dir, count=config.engine.count, anew=attempt.number == 0)
-    undo.callback(book.close)
+    if attempt.number == 0:
+        book.enable_autoscaler(config.engine.autoscaler.enabled)
     undo.callback(end_book, book)
+    desk = OrderDesk(book, limits_of(config), read_room(context.run_dir))
+    undo.enter_context(answering(attempt.gateway, desk.answer))
     alarms.watch(engine_lost=partial(_lost_engines, engines), order_failed=partial(_failed_orders, book))
-    undo.callback(alarms.watch_no_more)  # before the book is closed, and before it ends the orders that are open
+    undo.callback(alarms.watch_no_more)  # before the orders that are open are ended
     return book, engines
 
 
@@ -335,18 +342,7 @@ def _lost_engines(engines: EngineSet) -> dict[str, str]:
 
 def _failed_orders(book: OrderBook) -> dict[str, str]:
     """Returns why the newest orders failed that did, by their ids."""
-    return {order.id: order.failure for order in book.newest_orders(FAILED_ORDERS) if order.state == "FAILED"}
-
-
-def _scale_book(context: RunContext, attempt: Attempt, undo: ExitStack) -> ScaleBook | None:
-    """Returns the autoscaler's decisions, None without a gateway; a new command turns it on or off as configured."""
-    if context.config.gateway.name == "none":
-        return None
-    book = ScaleBook(context.run_dir, busy_s=CONTROLLER_BUSY_S)
-    undo.callback(book.close)
-    if attempt.number == 0:
-        book.enable(context.config.engine.autoscaler.enabled)
-    return book
+    return {order.request_id: order.failure for order in book.orders()[:FAILED_ORDERS] if order.status == "FAILED"}
 
 
 def _shown_samples(context: RunContext) -> NewestSamples:

@@ -45,7 +45,6 @@ from relax_core.observe.service.metrics_actor import MetricsClient, MetricsUnava
 from relax_core.observe.service.records import PROCESS
 from relax_core.roles.process.role_context import ENGINE, RunContext
 from relax_core.server.order_book import OrderBook
-from relax_core.server.scale_book import ScaleBook
 
 MEDIA = "media"  # the name of the folder of media items
 METRICS_S = 10.0
@@ -58,8 +57,8 @@ class RunParts:
 
     ``marked`` waits until the metrics service has recorded the run's first step. ``ray_lost`` ends this process, so
     that the supervisor starts another one with a new Ray. ``engines`` are those of the run, and ``book`` holds
-    the orders for them and ``scale_book`` the autoscaler's decisions; both are None without a gateway. ``alarms`` tells
-    somebody what happens.
+    the orders for them and the autoscaler's decisions; it is None without a gateway. ``alarms`` tells somebody what
+    happens.
     """
 
     metrics: MetricsClient
@@ -71,7 +70,6 @@ class RunParts:
     ray_lost: Callable[[str], NoReturn]
     engines: EngineSet
     book: OrderBook | None
-    scale_book: ScaleBook | None
     alarms: RunAlarms
 
 
@@ -196,9 +194,7 @@ def _engine_orders(context: RunContext, changes: EngineChanges, parts: RunParts)
 
 def _autoscaler(context: RunContext, parts: RunParts) -> Autoscaler | None:
     """Returns what orders engines by itself, if it is on; None without a gateway."""
-    if parts.book is None or parts.scale_book is None:
-        return None
-    return Autoscaler(context.config, parts.book, parts.scale_book)
+    return None if parts.book is None else Autoscaler(context.config, parts.book)
 
 
 def _watchdog(context: RunContext, services: Services, alarms: RunAlarms) -> Watchdog:

@@ -22,6 +22,7 @@ from relax_core.contracts.stop_signals import STOP_SIGNALS
 from relax_core.control.engines.engine_limits import limits_of
 from relax_core.engines.engine_process import first_line, readable
 from relax_core.engines.http_server.held_port import listening_socket, refuse_waiting
+from relax_core.server.controller_channel import channel
 from relax_core.server.gateway_settings import FILE, GatewayAddress, GatewaySettings
 
 PORTS = 100  # ports from gateway.port on that are tried
@@ -65,7 +66,8 @@ class GatewayProcess:
     """Owns the gateway's process, which has the stop signals blocked, so that only the supervisor handles them.
 
     It also owns the listening socket, so that nobody else can take the port while the gateway is started again.
-    Connections wait at the socket meanwhile; after the last restart they are refused.
+    Connections wait at the socket meanwhile; after the last restart they are refused. ``controller_end`` is the end of
+    the channel at which the run's controllers answer.
     """
 
     def __init__(self, config: RelaxConfig) -> None:
@@ -75,10 +77,12 @@ class GatewayProcess:
         self._restarts_left = self._most_restarts = config.run.max_restarts
         self._given_up = False
         self._listener = listener_of(config.gateway.host, config.gateway.port)
+        self._channel, self.controller_end = channel()
         self._settings = GatewaySettings(
             folder=str(self._folder),
             host=config.gateway.host,
             listener=self._listener.fileno(),
+            channel=self._channel.fileno(),
             hosts=[*config.gateway.allowed_hosts, config.gateway.host, self._listener.getsockname()[0]],
             token=secrets.token_urlsafe(32),
             limits=limits_of(config),
@@ -103,7 +107,7 @@ class GatewayProcess:
                     stdout=subprocess.PIPE,
                     stderr=log,
                     bufsize=0,
-                    pass_fds=(self._settings.listener,),
+                    pass_fds=(self._settings.listener, self._settings.channel),
                     start_new_session=True,
                 )
         finally:
@@ -177,7 +181,8 @@ class GatewayProcess:
             self._process.kill()
             self._process.wait(STOP_S)
         self._close_pipes()
-        self._listener.close()
+        for held in (self._listener, self._channel, self.controller_end):
+            held.close()
         (self._folder / FILE).unlink(missing_ok=True)
 
     def _close_pipes(self) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -46,12 +47,13 @@ class Attempt:
 
     ``number`` is the number of controllers that died before it. ``started`` is the Unix time at which the user's
     process began, or at which this run of a sweep began. ``causes`` says how the earlier controllers ended, in one line
-    each.
+    each. ``gateway`` is where it answers the gateway's requests, None without one.
     """
 
     number: int
     started: float
     causes: tuple[str, ...] = ()
+    gateway: socket.socket | None = None
 
 
 def supervise(config: RelaxConfig, resume: ResumePoint | None, run_once: RunOnce) -> int:
@@ -80,7 +82,8 @@ def _supervise(
     signals: StopSignals,
     gateway_process: GatewayProcess | None,
 ) -> int:
-    attempt = Attempt(number=0, started=next(_STARTS)())
+    asked = None if gateway_process is None else gateway_process.controller_end
+    attempt = Attempt(number=0, started=next(_STARTS)(), gateway=asked)
     ray_starts = 0
     while True:
         with run_paths(run_dir=Path(config.run.dir), shared=_is_shared(config)) as paths:

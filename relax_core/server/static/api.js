@@ -63,12 +63,12 @@ export async function* events(path, signal) {
   }
 }
 
-// Sends a body to a route of the run's gateway, or reads one if there is no body. null: the page is not that of a gateway.
+// Sends a body to a route of the run's gateway, or reads one if there is no body. null: the page is not that of a gateway, or the run starts.
 export async function gateway(path, body) {
   const given = body === undefined ? {} : { method: "POST", body: JSON.stringify(body), headers: { "content-type": "application/json" } };
   const response = await send(`gateway/${path}`, given);
   if (response.ok) return response.json();
-  if (response.status === 404 && body === undefined) return null;
+  if ([404, 503].includes(response.status) && body === undefined) return null;
   const problem = await response.json();
   throw new Error([problem.detail, problem.fix].filter(Boolean).join(": "));
 }

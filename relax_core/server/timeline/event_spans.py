@@ -1,36 +1,33 @@
 """Makes the spans of restarts, recoveries and orders from the files that a run leaves of them.
 
-`logs/recoveries.json` has every process that was lost and replaced. The orders are those of `operations.sqlite`, or,
-where SQLite must not open that from here, those in `summary.json` of a run that has ended.
+`logs/recoveries.json` has every process that was lost and replaced, and `operations.jsonl` every order.
 """
 
 from __future__ import annotations
 
-import sqlite3
+import os
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from contextlib import closing
 from operator import itemgetter
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
-from relax_core.bus.ledger.foreign_database import bounded_rows
 from relax_core.contracts.foreign_files import decode_json, read_whole
 from relax_core.observe.service.records import ACTOR
-from relax_core.server.run_folders import BROKEN, SUMMARY, inside, reason
+from relax_core.server.order_book import FILE as BOOK
+from relax_core.server.orders import ENDED
+from relax_core.server.run_folders import BROKEN, inside, open_inside, reason
 from relax_core.server.run_series import TimedRecord
-from relax_core.server.sqlite_files import MOST_ROW_BYTES, connect, readable_database
 from relax_core.server.timeline.timeline_spans import Span
 
 RESTARTS_LANE, RECOVERIES_LANE, ORDERS_LANE = "restarts", "recoveries", "orders"
 FILE = ("logs", "recoveries.json")
-BOOK = "operations.sqlite"
 IN_PLACE = 1  # the tier of a recovery that is a restart of one process
-ENDED = ("ACTIVE", "COMPLETED", "NOOP", "FAILED", "CANCELLED")  # states of an order that changes no more
 MOST_ORDERS = 1000  # the newest ones
 MOST_STATES = 100  # of an order
-MOST_FILE = 4 * 2**20  # bytes of a JSON file
+MOST_FILE, MOST_BOOK = 4 * 2**20, 64 * 2**20  # bytes of a JSON file, and of the end of that of the orders
 MOST_NAMED = 4  # engines of an order that its name has
 
 
@@ -49,19 +46,19 @@ class _StateAt(msgspec.Struct):
 
 
 class _Order(msgspec.Struct):
+    request_id: str
     kind: str
     engine_ids: list[str]
     failure: str
-    history: list[_StateAt]
+    history: Annotated[list[_StateAt], msgspec.Meta(min_length=1, max_length=MOST_STATES)]
 
 
-class _Ended(msgspec.Struct):
-    operations: list[_Order] = []
+class _Line(msgspec.Struct):
+    order: _Order | None = None
 
 
 _recoveries_decoder = msgspec.json.Decoder(list[_Recovery])
-_ended_decoder = msgspec.json.Decoder(_Ended)
-_engines_decoder = msgspec.json.Decoder(list[int | str])
+_line_decoder = msgspec.json.Decoder(_Line)
 
 
 def event_spans(run_dir: Path, timed: Sequence[TimedRecord]) -> tuple[list[Span], list[str]]:
@@ -116,30 +113,22 @@ def _recovery_spans(
 
 
 def _orders(run_dir: Path) -> list[_Order]:
-    """Returns the newest orders, the oldest of them first. Raises OSError, ValueError and sqlite3.Error."""
-    path = readable_database(run_dir, BOOK)
-    if path is not None:
-        with closing(connect(path, "orders", "states")) as database:
-            return _orders_of_book(database)
+    """Returns the newest orders, the oldest of them first. Raises OSError and ValueError."""
+    found: dict[str, _Order] = {}
     try:
-        return decode_json(read_whole(inside(run_dir, SUMMARY), most_bytes=MOST_FILE), _ended_decoder).operations
-    except FileNotFoundError:  # the run goes on, or it had no gateway
+        file = open_inside(run_dir, BOOK)
+    except FileNotFoundError:  # the run had no gateway
         return []
-
-
-def _orders_of_book(database: sqlite3.Connection) -> list[_Order]:
-    columns = "SELECT id, kind, engines, failure FROM orders ORDER BY number DESC LIMIT ?"
-    rows = list(bounded_rows(database.execute(columns, (MOST_ORDERS,)), most_bytes=MOST_ROW_BYTES))
-    found = []
-    for name, kind, engines, failure in reversed(rows):
-        states = database.execute(
-            "SELECT state, at FROM states WHERE id = ? ORDER BY rowid LIMIT ?", (name, MOST_STATES)
-        )
-        history = [{"state": state, "at": at} for state, at in states]
-        numbers = decode_json(str(engines).encode("utf-8", "replace"), _engines_decoder)
-        fields = {"kind": kind, "engine_ids": [f"engine-{one}" for one in numbers], "failure": failure}
-        found.append(msgspec.convert(fields | {"history": history}, _Order))
-    return found
+    with file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - MOST_BOOK))
+        for line in file.read(MOST_BOOK).splitlines():
+            try:
+                order = decode_json(line, _line_decoder).order
+            except ValueError:  # a part of a line
+                continue
+            if order is not None:
+                found[order.request_id] = order
+    return list(found.values())[-MOST_ORDERS:]
 
 
 def _order_spans(order: _Order, ends: Sequence[tuple[float, int]], newest_s: float) -> Iterator[Span]:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-import sqlite3
-from collections.abc import Callable, Iterator
-from contextlib import closing
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -19,8 +17,8 @@ from relax_core.control.health.heartbeats import Beat
 from relax_core.observe.service.records import ACTOR, metric_record
 from relax_core.preflight import settle
 from relax_core.roles.process.worker import EngineReport, WorkerStatus
-from relax_core.server.order_book import FILE, EngineRow, OrderBook
-from relax_core.server.scale_book import ScaleBook
+from relax_core.server.order_book import FILE, OrderBook
+from relax_core.server.orders import EngineRow
 
 WINDOW_S, COOLDOWN_S = 60.0, 120.0
 
@@ -103,9 +101,9 @@ class Scaled:
             ),
         )
         self.now, self.folder = 0.0, folder
-        self.orders, self.decisions = OrderBook(folder, busy_s=0.01), ScaleBook(folder, busy_s=0.01)
-        self.orders.write_engines([EngineRow(number=0, origin="start", state="serving", since=1.0)])
-        self.autoscaler = Autoscaler(self.config, self.orders, self.decisions, clock=lambda: self.now)
+        self.book = OrderBook(folder)
+        self.book.write_engines([EngineRow(id="engine-0", origin="start", state="serving", since=1.0)])
+        self.autoscaler = Autoscaler(self.config, self.book, clock=lambda: self.now)
 
     def pass_seconds(self, seconds: int, *, wait_ms: float, waiting: int, cache_share: float = 0.5) -> None:
         report = EngineReport(url="http://h:0", version=1, running=8, waiting=waiting, cache_share=cache_share)
@@ -120,40 +118,37 @@ class Scaled:
 
 
 @pytest.fixture
-def scaled(tmp_path: Path) -> Iterator[Scaled]:
-    scaled = Scaled(tmp_path)
-    yield scaled
-    scaled.orders.close()
-    scaled.decisions.close()
+def scaled(tmp_path: Path) -> Scaled:
+    return Scaled(tmp_path)
 
 
 def test_a_full_cache_is_a_reason_for_one_more_engine_though_no_sample_waits(scaled: Scaled) -> None:
     """SGLang takes samples out of its queue and back again, so that the queue may be seen empty."""
-    scaled.decisions.enable(True)
+    scaled.book.enable_autoscaler(True)
     scaled.pass_seconds(70, wait_ms=500.0, waiting=0, cache_share=0.80)
-    last = scaled.decisions.last()
+    last = scaled.book.last_decision
     assert last is not None and last.action == "none" and "no sample waits in an engine" in last.reason
     assert last.cache_share == pytest.approx(0.80)
     scaled.pass_seconds(60, wait_ms=500.0, waiting=0, cache_share=0.97)
-    (change,) = scaled.decisions.changes(limit=9, offset=0)
+    (change,) = scaled.book.decisions()
     assert change.target == 2 and re.search(r"whose caches are (8[5-9]|9\d)% full", change.reason), change.reason
 
 
 def test_it_orders_engines_as_a_client_does_and_says_why(scaled: Scaled) -> None:
     scaled.pass_seconds(90, wait_ms=500.0, waiting=4)
-    assert scaled.decisions.last() is None and not scaled.orders.open_orders(), "it is off"
-    scaled.decisions.enable(True)
+    assert scaled.book.last_decision is None and not scaled.book.open_orders(), "it is off"
+    scaled.book.enable_autoscaler(True)
     scaled.pass_seconds(55, wait_ms=500.0, waiting=4)
-    last = scaled.decisions.last()
+    last = scaled.book.last_decision
     assert last is not None and last.reason == "the window is not full yet" and last.wait_share is None
     scaled.pass_seconds(10, wait_ms=500.0, waiting=4)
-    (order,) = scaled.orders.open_orders()
-    (change,) = scaled.decisions.changes(limit=9, offset=0)
-    assert (change.action, change.engines, change.target, change.order) == ("out", 1, 2, order.id)
+    (order,) = scaled.book.open_orders()
+    (change,) = scaled.book.decisions()
+    assert (change.action, change.engines, change.target, change.request_id) == ("out", 1, 2, order.request_id)
     assert change.wait_share == pytest.approx(0.5) and "50%" in change.reason and "4.0 samples wait" in change.reason
     assert order.kind == "scale_out" and order.body["num_replicas"] == 2
-    last = scaled.decisions.last()
-    assert last is not None and last.reason == f"order {order.id} is under way"
+    last = scaled.book.last_decision
+    assert last is not None and last.reason == f"order {order.request_id} is under way"
 
 
 def test_it_orders_none_that_the_samples_in_flight_could_not_fill(scaled: Scaled) -> None:
@@ -161,20 +156,20 @@ def test_it_orders_none_that_the_samples_in_flight_could_not_fill(scaled: Scaled
     groups = (1 + mode.max_staleness) * rollout.prompts_per_step + rollout.spare_prompts
     usable = usable_engines(scaled.config)
     assert 16 * (usable - 1) < groups * scaled.config.algo.group_size <= 16 * usable
-    serving = [EngineRow(number=one, origin="added", state="serving", since=1.0) for one in range(1, usable)]
-    scaled.orders.write_engines(serving)
-    scaled.decisions.enable(True)
+    serving = [EngineRow(id=f"engine-{one}", origin="added", state="serving", since=1.0) for one in range(1, usable)]
+    scaled.book.write_engines(serving)
+    scaled.book.enable_autoscaler(True)
     scaled.pass_seconds(200, wait_ms=500.0, waiting=4)
-    last = scaled.decisions.last()
-    assert last is not None and f"more than {usable} engines" in last.reason and not scaled.orders.open_orders()
+    last = scaled.book.last_decision
+    assert last is not None and f"more than {usable} engines" in last.reason and not scaled.book.open_orders()
 
 
-def test_a_book_that_is_held_by_others_delays_a_decision(scaled: Scaled) -> None:
-    scaled.decisions.enable(True)
-    with closing(sqlite3.connect(scaled.folder / FILE, isolation_level=None)) as other:
-        other.execute("BEGIN IMMEDIATE")
-        scaled.pass_seconds(70, wait_ms=500.0, waiting=4)
-        other.execute("ROLLBACK")
-    assert not scaled.orders.open_orders()
+def test_an_order_that_cannot_be_written_is_placed_later(scaled: Scaled) -> None:
+    scaled.book.enable_autoscaler(True)
+    (scaled.folder / FILE).rename(scaled.folder / "moved")
+    (scaled.folder / FILE).mkdir()
+    scaled.pass_seconds(70, wait_ms=500.0, waiting=4)
+    assert not scaled.book.open_orders()
+    (scaled.folder / FILE).rmdir()
     scaled.pass_seconds(1, wait_ms=500.0, waiting=4)
-    assert len(scaled.orders.open_orders()) == 1
+    assert len(scaled.book.open_orders()) == 1

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import sqlite3
-from collections.abc import Iterator
-from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +13,8 @@ import ray
 from relax_core.control.engines.engine_numbers import EngineNumbers
 from relax_core.control.engines.engine_orders import EngineOrders, end_book, open_book
 from relax_core.roles.process.worker import EngineReport
-from relax_core.server.order_book import FILE, Kind, Order, State
+from relax_core.server.order_book import FILE
+from relax_core.server.orders import Kind, Order, State, StateAt
 from tests.control.engines.changes_harness import Run, run
 
 __all__ = ["run"]
@@ -49,12 +47,15 @@ class Ordered:
         self.stops += 1
 
     def place(self, kind: Kind, state: State = "PENDING", **body: Any) -> str:
-        return self.book.place(kind, body, decide=lambda engines: state)[0].id
+        return self.book.place(kind, body, status=state).request_id
 
     def order(self, name: str) -> Order:
         order = self.book.order(name)
         assert order is not None
         return order
+
+    def change(self, name: str, **parts: Any) -> None:
+        self.book._orders[name] = replace(self.order(name), **parts)
 
     def tick(self, *, trained: bool = True) -> None:
         self.run.tick()
@@ -77,7 +78,7 @@ class Ordered:
     def until(self, name: str, state: State) -> Order:
         def reached() -> bool:
             self.orders.tick(self.run.health.beats, step=3, trained=True, stopping=False)
-            return self.order(name).state == state
+            return self.order(name).status == state
 
         self.run.tick_until(f"{self.order(name)}", reached)
         return self.order(name)
@@ -88,12 +89,11 @@ class Ordered:
 
 
 @pytest.fixture
-def ordered(run: Run, tmp_path: Path) -> Iterator[Ordered]:
+def ordered(run: Run, tmp_path: Path) -> Ordered:
     ordered = Ordered(run, tmp_path / "run")
     run.publish(4)
     run.tell(0, engine=EngineReport(url="http://h:0", version=4))
-    yield ordered
-    ordered.book.close()
+    return ordered
 
 
 def states(order: Order) -> list[str]:
@@ -111,8 +111,8 @@ def test_engines_are_added_taken_out_and_kept(ordered: Ordered) -> None:
     ordered.tick()
     rows = {row.number: row for row in ordered.book.engines()}
     assert {number: row.state for number, row in rows.items()} == {0: "serving", 1: "serving", 2: "serving"}
-    assert (rows[2].origin, rows[2].version, rows[2].url) == ("added", 4, "http://h:2")
-    assert (rows[2].kind, rows[2].from_step, rows[2].to_step, rows[2].waiting) == ("embedded", 3, None, 7)
+    assert (rows[2].origin, rows[2].weight_version, rows[2].url) == ("added", 4, "http://h:2")
+    assert (rows[2].kind, rows[2].from_step, rows[2].to_step, rows[2].samples_waiting) == ("embedded", 3, None, 7)
     numbers = ordered.numbers(step=4)
     assert {name: numbers[f"engine-2/{name}"] for name in ("version", "running", "waiting", "restarts")} == {
         "version": 4,
@@ -149,7 +149,7 @@ def test_an_order_that_fails_or_is_cancelled_is_rolled_back(ordered: Ordered) ->
     assert order.failure == "engine-2: no memory is left" and ordered.run.states() == {0: "serving"}
 
     cancelled = ordered.place("scale_out", num_replicas=2, **DEFAULTS)
-    ordered.until(cancelled, "CREATING" if ordered.order(cancelled).state == "PENDING" else "HEALTH_CHECKING")
+    ordered.until(cancelled, "CREATING" if ordered.order(cancelled).status == "PENDING" else "HEALTH_CHECKING")
     ordered.book.ask_cancel(cancelled)
     assert ordered.until(cancelled, "CANCELLED").engines == [3], "numbers are never used twice"
     kept = ordered.place("scale_out", num_replicas=3, timeout_secs=600.0, partial="keep_partial")
@@ -162,26 +162,27 @@ def test_an_order_that_fails_or_is_cancelled_is_rolled_back(ordered: Ordered) ->
     late = ordered.place("scale_out", num_replicas=4, timeout_secs=600.0, partial="keep_partial")
     ordered.serve(6)
     ordered.run.tick_until("it does not serve", lambda: ordered.run.states()[6] == "serving")
-    body = {"num_replicas": 4, "timeout_secs": 1e-3, "partial": "keep_partial"}
-    ordered.book._database.execute("UPDATE orders SET body = ? WHERE id = ?", (json.dumps(body), late))
+    ordered.change(late, body={"num_replicas": 4, "timeout_secs": 1e-3, "partial": "keep_partial"})
     order = ordered.until(late, "ACTIVE")
     assert order.engines == [6] and order.failure == "engine-7: it did not serve within timeout_secs=0.001"
     ordered.tick()
-    failed = {row.number: row.failure for row in ordered.book.engines() if row.state == "failed"}
+    failed = {row.number: row.last_failure for row in ordered.book.engines() if row.state == "failed"}
     assert failed[5] == "no memory is left" and failed.keys() == {2, 5, 7}, "each number that was given out is told of"
 
 
-def test_a_book_that_another_process_holds_delays_orders_and_nothing_else(
+def test_a_file_that_cannot_be_written_delays_orders_and_nothing_else(
     ordered: Ordered, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     out = ordered.place("scale_out", num_replicas=2, **DEFAULTS)
-    with closing(sqlite3.connect(tmp_path / "run" / FILE, isolation_level=None)) as other:
-        other.execute("BEGIN IMMEDIATE")
-        ordered.tick()
-        ordered.tick()
-        assert ordered.run.states() == {0: "serving"}, "nothing is done that the book does not say"
-        end_book(ordered.book)
-        other.execute("ROLLBACK")
+    file, moved = tmp_path / "run" / FILE, tmp_path / "moved"
+    file.rename(moved)
+    file.mkdir()
+    ordered.tick()
+    ordered.tick()
+    assert ordered.run.states() == {0: "serving"}, "nothing is done that is not written"
+    end_book(ordered.book)
+    file.rmdir()
+    moved.rename(file)
     words = [record.getMessage() for record in caplog.records]
     assert sum("orders for engines wait" in word for word in words) == 1 and "stay open" in words[-1]
     ordered.serve(1)
@@ -191,24 +192,23 @@ def test_a_book_that_another_process_holds_delays_orders_and_nothing_else(
 def test_servers_join_by_their_addresses_in_turn(ordered: Ordered, tmp_path: Path) -> None:
     """A controller is lost after it has written which numbers they get, and goes on with the same ones."""
     body = {"timeout_secs": 600.0, "partial": "rollback_all"}
-    place = partial(ordered.book.place, "scale_out", decide=lambda engines: "PENDING", queues=True)
+    place = partial(ordered.book.place, "scale_out", queues=True)
     asked = (["http://h:1", "http://h:2"], ["http://h:3"], ["http://h:4"])
-    first, second, third = (place({**body, "engine_urls": urls})[0].id for urls in asked)
+    first, second, third = (place({**body, "engine_urls": urls}).request_id for urls in asked)
     ordered.orders._numbered(["http://h:1", "http://h:2"])
     for _ in range(2):
-        ordered.book.close()
         ordered.book, ordered.run.engines = open_book(tmp_path / "run", count=1, anew=False)
         ordered.begin(tmp_path / "run")
         ordered.tick()
         order = ordered.order(first)
-        assert order.state == "CONNECTING" and order.engines == [1, 2]
+        assert order.status == "CONNECTING" and order.engines == [1, 2]
     members = ordered.run.members.read()
     assert [(one.origin, one.url) for one in members.members[1:]] == [("external", f"http://h:{n}") for n in (1, 2)]
-    assert ordered.order(second).state == "PENDING", "it waits, and its time does not run"
-    ordered.book._database.execute("UPDATE states SET at = at - 10000 WHERE id = ?", (second,))
+    assert ordered.order(second).status == "PENDING", "it waits, and its time does not run"
+    ordered.change(second, history=[StateAt(state="PENDING", at=1.0)])
     ordered.book.ask_cancel(third)
     ordered.tick()
-    assert ordered.order(third).state == "CANCELLED", "it need not wait for that"
+    assert ordered.order(third).status == "CANCELLED", "it need not wait for that"
     for number in (1, 2):
         ordered.serve(number)
     assert states(ordered.until(first, "ACTIVE"))[:2] == ["PENDING", "CONNECTING"]
@@ -226,7 +226,6 @@ def test_the_next_controller_goes_on_and_the_next_command_begins_anew(ordered: O
     out = ordered.place("scale_out", num_replicas=2, **DEFAULTS)
     ordered.book.move(ordered.order(out), "CREATING", engines=[1])
     for _ in range(2):
-        ordered.book.close()
         ordered.book, ordered.run.engines = open_book(tmp_path / "run", count=1, anew=False)
         ordered.begin(tmp_path / "run")
         ordered.tick()
@@ -235,12 +234,11 @@ def test_the_next_controller_goes_on_and_the_next_command_begins_anew(ordered: O
     assert ordered.until(out, "ACTIVE").engines == [1]
     stop = ordered.place("stop")
     ordered.tick(trained=False)
-    assert ordered.order(stop).state == "PENDING" and not ordered.stops, "no step is done, so there is no checkpoint"
+    assert ordered.order(stop).status == "PENDING" and not ordered.stops, "no step is done, so there is no checkpoint"
     ordered.tick()
     ordered.tick()
-    assert ordered.order(stop).state == "STOPPING" and ordered.stops == 1
+    assert ordered.order(stop).status == "STOPPING" and ordered.stops == 1
     running = ordered.place("scale_out", num_replicas=3, **DEFAULTS)
-    ordered.book.close()
     ordered.book, engines = open_book(tmp_path / "run", count=1, anew=True)
-    assert ordered.order(stop).state == "COMPLETED" and ordered.order(running).state == "FAILED"
+    assert ordered.order(stop).status == "COMPLETED" and ordered.order(running).status == "FAILED"
     assert engines.present() == [0] and engines.reserve(1) == [2]

@@ -90,24 +90,23 @@ def test_each_event_is_one_message(tmp_path: Path, told: Told) -> None:
     assert "own words" not in texts and "actor-0 died: ValueError (the run's logs say more)" in texts
 
 
-def test_the_end_of_a_run_is_told_after_its_order_book_is_closed(tmp_path: Path, told: Told) -> None:
+def test_the_end_of_a_run_is_told_after_its_orders_have_ended(tmp_path: Path, told: Told) -> None:
     """Orders that failed before are told, too; orders that are open when the run ends are not."""
     run = alarms(tmp_path, told, clock=Clock())
     book = OrderBook(tmp_path / "run")
 
     def failed() -> dict[str, str]:
-        return {order.id: order.failure for order in book.newest_orders(9) if order.state == "FAILED"}
+        return {order.request_id: order.failure for order in book.orders() if order.status == "FAILED"}
 
     run.watch(engine_lost=dict, order_failed=failed)
-    order, _ = book.place("scale_out", {"num_replicas": 2}, decide=lambda engines: "PENDING")
+    order = book.place("scale_out", {"num_replicas": 2})
     book.move(order, "FAILED", failure="engine-1: no memory is left")
-    other, _ = book.place("scale_out", {"num_replicas": 2}, decide=lambda engines: "PENDING")
+    other = book.place("scale_out", {"num_replicas": 2})
     run.watch_no_more()
     book.end_orders()
-    book.close()
     run.close("stopped", "in the run's folder")
     events = {one.event: one.text for one in read_alarms(tmp_path / "run" / FILE)}
-    assert "no memory is left" in events["order_failed"] and other.id not in events["order_failed"]
+    assert "no memory is left" in events["order_failed"] and other.request_id not in events["order_failed"]
     assert "stopped" in events
 
 

@@ -68,7 +68,7 @@ export function engineOrders(run) {
       return;
     }
     const lists = await Promise.all(["scale_out", "scale_in"].map((one) => gateway(`rollout/${one}?limit=${MOST_ORDERS}`)));
-    if (left) return;
+    if (left || lists.includes(null)) return;
     present = found.engines.filter((one) => ["joining", "serving"].includes(one.state)).length;
     if (target === null) count.textContent = `${present}`;
     const orders = lists.flatMap((one) => one.requests).sort((a, b) => b.history[0].at - a.history[0].at).slice(0, MOST_ORDERS);

@@ -8,7 +8,7 @@ export function stallReport(run) {
   const button = h("button", { type: "button", onclick: report }, "What does it wait for?");
   const card = h("div", { class: "card stack" }, h("div", { class: "controls" }, button), answer);
   let left = false;
-  let served = null; // whether a gateway serves the page, null while that is not known
+  let served = false; // whether the page is that of a gateway whose run answers
 
   async function report() {
     button.disabled = true;
@@ -25,7 +25,7 @@ export function stallReport(run) {
   // The button is there where orders are: on the page that the gateway of a run that goes on serves.
   async function refresh(state) {
     try {
-      if (state === "live") served ??= (await gateway("rollout/engines")) !== null;
+      if (state === "live" && !served) served = (await gateway("rollout/engines")) !== null;
       if (left) return;
       if (state !== "live" || !served) element.replaceChildren();
       else if (!card.isConnected) element.replaceChildren(card);

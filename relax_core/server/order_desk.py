@@ -1,0 +1,275 @@
+"""Answers the gateway's requests in the run's controller: what the order book says, and orders that the run takes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import msgspec
+
+from relax_core.config.host_memory import available_bytes
+from relax_core.server.gateway_settings import EngineRoom, Limits
+from relax_core.server.order_book import RETRY_S, OrderBook
+from relax_core.server.orders import DryRun, EngineRow, Kind, Order, RunRow, State, engine_id, engine_number
+from relax_core.server.problems import Refusal
+
+GIB = 1 << 30
+CALLS = frozenset(
+    (
+        *("run", "stop", "engines", "engine", "scale_out", "scale_in", "orders", "order", "cancel", "cancel_many"),
+        *("autoscaler", "conditions", "scale_history", "enable"),
+    )
+)
+log = logging.getLogger(__name__)
+
+
+class Request(msgspec.Struct, frozen=True):
+    """Asks for one of `CALLS` with these arguments, which the gateway has checked."""
+
+    call: str
+    given: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """Is an answer over HTTP; ``body`` is its JSON."""
+
+    body: Any
+    status: int = 200
+    headers: dict[str, str] = field(default_factory=dict)
+
+
+_request = msgspec.json.Decoder(Request)
+
+
+class OrderDesk:
+    """Takes the orders that a run with these limits takes, and refuses the others with the reason.
+
+    ``room`` is what the run's plan says of further engines, None if that is not known.
+    """
+
+    def __init__(self, book: OrderBook, limits: Limits, room: EngineRoom | None) -> None:
+        self._book, self._limits, self._room = book, limits, room
+
+    def answer(self, request: bytes) -> bytes:
+        """Returns the JSON of the `Answer` to a `Request`; any thread may call it."""
+        asked = _request.decode(request)
+        assert asked.call in CALLS
+        try:
+            with self._book.lock:
+                found = getattr(self, asked.call)(**asked.given)
+        except Refusal as refusal:
+            found = _refused(refusal)
+        except OSError as error:
+            words = f"the order cannot be written: {error}"
+            log.warning("%s", words)
+            found = _refused(Refusal("order-unwritten", words, headers={"Retry-After": RETRY_S}))
+        return msgspec.json.encode(found if isinstance(found, Answer) else Answer(body=found))
+
+    # -- the run and its engines --------------------------------------------------------------------------------------
+    def run(self) -> RunRow:
+        """Returns where the run stands."""
+        if self._book.run is None:
+            raise Refusal("run-starts", "the run is starting", headers={"Retry-After": RETRY_S})
+        return self._book.run
+
+    def stop(self) -> Answer:
+        """Orders the end of the run, once."""
+        order = next((one for one in self._book.open_orders() if one.kind == "stop"), None)
+        return Answer(body=order or self._book.place("stop", {}), status=202)
+
+    def engines(self) -> dict[str, Any]:
+        """Returns the engines that the run has or had."""
+        return {"engines": self._book.engines()}
+
+    def engine(self, name: str) -> EngineRow:
+        """Returns one engine."""
+        row = next((one for one in self._book.engines() if one.id == name), None)
+        if row is None:
+            raise Refusal("unknown-id", "this run has no such engine", key="engine", value=name[:100])
+        return row
+
+    # -- orders for engines -------------------------------------------------------------------------------------------
+    def scale_out(self, body: dict[str, Any], key: str | None) -> Answer:
+        """Takes an order for so many engines in all, or for servers at addresses that the gateway has resolved."""
+        self._check_goes_on()
+        engines = self._book.engines()
+        now, urls = _present(engines), body.get("engine_urls")
+        if urls:
+            more = len(self._unknown(engines, urls))
+        else:
+            self._check_target(body["num_replicas"])
+            more = max(0, body["num_replicas"] - now)
+        if (known := self._book.known("scale_out", body, key)) is not None:
+            return _taken(known)
+        if urls and now + more > self._limits.most:
+            raise Refusal(
+                "no-room",
+                f"the run has {now} engines, and engine.elastic.max_count={self._limits.most}",
+                key="engine_urls",
+                value=str(more),
+                fix="send fewer addresses, or raise the key and start again",
+            )
+        status: Literal["PENDING", "NOOP"] = "PENDING" if more else "NOOP"
+        if body["dry_run"]:
+            dry = DryRun(status=status, engines_now=now, engines_then=now + more, engine_ids=[])
+            return Answer(body=dry if urls or not more else with_room(dry, self._room, more=more))
+        return _taken(self._book.place("scale_out", body, status=status, key=key, queues=bool(urls)))
+
+    def scale_in(self, body: dict[str, Any], key: str | None) -> Answer:
+        """Takes an order for engines to go: so many that ``num_replicas`` stay, or those of ids or addresses."""
+        self._check_goes_on()
+        engines = self._book.engines()
+        if body.get("engine_urls"):
+            body["engine_ids"] = self._at(engines, body["engine_urls"])
+        elif body.get("engine_ids"):
+            body["engine_ids"] = [engine_number(name) for name in body["engine_ids"]]
+        else:
+            self._check_target(body["num_replicas"])
+        body = {"num_replicas": None, "engine_ids": None, **body}
+        if (known := self._book.known("scale_in", body, key)) is not None:
+            return _taken(known)
+        if body["engine_ids"]:
+            gone = self._added(engines, body["engine_ids"])
+        else:
+            added = [row.number for row in engines if row.present and row.number >= self._limits.start]
+            gone = added[body["num_replicas"] - self._limits.start :]
+        status: Literal["PENDING", "NOOP"] = "PENDING" if gone else "NOOP"
+        if body["dry_run"]:
+            now = _present(engines)
+            names = [engine_id(one) for one in gone]
+            return Answer(body=DryRun(status=status, engines_now=now, engines_then=now - len(gone), engine_ids=names))
+        return self._place("scale_in", body, useful=bool(gone), key=key)
+
+    def _place(
+        self, kind: Kind, body: dict[str, Any], *, useful: bool, key: str | None, queues: bool = False
+    ) -> Answer:
+        return _taken(self._book.place(kind, body, status="PENDING" if useful else "NOOP", key=key, queues=queues))
+
+    def _check_goes_on(self) -> None:
+        if self.run().stopping:
+            raise Refusal("run-ends", "the run is ending", headers={"Retry-After": "60"})
+
+    def _check_target(self, engines: int) -> None:
+        start, most, wrong = self._limits.start, self._limits.most, str(engines)
+        if engines < start:
+            words = f"the run keeps the {start} engines of its start"
+            raise Refusal("too-few-engines", words, key="num_replicas", value=wrong, fix=f"send at least {start}")
+        if engines > most:
+            words = f"engine.elastic.max_count={most} is the largest number of engines"
+            fix = f"send at most {most}, or raise the key and start again"
+            raise Refusal("too-many-engines", words, key="num_replicas", value=wrong, fix=fix)
+
+    def _unknown(self, engines: Sequence[EngineRow], urls: Sequence[str]) -> list[str]:
+        """Returns the addresses of servers that neither are in nor are about to join by an open order."""
+        known = {row.url for row in engines if row.present}
+        for order in self._book.open_orders():
+            known |= set(order.body.get("engine_urls") or ())
+        return [url for url in urls if url not in known]
+
+    def _at(self, engines: Sequence[EngineRow], urls: Sequence[str]) -> list[int]:
+        """Returns the newest engine that has or had each address; refuses an address that no engine had."""
+        newest = {row.url: row.number for row in engines if row.origin == "external"}
+        for url in urls:
+            if url not in newest:
+                raise Refusal("unknown-id", f"no engine of this run joined by {url}", key="engine_urls", value=url)
+        return [newest[url] for url in urls]
+
+    def _added(self, engines: Sequence[EngineRow], numbers: Sequence[int]) -> list[int]:
+        """Returns those of these engines that are present; refuses unknown ones and those of the start."""
+        rows = {row.number: row for row in engines}
+        for number in numbers:
+            name = engine_id(number)
+            if number not in rows:
+                raise Refusal("unknown-id", f"{name} is no engine of this run", key="engine_ids", value=name)
+            if rows[number].origin == "start":
+                words = f"{name} is an engine of the start, which stays"
+                raise Refusal("engine-of-the-start", words, key="engine_ids", value=name, fix="leave it out")
+        return [number for number in dict.fromkeys(numbers) if rows[number].present]
+
+    def orders(self, kind: Kind, status: State | None, limit: int, offset: int) -> dict[str, Any]:
+        """Returns a page of orders, the newest first."""
+        found = self._book.orders(kind, status=status)[offset : offset + limit]
+        return {"requests": found, "limit": limit, "offset": offset}
+
+    def order(self, kind: Kind, name: str) -> Order:
+        """Returns one order."""
+        order = self._book.order(name)
+        if order is None or order.kind != kind:
+            words = f"this run has no such order of kind {kind}"
+            raise Refusal("unknown-id", words, key="request_id", value=name[:100])
+        return order
+
+    def cancel(self, kind: Kind, name: str) -> Answer:
+        """Asks for the cancellation of an order."""
+        return Answer(body=self._book.ask_cancel(self.order(kind, name).request_id), status=202)
+
+    def cancel_many(self, status: State | None, dry_run: bool) -> dict[str, Any]:
+        """Asks for the cancellation of the open orders that add engines."""
+        return {
+            "dry_run": dry_run,
+            "requests": self._book.cancel_many("scale_out", status=status, dry_run=dry_run),
+        }
+
+    # -- the autoscaler -----------------------------------------------------------------------------------------------
+    def autoscaler(self) -> dict[str, Any]:
+        """Says whether it is on."""
+        return {"enabled": self._book.autoscaler}
+
+    def conditions(self) -> Any:
+        """Returns its newest decision."""
+        if self._book.last_decision is None:
+            raise Refusal("unknown-id", "the autoscaler has decided nothing yet", fix="turn it on, and ask again")
+        return self._book.last_decision
+
+    def scale_history(self, limit: int, offset: int) -> dict[str, Any]:
+        """Returns a page of the decisions that changed something, the newest first."""
+        return {"decisions": self._book.decisions()[offset : offset + limit], "limit": limit, "offset": offset}
+
+    def enable(self, enabled: bool) -> dict[str, Any]:
+        """Turns it on or off."""
+        self._book.enable_autoscaler(enabled)
+        return self.autoscaler()
+
+
+def _present(engines: Sequence[EngineRow]) -> int:
+    return sum(row.present for row in engines)
+
+
+def _refused(refusal: Refusal) -> Answer:
+    return Answer(body=refusal.problem, status=refusal.status, headers=refusal.headers)
+
+
+def _taken(order: Order) -> Answer:
+    where = {"Location": f"/rollout/{order.kind}/{order.request_id}"}
+    return Answer(body=order, status=200 if order.status == "NOOP" else 202, headers=where)
+
+
+def with_room(dry: DryRun, room: EngineRoom | None, *, more: int) -> DryRun:
+    """Returns the answer with what ``more`` engines take, and with warnings where that is too much or of no use."""
+    if room is None:
+        return dry
+    told = replace(
+        dry,
+        memory_bytes=more * room.engine_bytes,
+        free_memory_bytes=None if room.machine_cores is None else available_bytes(),
+        cores=more * room.engine_cores,
+        machine_cores=room.machine_cores,
+        usable_engines=room.usable,
+    )
+    return replace(told, warnings=list(_warnings(told)))
+
+
+def _warnings(dry: DryRun) -> Iterator[str]:
+    assert dry.memory_bytes is not None and dry.usable_engines is not None and dry.cores is not None
+    if dry.engines_then > dry.usable_engines:
+        yield f"the samples in flight can fill {dry.usable_engines} engines, so more of them would get none"
+    if dry.free_memory_bytes is not None and dry.memory_bytes > dry.free_memory_bytes:
+        yield (
+            f"they take {dry.memory_bytes / GIB:.1f} GiB at their peaks, and "
+            f"{dry.free_memory_bytes / GIB:.1f} GiB of this machine are free"
+        )
+    if dry.machine_cores is not None and dry.cores >= dry.machine_cores:
+        yield f"they compute on {dry.cores} cores, and the whole run has {dry.machine_cores} on this machine"
