@@ -22,8 +22,7 @@ import msgspec
 import numpy as np
 
 from relax_core.contracts.media import Media, MediaItem, MediaSource
-from relax_core.data.media.encode_messages import EncodeSettings
-from relax_core.data.media.encode_pool import EncodePool
+from relax_core.data.media.encode_pool import EncodePool, EncodeSettings
 from relax_core.data.media.media_limits import MediaLimits
 from relax_core.data.media.media_trial_main import TRIAL_AUDIO, TRIAL_SETTINGS
 from relax_core.rollout.item_cache import ItemCache

@@ -21,7 +21,7 @@ from relax_core.contracts.env import Action, EpisodeStart, StepResult, media_sou
 from relax_core.contracts.reward import RewardInput
 from relax_core.data.media.item_encoder import encode_item
 from relax_core.data.media.media_limits import MediaLimits
-from relax_core.data.tool_calls.tool_parsers import read_action
+from relax_core.data.tool_parsers import read_action
 from relax_core.plan.data.plugin_checks import plugin_problems
 from relax_core.registry import ALL_KINDS, PluginError, find, find_algorithm, find_env, find_reward, key_of
 from tests.data.test_plugin_source import ROWS, write_database

@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from relax_core.data.shares import NAMED_ROWS
+from relax_core.data.eval_sets import NAMED_ROWS
 from relax_core.rollout.evaluation.eval_metrics import Estimate, mean_reward
 from relax_core.rollout.evaluation.evaluator import SetAnswers
 from relax_core.rollout.prompt_tokens import shown_prompt

@@ -8,8 +8,7 @@ from typing import Any
 
 from relax_core.config.options import COMMANDS, first_comment, yaml_options
 from relax_core.contracts.env import EnvSpec
-from relax_core.data.tool_calls import tool_parsers
-from relax_core.data.tool_calls.tool_parsers import AUTO, PARSERS
+from relax_core.data.tool_parsers import AUTO, PARSERS
 from relax_core.plan.model.model_source import shape_dimensions, shape_names
 from relax_core.registry import (
     ALL_KINDS,
@@ -73,8 +72,7 @@ def _parser_lines() -> Iterator[str]:
     yield "Parsers of tool calls (env.tool_parser=NAME)"
     yield _line(AUTO, "the parser whose form the chat template shows")
     for name, reader in PARSERS.items():
-        words = (sys.modules[reader.__module__].__doc__ or "").splitlines()[0]
-        yield _line(name, "reads no calls" if reader.__module__ == tool_parsers.__name__ else words)
+        yield _line(name, (reader.__doc__ or "").splitlines()[0])
     yield ""
     yield "Parsers of verdicts (reward.judges.NAME.parse=DESCRIPTION)"
     for description, words in DESCRIPTIONS.items():

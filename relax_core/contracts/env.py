@@ -110,7 +110,7 @@ class InteractionConfig(TurnsConfig):
     episode from its first response on, because an engine may hold its first prompt until its weights are there. An
     episode that takes longer ends without a reward.
 
-    ``tool_parser`` names the form of tool calls in a response (`relax_core/data/tool_calls/tool_parsers.py`);
+    ``tool_parser`` names the form of tool calls in a response (`relax_core/data/tool_parsers.py`);
     "auto" finds it in the chat template. ``on_turn_cut`` says whether a response that is cut at ``max_turn_tokens``
     ends the episode ("end") or goes to the env ("continue").
     """

@@ -27,8 +27,15 @@ from relax_core.config.modality_shares import TEXT
 from relax_core.contracts.checks.foreign_values import decode_json, holds_huge_integer, shown
 from relax_core.contracts.data import BadRow, DataRow
 from relax_core.contracts.host.regular_file import open_regular, read_regular
-from relax_core.data.labels import FLOAT_TEXT, WrittenNumber, label_text, value_at, written_number
-from relax_core.data.prompt_forms import MessagesOfText, messages_of
+from relax_core.data.row_forms import (
+    FLOAT_TEXT,
+    MessagesOfText,
+    WrittenNumber,
+    label_text,
+    messages_of,
+    value_at,
+    written_number,
+)
 from relax_core.data.row_media import (
     TEXT_ONLY,
     MediaColumns,

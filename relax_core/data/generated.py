@@ -15,9 +15,16 @@ from typing import Literal
 from relax_core.config.choices import SEEDS
 from relax_core.config.media_schema import FOUR_MODALITIES, MEDIA_TASKS, SEE, TONE_OF_PICTURE
 from relax_core.contracts.media import MediaSource
-from relax_core.data.tasks.modality_tasks import MODALITY_PARTS, modality_example
-from relax_core.data.tasks.see_task import FILES, MOST_ROWS, PARTS, see_example
-from relax_core.data.tasks.tone_files import TONE_VARIANTS, TONES
+from relax_core.data.media_tasks import (
+    FILES,
+    MODALITY_PARTS,
+    MOST_ROWS,
+    PARTS,
+    TONE_VARIANTS,
+    TONES,
+    modality_example,
+    see_example,
+)
 
 Split = Literal["train", "eval"]
 

@@ -1,13 +1,20 @@
-"""The order of training rows: endless epochs, each shuffled by the run's seed, computed without a list in memory."""
+"""The order of training rows: endless epochs, each shuffled by the run's seed and computed without a list in memory.
+
+With data.mix, each modality has an order of its own, and the modalities are drawn by shares.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import math
+from array import array
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from itertools import accumulate
+
+from relax_core.config.modality_shares import MixOrder, mix_problem
+from relax_core.contracts.data import DataRow, EvalSet, PromptSource
 
 _ROUNDS = 4
 BLOCK_PROMPTS = 1000  # the longest block of a mixture, so that shares are exact to a thousandth
@@ -95,3 +102,62 @@ def _permuted(position: int, *, rows: int, key: bytes) -> int:
         position = (left << half_bits) | right
         if position < rows:
             return position
+
+
+class MixedSource:
+    """Holds the rows of ``source`` in the order of a `MixOrder`; rows of other modalities are never drawn.
+
+    Each modality goes through its own rows, epoch by epoch. The modality of every row is found once, here.
+
+    Raises ValueError (key, value, fix) for shares that cannot be kept, and for a modality that no row has.
+    """
+
+    def __init__(self, source: PromptSource, mix: Mapping[str, float], *, seed: int, shuffle: bool) -> None:
+        if problem := mix_problem(mix):
+            raise ValueError(problem)
+        self._source, self._seed, self._shuffle = source, seed, shuffle
+        self._order = MixOrder(mix)
+        self._numbers = {name: array("q") for name in self._order.names}
+        others: set[str] = set()
+        for number in range(len(source)):
+            modality = source.modality(number)
+            if modality in self._numbers:
+                self._numbers[modality].append(number)
+            else:
+                others.add(modality)
+        there = sorted(others | {name for name, numbers in self._numbers.items() if numbers})
+        for name, numbers in self._numbers.items():
+            if not numbers:
+                raise ValueError(
+                    f"data.mix={dict(mix)}: none of the {len(source)} rows for training has modality {name}; they have "
+                    f"{', '.join(there)}. Name those, or correct data.media_keys, so that the shares sum to 1."
+                )
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def number(self, index: int) -> int:
+        """Returns the number of the data row at ``index`` of the order."""
+        modality, place = self._order.at(index)
+        numbers, stream = self._numbers[modality], self._order.names.index(modality)
+        return numbers[row_of(place, rows=len(numbers), seed=self._seed, shuffle=self._shuffle, stream=stream)]
+
+    def row(self, index: int) -> DataRow:
+        """Returns the data row at ``index`` of the order. Raises `BadRow` if it cannot be used."""
+        return self.numbered(self.number(index))
+
+    def numbered(self, number: int) -> DataRow:
+        """Returns the data row with this number. Raises `BadRow` if it cannot be used."""
+        return self._source.numbered(number)
+
+    def where(self, number: int) -> str:
+        """Returns file and line of a data row."""
+        return self._source.where(number)
+
+    def modality(self, number: int) -> str:
+        """Returns the modality of a data row."""
+        return self._source.modality(number)
+
+    def held_out(self) -> EvalSet:
+        """Returns the held-out split, which no share changes."""
+        return self._source.held_out()

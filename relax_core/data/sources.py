@@ -13,8 +13,7 @@ from relax_core.config.schema import DataConfig
 from relax_core.contracts.data import BadRow, DataRow, EvalSet, PromptSource
 from relax_core.data import generated
 from relax_core.data.data_files import RowFile, open_rows
-from relax_core.data.mixed_source import MixedSource
-from relax_core.data.order import Mixture, apportion, row_of
+from relax_core.data.order import MixedSource, Mixture, apportion, row_of
 from relax_core.data.paths import FilePart, data_files, data_parts
 from relax_core.data.plugin_source import PluginRows, names_plugin, open_plugin_rows, row_keys
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from relax_core.contracts.data import BadRow
 from relax_core.contracts.media import MediaError
-from relax_core.data.shares import NAMED_ROWS, too_many_bad
+from relax_core.data.eval_sets import NAMED_ROWS, too_many_bad
 
 Report = Callable[[Sequence[Mapping[str, str]]], None]
 log = logging.getLogger(__name__)

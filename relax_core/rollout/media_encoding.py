@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from relax_core.config.media_schema import MEDIA_TASKS, ModalityConfig
 from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.media import MediaItem
+from relax_core.data.media_tasks import cache_folder
 from relax_core.data.paths import data_files, data_parts
 from relax_core.data.plugin_source import names_plugin
-from relax_core.data.tasks.made_folder import cache_folder
 from relax_core.registry import is_file_plugin
 
 if TYPE_CHECKING:
@@ -28,8 +28,7 @@ def open_encoders(config: RelaxConfig, *, model_folder: Path, media_folder: Path
 
     Raises ValueError if the model's folder lacks a processor file.
     """
-    from relax_core.data.media.encode_messages import EncodeSettings
-    from relax_core.data.media.encode_pool import EncodePool
+    from relax_core.data.media.encode_pool import EncodePool, EncodeSettings
     from relax_core.families.folder import folder_architecture
 
     model = folder_architecture(model_folder, also=config.model.family)

@@ -11,7 +11,7 @@ import numpy as np
 
 from relax_core.contracts.media import MediaItem
 from relax_core.contracts.media_file import FolderReader
-from relax_core.data.media.kept_rate import KeptRate
+from relax_core.data.media.played_files import KeptRate
 
 log = logging.getLogger(__name__)
 THUMBNAILS = "thumbnails"  # their folder in the run's folder

@@ -20,7 +20,7 @@ from relax_core.config.errors import ConfigError
 from relax_core.config.plugin_types import plugin_config
 from relax_core.contracts.env import EnvSpec, EpisodeStart, InteractionConfig, IsolatedConfig, Message, StepResult
 from relax_core.contracts.host.python_child import module_command
-from relax_core.data.tool_calls.tool_parsers import read_action
+from relax_core.data.tool_parsers import read_action
 from relax_core.observe.standard_streams import unread_streams
 from relax_core.registry import PluginError, find_env, is_file_plugin
 from relax_core.rollout.env_workers.env_workers import EnvWorkers

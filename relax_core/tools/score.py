@@ -29,7 +29,7 @@ from relax_core.config.reward_choice import RewardChoice
 from relax_core.contracts.checks.plugin_results import WrongResult
 from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput, RewardSpec
 from relax_core.contracts.shown_text import shown_json
-from relax_core.data.labels import label_text, written_number
+from relax_core.data.row_forms import label_text, written_number
 from relax_core.observe.panel_view import ShownConsole
 from relax_core.observe.standard_streams import unread_streams
 from relax_core.registry import find_reward

@@ -23,8 +23,7 @@ from relax_core.contracts.trees.rotary import rotary_of_sequence
 from relax_core.data.generated import Example, example
 from relax_core.data.media.item_encoder import Encoded, encode_item
 from relax_core.data.media.media_limits import MediaLimits
-from relax_core.data.tasks.modality_tasks import MATCH, MODALITY_ANSWERS, MODALITY_PARTS
-from relax_core.data.tasks.see_task import ANSWERS, WORD
+from relax_core.data.media_tasks import ANSWERS, MATCH, MODALITY_ANSWERS, MODALITY_PARTS, WORD
 from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.families.architecture import Architecture, AudioSettings, VisionTower
 from relax_core.families.folder import folder_architecture

@@ -28,7 +28,7 @@ from relax_core.config.media_schema import FOUR_MODALITIES, TONE_OF_PICTURE
 from relax_core.contracts.env import EnvSpec, EpisodeStart, InteractionConfig
 from relax_core.data.generated import ARITHMETIC, REVERSE_DIGITS, SEE, Example, example
 from relax_core.data.tokenizer import PromptTokenizer
-from relax_core.data.tool_calls.tool_parsers import read_action, tool_parser
+from relax_core.data.tool_parsers import read_action, tool_parser
 from relax_core.data.turn_tokens import TurnTokens
 from relax_core.families.tiny_configs import (
     AUDIO_END,

@@ -15,7 +15,7 @@ from relax_core.cli.eval_command import eval_command
 from relax_core.config.compose import load_config
 from relax_core.config.saved import to_yaml
 from relax_core.control.host.run_paths import SHARED_MEMORY
-from relax_core.data.tasks.see_task import files_folder
+from relax_core.data.media_tasks import files_folder
 from relax_core.preflight import EVAL_CHECKS, settle_evaluation
 from relax_core.tools.make_tiny import tiny_model_folder
 from relax_core.train.checkpoints.checkpoint_store import CheckpointStore

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from relax_core.data.generated import Example, example, task_names
-from relax_core.data.tasks.see_task import WORDS
+from relax_core.data.media_tasks import WORDS
 
 
 @pytest.mark.parametrize("task", task_names())

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from relax_core.contracts.data import BadRow
-from relax_core.data.prompt_forms import MessagesOfText, messages_of
+from relax_core.data.row_forms import MessagesOfText, messages_of
 from tests.data.test_labels import opened
 
 USER = [{"role": "user", "content": "hi"}]

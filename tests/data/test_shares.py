@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relax_core.data.shares import NAMED_ROWS, too_many_bad, wilson
+from relax_core.data.eval_sets import NAMED_ROWS, too_many_bad, wilson
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 
 from envs.calculator import SPEC, Calculator, CalculatorConfig
 from relax_core.contracts.env import EpisodeStart, StepResult
-from relax_core.data.tool_calls.tool_parsers import read_action
+from relax_core.data.tool_parsers import read_action
 
 TOOL = {"type": "function", "function": {"name": "multiply", "parameters": {"type": "object"}}}
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from relax_core.data.tasks.see_task import files_folder
+from relax_core.data.media_tasks import files_folder
 from tests.integration.held_training import HeldTraining
 from tests.integration.live_run import ROOT, FinishedRun, LiveRun, run_to_end
 from tests.integration.test_on_policy import assert_same_run

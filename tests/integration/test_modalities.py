@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from relax_core.data.tasks.see_task import files_folder
+from relax_core.data.media_tasks import files_folder
 from tests.integration.live_run import FinishedRun, run_to_end
 
 pytestmark = pytest.mark.integration

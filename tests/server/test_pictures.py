@@ -15,7 +15,7 @@ from PIL import Image
 
 from relax_core.contracts.media import Media, MediaItem
 from relax_core.contracts.tree import group_uid
-from relax_core.data.media import kept_rate
+from relax_core.data.media import played_files
 from relax_core.observe.sample_log import PICTURES_FOLDER, SAMPLES_FOLDER, SampleLog
 from relax_core.rollout.thumbnails import Thumbnails
 from relax_core.server.run_folders import run_id
@@ -83,8 +83,8 @@ def test_what_is_no_picture_of_the_run_is_not_given(shown: tuple[Server, str, Me
 def test_pictures_come_at_a_rate_and_a_full_disk_costs_them_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(kept_rate, "ALL_OF", 2)
-    monkeypatch.setattr(kept_rate, "PAUSE_S", 3600.0)
+    monkeypatch.setattr(played_files, "ALL_OF", 2)
+    monkeypatch.setattr(played_files, "PAUSE_S", 3600.0)
     items = [make_item(tmp_path, seed)[0] for seed in range(5)]
     writer = Thumbnails(tmp_path / "first", tmp_path, first=1, pictures=tmp_path / "pictures")
     for item in [*items, items[0]]:

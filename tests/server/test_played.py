@@ -14,7 +14,7 @@ import pytest
 from relax_core.contracts.media import Media, MediaItem, MediaSource
 from relax_core.contracts.media_file import write_item
 from relax_core.contracts.tree import group_uid
-from relax_core.data.media import kept_rate, played_files
+from relax_core.data.media import played_files
 from relax_core.data.media.item_encoder import clip_item, video_item
 from relax_core.data.media.media_limits import MediaLimits
 from relax_core.data.media.media_trial_main import TRIAL_AUDIO
@@ -102,8 +102,8 @@ def test_files_that_are_large_or_too_many_and_sources_outside_the_root_are_left_
 ) -> None:
     monkeypatch.setattr(played_files, "MOST_FILE_BYTES", len(SOUND))
     monkeypatch.setattr(played_files, "MOST_BYTES", 4 * len(SOUND))
-    monkeypatch.setattr(kept_rate, "ALL_OF", 0)
-    monkeypatch.setattr(kept_rate, "PAUSE_S", 3600.0)
+    monkeypatch.setattr(played_files, "ALL_OF", 0)
+    monkeypatch.setattr(played_files, "PAUSE_S", 3600.0)
     root = tmp_path / "root"
     root.mkdir()
     (tmp_path / "outside.wav").write_bytes(SOUND)

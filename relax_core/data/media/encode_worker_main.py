@@ -15,7 +15,7 @@ from relax_core.contracts.media import MediaError, MediaSource
 from relax_core.contracts.media_file import write_item
 from relax_core.data.killable.worker_frames import Ready
 from relax_core.data.killable.worker_pipe import WorkerPipe, cpu_limit
-from relax_core.data.media.encode_messages import EncodeAnswer, EncodeRequest, EncodeSettings
+from relax_core.data.media.encode_pool import EncodeAnswer, EncodeRequest, EncodeSettings
 from relax_core.data.media.item_encoder import Tokenize, encode_item
 
 

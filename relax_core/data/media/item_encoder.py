@@ -11,10 +11,9 @@ import numpy as np
 
 from relax_core.contracts.media import MediaError, MediaItem, MediaKind, MediaSource
 from relax_core.contracts.media_file import item_digest
-from relax_core.data.media.audio.clip_features import clip_features
 from relax_core.data.media.image_decoding import decoded_image, opened_image, resized, upright_size
-from relax_core.data.media.media_limits import MediaLimits
-from relax_core.data.media.media_sizes import image_size, video_size
+from relax_core.data.media.media_limits import MediaLimits, image_size, video_size
+from relax_core.data.media.sound_decoding import clip_features
 from relax_core.data.media.source_files import open_source
 from relax_core.data.media.video_decoding import (
     decode_frames,

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from relax_core.contracts.media import MediaError, MediaKind, MediaSource
-from relax_core.data.media.audio.clip_features import sound_header
 from relax_core.data.media.image_decoding import opened_image, upright_size
-from relax_core.data.media.media_limits import MediaLimits
-from relax_core.data.media.media_sizes import image_size, video_size
+from relax_core.data.media.media_limits import MediaLimits, image_size, video_size
+from relax_core.data.media.sound_decoding import sound_header
 from relax_core.data.media.source_files import open_source
 from relax_core.data.media.video_decoding import sample_frames, stamp_seconds, stamp_text, video_header
 from relax_core.families.architecture import AudioSettings, PatchSettings

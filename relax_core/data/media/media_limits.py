@@ -1,8 +1,15 @@
-"""The limits of images, videos and sounds: how large an item may be, and what its source may cost."""
+"""The limits of images, videos and sounds, and the sizes to which images and frames are resized under them.
+
+The sizes are those that the Qwen-VL processors compute.
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+
+from relax_core.contracts.media import MediaError, MediaKind
+from relax_core.families.architecture import PatchSettings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,3 +39,84 @@ class MediaLimits:
     item_bytes: int = 64 << 20
     worker_timeout_s: float = 30.0
     worker_bytes: int = 1 << 30
+
+
+MOST_ASPECT = 200  # the processors refuse a longer side of more than this times the shorter one
+
+
+def image_size(tower: PatchSettings, limits: MediaLimits, *, height: int, width: int) -> tuple[int, int]:
+    """Returns height and width of an image after its resize, multiples of the patch times the merge size.
+
+    Raises MediaError if the image has more than ``limits.image_rows_max`` rows at its smallest size.
+    """
+    check_source_size("image", limits, height=height, width=width)
+    factor = tower.patch_size * tower.merge_size
+    largest = min(tower.max_pixels, limits.image_rows_max * factor**2)
+    smallest = min(max(tower.min_pixels, limits.image_rows_min * factor**2), largest)
+    size = _fit(height, width, factor=factor, frames=1, counted=1, smallest=smallest, largest=largest)
+    _check_rows("image", size, factor=factor, most=limits.image_rows_max)
+    return size
+
+
+def video_size(tower: PatchSettings, limits: MediaLimits, *, frames: int, height: int, width: int) -> tuple[int, int]:
+    """Returns height and width of each of a video's ``frames`` sampled frames after their resize.
+
+    Raises MediaError if a frame step has more than ``limits.frame_rows`` rows at its smallest size.
+    """
+    check_source_size("video", limits, height=height, width=width)
+    factor, step = tower.patch_size * tower.merge_size, tower.temporal_patch_size
+    if tower.frame_bounds:
+        largest = min(tower.video_max_pixels, limits.frame_rows * factor**2)
+        smallest = min(tower.video_min_pixels, largest)
+        size = _fit(height, width, factor=factor, frames=1, counted=1, smallest=smallest, largest=largest)
+        _check_rows("video", size, factor=factor, most=limits.frame_rows)
+        return size
+    if height < factor or width < factor:
+        scale = max(factor / height, factor / width)
+        height, width = int(height * scale), int(width * scale)
+    counted = round(frames / step) * step  # the processor counts whole steps, rounded to the nearest
+    largest = min(tower.video_max_pixels, limits.frame_rows * factor**2 * min(frames, counted))
+    smallest = min(tower.video_min_pixels, largest)
+    size = _fit(height, width, factor=factor, frames=frames, counted=counted, smallest=smallest, largest=largest)
+    _check_rows("video", size, factor=factor, most=limits.frame_rows)
+    return size
+
+
+def check_source_size(kind: MediaKind, limits: MediaLimits, *, height: int, width: int) -> None:
+    """Raises MediaError for a source without pixels, with too many of them, or with too long a side."""
+    if height < 1 or width < 1:
+        raise MediaError(kind, "truncated", f"its header says {width}×{height} pixels.")
+    if height * width > limits.source_pixels:
+        raise MediaError(
+            kind,
+            "too_many_pixels",
+            f"{width}×{height} are more than {limits.source_pixels:,} pixels. Store it smaller, or raise the limit.",
+        )
+    if max(height, width) > MOST_ASPECT * min(height, width):
+        raise MediaError(
+            kind, "bad_aspect", f"{width}×{height}: a side is more than {MOST_ASPECT} times the other. Crop it."
+        )
+
+
+def _fit(
+    height: int, width: int, *, factor: int, frames: int, counted: int, smallest: int, largest: int
+) -> tuple[int, int]:
+    """Returns multiples of ``factor`` near the given size whose pixels, of all frames, lie between the bounds."""
+    rounded = round(height / factor) * factor, round(width / factor) * factor
+    pixels = counted * rounded[0] * rounded[1]
+    if pixels > largest:
+        beta = math.sqrt(frames * height * width / largest)
+        return tuple(max(factor, math.floor(side / beta / factor) * factor) for side in (height, width))  # type: ignore[return-value]
+    if pixels < smallest:
+        beta = math.sqrt(smallest / (frames * height * width))
+        return tuple(math.ceil(side * beta / factor) * factor for side in (height, width))  # type: ignore[return-value]
+    return rounded
+
+
+def _check_rows(kind: MediaKind, size: tuple[int, int], *, factor: int, most: int) -> None:
+    rows = size[0] * size[1] // factor**2
+    if rows > most:
+        what = "it" if kind == "image" else "a frame of it"
+        raise MediaError(
+            kind, "too_many_tokens", f"{what} has {rows} rows at its smallest size, and the limit is {most}."
+        )

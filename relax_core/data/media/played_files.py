@@ -1,16 +1,36 @@
-"""Keeps files of sounds and videos as they are, so that a page can play them beside a sample."""
+"""Chooses which media of a run are kept for the page of its samples, and keeps sounds and videos as playable files."""
 
 from __future__ import annotations
 
 import logging
 import os
 import threading
+import time
 from pathlib import Path
 
 from relax_core.contracts.media import MediaError, MediaItem, MediaSource
-from relax_core.data.media.kept_rate import KeptRate
 from relax_core.data.media.media_limits import MediaLimits
 from relax_core.data.media.source_files import open_source, sniffed_format
+
+# All of the first items, then one each 2 s, 4 s, …; the pause grows with every 500 of them.
+ALL_OF, PAUSE_S, DOUBLED_EACH, MOST_KEPT = 64, 2.0, 500, 4000
+
+
+class KeptRate:
+    """Says of one item after the other whether it is kept, so that keeping costs a run at most 1% of a core."""
+
+    def __init__(self) -> None:
+        self._kept, self._next = 0, 0.0
+
+    def takes(self) -> bool:
+        """Returns whether this item is kept."""
+        now = time.monotonic()
+        if self._kept >= MOST_KEPT or (self._kept >= ALL_OF and now < self._next):
+            return False
+        self._next = now + PAUSE_S * 2 ** (self._kept // DOUBLED_EACH)
+        self._kept += 1
+        return True
+
 
 log = logging.getLogger(__name__)
 MOST_FILE_BYTES, MOST_BYTES = 8_000_000, 256_000_000  # of one file, and of those that one process keeps

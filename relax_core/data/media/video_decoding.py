@@ -12,8 +12,7 @@ from typing import IO, Any
 import numpy as np
 
 from relax_core.contracts.media import MediaError
-from relax_core.data.media.media_limits import MediaLimits
-from relax_core.data.media.media_sizes import check_source_size
+from relax_core.data.media.media_limits import MediaLimits, check_source_size
 
 # What phones, cameras, browsers and data sets write. FFmpeg knows hundreds more, most of them old and little tested.
 _CODECS = ("h264", "hevc", "vp8", "vp9", "av1", "libdav1d", "mpeg4", "mjpeg")

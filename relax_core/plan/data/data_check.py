@@ -22,12 +22,11 @@ from relax_core.config.reward_choice import RewardChoice, row_check
 from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.data import TOO_LONG, BadRow, DataRow, EvalSet, PromptSource
 from relax_core.contracts.media import BAD_MEDIA, MediaKind, MediaSource
-from relax_core.data.eval_sets import eval_sets, held_out_count
+from relax_core.data.eval_sets import NAMED_ROWS, eval_sets, held_out_count, too_many_bad
 from relax_core.data.generated import LONGEST_PROMPT, example
 from relax_core.data.paths import data_files, data_parts
 from relax_core.data.plugin_source import names_plugin
-from relax_core.data.prompt_forms import MessagesOfText
-from relax_core.data.shares import NAMED_ROWS, too_many_bad
+from relax_core.data.row_forms import MessagesOfText
 from relax_core.data.sources import make_source
 from relax_core.data.tokenizer import TEMPLATE_FILES
 from relax_core.families.hf_config import CONFIG_FILE

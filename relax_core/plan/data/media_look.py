@@ -11,8 +11,8 @@ from relax_core.config.choices import TEXT, MediaPlace
 from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.data import DataRow
 from relax_core.contracts.media import MEDIA_KINDS, MediaKind
+from relax_core.data.eval_sets import too_many_bad
 from relax_core.data.row_media import MediaColumns, unread_media
-from relax_core.data.shares import too_many_bad
 from relax_core.registry import find_env
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from relax_core.contracts.media import MediaError, MediaKind, MediaSource
 from relax_core.data.generated import MEDIA_ROWS
 from relax_core.data.tokenizer import PromptTokenizer, vocabulary_problem
 from relax_core.data.tokenizer_trial import try_tokenizer
-from relax_core.data.tool_calls.tool_parsers import AUTO, tool_parser
+from relax_core.data.tool_parsers import AUTO, tool_parser
 from relax_core.data.turn_tokens import unstopped_end
 from relax_core.families.architecture import AudioSettings, PatchSettings
 from relax_core.families.audio_tower import EXTRACTOR_FILE, audio_tower_of

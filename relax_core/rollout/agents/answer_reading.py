@@ -9,7 +9,7 @@ from typing import Literal
 
 from relax_core.contracts.tool_use.tool_schemas import ToolSchema
 from relax_core.data.tokenizer import PromptTokenizer
-from relax_core.data.tool_calls.tool_parsers import CALL_MARKS, read_calls
+from relax_core.data.tool_parsers import CALL_MARKS, read_calls
 from relax_core.rollout.agents.chat_messages import ChatCall, Reply
 
 THINK, THINK_END = "<think>", "</think>"

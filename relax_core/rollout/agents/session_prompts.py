@@ -7,8 +7,8 @@ from typing import Literal
 
 from relax_core.contracts.env import EpisodeLimits
 from relax_core.data.tokenizer import LARGE_TEXT, PromptTokenizer, TextTooLong
-from relax_core.data.tool_calls.tool_parsers import AUTO, tool_parser
-from relax_core.data.tool_calls.tool_templates import check_template_shows_tools
+from relax_core.data.tool_parsers import AUTO, tool_parser
+from relax_core.data.tool_templates import check_template_shows_tools
 from relax_core.data.turn_tokens import TurnTokens
 from relax_core.rollout.agents.chat_messages import template_messages
 from relax_core.rollout.agents.message_forest import ForestAnswer, Walk

@@ -13,7 +13,7 @@ from statistics import fmean, variance
 import numpy as np
 
 from relax_core.contracts.reward import RewardOutput
-from relax_core.data.shares import Z_95, wilson
+from relax_core.data.eval_sets import Z_95, wilson
 
 MOST_SAMPLES = 256  # answers per prompt; binomial coefficients of more exceed float64's range of exact integers
 _NUMBER = re.compile(r"[+-]?[0-9]{1,40}(\.[0-9]{0,40})?|[+-]?\.[0-9]{1,40}")

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from relax_core.contracts.media import MediaItem, MediaSource
-from relax_core.data.media.encode_messages import EncodeSettings
-from relax_core.data.media.encode_pool import EncodePool
+from relax_core.data.media.encode_pool import EncodePool, EncodeSettings
 from relax_core.data.media.media_limits import MediaLimits
 from relax_core.data.media.media_trial_main import TRIAL_SETTINGS
 from relax_core.families.architecture import PatchSettings

@@ -16,8 +16,7 @@ import pytest
 from PIL import Image
 
 from relax_core.contracts.media import MediaError, MediaKind, MediaSource
-from relax_core.data.media.encode_messages import EncodeSettings
-from relax_core.data.media.encode_pool import EncodePool
+from relax_core.data.media.encode_pool import EncodePool, EncodeSettings
 from tests.data.media.conftest import LIMITS, Encode
 from tests.data.media.make_files import (
     animated,

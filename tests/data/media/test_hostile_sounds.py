@@ -17,8 +17,7 @@ import numpy as np
 import pytest
 
 from relax_core.contracts.media import MediaError, MediaKind, MediaSource
-from relax_core.data.media.encode_messages import EncodeSettings
-from relax_core.data.media.encode_pool import EncodePool
+from relax_core.data.media.encode_pool import EncodePool, EncodeSettings
 from relax_core.data.media.media_headers import read_media_header
 from relax_core.data.media.media_trial_main import TIMED_SETTINGS, TRIAL_AUDIO
 from tests.data.media.conftest import LIMITS, Encode, MakeSettings

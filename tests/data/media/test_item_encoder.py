@@ -11,7 +11,7 @@ from PIL import Image
 
 from relax_core.contracts.media import MediaItem, MediaSource
 from relax_core.contracts.media_file import FolderReader
-from relax_core.data.media.encode_messages import EncodeSettings
+from relax_core.data.media.encode_pool import EncodeSettings
 from relax_core.data.media.media_trial_main import TRIAL_SETTINGS
 from relax_core.data.tokenizer import PromptTokenizer
 from tests.data.media.conftest import Encode

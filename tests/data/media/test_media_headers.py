@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from relax_core.contracts.media import MediaError, MediaSource
-from relax_core.data.media.encode_messages import EncodeSettings
+from relax_core.data.media.encode_pool import EncodeSettings
 from relax_core.data.media.media_headers import STAMP_TOKENS, MediaHeader, planned_item, read_media_header
 from relax_core.data.media.media_trial_main import TRIAL_SETTINGS
 from relax_core.data.tokenizer import PromptTokenizer

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relax_core.contracts.media import MediaError
-from relax_core.data.media.media_limits import MediaLimits
-from relax_core.data.media.media_sizes import image_size, video_size
+from relax_core.data.media.media_limits import MediaLimits, image_size, video_size
 from relax_core.data.media.media_trial_main import TRIAL_SETTINGS
 from relax_core.data.media.video_decoding import sample_frames, stamp_seconds
 

@@ -11,9 +11,7 @@ import pytest
 
 from relax_core.config.media_schema import FOUR_MODALITIES, MEDIA_TASKS, TONE_OF_PICTURE
 from relax_core.data.generated import Example, Split, example, parts_of
-from relax_core.data.tasks.modality_tasks import MODALITY_ANSWERS, MODALITY_PARTS, TONE
-from relax_core.data.tasks.see_task import COLOUR, COLOURS, DIRECTION, WORD
-from relax_core.data.tasks.tone_files import TONES
+from relax_core.data.media_tasks import COLOUR, COLOURS, DIRECTION, MODALITY_ANSWERS, MODALITY_PARTS, TONE, TONES, WORD
 
 KINDS = {COLOUR: "image", DIRECTION: "video", TONE: "audio"}
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from relax_core.contracts.tool_use.tool_calls import ToolCall
 from relax_core.contracts.tool_use.tool_schemas import ToolSchema
-from relax_core.data.tool_calls.tool_parsers import PARSERS, read_action, tool_parser
+from relax_core.data.tool_parsers import PARSERS, read_action, tool_parser
 from tests.data.chat_templates import FAMILIES
 
 quick = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))

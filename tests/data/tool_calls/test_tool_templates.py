@@ -12,7 +12,7 @@ from relax_core.contracts.checks.checked_env import checked_env
 from relax_core.contracts.env import Action
 from relax_core.contracts.tool_use.tool_schemas import tool_schema
 from relax_core.data.tokenizer import PromptTokenizer
-from relax_core.data.tool_calls.tool_templates import (
+from relax_core.data.tool_templates import (
     check_template_shows_tools,
     with_results_as_text,
     with_tools_as_text,

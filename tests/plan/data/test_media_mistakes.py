@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from relax_core.config.compose import load_config
 from relax_core.config.errors import ConfigError
-from relax_core.data.tasks.see_task import files_folder
+from relax_core.data.media_tasks import files_folder
 from relax_core.families.folder import folder_architecture
 from relax_core.families.tiny_configs import tiny_omni_config, tiny_omni_files
 from relax_core.plan.data.data_check import look_at_data

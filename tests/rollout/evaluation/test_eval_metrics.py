@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relax_core.contracts.reward import RewardOutput
-from relax_core.data.shares import wilson
+from relax_core.data.eval_sets import wilson
 from relax_core.rollout.evaluation.eval_metrics import (
     Answer,
     accuracy,

@@ -18,12 +18,11 @@ from transformers import WhisperFeatureExtractor
 
 from relax_core.contracts.media import MediaItem, MediaSource
 from relax_core.contracts.media_file import read_item, write_item
-from relax_core.data.media.audio.clip_features import clip_features
-from relax_core.data.media.audio.log_mel import log_mel, mel_filters
 from relax_core.data.media.item_encoder import clip_item, encode_item
 from relax_core.data.media.media_headers import planned_item, read_media_header
 from relax_core.data.media.media_limits import MediaLimits
 from relax_core.data.media.media_trial_main import TIMED_SETTINGS, TRIAL_AUDIO, TRIAL_SETTINGS
+from relax_core.data.media.sound_decoding import clip_features, log_mel, mel_filters
 from relax_core.data.media.source_files import open_source
 from tests.data.media.make_sounds import film, floats, stored, tone
 
