@@ -114,10 +114,7 @@ def _extractor(model_folder: Path) -> Mapping[str, Any]:
         file = model_folder / name
         if not file.exists():
             continue
-        try:
-            settings: Mapping[str, Any] = read_object(file)
-        except ValueError as error:
-            raise ValueError(f"{file} is not JSON: {error}. Fetch it again.") from error
+        settings = read_object(file)
         settings = settings.get(_PART, settings)
         if "hop_length" in settings:
             return settings

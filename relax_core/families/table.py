@@ -67,6 +67,8 @@ def _read(family: Family, config: HfConfig) -> Architecture:
     if family.check is not None:
         family.check(config)
     found = _described(family, config)
+    if found.experts is not None:
+        _check_experts(found.experts, config, family=family.name)
     if found.experts is not None and found.num_layers * found.experts.count > MOST_EXPERTS:
         raise ValueError(
             f"config.json: {found.num_layers} layers with {found.experts.count} experts each: expected at most "
@@ -172,11 +174,6 @@ def _qwen3_5_experts(config: HfConfig) -> Experts:
     return replace(_qwen3_vl_experts(config), shared_width=shared)
 
 
-def _check_qwen3_5_experts(config: HfConfig) -> None:
-    _check_qwen3_5(config)
-    _check_experts(_qwen3_5_experts(config), config, family="qwen3_5_moe")
-
-
 def _qwen3_experts(config: HfConfig) -> Experts:
     """Reads the experts. transformers 5 writes ``num_local_experts``, older versions wrote ``num_experts``."""
     count = config["num_local_experts"] if "num_local_experts" in config else config["num_experts"]
@@ -196,18 +193,6 @@ def _qwen3_vl_experts(config: HfConfig) -> Experts:
 def _qwen3_omni_experts(config: HfConfig) -> Experts:
     """Reads the experts of a family whose router scales the weights of the chosen ones unless config.json denies it."""
     return _qwen3_experts({"norm_topk_prob": True, **config})
-
-
-def _check_qwen3_experts(config: HfConfig) -> None:
-    _check_experts(_qwen3_experts(config), config, family="qwen3_moe")
-
-
-def _check_qwen3_vl_experts(config: HfConfig) -> None:
-    _check_experts(_qwen3_vl_experts(config), config, family="qwen3_vl_moe")
-
-
-def _check_qwen3_omni_experts(config: HfConfig) -> None:
-    _check_experts(_qwen3_omni_experts(config), config, family="qwen3_omni_moe")
 
 
 def _check_experts(experts: Experts, config: HfConfig, *, family: str) -> None:
@@ -265,7 +250,6 @@ QWEN3_MOE = Family(
     qk_norm=True,
     only=(NO_ATTENTION_BIAS, FULL_ATTENTION),
     experts=_qwen3_experts,
-    check=_check_qwen3_experts,
 )
 
 _QWEN3_VISION = "transformers.models.qwen3_vl.modeling_qwen3_vl:Qwen3VLVisionModel"
@@ -296,7 +280,6 @@ QWEN3_VL_MOE = Family(
         _NORMALIZED,
     ),
     experts=_qwen3_vl_experts,
-    check=_check_qwen3_vl_experts,
     text_key="text_config",
     prefix="model.language_model.",
     vision=Vision(
@@ -338,7 +321,6 @@ QWEN3_5_MOE = replace(
     summary="Qwen3.5-MoE: as Qwen3.5, with experts and a shared expert in every layer",
     only=(*QWEN3_5.only, _NORMALIZED),
     experts=_qwen3_5_experts,
-    check=_check_qwen3_5_experts,
     vision=Vision(
         prefix="model.visual.",
         model="transformers.models.qwen3_5_moe.modeling_qwen3_5_moe:Qwen3_5MoeVisionModel",
@@ -356,7 +338,6 @@ QWEN3_OMNI_MOE = Family(
     qk_norm=True,
     only=(NO_ATTENTION_BIAS, FULL_ATTENTION),
     experts=_qwen3_omni_experts,
-    check=_check_qwen3_omni_experts,
     text_key="text_config",
     prefix="thinker.model.",
     output_weight="thinker.lm_head.weight",

@@ -152,11 +152,7 @@ def _processor_settings(model_folder: Path, name: str) -> Mapping[str, Any]:
             f"model.path={model_folder}: no {name} there, which a model that sees needs. Fetch the folder again, with "
             "its processor files."
         )
-    try:
-        settings: Mapping[str, Any] = read_object(file)
-    except ValueError as error:
-        raise ValueError(f"{file} is not JSON: {error}. Fetch it again.") from error
-    return settings
+    return read_object(file)
 
 
 def _pixels(settings: Mapping[str, Any]) -> tuple[int, int]:
