@@ -30,7 +30,7 @@ TITLES = {  # kind → what its process is called
     "reference": "ray::ReferenceWorker",
     "advantages": "ray::AdvantagesWorker",
     "bus": "ray::BusActor",
-    "metrics": "ray::MetricsActor",
+    "trackers": "relax_core.observe.trackers.tracker_process",
     "gcs": "src/ray/gcs/gcs_server ",
     "raylet": "src/ray/raylet/raylet ",
     "serve_controller": "ray::ServeController",

@@ -18,8 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from relax_core.observe.service.records import ACTOR, MetricRecord, by_step
-from relax_core.observe.service.sinks import read_metrics
+from relax_core.observe.event_log import ACTOR, MetricRecord, by_step, read_metrics
 
 if TYPE_CHECKING:
     from relax_core.config.schema import EngineConfig

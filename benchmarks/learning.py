@@ -34,7 +34,7 @@ from typing import Any
 
 from benchmarks.harness import Figures, FinishedRun, run_relax
 from benchmarks.taught_models import TASKS, judge_folder, judge_words, policy_folder, write_known_verdicts, write_rows
-from relax_core.observe.service.sinks import read_metrics
+from relax_core.observe.event_log import read_metrics
 from tests.integration.live_run import ENGINE, ROLLOUT, LiveRun
 
 HERE = Path(__file__).parent

@@ -47,7 +47,7 @@ KINDS = {  # a part of the process's name or command line → the plan's name fo
     "ServeController": "Serve controller",
     "ServeReplica": "Serve front of a role",
     "BusActor": "bus",
-    "MetricsActor": "metrics",
+    "observe.trackers.tracker_process": "trackers",
     "AdvantagesWorker": "advantages",
     "RolloutWorker": "rollout",
     "EngineOwner": "owner of an engine",

@@ -25,9 +25,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from relax_core.observe.service.records import ACTOR, RANK, by_step
-from relax_core.observe.service.sinks import METRICS_FILE, read_metrics, read_texts
+from relax_core.observe.event_log import ACTOR, RANK, by_step, read_metrics, read_texts
 from relax_core.observe.stragglers import STRAGGLER, Straggler, straggler_words, told_stragglers
+from relax_core.observe.trackers.file_sinks import METRICS_FILE
 from tests.integration.live_run import ENGINE, LiveRun
 
 OVERRIDES = (

@@ -35,7 +35,7 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.harness import QUIET_RUN, Figures, command_line, machine, python, run_relax, take_turns, write_report
-from relax_core.observe.service.records import ROLLOUT
+from relax_core.observe.event_log import ROLLOUT
 
 SKIPPED_STEPS = 10  # warm-up of caches and allocators; the pipeline fills
 TAIL_SKIPPED_STEPS, TAIL_STEPS = 3, 14  # steps of seconds, not of milliseconds

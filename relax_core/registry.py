@@ -139,7 +139,7 @@ _HOMES: dict[Kind, _Home] = {
         section="tracker.sinks.NAME",
         title="Metrics sinks",
         entry_points="relax.sinks",
-        table={name: f"relax_core.observe.service.sinks:{name.upper()}" for name in FILE_SINKS}
+        table={name: f"relax_core.observe.trackers.file_sinks:{name.upper()}" for name in FILE_SINKS}
         | {name: f"relax_core.observe.trackers.{name}_sink:SPEC" for name in TRACKERS},
         spec=SinkSpec,
         config=SinkConfig,

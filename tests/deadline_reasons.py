@@ -14,10 +14,6 @@ REASONS = {
         "SampleLog._write_forever",
     ): "a daemon thread at rest; close() wakes it and joins it with a deadline",
     (
-        "relax_core/observe/service/sink_thread.py",
-        "SinkThread._next_batch",
-    ): "a daemon thread at rest; begin_close() wakes it",
-    (
         "relax_core/observe/trackers/prometheus_sink.py",
         "PrometheusSink.close",
     ): "the server looks for it twice a second; the sink's thread, which calls it, is joined with a deadline",
@@ -25,7 +21,7 @@ REASONS = {
         "relax_core/observe/alarm_sender.py",
         "_ReceiverThread._main",
     ): "a thread at rest, which a message or the run's end wakes; its end is waited for with a deadline",
-    ("relax_core/observe/service/outbox.py", "Outbox._next_batch"): "a daemon thread at rest; end() wakes it",
+    ("relax_core/observe/event_log.py", "EventWriter._main"): "a daemon thread at rest; close() wakes it",
     (
         "relax_core/engines/embedded/scheduler/scheduler.py",
         "Scheduler._receive",
@@ -244,10 +240,6 @@ REASONS = {
         "relax_core/rollout/rewards/reward_pool.py",
         "RewardPool.close",
     ): "its threads wait for workers that were just killed",
-    (
-        "relax_core/observe/service/metrics_service.py",
-        "MetricsService.close",
-    ): "a sink's thread is joined until its deadline",
     ("relax_core/cli/eval_engines.py", "eval_engines"): "each start ends within engine.start_timeout_s",
     (
         "relax_core/roles/trainer/critic_trainer.py",

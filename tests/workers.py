@@ -9,7 +9,6 @@ RAY = (
     "tests/bus/",
     "tests/contracts/bus/",
     "tests/control/",
-    "tests/observe/test_metrics_actor.py",
     "tests/roles/trainer/test_column_worker.py",
     "tests/roles/engine/test_engine_directory.py",
     "tests/roles/process/test_failure.py",

@@ -23,7 +23,7 @@ from relax_core.config.redaction import shown
 from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.host.private_folder import set_private_files
 from relax_core.control.host.subreaper import PR_SET_PDEATHSIG, prctl
-from relax_core.observe.service.sinks import METRICS_FILE
+from relax_core.observe.trackers.file_sinks import METRICS_FILE
 from relax_core.registry import with_file
 
 REQUEST, LOCATION, PROBLEMS = "request.json", "location.json", "problems.json"

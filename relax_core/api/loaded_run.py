@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from relax_core.bus.ledger.ledger_reader import LedgerFile, SampleHistory
-from relax_core.observe.service.records import EVAL, without_undone
-from relax_core.observe.service.sinks import read_metrics, read_texts
+from relax_core.observe.event_log import EVAL, read_metrics, read_texts, without_undone
 from relax_core.observe.summary import SUMMARY_FILE
 
 LEDGER = "ledger.sqlite"

@@ -21,9 +21,9 @@ from relax_core.api.function_reward import FUNCTION_FILE, RewardFunction, functi
 from relax_core.api.loaded_run import LoadedRun, Summary
 from relax_core.config.errors import ConfigError
 from relax_core.contracts.host.python_child import import_path, module_command
-from relax_core.observe.service.records import ACTOR
-from relax_core.observe.service.sinks import METRICS_FILE
+from relax_core.observe.event_log import ACTOR
 from relax_core.observe.summary import SUMMARY_FILE
+from relax_core.observe.trackers.file_sinks import METRICS_FILE
 
 POLL_S = 0.2
 END_S = 600.0  # a stopped run writes a checkpoint; its own limits are shorter

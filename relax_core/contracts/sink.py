@@ -14,7 +14,7 @@ TextCell = str | int | float | bool | None
 SAMPLED_MARKS = ("⟦", "⟧")  # they stand around what the model sampled, in the texts of episodes of several turns
 
 
-class MetricRecord(msgspec.Struct, frozen=True, kw_only=True):
+class MetricRecord(msgspec.Struct, frozen=True, kw_only=True, tag="numbers", tag_field="type"):
     """Holds the numbers that ``source`` reported for ``step``. ``time_s`` is Unix time, in seconds."""
 
     source: str
@@ -23,7 +23,7 @@ class MetricRecord(msgspec.Struct, frozen=True, kw_only=True):
     values: dict[str, float]
 
 
-class TextRecord(msgspec.Struct, frozen=True, kw_only=True):
+class TextRecord(msgspec.Struct, frozen=True, kw_only=True, tag="texts", tag_field="type"):
     """Holds texts of one ``kind`` at ``step``.
 
     Each row is a dict. A row of kind "eval" has prompt, answer (the expected one), response and exact, and the name of
@@ -38,7 +38,7 @@ class TextRecord(msgspec.Struct, frozen=True, kw_only=True):
     rows: list[dict[str, TextCell]]
 
 
-class HistogramRecord(msgspec.Struct, frozen=True, kw_only=True):
+class HistogramRecord(msgspec.Struct, frozen=True, kw_only=True, tag="histogram", tag_field="type"):
     """Holds the distribution of the values of ``name`` that ``source`` had at ``step``.
 
     ``counts[k]`` values lie above ``limits[k - 1]`` (without a lower limit for k = 0) and up to ``limits[k]``.
@@ -68,11 +68,10 @@ class SinkStart:
 
 
 class BaseSink(ABC):
-    """Is an open sink, whose methods are all called by one thread of its own, so each of them may wait.
+    """Is an open sink in a process of its own, whose methods are called one after the other, so each of them may wait.
 
-    If a method raises, the error is reported once and the batch counts as records that this sink lacks. The batch is
-    dropped and the next one is tried. The run and the other sinks continue. A sink that hangs is treated in the same
-    way: records wait for it up to a limit, and newer ones are dropped.
+    If a method raises, or the process dies or hangs, the run reports it and goes on. The batch stays in the run's event
+    log and is given again, after growing pauses. So a sink may get a record twice, and loses none.
     """
 
     @abstractmethod
@@ -80,7 +79,7 @@ class BaseSink(ABC):
         """Takes records in the order in which they came, and ignores kinds of records that it does not know."""
 
     def flush(self) -> None:  # noqa: B027  # most sinks have nothing to do here
-        """Passes on what the sink has collected. It is called when no further record waits."""
+        """Passes on what the sink has collected. It is called behind each batch."""
 
     def close(self) -> None:  # noqa: B027  # most sinks have nothing to do here
         """Ends the sink. It is called once, when the run has ended and every record was written."""
@@ -97,11 +96,9 @@ class SinkConfig:
 class SinkSpec:
     """Is the record of one metrics sink.
 
-    ``open(start, config)`` returns the open sink. It is called in the sink's own thread with the first records, and
-    again if it raises. A restarted metrics service and a resumed run open the sink again, so a sink appends to what it
-    finds. ``check(config)`` raises ValueError for a configuration without meaning, before anything starts. With
-    ``isolated`` the sink is opened in a process of its own, so that the memory, the output and the crashes of its
-    library are not those of the metrics service; a process that has died is started again.
+    ``open(start, config)`` returns the open sink. It is called with the first records, and again if it raises, if its
+    process has died, and in a resumed run, so a sink appends to what it finds. ``check(config)`` raises ValueError for
+    a configuration without meaning, before anything starts.
     """
 
     name: str
@@ -109,4 +106,3 @@ class SinkSpec:
     config: type[SinkConfig]
     open: Callable[[SinkStart, Any], BaseSink]
     check: Callable[[Any], None] = lambda config: None
-    isolated: bool = False

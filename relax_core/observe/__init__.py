@@ -1,4 +1,4 @@
-"""Collects the records of a run, shows them on the terminal, and writes them to files and into results.
+"""Keeps what the processes of a run report in one event log, and shows it on the terminal, in results and trackers.
 
-Start reading in `service/metrics_service.py`; `panel.py` shows a run in progress.
+Start reading in `event_log.py`; `panel.py` shows a run in progress.
 """

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from relax_core.observe.service.records import ACTOR, EVAL, MetricRecord, by_step, without_undone
+from relax_core.observe.event_log import ACTOR, EVAL, MetricRecord, by_step, without_undone
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from statistics import fmean
 
-from relax_core.observe.service.records import ACTOR, MetricRecord, is_resume
+from relax_core.observe.event_log import ACTOR, MetricRecord, is_resume
 
 Values = Mapping[str, float]
 

@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.live import Live
 
 from relax_core.contracts.bus import BusProgress
+from relax_core.observe.event_log import ACTOR, MetricRecord
 from relax_core.observe.panel_view import PanelView, RoleState, RunningNumbers, ShownConsole, line, picture, role_line
-from relax_core.observe.service.records import ACTOR, MetricRecord
 
 REFRESH_S = 0.5
 LINE_STEPS = 10

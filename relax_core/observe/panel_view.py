@@ -20,8 +20,8 @@ from rich.text import Text
 
 from relax_core.contracts.bus import BusProgress
 from relax_core.contracts.shown_text import shown
+from relax_core.observe.event_log import ACTOR, EVAL, ROLLOUT, MetricRecord, is_resume
 from relax_core.observe.run_results import AGENT, ENDED, panel_lines
-from relax_core.observe.service.records import ACTOR, EVAL, ROLLOUT, MetricRecord, is_resume
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 UNKNOWN = "–"

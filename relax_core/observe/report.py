@@ -15,11 +15,11 @@ from rich.text import Text
 
 from relax_core.contracts.sink import SAMPLED_MARKS
 from relax_core.observe.curves import CURVES_FILE
+from relax_core.observe.event_log import TextCell
 from relax_core.observe.panel_view import UNKNOWN, ShownConsole, duration, number, staleness_shares
 from relax_core.observe.sample_log import SAMPLES_FOLDER
-from relax_core.observe.service.records import TextCell
-from relax_core.observe.service.sinks import METRICS_FILE, TENSORBOARD_FOLDER
 from relax_core.observe.summary import STEP_PARTS, SUMMARY_FILE
+from relax_core.observe.trackers.file_sinks import METRICS_FILE, TENSORBOARD_FOLDER
 
 Answer = Mapping[str, TextCell]
 

@@ -25,7 +25,7 @@ from relax_core.contracts import columns as c
 from relax_core.contracts.bus import CompleteGroup
 from relax_core.contracts.columns import encode_column, payload_bytes
 from relax_core.contracts.tree import TokenTree
-from relax_core.observe.service.sinks import AppendFile
+from relax_core.observe.event_log import AppendFile
 
 SAMPLES_FOLDER = "samples"
 TOKENIZER_FOLDER = "tokenizer"  # in the folder of samples: the files of the run's tokenizer

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from relax_core.contracts.train import OWN_PARTS
-from relax_core.observe.service.records import RANK, ROLLOUT, MetricRecord, TextCell, TextRecord, is_resume
+from relax_core.observe.event_log import RANK, ROLLOUT, MetricRecord, TextCell, TextRecord, is_resume
 
 WINDOW_STEPS = 15  # train steps of a window; three windows and a third of the one before are 50 steps
 ENGINE_WINDOW_STEPS = 10  # of the engines' windows, which end up to a second later, because they are asked so often

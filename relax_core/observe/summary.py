@@ -13,6 +13,7 @@ from statistics import fmean, median
 from typing import Any
 
 from relax_core.contracts.bus import BusProgress
+from relax_core.observe.event_log import ACTOR, EVAL, ROLLOUT, MetricRecord, by_step, without_undone
 from relax_core.observe.findings import findings
 from relax_core.observe.run_results import (
     JUDGE_CHECK,
@@ -22,7 +23,6 @@ from relax_core.observe.run_results import (
     reward_results,
     unfair_shares,
 )
-from relax_core.observe.service.records import ACTOR, EVAL, ROLLOUT, MetricRecord, by_step, without_undone
 
 SUMMARY_FILE = "summary.json"
 WARM_UP_STEPS = 5  # medians leave these steps out, because caches fill and pools grow in them

@@ -14,8 +14,8 @@ import msgspec
 from relax_core.contracts.foreign_files import decode_json, read_whole
 from relax_core.contracts.shown_text import shown_line
 from relax_core.observe.alarm_book import FILE as ALARMS
-from relax_core.observe.service.records import ACTOR, EVAL
-from relax_core.observe.service.sinks import TEXTS_FILE
+from relax_core.observe.event_log import ACTOR, EVAL
+from relax_core.observe.trackers.file_sinks import TEXTS_FILE
 from relax_core.server.foreign_yaml import decode_yaml
 from relax_core.server.run_folders import (
     BROKEN,

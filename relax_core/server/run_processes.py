@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
-from relax_core.observe.service.records import PROCESS
+from relax_core.observe.event_log import PROCESS
 from relax_core.server.run_series import RunSeries
 
 MEMORY = ("memory_mb", "children_memory_mb")

@@ -15,9 +15,9 @@ from relax_core.contracts.foreign_files import decode_json
 from relax_core.contracts.shown_text import shown_line
 from relax_core.observe.alarm_book import FILE as ALARMS
 from relax_core.observe.alarm_book import NOTICES, Alarm, read_alarms
+from relax_core.observe.event_log import ACTOR
 from relax_core.observe.sample_index import FORMAT, SampleIndex
 from relax_core.observe.sample_log import SAMPLES_FOLDER
-from relax_core.observe.service.records import ACTOR
 from relax_core.server.batch_lives import SampleLife, batch_lives
 from relax_core.server.foreign_yaml import decode_yaml
 from relax_core.server.ledger_drops import event_counts, take_drops

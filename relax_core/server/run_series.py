@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from relax_core.contracts.foreign_files import decode_json
-from relax_core.observe.service.records import ACTOR, EVAL, RANK, RESUMED, ROLLOUT, RUN
+from relax_core.observe.event_log import ACTOR, EVAL, RANK, RESUMED, ROLLOUT, RUN
 from relax_core.server.run_folders import METRICS, open_inside, reason
 
 MOST_POINTS = 2000

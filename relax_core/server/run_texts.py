@@ -11,9 +11,9 @@ from typing import Annotated, Any
 import msgspec
 
 from relax_core.contracts.foreign_files import decode_json
-from relax_core.observe.service.records import EVAL
-from relax_core.observe.service.sinks import TEXTS_FILE
+from relax_core.observe.event_log import EVAL
 from relax_core.observe.stragglers import STRAGGLER, Straggler, straggler_of_row
+from relax_core.observe.trackers.file_sinks import TEXTS_FILE
 from relax_core.server.run_folders import open_inside, reason
 
 READ_BYTES = 32 * 2**20

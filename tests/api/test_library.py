@@ -12,8 +12,7 @@ import pytest
 import relax_core
 from relax_core.api.function_reward import FUNCTION_FILE
 from relax_core.control.host.run_lock import run_lock
-from relax_core.observe.service.records import metric_record, text_record
-from relax_core.observe.service.sinks import JsonlSink
+from relax_core.observe.event_log import EventWriter, metric_record, text_record
 
 
 def test_the_import_is_fast_and_whole() -> None:
@@ -67,9 +66,9 @@ def test_a_loaded_run_has_its_curves_and_answers(tmp_path: Path, monkeypatch: py
     with pytest.raises(FileNotFoundError, match="it is not the folder of a run"):
         relax_core.load_run(tmp_path)
     (tmp_path / "config.yaml").touch()
-    sink = JsonlSink(tmp_path)
-    sink.write(
-        [
+    writer = EventWriter(tmp_path, "actor-0")
+    writer.put(
+        *[
             metric_record("actor", 0, {"reward": 0.25}),
             metric_record("rollout", 0, {"samples": 8.0}),
             metric_record("actor", 1, {"reward": 0.5}),
@@ -78,7 +77,7 @@ def test_a_loaded_run_has_its_curves_and_answers(tmp_path: Path, monkeypatch: py
             text_record("eval", 1, [{"prompt": "p", "answer": "a", "response": "r", "exact": False}]),
         ]
     )
-    sink.close()
+    writer.close()
     run = relax_core.load_run(tmp_path)
     assert run.curves() == [
         {"step": 0, "actor/reward": 0.25, "rollout/samples": 8.0},

@@ -18,7 +18,7 @@ from benchmarks.algorithms import (
     write_result,
 )
 from benchmarks.harness import FinishedRun
-from relax_core.observe.service.records import MetricRecord
+from relax_core.observe.event_log import MetricRecord
 
 
 def run_of(row: str, seed: int = 0, mode: str = "async") -> Run:

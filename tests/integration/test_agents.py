@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from examples.agents.calculator import ask, play
-from relax_core.observe.service.sinks import read_metrics
+from relax_core.observe.event_log import read_metrics
 from tests.integration.live_run import MARK, LiveRun, run_to_end
 from tests.observe.metrics_page import not_described
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from relax_core.observe.service.sinks import read_metrics
+from relax_core.observe.event_log import read_metrics
 from tests.integration.live_run import run_to_end
 
 pytestmark = pytest.mark.integration

@@ -1,4 +1,4 @@
-"""kill -9 of an engine, a rollout worker and the metrics in mid-run: the run goes on and the ledger is complete."""
+"""kill -9 of an engine, a rollout worker and the trackers in mid-run: the run goes on and the ledger is complete."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from pathlib import Path
 
 import pytest
 
-from relax_core.observe.service.sinks import read_metrics
+from relax_core.observe.event_log import read_metrics
 from tests.integration.held_training import HeldTraining
 from tests.integration.live_run import ENGINE, ROLLOUT, FinishedRun, LiveRun
 
-METRICS = "ray::MetricsActor"
+TRACKERS = "relax_core.observe.trackers.tracker_process"
 pytestmark = [pytest.mark.integration, pytest.mark.chaos]
 
 
 def run_with_kills(folder: Path, *, max_staleness: int, steps: int) -> FinishedRun:
-    """The engine is killed after some steps, and its owner's rollout worker and the metrics once training goes on."""
+    """The engine is killed after some steps, and its owner's rollout worker and the trackers once training goes on."""
     overrides = (f"mode.max_staleness={max_staleness}", f"run.steps={steps}", "eval.every=0", "run.save_every=0")
     held = HeldTraining(folder.parent, updates=steps // 2)
     with LiveRun(folder, *overrides, *held.overrides) as live:
         live.wait_step(2)
         engine = live.kill(ENGINE)
         live.wait_step(steps // 3)
-        live.kill(METRICS)
+        live.kill(TRACKERS)
         rollout = live.kill(ROLLOUT)
         live.wait_noticed(2)
         held.let_go()
@@ -32,7 +32,7 @@ def run_with_kills(folder: Path, *, max_staleness: int, steps: int) -> FinishedR
     assert run.summary["steps"] == steps
     assert engine != rollout
     told = Counter(record.step for record in read_metrics(folder) if record.source == "actor")
-    assert told == dict.fromkeys(range(steps), 1), "the trainer keeps its reports until they are in the file"
+    assert told == dict.fromkeys(range(steps), 1), "the trainer's reports are in the log"
     assert run.summary["steps_recorded"] == steps and run.summary["records_dropped"] == {}
     assert [one["tier"] for one in run.summary["recoveries"]] == [1, 1]
     return run

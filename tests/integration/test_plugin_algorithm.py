@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from relax_core.observe.service.sinks import read_metrics
+from relax_core.observe.event_log import read_metrics
 from tests.data.test_plugin_source import ROWS, write_database
 from tests.integration.live_run import ROOT, run_to_end
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from relax_core.observe.service.sinks import read_metrics
+from relax_core.observe.event_log import read_metrics
 from tests.integration.held_training import HeldTraining
 from tests.integration.live_run import ROLLOUT, LiveRun
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import isolated_number_guess
-from relax_core.observe.service.sinks import read_metrics
+from relax_core.observe.event_log import read_metrics
 from relax_core.tools import lineage, play
 from tests.integration.live_run import run_to_end
 from tests.observe.metrics_page import not_described

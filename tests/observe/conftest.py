@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from relax_core.contracts.bus import BusProgress, LedgerCounts
-from relax_core.observe.service.records import MetricRecord
+from relax_core.observe.event_log import MetricRecord
 
 
 @pytest.fixture

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from relax_core.observe.event_log import RESUMED, RUN, MetricRecord
 from relax_core.observe.findings import SignalWatch
-from relax_core.observe.service.records import RESUMED, RUN, MetricRecord
 
 MakeRecord = Callable[..., MetricRecord]
 

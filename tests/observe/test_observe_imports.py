@@ -7,8 +7,8 @@ import sys
 
 IMPORT_ALL = """
 import pkgutil, sys
-import relax_core.observe.service.metrics_service, relax_core.registry
-assert "numpy" not in sys.modules, "the process of the metrics needs no numpy"
+import relax_core.observe.trackers.tracker_process
+assert "numpy" not in sys.modules, "the process of a tracker needs no numpy"
 for module in pkgutil.walk_packages(relax_core.observe.__path__, "relax_core.observe."):
     __import__(module.name)
 print(sorted({"torch", "ray", "matplotlib", "tensorboard", "transformers", "omegaconf"} & set(sys.modules)))

@@ -25,9 +25,9 @@ from rich.console import Console
 
 from relax_core.contracts.bus import BusProgress
 from relax_core.observe import panel as panel_module
+from relax_core.observe.event_log import RESUMED, RUN, MetricRecord
 from relax_core.observe.panel import Panel, PanelState
 from relax_core.observe.panel_view import RATE_STEPS, PanelView, RoleState, RunningNumbers, line, picture
-from relax_core.observe.service.records import RESUMED, RUN, MetricRecord
 
 MakeRecord = Callable[..., MetricRecord]
 ROLES = (
@@ -41,7 +41,7 @@ import sys, time
 from pathlib import Path
 from relax_core.observe import panel as panel_module
 from relax_core.observe.panel import Panel, PanelState
-from relax_core.observe.service.records import MetricRecord
+from relax_core.observe.event_log import MetricRecord
 from relax_core.observe.panel_view import RoleState
 
 panel_module.LINE_S = panel_module.STILL_S = 3600.0  # lines come by steps alone, however slow the machine is

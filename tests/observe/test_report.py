@@ -17,6 +17,7 @@ from relax_core.config.compose import compose, load_config, typed_config
 from relax_core.config.saved import to_yaml
 from relax_core.contracts.bus import BusProgress
 from relax_core.observe.curves import plot_curves
+from relax_core.observe.event_log import MetricRecord
 from relax_core.observe.report import (
     answers_table,
     next_commands,
@@ -24,7 +25,6 @@ from relax_core.observe.report import (
     print_report,
     report_console,
 )
-from relax_core.observe.service.records import MetricRecord
 from relax_core.observe.summary import build_summary
 from relax_core.preflight import CHECKS, settle
 

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator as PluginEventAccumulator
 
-from relax_core.config.sections.tracker_schema import TrackerConfig
-from relax_core.observe.service.records import RESUMED, RUN, HistogramRecord, MetricRecord, TextCell, TextRecord
-from relax_core.observe.service.sinks import JsonlSink, TensorBoardSink, make_sinks, read_metrics, read_texts
+from relax_core.observe.event_log import RESUMED, RUN, HistogramRecord, MetricRecord, TextCell, TextRecord
+from relax_core.observe.trackers.file_sinks import JsonlSink, TensorBoardSink
 
 MakeRecord = Callable[..., MetricRecord]
 
@@ -119,14 +116,13 @@ def test_json_lines_are_plain_json_with_null_for_nan(tmp_path: Path, make_record
     sink.close()
     (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert json.loads(line) == {
+        "type": "numbers",
         "source": "actor",
         "step": 7,
         "time_s": 1007.0,
         "values": {"loss": None, "reward": 0.5},
     }
     assert not (tmp_path / "texts.jsonl").exists()
-    (record,) = read_metrics(tmp_path)
-    assert math.isnan(record.values["loss"]) and record.values["reward"] == 0.5
 
 
 def test_a_line_that_a_killed_process_left_unfinished_is_cut_off(tmp_path: Path, make_record: MakeRecord) -> None:
@@ -136,32 +132,8 @@ def test_a_line_that_a_killed_process_left_unfinished_is_cut_off(tmp_path: Path,
     first.close()
     with path.open("a") as file:
         file.write('{"source":"actor","st' + "e" * 200_000)
-    assert [record.step for record in read_metrics(tmp_path)] == [0]
     second = JsonlSink(tmp_path)
     second.write([make_record("actor", 1, reward=0.75)])
     second.close()
-    assert [record.step for record in read_metrics(tmp_path)] == [0, 1]
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [0, 1]
     assert path.stat().st_size < 1_000
-
-
-def test_a_broken_line_is_named(tmp_path: Path, make_record: MakeRecord) -> None:
-    sink = JsonlSink(tmp_path)
-    sink.write([make_record("actor", 0)])
-    sink.close()
-    with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"source": 3}\n')
-    with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2: .*str.*int"):
-        read_metrics(tmp_path)
-
-
-def test_a_run_without_files_has_no_records(tmp_path: Path) -> None:
-    assert read_metrics(tmp_path) == [] and read_texts(tmp_path) == []
-
-
-@pytest.mark.parametrize(("tensorboard", "jsonl"), [(True, True), (True, False), (False, True), (False, False)])
-def test_the_config_chooses_the_sinks(tmp_path: Path, tensorboard: bool, jsonl: bool, make_record: MakeRecord) -> None:
-    for sink in make_sinks(TrackerConfig(name="local", tensorboard=tensorboard, jsonl=jsonl), tmp_path):
-        sink.write([make_record("actor", 0, reward=1.0)])
-        sink.close()
-    assert (tmp_path / "tensorboard").exists() == tensorboard
-    assert (tmp_path / "metrics.jsonl").exists() == jsonl

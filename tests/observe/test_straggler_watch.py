@@ -7,9 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from relax_core.observe.service.metrics_service import MetricsService
-from relax_core.observe.service.records import RANK, RESUMED, ROLLOUT, RUN, MetricRecord
-from relax_core.observe.service.sinks import JsonlSink, read_texts
+from relax_core.observe.event_log import RANK, RESUMED, ROLLOUT, RUN, EventWriter, MetricRecord, read_texts
 from relax_core.observe.stragglers import (
     STRAGGLER,
     WINDOW_STEPS,
@@ -130,11 +128,11 @@ def test_what_is_told_is_read_back_from_the_texts(tmp_path: Path) -> None:
         "backward, in train steps 0 to 44; its processor time is +0%"
     )
     assert straggler_numbers(one)["actor-3/slower"] == 0.3
-    service = MetricsService([JsonlSink(tmp_path)], batch_s=0.0)
+    writer = EventWriter(tmp_path, "controller")
     later = msgspec.structs.replace(one, to_step=74, ended=True)
     for told in (one, later):
-        service.record_texts(STRAGGLER, told.to_step, [straggler_row(told)])
-    service.record_texts("eval", 0, [{"prompt": "p"}])
-    service.close(timeout_s=60.0)
+        writer.record_texts(STRAGGLER, told.to_step, [straggler_row(told)])
+    writer.record_texts("eval", 0, [{"prompt": "p"}])
+    writer.close(timeout_s=60.0)
     assert told_stragglers(read_texts(tmp_path)) == [later]
     assert StragglerWatch([RANKS], earlier=[later]).all_of_run() == [later]

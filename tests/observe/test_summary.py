@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from relax_core.contracts.bus import BusProgress, LedgerCounts
-from relax_core.observe.service.records import RESUMED, RUN, MetricRecord
+from relax_core.observe.event_log import RESUMED, RUN, MetricRecord
 from relax_core.observe.summary import build_summary, library_versions, write_summary
 
 MakeRecord = Callable[..., MetricRecord]

@@ -14,17 +14,30 @@ from typing import Any
 
 import pytest
 
-from relax_core.contracts.sink import MetricRecord, Record, SinkConfig, SinkStart, TextRecord
-from relax_core.observe.trackers.sink_process import ProcessSink
+from relax_core.config.sections.tracker_schema import TrackerConfig
+from relax_core.contracts.sink import HistogramRecord, MetricRecord, Record, SinkConfig, TextRecord
+from relax_core.observe.event_log import EventReader, EventWriter
+from relax_core.observe.trackers.tracker_process import Trackers
 from relax_core.registry import find_sink
-from tests.observe.test_sink_process import HISTOGRAM
 
+HISTOGRAM = HistogramRecord(
+    source="actor",
+    step=1,
+    time_s=2.0,
+    name="response_tokens",
+    limits=[2.0, 4.0],
+    counts=[3, 4],
+    least=1.0,
+    largest=4.0,
+    total=20.0,
+    total_of_squares=60.0,
+)
 REWARDS = {0: 0.0, 1: 0.25, 2: 0.5}
 BLOCK, HEAD = 32768, 7  # of the LevelDB log that is W&B's offline file
 
 
 def written(run_dir: Path, name: str, values: dict[str, Any]) -> None:
-    """Writes three steps with a sink, the last one with a second sink as a resumed run does."""
+    """Writes three steps with a sink, the last one with a second process as a resumed run does."""
     (run_dir / "config.yaml").write_text("name: demo\nrun:\n  steps: 3\n")
     records: list[Record] = [
         MetricRecord(source="actor", step=step, time_s=100.0 + step, values={"reward": reward, "gap": float("nan")})
@@ -32,9 +45,11 @@ def written(run_dir: Path, name: str, values: dict[str, Any]) -> None:
     ]
     texts = TextRecord(kind="eval", step=1, time_s=101.0, rows=[{"prompt": "p", "exact": True}])
     for batch in ([*records[:2], texts, HISTOGRAM], records[2:]):
-        sink = ProcessSink(name, name, values, SinkStart(run_dir=run_dir))
-        sink.write(batch)
-        sink.close()
+        trackers = Trackers(TrackerConfig(name=name, tensorboard=False, jsonl=False, sinks={name: values}), run_dir)
+        writer = EventWriter(run_dir, "actor-0")
+        writer.put(*batch)
+        writer.close()
+        assert trackers.close(records=len(list(EventReader(run_dir).each())), timeout_s=120.0) == ([], {})
 
 
 def test_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

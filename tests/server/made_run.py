@@ -12,10 +12,10 @@ from relax_core.contracts import columns as c
 from relax_core.contracts.bus import CompleteGroup
 from relax_core.contracts.columns import encode_tree
 from relax_core.contracts.tree import TokenTree, group_uid
+from relax_core.observe.event_log import EventReader, EventWriter, Record
 from relax_core.observe.sample_log import SAMPLES_FOLDER, TOKENIZER_FOLDER, SampleLog
-from relax_core.observe.service.metrics_service import MetricsService
-from relax_core.observe.service.sinks import JsonlSink
 from relax_core.observe.stragglers import STRAGGLER, Straggler, straggler_row
+from relax_core.observe.trackers.file_sinks import JsonlSink
 from tests.trees import answers_tree
 
 HOSTILE = "</script><img src=x onerror=alert(1)>\u202eabc\x1b[31m"
@@ -47,14 +47,14 @@ def make_run(folder: Path) -> Path:
 
 
 def _metrics(folder: Path) -> None:
-    service = MetricsService([JsonlSink(folder)], batch_s=0.0)
+    service = EventWriter(folder, "controller")
     times = {"step_ms": 8.0, "wait_ms": 6.0, "train_ms": 1.5}
     service.record("rollout", 0, {"generate_ms": 4.0, "samples": 8.0})
     service.record("process", 0, {"actor-0/cores": 0.5, "actor-0/memory_mb": 350.0, "actor-0/children": 1.0})
     service.record("actor", 0, {"reward": 0.0, "loss": 1.0, "logprob_gap_max": float("nan"), **times})
     service.record("actor", 1, {"reward": 0.1, "loss": 0.5, **times})
     service.record("actor", 2, {"reward": 0.2, "loss": 0.4, **times})
-    service.mark_resume(2)
+    service.begin_attempt(2)
     service.record("process", 3, {"actor-0/cores": 0.75, "actor-0/memory_mb": 250.0, "bus/cores": 0.125})
     service.record("actor", 2, {"reward": 0.25, "loss": 0.4, **times})
     service.record("actor", 3, {"reward": 0.3, "loss": 0.3, **times})
@@ -67,6 +67,9 @@ def _metrics(folder: Path) -> None:
     service.record_texts(STRAGGLER, 3, [straggler_row(SLOW)])
     service.record_texts("bad_rows", 0, [{"row": 1, "reason": "bad_row", "text": "t"}])
     service.close(timeout_s=60.0)
+    sink = JsonlSink(folder)
+    sink.write([event for event in EventReader(folder).each() if isinstance(event, Record)])
+    sink.close()
 
 
 def _samples(folder: Path) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from relax_core.observe.service.sinks import read_metrics
+from relax_core.observe.event_log import EventWriter, read_metrics
 from relax_core.tools.compare import (
     EXACT,
     EXACT_IN_TRAINING,
@@ -24,12 +24,11 @@ from relax_core.tools.compare import (
 def put_run(folder: Path, *, rewards: list[float], outcome: str = "finished", ended: bool = True) -> Path:
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text("name: x\n")
-    records = [
-        {"source": "actor", "step": step, "time_s": float(step), "values": {"reward": reward, "exact": reward / 2}}
-        for step, reward in enumerate(rewards)
-    ]
-    records.append({"source": "eval", "step": len(rewards), "time_s": 9.0, "values": {"exact": 0.5, "rows": 4.0}})
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    writer = EventWriter(folder, "actor-0")
+    for step, reward in enumerate(rewards):
+        writer.record("actor", step, {"reward": reward, "exact": reward / 2})
+    writer.record("eval", len(rewards), {"exact": 0.5, "rows": 4.0})
+    writer.close()
     if ended:
         summary = {
             "outcome": outcome,

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from relax_core.config.schema import RelaxConfig
 from relax_core.control.engines.engine_limits import autoscaler_bounds
 from relax_core.control.health.heartbeats import Beat
-from relax_core.observe.service.records import ACTOR, MetricRecord
+from relax_core.observe.event_log import ACTOR, MetricRecord
 from relax_core.server.order_book import OrderBook
 from relax_core.server.orders import ScaleDecision
 from relax_core.server.problems import Refusal

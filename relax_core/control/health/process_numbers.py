@@ -6,16 +6,18 @@ import time
 from collections.abc import Callable, Mapping
 
 from relax_core.control.health.heartbeats import Beat
-from relax_core.observe.process_usage import USAGE_S, ProcessUsage, UsageMeter, usage_numbers
-from relax_core.roles.process.role_context import BUS, METRICS
+from relax_core.observe.process_usage import USAGE_S, UsageMeter, usage_numbers
+from relax_core.roles.process.role_context import BUS
 
 CONTROLLER = "controller"
 
 
 class ProcessNumbers:
-    """Records the numbers of the workers, the bus, the metrics service and this process every `USAGE_S` seconds.
+    """Records the numbers of the workers, the bus and this process every `USAGE_S` seconds.
 
-    ``bus_pid`` is None if the bus may be on another host. ``metrics`` returns what the metrics service said of itself.
+    The trackers are children of this process.
+
+    ``bus_pid`` is None if the bus may be on another host.
     ``record`` records numbers after so many train steps.
     """
 
@@ -23,10 +25,9 @@ class ProcessNumbers:
         self,
         *,
         bus_pid: int | None,
-        metrics: Callable[[], ProcessUsage | None],
         record: Callable[[int, Mapping[str, float]], None],
     ) -> None:
-        self._metrics, self._record = metrics, record
+        self._record = record
         self._meters = {CONTROLLER: UsageMeter()} | ({} if bus_pid is None else {BUS: UsageMeter(bus_pid)})
         self._at = time.monotonic()
 
@@ -37,7 +38,7 @@ class ProcessNumbers:
             return
         self._at = now
         found = {name: beat.status.usage for name, beat in beats.items() if beat.life == "alive" and beat.status}
-        found |= {name: meter.newest() for name, meter in self._meters.items()} | {METRICS: self._metrics()}
+        found |= {name: meter.newest() for name, meter in self._meters.items()}
         numbers: dict[str, float] = {}
         for name, usage in found.items():
             if usage is not None:

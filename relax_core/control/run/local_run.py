@@ -31,15 +31,14 @@ from relax_core.control.run.teacher_folders import teacher_folders
 from relax_core.control.supervision.supervisor import Attempt
 from relax_core.control.supervision.supervisor_pipe import SupervisorPipe
 from relax_core.data.data_identity import data_digest
+from relax_core.observe.event_log import ACTOR, CONTROLLER, EventWriter, each_metric, read_texts
 from relax_core.observe.findings import SignalWatch
 from relax_core.observe.panel import Panel
 from relax_core.observe.sample_reader import NewestSamples
-from relax_core.observe.service.metrics_actor import MetricsClient, start_metrics
-from relax_core.observe.service.records import ACTOR
-from relax_core.observe.service.sinks import each_metric, read_texts
 from relax_core.observe.stragglers import STRAGGLER, StragglerWatch, told_stragglers
+from relax_core.observe.trackers.tracker_process import Trackers
 from relax_core.registry import short_name
-from relax_core.roles.process.role_context import ENGINE, METRICS, RunContext, worker_name
+from relax_core.roles.process.role_context import ENGINE, RunContext, worker_name
 from relax_core.server.gateway_settings import read_room
 from relax_core.server.order_book import OrderBook, order_history
 from relax_core.tools.make_tiny import tiny_model_folder
@@ -231,22 +230,19 @@ def _run_services(
 
     config = context.config
     earlier = _earlier_records(context.run_dir)
-    metrics = _start_metrics(context)
-    collected = partial(collect, metrics, run_dir=context.run_dir, rollout_workers=config.rollout.workers)
-    # The metrics process starts while the others start. A start from step 0 is marked too if earlier records exist.
-    marked = metrics.send_mark(context.start_step) if context.start_step or earlier.sources else lambda: None
+    events, trackers = EventWriter(context.run_dir, CONTROLLER), Trackers(config.tracker, context.run_dir)
+    collected = partial(collect, events, trackers, run_dir=context.run_dir, rollout_workers=config.rollout.workers)
     with ExitStack() as undo:
-        undo.callback(metrics.end)
+        undo.callback(trackers.end)
         with panel:  # the panel closes before the services do
-            view = _run_view(context, panel, metrics, earlier, alarms)
+            view = _run_view(context, panel, events, trackers, earlier, alarms)
             at_step = max(earlier.steps, context.start_step)
             recoveries = _recoveries(context, attempt, view, alarms, at_step=at_step)
             book, engines = _engines(context, attempt, undo, alarms)
             serve_deployments = ServeDeployments(context, recoveries=recoveries, ray_lost=ray_lost)
             undo.callback(serve_deployments.close, timeout_s=config.run.stop_timeout_s)
             parts = RunParts(
-                metrics=metrics,
-                marked=marked,
+                events=events,
                 serve_deployments=serve_deployments,
                 view=view,
                 recoveries=recoveries,
@@ -277,15 +273,20 @@ def _run_services(
 
 
 def _run_view(
-    context: RunContext, panel: Panel, metrics: MetricsClient, earlier: _Earlier, alarms: RunAlarms
+    context: RunContext,
+    panel: Panel,
+    events: EventWriter,
+    trackers: Trackers,
+    earlier: _Earlier,
+    alarms: RunAlarms,
 ) -> RunView:
     run, most = context.config.run, context.config.rollout.max_new_tokens
     return RunView(
         panel,
-        metrics,
-        log_dir=context.log_dir,
+        events,
+        run_dir=context.run_dir,
+        trackers=trackers,
         step=context.start_step,
-        heartbeat_timeout_s=run.heartbeat_timeout_s,
         signal_watch=SignalWatch(steps=run.watch_steps, max_new_tokens=most),
         samples=_shown_samples(context),
         stragglers=_straggler_watch(context, earlier),
@@ -372,18 +373,8 @@ def _earlier_records(run_dir: Path) -> _Earlier:
 
 def _straggler_watch(context: RunContext, earlier: _Earlier) -> StragglerWatch:
     """Returns what compares the run's ranks and engines; what an earlier process told of them is kept."""
-    told = told_stragglers(read_texts(context.run_dir)) if STRAGGLER in earlier.sources else []
+    told = told_stragglers(read_texts(context.run_dir, STRAGGLER)) if STRAGGLER in earlier.sources else []
     return StragglerWatch(equal_trainers(context.config), earlier=told)
-
-
-def _start_metrics(context: RunContext) -> MetricsClient:
-    return start_metrics(
-        context.config.tracker,
-        context.run_dir,
-        name=METRICS,
-        namespace=context.run_namespace,
-        max_restarts=context.config.run.max_restarts,
-    )
 
 
 def _model_folder(config: RelaxConfig) -> Path:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import shutil
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -41,28 +40,24 @@ from relax_core.control.run.run_view import RunView
 from relax_core.control.run.serve_deployments import ServeDeployments
 from relax_core.control.run.services import Services
 from relax_core.control.supervision.supervisor_pipe import SupervisorPipe
-from relax_core.observe.service.metrics_actor import MetricsClient, MetricsUnavailable
-from relax_core.observe.service.records import PROCESS
+from relax_core.observe.event_log import PROCESS, EventWriter
 from relax_core.roles.process.role_context import ENGINE, RunContext
 from relax_core.server.order_book import OrderBook
 
 MEDIA = "media"  # the name of the folder of media items
-METRICS_S = 10.0
-RETRY_S = 0.2
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunParts:
     """Holds the parts of a run that exist beside all attempts of its services.
 
-    ``marked`` waits until the metrics service has recorded the run's first step. ``ray_lost`` ends this process, so
+    ``events`` writes what the controller reports. ``ray_lost`` ends this process, so
     that the supervisor starts another one with a new Ray. ``engines`` are those of the run, and ``book`` holds
     the orders for them and the autoscaler's decisions; it is None without a gateway. ``alarms`` tells somebody what
     happens.
     """
 
-    metrics: MetricsClient
-    marked: Callable[[], None]
+    events: EventWriter
     serve_deployments: ServeDeployments
     view: RunView
     recoveries: Recoveries
@@ -109,7 +104,7 @@ def run_services(context: RunContext, resume: ResumePoint | None, parts: RunPart
     point = resume
     lost_in_stop = False
     for number in itertools.count():
-        one = attempt(context, number, point)
+        one = replace(attempt(context, number, point), attempt=parts.events.begin_attempt(point.step if point else 0))
         try:
             return _run_once(one, point, parts, number=number)
         except ServicesLost as lost:
@@ -128,7 +123,6 @@ def run_services(context: RunContext, resume: ResumePoint | None, parts: RunPart
             for folder in {one.weights_folder, one.shared_weights}:
                 if folder.exists():
                     shutil.rmtree(folder)
-            _mark_resume(parts, from_step)
     raise AssertionError("itertools.count does not end")
 
 
@@ -138,23 +132,6 @@ def _newest(context: RunContext, lost: ServicesLost) -> ResumePoint | None:
         return find_resume_point(replace(context.config, resume="auto"))
     except ValueError as error:
         raise RunFailed(f"{lost}; the run cannot go on from its checkpoint either: {error}", log=lost.log) from error
-
-
-def _mark_resume(parts: RunParts, step: int) -> None:
-    """Marks the resume in the metrics, so that records of steps that are repeated do not count.
-
-    It retries for ``METRICS_S`` seconds, because the metrics service may be restarting too.
-    """
-    deadline = time.monotonic() + METRICS_S
-    while True:
-        try:
-            parts.metrics.mark_resume(step)
-            return
-        except MetricsUnavailable as error:
-            if time.monotonic() > deadline:
-                parts.view.report(str(error))
-                return
-            time.sleep(RETRY_S)
 
 
 def _exhausted(lost: ServicesLost, recoveries: Recoveries, *, limit: int) -> RunFailed:
@@ -207,7 +184,7 @@ def _run_once(context: RunContext, point: ResumePoint | None, parts: RunParts, *
     parts.engines.begin(context.weights_folder)
     snapshot = point.snapshot if point else None
     try:
-        services = Services(context, snapshot, engines=parts.engines, before_rollout=parts.marked)
+        services = Services(context, snapshot, engines=parts.engines)
     except (BusLost, BusTimeout, RayError) as error:
         lost = ServicesLost(f"the services did not start: {error}")
         if number > 0 and context.config.launcher.ray_address is None:  # a new start in this Ray was not enough
@@ -230,13 +207,12 @@ def _run_once(context: RunContext, point: ResumePoint | None, parts: RunParts, *
                 engines=changes,
                 engine_numbers=EngineNumbers(
                     parts.engines,
-                    record=partial(parts.metrics.record, ENGINE),
+                    record=partial(parts.events.record, ENGINE),
                     add_decoding=parts.view.stragglers.add_decoding,
                 ),
                 process_numbers=ProcessNumbers(
                     bus_pid=services.bus_pid if context.config.launcher.ray_address is None else None,
-                    metrics=parts.view.metrics_usage,
-                    record=partial(parts.metrics.record, PROCESS),
+                    record=partial(parts.events.record, PROCESS),
                 ),
                 orders=_engine_orders(context, changes, parts),
                 autoscaler=_autoscaler(context, parts),

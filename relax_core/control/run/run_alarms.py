@@ -14,7 +14,7 @@ from relax_core.config.notify_rules import Rule, read_rules
 from relax_core.config.schema import RelaxConfig
 from relax_core.observe.alarm_book import NOTICES, AlarmBook, RuleState, advanced, clean
 from relax_core.observe.alarm_sender import AlarmSender, Notify, read_receivers
-from relax_core.observe.service.records import MetricRecord, is_resume
+from relax_core.observe.event_log import MetricRecord, is_resume
 from relax_core.observe.stragglers import Straggler, straggler_words
 from relax_core.server.gateway_settings import read_address
 

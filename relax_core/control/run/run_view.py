@@ -11,14 +11,11 @@ import msgspec
 
 from relax_core.contracts.bus import BusProgress
 from relax_core.control.run.run_alarms import RunAlarms
+from relax_core.observe.event_log import LEDGER, EventReader, EventWriter, GapRecord, MetricRecord
 from relax_core.observe.findings import SignalWatch
 from relax_core.observe.panel import Panel, PanelState
 from relax_core.observe.panel_view import RoleState
-from relax_core.observe.process_usage import ProcessUsage
 from relax_core.observe.sample_reader import NewestSamples
-from relax_core.observe.service.metrics_actor import MetricsClient, MetricsUnavailable
-from relax_core.observe.service.metrics_service import MetricsHealth
-from relax_core.observe.service.records import LEDGER, MetricRecord
 from relax_core.observe.stragglers import (
     STRAGGLER,
     StragglerWatch,
@@ -27,31 +24,30 @@ from relax_core.observe.stragglers import (
     straggler_row,
     straggler_words,
 )
+from relax_core.observe.trackers.tracker_process import Trackers
 
 EVENTS_LOG = "recoveries.log"
-POLL_S = 2.0  # timeout of a metrics call; the controller has other work
-HEALTH_S = 5.0  # interval between two checks of the sinks
-LATE_S = 10.0  # the user sees a message when the metrics service is silent for longer
+READ_S = 0.5  # how long a call reads the log at most; the controller has other work
+TRACKERS_S = 5.0  # interval between two checks of the trackers
 
 
 class RunView:
     """Feeds the panel.
 
     ``step`` is the number of train steps done, ``records`` are the metrics that the newest `show` has got, and
-    ``progress`` is the newest answer of any bus. A metrics service that gives no answer for ``heartbeat_timeout_s``
-    seconds is started again, and reads the records in the run's files. ``signal_watch`` reports when the run trains
-    without a learning signal, ``stragglers`` who is slower than its equals, and ``alarms`` tells somebody of the run.
-    The lines of ``samples`` are printed, and they stand in no log.
+    ``progress`` is the newest answer of any bus. ``gaps`` counts the records that no file has. ``signal_watch`` reports
+    when the run trains without a learning signal, ``stragglers`` who is slower than its equals, and ``alarms`` tells
+    somebody of the run. The lines of ``samples`` are printed, and they stand in no log.
     """
 
     def __init__(
         self,
         panel: Panel,
-        metrics: MetricsClient,
+        events: EventWriter,
         *,
-        log_dir: Path,
+        run_dir: Path,
+        trackers: Trackers,
         step: int,
-        heartbeat_timeout_s: float,
         signal_watch: SignalWatch,
         samples: NewestSamples | None = None,
         stragglers: StragglerWatch | None = None,
@@ -61,12 +57,12 @@ class RunView:
         self.progress: BusProgress | None = None
         self.records: list[MetricRecord] = []
         self._panel = panel
-        self._metrics = metrics
-        self._log = log_dir / EVENTS_LOG
-        self._cursor = 0
-        self._heartbeat_timeout_s = heartbeat_timeout_s
-        self._answered = self._health_at = time.monotonic()
-        self._health = MetricsHealth(problems=[], dropped={})
+        self.gaps = 0
+        self._events, self._trackers = events, trackers
+        self._reader = EventReader(run_dir)
+        self._log = run_dir / "logs" / EVENTS_LOG
+        self._checked_at = time.monotonic()
+        self._problem = ""  # why this process cannot write events
         self._signal_watch, self._samples = signal_watch, samples
         self.stragglers = StragglerWatch([]) if stragglers is None else stragglers
         self._alarms = alarms
@@ -81,20 +77,8 @@ class RunView:
 
     def show(self, *, step: int, progress: BusProgress | None, roles: Sequence[RoleState], message: str) -> None:
         """Shows the newest state of the current attempt."""
-        records: list[MetricRecord] = []
-        try:
-            self._cursor, records = self._metrics.poll(self._cursor, timeout_s=POLL_S)
-            self._answered = time.monotonic()
-            self._check_sinks()
-        except MetricsUnavailable as error:
-            silent_s = time.monotonic() - self._answered
-            if silent_s > LATE_S:
-                message = message or str(error)
-            if silent_s > self._heartbeat_timeout_s:
-                self.report(f"the metrics actor gave no answer for {silent_s:.0f} s; started again in place")
-                self._metrics.restart()
-                self._answered = time.monotonic()  # the new service has the whole timeout again
-        self.records = records
+        self.records = records = self._read()
+        self._check_writing()
         for line in self._signal_watch.lines(records):
             self.report(line)
         self.stragglers.add_records(records)
@@ -113,14 +97,10 @@ class RunView:
                 progress=progress,
                 roles=roles,
                 message=message,
-                records_dropped=self._health.dropped,
+                records_dropped={"events": self.gaps} if self.gaps else {},
                 stragglers=[straggler_brief(one) for one in self.stragglers.present()],
             )
         )
-
-    def metrics_usage(self) -> ProcessUsage | None:
-        """Returns what the process of the metrics service used, by its newest answer."""
-        return self._health.usage
 
     def told_stragglers(self) -> list[dict[str, Any]]:
         """Returns the stragglers of the run as summary.json has them."""
@@ -133,8 +113,8 @@ class RunView:
             self._alarms.stragglers(told)
         for one in told:
             self.report(straggler_words(one))
-            self._metrics.record(STRAGGLER, step, straggler_numbers(one))
-            self._metrics.record_texts(STRAGGLER, step, [straggler_row(one)])
+            self._events.record(STRAGGLER, step, straggler_numbers(one))
+            self._events.record_texts(STRAGGLER, step, [straggler_row(one)])
 
     def _tell_alarms(self, step: int) -> None:
         """Looks at the newest records by the rules of `notify`, and tells what has happened since."""
@@ -144,12 +124,25 @@ class RunView:
             for line in self._alarms.take_lines():
                 self.report(line)
 
-    def _check_sinks(self) -> None:
-        """Reports new problems of the sinks. Raises `MetricsUnavailable`."""
-        if time.monotonic() - self._health_at > HEALTH_S:
-            self._health_at = time.monotonic()
-            self._health = self._metrics.health(timeout_s=POLL_S)
-            for problem in self._health.problems:
+    def _read(self) -> list[MetricRecord]:
+        """Returns the numbers that the log has gained; after a restart of this process that takes several calls."""
+        found: list[MetricRecord] = []
+        until = time.monotonic() + READ_S
+        while events := self._reader.read():
+            found += [event for event in events if isinstance(event, MetricRecord)]
+            self.gaps += sum(event.records for event in events if isinstance(event, GapRecord))
+            if time.monotonic() > until:
+                break
+        return found
+
+    def _check_writing(self) -> None:
+        """Reports why events cannot be written, and which trackers have begun to fail."""
+        if self._events.problem and not self._problem:
+            self.report(self._events.problem)
+        self._problem = self._events.problem
+        if time.monotonic() - self._checked_at > TRACKERS_S:
+            self._checked_at = time.monotonic()
+            for problem in self._trackers.check():
                 self.report(problem)
 
     def _report_drops(self, progress: BusProgress) -> None:
@@ -164,4 +157,4 @@ class RunView:
             for name, one in ledger.modalities.items():
                 counts |= {f"modality/{name}/issued": one.issued, f"modality/{name}/trained": one.trained}
                 counts |= {f"modality/{name}/dropped/{reason}": count for reason, count in one.dropped.items()}
-            self._metrics.record(LEDGER, progress.version, counts)
+            self._events.record(LEDGER, progress.version, counts)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from typing import Any
@@ -63,9 +63,8 @@ RESTARTED_IN_PLACE = (
 class Services:
     """Holds the bus and the workers of one attempt, which start at the same time and discover each other.
 
-    Raises the errors of the bus's start. The metrics service and the Serve deployments belong to the run and exist
-    longer. ``engines`` are those that the attempt begins with. ``before_rollout`` is called before the rollout workers
-    start, because no worker reports metrics earlier.
+    Raises the errors of the bus's start. The Serve deployments belong to the run and exist longer. ``engines`` are
+    those that the attempt begins with.
     """
 
     def __init__(
@@ -74,7 +73,6 @@ class Services:
         snapshot: bytes | None,
         *,
         engines: EngineSet,
-        before_rollout: Callable[[], None],
     ) -> None:
         config = context.config
         self._context = context
@@ -88,7 +86,6 @@ class Services:
             bus = pool.submit(self._create_bus, snapshot)
             self._start_roles(role for role in self.roles if role not in AFTER_RESTORE)
             self.bus: RayBus = bus.result(timeout=config.run.start_timeout_s)
-            before_rollout()
             self._start_roles(role for role in self.roles if role in AFTER_RESTORE)
             self.bus_pid = self.bus.process_id(timeout_s=config.bus.call_timeout_s)
             on_failure.pop_all()

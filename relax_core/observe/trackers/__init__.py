@@ -1,4 +1,4 @@
-"""Sends a run's records to W&B, MLflow, ClearML, Prometheus and OpenTelemetry, each from a process of its own.
+"""Passes the event log of a run to files, W&B, MLflow, ClearML, Prometheus and OpenTelemetry, from child processes.
 
-Start reading in `sink_process.py`, which starts that process; `wandb_sink.py` is a sink.
+Start reading in `tracker_process.py`, which follows the log; `wandb_sink.py` is a sink.
 """

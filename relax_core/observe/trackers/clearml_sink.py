@@ -84,5 +84,4 @@ SPEC = SinkSpec(
     config=ClearmlConfig,
     open=ClearmlSink,
     check=check,
-    isolated=True,
 )

@@ -111,5 +111,4 @@ SPEC = SinkSpec(
     config=MlflowConfig,
     open=MlflowSink,
     check=check,
-    isolated=True,
 )

@@ -134,5 +134,4 @@ SPEC = SinkSpec(
     config=WandbConfig,
     open=WandbSink,
     check=check,
-    isolated=True,
 )

@@ -1,4 +1,4 @@
-"""Finds the run's bus, metrics and workers, which may still be starting, because all processes start together."""
+"""Finds the run's bus and workers, which may still be starting, because all processes start together."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import Any, TypeVar
 
 from relax_core.bus.factory import connect_bus
 from relax_core.bus.ray.ray_bus import RayBus
-from relax_core.observe.service.metrics_actor import MetricsClient, connect_metrics
-from relax_core.roles.process.role_context import BUS, METRICS, RunContext
+from relax_core.roles.process.role_context import BUS, RunContext
 from relax_core.roles.process.traced_bus import Waiting, traced_bus
 
 T = TypeVar("T")
@@ -24,15 +23,6 @@ def discover_bus(context: RunContext, waiting: Waiting) -> RayBus:
     with waiting("its start", on=BUS):
         bus = _connect(BUS, lambda: connect_bus(BUS, context.namespace), timeout_s=context.config.run.start_timeout_s)
     return traced_bus(bus, waiting)
-
-
-def discover_metrics(context: RunContext) -> MetricsClient:
-    """Returns the run's metrics; raises TimeoutError if they are not found within ``run.start_timeout_s``."""
-    return _connect(
-        METRICS,
-        lambda: connect_metrics(METRICS, namespace=context.run_namespace),
-        timeout_s=context.config.run.start_timeout_s,
-    )
 
 
 def discover_worker(context: RunContext, name: str) -> Any:

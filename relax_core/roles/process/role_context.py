@@ -7,22 +7,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from relax_core.config.schema import RelaxConfig
+from relax_core.observe.event_log import EventWriter
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunContext:
     """Holds one run, as its roles see it. Paths are absolute.
 
-    ``run_namespace`` is the run's Ray namespace; the metrics stay in it for the whole run. ``namespace`` is that of
-    this attempt and holds all other services. Restarted services get a new one, so that processes of an earlier attempt
-    cannot find them.
+    ``run_namespace`` is the run's Ray namespace. ``namespace`` is that of this attempt and holds its services.
+    Restarted services get a new one, so that processes of an earlier attempt cannot find them.
 
-    ``start_step`` is the number of train steps that the checkpoint in ``resume_from`` has done, or 0. ``data_digest``
-    is the digest of the training data if the data is in files (`relax_core.data.data_identity`). ``weights_folder``
-    holds this attempt's weight versions (shared memory). ``token_file`` holds the run's bearer token.
-    ``teacher_folders`` are the model folders of a distillation's teachers, by name, and ``judge_folders`` those of the
-    judges that have engines of the run. ``media_folder`` holds the files
-    of the media items (shared memory), None in a run on text. In a joined Ray each node has its own beside it, which
+    ``attempt`` is the number of the attempt in the event log. ``start_step`` is the number of train steps that the
+    checkpoint in ``resume_from`` has done, or 0. ``data_digest`` is the digest of the training data if the data is in
+    files (`relax_core.data.data_identity`). ``weights_folder`` holds this attempt's weight versions (shared memory).
+    ``token_file`` holds the run's bearer token. ``teacher_folders`` are the model folders of a distillation's teachers,
+    by name, and ``judge_folders`` those of the judges that have engines of the run. ``media_folder`` holds the files of
+    the media items (shared memory), None in a run on text. In a joined Ray each node has its own beside it, which
     `relax_core.roles.process.process_placement.on_this_node` names.
     """
 
@@ -35,6 +35,7 @@ class RunContext:
     token_file: Path
     resume_from: Path | None
     start_step: int
+    attempt: int = 0
     data_digest: str = ""
     teacher_folders: Mapping[str, Path] = field(default_factory=dict)
     judge_folders: Mapping[str, Path] = field(default_factory=dict)
@@ -45,6 +46,10 @@ class RunContext:
         """Returns the folder of the roles' log files."""
         return self.run_dir / "logs"
 
+    def event_writer(self, worker: str) -> EventWriter:
+        """Returns the writer of what a worker reports."""
+        return EventWriter(self.run_dir, worker, attempt=self.attempt)
+
     @property
     def shared_weights(self) -> Path:
         """Returns where servers of somebody else find the weights: a folder of the run's folder."""
@@ -54,7 +59,6 @@ class RunContext:
 
 
 BUS = "bus"
-METRICS = "metrics"
 ENGINE = "engine"  # the role whose workers each own an engine that samples
 TEACHER_ENGINE = "teacher_engine"  # the role whose workers each own a teacher's engine
 JUDGE_ENGINE = "judge_engine"  # the role whose workers each own an engine of a judge

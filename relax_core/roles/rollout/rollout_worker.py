@@ -24,12 +24,11 @@ from relax_core.data.eval_sets import held_out_count
 from relax_core.data.sources import make_source
 from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.engines.pool.engine_pool import EnginePool
-from relax_core.observe.service.metrics_actor import MetricsClient, MetricsUnavailable
-from relax_core.observe.service.records import bad_rows_kind
+from relax_core.observe.event_log import EventWriter, bad_rows_kind
 from relax_core.registry import find_algorithm, find_reward
 from relax_core.roles.engine.engine_directory import EngineDirectory
 from relax_core.roles.engine.judge_engine import run_judges
-from relax_core.roles.process.discovery import discover_bus, discover_metrics
+from relax_core.roles.process.discovery import discover_bus
 from relax_core.roles.process.failure import first_cause
 from relax_core.roles.process.role_context import RunContext
 from relax_core.roles.process.sample_logs import keep_media, open_sample_log
@@ -83,7 +82,7 @@ class RolloutWorker(Worker):
     async def _run(self) -> None:
         context, config = self.context, self.context.config
         bus = discover_bus(self.context, self.waiting)
-        metrics = discover_metrics(self.context)
+        metrics = context.event_writer(self.name)
         directory = EngineDirectory(context)
         pool = traced_pool(context, directory, self.waiting)
         self._follower = await engine_follower(context, pool, directory)
@@ -145,7 +144,7 @@ class RolloutWorker(Worker):
         evaluator: Evaluator | None,
         *,
         reclaimed: list[Admission] | BusClosed,
-        metrics: MetricsClient,
+        metrics: EventWriter,
         needs_torch: bool,
     ) -> None:
         """Samples and evaluates, and follows the list of the engines until both have ended."""
@@ -164,7 +163,7 @@ class RolloutWorker(Worker):
         timeout_s = self.context.config.bus.call_timeout_s
         return 0 if self._follower is None else self._follower.open_samples(engine, timeout_s=timeout_s)
 
-    def _bad_rows(self, rows: int, metrics: MetricsClient) -> BadRows:
+    def _bad_rows(self, rows: int, metrics: EventWriter) -> BadRows:
         config, step = self.context.config, self.context.start_step
         return BadRows(
             rows=rows,
@@ -252,7 +251,7 @@ class RolloutWorker(Worker):
             worker=self._rank,
         )
 
-    def _record(self, metrics: MetricsClient, rewards: TracedRewardPool, pool: EnginePool) -> Record:
+    def _record(self, metrics: EventWriter, rewards: TracedRewardPool, pool: EnginePool) -> Record:
         """Returns the function that records metrics; with several workers a record names its worker."""
         own = {"worker": float(self._rank)} if self.context.config.rollout.workers > 1 else {}
         return record_with_rewards(metrics, rewards, pool.request_times, own)
@@ -276,7 +275,7 @@ class RolloutWorker(Worker):
         except BusClosed as closed:  # sampling has ended; the last evaluation may still be to come
             self.set_state("running", str(closed))
 
-    async def _evaluate(self, evaluator: Evaluator, metrics: MetricsClient) -> None:
+    async def _evaluate(self, evaluator: Evaluator, metrics: EventWriter) -> None:
         """Runs the evaluations; the last one counts once its record is in the run's files.
 
         A stop ends them and the sampling that waits for them, because the engine may never get their weights.
@@ -293,10 +292,10 @@ class RolloutWorker(Worker):
         finally:
             running.cancel()
 
-    def _write_out(self, metrics: MetricsClient) -> None:
+    def _write_out(self, metrics: EventWriter) -> None:
         try:
             metrics.flush()
-        except MetricsUnavailable as error:
+        except TimeoutError as error:
             log.warning("the last evaluation may be missing in the metrics: %s", error)
 
     def wait_evaluated(self, timeout_s: float) -> bool:

@@ -12,8 +12,7 @@ from ray.exceptions import RayActorError
 from relax_core.contracts.data import PromptSource
 from relax_core.data.eval_sets import eval_sets
 from relax_core.engines.pool.engine_pool import EnginePool
-from relax_core.observe.service.metrics_actor import MetricsClient, MetricsUnavailable
-from relax_core.observe.service.records import EVAL
+from relax_core.observe.event_log import EVAL, EventWriter, read_texts
 from relax_core.roles.process.discovery import discover_worker
 from relax_core.roles.process.role_context import RunContext, worker_name
 from relax_core.roles.rollout.versions_reached import VersionsReached
@@ -30,7 +29,7 @@ async def open_evaluator(
     context: RunContext,
     source: PromptSource,
     reached: VersionsReached,
-    metrics: MetricsClient,
+    metrics: EventWriter,
     *,
     pool: EnginePool,
     prompts: PromptMaker,
@@ -46,7 +45,7 @@ async def open_evaluator(
     recorded = reached.version
     # With in_order the version waits for the evaluation. An evaluation for run.keep_best needs a checkpoint of its own.
     if planned and not config.in_order and config.run.keep_best is None:
-        recorded = await asyncio.to_thread(_newest_recorded, metrics, otherwise=reached.version)
+        recorded = await asyncio.to_thread(_newest_recorded, context)
     versions = versions_left(planned, reached=reached.version, recorded=recorded)
     sets = eval_sets(config, source) if versions else []
     prepared = await prepared_sets(config, sets, prompts)
@@ -73,13 +72,9 @@ async def open_evaluator(
     )
 
 
-def _newest_recorded(metrics: MetricsClient, *, otherwise: int) -> int:
-    """Returns the newest version with a recorded evaluation, or -1; ``otherwise`` if the metrics do not answer."""
-    try:
-        return max((texts.step for texts in metrics.texts(EVAL)), default=-1)
-    except MetricsUnavailable as error:
-        log.warning("an evaluation that an earlier process has not ended may be missing: %s", error)
-        return otherwise
+def _newest_recorded(context: RunContext) -> int:
+    """Returns the newest version with a recorded evaluation, or -1."""
+    return max((texts.step for texts in read_texts(context.run_dir, EVAL)), default=-1)
 
 
 async def _report(context: RunContext, version: int, values: Mapping[str, float]) -> bool:

@@ -16,7 +16,7 @@ from relax_core.engines.pool.engine_pool import BringMedia, EnginePool, OnEnd, O
 from relax_core.engines.pool.engine_watch import ClientFor
 from relax_core.engines.pool.request_times import RequestTimes
 from relax_core.engines.protocol.request_body import OnTokens
-from relax_core.observe.service.metrics_actor import MetricsClient
+from relax_core.observe.event_log import EventWriter
 from relax_core.roles.engine.engine_directory import EngineDirectory
 from relax_core.roles.engine.engine_media import engine_media
 from relax_core.roles.process.role_context import RunContext
@@ -186,7 +186,7 @@ def _judged_row(given: RewardInput, output: RewardOutput) -> dict[str, str]:
 
 
 def record_with_rewards(
-    metrics: MetricsClient, rewards: TracedRewardPool, requests: RequestTimes, own: Mapping[str, float]
+    metrics: EventWriter, rewards: TracedRewardPool, requests: RequestTimes, own: Mapping[str, float]
 ) -> Record:
     """Returns the function that records metrics, each time with ``own`` and what rewards, judges, engines did since."""
 

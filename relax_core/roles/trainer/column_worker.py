@@ -20,7 +20,7 @@ from relax_core.contracts import columns as c
 from relax_core.contracts.bus import Bus, BusTimeout, Lease, LeasedGroup, LeaseLost, LeaseRequest
 from relax_core.contracts.media import MediaGone
 from relax_core.registry import find_algorithm
-from relax_core.roles.process.discovery import discover_bus, discover_metrics
+from relax_core.roles.process.discovery import discover_bus
 from relax_core.roles.process.role_context import RunContext
 from relax_core.roles.process.worker import Worker
 from relax_core.rollout.group_advantages import advantage_extras, input_columns, sees_whole_step
@@ -135,7 +135,7 @@ class ColumnWorker(Worker):
         self.prepare()
         whole_steps = self.whole_steps or config.repeatable
         bus = discover_bus(self.context, self.waiting)
-        metrics = discover_metrics(self.context)
+        metrics = self.context.event_writer(self.name)
         request = LeaseRequest(
             task=self.task,
             columns=self.inputs,

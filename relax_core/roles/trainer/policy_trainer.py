@@ -28,11 +28,10 @@ from relax_core.contracts.algorithm import Requirements
 from relax_core.contracts.bus import BusTimeout, Lease, LeaseRequest
 from relax_core.contracts.tree import TokenTree
 from relax_core.families.folder import folder_architecture
-from relax_core.observe.service.metrics_actor import MetricsUnavailable
-from relax_core.observe.service.records import ACTOR, RANK, metric_record
+from relax_core.observe.event_log import ACTOR, RANK, metric_record
 from relax_core.registry import find_algorithm
 from relax_core.roles.engine.engine_directory import EngineDirectory
-from relax_core.roles.process.discovery import discover_bus, discover_metrics, discover_worker
+from relax_core.roles.process.discovery import discover_bus, discover_worker
 from relax_core.roles.process.process_placement import node_address
 from relax_core.roles.process.role_context import RunContext, worker_name
 from relax_core.roles.process.worker import Worker
@@ -109,7 +108,7 @@ class PolicyTrainer(Worker):
             critic=discover_worker(context, worker_name("critic", 0)) if needed.critic else None,
             rank_groups=None if self._payloads is None else policy_groups(context, self._bus),
         )
-        self._metrics = discover_metrics(context)
+        self._metrics = context.event_writer(self.name)
         self._sync = self._build_sync()
         self._checkpoints = RunCheckpoints(
             context, bus=self._bus, worker_group=self._worker_group, report_progress=self.report_progress
@@ -273,7 +272,7 @@ class PolicyTrainer(Worker):
         """Saves a checkpoint after the metrics of its steps, because a resumed run continues the metrics after it."""
         try:
             self._metrics.flush()
-        except MetricsUnavailable as error:
+        except TimeoutError as error:
             log.warning("the metrics before checkpoint %d may be missing: %s", version, error)
         self._checkpoints.save(version)
         self._show_step()

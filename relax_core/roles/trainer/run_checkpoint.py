@@ -17,7 +17,7 @@ from typing import Any
 from relax_core.config.own_runs import marked
 from relax_core.config.saved import to_yaml
 from relax_core.contracts.bus import Bus
-from relax_core.observe.service.records import EVAL
+from relax_core.observe.event_log import EVAL
 from relax_core.roles.process.role_context import RunContext
 from relax_core.roles.trainer.worker_group import TrainerWorkerGroup
 from relax_core.rollout.evaluation.evaluator import eval_versions

@@ -15,7 +15,7 @@ from typing import Annotated
 import msgspec
 
 from relax_core.contracts.foreign_files import decode_json, read_whole
-from relax_core.observe.service.records import ACTOR
+from relax_core.observe.event_log import ACTOR
 from relax_core.server.order_book import FILE as BOOK
 from relax_core.server.orders import ENDED
 from relax_core.server.run_folders import BROKEN, inside, open_inside, reason

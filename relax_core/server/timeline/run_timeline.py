@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from relax_core.observe.service.records import ACTOR, EVAL, RANK, ROLLOUT
+from relax_core.observe.event_log import ACTOR, EVAL, RANK, ROLLOUT
 from relax_core.observe.summary import STEP_PARTS
 from relax_core.server.run_series import TimedRecord
 from relax_core.server.timeline.timeline_spans import TRAIN, Span, engine_spans, rank_spans, span_of

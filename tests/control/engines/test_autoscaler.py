@@ -14,7 +14,7 @@ from relax_core.config.compose import load_config
 from relax_core.control.engines.autoscaler import Autoscaler, ScaleRules, SignalWindow
 from relax_core.control.engines.engine_limits import usable_engines
 from relax_core.control.health.heartbeats import Beat
-from relax_core.observe.service.records import ACTOR, metric_record
+from relax_core.observe.event_log import ACTOR, metric_record
 from relax_core.preflight import settle
 from relax_core.roles.process.worker import EngineReport, WorkerStatus
 from relax_core.server.order_book import FILE, OrderBook

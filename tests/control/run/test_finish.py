@@ -1,35 +1,34 @@
-"""The end of a run reads the metrics service, or the files if the service does not answer."""
+"""The end of a run reads its log: all numbers, the first and newest answers, and the rows that were left out."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-import ray
-
 from relax_core.config.sections.tracker_schema import TrackerConfig
 from relax_core.control.run.finish import collect
-from relax_core.observe.service.metrics_actor import start_metrics
-from relax_core.observe.service.records import bad_rows_kind
+from relax_core.observe.event_log import CONTROLLER, EventWriter, bad_rows_kind
+from relax_core.observe.trackers.tracker_process import Trackers
 from tests.bus.make_rows import make_core
-
-NAMESPACE = "test-finish"
 
 
 def left_out(*rows: int) -> list[dict[str, str]]:
     return [{"row": str(row), "reason": "bad_row:answer", "text": f"line {row}"} for row in rows]
 
 
-def test_the_rows_that_any_rollout_worker_left_out_are_named_once(ray_session: str, tmp_path: Path) -> None:
-    tracker = TrackerConfig(name="local", tensorboard=False, jsonl=True)
-    metrics = start_metrics(tracker, tmp_path, name=tmp_path.name, namespace=NAMESPACE, max_restarts=0)
+def test_the_log_gives_the_numbers_the_ends_of_the_texts_and_each_row_once(tmp_path: Path) -> None:
+    writers = [EventWriter(tmp_path, f"rollout-{worker}") for worker in range(2)]
     for worker, rows in ((0, [3]), (1, [5]), (0, [3, 8]), (1, [5, 3])):  # each report holds all of them
-        metrics.record_texts(bad_rows_kind(worker), 0, left_out(*rows))
-    metrics.flush(timeout_s=120.0)
-    progress = make_core().progress()
-    there = collect(metrics, progress, run_dir=tmp_path, rollout_workers=2)
-    ray.kill(ray.get_actor(tmp_path.name, namespace=NAMESPACE))
-    unanswered = collect(metrics, progress, run_dir=tmp_path, rollout_workers=2)
-    metrics.end()
-    assert unanswered.health.problems and not there.health.problems
-    for end in (there, unanswered):
-        assert end.bad_rows == left_out(3, 8, 5)
+        writers[worker].record_texts(bad_rows_kind(worker), 0, left_out(*rows))
+    for step in range(3):
+        writers[0].record_texts("eval", step, [{"prompt": f"p{step}"}])
+        writers[1].record("actor", step, {"reward": 0.5})
+    for writer in writers:
+        writer.close()
+    events = EventWriter(tmp_path, CONTROLLER)
+    events.record("ledger", 3, {"dropped/stale": 1.0})
+    trackers = Trackers(TrackerConfig(name="local", tensorboard=False, jsonl=True), tmp_path)
+    end = collect(events, trackers, make_core().progress(), run_dir=tmp_path, rollout_workers=2)
+    assert end.bad_rows == left_out(3, 8, 5) and not end.problems and not end.lacking
+    assert [record.step for record in end.records] == [0, 1, 2, 3]
+    assert [text.step for text in end.texts] == [0, 2]
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 4

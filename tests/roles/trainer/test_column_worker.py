@@ -25,7 +25,6 @@ from relax_core.contracts.columns import MEDIA
 from relax_core.contracts.media import Media, MediaGone
 from relax_core.contracts.media_file import FolderReader
 from relax_core.roles.process.role_context import BUS, RunContext
-from relax_core.roles.trainer import column_worker
 from relax_core.roles.trainer.column_worker import (
     ColumnWorker,
     GroupColumns,
@@ -228,18 +227,10 @@ class Annotator(ColumnWorker):
         raise NotImplementedError
 
 
-class Records:
-    """Takes the metrics of a worker."""
-
-    def record(self, *_: object) -> None:
-        """Forgets a record."""
-
-
 def test_a_worker_whose_lease_ran_out_leases_again_though_an_item_is_gone(
     bus: RayBus,
     context: RunContext,
     wait_until: WaitUntil,
-    monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     assert context.media_folder is not None
@@ -250,7 +241,6 @@ def test_a_worker_whose_lease_ran_out_leases_again_though_an_item_is_gone(
     bus.hold(held(early, late), timeout_s=T)
     bus.put([make_row(admissions[0], columns=media_columns([early]))], timeout_s=T)
     bus.let_go([early.digest], timeout_s=T)
-    monkeypatch.setattr(column_worker, "discover_metrics", lambda context: Records())
     gone, begun = context.media_folder / early.digest, threading.Event()
 
     class Slow(Annotator):

@@ -1,0 +1,359 @@
+"""Passes the event log of a run to its trackers, each in a child process that keeps how far it has come.
+
+A tracker reads the log behind a cursor in ``RUN/trackers/NAME.json``. While it is down, slow or broken, its events wait
+in the log, and nobody else waits for it: it goes on from its cursor when it is up again, in the same run or in a
+resumed one. The memory, the output and the crashes of its library are those of its process.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from relax_core.config.plugin_lists import plugins_of
+from relax_core.contracts.host.python_child import cause_in_log, module_command
+from relax_core.contracts.sink import BaseSink, SinkStart
+from relax_core.observe.event_log import EventReader, GapRecord, Record
+from relax_core.registry import FILE_SINKS, find_sink, short_name
+
+if TYPE_CHECKING:
+    from relax_core.config.sections.tracker_schema import TrackerConfig
+
+FOLDER = "trackers"
+LOOK_S = 0.5  # between two looks at the log
+ALIVE_S, HANGS_S = 5.0, 90.0  # how often a child says that it is alive, and when one that does not is ended
+SURE_S = 20.0  # a child that lives for so long after its start is not broken
+END_S = 2.0  # a child that the failed start of a run leaves
+LEFT_S = 20.0  # a child ends so long after its controller, whatever its library does
+LOCK_S = 60.0  # the child of an earlier controller may still send its last events
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 300.0  # between two tries after failures, doubled each time
+
+
+class TrackerState(msgspec.Struct, frozen=True, kw_only=True):
+    """Is how far a tracker has come: its cursor, the events that it has taken, and why it takes no more, or ""."""
+
+    cursor: dict[str, int] = {}
+    records: int = 0
+    problem: str = ""
+
+
+class Tracker(msgspec.Struct, frozen=True, kw_only=True):
+    """Names a tracker, its sink as a plug-in, and the sink's configuration as the user gave it."""
+
+    name: str
+    plugin: str
+    values: dict[str, Any] = {}
+
+
+class TrackersStart(msgspec.Struct, frozen=True, kw_only=True):
+    """Is what a child is started with; ``temporary`` is a folder of its own, which it removes."""
+
+    run_dir: str
+    temporary: str
+    trackers: list[Tracker]
+
+
+def trackers_of(config: TrackerConfig) -> list[list[Tracker]]:
+    """Returns the trackers that ``tracker`` switches on, by the process that they share: Relax's own files share one.
+
+    No plug-in is imported. Raises ValueError for ``tracker.sinks`` that is neither a list nor a mapping.
+    """
+    own = [name for name, is_on in (("jsonl", config.jsonl), ("tensorboard", config.tensorboard)) if is_on]
+    others = [
+        [Tracker(name=short_name(plugin), plugin=plugin, values=dict(values))]
+        for plugin, values in plugins_of(config.sinks, key="tracker.sinks")
+    ]
+    return [*([[Tracker(name=name, plugin=name) for name in own]] if own else []), *others]
+
+
+def read_state(run_dir: Path, name: str) -> TrackerState:
+    """Returns how far a tracker has come."""
+    try:
+        return msgspec.json.decode((run_dir / FOLDER / f"{name}.json").read_bytes(), type=TrackerState)
+    except FileNotFoundError:
+        return TrackerState()
+
+
+# -- In the controller ------------------------------------------------------------------------------------------------
+class Trackers:
+    """Starts the children of a run's trackers, and starts one again that has died or hangs. One thread uses it."""
+
+    def __init__(self, config: TrackerConfig, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._children = [_Child(run_dir, trackers) for trackers in trackers_of(config)]
+        self._failing: set[str] = set()
+
+    def check(self) -> list[str]:
+        """Starts again what has died or hangs, and returns a sentence for each tracker that has begun to fail."""
+        for child in self._children:
+            child.keep_up()
+        problems = self._problems()
+        new = [problem for name, problem in problems.items() if name not in self._failing]
+        self._failing = set(problems)
+        return new
+
+    def close(self, *, records: int, timeout_s: float) -> tuple[list[str], dict[str, int]]:
+        """Lets the trackers take the rest of the log and ends their children.
+
+        ``records`` is the number of events in the log. Returns a sentence for each tracker that lacks some of them, and
+        how many it lacks by its name.
+        """
+        deadline = time.monotonic() + timeout_s
+        for child in self._children:
+            child.begin_end()
+        lacking: dict[str, int] = {}
+        for child in self._children:
+            if not child.end(deadline=deadline):
+                states = {one.name: read_state(self._run_dir, one.name) for one in child.trackers}
+                lacking |= {name: missing for name, one in states.items() if (missing := records - one.records) > 0}
+        problems = self._problems()
+        lines = [
+            f"metrics: {name} lacks {missing:,} records, which are sent if the run is resumed"
+            + (f": {problems[name]}" if name in problems else "")
+            for name, missing in lacking.items()
+        ]
+        return lines, lacking
+
+    def end(self) -> None:
+        """Ends the children that still run, whatever they have not passed on."""
+        for child in self._children:
+            child.begin_end()
+        for child in self._children:
+            child.end(deadline=time.monotonic() + END_S)
+
+    def _problems(self) -> dict[str, str]:
+        found: dict[str, str] = {}
+        for child in self._children:
+            for one in child.trackers:
+                problem = read_state(self._run_dir, one.name).problem or child.problem
+                if problem:
+                    found[one.name] = f"metrics: {one.name} cannot be written: {problem}. The run goes on."
+        return found
+
+
+class _Child:
+    """Is the process of trackers. What it prints is in the run's folder of logs, in ``tracker-NAME.log``."""
+
+    def __init__(self, run_dir: Path, trackers: Sequence[Tracker]) -> None:
+        self.trackers = trackers
+        self.problem = ""  # why it died
+        self._run_dir = run_dir
+        self._log = run_dir / "logs" / f"tracker-{trackers[0].name}.log"
+        self._pause_s = FIRST_PAUSE_S
+        self._start()
+
+    def _start(self) -> None:
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        self._next_start = time.monotonic() + self._pause_s
+        self._alive_from = time.time()
+        self._temporary = tempfile.mkdtemp(
+            prefix=f"relax-tracker-{self.trackers[0].name}-"
+        )  # libraries leave files there
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                module_command("relax_core.observe.trackers.tracker_process"),
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, "TMPDIR": self._temporary},
+                start_new_session=True,  # a Ctrl-C in the terminal is not for it
+            )
+        start = TrackersStart(run_dir=str(self._run_dir), temporary=self._temporary, trackers=list(self.trackers))
+        assert self._process.stdin is not None, "it is a pipe"
+        with suppress(BrokenPipeError):  # it has died at once
+            self._process.stdin.write(msgspec.json.encode(start) + b"\n")
+            self._process.stdin.flush()
+
+    def keep_up(self) -> None:
+        if self._process.poll() is None:
+            if time.time() - self._alive_from > SURE_S:
+                self.problem, self._pause_s = "", FIRST_PAUSE_S
+            silent_s = time.time() - max(self._alive_from, *(self._alive_at(one.name) for one in self.trackers))
+            if silent_s < HANGS_S:
+                return
+            self.problem = f"its process gave no sign of life for {silent_s:.0f} s; {self._log} has its output"
+            self._kill()
+        else:
+            self._remove_temporary()
+            self.problem = self.problem or f"its process ended: {cause_in_log(self._log)}; see {self._log}"
+        if time.monotonic() >= self._next_start:
+            self._close_input()
+            self._start()
+            self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+
+    def begin_end(self) -> None:
+        self._close_input()
+
+    def end(self, *, deadline: float) -> bool:
+        """Waits for the end of the process, at most until ``deadline``. Returns whether it has passed on everything."""
+        try:
+            is_done = self._process.wait(max(0.0, deadline - time.monotonic())) == 0
+            self._remove_temporary()
+            return is_done
+        except subprocess.TimeoutExpired:
+            self.problem = self.problem or "its process did not end in time"
+            self._kill()
+            return False
+
+    def _alive_at(self, name: str) -> float:
+        try:
+            return (self._run_dir / FOLDER / f"{name}.json").stat().st_mtime
+        except FileNotFoundError:
+            return 0.0
+
+    def _close_input(self) -> None:
+        assert self._process.stdin is not None, "it is a pipe"
+        with suppress(OSError):  # it has died with unread bytes
+            self._process.stdin.close()
+
+    def _kill(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait(LEFT_S)
+        self._remove_temporary()
+
+    def _remove_temporary(self) -> None:
+        shutil.rmtree(self._temporary, ignore_errors=True)
+
+
+# -- In the child -----------------------------------------------------------------------------------------------------
+@dataclass
+class _Follower:
+    """Passes the log to one sink. A batch that the sink does not take is tried again, after growing pauses."""
+
+    tracker: Tracker
+    run_dir: Path
+
+    def __post_init__(self) -> None:
+        folder = self.run_dir / FOLDER
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = folder / f"{self.tracker.name}.json"
+        self._lock = self._file.with_suffix(".lock").open("w")
+        _wait_for_lock(self._lock.fileno(), self.tracker.name)
+        self._state = read_state(self.run_dir, self.tracker.name)
+        self._reader = EventReader(self.run_dir, cursor=self._state.cursor)
+        self._sink: BaseSink | None = None
+        self._batch: list[Record] = []
+        self._taken = 0  # the number of events up to the end of the batch
+        self._pause_s, self._next_try = FIRST_PAUSE_S, 0.0
+        self._save(problem="")
+
+    def step(self, *, is_last: bool) -> bool:
+        """Passes on the next events, and returns whether there were any and the sink took them."""
+        if not self._batch and time.monotonic() >= self._next_try:
+            events = self._reader.read()
+            self._taken += len(events)
+            self._batch = [event for event in events if not isinstance(event, GapRecord)]
+            if not events:
+                return False
+        if not is_last and time.monotonic() < self._next_try:
+            return False
+        try:
+            self._write()
+        except Exception as error:  # a library of somebody else
+            traceback.print_exc()
+            self._next_try = time.monotonic() + self._pause_s
+            self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+            with suppress(OSError):  # the disk may be full
+                self._save(problem=f"{type(error).__name__}: {error}")
+            return False
+        self._batch, self._pause_s, self._next_try = [], FIRST_PAUSE_S, 0.0
+        return True
+
+    def close(self) -> bool:
+        """Closes the sink, and returns whether it has taken everything."""
+        if self._sink is not None:
+            self._sink.close()
+        return not self._batch and not self._reader.read()
+
+    def show_life(self) -> None:
+        os.utime(self._file)
+
+    def _write(self) -> None:
+        if self._batch:
+            if self._sink is None:
+                self._sink = _open(self.tracker, self.run_dir)
+            self._sink.write(self._batch)
+            self._sink.flush()
+        self._state = TrackerState(cursor=self._reader.cursor, records=self._state.records + self._taken)
+        self._taken = 0
+        self._save(problem="")
+
+    def _save(self, *, problem: str) -> None:
+        self._state = msgspec.structs.replace(self._state, problem=problem)
+        partial = self._file.with_suffix(".partial")
+        partial.write_bytes(msgspec.json.encode(self._state))
+        partial.replace(self._file)
+
+
+def _open(tracker: Tracker, run_dir: Path) -> BaseSink:
+    spec = find_sink(tracker.plugin)
+    if tracker.plugin in FILE_SINKS:
+        return spec.open(SinkStart(run_dir=run_dir), spec.config(name=tracker.plugin))
+    from relax_core.config.plugin_types import plugin_config  # OmegaConf, which a run without such sinks needs not
+
+    values: Mapping[str, Any] = tracker.values
+    config = plugin_config("sink", tracker.plugin, values, section=f"tracker.sinks.{tracker.name}")
+    return spec.open(SinkStart(run_dir=run_dir), config)
+
+
+def _wait_for_lock(descriptor: int, name: str) -> None:
+    deadline = time.monotonic() + LOCK_S
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{name} is still written by the process of an earlier controller") from None
+            time.sleep(LOOK_S)
+
+
+def main() -> int:
+    """Follows the log until the standard input ends, which it does with the controller; returns the exit code."""
+    start = msgspec.json.decode(sys.stdin.buffer.readline(), type=TrackersStart)
+    ending = threading.Event()
+    threading.Thread(target=_wait_for_end, args=(ending, start.temporary), daemon=True, name="parent").start()
+    followers = [_Follower(tracker, Path(start.run_dir)) for tracker in start.trackers]
+    alive_at = 0.0
+    while True:
+        is_last = ending.is_set()  # what came before is in the log by now
+        goes_on = [one.step(is_last=is_last) for one in followers]
+        if is_last and not any(goes_on):
+            break
+        if time.monotonic() - alive_at > ALIVE_S:
+            alive_at = time.monotonic()
+            for one in followers:
+                one.show_life()
+        if not any(goes_on):
+            ending.wait(LOOK_S)
+    ends = [one.close() for one in followers]  # each of them, also behind one that has failed
+    shutil.rmtree(start.temporary, ignore_errors=True)  # the controller may have died
+    return 0 if all(ends) else 1
+
+
+def _wait_for_end(ending: threading.Event, temporary: str) -> None:
+    sys.stdin.buffer.read()
+    ending.set()
+    time.sleep(LEFT_S)
+    shutil.rmtree(temporary, ignore_errors=True)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
