@@ -192,7 +192,7 @@ REASONS = {
         "_scored",
     ): "the reward pool has the deadlines",
     (
-        "relax_core/rollout/judges/judge_check.py",
+        "relax_core/rollout/judges/judge_pool.py",
         "judge_accuracy",
     ): "each answer is scored within reward.timeout_s",
     (

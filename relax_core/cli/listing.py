@@ -23,7 +23,7 @@ from relax_core.registry import (
     package_of,
     title_of,
 )
-from relax_core.rollout.judges.verdict_parsers import DESCRIPTIONS
+from relax_core.rollout.judges.judge_prompts import DESCRIPTIONS
 
 _CANNOT = 2
 

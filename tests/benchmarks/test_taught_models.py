@@ -12,8 +12,8 @@ from benchmarks.openai_agent import history
 from benchmarks.taught_models import TASKS, guess_example, judgement, pair_of
 from relax_core.contracts.judging.judge import JudgeConfig
 from relax_core.registry import find_reward
-from relax_core.rollout.judges.judge_check import known_verdicts
-from relax_core.rollout.judges.verdict_parsers import verdict_parser
+from relax_core.rollout.judges.judge_pool import known_verdicts
+from relax_core.rollout.judges.judge_prompts import verdict_parser
 
 
 def test_a_judge_is_taught_what_is_right_and_its_verdict_can_be_read() -> None:

@@ -9,7 +9,7 @@ import pytest
 from relax_core.config.plugin_types import plugin_config
 from relax_core.contracts.reward import RewardInput, RewardOutput
 from relax_core.registry import find_reward
-from relax_core.rollout.judges.verdict_parsers import verdict_parser
+from relax_core.rollout.judges.judge_prompts import verdict_parser
 
 
 def scored(reward: str, response: str, answer: str, *, row: Any = None, **settings: Any) -> RewardOutput:

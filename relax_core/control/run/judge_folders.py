@@ -16,10 +16,9 @@ from relax_core.families.folder import folder_architecture
 from relax_core.families.tiny_configs import MODEL_NAMES
 from relax_core.registry import PluginError, find_engine
 from relax_core.roles.process.role_context import JUDGE_ENGINE
-from relax_core.rollout.judges.judge_check import KnownVerdict, known_verdicts
 from relax_core.rollout.judges.judge_choice import judge_engine, judge_engines, judge_plan, judge_positions
-from relax_core.rollout.judges.judge_prompts import JudgePrompt
-from relax_core.rollout.judges.verdict_parsers import verdict_parser
+from relax_core.rollout.judges.judge_pool import KnownVerdict, known_verdicts
+from relax_core.rollout.judges.judge_prompts import JudgePrompt, verdict_parser
 from relax_core.tools.make_tiny import check_tiny_model, tiny_model_folder
 
 

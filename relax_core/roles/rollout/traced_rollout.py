@@ -21,8 +21,7 @@ from relax_core.roles.engine.engine_directory import EngineDirectory
 from relax_core.roles.engine.engine_media import engine_media
 from relax_core.roles.process.role_context import RunContext
 from relax_core.roles.process.traced_bus import Waiting
-from relax_core.rollout.judges.judge_check import check_judges
-from relax_core.rollout.judges.judge_pool import JudgePool
+from relax_core.rollout.judges.judge_pool import JudgePool, check_judges
 from relax_core.rollout.media_encoding import item_work_of
 from relax_core.rollout.rewards.hang_watch import OnHang
 from relax_core.rollout.rewards.reward_pool import RewardPool
@@ -153,7 +152,7 @@ class TracedRewardPool(RewardPool):
             return outputs
 
     async def check_judges(self, config: RelaxConfig, record: Callable[[Mapping[str, float]], None]) -> None:
-        """Tries the judges on known verdicts, as `relax_core.rollout.judges.judge_check.check_judges` says."""
+        """Tries the judges on known verdicts, as `relax_core.rollout.judges.judge_pool.check_judges` says."""
         if self._judges is not None:
             with self._waiting("verdicts on known answers", on=self._name):
                 await check_judges(config, self._judges, record)

@@ -16,12 +16,10 @@ from relax_core.registry import find_env
 from relax_core.rollout.agent_processes.agent_runs import AgentRuns
 from relax_core.rollout.agent_processes.agent_tasks import AgentResult, AgentRunner, AgentTask
 from relax_core.rollout.agent_processes.agent_workers import AgentWorkers
-from relax_core.rollout.agents.agent_session import AgentSession
-from relax_core.rollout.agents.endpoint_app import EndpointApp
-from relax_core.rollout.agents.endpoint_server import served
+from relax_core.rollout.agents.agent_session import AgentSession, SessionTable
+from relax_core.rollout.agents.endpoint_app import EndpointApp, served
 from relax_core.rollout.agents.outside_agents import SESSIONS, OutsideAgents, write_address
 from relax_core.rollout.agents.run_agents import agent_words, agents_at_one_time
-from relax_core.rollout.agents.session_table import SessionTable
 from relax_core.rollout.episodes.episode_records import EpisodeRecord
 
 TOLD_FAILURES = 3  # attempts that failed whose whole output the log has

@@ -16,8 +16,7 @@ from relax_core.engines.pool.engine_pool import EnginePool
 from relax_core.rollout.agent_processes.agent_process import shown_output
 from relax_core.rollout.agent_processes.agent_tasks import AgentResult, AgentTask
 from relax_core.rollout.agents.agent_host import AgentHost
-from relax_core.rollout.agents.agent_session import AgentSession
-from relax_core.rollout.agents.session_prompts import SessionForm, tool_form
+from relax_core.rollout.agents.agent_session import AgentSession, SessionForm, tool_form
 from relax_core.rollout.episodes.episode_records import EpisodeRecord
 from relax_core.rollout.episodes.played_group import STARTS_AGAIN, EarlyEnds, GroupStart, TooOld, end_stragglers
 from relax_core.rollout.episodes.shared_requests import SharedRequests, start_in

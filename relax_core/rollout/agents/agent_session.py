@@ -1,37 +1,179 @@
-"""Plays one attempt at an episode that an agent drives: answers its requests, and keeps what was sampled as turns."""
+"""Plays one attempt at an episode that an agent drives: answers its requests, and records what was sampled as turns.
+
+`SessionPrompts` makes the prompts: sampled tokens with what follows them, or a conversation rendered whole.
+`SessionTable` holds the sessions of an endpoint by their keys, which open nothing else and end with their session.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+from hmac import compare_digest
+from typing import Literal
 
 import msgspec
 
 from relax_core.contracts.checks.foreign_values import shown
 from relax_core.contracts.engine import EngineError, Generated, PromptRequest
-from relax_core.contracts.env import Ended
-from relax_core.data.tokenizer import LARGE_TEXT
+from relax_core.contracts.env import Ended, EpisodeLimits
+from relax_core.data.tokenizer import LARGE_TEXT, PromptTokenizer, TextTooLong
+from relax_core.data.tool_parsers import AUTO, tool_parser
+from relax_core.data.tool_templates import check_template_shows_tools
+from relax_core.data.turn_tokens import TurnTokens
 from relax_core.rollout.agents.answer_reading import THINK, AnswerForm, read_reply, thinks
-from relax_core.rollout.agents.chat_messages import ChatMessage, template_messages
-from relax_core.rollout.agents.message_forest import ForestAnswer, MessageForest, Place, Walk
-from relax_core.rollout.agents.session_prompts import SessionForm, SessionPrompts
-from relax_core.rollout.agents.turn_request import (
+from relax_core.rollout.agents.chat_messages import (
+    ChatMessage,
     Finish,
     RequestRefused,
     TurnAnswer,
     TurnRequest,
     check_request,
     refused,
+    template_messages,
 )
+from relax_core.rollout.agents.message_forest import ForestAnswer, MessageForest, Place, Walk
 from relax_core.rollout.episodes.episode_records import EpisodeRecord
+from relax_core.rollout.episodes.shared_requests import SharedRequests
+from relax_core.rollout.episodes.tool_use import ToolUse
 from relax_core.rollout.episodes.tree_builder import PlayedTurn
 from relax_core.rollout.off_loop import off_loop
-from relax_core.rollout.prompt_tokens import check_prompt_tokens
+from relax_core.rollout.prompt_tokens import PromptMaker, check_prompt_tokens
 from relax_core.rollout.rewards.reward_inputs import response_text, stopped_by
+
+_MOST_SIZES = 4  # times the longest prompt, the body of a request with its escapes and its left-out text
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionForm:
+    """Holds what all sessions of a run share.
+
+    ``stop`` are the run's own stop strings. ``max_turn_tokens`` limits an answer; None leaves that to ``limits``.
+    ``sampling`` has the values of the run for what a request may wish, by name. With ``history`` "continue", what was
+    sampled stays in the prompts behind it; "template" renders every prompt whole, as a deployed server would.
+    ``tools_refused`` says why requests with tools are refused, empty if they are not. ``open_requests`` is the number
+    of requests that a session may have under way at one time. ``told`` are the wishes of requests that the log has.
+    """
+
+    prompts: PromptMaker
+    requests: SharedRequests
+    tools: ToolUse
+    limits: EpisodeLimits
+    stop: tuple[str, ...] = ()
+    max_turn_tokens: int | None = None
+    history: Literal["continue", "template"] = "continue"
+    sampling: dict[str, float] = field(default_factory=dict)
+    tools_refused: str = ""
+    open_requests: int = 64
+    told: set[str] = field(default_factory=set)
+
+
+def tool_form(tokenizer: PromptTokenizer, *, parser: str, as_text: bool) -> tuple[ToolUse, str]:
+    """Returns how tools are shown and read, and why requests with tools are refused; empty if they are not.
+
+    An agent says only in its requests whether it has tools, so a template without them is no mistake of the run.
+    """
+    try:
+        if not as_text:
+            check_template_shows_tools(tokenizer)
+        name = tool_parser("hermes" if as_text and parser == AUTO else parser, template=tokenizer.template)
+    except ValueError as error:
+        return ToolUse(parser="none", as_text=as_text), str(error)
+    return ToolUse(parser=name, as_text=as_text), ""
+
+
+class SessionPrompts:
+    """Makes the prompts of one session."""
+
+    def __init__(self, form: SessionForm) -> None:
+        self._form = form
+        self._between: dict[int, TurnTokens] = {}  # by the number of the opening
+
+    def keep(self, asked: ForestAnswer, between: TurnTokens) -> None:
+        """Keeps what continues the conversation that was rendered whole for an answer."""
+        self._between[asked.opening] = between
+
+    def prompt(self, walk: Walk, request: TurnRequest) -> tuple[list[int], TurnTokens | None]:
+        """Returns the tokens of a prompt, and what continues its conversation if it was rendered whole.
+
+        Raises `RequestRefused` for messages and tools that the chat template does not take.
+        """
+        tools = self._tools(request)
+        try:
+            if walk.known is not None and self._form.history == "continue" and (ids := self._going_on(walk, tools)):
+                return ids, None
+            return self._whole(request, tools)
+        except TextTooLong as error:
+            raise self.too_long(f"at least {error.tokens}") from error
+        except ValueError as error:
+            raise refused(f"messages: {error}") from error
+
+    def too_long(self, tokens: str) -> RequestRefused:
+        """Returns the refusal of a prompt that has that many tokens, in words."""
+        return refused(
+            f"messages: they have {tokens} tokens, and engine.context_length leaves room for "
+            f"{self._form.limits.context_tokens - 1}; shorten the history",
+            code="context_length_exceeded",
+        )
+
+    def check_size(self, request: TurnRequest) -> None:
+        """Raises `RequestRefused` for a request that is far too long for the context, before anything is done with it.
+
+        Thinking and other text that a chat template leaves out may make it longer than its prompt.
+        """
+        limit = self._form.limits.context_tokens
+        if request.size <= LARGE_TEXT:
+            return
+        if request.size > _MOST_SIZES * self._form.prompts.tokenizer.most_characters(limit):
+            raise self.too_long(f"at least {limit}")
+
+    def _going_on(self, walk: Walk, tools: ToolUse) -> list[int]:
+        """Returns the prompt before the known answer, its sampled tokens, and what follows; empty without tokens."""
+        known, tokenizer = walk.known, self._form.prompts.tokenizer
+        assert known is not None
+        sampled = known.sampled
+        if walk.rest:
+            if sampled and sampled[-1] in tokenizer.stop_token_ids:
+                sampled = sampled[:-1]
+            rest = tokenizer.short_enough(walk.rest, self._form.limits.context_tokens)
+            sampled = [*sampled, *tokenizer.encode_plain(rest)]
+        if not sampled:
+            return []
+        between = self._between[known.opening]
+        tail, limit = tools.shown(template_messages(walk.tail)), self._form.limits.context_tokens
+        ids, _ = between.next_prompt(known.prompt_ids, sampled, tail, most_tokens=limit)
+        return ids
+
+    def _whole(self, request: TurnRequest, tools: ToolUse) -> tuple[list[int], TurnTokens]:
+        """Returns a prompt as the chat template renders the client's messages."""
+        problem: ValueError | None = None
+        for as_text in (False, True):  # a few templates take the arguments of calls as JSON text
+            messages = template_messages(request.messages, arguments_as_text=as_text)
+            shown = tools.opening(tools.shown(messages))
+            try:
+                limit = self._form.limits.context_tokens
+                prompt = self._form.prompts.edited(shown, [], tools=tools.schemas, most_tokens=limit)
+                return prompt.token_ids, TurnTokens(self._form.prompts.tokenizer, shown, tools=tools.schemas)
+            except TextTooLong:
+                raise
+            except ValueError as error:
+                problem = problem or error
+        assert problem is not None
+        raise problem
+
+    def _tools(self, request: TurnRequest) -> ToolUse:
+        """Returns the tools of a request in the run's form. Raises `RequestRefused` if the template leaves them out."""
+        if not request.tools:
+            return self._form.tools
+        if self._form.tools_refused:
+            raise refused(f"tools: {self._form.tools_refused}")
+        return replace(self._form.tools, described=tuple(request.tools))
+
 
 log = logging.getLogger(__name__)
 SHOWN = 80  # the characters of a foreign message that the log shows
@@ -404,3 +546,57 @@ def _tools_key(request: TurnRequest) -> Hashable:
 def _share_of(ids: Sequence[int], characters: int, whole: int) -> int:
     """Returns how many tokens that share of a text's characters has, about."""
     return round(len(ids) * characters / whole) if whole else 0
+
+
+KEY_BYTES = 32
+KNOWN_ENDED = 1 << 16  # ended keys that are told from unknown ones
+RETRY_S = 5
+
+
+class SessionTable:
+    """Holds at most ``most`` open sessions. It keeps no key, only the digests of keys."""
+
+    def __init__(self, *, most: int) -> None:
+        self._most = most
+        self._open: dict[bytes, AgentSession] = {}
+        self._ended: OrderedDict[bytes, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def open(self, session: AgentSession) -> str:
+        """Returns the key of a new session. Raises `RequestRefused` 429 if there are too many."""
+        if len(self._open) >= self._most:
+            raise RequestRefused(
+                429, f"{self._most} sessions are open (endpoint.max_sessions); ask again", retry_after_s=RETRY_S
+            )
+        key = f"rlx-{secrets.token_urlsafe(KEY_BYTES)}"
+        self._open[_digest(key)] = session
+        return key
+
+    def find(self, key: str) -> AgentSession:
+        """Returns the session of a key. Raises `RequestRefused` 401 for an unknown key, 410 for an ended one."""
+        digest = _digest(key)
+        found = next((session for known, session in self._open.items() if compare_digest(known, digest)), None)
+        if found is not None and not found.over:
+            return found
+        if found is not None or digest in self._ended:
+            raise RequestRefused(410, "the episode of this key has ended; a new attempt has a new key", code="ended")
+        raise RequestRefused(
+            401,
+            "no session has this key. An agent's key is in its environment (OPENAI_API_KEY, ANTHROPIC_API_KEY); send "
+            "it as a bearer token, as x-api-key, or in the base URL as /s/KEY/v1",
+            code="invalid_api_key",
+        )
+
+    def close(self, key: str) -> None:
+        """Ends a key."""
+        digest = _digest(key)
+        if self._open.pop(digest, None) is not None:
+            self._ended[digest] = None
+            if len(self._ended) > KNOWN_ENDED:
+                self._ended.popitem(last=False)
+
+
+def _digest(key: str) -> bytes:
+    return blake2b(key.encode(errors="surrogatepass"), digest_size=32).digest()

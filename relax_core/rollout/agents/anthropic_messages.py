@@ -10,8 +10,15 @@ import msgspec
 
 from relax_core.rollout.agents.answer_reading import Piece
 from relax_core.rollout.agents.chat_completions import decoded, event, refuse_named, shown_tool, stop_strings
-from relax_core.rollout.agents.chat_messages import ChatCall, ChatMessage
-from relax_core.rollout.agents.turn_request import RequestRefused, TurnAnswer, TurnRequest, check_request, refused
+from relax_core.rollout.agents.chat_messages import (
+    ChatCall,
+    ChatMessage,
+    RequestRefused,
+    TurnAnswer,
+    TurnRequest,
+    check_request,
+    refused,
+)
 
 SIGNATURE = "relax"  # of thinking; clients send it back, and nothing reads it
 

@@ -10,8 +10,16 @@ import msgspec
 
 from relax_core.contracts.checks.foreign_values import MOST_DEPTH, check_depth
 from relax_core.rollout.agents.answer_reading import Piece
-from relax_core.rollout.agents.chat_messages import ChatCall, ChatMessage, Role
-from relax_core.rollout.agents.turn_request import RequestRefused, TurnAnswer, TurnRequest, check_request, refused
+from relax_core.rollout.agents.chat_messages import (
+    ChatCall,
+    ChatMessage,
+    RequestRefused,
+    Role,
+    TurnAnswer,
+    TurnRequest,
+    check_request,
+    refused,
+)
 
 Body = TypeVar("Body")
 

@@ -1,13 +1,19 @@
-"""Is the ASGI application of the endpoint: finds the session of a request, and sends its answer whole or as events."""
+"""Is the ASGI application of the endpoint: finds the session of a request, and sends its answer whole or as events.
+
+`served` serves it on a port of this host, in the event loop of the rollout.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import msgspec
+import uvicorn
 
 from relax_core.data.tokenizer import LARGE_TEXT, PromptTokenizer
 from relax_core.engines.http_server.asgi import (
@@ -21,19 +27,21 @@ from relax_core.engines.http_server.asgi import (
     read_body,
     start_response,
 )
+from relax_core.engines.http_server.connections import Connection, OpenConnections, connection_limit
+from relax_core.engines.http_server.held_port import BACKLOG, listening_socket
 from relax_core.engines.protocol.frames import EVENT_STREAM
-from relax_core.rollout.agents.agent_session import AgentSession, OpenTurn
+from relax_core.rollout.agents.agent_session import AgentSession, OpenTurn, SessionTable
 from relax_core.rollout.agents.answer_reading import GrowingText, Piece, StreamedReply
 from relax_core.rollout.agents.anthropic_messages import MessagesEvents, messages_error, messages_reply, read_messages
 from relax_core.rollout.agents.chat_completions import ChatEvents, chat_error, chat_reply, read_chat
+from relax_core.rollout.agents.chat_messages import RequestRefused, TurnAnswer, TurnRequest
 from relax_core.rollout.agents.openai_responses import ResponsesEvents, read_responses, responses_reply
 from relax_core.rollout.agents.outside_agents import SESSIONS, OutsideAgents
-from relax_core.rollout.agents.session_table import SessionTable
-from relax_core.rollout.agents.turn_request import RequestRefused, TurnAnswer, TurnRequest
 from relax_core.rollout.off_loop import off_loop
 
 if TYPE_CHECKING:
     from relax_core.engines.http_server.connections import Connection
+
 
 QUIET_S = 15.0  # a stream without news gets a comment after that many seconds, so that no client thinks it dead
 RETRIES = b"x-stainless-retry-count"  # OpenAI's and Anthropic's clients count there how often they repeat a request
@@ -294,3 +302,53 @@ def _header_key(scope: Scope) -> str:
 def _asked_again(scope: Scope) -> bool:
     count = headers(scope).get(RETRIES, b"0")
     return count.isdigit() and int(count) > 0
+
+
+KEEP_ALIVE_S = 600  # an agent may think or run tools between two requests
+GRACE_S = 1  # seconds that open requests get to end when the server stops
+POLL_S = 0.01
+
+
+class _Server(uvicorn.Server):
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leaves signals to the process that the server runs in."""
+        yield
+
+
+@asynccontextmanager
+async def served(app: EndpointApp, *, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[str]:
+    """Serves ``app`` while the context is open; gives the base URL. Port 0 takes any free one.
+
+    Raises OSError if the address cannot be taken.
+    """
+    connections = OpenConnections(connection_limit())
+    config = uvicorn.Config(
+        app,
+        http=cast("type[asyncio.Protocol]", partial(Connection, connections)),
+        ws="none",
+        lifespan="off",
+        log_config=None,  # the process has its own log, and no key of a client belongs there
+        log_level="error",
+        access_log=False,
+        server_header=False,
+        date_header=False,
+        proxy_headers=False,
+        backlog=BACKLOG,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=GRACE_S,
+    )
+    server = _Server(config)
+    listener = listening_socket(host, port)
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    sweeping = asyncio.create_task(connections.sweep())
+    try:
+        while not server.started and not serving.done():
+            await asyncio.sleep(POLL_S)
+        shown = f"[{host}]" if ":" in host else host
+        yield f"http://{shown}:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        sweeping.cancel()
+        await asyncio.wait([serving], timeout=GRACE_S + 5.0)
+        listener.close()

@@ -19,8 +19,16 @@ from relax_core.rollout.agents.chat_completions import (
     refuse_named,
     shown_tool,
 )
-from relax_core.rollout.agents.chat_messages import ChatCall, ChatMessage, Role
-from relax_core.rollout.agents.turn_request import RequestRefused, TurnAnswer, TurnRequest, check_request, refused
+from relax_core.rollout.agents.chat_messages import (
+    ChatCall,
+    ChatMessage,
+    RequestRefused,
+    Role,
+    TurnAnswer,
+    TurnRequest,
+    check_request,
+    refused,
+)
 
 _ROLES: Mapping[str, Role] = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal")

@@ -15,7 +15,7 @@ from typing import Any
 
 from relax_core.contracts.checks.foreign_values import decode_json
 from relax_core.rollout.agent_processes.agent_tasks import AgentResult, AgentTask, result_of
-from relax_core.rollout.agents.turn_request import RequestRefused, refused
+from relax_core.rollout.agents.chat_messages import RequestRefused, refused
 
 SESSIONS = "/v1/relax/sessions"
 RETRY_S = 2

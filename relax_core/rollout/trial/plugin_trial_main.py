@@ -1,4 +1,8 @@
-"""The child process in which `try_plugins` tries plug-ins: ``python -m relax_core.rollout.trial.plugin_trial_main``."""
+"""The child process in which `try_plugins` tries plug-ins: ``python -m relax_core.rollout.trial.plugin_trial_main``.
+
+Each plug-in does what a run asks of it: a made-up group goes through all functions of an algorithm, and a data source
+is opened twice and must give the same rows.
+"""
 
 from __future__ import annotations
 
@@ -9,24 +13,199 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import msgspec
 
 from relax_core.config.reward_choice import ChosenReward, RewardChoice
+from relax_core.contracts.algorithm import (
+    AdvantageInputs,
+    AlgorithmSpec,
+    GroupTurns,
+    LossInputs,
+    Requirements,
+    StepTotals,
+    ValueInputs,
+)
 from relax_core.contracts.checks.foreign_values import clean_text
 from relax_core.contracts.checks.plugin_results import WrongResult
+from relax_core.contracts.data import BaseDataSource
 from relax_core.contracts.env import EnvSpec, EpisodeStart
 from relax_core.contracts.reward import RewardInput, RewardOutput, RewardSpec, RewardUnusable
 from relax_core.data.killable.worker_frames import HEADER_BYTES, payload_bytes, to_frame
-from relax_core.registry import find_algorithm, find_env, find_reward, plugin_words
-from relax_core.rollout.data_source_trial import try_data_source
+from relax_core.registry import find_algorithm, find_data_source, find_env, find_reward, plugin_words
 from relax_core.rollout.env_workers.env_messages import with_sources
 from relax_core.rollout.rewards.reward_inputs import without_bytes
 from relax_core.rollout.rewards.reward_sandbox import reward_sandbox
 from relax_core.rollout.rewards.reward_worker import RewardWorker
-from relax_core.rollout.trial.algorithm_trial import try_algorithm
 from relax_core.rollout.trial.plugin_trial import START_S, Done, Request, Stage
+
+if TYPE_CHECKING:
+    from torch import Generator, Tensor
+
+
+def try_data_source(request: Request, say: Callable[[Stage], None]) -> Iterator[str]:
+    """Yields what is wrong with the source, at most one sentence.
+
+    The check of the data reports rows for which the source raises, and counts them against ``data.max_bad_rows``.
+    """
+    name, packed = request.data
+    where = f"data.name={name}"
+    say(Stage(what=f"{where}: its import", limit_s=START_S))
+    spec = find_data_source(name)
+    config = msgspec.msgpack.decode(packed, type=spec.config)
+    try:
+        say(Stage(what=f"{where}: to open it", limit_s=request.open_s))
+        source = spec.open(config)
+        rows = _tried_rows(source, where, say, limit_s=request.call_s)
+        say(Stage(what=f"{where}: to open it once more, as another process does", limit_s=request.open_s))
+        other = spec.open(config)
+        if len(source) != len(other):
+            yield f"{where}: it has {len(source)} rows, and {len(other)} when it is opened once more. {_SAME}"
+            return
+        say(Stage(what=f"{where}: its held-out rows", limit_s=request.open_s))
+        other.held_out()
+        again = _tried_rows(other, where, say, limit_s=request.call_s)
+    except WrongResult as error:
+        yield f"{where}: {error}"
+        return
+    except Exception as error:  # foreign code: whatever it raises is told
+        yield f"{where}: it cannot be opened: {plugin_words(error)}"
+        return
+    if changed := [number for number, row in rows.items() if again[number] != row]:
+        yield f"{where}: row {changed[0]} is another one when the source is opened once more. {_SAME}"
+    elif (problem := _no_data(rows, where)) is not None:
+        yield problem
+
+
+_SAME = "The same number must give the same row in every process, so that a run can be resumed."
+
+
+def _tried_rows(source: BaseDataSource, where: str, say: Callable[[Stage], None], *, limit_s: float) -> dict[int, Any]:
+    """Returns the first row, one in the middle and the last; None for one that raises.
+
+    Raises `WrongResult` for a value that is no row.
+    """
+    rows: dict[int, Any] = {}
+    say(Stage(what=f"{where}: its number of rows", limit_s=limit_s))
+    for number in sorted({0, len(source) // 2, len(source) - 1}):
+        say(Stage(what=f"{where}: row {number}", limit_s=limit_s))
+        try:
+            rows[number] = source[number]
+        except WrongResult:
+            raise
+        except Exception:  # foreign code: the look at the data meets it again, and names it
+            rows[number] = None
+    return rows
+
+
+def _no_data(rows: dict[int, Any], where: str) -> str | None:
+    for number, row in rows.items():
+        try:
+            msgspec.msgpack.encode(row)
+        except TypeError as error:
+            return f"{where}: row {number}: {error}. A row holds text, numbers, lists and mappings."
+    return None
+
+
+SAMPLES = 8  # the largest number of samples in the group
+TOKENS = 3  # tokens per sample
+TOKENS = 3  # a sample
+
+
+def try_algorithm(spec: AlgorithmSpec, config: Any) -> None:
+    """Calls every function of ``spec`` with tensors as the contract describes them, on the CPU.
+
+    Half of the rewards are 0 and half are 1, log-probs are near -1, and all tokens are trained. Raises what the
+    functions raise, and `WrongResult`.
+    """
+    import torch
+
+    requirements = spec.requirements(config)
+    samples = min(SAMPLES, config.group_size)
+    random = torch.Generator().manual_seed(0)
+    group = _made_up_group(requirements, samples, random)
+    tokens = samples * TOKENS
+    advantages = spec.advantages(group, config)
+    returns = advantages if spec.returns is None or not requirements.critic else spec.returns(group, advantages, config)
+    if spec.normalize is not None and requirements.whole_step:
+        advantages = spec.normalize([advantages], [group], config)[0]
+    if spec.drop_group is not None:
+        spec.drop_group(group.rewards.tolist(), 0, config)
+    spec.denominator(StepTotals(tokens=tokens, samples=samples, groups=1), config)
+    top_k = 0 if requirements.teacher is None else requirements.teacher.top_k
+    old_logprobs = group.old_logprobs
+    assert old_logprobs is not None
+    outputs = spec.loss(
+        LossInputs(
+            logprobs=_logprobs(tokens, random).requires_grad_(),
+            old_logprobs=old_logprobs,
+            rollout_logprobs=old_logprobs,
+            advantages=advantages,
+            loss_mask=group.loss_mask,
+            sample_ids=group.sample_ids,
+            num_samples=samples,
+            reference_logprobs=group.reference_logprobs,
+            teacher_logprobs=group.teacher_logprobs,
+            entropy=torch.ones(tokens, requires_grad=True) if requirements.entropy else None,
+            teacher_top_logprobs=torch.full((tokens, top_k), -2.0) if top_k else None,
+            top_logprobs=torch.full((tokens, top_k), -2.0, requires_grad=True) if top_k else None,
+        ),
+        config,
+    )
+    outputs.loss_sum.backward()
+    if requirements.critic and spec.value_loss is not None:
+        values = torch.zeros(tokens, requires_grad=True)
+        spec.value_loss(
+            ValueInputs(
+                values=values,
+                old_values=torch.zeros(tokens),
+                returns=returns,
+                loss_mask=group.loss_mask,
+                sample_ids=group.sample_ids,
+                num_samples=samples,
+            ),
+            config,
+        ).loss_sum.backward()
+
+
+def _made_up_group(requirements: Requirements, samples: int, random: Generator) -> AdvantageInputs:
+    import torch
+
+    tokens = samples * TOKENS
+    rollout = _logprobs(tokens, random)
+    return AdvantageInputs(
+        rewards=(torch.arange(samples) % 2).float(),
+        lengths=torch.full((samples,), TOKENS),
+        loss_mask=torch.ones(tokens, dtype=torch.bool),
+        sample_ids=torch.repeat_interleave(torch.arange(samples), TOKENS),
+        old_logprobs=rollout,
+        rollout_logprobs=rollout,
+        reference_logprobs=_logprobs(tokens, random) if requirements.reference else None,
+        teacher_logprobs=_logprobs(tokens, random) if requirements.teacher is not None else None,
+        values=torch.zeros(tokens) if requirements.critic else None,
+        turns=_made_up_turns(samples) if requirements.sees_turns else None,
+    )
+
+
+def _made_up_turns(samples: int) -> GroupTurns:
+    """Returns two turns for each sample, of one and of two tokens; all first turns begin in the same state."""
+    import torch
+
+    turns = torch.arange(2 * samples)
+    return GroupTurns(
+        of_tokens=turns.repeat_interleave(torch.tensor([1, TOKENS - 1]).repeat(samples)),
+        samples=turns // 2,
+        rewards=(turns % 2 * (turns // 2 % 2)).double(),
+        state_keys=[f"{turn // 2} later" if turn % 2 else "first" for turn in turns.tolist()],
+    )
+
+
+def _logprobs(tokens: int, random: Generator) -> Tensor:
+    import torch
+
+    return -1.0 + 0.1 * torch.rand(tokens, generator=random)
+
 
 ALGORITHM_S = 60.0
 _IN_SANDBOX = (

@@ -15,11 +15,8 @@ from relax_core.contracts.engine import Generated, PromptRequest, SamplingParams
 from relax_core.contracts.env import EnvConfig, EnvSpec, EpisodeLimits
 from relax_core.contracts.tree import TokenTree
 from relax_core.data.tokenizer import PromptTokenizer
-from relax_core.rollout.agents.agent_session import AgentSession
-from relax_core.rollout.agents.endpoint_app import EndpointApp
-from relax_core.rollout.agents.endpoint_server import served
-from relax_core.rollout.agents.session_prompts import SessionForm, tool_form
-from relax_core.rollout.agents.session_table import SessionTable
+from relax_core.rollout.agents.agent_session import AgentSession, SessionForm, SessionTable, tool_form
+from relax_core.rollout.agents.endpoint_app import EndpointApp, served
 from relax_core.rollout.episodes.episode_records import EpisodeRecord
 from relax_core.rollout.episodes.shared_requests import SharedRequests
 from relax_core.rollout.episodes.token_accounts import token_accounts

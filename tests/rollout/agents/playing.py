@@ -18,11 +18,9 @@ from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.rollout.agent_processes.agent_tasks import AgentRunner
 from relax_core.rollout.agents.agent_host import AgentHost
 from relax_core.rollout.agents.agent_player import AgentPlayer
-from relax_core.rollout.agents.endpoint_app import EndpointApp
-from relax_core.rollout.agents.endpoint_server import served
+from relax_core.rollout.agents.agent_session import SessionForm, SessionTable, tool_form
+from relax_core.rollout.agents.endpoint_app import EndpointApp, served
 from relax_core.rollout.agents.outside_agents import OutsideAgents
-from relax_core.rollout.agents.session_prompts import SessionForm, tool_form
-from relax_core.rollout.agents.session_table import SessionTable
 from relax_core.rollout.episodes.episode_records import EpisodeRecord
 from relax_core.rollout.episodes.played_group import EarlyEnds, GroupStart
 from relax_core.rollout.episodes.shared_requests import SharedRequests

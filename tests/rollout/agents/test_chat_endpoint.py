@@ -14,7 +14,7 @@ import pytest
 
 from relax_core.contracts.env import EpisodeLimits
 from relax_core.data.tokenizer import PromptTokenizer
-from relax_core.rollout.agents.turn_request import RequestRefused
+from relax_core.rollout.agents.chat_messages import RequestRefused
 from tests.data.chat_templates import FAMILIES, write_folder
 from tests.rollout.agents.endpoint_harness import CONTEXT, Say, ScriptedPool, Served, serve, until
 

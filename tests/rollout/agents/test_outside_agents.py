@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from relax_core.config.sections.agent_schema import AgentConfig
 from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.rollout.agent_processes.agent_tasks import AgentTask
+from relax_core.rollout.agents.chat_messages import RequestRefused
 from relax_core.rollout.agents.outside_agents import (
     SESSIONS,
     OutsideAgents,
     sessions_token,
     write_address,
 )
-from relax_core.rollout.agents.turn_request import RequestRefused
 from tests.data.chat_templates import FAMILIES, write_folder
 from tests.rollout.agents.playing import AnsweringPool, Played, played
 

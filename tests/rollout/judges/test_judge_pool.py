@@ -15,8 +15,7 @@ from aiohttp import web
 from relax_core.contracts.judging.judge import JudgeConfig, JudgedInput
 from relax_core.contracts.reward import RewardInput, RewardOutput
 from relax_core.registry import find_reward
-from relax_core.rollout.judges.judge_check import judge_accuracy, known_verdicts
-from relax_core.rollout.judges.judge_pool import JudgePool, RunJudge
+from relax_core.rollout.judges.judge_pool import JudgePool, RunJudge, judge_accuracy, known_verdicts
 from relax_core.rollout.judges.judge_servers import JudgeUrl
 from tests.rollout.judges.stub_server import StubServer
 

@@ -6,7 +6,7 @@ import pytest
 
 from relax_core.contracts.judging.judge import JudgeConfig
 from relax_core.registry import find_reward
-from relax_core.rollout.judges.verdict_parsers import verdict_parser
+from relax_core.rollout.judges.judge_prompts import verdict_parser
 
 
 def preset(form: str) -> str:
