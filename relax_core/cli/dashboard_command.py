@@ -62,9 +62,9 @@ def _listener(port: int | None) -> socket.socket:
 
 
 def _serve(folders: Sequence[Path], listener: socket.socket) -> int:
-    from relax_core.server.page_guard import Session
-    from relax_core.server.page_routes import Dashboard
-    from relax_core.server.page_server import PageServer
+    from relax_core.server.guard import Guard, Session
+    from relax_core.server.http_server import HttpServer
+    from relax_core.server.page_routes import Page, page_app
     from relax_core.server.run_reader import cache_folder
 
     port = listener.getsockname()[1]
@@ -77,17 +77,17 @@ def _serve(folders: Sequence[Path], listener: socket.socket) -> int:
         print("The link was used and works no more. The next one, for another browser:", flush=True)
         tell_link()
 
-    dashboard = Dashboard(folders, cache=cache_folder(), session=session, port=lambda: port, on_exchange=tell_next_link)
+    page = Page(folders, cache=cache_folder(), session=session, on_exchange=tell_next_link)
     print("The page is at this link, which works once. Ctrl-C ends it.", flush=True)
     tell_link()
     host = f"{getpass.getuser()}@{socket.gethostname()}"
     print(f"From another machine, first: ssh -L {port}:{LOOPBACK}:{port} {host}", flush=True)
     try:
-        asyncio.run(PageServer(dashboard.app).serve(listener))
+        asyncio.run(HttpServer(Guard(page_app(page), session, port=lambda: port)).serve(listener))
     except KeyboardInterrupt:  # uvicorn has closed the connections by then
         pass
     finally:
-        dashboard.close()
+        page.close()
     return 0
 
 

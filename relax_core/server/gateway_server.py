@@ -1,37 +1,30 @@
-"""Serves the gateway from a socket of the supervisor, and writes its address into ``gateway.json`` of the run."""
+"""Runs the gateway of one run: ``python -m relax_core.server.gateway_server``, with its settings in JSON on stdin.
+
+It serves the page of the run and the routes of orders from a socket of the supervisor, and writes its address into
+``gateway.json`` of the run. It ends when its standard input is closed, so it ends with the supervisor.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 import socket
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
-from typing import cast
 
 import msgspec
-import uvicorn
 
-from relax_core.engines.http_server.connections import Connection, OpenConnections, connection_limit
-from relax_core.engines.http_server.held_port import BACKLOG, url_of
+from relax_core.engines.http_server.held_port import url_of
 from relax_core.engines.protocol.server_proof import ServerProof
 from relax_core.server.gateway_settings import FILE, GatewayAddress, GatewaySettings
-from relax_core.server.guard import Guard
+from relax_core.server.guard import Guard, Session
+from relax_core.server.http_server import GRACE_S, HttpServer
 from relax_core.server.order_routes import Controller, order_app
-from relax_core.server.run_page import RunPage
+from relax_core.server.page_routes import Page
+from relax_core.server.run_reader import cache_folder
 
-KEEP_ALIVE_S = 30
-GRACE_S = 1  # seconds that open requests get when the gateway ends
-
-
-class _Server(uvicorn.Server):
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Leaves signals to the supervisor."""
-        yield
+INDICES = "gateway"  # below the cache folder: `relax dashboard` may serve the same run with an index of its own
 
 
 def write_address(folder: Path, address: GatewayAddress) -> None:
@@ -45,48 +38,33 @@ def write_address(folder: Path, address: GatewayAddress) -> None:
 
 
 async def serve(settings: GatewaySettings) -> None:
-    """Serves until standard input is closed. The first line on standard output is the address, in JSON."""
+    """Serves until standard input is closed. The first line on standard output is the address, in JSON.
+
+    The key of the page's session follows from the run's token, so a gateway that was started again knows it.
+    """
     folder = Path(settings.folder)
-    listener = socket.socket(fileno=settings.listener)
-    port = listener.getsockname()[1]
-    connections = OpenConnections(connection_limit())
-    address = GatewayAddress(url=url_of(listener), token=settings.token, page="", pid=os.getpid())
-
-    def tell_link(link: str) -> None:
-        nonlocal address
-        address = msgspec.structs.replace(address, page=link)
-        write_address(folder, address)
-
-    channel = socket.socket(fileno=settings.channel)
+    listener, channel = socket.socket(fileno=settings.listener), socket.socket(fileno=settings.channel)
     channel.setblocking(False)
-    app = order_app(Controller(channel, folder), settings.limits)
-    routes = Guard(app, token=settings.token, hosts=settings.hosts)
-    page = RunPage(routes, settings, port=port, tell_link=tell_link)
-    server = _Server(
-        uvicorn.Config(
-            ServerProof(page, token=settings.token),
-            http=cast("type[asyncio.Protocol]", partial(Connection, connections)),
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            log_level="error",
-            access_log=False,
-            server_header=False,
-            date_header=False,
-            proxy_headers=False,
-            backlog=BACKLOG,
-            timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=GRACE_S,
-        )
-    )
-    serving = asyncio.create_task(server.serve(sockets=[listener]))
-    sweeping = asyncio.create_task(connections.sweep())
+    port, url = listener.getsockname()[1], url_of(listener)
+    session = Session(hashlib.blake2b(b"the page of the run", key=settings.token.encode()).hexdigest())
+
+    def tell_link() -> GatewayAddress:
+        link = f"http://{settings.host}:{port}/#token={session.link_token}"
+        address = GatewayAddress(url=url, token=settings.token, page=link, pid=os.getpid())
+        write_address(folder, address)
+        return address
+
+    page = Page([folder], cache=cache_folder() / INDICES, session=session, on_exchange=tell_link)
+    app = order_app(Controller(channel, folder), settings.limits, pages=page.routes)
+    guard = Guard(app, session, port=lambda: port, names=settings.hosts, token=settings.token)
+    server = HttpServer(ServerProof(guard, token=settings.token), signals=False)
+    address = tell_link()
+    serving = asyncio.create_task(server.serve(listener))
     print(msgspec.json.encode(address).decode(), flush=True)
     closed = asyncio.create_task(_closed_stdin())
     await asyncio.wait({serving, closed}, return_when=asyncio.FIRST_COMPLETED)
-    server.should_exit = True
-    for task in (sweeping, closed):
-        task.cancel()
+    server.stop()
+    closed.cancel()
     ended, _ = await asyncio.wait({serving}, timeout=GRACE_S + 1.0)
     page.close()
     for task in ended:
@@ -100,3 +78,7 @@ async def _closed_stdin() -> None:
     await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, sys.stdin.buffer)
     while await reader.read(1024):
         pass
+
+
+if __name__ == "__main__":
+    asyncio.run(serve(msgspec.json.decode(sys.stdin.buffer.readline(), type=GatewaySettings)))

@@ -21,7 +21,7 @@ from fastapi import Body, Depends, FastAPI, Header, Path, Query, Request, Respon
 from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
 from pydantic import TypeAdapter
-from starlette.exceptions import HTTPException
+from starlette.routing import BaseRoute
 
 from relax_core.observe.stall_asks import POLL_S, TIMEOUT_S, StallAsk
 from relax_core.server import controller_channel, order_desk
@@ -31,6 +31,7 @@ from relax_core.server.guard import OPEN, refusal_answer
 from relax_core.server.order_bodies import TAGS, AutoscalerSwitch, CancelMany, ScaleIn, ScaleOut
 from relax_core.server.order_book import RETRY_S
 from relax_core.server.orders import DryRun, EngineRow, Order, RunRow, ScaleDecision, State
+from relax_core.server.page_routes import REFUSALS
 from relax_core.server.problems import PROBLEM, Problem, Refusal
 
 ANSWER_S = 5.0  # in which the controller, where a call takes milliseconds, has to answer
@@ -143,8 +144,8 @@ class Controller:
         return StallAnswer(report=report)
 
 
-def order_app(controller: Controller, limits: Limits) -> FastAPI:
-    """Returns the application of a run that takes orders within these ``limits``."""
+def order_app(controller: Controller, limits: Limits, *, pages: Sequence[BaseRoute] = ()) -> FastAPI:
+    """Returns the application of a run: it takes orders within these ``limits``, and has the routes of its page."""
     app = FastAPI(
         title="Relax gateway",
         docs_url=None,
@@ -152,10 +153,9 @@ def order_app(controller: Controller, limits: Limits) -> FastAPI:
         redirect_slashes=False,
         responses=_refusals(),
         dependencies=[Depends(_known_query)],
+        routes=list(pages),
+        exception_handlers={**REFUSALS, RequestValidationError: _malformed},
     )
-    app.add_exception_handler(RequestValidationError, _malformed)
-    app.add_exception_handler(Refusal, _refused)
-    app.add_exception_handler(HTTPException, _no_route)
     _add_run(app, controller)
     _add_engines(app, controller)
     _add_scaling(app, controller, limits)
@@ -182,18 +182,6 @@ async def _malformed(request: Request, error: Exception) -> Response:
     key = ".".join(str(part) for part in first["loc"] if part not in PLACES)
     value = repr(first.get("input"))[:200]
     return refusal_answer(Refusal("malformed", first["msg"], key=key or None, value=value, fix="see /openapi.json"))
-
-
-async def _refused(request: Request, error: Exception) -> Response:
-    assert isinstance(error, Refusal)
-    return refusal_answer(error)
-
-
-async def _no_route(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    name = {404: "unknown-route", 405: "unknown-method"}.get(error.status_code, "malformed")
-    headers = dict(error.headers or {})
-    return refusal_answer(Refusal(name, str(error.detail), headers=headers, fix="see /openapi.json for the routes"))
 
 
 def _refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:

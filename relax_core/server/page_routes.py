@@ -6,7 +6,7 @@ import asyncio
 import sqlite3
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
@@ -28,9 +28,10 @@ from relax_core.data.media.played_files import MOST_FILE_BYTES as MOST_PLAYED
 from relax_core.data.media.played_files import played_type
 from relax_core.observe.sample_index import FILTERS
 from relax_core.observe.stragglers import Straggler, straggler_words
+from relax_core.server.guard import Session, refusal_answer
 from relax_core.server.ledger_drops import readable_ledger
 from relax_core.server.listed_runs import ListedRuns
-from relax_core.server.page_guard import LOOPBACK_NAMES, Guard, Session
+from relax_core.server.problems import Refusal
 from relax_core.server.run_folders import BROKEN, NotInside, find_runs, reason
 from relax_core.server.run_logs import log_chunk, log_files, search_log
 from relax_core.server.run_processes import process_rows
@@ -45,7 +46,6 @@ PULSE_S = 1.0
 THREADS, AT_ONCE = 32, 2  # threads that read, and how many of them read one run
 QUEUE_S = 60.0  # for a question about a run, behind the others about it
 MOST_READERS = 10  # runs of which it is kept what was read; the page compares eight
-MOST_BODY = 4096
 MOST_FIRST = 2**40
 MOST_TAGS, MOST_LISTED = 80, 100
 JPEG, MOST_PICTURE = b"\xff\xd8\xff", 4 * 2**20  # how such a file begins, and its bytes at most
@@ -53,11 +53,8 @@ Answer = TypeVar("Answer")
 _TEXT_FILTERS = ("uid", "group", "state", "reason", "engine", "ended")
 
 
-class Dashboard:
-    """Answers the page's questions about the runs below ``folders``, at ``port`` of this machine under these ``names``.
-
-    ``on_exchange`` is told of each new reader.
-    """
+class Page:
+    """Answers the page's questions about the runs below ``folders``; ``on_exchange`` is told of each new reader."""
 
     def __init__(
         self,
@@ -65,9 +62,7 @@ class Dashboard:
         *,
         cache: Path | None,
         session: Session,
-        port: Callable[[], int],
-        on_exchange: Callable[[], None] = lambda: None,
-        names: Collection[str] = LOOPBACK_NAMES,
+        on_exchange: Callable[[], object] = lambda: None,
     ) -> None:
         self._folders, self._cache, self._session, self._on_exchange = folders, cache, session, on_exchange
         self._lock = threading.Lock()
@@ -95,7 +90,7 @@ class Dashboard:
             "/evaluation": _evaluation,
             "/prompt": lambda run, query: run.texts.history(query.get("prompt", "")),
         }
-        routes = [
+        self.routes = [
             Route("/", _index),
             Route("/api/session", self._exchange, methods=["POST"]),
             Route("/api/runs", self._runs),
@@ -105,7 +100,6 @@ class Dashboard:
             Route("/api/run/{run}/media/{digest}", self._media),
             Mount("/static", StaticFiles(directory=STATIC)),
         ]
-        self.app = Guard(Starlette(routes=routes), session, port=port, names=names)
 
     def close(self) -> None:
         """Closes the indices."""
@@ -123,17 +117,16 @@ class Dashboard:
                 ):
                     return await self._thread(lambda: _json(page(run, request.query_params)))
             except TimeoutError as error:
-                raise HTTPException(503, "Other questions about this run are still being answered.") from error
+                raise Refusal("busy", "Other questions about this run are still being answered.") from error
             except (FileNotFoundError, NotInside) as error:
-                raise HTTPException(404, shown(f"{error}")) from error
+                raise Refusal("unknown-id", shown(f"{error}")) from error
             except sqlite3.Error as error:
                 words = f"The ledger cannot be read just now: {reason('', error)}. Try again."
-                raise HTTPException(503, words) from error
+                raise Refusal("busy", words) from error
             except ValueError as error:
-                raise HTTPException(400, shown(f"{error}")) from error
+                raise Refusal("malformed", shown(f"{error}")) from error
             except BROKEN as error:
-                words = f"A file of this run cannot be read: {reason('', error)}."
-                raise HTTPException(422, words) from error
+                raise Refusal("unreadable", f"A file of this run cannot be read: {reason('', error)}.") from error
 
         return answer
 
@@ -160,7 +153,7 @@ class Dashboard:
             if run not in self._readers:
                 path = find_runs(self._folders).get(run)
                 if path is None:
-                    raise HTTPException(404, "There is no such run. It may have been moved or removed.")
+                    raise Refusal("unknown-id", "There is no such run. It may have been moved or removed.")
                 self._readers[run] = RunReader(path, self._cache)
                 self._turns[run] = asyncio.Semaphore(AT_ONCE)
             found = self._readers[run] = self._readers.pop(run)  # the last of them is the one that was asked last
@@ -174,14 +167,9 @@ class Dashboard:
         return found
 
     async def _exchange(self, request: Request) -> Response:
-        body = b""
-        async for part in request.stream():
-            body += part
-            if len(body) > MOST_BODY:
-                raise HTTPException(413, "The token is too long.")
-        key = self._session.exchange(body.decode("utf-8", "replace"))
+        key = self._session.exchange((await request.body()).decode("utf-8", "replace"))
         if key is None:
-            raise HTTPException(401, "This link was used already. Open the one that the command printed last.")
+            raise Refusal("no-token", "This link was used already. Open the one that the command printed last.")
         self._on_exchange()
         return _json({"session": key})
 
@@ -206,7 +194,7 @@ class Dashboard:
             path = picture_file(run.run_dir, request.path_params["digest"])
         data = b"" if path is None else await self._thread(_first_bytes, path)
         if not data.startswith(JPEG) or len(data) > MOST_PICTURE:
-            raise HTTPException(404, "There is no picture of this item.")
+            raise Refusal("unknown-id", "There is no picture of this item.")
         return Response(data, media_type="image/jpeg")
 
     async def _media(self, request: Request) -> Response:
@@ -216,7 +204,7 @@ class Dashboard:
         large = path is None or path.stat().st_size > MOST_PLAYED  # a run keeps none that is larger
         found = None if path is None or large else await self._thread(played_type, path)
         if path is None or found is None:
-            raise HTTPException(404, "There is no sound or video of this item.")
+            raise Refusal("unknown-id", "There is no sound or video of this item.")
         return FileResponse(path, media_type=found)
 
     # -- samples ------------------------------------------------------------------------------------------------------
@@ -260,6 +248,26 @@ class Dashboard:
 
     def _group(self, run: RunReader, query: Mapping[str, str]) -> dict[str, Any]:
         return self._sample_views(run).group(query.get("uid", ""))
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    assert isinstance(error, Refusal)
+    return refusal_answer(error)
+
+
+async def _no_route(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    name = {404: "unknown-route", 405: "unknown-method"}.get(error.status_code, "malformed")
+    fix = "see /openapi.json for the routes of a run"
+    return refusal_answer(Refusal(name, str(error.detail), headers=dict(error.headers or {}), fix=fix))
+
+
+REFUSALS: dict[Any, Callable[[Request, Any], Any]] = {Refusal: _refused, HTTPException: _no_route}
+
+
+def page_app(page: Page) -> Starlette:
+    """Returns the application that has the page and takes no orders."""
+    return Starlette(routes=page.routes, exception_handlers=REFUSALS)
 
 
 def _first_bytes(path: Path) -> bytes:

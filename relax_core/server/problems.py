@@ -16,6 +16,7 @@ STATUS_OF = {
     "no-token": 401,
     "no-origin": 403,  # of an order that a page gives
     "unknown-host": 403,
+    "unknown-origin": 403,  # of another site's page
     "unknown-id": 404,
     "unknown-route": 404,
     "unknown-method": 405,
@@ -27,7 +28,9 @@ STATUS_OF = {
     "engine-of-the-start": 409,  # it stays
     "too-large": 413,
     "no-json": 415,
+    "unreadable": 422,  # a file of a run, which the page cannot show
     "too-many-requests": 429,
+    "busy": 503,  # with other questions of the page
     "no-report": 503,  # of what the run waits for
     "run-starts": 503,
     "run-ends": 503,

@@ -12,9 +12,9 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from relax_core.server.page_guard import Session
-from relax_core.server.page_routes import Dashboard
-from relax_core.server.page_server import PageServer
+from relax_core.server.guard import Guard, Session
+from relax_core.server.http_server import HttpServer
+from relax_core.server.page_routes import Page, page_app
 
 DEADLINE_S = 60.0
 
@@ -26,8 +26,8 @@ class Server:
         self.session = Session()
         listener = socket.create_server(("127.0.0.1", 0))
         self.port = int(listener.getsockname()[1])
-        self.dashboard = Dashboard([folder], cache=None, session=self.session, port=lambda: self.port)
-        self._server = PageServer(self.dashboard.app)
+        self.page = Page([folder], cache=None, session=self.session)
+        self._server = HttpServer(Guard(page_app(self.page), self.session, port=lambda: self.port), signals=False)
         self._thread = threading.Thread(target=lambda: asyncio.run(self._server.serve(listener)), daemon=True)
         self._thread.start()
         self.authorization = ""
@@ -61,4 +61,4 @@ class Server:
     def stop(self) -> None:
         self._server.stop()
         self._thread.join(DEADLINE_S)
-        self.dashboard.close()
+        self.page.close()

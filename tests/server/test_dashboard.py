@@ -15,8 +15,8 @@ import pytest
 
 from relax_core.cli.dashboard_command import main
 from relax_core.observe.alarm_book import AlarmBook
+from relax_core.server.guard import POLICY
 from relax_core.server.listed_runs import ListedRuns
-from relax_core.server.page_guard import POLICY
 from relax_core.server.run_folders import NotInside, find_runs, inside, run_id, run_state
 from relax_core.server.run_logs import log_chunk, log_files, search_log
 from relax_core.server.run_reader import RunReader
@@ -50,7 +50,7 @@ def test_a_link_works_once_and_gives_the_key_of_a_session(run_dir: Path) -> None
         token = made.session.link_token.encode()
         assert made.ask("/api/runs")[0] == 401
         assert made.ask("/api/session", data=b"wrong")[0] == 401
-        assert made.ask("/api/session", data=b"x" * 9000)[0] == 413
+        assert made.ask("/api/session", data=b"x" * 70000)[0] == 413
         status, headers, body = made.ask("/api/session", data=token)
         assert status == 200 and "set-cookie" not in headers
         key = json.loads(body)["session"]

@@ -18,7 +18,7 @@ import relax_core.server.order_routes as gateway_routes
 from relax_core.observe.stall_asks import StallAsks
 from relax_core.server.controller_channel import answering, channel
 from relax_core.server.gateway_settings import Limits
-from relax_core.server.guard import Guard
+from relax_core.server.guard import Guard, Session
 from relax_core.server.order_book import OrderBook
 from relax_core.server.order_desk import OrderDesk
 from relax_core.server.order_routes import Controller, order_app
@@ -57,7 +57,13 @@ class MovingRun:
         self._open = ExitStack()
         ours, theirs = map(self._open.enter_context, channel())
         self._open.enter_context(answering(theirs, OrderDesk(self.book, limits, None).answer))
-        self._app = Guard(order_app(Controller(ours, folder), limits), token="secret", hosts=["testserver"])
+        self._app = Guard(
+            order_app(Controller(ours, folder), limits),
+            Session(),
+            port=lambda: 80,
+            names=["testserver"],
+            token="secret",
+        )
         self.book.run = RunRow(at=1.0, step=4, steps=9, stopping=False)
         self.reset()
 

@@ -16,7 +16,7 @@ import relax_core.server.order_routes as gateway_routes
 from relax_core.observe.stall_asks import FOLDER
 from relax_core.server.controller_channel import answering, channel
 from relax_core.server.gateway_settings import EngineRoom, Limits
-from relax_core.server.guard import Guard
+from relax_core.server.guard import Guard, Session
 from relax_core.server.order_book import FILE, OrderBook
 from relax_core.server.order_desk import OrderDesk
 from relax_core.server.order_routes import Controller, order_app
@@ -42,7 +42,7 @@ class Gateway:
         self.serve = lambda: self.answering.enter_context(answering(theirs, desk.answer))
         self.serve()
         self.app = order_app(Controller(ours, folder), limits)
-        guarded = Guard(self.app, token="secret", hosts=["gpu7"])
+        guarded = Guard(self.app, Session(), port=lambda: 7788, names=["gpu7"], token="secret")
         self.client = TestClient(guarded, base_url="http://127.0.0.1:7788")
         self._open.callback(self.client.close)
         self.book.run = RunRow(at=1.0, step=4, steps=9, stopping=False)

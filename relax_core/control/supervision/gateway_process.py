@@ -102,7 +102,7 @@ class GatewayProcess:
             with self._log.open("ab") as log:
                 self._log_begins = log.tell()
                 process = subprocess.Popen(
-                    module_command("relax_core.server"),
+                    module_command("relax_core.server.gateway_server"),
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=log,

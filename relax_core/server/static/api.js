@@ -32,7 +32,7 @@ function send(path, given = {}) {
 
 async function answered(path, given) {
   const response = await send(path, given);
-  if (!response.ok) throw new Error(await response.text());
+  if (!response.ok) throw await refusal(response);
   return response;
 }
 
@@ -69,13 +69,17 @@ export async function gateway(path, body) {
   const response = await send(`gateway/${path}`, given);
   if (response.ok) return response.json();
   if ([404, 503].includes(response.status) && body === undefined) return null;
+  throw await refusal(response);
+}
+
+async function refusal(response) {
   const problem = await response.json();
-  throw new Error([problem.detail, problem.fix].filter(Boolean).join(": "));
+  return new Error([problem.detail, problem.fix].filter(Boolean).join(": "));
 }
 
 export async function exchange(token) {
   const response = await fetch("/api/session", { method: "POST", body: token });
-  if (!response.ok) throw new Error(await response.text());
+  if (!response.ok) throw await refusal(response);
   keep((await response.json()).session);
 }
 

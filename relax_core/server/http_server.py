@@ -1,40 +1,45 @@
-"""Serves the page on a listener, with the bounds on connections that every HTTP server of Relax has."""
+"""Serves the application on a listener, with the bounds on connections that every HTTP server of Relax has."""
 
 from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import cast
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from relax_core.engines.http_server.connections import Connection, OpenConnections, connection_limit
-from relax_core.server.page_guard import App
+from relax_core.engines.http_server.held_port import BACKLOG
 
 KEEP_ALIVE_S = 30
-CLOSE_S = 2  # seconds that open requests get when the page ends
+GRACE_S = 1  # seconds that open requests get when the server ends
 
 
-class PageServer:
-    """Serves ``app``, the page behind its guard, from `serve` on until `stop` is called or Ctrl-C comes."""
+class HttpServer:
+    """Serves ``app`` from `serve` on until `stop` is called; with ``signals``, until Ctrl-C comes, too."""
 
-    def __init__(self, app: App) -> None:
+    def __init__(self, app: ASGIApp, *, signals: bool = True) -> None:
         self._connections = OpenConnections(connection_limit())
         config = uvicorn.Config(
             app,
             http=cast("type[asyncio.Protocol]", partial(Connection, self._connections)),
             ws="none",
             lifespan="off",
+            log_config=None,
             log_level="error",  # what a client or a run's folder does wrong is answered and not logged
             access_log=False,
             server_header=False,
             date_header=False,
             proxy_headers=False,
+            backlog=BACKLOG,
             timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=CLOSE_S,
+            timeout_graceful_shutdown=GRACE_S,
         )
-        self._server = uvicorn.Server(config)
+        self._server = uvicorn.Server(config) if signals else _WithoutSignals(config)
 
     @property
     def started(self) -> bool:
@@ -52,3 +57,10 @@ class PageServer:
     def stop(self) -> None:
         """Ends the server; any thread may call it."""
         self._server.should_exit = True
+
+
+class _WithoutSignals(uvicorn.Server):
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leaves signals to the supervisor."""
+        yield
