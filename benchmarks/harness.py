@@ -211,8 +211,6 @@ def engine_config(**changes: Any) -> EngineConfig:
         "context_length": 256,
         "threads": 1,
         "start_timeout_s": 300.0,
-        "request_timeout_s": ENGINE_S,
-        "sync_timeout_s": ENGINE_S,
     }
     return EngineConfig(**given | changes)
 

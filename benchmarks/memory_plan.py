@@ -29,7 +29,7 @@ from pathlib import Path
 from benchmarks.random_vision_model import ROWS
 from relax_core.config.compose import load_config
 from relax_core.plan.build_plan import make_plan
-from relax_core.plan.memory.memory_terms import MIB
+from relax_core.plan.memory_terms import MIB
 
 DEADLINE_S = 600.0
 SAMPLE_S = 0.05

@@ -97,8 +97,6 @@ class Loop:
                 max_staleness=config.mode.max_staleness,
                 on_stale="drop",
                 total_steps=config.run.steps,
-                inline_bytes=config.bus.inline_bytes,
-                max_row_bytes=config.bus.max_row_bytes,
             ),
             ledger=Ledger(group_size=config.algo.group_size, journal=None),
             clock=time.monotonic,

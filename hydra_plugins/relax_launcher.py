@@ -16,7 +16,7 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, open_dict
 
-from relax_core.config.sweep_runs import SweepFailed
+from relax_core.config.compose import SweepFailed
 from relax_core.contracts.host.private_folder import private_folder
 
 # ``metric`` is the value of a run: a dotted path in its summary.json. This is no dataclass, because Hydra loads this

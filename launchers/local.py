@@ -10,7 +10,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 
-from relax_core.config.own_runs import marked
+from relax_core.config.rerun import marked
 from relax_core.config.saved import to_yaml
 from relax_core.config.schema import FolderByTime, RelaxConfig
 from relax_core.contracts.host.output_path import numbered

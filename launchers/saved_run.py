@@ -14,8 +14,7 @@ from launchers.submitted import read_submitted
 from relax_core.config.choices import LauncherKind
 from relax_core.config.compose import settled
 from relax_core.config.errors import ConfigError
-from relax_core.config.schema import RelaxConfig
-from relax_core.config.sections.launcher_schema import LauncherConfig
+from relax_core.config.schema import LauncherConfig, RelaxConfig
 from relax_core.contracts.host.private_folder import private_files, private_folder
 from relax_core.preflight import CHECKS, settle
 

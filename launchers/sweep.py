@@ -17,8 +17,7 @@ from launchers.local import make_run_folder
 from launchers.submitted import write_whole
 from relax_core.config.choices import LauncherKind
 from relax_core.config.errors import ConfigError
-from relax_core.config.schema import FolderByTime, RelaxConfig
-from relax_core.config.sections.launcher_schema import SlurmLauncherConfig
+from relax_core.config.schema import FolderByTime, RelaxConfig, SlurmLauncherConfig
 from relax_core.contracts.host.output_path import numbered
 from relax_core.contracts.host.private_folder import private_folder
 from relax_core.observe.summary import SUMMARY_FILE

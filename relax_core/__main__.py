@@ -57,8 +57,8 @@ def _without_secrets(arguments: Sequence[str] | None) -> list[str]:
 
     Raises SystemExit for a secret that cannot be read.
     """
-    from relax_core.config.command_line.secret_words import hide_arguments, without_secrets
     from relax_core.config.errors import ConfigError
+    from relax_core.config.override_words import hide_arguments, without_secrets
 
     typed = list(sys.argv[1:] if arguments is None else arguments)
     try:
@@ -99,13 +99,13 @@ def _run(words: Sequence[str], rest: Sequence[str], *, again: bool) -> int:
 
     try:
         if "--help" in rest or "-h" in rest:
-            from relax_core.config.command_line.help import help_text
-            from relax_core.config.command_line.rerun import USAGE as RERUN
+            from relax_core.config.help import help_text
+            from relax_core.config.rerun import USAGE as RERUN
 
             print(RERUN if again else help_text(rest))
             return 0
-        from relax_core.config.command_line.override_words import CommandLine
-        from relax_core.config.command_line.rerun import rerun_line
+        from relax_core.config.override_words import CommandLine
+        from relax_core.config.rerun import rerun_line
 
         line = rerun_line(rest) if again else CommandLine.of(rest, typed=words)
     except ConfigError as error:

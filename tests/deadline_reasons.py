@@ -240,7 +240,7 @@ REASONS = {
         "relax_core/rollout/rewards/reward_pool.py",
         "RewardPool.close",
     ): "its threads wait for workers that were just killed",
-    ("relax_core/cli/eval_engines.py", "eval_engines"): "each start ends within engine.start_timeout_s",
+    ("relax_core/cli/eval_command.py", "eval_engines"): "each start ends within engine.start_timeout_s",
     (
         "relax_core/roles/trainer/critic_trainer.py",
         "CriticTrainer._run",

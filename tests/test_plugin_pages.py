@@ -22,7 +22,7 @@ from relax_core.contracts.reward import RewardInput
 from relax_core.data.media.item_encoder import encode_item
 from relax_core.data.media.media_limits import MediaLimits
 from relax_core.data.tool_parsers import read_action
-from relax_core.plan.data.plugin_checks import plugin_problems
+from relax_core.preflight import plugin_problems
 from relax_core.registry import ALL_KINDS, PluginError, find, find_algorithm, find_env, find_reward, key_of
 from tests.data.test_plugin_source import ROWS, write_database
 from tests.media_items import TOWER

@@ -8,11 +8,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from launchers.submitted import OVERRIDES
-from relax_core.config.checks.launcher_keys import environment
+from relax_core.config.launcher_checks import environment
 from relax_core.config.redaction import REDACTED, secret_leaves, without_address_secrets
 from relax_core.config.saved import plain, to_yaml
-from relax_core.config.schema import RelaxConfig
-from relax_core.config.sections.launcher_schema import RayJobLauncherConfig
+from relax_core.config.schema import RayJobLauncherConfig, RelaxConfig
 from relax_core.control.host.ray_session import ONE_THREAD
 
 EXTRA_STOP_S = 30  # added to run.stop_timeout_s: after that Ray kills a job that does not stop

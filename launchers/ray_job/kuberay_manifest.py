@@ -11,8 +11,8 @@ import yaml
 
 from launchers.ray_job.entrypoint import entrypoint, job_text, launcher_of, variables
 from launchers.submitted import CONFIG_FILE
-from relax_core.config.schema import RelaxConfig
-from relax_core.config.sections.launcher_schema import RayJobLauncherConfig
+from relax_core.config.launcher_checks import VOLUME_PATH
+from relax_core.config.schema import RayJobLauncherConfig, RelaxConfig
 
 CONFIG_FOLDER = "/etc/relax"
 SHARED_MEMORY = "/dev/shm"
@@ -27,7 +27,7 @@ def manifest(config: RelaxConfig, overrides: Sequence[str]) -> str:
     """
     launcher = launcher_of(config)
     name = _name(config.name)
-    metadata = {"name": name, "namespace": launcher.namespace, "labels": {"app.kubernetes.io/name": "relax"}}
+    metadata = {"name": name, "labels": {"app.kubernetes.io/name": "relax"}}
     config_map = {
         "apiVersion": "v1",
         "kind": "ConfigMap",
@@ -86,7 +86,7 @@ def _pod(launcher: RayJobLauncherConfig, name: str, container: str) -> dict[str,
     mounts = [{"name": "config", "mountPath": CONFIG_FOLDER}, {"name": "shm", "mountPath": SHARED_MEMORY}]
     if launcher.volume_claim is not None:
         volumes.append({"name": "runs", "persistentVolumeClaim": {"claimName": launcher.volume_claim}})
-        mounts.append({"name": "runs", "mountPath": launcher.volume_path})
+        mounts.append({"name": "runs", "mountPath": VOLUME_PATH})
     return {
         "containers": [
             {

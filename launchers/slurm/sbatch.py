@@ -14,9 +14,8 @@ from launchers.slurm.follow import follow
 from launchers.slurm.job_state import SlurmRun
 from launchers.slurm.node_task import SlurmTask
 from launchers.submitted import JOB_FILE, make_folder, write_whole
-from relax_core.config.checks.launcher_keys import sbatch_arguments, script_path_problem
-from relax_core.config.schema import RelaxConfig
-from relax_core.config.sections.launcher_schema import SlurmLauncherConfig
+from relax_core.config.launcher_checks import sbatch_arguments, script_path_problem
+from relax_core.config.schema import RelaxConfig, SlurmLauncherConfig
 
 if TYPE_CHECKING:
     from submitit import SlurmExecutor
@@ -119,9 +118,6 @@ def _parameters(config: RelaxConfig, launcher: SlurmLauncherConfig) -> dict[str,
     """Returns submitit's parameters for the configuration. A value of None leaves the choice to the cluster."""
     optional = {
         "partition": launcher.partition,
-        "account": launcher.account,
-        "qos": launcher.qos,
-        "constraint": launcher.constraint,
         "gpus_per_node": launcher.gpus_per_node or None,
         "mem": None if launcher.memory_gb is None else f"{round(launcher.memory_gb * 1024)}M",
         "setup": launcher.setup or None,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from relax_core.bus.state.settings import BusSettings
+from relax_core.bus.state.settings import INLINE_BYTES, MAX_ROW_BYTES, BusSettings
 
 if TYPE_CHECKING:
     from relax_core.bus.ray.ray_bus import RayBus
@@ -42,6 +42,8 @@ def create_bus(
     media_folder: Path | None = None,
     media_nodes: bool = False,
     mix: Mapping[str, float] | None = None,
+    inline_bytes: int = INLINE_BYTES,
+    max_row_bytes: int = MAX_ROW_BYTES,
 ) -> RayBus:
     """Starts the bus process and waits until it answers.
 
@@ -50,7 +52,8 @@ def create_bus(
     bus and has its sockets below ``socket_folder``. That path must be short, because a socket's path may have 107
     bytes. ``node_options`` are Ray's options for the node of the bus process. ``media_folder`` is the folder of media
     items, None in a run without media; with ``media_nodes`` each node has its own beside it, and items are copied to
-    the nodes that need them. ``mix`` is data.mix. Raises ValueError for an unknown backend or settings without sense.
+    the nodes that need them. ``mix`` is data.mix; the two limits are those of `BusSettings`.
+    Raises ValueError for an unknown backend or settings without sense.
     """
     if config.name not in BACKENDS:
         raise ValueError(f"bus={config.name} is not built. What exists for bus: {', '.join(BACKENDS)}")
@@ -60,8 +63,8 @@ def create_bus(
         max_staleness=max_staleness,
         on_stale=on_stale,
         total_steps=total_steps,
-        inline_bytes=config.inline_bytes,
-        max_row_bytes=config.max_row_bytes,
+        inline_bytes=inline_bytes,
+        max_row_bytes=max_row_bytes,
         spare_groups=spare_groups,
         surplus=surplus,
         rollout_workers=rollout_workers,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -15,14 +17,13 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
-from relax_core.cli.versions import versions
 from relax_core.config.compose import load_config
-from relax_core.config.host_memory import available_bytes
 from relax_core.contracts.host.python_child import cause_in, module_command
 from relax_core.control.host.run_paths import SHARED_MEMORY, temporary_folder
 from relax_core.control.host.stale_runs import find_stale_runs, remove_stale_runs
+from relax_core.observe.process_usage import available_bytes
 from relax_core.plan.build_plan import make_plan
-from relax_core.plan.memory.memory_terms import size_words
+from relax_core.plan.memory_terms import size_words
 
 CORES, DISK_BYTES, SHARED_BYTES = 2, 2 << 30, 512 << 20
 _NVIDIA_S = 10.0
@@ -251,3 +252,52 @@ _CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     _optional,
     _stale_runs,
 )
+
+
+_CONSTRAINTS = Path(__file__).resolve().parents[2] / "constraints.txt"
+_NAME = re.compile(r"[A-Za-z0-9._-]+")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LibraryVersion:
+    """Holds the versions of one library.
+
+    ``found`` is None if it is not installed. ``tested`` is None if constraints.txt does not exist or does not name it.
+    """
+
+    name: str
+    found: str | None
+    tested: str | None
+
+
+def versions() -> list[LibraryVersion]:
+    """Returns the versions of the libraries that Relax depends on, without those of its extras."""
+    tested = _tested()
+    return [
+        LibraryVersion(name=name, found=_found(name), tested=tested.get(_normal(name))) for name in sorted(_required())
+    ]
+
+
+def _required() -> set[str]:
+    lines = importlib.metadata.requires("relax-core") or []
+    plain = [line for line in lines if "extra ==" not in line]
+    return {match[0] for line in plain if (match := _NAME.match(line))}
+
+
+def _tested() -> dict[str, str]:
+    """Maps names to tested versions; it is empty in an installed wheel, which has no constraints.txt."""
+    if not _CONSTRAINTS.is_file():
+        return {}
+    pins = [line.split("#")[0].strip().split("==") for line in _CONSTRAINTS.read_text(encoding="utf-8").splitlines()]
+    return {_normal(pin[0]): pin[1].split(";")[0].strip() for pin in pins if len(pin) == 2}
+
+
+def _found(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name).split("+")[0]
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()

@@ -1,36 +1,68 @@
-"""Runs `relax eval MODEL|CHECKPOINT|RUN [key=value …]`: finds what the words name and evaluates it."""
+"""Runs `relax eval MODEL|CHECKPOINT|RUN [key=value …]`: evaluates what the words name, on engines of its own."""
 
 from __future__ import annotations
 
+import asyncio
+import json
+import secrets
 import sys
-from collections.abc import Iterator, Sequence
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
 import yaml
+from rich.console import Console
+from rich.table import Table
 
-from relax_core.cli.evaluate import Target, evaluate
-from relax_core.config.checks.validate import Check
-from relax_core.config.command_line.override_words import CommandLine, is_hub_name, of_hub
-from relax_core.config.command_line.rerun import rerun_line
 from relax_core.config.compose import Settle, run
 from relax_core.config.errors import ConfigError
+from relax_core.config.modality import media_kinds
 from relax_core.config.options import COMMANDS, conf_folder, yaml_options
+from relax_core.config.override_words import CommandLine, is_hub_name, of_hub
+from relax_core.config.rerun import marked, rerun_line
+from relax_core.config.saved import to_yaml
+from relax_core.config.schema import RelaxConfig
+from relax_core.config.validate import Check
+from relax_core.contracts.bus import CALL_TIMEOUT_S
+from relax_core.contracts.engine import REQUEST_TIMEOUT_S, EngineError
+from relax_core.contracts.host.output_path import new_private_folder
+from relax_core.contracts.media import MediaItem
+from relax_core.control.host.run_paths import run_paths
+from relax_core.data.eval_sets import NAMED_ROWS, asks_held_out, eval_sets
+from relax_core.data.sources import make_source
+from relax_core.data.tokenizer import PromptTokenizer, utc_date
+from relax_core.engines.build_client import build_client
+from relax_core.engines.engine_process import EngineLaunch, EngineProcess
+from relax_core.engines.pool.engine_pool import EnginePool
+from relax_core.engines.protocol.engine_client import EngineClient
 from relax_core.families.folder import family_key
 from relax_core.families.hf_config import has_hf_config, read_hf_config
+from relax_core.observe.panel_view import ShownConsole
+from relax_core.observe.summary import library_versions
+from relax_core.plan.unused_keys import unread_by_evaluation
+from relax_core.registry import find_env, find_reward
+from relax_core.rollout.env_workers.run_env import RunEnv
+from relax_core.rollout.evaluation.eval_metrics import Estimate, mean_reward
+from relax_core.rollout.evaluation.evaluator import PreparedSet, SetAnswers
+from relax_core.rollout.evaluation.played_sets import answer_sets, prepared_sets
+from relax_core.rollout.held_items import HeldItems
+from relax_core.rollout.item_cache import ItemCache
+from relax_core.rollout.media_encoding import MEGABYTE, item_work_of, open_encoders
+from relax_core.rollout.prompt_tokens import PromptMaker, shown_prompt
+from relax_core.rollout.rewards.reward_pool import RewardPool
+from relax_core.tools.export import export
+from relax_core.tools.make_tiny import tiny_model_folder
 from relax_core.train.checkpoints.checkpoint_store import CONFIG, META, CheckpointStore, recover_replaced
 
 USAGE = f"relax {COMMANDS['eval'][0]}"
-_TRAINING = (
-    "mode",
-    "resume",
-    "run.steps",
-    "run.epochs",
-    "run.save_every",
-    "run.keep_best",
-    "run.patience",
-    "eval.every",
-)
 _BESIDE = "${now:%Y-%m-%d_%H-%M-%S}"
 
 
@@ -47,7 +79,7 @@ def eval_command(words: Sequence[str], *, checks: Sequence[Check], settle: Settl
     if not words or words[0].startswith("-") or "=" in words[0].rpartition("/")[2]:
         print(f"relax: {USAGE}", file=sys.stderr)
         return 2
-    if problems := list(_not_read(words[1:])):
+    if problems := list(unread_by_evaluation(words[1:])):
         print(ConfigError(problems).report(), file=sys.stderr)
         return 2
     try:
@@ -59,16 +91,6 @@ def eval_command(words: Sequence[str], *, checks: Sequence[Check], settle: Settl
         print(f"relax: {error}", file=sys.stderr)
         return 2
     return run(line, partial(evaluate, target=target), checks=checks, settle=settle)
-
-
-def _not_read(overrides: Sequence[str]) -> Iterator[str]:
-    """Yields a sentence for each key that only training reads."""
-    for word in overrides:
-        key, _, value = word.partition("=")
-        if key == "plan" and value != "false":
-            yield f"{word}: relax eval has no plan. Drop it; plan=true belongs to a run."
-        elif key in _TRAINING or key.startswith(("optimizer.", "mode.")):
-            yield f"{word}: an evaluation trains nothing, and does not read {key}. Drop it."
 
 
 def _target(word: str, overrides: Sequence[str]) -> tuple[Target, CommandLine]:
@@ -127,3 +149,395 @@ def _option_for(folder: Path, *, also: str | None) -> str:
     if family_key(family, also=also) is not None:
         return "folder"
     raise ValueError(f"{folder}: model_type={family!r} in its config.json is of no family that Relax knows.")
+
+
+RESULT_FILE = "evaluation.json"
+ANSWERS_FILE = "answers.jsonl"
+HELD_OUT = "held-out rows"  # the name of a set without one
+INTERVALS = (
+    "95 %. Shares: Wilson (1927), with the effective number of cases from the spread between prompts (Kish 1965; Korn "
+    "and Graubard 1998), at least one a prompt. Reward: normal, over the prompts' means. pass@k: Chen et al. (2021), "
+    "equation 1. maj@k: mean over all draws of k answers; ties are broken at random."
+)
+
+
+def as_result(found: Sequence[SetAnswers], *, meta: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the contents of evaluation.json."""
+    return {**meta, "intervals": INTERVALS, "sets": [_set(one) for one in found]}
+
+
+def write_result(folder: Path, result: Mapping[str, Any], found: Sequence[SetAnswers]) -> Path:
+    """Writes the result and all answers into ``folder``; returns the result's path."""
+    with (folder / ANSWERS_FILE).open("w", encoding="utf-8") as file:
+        for one in found:
+            for prompt, answers in zip(one.of.rows, one.answers, strict=True):
+                line = {
+                    "set": one.of.name,
+                    "prompt": shown_prompt(prompt.row["prompt"], [media.item for media in prompt.media])
+                    if prompt.media
+                    else prompt.row["prompt"],
+                    "answer": str(prompt.row["answer"]),
+                    "responses": [answer.text for answer in answers],
+                    "exact": [answer.exact for answer in answers],
+                    "rewards": [answer.reward for answer in answers],
+                    "votes": [answer.vote for answer in answers],
+                    "why": [answer.why for answer in answers],
+                    "turns": [answer.turns if answer.ended else 0 for answer in answers],
+                }
+                file.write(json.dumps(line, ensure_ascii=False) + "\n")
+    path = folder / RESULT_FILE
+    path.write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    return path
+
+
+def print_result(console: Console, result: Mapping[str, Any]) -> None:
+    """Prints a table of all figures with their intervals, and below it further facts about each set."""
+    table = Table(show_edge=False)
+    for heading in ("set", "figure", "value", "from", "to"):
+        table.add_column(heading, justify="left" if heading in ("set", "figure") else "right")
+    for one in result["sets"]:
+        first = f"{one['name'] or HELD_OUT}, {one['rows']} prompts"
+        for name, figure in one["figures"].items():
+            table.add_row(first, name, *(f"{figure[key]:.4f}" for key in ("value", "low", "high")))
+            first = ""
+    console.print(table)
+    for one in result["sets"]:
+        for words in _remarks(one):
+            console.print(f"{one['name'] or HELD_OUT}: {words}", soft_wrap=True)
+
+
+def _remarks(one: Mapping[str, Any]) -> list[str]:
+    """Returns facts about a set that its figures do not show."""
+    words = [f"{one['truncated']:.1%} of {one['answers']} answers reached the token limit"]
+    if one["bad_rows"]:
+        reasons = ", ".join(f"{count} {reason}" for reason, count in one["bad_rows"].items())
+        words.append(f"{sum(one['bad_rows'].values())} data rows cannot be used and are left out ({reasons})")
+    if one["unscored"]:
+        words.append(f"{one['unscored']} answers have no reward and count as not exact")
+    return words
+
+
+def _set(one: SetAnswers) -> dict[str, Any]:
+    answers = [answer for of_prompt in one.answers for answer in of_prompt]
+    figures = _figures(one)
+    for part, its in one.by_part().items():
+        figures |= {f"{part}/{name}": figure for name, figure in _figures(its).items()}
+    return {
+        "name": one.of.name,
+        "rows": len(one.answers),
+        "answers": len(answers),
+        "figures": figures,
+        "truncated": fmean(answer.cut for answer in answers) if answers else 0.0,
+        "response_tokens": fmean(answer.tokens for answer in answers) if answers else 0.0,
+        "unscored": one.unscored,
+        "bad_rows": dict(Counter(error.reason for error in one.of.bad)),
+        "bad_rows_named": [str(error) for error in one.of.bad[:NAMED_ROWS]],
+    }
+
+
+def _figures(one: SetAnswers) -> dict[str, dict[str, float]]:
+    figures = {name: _as_dict(estimate) for name, estimate in one.estimates().items()}
+    reward = mean_reward(one.answers)
+    return figures if reward is None else figures | {"reward": _as_dict(reward)}
+
+
+def _as_dict(estimate: Estimate) -> dict[str, float]:
+    return {"value": estimate.value, "low": estimate.low, "high": estimate.high}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalMedia:
+    """Holds what gives an evaluation its media, the folder of their files in shared memory, and the towers' work."""
+
+    items: ItemCache
+    folder: Path
+    work: Callable[[MediaItem], float]
+
+
+@contextmanager
+def eval_media(config: RelaxConfig, model_folder: Path, *, log_dir: Path) -> Iterator[EvalMedia | None]:
+    """Starts the worker processes that encode, and yields None for an evaluation of text.
+
+    The workers end and the files are removed after the block. Raises ValueError if the model's folder lacks a processor
+    file.
+    """
+    if not media_kinds(config):
+        yield None
+        return
+    log_dir.mkdir(parents=True, exist_ok=True)
+    with run_paths(run_dir=Path(config.run.dir)) as paths:
+        folder = paths.weights_folder
+        with open_encoders(config, model_folder=model_folder, media_folder=folder, log_dir=log_dir) as encoders:
+            held = HeldItems(encoders, ItemFiles(folder), worker=0, timeout_s=CALL_TIMEOUT_S)
+            items = ItemCache(held, most_bytes=config.modality.cache_mb * MEGABYTE, let_go=held.let_go)
+            yield EvalMedia(items=items, folder=folder, work=item_work_of(config, model_folder=model_folder))
+
+
+class ItemFiles:
+    """Takes the place of the bus: the cache alone says how long the files of its items exist."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    async def hold_async(self, items: Mapping[str, int], *, worker: int = 0, timeout_s: float) -> list[str]:
+        """Returns the digests of the items that have no file."""
+        return [digest for digest in items if not (self._folder / digest).exists()]
+
+    async def let_go_async(self, digests: Sequence[str], *, worker: int = 0, timeout_s: float) -> None:
+        """Removes the files of items."""
+        for digest in digests:
+            await asyncio.to_thread((self._folder / digest).unlink, missing_ok=True)
+
+
+STOP_S = 5.0
+
+
+class EvalEngine:
+    """Holds an engine process and its client."""
+
+    def __init__(self, process: EngineProcess, client: EngineClient, *, log_file: Path) -> None:
+        self._process = process
+        self._client = client
+        self._log_file = log_file
+
+    def client(self) -> EngineClient:
+        """Returns the client. Raises EngineError if the process has ended, because nothing restarts it."""
+        code = self._process.poll()
+        if code is not None:
+            raise EngineError(f"an engine process ended with {code}; see {self._log_file}")
+        return self._client
+
+    async def aclose(self) -> None:
+        """Closes the client's connections."""
+        await self._client.aclose()
+        self._client.close()
+
+
+@contextmanager
+def eval_engines(
+    config: RelaxConfig, model_folder: Path, *, log_dir: Path, media_folder: Path | None = None
+) -> Iterator[list[EvalEngine]]:
+    """Starts ``engine.count`` engines at the same time and stops them after the block.
+
+    ``media_folder`` holds the images and videos of prompts, None if there are none. Raises EngineError if one of the
+    engines does not start.
+    """
+    with ExitStack() as undo:
+        folder = Path(undo.enter_context(tempfile.TemporaryDirectory(prefix="rlx-eval-")))
+        token_file = folder / "token"
+        token_file.touch(mode=0o600)
+        token_file.write_text(secrets.token_hex(32), encoding="utf-8")
+        port = config.engine.port
+        launches = [
+            EngineLaunch(
+                model_folder=model_folder,
+                family=config.model.family,
+                engine=config.engine,
+                dtype=config.engine.dtype or config.model.dtype,
+                token_file=token_file,
+                log_file=log_dir / f"engine-{number}.log",
+                port=port + number if port else 0,
+                load_weights=True,
+                stop_strings=bool(config.rollout.stop),
+                media_folder=media_folder,
+                shard_media=config.parallel.shard_media,
+            )
+            for number in range(config.engine.count)
+        ]
+        with ThreadPoolExecutor(len(launches)) as threads:
+            starts = [threads.submit(EngineProcess.start, launch) for launch in launches]
+            for start in starts:
+                if start.exception() is None:
+                    undo.callback(start.result().stop, timeout_s=STOP_S)
+        processes = [start.result() for start in starts]
+        yield [
+            EvalEngine(
+                process,
+                build_client(
+                    config.engine,
+                    process.url,
+                    model_folder=model_folder,
+                    token_file=token_file,
+                    media_folder=media_folder,
+                ),
+                log_file=launch.log_file,
+            )
+            for process, launch in zip(processes, launches, strict=True)
+        ]
+
+
+FAILED, UNUSABLE = 1, 2
+PRINT_EVERY_S = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """Names the weights to evaluate: those of ``checkpoint`` after ``step`` train steps, else the model's own."""
+
+    checkpoint: Path | None = None
+    step: int | None = None
+
+
+def evaluate(config: RelaxConfig, target: Target) -> int:
+    """Starts engines with the target's weights, asks every set, and writes the result into ``run.dir``.
+
+    A ``run.dir`` that has files stays as it is: the result is in the next free folder, such as ``DIR-2``. Returns the
+    exit code: 0 for success, 1 if an engine or a reward failed, 2 if the data or the checkpoint cannot be used. Errors
+    are printed to stderr.
+    """
+    started, wanted = time.monotonic(), Path(config.run.dir)
+    config.data.template_date = config.data.template_date or utc_date()
+    try:
+        folder = new_private_folder(wanted, key="run.dir")
+        if folder != wanted:
+            print(f"relax: {wanted} has files, so the result is written to {folder}", file=sys.stderr)
+            config = replace(config, run=replace(config.run, dir=str(folder)))
+        with (
+            _weights(config, target, folder) as model,
+            eval_media(config, model, log_dir=folder / "logs") as media,
+            asyncio.Runner() as runner,  # one event loop, in which an encoding may outlive the call that began it
+        ):
+            prompts = prompt_maker(config, model, media)
+            sets = runner.run(prepared(config, prompts))
+            (folder / "config.yaml").write_text(marked(to_yaml(config)), encoding="utf-8")
+            found = _ask(config, model, prompts, sets, runner=runner, media=media)
+    except (ValueError, OSError) as error:
+        print(f"relax: {error}", file=sys.stderr)
+        return UNUSABLE
+    except (EngineError, RuntimeError) as error:
+        print(f"relax: failed: {error}", file=sys.stderr)
+        return FAILED
+    meta = {
+        "model": config.model.path or config.model.builtin,
+        "checkpoint": None if target.checkpoint is None else str(target.checkpoint),
+        "step": target.step,
+        "engine": config.engine.name,
+        "samples": config.eval.samples,
+        "temperature": config.eval.temperature,
+        "max_new_tokens": config.rollout.max_new_tokens,
+        "stop": list(config.rollout.stop),
+        "files": dict(config.eval.sets),
+        "seconds": time.monotonic() - started,
+        "versions": library_versions(),
+    }
+    result = as_result(found, meta=meta)
+    path = write_result(folder, result, found)
+    print_result(ShownConsole(), result)
+    print(f"\nresult   {path}\nanswers  {folder / ANSWERS_FILE}")
+    return 0
+
+
+def prompt_maker(config: RelaxConfig, model: Path, media: EvalMedia | None) -> PromptMaker:
+    """Returns what makes the prompts."""
+    return PromptMaker(
+        env=find_env(config.env.name),
+        env_config=config.env,
+        tokenizer=PromptTokenizer(
+            model, template_arguments=config.data.chat_template_kwargs, date=config.data.template_date
+        ),
+        max_prompt_tokens=config.engine.context_tokens - config.rollout.max_new_tokens,
+        overlong=config.data.overlong,
+        last_assistant=config.data.last_assistant,
+        items=None if media is None else media.items,
+        media_kinds=media_kinds(config),
+    )
+
+
+async def prepared(config: RelaxConfig, prompts: PromptMaker) -> list[PreparedSet]:
+    """Prepares the prompts of every set. Raises ValueError for unusable data."""
+    source = None
+    if asks_held_out(config):
+        source = make_source(config.data, seed=config.seed, eval_rows=config.eval.rows)
+    return await prepared_sets(config, eval_sets(config, source), prompts)
+
+
+@contextmanager
+def _weights(config: RelaxConfig, target: Target, folder: Path) -> Iterator[Path]:
+    """Yields a Hugging Face folder with the weights.
+
+    A checkpoint's weights are written beside the result, and removed after the block.
+    """
+    if target.checkpoint is None:
+        yield _model_folder(config)
+        return
+    with tempfile.TemporaryDirectory(prefix=".weights-", dir=folder) as written:
+        out = Path(written) / "hf"
+        export(target.checkpoint, out, model=None, dtype=None, shard_gb=4.0, trust=True)  # checked by `rerun_line`
+        yield out
+
+
+def _model_folder(config: RelaxConfig) -> Path:
+    if config.model.path is not None:
+        return Path(config.model.path)
+    assert config.model.builtin is not None and config.model.task is not None, "validated"
+    return tiny_model_folder(config.model.builtin, task=config.model.task)
+
+
+def _ask(
+    config: RelaxConfig,
+    model: Path,
+    prompts: PromptMaker,
+    sets: Sequence[PreparedSet],
+    *,
+    runner: asyncio.Runner,
+    media: EvalMedia | None,
+) -> list[SetAnswers]:
+    media_folder = None if media is None else media.folder
+    total = sum(len(one.rows) for one in sets)
+    print(f"relax: {total} prompts x {config.eval.samples} answers; {config.engine.name} engines start", flush=True)
+    reward, log_dir = find_reward(config.reward.name), Path(config.run.dir) / "logs"
+    with (
+        RewardPool(
+            reward,
+            config.reward,
+            workers=config.rollout.reward_workers,
+            concurrency=config.rollout.reward_concurrency,
+            media_folder=str(media_folder or ""),
+        ) as rewards,
+        RunEnv(config, log_dir=log_dir) as env,
+        eval_engines(config, model, log_dir=log_dir, media_folder=media_folder) as engines,
+    ):
+        asked = _ask_engines(config, engines, prompts, sets, rewards, env, total=total, media=media)
+        return runner.run(asked)
+
+
+async def _ask_engines(
+    config: RelaxConfig,
+    engines: Sequence[EvalEngine],
+    prompts: PromptMaker,
+    sets: Sequence[PreparedSet],
+    rewards: RewardPool,
+    env: RunEnv,
+    *,
+    total: int,
+    media: EvalMedia | None,
+) -> list[SetAnswers]:
+    async def client_for(engine: int, on_policy: bool) -> EngineClient:
+        return engines[engine].client()
+
+    printed = time.monotonic()
+
+    def print_progress(answered: int) -> None:
+        nonlocal printed
+        if time.monotonic() - printed > PRINT_EVERY_S:
+            printed = time.monotonic()
+            print(f"relax: {answered} of {total} prompts are answered", flush=True)
+
+    work = None if media is None else media.work
+    pool = EnginePool(len(engines), client_for, timeout_s=REQUEST_TIMEOUT_S, item_work=work)
+    try:
+        async with env.serving(prompts.tokenizer):
+            return await answer_sets(
+                config,
+                sets,
+                version=0,
+                pool=pool,
+                prompts=prompts,
+                rewards=rewards,
+                env=env,
+                on_progress=print_progress,
+                media_folder="" if media is None else str(media.folder),
+            )
+    finally:
+        for engine in engines:
+            await engine.aclose()

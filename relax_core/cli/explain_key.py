@@ -11,16 +11,15 @@ from enum import Enum
 from typing import Any
 
 from relax_core.cli.key_readers import readers
-from relax_core.config.checks.ranges import OF_LAUNCHER, OPTIONAL, RANGES
-from relax_core.config.command_line.key_docs import DocumentedKey, keys_of_option, keys_of_plugin, keys_of_root
 from relax_core.config.compose import choices_of, compose, typed_config
 from relax_core.config.errors import ConfigError
+from relax_core.config.help import DocumentedKey, keys_of_option, keys_of_plugin, keys_of_root
 from relax_core.config.options import conf_folder, groups
+from relax_core.config.ranges import OF_LAUNCHER, OPTIONAL, RANGES
 from relax_core.config.redaction import shown
 from relax_core.config.saved import plain
-from relax_core.config.schema import RelaxConfig
+from relax_core.config.schema import LAUNCHERS, RelaxConfig
 from relax_core.config.schema_keys import known_keys, section_types, unknown_key
-from relax_core.config.sections.launcher_schema import LAUNCHERS
 from relax_core.registry import KINDS, find
 
 USAGE = 2

@@ -9,7 +9,7 @@ from typing import Any
 from relax_core.config.options import COMMANDS, first_comment, yaml_options
 from relax_core.contracts.env import EnvSpec
 from relax_core.data.tool_parsers import AUTO, PARSERS
-from relax_core.plan.model.model_source import shape_dimensions, shape_names
+from relax_core.plan.model_dimensions import shape_dimensions, shape_names
 from relax_core.registry import (
     ALL_KINDS,
     GROUP_KINDS,

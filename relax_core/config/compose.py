@@ -11,27 +11,23 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import MarkedYAMLError
 
-from relax_core.config.checks.model_folder import set_banned_tokens
-from relax_core.config.checks.validate import PLANS, Check, problems_of
-from relax_core.config.command_line.error_messages import explain
-from relax_core.config.command_line.override_words import PATHS, CommandLine, hydra_words
-from relax_core.config.command_line.secret_words import without_secrets
+from relax_core.config.error_messages import explain
 from relax_core.config.errors import ConfigError
+from relax_core.config.model_checks import set_banned_tokens
 from relax_core.config.options import conf_folder, plugin_options, shipped
-from relax_core.config.plugin_lists import with_absolute_paths
-from relax_core.config.plugin_types import give_task_to_source, typed_plugin
+from relax_core.config.override_words import PATHS, CommandLine, hydra_words, without_secrets
+from relax_core.config.plugin_types import give_task_to_source, typed_plugin, with_absolute_paths
 from relax_core.config.redaction import as_text, escaped, references, shown, with_variable
-from relax_core.config.schema import FolderByTime, RelaxConfig
+from relax_core.config.schema import LAUNCHERS, FolderByTime, RelaxConfig
 from relax_core.config.schema_keys import section_types, unknown_key
-from relax_core.config.sections.launcher_schema import LAUNCHERS
-from relax_core.config.sweep_runs import SweepFailed, SweepRuns
+from relax_core.config.validate import PLANS, Check, problems_of
 from relax_core.registry import GROUP_KINDS, KINDS, is_file_plugin, short_name
 
 _VERSION_BASE = "1.3"
@@ -445,3 +441,24 @@ def _absolute_path(path: Any, *, key: str) -> Any:
     if not path:
         raise ConfigError([f"{key} has an empty path. Give a path, or leave it out."])
     return _path(key, path)
+
+
+class SweepRuns(Protocol):
+    """Receives the runs of a sweep one by one.
+
+    ``overrides`` are those of one run, as its user would type them. ``swept`` are those of them in which the runs
+    differ. ``folder`` is that of the sweep.
+    """
+
+    def take(self, config: RelaxConfig, overrides: Sequence[str], folder: Path, *, swept: Sequence[str]) -> object:
+        """Accepts a valid run."""
+
+    def refuse(self, overrides: Sequence[str], folder: Path, *, swept: Sequence[str], error: ConfigError) -> None:
+        """Records a run whose configuration is not valid."""
+
+    def finish(self) -> int:
+        """Starts the runs after the last one was taken, and returns the exit code."""
+
+
+class SweepFailed(RuntimeError):
+    """A run failed, and the sweeper needs its value."""

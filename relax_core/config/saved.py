@@ -1,8 +1,18 @@
-"""Writes a configuration as YAML for the run's folder, without secrets."""
+"""Writes a configuration as YAML for the run's folder, without secrets, and compares a resumed run with the saved one.
+
+Changes of anything that the checkpoint's own state depends on are refused. With another seed or other data the cursor
+points into another order, so prompts would come twice or never. The tensors belong to one model and the ledger to one
+group size. A curve that changes its algorithm, reward or environment half-way describes neither. Changes of settings
+that are often tuned during a run (learning rate, clip range, temperature, staleness) are reported and applied. Where
+the run executes, how long it lasts, and where its data lies are not compared, because data is identified by its content
+(relax_core/data/data_identity.py).
+"""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +20,7 @@ import yaml
 
 from relax_core.config.redaction import FromVariable, redacted
 
-if TYPE_CHECKING:  # the process of the metrics takes secrets out of texts, and needs no schema
+if TYPE_CHECKING:
     from relax_core.config.schema import RelaxConfig
 
 
@@ -47,3 +57,106 @@ def _plain(value: Any, *, redact: bool) -> Any:
     if isinstance(value, FromVariable) and redact:
         return value
     return str(value) if isinstance(value, str) else value
+
+
+REFUSED = (
+    "seed",
+    "data",
+    "model",
+    "modality.name",
+    # The limits that decide what an item looks like and which prompts are bad.
+    "modality.image_tokens",
+    "modality.video_fps",
+    "modality.video_frames",
+    "modality.frame_tokens",
+    "modality.audio_seconds",
+    "modality.audio_in_video",
+    "algo.name",
+    "algo.group_size",
+    "reward.name",
+    "env.name",
+    "rollout.banned_token_ids",
+)
+REPORTED_KEYS = (
+    "algo",
+    "optimizer",
+    "rollout",
+    "mode",
+    "reward",
+    "env",
+    "parallel",
+    "data.overlong",
+    "data.max_bad_rows",
+)
+WHOLE = (
+    "data.chat_template_kwargs",
+    "data.paths",
+    "data.mix",
+    "data.config",
+)  # mappings whose keys are the user's: compared as one value
+# Where the content lies, and how it is read.
+DATA_LOCATION_KEYS = (
+    "data.name",
+    "data.path",
+    "data.paths",
+    "data.eval_path",
+    "data.config",
+    "data.media_root",
+    "data.row_group_mb",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """Is a key whose value differs from the checkpoint's."""
+
+    key: str
+    was: Any
+    now: Any
+
+    def words(self) -> str:
+        """Returns the change as text, with the old and the new value."""
+        return f"{self.key} was {_word(self.was)}, is {_word(self.now)}"
+
+    def as_it_was(self) -> str:
+        """Returns the override that restores the old value."""
+        return f"{self.key}={_word(self.was)}"
+
+
+def changes(
+    saved: Mapping[str, Any], now: Mapping[str, Any], *, keys: tuple[str, ...], but: tuple[str, ...] = ()
+) -> list[Change]:
+    """Returns the changed keys at or below one of ``keys``, without those at or below one of ``but``.
+
+    Both configurations have the form of `relax_core.config.saved.plain`. A key that only one of them has was added or
+    removed by a version of Relax.
+    """
+    before, after = dict(_leaves(saved)), dict(_leaves(now))
+    return [
+        Change(key=key, was=before[key], now=value)
+        for key, value in after.items()
+        if key in before and before[key] != value and _below(key, keys) and not _below(key, but)
+    ]
+
+
+def _below(key: str, keys: tuple[str, ...]) -> bool:
+    return any(key == one or key.startswith(f"{one}.") for one in keys)
+
+
+def _leaves(values: Mapping[str, Any], *, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping) and f"{prefix}{key}" not in WHOLE:
+            yield from _leaves(value, prefix=f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _word(value: Any) -> str:
+    """Returns the value as it is written on the command line."""
+    if value is None:
+        return "null"
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{name}:{_word(one)}" for name, one in value.items()) + "}"
+    if isinstance(value, list):
+        return f"[{','.join(map(_word, value))}]"
+    return str(value).lower() if isinstance(value, bool) else str(value)

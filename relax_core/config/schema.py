@@ -15,6 +15,7 @@ from omegaconf import MISSING
 from relax_core.config.choices import (
     AdvantagesPlace,
     LastAssistant,
+    LauncherKind,
     MediaPlace,
     ModeName,
     OnStale,
@@ -25,13 +26,8 @@ from relax_core.config.choices import (
     Surplus,
     WeightTransportName,
 )
-from relax_core.config.media_schema import MediaKeys, ModalityConfig
-from relax_core.config.sections.agent_schema import AgentConfig, EndpointConfig
-from relax_core.config.sections.gateway_schema import AutoscalerConfig, ElasticConfig, GatewayConfig
-from relax_core.config.sections.launcher_schema import LauncherConfig
-from relax_core.config.sections.notify_schema import NotifyConfig
-from relax_core.config.sections.tracker_schema import TrackerConfig
 from relax_core.contracts.env import TurnsConfig
+from relax_core.contracts.media import MediaKind
 
 
 @dataclass
@@ -47,6 +43,61 @@ class ModelConfig:
     dtype: str = MISSING  # float32 | bfloat16
     moe_aux_loss_coef: float = 0.0  # only for a mixture of experts
     freeze: list[str] = field(default_factory=list)  # parts that do not train, of choices.MODEL_PARTS
+
+
+@dataclass(frozen=True, kw_only=True)
+class MediaTask:
+    """Says which ``kinds`` of media a generated task has; in a control, those ``exchanged`` are any row's."""
+
+    kinds: tuple[MediaKind, ...]
+    exchanged: tuple[MediaKind, ...] = ()
+
+
+_SEEN: tuple[MediaKind, ...] = ("image", "video")
+_HEARD: tuple[MediaKind, ...] = (*_SEEN, "audio")
+_BOTH: tuple[MediaKind, ...] = ("image", "audio")
+SEE, FOUR_MODALITIES, TONE_OF_PICTURE = "see", "four_modalities", "tone_of_picture"
+MEDIA_TASKS = {
+    SEE: MediaTask(kinds=_SEEN),
+    f"{SEE}_exchanged": MediaTask(kinds=_SEEN, exchanged=_SEEN),
+    FOUR_MODALITIES: MediaTask(kinds=_HEARD),
+    **{f"{FOUR_MODALITIES}_{kind}_exchanged": MediaTask(kinds=_HEARD, exchanged=(kind,)) for kind in _HEARD},
+    f"{FOUR_MODALITIES}_exchanged": MediaTask(kinds=_HEARD, exchanged=_HEARD),
+    TONE_OF_PICTURE: MediaTask(kinds=_BOTH),
+    **{f"{TONE_OF_PICTURE}_{kind}_exchanged": MediaTask(kinds=_BOTH, exchanged=(kind,)) for kind in _BOTH},
+}
+
+
+@dataclass
+class ModalityConfig:
+    """Holds the keys of `modality`."""
+
+    name: str = MISSING
+    image_tokens: list[int] = MISSING
+    video_fps: float = MISSING
+    video_frames: list[int] = MISSING
+    frame_tokens: int = MISSING
+    audio_seconds: list[float] = MISSING
+    audio_in_video: bool = MISSING
+    workers: int = MISSING
+    worker_timeout_s: float = MISSING
+    worker_mb: int = MISSING
+    cache_mb: int = MISSING
+
+
+@dataclass
+class MediaKeys:
+    """Holds the keys of `data.media_keys`: the columns that have images, videos and sounds."""
+
+    image: str | None = None
+    video: str | None = None
+    audio: str | None = None
+
+    @property
+    def columns(self) -> dict[MediaKind, str]:
+        """Returns the column of each kind that has one."""
+        found: dict[MediaKind, str | None] = {"image": self.image, "video": self.video, "audio": self.audio}
+        return {kind: column for kind, column in found.items() if column is not None}
 
 
 @dataclass
@@ -111,6 +162,24 @@ class ModeConfig:
 
 
 @dataclass
+class ElasticConfig:
+    """Holds the keys of `engine.elastic`."""
+
+    max_count: int = MISSING
+    drain_timeout_s: float = MISSING
+    allowed_hosts: list[str] = field(default_factory=list)
+
+
+@dataclass
+class AutoscalerConfig:
+    """Holds the keys of `engine.autoscaler`."""
+
+    enabled: bool = MISSING
+    min_count: int = MISSING
+    cooldown_s: float = MISSING
+
+
+@dataclass
 class EngineConfig:
     """Holds the keys of `engine`."""
 
@@ -122,12 +191,9 @@ class EngineConfig:
     port: int = MISSING
     max_running_samples: int = MISSING
     max_total_tokens: int = MISSING
-    context_length: int | None = MISSING  # None until it is derived, before the start (plan/data/context_length.py)
+    context_length: int | None = MISSING  # None until it is derived, before the start (plan/context_length.py)
     threads: int = MISSING
     start_timeout_s: float = MISSING
-    request_timeout_s: float = MISSING
-    sync_timeout_s: float = MISSING
-    silent_s: float = MISSING
     weight_transport: WeightTransportName = MISSING
     elastic: ElasticConfig = field(default_factory=ElasticConfig)
     autoscaler: AutoscalerConfig = field(default_factory=AutoscalerConfig)
@@ -138,7 +204,7 @@ class EngineConfig:
     mem_fraction: float | None = None
     deterministic: bool | None = None
     flags: dict[str, Any] = field(default_factory=dict)
-    # Only engine=embedded reads it. None until it is derived, before the start (plan/data/context_length.py).
+    # Only engine=embedded reads it. None until it is derived, before the start (plan/context_length.py).
     prefix_cache_tokens: int | None = None
 
     @property
@@ -153,10 +219,6 @@ class BusConfig:
     """Holds the keys of `bus`."""
 
     name: str = MISSING
-    lease_s: float = MISSING
-    call_timeout_s: float = MISSING
-    inline_bytes: int = MISSING
-    max_row_bytes: int = MISSING
     storage_units: int | None = None  # only for bus=transfer_queue
 
 
@@ -287,8 +349,6 @@ class RunSettings:
     max_restarts: int = MISSING
     max_recoveries: int = MISSING
     heartbeat_timeout_s: float = MISSING
-    watch_after_s: float = MISSING
-    watch_steps: int = MISSING
     show_samples: int = 0
     serve: bool = MISSING
 
@@ -302,6 +362,141 @@ class EvalConfig:
     samples: int = 1
     temperature: float = 0.0
     sets: dict[str, str | None] = field(default_factory=dict)  # name → file; None means the held-out rows of data
+
+
+@dataclass
+class GatewayConfig:
+    """Holds the keys of `gateway`."""
+
+    name: str = MISSING
+    host: str = MISSING
+    port: int = MISSING
+    allowed_hosts: list[str] = field(default_factory=list)
+
+
+HISTORIES = ("continue", "template")
+
+
+@dataclass
+class AgentConfig:
+    """Holds the keys of `agent`."""
+
+    command: str | None = None  # None: agents that Relax does not start open the sessions
+    cwd: str | None = None  # None: the folder in which the run was started
+    env: dict[str, str] = field(default_factory=dict, repr=False)
+    python: str | None = None  # None: the Python of the run
+    workers: int = MISSING
+    timeout_s: float = MISSING
+    history: str = MISSING
+    tool_parser: str = MISSING
+
+
+@dataclass
+class EndpointConfig:
+    """Holds the keys of `endpoint`."""
+
+    host: str = MISSING
+    port: int = MISSING
+
+
+# What `notify.events` may name. "restarts": tier 1 more often than three times an hour; "recovery": tier 2.
+EVENTS = (
+    *("started", "finished", "stopped", "failed", "restarts", "recovery", "stalled"),
+    *("engine_lost", "order_failed", "disk_low", "straggler", "rule"),
+)
+
+
+@dataclass
+class NotifyConfig:
+    """Holds the keys of `notify`."""
+
+    urls_file: str | None = None
+    events: list[str] = field(default_factory=list)
+    rules: list[str] = field(default_factory=list)
+
+
+ALL_SAMPLES = "all"
+
+
+@dataclass
+class TrackerConfig:
+    """Holds the keys of `tracker`."""
+
+    name: str = MISSING
+    tensorboard: bool = MISSING
+    jsonl: bool = MISSING
+    samples: str = ALL_SAMPLES  # "all", or the number of groups of a train step
+    sinks: Any = None  # plug-ins: a list of names and paths, or a mapping from each of them to its configuration
+
+
+def kept_groups(tracker: TrackerConfig, *, groups_per_step: int) -> int:
+    """Returns how many of every ``groups_per_step`` neighbouring groups are kept, between 0 and all of them.
+
+    Raises ValueError for a value that is neither "all" nor a number of groups.
+    """
+    if tracker.samples == ALL_SAMPLES:
+        return groups_per_step
+    if not tracker.samples.isdecimal():
+        raise ValueError(
+            f"tracker.samples={tracker.samples}: give all, or how many groups a train step keeps; 0 keeps none."
+        )
+    return min(int(tracker.samples), groups_per_step)
+
+
+@dataclass
+class LauncherConfig:
+    """Holds the keys of launcher=local, and those that a run reads with every launcher."""
+
+    name: LauncherKind = MISSING
+    ray_address: str | None = None  # only for launcher=local; the other launchers set it themselves
+    nodes: int = MISSING
+    ray_logical_cpus: int = MISSING
+    object_store_mb: int = MISSING
+
+
+@dataclass
+class SlurmLauncherConfig(LauncherConfig):
+    """Holds the keys of launcher=slurm."""
+
+    partition: str | None = None
+    gpus_per_node: int = MISSING
+    cpus_per_node: int = MISSING
+    memory_gb: float | None = None
+    time_limit_min: int = MISSING
+    checkpoint_s: int = MISSING
+    max_requeues: int = MISSING
+    array_parallelism: int = MISSING
+    sbatch: list[str] = field(default_factory=list)
+    srun: list[str] = field(default_factory=list)
+    setup: list[str] = field(default_factory=list)
+    python: str | None = None
+    follow: bool = MISSING
+    dry_run: bool = MISSING
+
+
+@dataclass
+class RayJobLauncherConfig(LauncherConfig):
+    """Holds the keys of launcher=ray_job."""
+
+    address: str = MISSING
+    token_file: str | None = None
+    working_dir: str | None = None
+    python: str = MISSING
+    env: list[str] = field(default_factory=list, repr=False)
+    follow: bool = MISSING
+    manifest: bool = MISSING
+    image: str | None = None
+    gpus_per_node: int = MISSING
+    cpus_per_node: int = MISSING
+    memory_gb: float = MISSING
+    volume_claim: str | None = None
+
+
+LAUNCHERS: dict[str, type[LauncherConfig]] = {
+    "local": LauncherConfig,
+    "slurm": SlurmLauncherConfig,
+    "ray_job": RayJobLauncherConfig,
+}
 
 
 @dataclass

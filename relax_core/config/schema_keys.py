@@ -9,10 +9,42 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
-from relax_core.config.command_line.synonyms import synonym
 from relax_core.config.errors import nearest
-from relax_core.config.schema import RelaxConfig
-from relax_core.config.sections.launcher_schema import LAUNCHERS
+from relax_core.config.schema import LAUNCHERS, RelaxConfig
+from relax_core.config.synonyms import synonym
+
+_FIXED = "It is fixed now"
+# Keys that Relax had, and what stands in their place.
+REMOVED = {
+    **dict.fromkeys(("bus.lease_s", "bus.call_timeout_s"), f"{_FIXED}, at 600 s"),
+    "bus.inline_bytes": f"{_FIXED}, at 64 KiB",
+    "bus.max_row_bytes": f"{_FIXED}, at 256 MiB",
+    "engine.request_timeout_s": f"{_FIXED}, at 600 s",
+    "engine.sync_timeout_s": f"{_FIXED}, at 120 s",
+    "engine.silent_s": f"{_FIXED}, at 2 s",
+    "engine.elastic.lost_after_s": f"{_FIXED}, at 30 s",
+    "engine.elastic.probe_tolerance": f"{_FIXED}, at 1e-4",
+    "engine.autoscaler.window_s": "It is half of engine.autoscaler.cooldown_s",
+    "modality.source_pixels": f"{_FIXED}, at 64 million",
+    "modality.item_mb": f"{_FIXED}, at 64 MiB",
+    "modality.prompt_items": f"{_FIXED}, at 16",
+    "modality.max_bad_in_a_row": f"{_FIXED}, at 64",
+    "agent.memory_gib": f"{_FIXED}, at 2 GiB",
+    "agent.processes": f"{_FIXED}, at 64",
+    "agent.grace_s": f"{_FIXED}, at 2 s",
+    "endpoint.idle_s": "It is half of agent.timeout_s",
+    "endpoint.max_body_mb": f"{_FIXED}, at 16 MB",
+    "endpoint.max_sessions": "agent.workers bounds the agents of Relax; others play as many as may be in flight",
+    "run.watch_after_s": "It is a fifth of run.stall_timeout_s",
+    "run.watch_steps": f"{_FIXED}, at 20 steps",
+    "notify.repeat_s": f"{_FIXED}, at an hour",
+    "notify.restarts_per_hour": f"{_FIXED}, at 3",
+    "notify.disk_gib": f"{_FIXED}, at 2 GiB",
+    "tracker.samples_max_mb": f"{_FIXED}, at 2 GiB",
+    **{f"launcher.{one}": f'Use launcher.sbatch=["--{one}=..."]' for one in ("account", "qos", "constraint")},
+    "launcher.volume_path": f"{_FIXED}, at /data",
+    "launcher.namespace": "Use kubectl apply --namespace",
+}
 
 
 @cache
@@ -57,6 +89,8 @@ def launcher_keys() -> dict[str, tuple[str, ...]]:
 def unknown_key(key: str) -> str:
     """Returns the message for a key that the schema does not have."""
     leaf = key.rsplit(".", 1)[-1]
+    if key in REMOVED:
+        return f"{key} is not a key any more. {REMOVED[key]}."
     if key.startswith("launcher."):
         return _unknown_launcher_key(key)
     parent = key.rpartition(".")[0]

@@ -18,6 +18,9 @@ import msgspec
 
 from relax_core.contracts.media import MediaReader
 
+LEASE_S = 600.0  # a lease that was not acknowledged returns to the bus after so many seconds
+CALL_TIMEOUT_S = 600.0  # longest wait of one call of a role
+
 
 class BusTimeout(TimeoutError):
     """A wait passed its deadline. The text names what the call waited for, since when, and which task has to act."""
@@ -76,7 +79,7 @@ class CompleteGroup(msgspec.Struct, frozen=True, kw_only=True):
 class LeasedGroup(msgspec.Struct, frozen=True, kw_only=True):
     """Is a group in a lease. ``columns`` has only the payloads that the task asked for.
 
-    ``modality`` is that of its prompt (`relax_core.config.modality_shares`), empty in a run on text.
+    ``modality`` is that of its prompt (`relax_core.config.modality`), empty in a run on text.
     """
 
     group_uid: str
@@ -104,7 +107,7 @@ class LeaseRequest(msgspec.Struct, frozen=True, kw_only=True):
     payloads: tuple[str, ...] | None = None
     min_groups: int = 1
     step: int | None = None
-    lease_s: float = 600.0
+    lease_s: float = LEASE_S
 
 
 class Lease(msgspec.Struct, frozen=True, kw_only=True):

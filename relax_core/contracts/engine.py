@@ -16,6 +16,9 @@ PauseMode = Literal["in_place", "retract", "abort"]
 # Engines and the configuration accept these bounds. Temperature 0 is greedy. Logits divided by a temperature below
 # `MIN_TEMPERATURE` may overflow float32, and SGLang treats it as 0. `MAX_TOP_K` is SGLang's value for all tokens.
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-6, 1e6
+REQUEST_TIMEOUT_S = 600.0  # longest pause within a generate call
+SYNC_TIMEOUT_S = 120.0  # longest weight update or other control call
+SILENT_S = 2.0  # a train step waits no longer for one engine to take new weights; the engine's owner updates it later
 MAX_BANNED = 16384  # banned tokens of one request; each step of a batch masks all of them
 MAX_TOP_K = 1 << 30
 

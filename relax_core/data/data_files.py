@@ -23,7 +23,7 @@ from typing import Any, BinaryIO, Protocol
 import msgspec
 
 from relax_core.config.choices import LastAssistant
-from relax_core.config.modality_shares import TEXT
+from relax_core.config.modality import TEXT
 from relax_core.contracts.checks.foreign_values import decode_json, holds_huge_integer, shown
 from relax_core.contracts.data import BadRow, DataRow
 from relax_core.contracts.host.regular_file import open_regular, read_regular

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from relax_core.config.choices import SEEDS
-from relax_core.config.media_schema import FOUR_MODALITIES, MEDIA_TASKS, SEE, TONE_OF_PICTURE
+from relax_core.config.schema import FOUR_MODALITIES, MEDIA_TASKS, SEE, TONE_OF_PICTURE
 from relax_core.contracts.media import MediaSource
 from relax_core.data.media_tasks import (
     FILES,

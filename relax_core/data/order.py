@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from itertools import accumulate
 
-from relax_core.config.modality_shares import MixOrder, mix_problem
+from relax_core.config.modality import MixOrder, mix_problem
 from relax_core.contracts.data import DataRow, EvalSet, PromptSource
 
 _ROUNDS = 4

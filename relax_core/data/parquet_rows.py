@@ -17,7 +17,7 @@ import pyarrow
 import pyarrow.compute
 import pyarrow.parquet
 
-from relax_core.config.modality_shares import TEXT
+from relax_core.config.modality import TEXT
 from relax_core.contracts.checks.foreign_values import check_depth
 from relax_core.contracts.data import BadRow, DataRow
 from relax_core.contracts.host.regular_file import check_regular

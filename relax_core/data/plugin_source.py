@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import xxhash
 
-from relax_core.config.modality_shares import modality_of_row
+from relax_core.config.modality import modality_of_row
 from relax_core.config.plugin_types import plugin_config
 from relax_core.config.redaction import packed_text
 from relax_core.config.schema import DataConfig

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from relax_core.config.choices import MediaPlace
-from relax_core.config.modality_shares import modality_of
+from relax_core.config.modality import modality_of
 from relax_core.contracts.checks.foreign_values import shown
 from relax_core.contracts.data import BadRow
 from relax_core.contracts.media import MEDIA_KINDS, MediaError, MediaKind, MediaSource

@@ -8,7 +8,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from relax_core.config.modality_shares import modality_of_row
+from relax_core.config.modality import modality_of_row
 from relax_core.config.schema import DataConfig
 from relax_core.contracts.data import BadRow, DataRow, EvalSet, PromptSource
 from relax_core.data import generated

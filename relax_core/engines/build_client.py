@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from relax_core.config.schema import EngineConfig
+from relax_core.contracts.engine import REQUEST_TIMEOUT_S, SYNC_TIMEOUT_S
 from relax_core.contracts.engine_kind import EngineServer
 from relax_core.engines.protocol.engine_client import EngineClient
 from relax_core.families.hf_config import has_hf_config, language_values, read_hf_config
@@ -27,7 +28,7 @@ def build_client(
     ``model_folder`` is the folder of the model that the engine serves. ``token_file`` holds the token of engines that
     the run starts. Engines that somebody else started, which ``attached`` or ``engine.urls`` says, have
     ``engine.token_file``, or need no token.
-    ``control_timeout_s`` replaces engine.sync_timeout_s, in seconds, if it is given. ``media_folder`` holds the items
+    ``control_timeout_s`` replaces `SYNC_TIMEOUT_S` if it is given. ``media_folder`` holds the items
     of prompts, which engines that the run attaches to do not see. ``weights_folder`` holds the versions that the run
     publishes.
     """
@@ -43,8 +44,8 @@ def build_client(
         attached=attached,
         engine=engine,
         model_folder=model_folder,
-        request_timeout_s=engine.request_timeout_s,
-        control_timeout_s=control_timeout_s or engine.sync_timeout_s,
+        request_timeout_s=REQUEST_TIMEOUT_S,
+        control_timeout_s=control_timeout_s or SYNC_TIMEOUT_S,
         media_folder=media_folder,
         weights_folder=weights_folder,
     )

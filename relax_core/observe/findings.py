@@ -78,14 +78,17 @@ def _of_the_last_steps(newest: Sequence[Values]) -> Iterator[str]:
         )
 
 
+STEPS = 20  # in a row with all answers cut, or most groups with equal rewards, after which a line says so
+
+
 class SignalWatch:
     """Checks the trainer's records as they arrive.
 
-    A warning comes after ``steps`` train steps in a row; with 0 there is none. ``max_new_tokens`` is the limit of an
-    answer, in tokens, which the text of the warning names.
+    A warning comes after ``steps`` train steps in a row. ``max_new_tokens`` is the limit of an answer, in
+    tokens, which the text of the warning names.
     """
 
-    def __init__(self, *, steps: int, max_new_tokens: int) -> None:
+    def __init__(self, *, steps: int = STEPS, max_new_tokens: int) -> None:
         self._steps = steps
         self._max_new_tokens = max_new_tokens
         self._newest = -1
@@ -100,7 +103,7 @@ class SignalWatch:
         for record in records:
             if is_resume(record):
                 self._newest, self._truncated, self._equal = record.step - 1, 0, 0
-            elif record.source == ACTOR and record.step > self._newest and self._steps:
+            elif record.source == ACTOR and record.step > self._newest:
                 self._newest = record.step
                 values = record.values
                 self._truncated = self._truncated + 1 if values.get("truncated") == 1.0 else 0

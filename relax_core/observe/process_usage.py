@@ -14,6 +14,7 @@ import msgspec
 USAGE_S = 5.0  # the shortest time between two measurements
 CHILDREN_S = 30.0  # how often the children are looked for, which reads a file for each thread
 MB = 1e6
+_CGROUP = Path("/sys/fs/cgroup")
 _TICKS, _PAGE = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE")
 _UTIME, _RSS = 11, 21  # places in /proc/PID/stat behind the name of the program
 
@@ -147,3 +148,16 @@ def _nvml() -> Any:
     except pynvml.NVMLError:
         return None
     return pynvml
+
+
+def available_bytes() -> int:
+    """Returns the bytes that can still be used: of the machine, or of the container's limit if that is less."""
+    import psutil
+
+    free = int(psutil.virtual_memory().available)
+    limit = _CGROUP / "memory.max"
+    if limit.is_file() and (text := limit.read_text().strip()) != "max":
+        statistics = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
+        used = int((_CGROUP / "memory.current").read_text()) - int(statistics["inactive_file"])
+        free = min(free, int(text) - used)
+    return free

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from relax_core.config.modality_shares import TEXT
+from relax_core.config.modality import TEXT
 from relax_core.contracts.bus import ModalityCounts
 from relax_core.contracts.env import REWARDED_ENDS
 

@@ -46,7 +46,7 @@ _trained = msgspec.msgpack.Decoder(TrainedTokens)
 
 
 class TokensRemoved(Exception):
-    """The tokens of a sample are not there any more, because ``tracker.samples_max_mb`` was reached."""
+    """The tokens of a sample are not there any more, because the run keeps the newest 2 GiB."""
 
 
 def numbers_files(run_dir: Path) -> list[str]:
@@ -139,7 +139,7 @@ def _payload(run_dir: Path, at: TokensAt) -> bytes:
             file.seek(at.offset)
             data = file.read(at.size)
     except FileNotFoundError as error:
-        raise TokensRemoved(f"{at.file} is not there any more: tracker.samples_max_mb was reached") from error
+        raise TokensRemoved(f"{at.file} is not there any more: the run keeps the newest 2 GiB") from error
     except NotPlain as error:
         raise TokensRemoved(str(error)) from error
     frames = split_frames(data, offset=at.offset)

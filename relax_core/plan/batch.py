@@ -8,17 +8,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import cast
 
-from relax_core.config.checks.freeze_keys import frozen_parts
-from relax_core.config.checks.model_folder import textless_token_ids
 from relax_core.config.choices import AUDIO, PROJECTOR, VISION, ModeName, Surplus
+from relax_core.config.model_checks import frozen_parts, textless_token_ids
 from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.env import EnvSpec, InteractionConfig, IsolatedConfig, TurnsConfig
 from relax_core.data.tokenizer import reads_clock, utc_date
-from relax_core.plan.memory.memory_terms import MIB
-from relax_core.plan.memory.trainer_share import patches_of_micro_batch
-from relax_core.plan.model.dimensions import ModelDimensions
+from relax_core.plan.memory_terms import MIB, patches_of_micro_batch
+from relax_core.plan.model_dimensions import ModelDimensions
 from relax_core.plan.workload import Workload
 from relax_core.registry import find_env
+from relax_core.rollout.agent_processes.agent_limits import MEMORY_GIB, PROCESSES
 from relax_core.rollout.agents.run_agents import agent_words, agents_at_one_time
 
 
@@ -200,8 +199,8 @@ def _agents(config: RelaxConfig, spec: EnvSpec) -> list[str]:
     return [
         f"Agents play up to {plural(at_once, 'episode')} at one time, {how}: {shlex.join(command)}. The endpoint is at "
         f"{endpoint}.",
-        f"One may use agent.memory_gib={agent.memory_gib:g} GiB, {at_once * agent.memory_gib:g} GiB together, and have "
-        f"{agent.processes} processes; the sum below has what a small one needs.",
+        f"One may use {MEMORY_GIB:g} GiB, {at_once * MEMORY_GIB:g} GiB together, and have "
+        f"{PROCESSES} processes; the sum below has what a small one needs.",
     ]
 
 

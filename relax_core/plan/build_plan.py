@@ -3,33 +3,46 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from relax_core.config.choices import LauncherKind
-from relax_core.config.host_memory import available_bytes
 from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.algorithm import Requirements
+from relax_core.contracts.host.interfaces import GLOO_INTERFACES, missing_interface, network_interfaces
 from relax_core.control.host.run_paths import SHARED_MEMORY
 from relax_core.control.run.role_counts import roles_of
 from relax_core.data.sources import are_rows_named
-from relax_core.plan.batch import batch_words, context_words, credit_words, episode_words, media_words
-from relax_core.plan.data.context_length import planned_context
-from relax_core.plan.data.data_check import DataLook, look_at_data
-from relax_core.plan.data.epochs import epoch_words
-from relax_core.plan.data.prompt_maker import stop_words
-from relax_core.plan.encode_placement import EncodeNode, encode_nodes
-from relax_core.plan.engine_room import engine_room, room_words
-from relax_core.plan.gpu_placement import Place, gpus_of, place, placement_faults
-from relax_core.plan.gpus import UNSEEN
-from relax_core.plan.host_warnings import host_warnings
-from relax_core.plan.memory.memory_cpu import cache_tokens, cpu_holders
-from relax_core.plan.memory.memory_gpu import SHARED, cache_tokens_that_fit, gpu_holders
-from relax_core.plan.memory.memory_terms import GIB, Holder, engine_bytes
-from relax_core.plan.memory.transfers import Transfers, find_transfers
-from relax_core.plan.model.dimensions import ModelDimensions
-from relax_core.plan.model.model_source import find_dimensions
-from relax_core.plan.tower_ways import way_words
+from relax_core.observe.process_usage import available_bytes
+from relax_core.plan.batch import batch_words, context_words, credit_words, episode_words, media_words, plural
+from relax_core.plan.context_length import planned_context
+from relax_core.plan.data_check import DataLook, epoch_words, look_at_data
+from relax_core.plan.memory_plan import (
+    SHARED,
+    SHARED_ITEMS,
+    cache_tokens,
+    cache_tokens_that_fit,
+    cpu_holders,
+    gpu_holders,
+)
+from relax_core.plan.memory_terms import GIB, Holder, Transfers, engine_bytes, find_transfers, size_words
+from relax_core.plan.model_dimensions import ModelDimensions, find_dimensions
+from relax_core.plan.placement import (
+    UNSEEN,
+    EncodeNode,
+    Place,
+    encode_nodes,
+    engine_room,
+    gpus_of,
+    place,
+    placement_faults,
+    room_words,
+    way_words,
+)
+from relax_core.plan.prompt_maker import stop_words
 from relax_core.plan.unused_keys import unused_keys
 from relax_core.plan.workload import Workload, find_workload
 from relax_core.registry import find_algorithm, find_engine
@@ -91,7 +104,7 @@ def make_plan(config: RelaxConfig, not_yet: Sequence[str] = ()) -> Plan:
         config = planned_context(config)
     requirements: Requirements = find_algorithm(config.algo.name).requirements(config.algo)
     roles = roles_of(config)
-    look = _look(config)
+    look = _data_look(config)
     # An engine that takes its whole cache at the start has memory of its own for states.
     states = 0 if find_engine(config.engine.name).whole_cache else model.state_tokens(engine_bytes(config))
     work = find_workload(config, model, state_tokens=states)
@@ -172,7 +185,7 @@ def _encode_faults(nodes: Sequence[EncodeNode]) -> Iterator[str]:
         yield from node.faults()
 
 
-def _look(config: RelaxConfig) -> DataLook | None:
+def _data_look(config: RelaxConfig) -> DataLook | None:
     data = config.data
     if config.launcher.name is LauncherKind.ray_job or (data.task is None and not are_rows_named(data)):
         return None
@@ -236,3 +249,182 @@ def _cpu_faults(config: RelaxConfig, memory: Sequence[Holder], free: int | None)
         "Close other programs, or lower engine.max_total_tokens, engine.max_running_samples, engine.count, "
         "parallel.dp, parallel.micro_batch_tokens, or the model's size. The terms: plan=true."
     )
+
+
+NCCL_INTERFACES = "NCCL_SOCKET_IFNAME"
+
+
+def host_warnings(
+    config: RelaxConfig, memory: Sequence[Holder], transfers: Transfers, *, shared_memory: Path
+) -> Iterator[str]:
+    """Yields warnings for a run on this machine."""
+    yield from _shared_memory_warning(memory, transfers, folder=shared_memory)
+    names = os.environ.get(GLOO_INTERFACES, "")
+    if names and (problem := missing_interface(names)) is not None:
+        yield problem
+    names = os.environ.get(NCCL_INTERFACES, "")
+    if config.placement.gpus_per_node > 0 and names and not _nccl_matches(names):
+        yield (
+            f"{NCCL_INTERFACES}={names} matches no network interface of this machine "
+            f"({', '.join(network_interfaces())}). Unset it or name another interface."
+        )
+
+
+def _shared_memory_warning(memory: Sequence[Holder], transfers: Transfers, *, folder: Path) -> Iterator[str]:
+    items = sum(holder.peak.bytes for holder in memory if holder.name == SHARED_ITEMS)
+    need = transfers.published_bytes + items
+    try:
+        free = shutil.disk_usage(folder).free
+    except FileNotFoundError:
+        yield f"{folder} does not exist, but published weights need {size_words(need)} there. Mount a tmpfs there."
+        return
+    if free < need:
+        of_items = f" and media items {size_words(items)}" if items else ""
+        yield (
+            f"{folder} has {size_words(free)} free, but {transfers.published_bytes // transfers.sync_bytes} weight "
+            f"versions need {size_words(transfers.published_bytes)}{of_items}. Free some of it, or make it larger: "
+            f"mount -o remount,size=SIZE {folder}; in a container: --shm-size=SIZE."
+        )
+
+
+def _nccl_matches(names: str) -> bool:
+    """Reads NCCL's syntax: prefixes, separated by commas; ``=`` wants whole names, ``^`` excludes."""
+    excludes, names = names.startswith("^"), names.removeprefix("^")
+    exact, names = names.startswith("="), names.removeprefix("=")
+    given = [name for name in names.split(",") if name]
+
+    def matches(interface: str) -> bool:
+        return any(interface == name if exact else interface.startswith(name) for name in given)
+
+    return any(matches(interface) != excludes for interface in network_interfaces())
+
+
+_WIDTH = 118
+
+
+def as_text(plan: Plan) -> str:
+    """Returns the plan as text of a few screens, with the verdict first."""
+    return "\n".join(_lines(plan)) + "\n"
+
+
+def _lines(plan: Plan) -> Iterator[str]:
+    yield from _verdict(plan)
+    for number, warning in enumerate(plan.warnings):
+        yield from ("", *_wrapped("Warning   " if number == 0 else " " * 10, warning.split(" "), between=""))
+    model = plan.model
+    experts = f", {model.experts.count} experts, {model.experts.per_token} a token" if model.experts else ""
+    towers = "".join(f", {name} tower {size / 1e6:.0f}M" for name, size in model.towers.items())
+    yield ""
+    yield (
+        f"Model     {model.name} ({model.family}): {model.parameters / 1e6:,.1f}M parameters, {model.layers} layers, "
+        f"hidden {model.hidden}, {model.heads} heads, {model.kv_heads} key-value heads{experts}{towers}"
+    )
+    roles = ", ".join(role if count == 1 else f"{count} x {role}" for role, count in plan.roles.items())
+    yield f"Services  {roles}; bus, metrics, controller"
+    yield from _section("Placement", _placement(plan))
+    yield from _section("Data", plan.data)
+    yield from _section("Batch", plan.batch)
+    yield from _section("Media", plan.media)
+    yield from _section("Context", plan.context)
+    yield from _section("Episodes", plan.episodes)
+    yield from _section("Credits", plan.credits)
+    yield from _section("Memory", _memory(plan))
+    yield from _section("Engines", plan.engines)
+    yield from _section("Sync", _transfers(plan))
+    if plan.unread:
+        yield from _section("Unread", (f"{setting}." for setting in plan.unread))
+
+
+def _verdict(plan: Plan) -> Iterator[str]:
+    if plan.refused:
+        yield f"{plan.name}: this cannot work:"
+        yield from (f"  - {problem}" for problem in plan.refused)
+    elif plan.not_yet:
+        yield f"{plan.name}: plans, but cannot start yet:"
+    else:
+        yield f"{plan.name}: can start."
+    if plan.not_yet and plan.refused:
+        yield "and it cannot start yet:"
+    yield from (f"  - {problem}" for problem in plan.not_yet)
+
+
+def _section(title: str, lines: Iterable[str]) -> Iterator[str]:
+    for number, line in enumerate(lines):
+        yield f"{title if number == 0 else '':<10}{line}"
+
+
+def _placement(plan: Plan) -> Iterator[str]:
+    if plan.places and not any(one.gpus for one in plan.places):
+        yield "every process on this machine's CPU cores"
+        ranks = [f"{one.name} ({one.coordinates})" for one in plan.places if one.coordinates]
+        if ranks:
+            yield from _wrapped("ranks ", ranks)
+        return
+    for node in sorted({one.node for one in plan.places}):
+        on_gpus: dict[str, list[str]] = {}
+        for one in (one for one in plan.places if one.node == node):
+            gpus = f"{one.gpus[0]}-{one.gpus[-1]}" if len(one.gpus) > 1 else str(one.gpus[0])
+            on_gpus.setdefault(gpus, []).append(one.name + (f" ({one.coordinates})" if one.coordinates else ""))
+        yield from _wrapped(f"node {node}  GPU ", [f"{gpus}: {' + '.join(names)}" for gpus, names in on_gpus.items()])
+
+
+def _wrapped(head: str, words: list[str], *, between: str = ",") -> Iterator[str]:
+    line, indent = head, " " * len(head)
+    for number, word in enumerate(words):
+        end = "" if number == len(words) - 1 else between
+        if len(line) + len(word) > _WIDTH and line.strip():
+            yield line.rstrip()
+            line = indent
+        line += f"{word}{end} "
+    yield line.rstrip()
+
+
+def _memory(plan: Plan) -> Iterator[str]:
+    if not plan.memory:
+        return
+    on_gpus = any(holder.limit for holder in plan.memory)
+    yield "peak of each GPU, by phase" if on_gpus else "peak resident memory of each process, by phase"
+    for holder in plan.memory:
+        if on_gpus or not _only_imports(holder):
+            yield from _holder(holder)
+    if not on_gpus:
+        small = [holder for holder in plan.memory if _only_imports(holder)]
+        rest = sum(holder.count * holder.peak.bytes for holder in small)
+        yield f"{sum(holder.count for holder in small)} other processes: {size_words(rest)}, their imports"
+        free = f", {size_words(plan.free_bytes)} are free" if plan.free_bytes is not None else ""
+        yield f"all at their peaks at the same time: {size_words(plan.total_bytes)}{free}"
+    fits = f", {plan.cache_tokens_fit} would fit" if plan.cache_tokens_fit is not None else ""
+    yield f"KV cache of an engine: {plan.cache_tokens} tokens{fits}"
+
+
+def _only_imports(holder: Holder) -> bool:
+    return all(not size or name == "imports" for phase in holder.phases for name, size in phase.terms.items())
+
+
+def _holder(holder: Holder) -> Iterator[str]:
+    limit = f" of {size_words(holder.limit)}" if holder.limit else ""
+    peak = holder.peak
+    yield f"{holder.count} x {holder.name}: {size_words(peak.bytes)}{limit}, in {peak.name}"
+    for phase in holder.phases:
+        terms = [f"{name} {size_words(size)}" for name, size in phase.terms.items() if size]
+        yield from _wrapped(f"    {phase.name:<9} {size_words(phase.bytes):>9} = ", terms)
+
+
+def _transfers(plan: Plan) -> Iterator[str]:
+    transfers = plan.transfers
+    if transfers.kept_set_bytes:
+        yield (
+            f"kept sets: {transfers.kept_set_bytes} bytes a sampled token and "
+            f"{size_words(transfers.kept_step_bytes)} a train step at most; a set of n tokens takes 4 + 4 n bytes"
+        )
+    yield (
+        f"weights: {size_words(transfers.sync_bytes)} a version, {plural(transfers.receivers, 'receiver')}; published "
+        f"versions take {size_words(transfers.published_bytes)} at most"
+    )
+    yield f"to the engines by {transfers.transport}: {transfers.transport_reason}"
+    yield (
+        f"checkpoint: {size_words(transfers.checkpoint_bytes)}; {transfers.checkpoints_kept} are kept, "
+        f"{size_words(transfers.checkpoints_kept * transfers.checkpoint_bytes)} on disk"
+    )
+    if transfers.passed_bytes:
+        yield f"an export copies {size_words(transfers.passed_bytes)} of tensors that are not computed from model.path"

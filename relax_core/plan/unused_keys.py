@@ -1,4 +1,4 @@
-"""Finds settings that nothing reads in this configuration, so changing them changes nothing."""
+"""Finds settings that nothing reads: in this configuration, or in an evaluation."""
 
 from __future__ import annotations
 
@@ -11,6 +11,18 @@ from relax_core.config.reward_choice import may_be_in_process, may_be_isolated
 from relax_core.config.schema import RelaxConfig
 from relax_core.control.run.role_counts import worker_group_layouts
 from relax_core.train.parallel_layout import FORWARD_ROLES, world_size
+
+# What only training reads, beside all keys of `optimizer`.
+_TRAINING = (
+    "mode",
+    "resume",
+    "run.steps",
+    "run.epochs",
+    "run.save_every",
+    "run.keep_best",
+    "run.patience",
+    "eval.every",
+)
 
 
 def unused_keys(config: RelaxConfig) -> Iterator[str]:
@@ -76,3 +88,13 @@ def _unread_of_rollout(config: RelaxConfig) -> Iterator[str]:
             yield f"rollout.mask_off_policy: {why}"
     if rollout.partial is Partial.in_place:
         yield "rollout.max_aborts: rollout.partial=in_place aborts nothing"
+
+
+def unread_by_evaluation(overrides: Sequence[str]) -> Iterator[str]:
+    """Yields a sentence for each key that only training reads."""
+    for word in overrides:
+        key, _, value = word.partition("=")
+        if key == "plan" and value != "false":
+            yield f"{word}: relax eval has no plan. Drop it; plan=true belongs to a run."
+        elif key in _TRAINING or key.startswith(("optimizer.", "mode.")):
+            yield f"{word}: an evaluation trains nothing, and does not read {key}. Drop it."

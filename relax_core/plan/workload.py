@@ -10,17 +10,16 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import cast
 
-from relax_core.config.checks.modality_keys import media_kinds
 from relax_core.config.choices import LauncherKind
+from relax_core.config.modality import media_kinds
 from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.data import BadRow
 from relax_core.contracts.env import InteractionConfig
 from relax_core.data import generated
+from relax_core.data.media.media_limits import MediaLimits
 from relax_core.data.sources import are_rows_named, file_rows
-from relax_core.plan.data.data_check import look_at_data
-from relax_core.plan.data.media_look import PromptMedia
-from relax_core.plan.model.dimensions import ModelDimensions
-from relax_core.plan.model.patch_cost import PatchCost
+from relax_core.plan.data_check import PromptMedia, look_at_data
+from relax_core.plan.model_dimensions import ModelDimensions, PatchCost
 from relax_core.registry import find_env
 
 _LOOKED_AT = 256  # rows of the data that are read
@@ -253,7 +252,7 @@ def _prompt_media(config: RelaxConfig, patches: PatchCost, *, prompt: int) -> Pr
         most_patches=most,
         most_bytes=most * patches.pixel_bytes,
         item_patches=min(most, config.modality.image_tokens[1] * patches.a_row),
-        source_pixels=config.modality.source_pixels,
+        source_pixels=MediaLimits.source_pixels,
         videos="video" in media_kinds(config),
         sounds="audio" in media_kinds(config),
     )

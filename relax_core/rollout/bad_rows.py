@@ -19,7 +19,7 @@ class BadRows:
 
     ``rows`` is the number of data rows, and ``most`` the share of them that may be bad (data.max_bad_rows). ``report``
     is called with all named rows each time that one more is named. ``most_in_a_row`` is the number of rows in a row
-    whose images or videos may be bad (modality.max_bad_in_a_row). ``media_reasons`` counts those that were, by reason.
+    whose images or videos may be bad. ``media_reasons`` counts those that were, by reason.
     """
 
     def __init__(self, *, rows: int, most: float, report: Report, most_in_a_row: int = 64) -> None:
@@ -66,7 +66,7 @@ class BadRows:
         self._media_in_a_row.append(error)
         if len(self._media_in_a_row) >= self._most_in_a_row:
             raise ValueError(
-                f"the images or videos of {len(self._media_in_a_row)} data rows in a row cannot be used "
-                f"(modality.max_bad_in_a_row={self._most_in_a_row}), which is no chance. The first: "
+                f"the images or videos of {len(self._media_in_a_row)} data rows in a row cannot be used, "
+                f"which is no chance. The first: "
                 f"{self._media_in_a_row[0]} Is data.media_root mounted, and is it the folder of these paths?"
             )

@@ -7,8 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from relax_core.config.media_schema import MEDIA_TASKS, ModalityConfig
-from relax_core.config.schema import RelaxConfig
+from relax_core.config.schema import MEDIA_TASKS, ModalityConfig, RelaxConfig
 from relax_core.contracts.media import MediaItem
 from relax_core.data.media_tasks import cache_folder
 from relax_core.data.paths import data_files, data_parts
@@ -60,14 +59,12 @@ def media_limits(modality: ModalityConfig) -> MediaLimits:
     return MediaLimits(
         image_rows_min=modality.image_tokens[0],
         image_rows_max=modality.image_tokens[1],
-        source_pixels=modality.source_pixels,
         video_fps=modality.video_fps,
         video_frames_min=modality.video_frames[0],
         video_frames_max=modality.video_frames[1],
         frame_rows=modality.frame_tokens,
         audio_seconds_min=modality.audio_seconds[0],
         audio_seconds_max=modality.audio_seconds[1],
-        item_bytes=modality.item_mb * MEGABYTE,
         worker_timeout_s=modality.worker_timeout_s,
         worker_bytes=modality.worker_mb * MEGABYTE,
     )

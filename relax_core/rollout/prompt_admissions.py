@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from relax_core.config.modality_shares import modality_of_row
+from relax_core.config.modality import modality_of_row
 from relax_core.contracts.bus import Admission, BusTimeout
 from relax_core.contracts.data import BadRow, DataRow, PromptSource
 from relax_core.contracts.engine import PromptRequest, SamplingParams

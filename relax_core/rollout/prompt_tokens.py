@@ -6,8 +6,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 from typing import Any
 
-from relax_core.config.checks.modality_keys import MODELS_THAT
 from relax_core.config.choices import TEXT, LastAssistant, Overlong
+from relax_core.config.modality import MODELS_THAT
 from relax_core.contracts.data import TOO_LONG, BadRow, DataRow
 from relax_core.contracts.engine import EngineError, Generated, PromptRequest
 from relax_core.contracts.env import EnvSpec, Message, media_sources
@@ -18,7 +18,7 @@ from relax_core.data.tokenizer import LARGE_TEXT, PromptTokenizer, TextTooLong
 from relax_core.rollout.item_cache import ItemCache
 from relax_core.rollout.off_loop import off_loop
 
-DEFAULT_PROMPT_ITEMS = 64
+DEFAULT_PROMPT_ITEMS = 16
 _CUT_CHARACTERS = 16  # of a text that is cut, for each token that a prompt may have, before it is tokenised
 _CUT_TOKENS = 4  # prompts of up to so many times their limit are tokenised while a text is cut
 
@@ -142,7 +142,7 @@ class PromptMaker:
             raise _unread(sources[0])
         self._check_kinds(sources)
         if len(sources) > self._prompt_items:
-            text = f"it has {len(sources)} items of media, more than modality.prompt_items={self._prompt_items}."
+            text = f"it has {len(sources)} items of media, and a prompt has at most {self._prompt_items}."
             raise MediaError(first, "too_many_items", text)
         return await self.items.items(sources, owner=owner)
 

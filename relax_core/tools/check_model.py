@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from relax_core.config.checks.model_folder import file_problems
+from relax_core.config.model_checks import file_problems
 from relax_core.config.options import yaml_options
 from relax_core.data.tokenizer import PromptTokenizer, vocabulary_problem
 from relax_core.data.tokenizer_trial import try_tokenizer

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from relax_core.config.media_schema import FOUR_MODALITIES, TONE_OF_PICTURE
+from relax_core.config.schema import FOUR_MODALITIES, TONE_OF_PICTURE
 from relax_core.contracts.media import Media, MediaSource
 from relax_core.contracts.trees.rotary import rotary_of_sequence
 from relax_core.data.generated import Example, example

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from relax_core.config.choices import CALCULATOR, NUMBER_GUESS
-from relax_core.config.media_schema import FOUR_MODALITIES, TONE_OF_PICTURE
+from relax_core.config.schema import FOUR_MODALITIES, TONE_OF_PICTURE
 from relax_core.contracts.env import EnvSpec, EpisodeStart, InteractionConfig
 from relax_core.data.generated import ARITHMETIC, REVERSE_DIGITS, SEE, Example, example
 from relax_core.data.tokenizer import PromptTokenizer

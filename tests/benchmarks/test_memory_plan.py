@@ -18,7 +18,7 @@ from benchmarks.memory_plan import (
     predicted,
     table,
 )
-from relax_core.plan.memory.memory_cpu import BASES
+from relax_core.plan.memory_plan import BASES
 
 
 def test_every_process_of_the_plan_is_one_that_can_be_measured() -> None:

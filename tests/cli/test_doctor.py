@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from relax_core.cli import doctor, versions
+from relax_core.cli import doctor
 from relax_core.control.host.lock_file import owned
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -41,8 +41,8 @@ def test_too_little_memory_is_bad(capsys: pytest.CaptureFixture[str], monkeypatc
 
 
 def test_a_missing_library_is_bad(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    missing = versions.LibraryVersion(name="ray", found=None, tested="2.60.0")
-    other = versions.LibraryVersion(name="torch", found="2.14.0", tested="2.13.0")
+    missing = doctor.LibraryVersion(name="ray", found=None, tested="2.60.0")
+    other = doctor.LibraryVersion(name="torch", found="2.14.0", tested="2.13.0")
     monkeypatch.setattr(doctor, "versions", lambda: [missing, other])
     assert doctor.doctor_command() == 1
     printed = capsys.readouterr().out
@@ -75,7 +75,7 @@ def test_optional_packages_and_data_are_told(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_versions_are_those_of_the_constraints() -> None:
-    found = {one.name: one for one in versions.versions()}
+    found = {one.name: one for one in doctor.versions()}
     assert {"torch", "ray", "hydra-core", "megatron-core"} <= set(found)
     assert found["torch"].found is not None and found["torch"].tested is not None
 

@@ -8,7 +8,7 @@ import pytest
 
 from relax_core.cli.explain_key import explain_command
 from relax_core.cli.key_readers import readers
-from relax_core.config.command_line.key_docs import keys_of_option, keys_of_root
+from relax_core.config.help import keys_of_option, keys_of_root
 from relax_core.config.options import conf_folder, groups, yaml_options
 
 REPOSITORY = Path(__file__).resolve().parents[2]

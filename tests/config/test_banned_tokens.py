@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
-from relax_core.config.checks.model_folder import media_token_ids
 from relax_core.config.compose import config_from_yaml, load_config
 from relax_core.config.errors import ConfigError
+from relax_core.config.model_checks import media_token_ids
 from relax_core.config.saved import to_whole_yaml, to_yaml
 from relax_core.config.schema import RelaxConfig
 from relax_core.families.tiny_configs import tiny_config

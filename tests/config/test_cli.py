@@ -15,7 +15,7 @@ import yaml
 import relax_core
 from relax_core.__main__ import main
 from relax_core.config import compose
-from relax_core.config.command_line.help import help_text
+from relax_core.config.help import help_text
 from relax_core.config.options import COMMANDS, groups
 
 REPOSITORY = Path(__file__).resolve().parents[2]

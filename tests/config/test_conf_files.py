@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from relax_core.config.checks.ranges import RANGES
-from relax_core.config.checks.validate import problems_of
 from relax_core.config.choices import ModeName
 from relax_core.config.compose import compose, load_config, typed_config
 from relax_core.config.errors import NotYet
 from relax_core.config.options import conf_folder, groups, yaml_options
+from relax_core.config.ranges import RANGES
 from relax_core.config.schema_keys import section_keys, section_types
+from relax_core.config.validate import problems_of
 from relax_core.preflight import CHECKS
 from relax_core.registry import KINDS, Kind, find, names
 from relax_core.sandbox.worker_sandbox import worker_refusal

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from relax_core.config.checks.ranges import REAL_BYTES, usual_problems
-from relax_core.config.checks.validate import problems_of
 from relax_core.config.compose import compose, load_config, typed_config
 from relax_core.config.errors import ConfigError
 from relax_core.config.options import yaml_options
+from relax_core.config.ranges import REAL_BYTES, usual_problems
+from relax_core.config.validate import problems_of
 from relax_core.preflight import CHECKS, settle
 
 

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from relax_core.config.host_memory import available_bytes
+from relax_core.observe.process_usage import available_bytes
 
 
 def test_available_is_within_the_machine() -> None:

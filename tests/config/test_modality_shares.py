@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relax_core.config.modality_shares import MODALITIES, MixOrder, kinds_of, modality_of, modality_of_row
+from relax_core.config.modality import MODALITIES, MixOrder, kinds_of, modality_of, modality_of_row
 from relax_core.contracts.data import BadRow
 from relax_core.contracts.media import MediaError, MediaSource
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from relax_core.__main__ import main
-from relax_core.config.command_line.override_words import CommandLine
 from relax_core.config.compose import load_config
 from relax_core.config.errors import ConfigError
+from relax_core.config.override_words import CommandLine
 from relax_core.preflight import CHECKS, settle
 
 ROWS = "data.path=ROWS model.task=arithmetic data.eval_size=1 eval.rows=1 rollout.prompts_per_step=2"

@@ -13,7 +13,7 @@ import pyarrow.parquet
 import pytest
 
 from relax_core.config.compose import load_config
-from relax_core.config.modality_shares import modality_of_row
+from relax_core.config.modality import modality_of_row
 from relax_core.config.schema import DataConfig
 from relax_core.contracts.data import BadRow
 from relax_core.data.sources import make_source

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from relax_core.config.checks.model_folder import media_token_ids
+from relax_core.config.model_checks import media_token_ids
 from relax_core.data.tokenizer import PromptTokenizer, reads_clock
 from relax_core.data.turn_tokens import TurnTokens, unstopped_end
 from relax_core.tools.tiny_text import write_tiny_tokenizer

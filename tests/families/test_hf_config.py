@@ -15,7 +15,7 @@ READER = "relax_core/families/hf_config.py"
 # Modules that need the file's name, though they do not read it → why.
 NAME_ONLY = {
     "relax_core/data/tokenizer_trial.py": "sizes and times of a folder's files say whether its trial still holds",
-    "relax_core/plan/data/data_check.py": "size and time of the file say whether a kept check of the data still holds",
+    "relax_core/plan/data_check.py": "size and time of the file say whether a kept check of the data still holds",
     "relax_core/tools/tiny_media.py": "a builtin model that sees gets a config.json as published",
     "relax_core/train/hf/hf_export.py": "an exported folder gets a config.json with the dtype of its weights",
 }

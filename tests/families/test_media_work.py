@@ -32,7 +32,7 @@ from relax_core.families.tiny_configs import (
 )
 from relax_core.families.tower_passes import build_tower, pass_items, pass_sounds
 from relax_core.families.towers import audio_products, item_work, row_products, vision_products
-from relax_core.plan.model.model_source import SHAPES
+from relax_core.plan.model_dimensions import SHAPES
 from relax_core.tools.tiny_media import write_settings
 
 OMNI = "tiny_qwen3_omni"

@@ -16,7 +16,7 @@ from relax_core.families.hf_config import end_token_ids, inner_config, language_
 from relax_core.families.rope import Rope
 from relax_core.families.table import QWEN3_OMNI_MOE, read_architecture
 from relax_core.families.tiny_configs import tiny_omni_config, tiny_omni_files
-from relax_core.plan.model.model_source import SHAPES
+from relax_core.plan.model_dimensions import SHAPES
 from relax_core.tools.tiny_media import write_settings
 
 

@@ -20,7 +20,7 @@ from relax_core.engines.build_client import build_client
 from relax_core.engines.engine_process import EngineLaunch, EngineProcess
 from relax_core.families.folder import folder_architecture
 from relax_core.families.hf_config import read_hf_config
-from relax_core.plan.model.model_source import find_dimensions
+from relax_core.plan.model_dimensions import find_dimensions
 from relax_core.preflight import CHECKS
 from relax_core.registry import PluginError, find_family
 from relax_core.roles.engine.engine_owner import EngineOwner
@@ -50,8 +50,6 @@ ENGINE = EngineConfig(
     context_length=CONTEXT,
     threads=1,
     start_timeout_s=120.0,
-    request_timeout_s=60.0,
-    sync_timeout_s=60.0,
 )
 
 

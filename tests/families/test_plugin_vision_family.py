@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from relax_core.config.checks.modality_keys import media_kinds
 from relax_core.config.compose import load_config
 from relax_core.config.errors import ConfigError
+from relax_core.config.modality import media_kinds
 from relax_core.families.folder import folder_architecture
 from relax_core.preflight import CHECKS
 from relax_core.tools.make_tiny import tiny_model_folder

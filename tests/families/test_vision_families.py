@@ -25,7 +25,7 @@ from relax_core.families.tiny_configs import (
     processor_files,
     tiny_config,
 )
-from relax_core.plan.model.model_source import SHAPES
+from relax_core.plan.model_dimensions import SHAPES
 from relax_core.registry import find_family
 from relax_core.tools.tiny_media import write_settings
 

@@ -77,7 +77,7 @@ def weight_version(url: str) -> int:
 
 def test_the_autoscaler_adds_an_engine_while_the_trainer_waits(tmp_path: Path) -> None:
     slow = ("engine.max_running_samples=16", "engine.elastic.max_count=2", "run.save_every=0")
-    scaling = ("engine.autoscaler.enabled=true", "engine.autoscaler.window_s=5", "engine.autoscaler.cooldown_s=5")
+    scaling = ("engine.autoscaler.enabled=true", "engine.autoscaler.cooldown_s=5")
     with LiveRun(tmp_path / "run", *OVERRIDES, *slow, *scaling) as live:
         live.wait_step(1)
         elastic = ElasticRun(live)

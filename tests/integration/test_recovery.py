@@ -99,7 +99,7 @@ def test_past_the_limit_the_run_ends_with_the_first_cause(tmp_path: Path) -> Non
 
 
 def test_the_watchdog_names_who_stands_still(tmp_path: Path) -> None:
-    watched = ("run.heartbeat_timeout_s=600", "run.watch_after_s=4", "run.steps=24")
+    watched = ("run.heartbeat_timeout_s=600", "run.stall_timeout_s=40", "run.steps=24")
     log, blocker = tmp_path / "run" / "logs" / "watchdog.log", "blocker: rollout-0\n"
     held = HeldTraining(tmp_path, updates=12)
     with LiveRun(tmp_path / "run", *OVERRIDES, *watched, *held.overrides) as live:
@@ -115,7 +115,7 @@ def test_the_watchdog_names_who_stands_still(tmp_path: Path) -> None:
     assert "in flight in rollout (oldest g0" in first and "owed by rollout" in first
     assert f"rollout-0: pid {pid}, state stopped" in first
     told = [one for one in read_alarms(run.folder / ALARMS) if one.event == "stalled"]
-    # On a loaded machine the start takes longer than run.watch_after_s, and is told of before.
+    # On a loaded machine the start takes longer than a fifth of run.stall_timeout_s, and is told of before.
     assert [one.kind for one in told] == ["new", "over"] * (len(told) // 2)
     new = [one.text for one in told if one.kind == "new"]
     assert sum("blocker: rollout-0" in text for text in new) == 1

@@ -12,14 +12,14 @@ import yaml
 import launchers
 from launchers.saved_run import as_run_here
 from launchers.submitted import CONFIG_FILE, RunEnd, make_folder, read_end, read_submitted, write_end
-from relax_core.config.checks.launcher_keys import sbatch_arguments
-from relax_core.config.checks.ranges import OF_LAUNCHER, RANGES
 from relax_core.config.choices import LauncherKind
 from relax_core.config.compose import config_from_yaml, load_config
 from relax_core.config.errors import ConfigError
+from relax_core.config.launcher_checks import sbatch_arguments
 from relax_core.config.options import conf_folder, yaml_options
+from relax_core.config.ranges import OF_LAUNCHER, RANGES
 from relax_core.config.saved import to_whole_yaml
-from relax_core.config.sections.launcher_schema import LAUNCHERS, LauncherConfig
+from relax_core.config.schema import LAUNCHERS, LauncherConfig
 
 
 @pytest.mark.parametrize(

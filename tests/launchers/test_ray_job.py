@@ -14,7 +14,7 @@ from launchers.ray_job.job_client import submit
 from launchers.ray_job.kuberay_manifest import manifest
 from launchers.submitted import read_submitted
 from relax_core.config.compose import load_config
-from relax_core.config.sections.launcher_schema import RayJobLauncherConfig
+from relax_core.config.schema import RayJobLauncherConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 POD_SPEC = {"containers", "volumes"}

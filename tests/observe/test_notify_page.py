@@ -11,7 +11,7 @@ import pytest
 
 from relax_core.config.compose import load_config
 from relax_core.config.notify_rules import PRESETS, Rule, number_problem, read_rule
-from relax_core.config.sections.notify_schema import EVENTS
+from relax_core.config.schema import EVENTS
 from relax_core.preflight import receiver_problems
 from tests.observe.metrics_page import rows
 

@@ -220,7 +220,7 @@ def test_the_oldest_tokens_go_first_and_numbers_stay(tmp_path: Path, monkeypatch
         if there:
             assert read_made_tree(tmp_path, record).group_uid == row["group_uid"]
         else:
-            with pytest.raises(TokensRemoved, match="samples_max_mb"):
+            with pytest.raises(TokensRemoved, match="newest 2 GiB"):
                 read_made_tree(tmp_path, record)
 
 

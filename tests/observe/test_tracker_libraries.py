@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from relax_core.config.sections.tracker_schema import TrackerConfig
+from relax_core.config.schema import TrackerConfig
 from relax_core.contracts.sink import HistogramRecord, MetricRecord, Record, SinkConfig, TextRecord
 from relax_core.observe.event_log import EventReader, EventWriter
 from relax_core.observe.trackers.tracker_process import Trackers

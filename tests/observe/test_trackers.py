@@ -13,7 +13,7 @@ import pytest
 
 from relax_core.config.compose import load_config
 from relax_core.config.errors import ConfigError
-from relax_core.config.sections.tracker_schema import TrackerConfig
+from relax_core.config.schema import TrackerConfig
 from relax_core.observe.event_log import EventReader, EventWriter
 from relax_core.observe.trackers import tracker_process
 from relax_core.observe.trackers.tracker_process import Trackers, read_state

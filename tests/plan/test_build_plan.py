@@ -8,16 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from relax_core.config.checks.validate import problems_of
 from relax_core.config.compose import compose, load_config, typed_config
 from relax_core.config.errors import ConfigError, NotYet
 from relax_core.config.schema import RelaxConfig
+from relax_core.config.validate import problems_of
 from relax_core.control.run.role_counts import roles_of
-from relax_core.plan.build_plan import as_json_values, make_plan
-from relax_core.plan.gpus import gpu_problems
-from relax_core.plan.memory.memory_terms import GIB
+from relax_core.plan.build_plan import as_json_values, as_text, make_plan
+from relax_core.plan.memory_terms import GIB
+from relax_core.plan.placement import gpu_problems
 from relax_core.plan.plan_command import plan_run, save_plan
-from relax_core.plan.plan_text import as_text
 from relax_core.preflight import CHECKS, settle
 from tests.config.conftest import SHAPE, write_folder
 
@@ -315,8 +314,8 @@ def test_agents_are_counted_with_their_processes() -> None:
     assert agents.count == 2 * 3
     assert "6 processes take task after task: sleep 1" in " ".join(warm.episodes)
     assert "each in a process of its own: sleep 1" in " ".join(each.episodes)
-    elsewhere = make_plan(load_config(["experiment=calculator", "env=agent", "endpoint.max_sessions=5"]))
-    assert "ask for up to 5 tasks at one time at 127.0.0.1, port any free one" in " ".join(elsewhere.episodes)
+    elsewhere = make_plan(load_config(["experiment=calculator", "env=agent"]))
+    assert "ask for up to 64 tasks at one time at 127.0.0.1, port any free one" in " ".join(elsewhere.episodes)
     assert not [holder for holder in elsewhere.memory if holder.name == "agent with its guard"]
 
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 from relax_core.config.compose import load_config
 from relax_core.config.schema import RelaxConfig
 from relax_core.plan.build_plan import make_plan
-from relax_core.plan.encode_placement import EncodeNode, encode_nodes
-from relax_core.plan.memory.media_terms import encode_worker_bytes
+from relax_core.plan.memory_terms import encode_worker_bytes
+from relax_core.plan.placement import EncodeNode, encode_nodes
 
 GIB = 1 << 30
 

@@ -7,13 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from relax_core.config.checks.validate import problems_of
 from relax_core.config.compose import compose, typed_config
 from relax_core.config.errors import NotYet
 from relax_core.config.schema import RelaxConfig
-from relax_core.plan.build_plan import make_plan
-from relax_core.plan.gpus import UNSEEN, FoundGpus, find_gpus, gpu_problems, machine_faults
-from relax_core.plan.plan_text import as_text
+from relax_core.config.validate import problems_of
+from relax_core.plan.build_plan import as_text, make_plan
+from relax_core.plan.placement import UNSEEN, FoundGpus, find_gpus, gpu_problems, machine_faults
 
 GIB = 1 << 30
 ONE = ["placement=gpu", "placement.gpus_per_node=1", "+placement.roles.actor=1"]

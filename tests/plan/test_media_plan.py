@@ -15,8 +15,8 @@ from relax_core.config.compose import choices_of, compose, load_config, typed_co
 from relax_core.config.errors import NotYet
 from relax_core.families.tiny_configs import tiny_config
 from relax_core.plan.build_plan import Plan, make_plan
-from relax_core.plan.data.context_length import settle_context
-from relax_core.plan.memory.memory_terms import MIB
+from relax_core.plan.context_length import settle_context
+from relax_core.plan.memory_terms import MIB
 from relax_core.preflight import CHECKS
 from relax_core.registry import find_engine
 from relax_core.tools.tiny_media import build_vision_model, write_published, write_settings
@@ -99,7 +99,7 @@ def test_files_of_rows_need_no_group(words: list[str], data: str, reward: str) -
 
 def test_the_experiment_names_only_gpus_model_and_data_as_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("relax_core.preflight.device_files", list)
-    monkeypatch.setattr("relax_core.plan.gpus.device_files", lambda *_: [])
+    monkeypatch.setattr("relax_core.plan.placement.device_files", lambda *_: [])
     config, problems = settle_context(typed_config(compose(["experiment=qwen3_vl_30b_a3b_async_16gpu"])))
     found = [one for check in CHECKS for one in check(config)]
     assert problems == []

@@ -10,10 +10,9 @@ import pytest
 from relax_core.config.compose import compose, load_config, typed_config
 from relax_core.plan.batch import tower_share
 from relax_core.plan.build_plan import Plan, make_plan
-from relax_core.plan.memory.memory_gpu import gpu_holders
-from relax_core.plan.memory.memory_terms import GIB
-from relax_core.plan.memory.trainer_share import patches_of_micro_batch, patches_of_rank, share_of, stages_of
-from relax_core.plan.model.model_source import find_dimensions
+from relax_core.plan.memory_plan import gpu_holders
+from relax_core.plan.memory_terms import GIB, patches_of_micro_batch, patches_of_rank, share_of, stages_of
+from relax_core.plan.model_dimensions import find_dimensions
 
 SEE = ["model=tiny_qwen3_vl", "data=see"]
 LARGE = ["experiment=qwen3_vl_8b_async_8gpu"]

@@ -41,7 +41,8 @@ def bus(ray_session: str, tmp_path: Path, request: pytest.FixtureRequest) -> Ite
     folder = tmp_path / "media"
     folder.mkdir()
     bus = create_bus(
-        BusConfig(name="ray", lease_s=600.0, call_timeout_s=30.0, inline_bytes=1024, max_row_bytes=1 << 26),
+        BusConfig(name="ray"),
+        inline_bytes=1024,
         groups_per_step=2,
         group_size=2,
         max_staleness=1,

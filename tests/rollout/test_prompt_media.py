@@ -88,7 +88,7 @@ def test_a_prompt_has_its_items_rows_and_where_they_are(tokenizer: PromptTokeniz
     ("data_row", "room", "reason", "words"),
     [
         (row("missing"), 200, "bad_media:missing_file", "missing: no such file"),
-        (row("a", "b", "c"), 200, "bad_media:too_many_items", "3 items of media, more than modality.prompt_items=2"),
+        (row("a", "b", "c"), 200, "bad_media:too_many_items", "3 items of media, and a prompt has at most 2"),
         (row("a", "b"), 20, "bad_media:too_many_tokens", "Its media take 12 of them"),
     ],
 )
@@ -153,7 +153,7 @@ def test_too_many_bad_media_in_a_row_end_the_run_with_the_first_file_and_one_goo
     assert bad.media_reasons == {"missing_file": 67}
     bad.leave_out(100, BadRow.because("prompt", "no media"))  # another reason is no bad image
     bad.leave_out(101, MediaError("image", "truncated", "101.png is cut."))
-    with pytest.raises(ValueError, match=r"3 data rows in a row .*modality.max_bad_in_a_row=3.* The first: 99.png"):
+    with pytest.raises(ValueError, match=r"3 data rows in a row cannot be used.* The first: 99.png"):
         bad.leave_out(102, MediaError("image", "truncated", "102.png is cut."))
 
 

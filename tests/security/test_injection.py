@@ -21,21 +21,19 @@ from launchers.local import save_config
 from launchers.ray_job.entrypoint import entrypoint, launcher_of
 from launchers.ray_job.job_client import submit
 from launchers.slurm import sbatch
-from relax_core.config.checks.line_values import line_problems
-from relax_core.config.checks.validate import problems_of
-from relax_core.config.command_line.rerun import rerun_line
 from relax_core.config.compose import load_config, run
 from relax_core.config.errors import ConfigError
-from relax_core.config.own_runs import is_own, key_file, marked
+from relax_core.config.rerun import is_own, key_file, marked, rerun_line
 from relax_core.config.saved import plain
 from relax_core.config.schema import RelaxConfig
+from relax_core.config.validate import line_problems, problems_of
 from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.data.turn_tokens import TurnTokens
 from tests.data.chat_templates import FAMILIES, Family, write_folder
 
 # -- lines ------------------------------------------------------------------------------------------------------------
 EVIL = ("a\n#SBATCH --wrap=evil", "a\rb", "a\x1b[2Jb", "a\u2028b", "a\u202eb", "a\x85b", "a\tb", "a\x00b")
-SLURM = ("launcher=slurm", "launcher.partition=p", "launcher.account=a", "launcher.qos=q", "launcher.constraint=c")
+SLURM = ("launcher=slurm", "launcher.partition=p")
 # Values with which a program is given text as it is; they are in no file of lines.
 FREE = ("agent.command", "launcher.env", "rollout.stop")
 
@@ -93,9 +91,8 @@ def test_a_list_and_a_name_begin_no_line() -> None:
         ("name=--wrap", "name"),
         ("name='a$(touch x)'", "name"),
         ("launcher.partition='p --wrap=evil'", "launcher.partition"),
-        ("launcher.account=-x", "launcher.account"),
-        ('launcher.qos="q\'"', "launcher.qos"),
-        ("launcher.constraint='a;b'", "launcher.constraint"),
+        ("launcher.partition=-x", "launcher.partition"),
+        ('launcher.partition="q\'"', "launcher.partition"),
         ("run.dir=/tmp/%j/x", "run.dir"),
         ('run.dir="/tmp/it\'s"', "run.dir"),
         ('launcher.sbatch=["--wrap=evil"]', "launcher.sbatch"),

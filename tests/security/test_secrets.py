@@ -22,13 +22,12 @@ from launchers.submitted import make_folder, read_submitted
 from launchers.sweep import Sweep
 from relax_core.__main__ import main
 from relax_core.cli.explain_key import explain_command
-from relax_core.config.checks.agent_command import agent_environment
-from relax_core.config.command_line.override_words import CommandLine, quoted
-from relax_core.config.command_line.rerun import rerun_line
-from relax_core.config.command_line.secret_words import without_secrets
 from relax_core.config.compose import config_from_yaml, load_config, run
 from relax_core.config.errors import ConfigError
+from relax_core.config.override_words import CommandLine, quoted, without_secrets
 from relax_core.config.redaction import REDACTED, FromVariable, redacted
+from relax_core.config.rerun import rerun_line
+from relax_core.config.rollout_checks import agent_environment
 from relax_core.config.saved import plain, to_whole_yaml, to_yaml
 from relax_core.config.schema import RelaxConfig
 from relax_core.rollout.agent_processes.agent_process import AgentProcess
@@ -209,7 +208,7 @@ def test_messages_show_no_value(capsys: pytest.CaptureFixture[str]) -> None:
 
 async def _output_of(program: str, value: str) -> str:
     command = [sys.executable, "-c", program]
-    process = await AgentProcess.start(command, cwd="/", env={"A": value}, grace_s=1.0, secrets=[value])
+    process = await AgentProcess.start(command, cwd="/", env={"A": value}, secrets=[value])
     return (await process.wait()).words()
 
 

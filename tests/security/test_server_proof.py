@@ -56,8 +56,6 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> EngineLaunch:
             context_length=256,
             threads=1,
             start_timeout_s=UP_S,
-            request_timeout_s=LONG_S,
-            sync_timeout_s=LONG_S,
         ),
         dtype="float32",
         token_file=folder / "token",

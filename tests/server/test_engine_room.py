@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from relax_core.config.compose import load_config
-from relax_core.plan.build_plan import make_plan
+from relax_core.plan.build_plan import as_text, make_plan
 from relax_core.plan.plan_command import save_plan
-from relax_core.plan.plan_text import as_text
 from relax_core.server import order_desk
 from relax_core.server.gateway_settings import EngineRoom, read_room
 from relax_core.server.order_desk import with_room

@@ -195,7 +195,9 @@ def test_a_full_queue_is_reported_and_ctrl_c_leaves_the_job(quiet: Cluster, tmp_
 
 
 def test_a_dry_run_submits_nothing(quiet: Cluster, tmp_path: Path) -> None:
-    code, output = Submitted(quiet, tmp_path / "run", "launcher.dry_run=true", "launcher.constraint=h100").finish()
+    code, output = Submitted(
+        quiet, tmp_path / "run", "launcher.dry_run=true", 'launcher.sbatch=["--constraint=h100"]'
+    ).finish()
     assert code == 0 and "#SBATCH --constraint=h100" in output, output
     assert not (tmp_path / "run").exists() and quiet.call("squeue", "--noheader") == ""
 

@@ -10,8 +10,8 @@ import torch
 from tiny_trainer import make_backend, make_groups
 
 from benchmarks.family_models import make_family_model
-from relax_core.plan.memory.memory_terms import FLOAT, activation_values
-from relax_core.plan.model.dimensions import read_dimensions
+from relax_core.plan.memory_terms import FLOAT, activation_values
+from relax_core.plan.model_dimensions import read_dimensions
 
 
 @pytest.mark.parametrize("variant", ["qwen3", "qwen2", "mistral"])

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from relax_core.config.checks.weight_transport import transport_problems
 from relax_core.config.choices import ModeName, WeightTransportName
 from relax_core.config.compose import load_config
 from relax_core.config.schema import RelaxConfig
+from relax_core.config.validate import transport_problems
 from relax_core.weights.transports.choice import choose_transport
 
 

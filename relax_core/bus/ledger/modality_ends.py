@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from relax_core.config.modality_shares import MODALITIES
+from relax_core.config.modality import MODALITIES
 from relax_core.contracts.bus import ModalityCounts
 
 

@@ -110,7 +110,7 @@ def check_size(group_uid: str, columns: Mapping[str, bytes], media: Mapping[str,
     if nbytes > max_row_bytes:
         of_media = f", {media_bytes} of them in media items" if media else ""
         raise ValueError(
-            f"bus: group {group_uid} has {nbytes} bytes{of_media}, bus.max_row_bytes={max_row_bytes}: "
+            f"bus: group {group_uid} has {nbytes} bytes{of_media}, the largest group has {max_row_bytes}: "
             "raise it or make the group smaller"
         )
 

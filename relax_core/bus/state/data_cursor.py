@@ -13,7 +13,7 @@ from relax_core.bus.state.open_groups import OpenGroup
 from relax_core.bus.state.selection import choose, oldest_window_first
 from relax_core.bus.state.settings import BusSettings
 from relax_core.bus.state.snapshot import Snapshot
-from relax_core.config.modality_shares import MixOrder
+from relax_core.config.modality import MixOrder
 from relax_core.contracts.bus import LeaseRequest
 
 if TYPE_CHECKING:

@@ -7,6 +7,9 @@ from typing import Literal
 
 import msgspec
 
+INLINE_BYTES = 1 << 16
+MAX_ROW_BYTES = 1 << 28
+
 
 class BusSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of a bus. Raises ValueError for a value that is too small or unknown.
@@ -26,8 +29,8 @@ class BusSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_staleness: int
     on_stale: Literal["drop", "mask"]
     total_steps: int
-    inline_bytes: int
-    max_row_bytes: int
+    inline_bytes: int = INLINE_BYTES
+    max_row_bytes: int = MAX_ROW_BYTES
     spare_groups: int = 0
     surplus: Literal["drop", "keep"] = "drop"
     rollout_workers: int = 1

@@ -141,7 +141,7 @@ class Autoscaler:
         settings = config.engine.autoscaler
         least, most = autoscaler_bounds(config)
         self._rules = ScaleRules(least=least, most=most, cooldown_s=settings.cooldown_s)
-        self._window = SignalWindow(settings.window_s)
+        self._window = SignalWindow(settings.cooldown_s / 2)
         self._book, self._clock = book, clock
         self._looked = -math.inf
         self._began = time.time()

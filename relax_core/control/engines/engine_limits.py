@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from relax_core.config.checks.attached_keys import unseen_media
 from relax_core.config.choices import ModeName
+from relax_core.config.engine_checks import unseen_media
 from relax_core.config.schema import RelaxConfig
 from relax_core.registry import find_engine
 from relax_core.server.gateway_settings import Limits

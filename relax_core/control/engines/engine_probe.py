@@ -22,6 +22,7 @@ from relax_core.roles.process.failure import failure_line
 from relax_core.roles.process.role_context import RunContext
 
 PROBE_TOKENS = 64
+TOLERANCE = 1e-4  # largest difference of a log-prob with which an engine joins
 PROBE_S = 30.0  # in this time both engines have scored the tokens under one version
 TRY_S = 0.05
 log = logging.getLogger(__name__)
@@ -34,12 +35,11 @@ def probe_tokens(vocabulary: int, *, context_tokens: int) -> list[int]:
 
 
 class EngineProbe:
-    """Compares engines of one run; ``tolerance`` is the largest difference of a log-prob that is accepted."""
+    """Compares the log-probs of engines of one run."""
 
-    def __init__(self, context: RunContext, *, tolerance: float) -> None:
+    def __init__(self, context: RunContext) -> None:
         engine = replace(context.config.engine, request_timeout_s=PROBE_S)
         self._context = replace(context, config=replace(context.config, engine=engine))
-        self._tolerance = tolerance
 
     def start(self, url: str, *, attached: bool, reference: str) -> Future[str]:
         """Compares the engine at ``url`` with that at ``reference`` in a thread.
@@ -90,10 +90,10 @@ class EngineProbe:
 
     def _verdict(self, url: str, own: TokenScores, other: TokenScores) -> str:
         difference = float(np.abs(own.logprobs - other.logprobs).max())
-        if difference <= self._tolerance:
+        if difference <= TOLERANCE:
             return ""
         return (
             f"engine {url} does not compute what the run's engines compute: log-probs of {len(own.logprobs)} tokens "
-            f"differ by up to {difference:.3g} under weights {own.version}, and "
-            f"engine.elastic.probe_tolerance={self._tolerance:g}. Its dtype, its quantisation or its model differs."
+            f"differ by up to {difference:.3g} under weights {own.version}; "
+            f"at most {TOLERANCE:g} is rounding. Its dtype, its quantisation or its model differs."
         )

@@ -19,11 +19,12 @@ if TYPE_CHECKING:
     from relax_core.control.run.services import Services
 
 LOG = "watchdog.log"
+REPORTS = 5  # of a run without a train step, until all services start again
 BUS_S = 2.0  # timeout of the bus's answer, which takes milliseconds
 
 
 class Watchdog:
-    """Reports every ``run.watch_after_s`` seconds without a train step.
+    """Reports after each fifth of ``run.stall_timeout_s`` without a train step.
 
     A report is made in a thread of its own, because it calls processes that may not answer. ``stalled`` is then called
     there with a few words, and ``goes_on`` when a train step ends after it.
@@ -53,7 +54,7 @@ class Watchdog:
     def check(self, beats: Mapping[str, Beat], *, step: int) -> None:
         """Starts a report if it is due. ``step`` is the number of train steps done."""
         now = time.monotonic()
-        if now - self._reported >= self._context.config.run.watch_after_s:
+        if now - self._reported >= self._context.config.run.stall_timeout_s / REPORTS:
             self._reported = now
             arguments = (dict(beats), step, now - self._since)
             threading.Thread(target=self._report, args=arguments, name="watchdog", daemon=True).start()

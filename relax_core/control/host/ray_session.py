@@ -15,8 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from relax_core.config.schema import PlacementConfig
-from relax_core.config.sections.launcher_schema import LauncherConfig
+from relax_core.config.schema import LauncherConfig, PlacementConfig
 from relax_core.contracts.host.private_folder import set_compile_cache
 from relax_core.contracts.host.python_child import module_command
 from relax_core.control.host.process_trees import kill_trees

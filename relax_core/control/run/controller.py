@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from relax_core.contracts.bus import BusLost, BusProgress, BusTimeout
+from relax_core.contracts.bus import CALL_TIMEOUT_S, BusLost, BusProgress, BusTimeout
 from relax_core.control.health.worker_states import RunFailed, ServicesLost, run_failed
 from relax_core.control.run.recovery_log import Recoveries
 from relax_core.control.supervision.supervisor_pipe import SupervisorPipe
@@ -157,7 +157,7 @@ class Controller:
 
     def _last_progress(self) -> BusProgress:
         try:
-            return self._services.bus.progress(timeout_s=self._context.config.bus.call_timeout_s)
+            return self._services.bus.progress(timeout_s=CALL_TIMEOUT_S)
         except BusLost as error:
             raise ServicesLost("the bus died", log=str(error)) from error
 

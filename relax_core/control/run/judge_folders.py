@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from relax_core.config.checks.model_folder import folder_problems
+from relax_core.config.model_checks import folder_problems
 from relax_core.config.reward_choice import ChosenReward, judged_reward
 from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.judging.judge import JudgeConfig, JudgeSetup

@@ -280,14 +280,14 @@ def _run_view(
     earlier: _Earlier,
     alarms: RunAlarms,
 ) -> RunView:
-    run, most = context.config.run, context.config.rollout.max_new_tokens
+    most = context.config.rollout.max_new_tokens
     return RunView(
         panel,
         events,
         run_dir=context.run_dir,
         trackers=trackers,
         step=context.start_step,
-        signal_watch=SignalWatch(steps=run.watch_steps, max_new_tokens=most),
+        signal_watch=SignalWatch(max_new_tokens=most),
         samples=_shown_samples(context),
         stragglers=_straggler_watch(context, earlier),
         alarms=alarms,

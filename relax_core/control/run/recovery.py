@@ -18,7 +18,7 @@ from typing import NoReturn
 from ray.exceptions import RayError
 
 from relax_core.bus.ledger.journal import LedgerUnwritable
-from relax_core.config.checks.modality_keys import media_kinds
+from relax_core.config.modality import media_kinds
 from relax_core.contracts.bus import BusLost, BusTimeout
 from relax_core.control.engines.autoscaler import Autoscaler
 from relax_core.control.engines.engine_changes import EngineChanges
@@ -150,7 +150,7 @@ def _engine_changes(context: RunContext, services: Services, parts: RunParts) ->
         folder=context.weights_folder,
         join_timeout_s=context.config.engine.start_timeout_s,
         drain_timeout_s=elastic.drain_timeout_s,
-        probe=EngineProbe(context, tolerance=elastic.probe_tolerance),
+        probe=EngineProbe(context),
     )
 
 

@@ -18,6 +18,9 @@ from relax_core.observe.event_log import MetricRecord, is_resume
 from relax_core.observe.stragglers import Straggler, straggler_words
 from relax_core.server.gateway_settings import read_address
 
+REPEAT_S = 3600.0  # a cause that lasts or comes again is told again after so long
+RESTARTS_PER_HOUR = 3  # in place (tier 1), beyond which they are told
+DISK_GIB = 2.0  # free in the run's folder, below which it is told
 END_S = 20.0  # how long the end of the run waits for its last messages
 LOOK_S = 5.0
 HOUR_S = 3600.0
@@ -49,9 +52,8 @@ class RunAlarms:
     def __init__(self, config: RelaxConfig, *, again: bool, clock: Callable[[], float] = time.time) -> None:
         notify, self._clock = config.notify, clock
         self._run_dir, self._name, self._steps = Path(config.run.dir), config.name, config.run.steps
-        self._on, self._disk_gib = frozenset(notify.events), notify.disk_gib
-        self._restarts_per_hour = notify.restarts_per_hour
-        self._book = AlarmBook(self._run_dir, repeat_s=notify.repeat_s, clock=clock)
+        self._on = frozenset(notify.events)
+        self._book = AlarmBook(self._run_dir, repeat_s=REPEAT_S, clock=clock)
         self._rules = {rule: RuleState() for rule in read_rules(notify.rules)}
         self._without: dict[Rule, int] = {}  # records without the number of a rule
         self._seen: set[Rule] = set()  # rules whose number was measured
@@ -98,7 +100,7 @@ class RunAlarms:
             self._restarts.popleft()
         if cause.startswith("engine-"):
             self.happened("engine_lost", cause.partition(" ")[0], f"{cause}; it is started again in place")
-        if len(self._restarts) > self._restarts_per_hour:
+        if len(self._restarts) > RESTARTS_PER_HOUR:
             self.happened(
                 "restarts", "tier 1", f"{len(self._restarts)} restarts in place in an hour; the last: {cause}"
             )
@@ -171,9 +173,9 @@ class RunAlarms:
     def _look(self) -> None:
         """Looks at what nobody notes: the disk, and the engines and orders that have failed."""
         free_gib = shutil.disk_usage(self._run_dir).free / GIB
-        if free_gib < self._disk_gib:
+        if free_gib < DISK_GIB:
             self.happened("disk_low", "disk", f"{free_gib:.2f} GiB are free in the run's folder")
-        elif free_gib > 1.1 * self._disk_gib:
+        elif free_gib > 1.1 * DISK_GIB:
             self.over("disk_low", "disk")
         for event, failed in self._failed.items():
             for name, why in failed().items():

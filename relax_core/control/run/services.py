@@ -13,7 +13,7 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from relax_core.bus.factory import create_bus
 from relax_core.bus.ray.ray_bus import RayBus
-from relax_core.contracts.bus import BusLost
+from relax_core.contracts.bus import CALL_TIMEOUT_S, BusLost
 from relax_core.control.engines.engine_set import EngineSet
 from relax_core.control.host.process_trees import kill, kill_trees
 from relax_core.control.run.role_counts import roles_of
@@ -87,7 +87,7 @@ class Services:
             self._start_roles(role for role in self.roles if role not in AFTER_RESTORE)
             self.bus: RayBus = bus.result(timeout=config.run.start_timeout_s)
             self._start_roles(role for role in self.roles if role in AFTER_RESTORE)
-            self.bus_pid = self.bus.process_id(timeout_s=config.bus.call_timeout_s)
+            self.bus_pid = self.bus.process_id(timeout_s=CALL_TIMEOUT_S)
             on_failure.pop_all()
 
     def _start_roles(self, roles: Iterable[str]) -> None:
@@ -124,7 +124,7 @@ class Services:
             mix=config.data.mix,
         )
         if snapshot is not None:
-            bus.restore(snapshot, timeout_s=config.bus.call_timeout_s)
+            bus.restore(snapshot, timeout_s=CALL_TIMEOUT_S)
         return bus
 
     def _start(self, role: str, rank: int) -> Any:

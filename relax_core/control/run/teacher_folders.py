@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from relax_core.config.checks.modality_keys import media_kinds
-from relax_core.config.checks.model_folder import folder_problems, media_token_ids
+from relax_core.config.modality import media_kinds
+from relax_core.config.model_checks import folder_problems, media_token_ids
 from relax_core.config.schema import RelaxConfig
 from relax_core.data.tokenizer import token_difference
 from relax_core.data.tokenizer_trial import try_tokenizer

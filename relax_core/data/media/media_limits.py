@@ -90,7 +90,7 @@ def check_source_size(kind: MediaKind, limits: MediaLimits, *, height: int, widt
         raise MediaError(
             kind,
             "too_many_pixels",
-            f"{width}×{height} are more than {limits.source_pixels:,} pixels. Store it smaller, or raise the limit.",
+            f"{width}×{height} are more than {limits.source_pixels:,} pixels. Store it smaller.",
         )
     if max(height, width) > MOST_ASPECT * min(height, width):
         raise MediaError(

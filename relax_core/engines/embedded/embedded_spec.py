@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from relax_core.config.checks.attached_keys import attached_problems, no_media_problems, token_file_problems
+from relax_core.config.engine_checks import attached_problems, no_media_problems, token_file_problems
 from relax_core.contracts.engine_kind import EngineSpec
 from relax_core.engines.embedded.embedded_launch import FEATURE_MIB, command, environment
 

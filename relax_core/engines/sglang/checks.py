@@ -7,9 +7,9 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
-from relax_core.config.checks.model_folder import family_of_run
-from relax_core.config.checks.sglang_keys import sglang_file_problems
+from relax_core.config.engine_checks import sglang_file_problems
 from relax_core.config.errors import NotYet
+from relax_core.config.model_checks import family_of_run
 from relax_core.config.schema import RelaxConfig
 from relax_core.engines.sglang.version import version_problem
 

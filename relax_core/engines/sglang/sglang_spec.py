@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from relax_core.config.checks.sglang_keys import sglang_problems
+from relax_core.config.engine_checks import sglang_problems
 from relax_core.contracts.engine_kind import EngineServer, EngineSpec
 from relax_core.engines.sglang.checks import file_problems, version_problems
 from relax_core.engines.sglang.server.sglang_launch import DEFAULT_FEATURE_MIB, command, environment

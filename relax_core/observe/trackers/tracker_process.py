@@ -25,14 +25,14 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from relax_core.config.plugin_lists import plugins_of
+from relax_core.config.plugin_types import plugins_of
 from relax_core.contracts.host.python_child import cause_in_log, module_command
 from relax_core.contracts.sink import BaseSink, SinkStart
 from relax_core.observe.event_log import EventReader, GapRecord, Record
 from relax_core.registry import FILE_SINKS, find_sink, short_name
 
 if TYPE_CHECKING:
-    from relax_core.config.sections.tracker_schema import TrackerConfig
+    from relax_core.config.schema import TrackerConfig
 
 FOLDER = "trackers"
 LOOK_S = 0.5  # between two looks at the log

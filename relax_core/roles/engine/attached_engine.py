@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
-from relax_core.contracts.engine import EngineError, EngineUnreachable, WeightManifest
+from relax_core.contracts.engine import SYNC_TIMEOUT_S, EngineError, EngineUnreachable, WeightManifest
 from relax_core.registry import find_engine
 from relax_core.roles.engine.engine_directory import engine_client, member_list
 from relax_core.roles.engine.engine_fit import engine_needs, fit_problem
@@ -15,6 +15,7 @@ from relax_core.roles.engine.held_server import held_server
 from relax_core.weights.version_copy import reading_copy
 from relax_core.weights.version_folder import reading
 
+LOST_AFTER_S = 30.0  # a server that joined and does not answer for so long is taken out
 LEAVE_S = 5.0  # how long an engine that leaves may take to forget its weights
 
 
@@ -22,7 +23,7 @@ class AttachedEngineOwner(EngineOwner):
     """Owns the engine at ``engine.urls[rank]``, or one that joined a run under way by its address.
 
     If an engine of the start does not answer, the owner waits until the user has restarted it. One that joined is lost
-    after ``engine.elastic.lost_after_s`` seconds; when it leaves, it goes on running and forgets its weights. An engine
+    after `LOST_AFTER_S` seconds; when it leaves, it goes on running and forgets its weights. An engine
     gets the newest weights before it gets prompts. One that joined a run with engines of its own gets all its weights
     from here, from a copy in the run's folder if the run publishes in its machine's memory.
     """
@@ -45,7 +46,7 @@ class AttachedEngineOwner(EngineOwner):
             with reading(published, reader=self.name) as newest:
                 yield newest
             return
-        deadline_s = self.context.config.engine.sync_timeout_s
+        deadline_s = SYNC_TIMEOUT_S
         with ExitStack() as stack:
             try:
                 copied = stack.enter_context(reading_copy(published, shared, reader=self.name, deadline_s=deadline_s))
@@ -71,8 +72,8 @@ class AttachedEngineOwner(EngineOwner):
                 self._reconcile(client)
                 self._meter.measure(client, now=time.monotonic())
             except EngineUnreachable as error:
-                if joined and time.monotonic() - answered > (lost_s := engine.elastic.lost_after_s):
-                    words = f"it did not answer for engine.elastic.lost_after_s={lost_s:g}: {error}"
+                if joined and time.monotonic() - answered > LOST_AFTER_S:
+                    words = f"it did not answer for {LOST_AFTER_S:g} s: {error}"
                     raise EngineUnreachable(words) from error
                 self.set_state("waiting", str(error))
             self._stopping.wait(WATCH_S)

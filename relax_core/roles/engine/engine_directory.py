@@ -34,7 +34,7 @@ def engine_client(
     """Returns a client with the run's token and deadlines; one with ``attached`` has the key of others' servers.
 
     ``model_folder`` is that of a teacher's model; the default is the run's. ``control_timeout_s`` replaces
-    engine.sync_timeout_s.
+    SYNC_TIMEOUT_S.
     """
     return build_client(
         context.config.engine,

@@ -11,6 +11,7 @@ from ray.exceptions import RayError
 
 from relax_core.bus.factory import connect_bus
 from relax_core.bus.ray.ray_bus import RayBus
+from relax_core.contracts.bus import CALL_TIMEOUT_S
 from relax_core.contracts.engine import EngineUnreachable, PromptRequest
 from relax_core.contracts.media import Media
 from relax_core.engines.protocol.engine_client import EngineClient
@@ -40,7 +41,7 @@ class EngineMedia:
 
         Raises EngineUnreachable if its owner does not answer, and what `relax_core.contracts.bus.Bus.bring_media` does.
         """
-        timeout_s = self._context.config.bus.call_timeout_s
+        timeout_s = CALL_TIMEOUT_S
         if media and (node_id := self._node(engine, url, timeout_s=timeout_s)):
             digests = list({one.item.digest: None for one in media})
             self._find_bus().bring_media(digests, node_id=node_id, timeout_s=timeout_s)

@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from relax_core.contracts.engine import EngineError, EngineUnreachable, WeightManifest
+from relax_core.contracts.engine import SYNC_TIMEOUT_S, EngineError, EngineUnreachable, WeightManifest
 from relax_core.engines.engine_process import EngineKilled, EngineLaunch, EngineProcess
 from relax_core.engines.http_server.held_port import HeldPort
 from relax_core.engines.protocol.engine_client import EngineClient
@@ -124,7 +124,7 @@ class EngineOwner(Worker):
         self._serving = -1
         self._malformed = ""  # why a client asks for another process
         self._meter = LoadMeter(always=context.config.gateway.name != "none")
-        self._reconciler = WeightReconciler(context.config.engine.sync_timeout_s)
+        self._reconciler = WeightReconciler(SYNC_TIMEOUT_S)
         super().__init__(name, context)
 
     def endpoint(self, timeout_s: float) -> str:

@@ -7,7 +7,7 @@ from functools import partial
 
 from relax_core.config.choices import ModeName
 from relax_core.config.schema import RelaxConfig
-from relax_core.contracts.engine import EngineError
+from relax_core.contracts.engine import SILENT_S, EngineError
 from relax_core.contracts.judging.judge import JudgeSetup
 from relax_core.engines.engine_process import EngineLaunch
 from relax_core.engines.pool.engine_pool import EnginePool
@@ -100,7 +100,7 @@ def _engines(context: RunContext, judge: str, setup: JudgeSetup, ranks: list[int
         len(ranks),
         partial(_client_of, directory, ranks),
         timeout_s=engine.start_timeout_s + setup.settings.timeout_s,
-        silent_s=engine.silent_s,
+        silent_s=SILENT_S,
         on_malformed=partial(_report_malformed, directory, ranks),
     )
     return JudgeEngines(

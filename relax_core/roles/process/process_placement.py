@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from relax_core.config.schema import PlacementConfig, RelaxConfig
-from relax_core.config.sections.launcher_schema import LauncherConfig
+from relax_core.config.schema import LauncherConfig, PlacementConfig, RelaxConfig
 from relax_core.contracts.media_file import node_folder
 from relax_core.registry import find_engine
 from relax_core.roles.process.role_context import JUDGE_ENGINE, TEACHER_ENGINE, RunContext

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 
-from relax_core.config.sections.tracker_schema import kept_groups
+from relax_core.config.schema import kept_groups
 from relax_core.contracts.media import MediaItem, MediaSource
 from relax_core.data.media.played_files import PlayedFiles
 from relax_core.observe.sample_log import (
@@ -19,7 +19,7 @@ from relax_core.roles.process.role_context import RunContext
 from relax_core.rollout.media_encoding import media_limits, media_root
 from relax_core.rollout.thumbnails import MOST, THUMBNAILS, Thumbnails
 
-MEGABYTE = 2**20
+MAX_BYTES = 2 << 30  # of the tokens that a run keeps; the oldest are removed first
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
@@ -27,7 +27,7 @@ def open_sample_log(context: RunContext, name: str, *, tokenizer: bool = False) 
     """Returns the log of the worker ``name``, or None if the run keeps no samples.
 
     With ``tokenizer`` the model's tokenizer is copied beside the samples, so that their text can be read wherever the
-    run's folder is copied to. ``tracker.samples_max_mb`` is divided among the processes that make or train samples.
+    run's folder is copied to. `MAX_BYTES` is divided among the processes that make or train samples.
     """
     config = context.config
     groups = config.rollout.prompts_per_step
@@ -49,7 +49,7 @@ def open_sample_log(context: RunContext, name: str, *, tokenizer: bool = False) 
         start_step=context.start_step,
         first=first,
         every=groups,
-        max_bytes=config.tracker.samples_max_mb * MEGABYTE // writers,
+        max_bytes=MAX_BYTES // writers,
     )
 
 

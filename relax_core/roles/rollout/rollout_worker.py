@@ -13,10 +13,10 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from relax_core.bus.ray.ray_bus import RayBus
-from relax_core.config.checks.modality_keys import media_kinds
 from relax_core.config.choices import OnStale, Partial
+from relax_core.config.modality import media_kinds
 from relax_core.contracts.algorithm import AlgorithmSpec
-from relax_core.contracts.bus import Admission, BusClosed
+from relax_core.contracts.bus import CALL_TIMEOUT_S, Admission, BusClosed
 from relax_core.contracts.env import EnvSpec
 from relax_core.contracts.reward import RewardConfig, reward_parts
 from relax_core.contracts.stop_signals import ignore_stop_signals
@@ -160,7 +160,7 @@ class RolloutWorker(Worker):
 
     def open_samples(self, engine: int) -> int:
         """Returns how many samples this engine owes to this worker, which sends it no more if it is to leave."""
-        timeout_s = self.context.config.bus.call_timeout_s
+        timeout_s = CALL_TIMEOUT_S
         return 0 if self._follower is None else self._follower.open_samples(engine, timeout_s=timeout_s)
 
     def _bad_rows(self, rows: int, metrics: EventWriter) -> BadRows:
@@ -169,7 +169,6 @@ class RolloutWorker(Worker):
             rows=rows,
             most=config.data.max_bad_rows,
             report=lambda bad: metrics.record_texts(bad_rows_kind(self._rank), step, bad),
-            most_in_a_row=config.modality.max_bad_in_a_row,
         )
 
     def _early_ends(self) -> EarlyEnds:
@@ -207,13 +206,12 @@ class RolloutWorker(Worker):
             overlong=config.data.overlong,
             last_assistant=config.data.last_assistant,
             items=None if encoders is None else self._items(encoders, bus),
-            prompt_items=config.modality.prompt_items,
             media_kinds=media_kinds(config),
         )
 
     def _items(self, encoders: EncodePool, bus: RayBus) -> ItemCache:
         config = self.context.config
-        held = HeldItems(encoders, bus, worker=self._rank, timeout_s=config.bus.call_timeout_s)
+        held = HeldItems(encoders, bus, worker=self._rank, timeout_s=CALL_TIMEOUT_S)
         return ItemCache(
             held,
             most_bytes=config.modality.cache_mb * MEGABYTE,
@@ -242,7 +240,7 @@ class RolloutWorker(Worker):
         aborts = rollout.partial is Partial.abort
         if not (aborts or rollout.spare_prompts):
             return None
-        call_timeout_s = self.context.config.bus.call_timeout_s
+        call_timeout_s = CALL_TIMEOUT_S
         return WeightUpdateHandler(
             bus,
             pool,
@@ -262,7 +260,7 @@ class RolloutWorker(Worker):
         The bus then ends what that process held, so this comes before any encoding.
         """
         try:
-            timeout_s = self.context.config.bus.call_timeout_s
+            timeout_s = CALL_TIMEOUT_S
             return await asyncio.to_thread(bus.reclaim, worker=self._rank, timeout_s=timeout_s)
         except BusClosed as closed:
             return closed
@@ -314,7 +312,7 @@ class RolloutWorker(Worker):
             batch_prompts=math.ceil((rollout.prompts_per_step + rollout.spare_prompts) / rollout.workers),
             sampling=training_sampling(config, tokenizer),
             admit_timeout_s=config.run.stall_timeout_s,
-            call_timeout_s=config.bus.call_timeout_s,
+            call_timeout_s=CALL_TIMEOUT_S,
             max_failed_groups=rollout.max_failed_groups or 4 * rollout.prompts_per_step,
             worker=self._rank,
             alone=rollout.workers == 1,
@@ -326,7 +324,7 @@ class RolloutWorker(Worker):
         )
 
     async def _versions(self, bus: RayBus) -> VersionsReached:
-        call_s = self.context.config.bus.call_timeout_s
+        call_s = CALL_TIMEOUT_S
         now = (await asyncio.to_thread(bus.progress, timeout_s=call_s)).version
         return VersionsReached(bus, version=now, call_timeout_s=call_s, stopping=lambda: self.stopping)
 

@@ -9,6 +9,7 @@ from functools import partial
 
 from ray.exceptions import RayActorError
 
+from relax_core.contracts.bus import CALL_TIMEOUT_S
 from relax_core.contracts.data import PromptSource
 from relax_core.data.eval_sets import eval_sets
 from relax_core.engines.pool.engine_pool import EnginePool
@@ -84,7 +85,7 @@ async def _report(context: RunContext, version: int, values: Mapping[str, float]
     """
     trainer = await asyncio.to_thread(discover_worker, context, worker_name("actor", 0))
     try:
-        async with asyncio.timeout(context.config.bus.call_timeout_s):
+        async with asyncio.timeout(CALL_TIMEOUT_S):
             return bool(await trainer.record_evaluation.remote(version, dict(values)))
     except (RayActorError, TimeoutError) as error:
         log.warning("the trainer did not get the evaluation of version %d: %s", version, error)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import cast
 
 from relax_core.config.schema import RelaxConfig
-from relax_core.contracts.engine import Generated, PromptRequest, SamplingParams
+from relax_core.contracts.engine import SILENT_S, SYNC_TIMEOUT_S, Generated, PromptRequest, SamplingParams
 from relax_core.contracts.judging.judge import JudgedInput
 from relax_core.contracts.media import MediaItem
 from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput, RewardSpec
@@ -96,10 +96,10 @@ def traced_pool(context: RunContext, directory: EngineDirectory, waiting: Waitin
         config.engine.count,
         directory.client_async,
         timeout_s=config.engine.start_timeout_s + OWNER_FIRST_S,
-        silent_s=config.engine.silent_s,
+        silent_s=SILENT_S,
         by_load=not config.in_order,  # with in_order the same seed gives the same bits for any timing
         max_lag=config.mode.max_staleness,
-        lag_s=config.engine.sync_timeout_s,
+        lag_s=SYNC_TIMEOUT_S,
         waiting=waiting,
         bring_media=None if media is None else media.bring_requests,
         item_work=None if context.media_folder is None else item_work_of(config, model_folder=context.model_folder),

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from relax_core.bus.factory import connect_bus
 from relax_core.config.schema import OptimizerConfig, ParallelConfig, RelaxConfig
+from relax_core.contracts.bus import CALL_TIMEOUT_S
 from relax_core.contracts.engine import WeightManifest
 from relax_core.contracts.media import MediaReader
 from relax_core.contracts.media_file import FolderReader, NodeReader
@@ -90,7 +91,7 @@ def load_published(backend: MegatronBackend, manifest: WeightManifest) -> bool:
 
 def _media_reader(context: RunContext) -> MediaReader | None:
     """Returns the reader of this node's folder; in a joined Ray it finds the bus when it lacks its first item."""
-    folder, timeout_s = context.media_folder, context.config.bus.call_timeout_s
+    folder, timeout_s = context.media_folder, CALL_TIMEOUT_S
     if folder is None or context.config.launcher.ray_address is None:
         return None if folder is None else FolderReader(folder)
     bus = cache(lambda: connect_bus(BUS, context.namespace))

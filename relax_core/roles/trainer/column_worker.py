@@ -17,7 +17,7 @@ from typing import TypeVar
 import msgspec
 
 from relax_core.contracts import columns as c
-from relax_core.contracts.bus import Bus, BusTimeout, Lease, LeasedGroup, LeaseLost, LeaseRequest
+from relax_core.contracts.bus import LEASE_S, Bus, BusTimeout, Lease, LeasedGroup, LeaseLost, LeaseRequest
 from relax_core.contracts.media import MediaGone
 from relax_core.registry import find_algorithm
 from relax_core.roles.process.discovery import discover_bus
@@ -140,7 +140,7 @@ class ColumnWorker(Worker):
             task=self.task,
             columns=self.inputs,
             max_groups=config.rollout.prompts_per_step,
-            lease_s=config.bus.lease_s,
+            lease_s=LEASE_S,
         )
         self.set_state("running")
         bus.revoke(request.task, timeout_s=timeout_s)  # a killed predecessor may have left leases

@@ -26,6 +26,7 @@ from relax_core.config.schema import RelaxConfig
 from relax_core.contracts import columns as c
 from relax_core.contracts.algorithm import Requirements
 from relax_core.contracts.bus import BusTimeout, Lease, LeaseRequest
+from relax_core.contracts.engine import SYNC_TIMEOUT_S
 from relax_core.contracts.tree import TokenTree
 from relax_core.families.folder import folder_architecture
 from relax_core.observe.event_log import ACTOR, RANK, metric_record
@@ -125,9 +126,7 @@ class PolicyTrainer(Worker):
         config = self._config
         choice = choose_transport(config)
         self.set_state("starting", f"weights go to the engines by {choice.name.value}: {choice.reason}")
-        transport = build_transport(
-            choice.name, host=node_address(config.launcher), timeout_s=config.engine.sync_timeout_s
-        )
+        transport = build_transport(choice.name, host=node_address(config.launcher), timeout_s=SYNC_TIMEOUT_S)
         frozen = self._worker_group.lead.frozen_weights
         return WeightSync(self.context, EngineDirectory(self.context), transport, waiting=self.waiting, frozen=frozen)
 
@@ -188,7 +187,6 @@ class PolicyTrainer(Worker):
             min_groups=missing if self._time_sharing else max(1, min(missing, fitting)),
             max_groups=missing,
             step=step,
-            lease_s=self._config.bus.lease_s,
         )
 
     def _lease(self, request: LeaseRequest, *, may_stop: bool) -> Lease:

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from relax_core.config.own_runs import marked
+from relax_core.config.rerun import marked
 from relax_core.config.saved import to_yaml
-from relax_core.contracts.bus import Bus
+from relax_core.contracts.bus import CALL_TIMEOUT_S, Bus
 from relax_core.observe.event_log import EVAL
 from relax_core.roles.process.role_context import RunContext
 from relax_core.roles.trainer.worker_group import TrainerWorkerGroup
@@ -117,7 +117,7 @@ class RunCheckpoints:
         kept = self._best.kept if self._best is not None else frozenset
         self._store = CheckpointStore(context.run_dir / "checkpoints", keep_last=run.keep_last, kept=kept)
         self._beside, self._deadline_s = run.async_save, run.stall_timeout_s
-        self._timeout_s = context.config.bus.call_timeout_s
+        self._timeout_s = CALL_TIMEOUT_S
         self._bus = bus
         self._worker_group = worker_group
         self._report_progress = report_progress

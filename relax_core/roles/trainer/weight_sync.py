@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, Any
 
-from relax_core.contracts.engine import EngineError, EngineUnreachable
+from relax_core.contracts.engine import SILENT_S, EngineError, EngineUnreachable
 from relax_core.engines.pool.fan_out import FanOut
 from relax_core.engines.protocol.engine_client import EngineClient
 from relax_core.roles.process.role_context import RunContext
@@ -27,10 +27,10 @@ log = logging.getLogger(__name__)
 class WeightSync:
     """Publishes weight versions and hands memory over; all calls to one engine run in order, in their own thread.
 
-    A step waits at most ``engine.silent_s`` seconds for an engine's push or for its memory's return to it. It waits
+    A step waits at most `SILENT_S` seconds for an engine's push or for its memory's return to it. It waits
     until each engine has released its memory or has died, because training in memory that an engine still uses would
     crash the trainer, and with time sharing the next step needs that engine's samples anyway. An engine's owner kills
-    an engine that is silent for ``run.heartbeat_timeout_s``, and each call has the limit ``engine.sync_timeout_s``.
+    an engine that is silent for ``run.heartbeat_timeout_s``, and each call has the limit `SYNC_TIMEOUT_S`.
     ``frozen`` names the weights that do not train.
     """
 
@@ -43,8 +43,6 @@ class WeightSync:
         waiting: WaitingOn,
         frozen: Collection[str] = (),
     ) -> None:
-        engine = context.config.engine
-        self._silent_s = engine.silent_s
         self._stall_s = context.config.run.stall_timeout_s
         self._waiting = waiting
         self._engines = engines
@@ -79,17 +77,16 @@ class WeightSync:
         if self._push is None:
             return None
         with self._waiting("the end of the newest weights' push", on="engine"):
-            report, self._push = self._push.result(timeout=self._silent_s), None
+            report, self._push = self._push.result(timeout=SILENT_S), None
         for url, why in report.refused.items():
             log.warning("weights %d: %s does not serve them: %s", report.version, url, why)
             self._engines.forget(url)
         for url in report.behind - self._named:
             log.warning(
-                "weights %d: %s has not answered within engine.silent_s=%g; its owner sends it the newest weights when "
-                "it answers",
+                "weights %d: %s has not answered within %g s; its owner sends it the newest weights when it answers",
                 report.version,
                 url,
-                self._silent_s,
+                SILENT_S,
             )
         self._named |= report.behind
         self._behind = report.behind
@@ -114,7 +111,7 @@ class WeightSync:
         }
         awaited = [call for url, call in self._resumes.items() if url not in self._behind]
         with self._waiting("the engines to take their memory back", on="engine"):
-            wait(awaited, timeout=self._silent_s)
+            wait(awaited, timeout=SILENT_S)
         _check({url: call for url, call in self._resumes.items() if call.done()})
 
     def close(self) -> None:

@@ -13,6 +13,8 @@ from pathlib import Path
 from relax_core.rollout.agent_processes.agent_process import AgentProcess
 
 CHECK_S = 1.0
+MEMORY_GIB = 2.0  # resident memory of an agent and of all that it starts; beyond it they are killed
+PROCESSES = 64  # of an agent at one time; beyond it they are killed
 _GIB = 2**30
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
@@ -28,9 +30,7 @@ class TreeSize:
 class AgentLimits:
     """Holds the agents that run now, and kills those that are above a limit. `watch` must run beside them."""
 
-    def __init__(self, *, memory_gib: float, processes: int) -> None:
-        self._memory_gib = memory_gib
-        self._processes = processes
+    def __init__(self) -> None:
         self.running: set[AgentProcess] = set()
 
     async def watch(self) -> None:
@@ -44,11 +44,11 @@ class AgentLimits:
                         one.kill(why)
 
     def _over(self, size: TreeSize) -> str:
-        if size.memory > self._memory_gib * _GIB:
+        if size.memory > MEMORY_GIB * _GIB:
             used = size.memory / _GIB
-            return f"its processes used {used:.2f} GiB, more than agent.memory_gib={self._memory_gib:g}"
-        if size.processes > self._processes:
-            return f"it had {size.processes} processes, more than agent.processes={self._processes}"
+            return f"its processes used {used:.2f} GiB, more than {MEMORY_GIB:g}"
+        if size.processes > PROCESSES:
+            return f"it had {size.processes} processes, more than {PROCESSES}"
         return ""
 
 

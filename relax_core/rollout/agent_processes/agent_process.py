@@ -21,6 +21,7 @@ from relax_core.rollout.agent_processes import agent_guard
 
 _GUARD = Path(agent_guard.__file__)
 _MOST_LINE_BYTES = 4 << 20  # of what a guard tells; an answer or the kept output, written as JSON
+GRACE_S = 2.0  # between SIGTERM and SIGKILL to all processes of an agent
 _EXIT_S = 30.0  # a guard ends its agent within the grace and `agent_guard._KILL_S`
 MOST_ANSWERS = 64  # of a warm agent that nobody has taken
 SHOWN = 2000  # the characters of an agent's output that an error shows
@@ -88,7 +89,6 @@ class AgentProcess:
         *,
         cwd: str,
         env: Mapping[str, str],
-        grace_s: float,
         warm: bool = False,
         secrets: Collection[str] = (),
     ) -> AgentProcess:
@@ -99,7 +99,7 @@ class AgentProcess:
         """
         mode = "warm" if warm else "cold"
         guard = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(_GUARD), f"{grace_s:g}", mode, *command],
+            [sys.executable, "-I", "-S", str(_GUARD), f"{GRACE_S:g}", mode, *command],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd=cwd,

@@ -8,8 +8,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from relax_core.config.checks.agent_command import agent_environment
-from relax_core.config.sections.agent_schema import AgentConfig
+from relax_core.config.rollout_checks import agent_environment
+from relax_core.config.schema import AgentConfig
 from relax_core.rollout.agent_processes.agent_limits import AgentLimits
 from relax_core.rollout.agent_processes.agent_process import AgentProcess
 from relax_core.rollout.agent_processes.agent_tasks import (
@@ -33,7 +33,7 @@ class AgentRuns:
         self._folder = folder
         shutil.rmtree(folder, ignore_errors=True)  # of a process that was killed
         folder.mkdir(parents=True, mode=0o700)
-        self._limits = AgentLimits(memory_gib=agent.memory_gib, processes=agent.processes)
+        self._limits = AgentLimits()
         self._watch = asyncio.create_task(self._limits.watch())
         self._ending: set[asyncio.Task[None]] = set()
 
@@ -69,7 +69,6 @@ class AgentRuns:
             self._command,
             cwd=self._agent.cwd or str(self._folder),
             env=agent_environment(self._agent, variables),
-            grace_s=self._agent.grace_s,
             secrets=tuple(self._agent.env.values()),
         )
         self._limits.running.add(process)

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import msgspec
 
-from relax_core.config.checks.agent_command import agent_environment
-from relax_core.config.sections.agent_schema import AgentConfig
+from relax_core.config.rollout_checks import agent_environment
+from relax_core.config.schema import AgentConfig
+from relax_core.rollout.agent_processes import agent_process
 from relax_core.rollout.agent_processes.agent_limits import AgentLimits
 from relax_core.rollout.agent_processes.agent_process import AgentProcess
 from relax_core.rollout.agent_processes.agent_tasks import AgentResult, AgentTask, result_of
@@ -19,8 +20,8 @@ from relax_core.rollout.agent_processes.agent_tasks import AgentResult, AgentTas
 class AgentWorkers:
     """Holds ``agent.workers`` processes of ``command``. Each is started when a task needs it, and has one at a time.
 
-    A process that is asked to give a task up has agent.grace_s to answer; else it is ended, and the next task gets a
-    new one. Must be made and used in one event loop. ``folder`` is where they run if agent.cwd names none.
+    A process that is asked to give a task up has `GRACE_S` seconds to answer; else it is ended, and the next task gets
+    a new one. Must be made and used in one event loop. ``folder`` is where they run if agent.cwd names none.
     """
 
     def __init__(self, command: Sequence[str], agent: AgentConfig, *, folder: Path) -> None:
@@ -29,7 +30,7 @@ class AgentWorkers:
         self._folder = folder
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._cwd = agent.cwd or str(folder)
-        self._limits = AgentLimits(memory_gib=agent.memory_gib, processes=agent.processes)
+        self._limits = AgentLimits()
         self._watch = asyncio.create_task(self._limits.watch())
         self._free: asyncio.Queue[AgentProcess | None] = asyncio.Queue()  # None: a process that is not started
         for _ in range(agent.workers):
@@ -64,7 +65,6 @@ class AgentWorkers:
             self._command,
             cwd=self._cwd,
             env=agent_environment(self._agent, variables),
-            grace_s=self._agent.grace_s,
             secrets=tuple(self._agent.env.values()),
             warm=True,
         )
@@ -89,7 +89,7 @@ class AgentWorkers:
         """Makes a process free for the next task, or ends it."""
         if process is not None and not answered and not process.ended.is_set():
             try:
-                async with asyncio.timeout(self._agent.grace_s):
+                async with asyncio.timeout(agent_process.GRACE_S):
                     await self._answer(process, task)
             except TimeoutError:
                 process.end()

@@ -9,10 +9,10 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from relax_core.config.schema import RelaxConfig
-from relax_core.config.sections.agent_schema import AgentConfig
+from relax_core.config.schema import AgentConfig, RelaxConfig
 from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.registry import find_env
+from relax_core.rollout.agent_processes import agent_process
 from relax_core.rollout.agent_processes.agent_runs import AgentRuns
 from relax_core.rollout.agent_processes.agent_tasks import AgentResult, AgentRunner, AgentTask
 from relax_core.rollout.agent_processes.agent_workers import AgentWorkers
@@ -24,7 +24,7 @@ from relax_core.rollout.episodes.episode_records import EpisodeRecord
 
 TOLD_FAILURES = 3  # attempts that failed whose whole output the log has
 END_S = 10.0  # a call of the runner that is cancelled returns at once
-_MEGABYTE = 10**6
+MAX_BODY_BYTES = 16 * 10**6  # of a request
 _ANY_ADDRESS = ("0.0.0.0", "::")
 log = logging.getLogger(__name__)
 
@@ -49,10 +49,10 @@ class AgentHost:
         """Returns how an agent ended an attempt.
 
         It has agent.timeout_s without the wait for its first answer, for which the engine may hold it, and
-        agent.grace_s behind the end that a limit makes, which sets ``over``.
+        `GRACE_S` behind the end that a limit makes, which sets ``over``.
         """
         playing = asyncio.create_task(self._runner.play(task))
-        limit_s, grace_s = self._agent.timeout_s, self._agent.grace_s
+        limit_s = self._agent.timeout_s
         try:
             await _until(playing, task.began)
             in_time = await _until(playing, session.asked, timeout_s=limit_s)
@@ -62,7 +62,7 @@ class AgentHost:
             if not in_time:
                 words = f"the agent has not ended within agent.timeout_s={limit_s:g} s"
                 return AgentResult(failed=words, ended="episode_timeout")
-            if not await _until(playing, timeout_s=grace_s):
+            if not await _until(playing, timeout_s=agent_process.GRACE_S):
                 return AgentResult(failed="the agent goes on behind the end of its episode")
             return playing.result()
         finally:
@@ -99,12 +99,12 @@ async def agent_host(
     endpoint, at_once = config.endpoint, agents_at_one_time(config)
     command = agent_words(config, find_env(config.env.name))
     sessions = SessionTable(most=at_once)
-    outside = None if command else OutsideAgents(token=token, idle_s=endpoint.idle_s)
+    outside = None if command else OutsideAgents(token=token, idle_s=config.agent.timeout_s / 2)
     app = EndpointApp(
         sessions,
         tokenizer,
         model=config.model.name,
-        most_body_bytes=endpoint.max_body_mb * _MEGABYTE,
+        most_body_bytes=MAX_BODY_BYTES,
         outside=outside,
     )
     async with served(app, host=endpoint.host, port=endpoint.port and endpoint.port + rank) as base_url:

@@ -567,9 +567,7 @@ class SessionTable:
     def open(self, session: AgentSession) -> str:
         """Returns the key of a new session. Raises `RequestRefused` 429 if there are too many."""
         if len(self._open) >= self._most:
-            raise RequestRefused(
-                429, f"{self._most} sessions are open (endpoint.max_sessions); ask again", retry_after_s=RETRY_S
-            )
+            raise RequestRefused(429, f"{self._most} sessions are open; ask again", retry_after_s=RETRY_S)
         key = f"rlx-{secrets.token_urlsafe(KEY_BYTES)}"
         self._open[_digest(key)] = session
         return key

@@ -57,7 +57,7 @@ class OutsideAgents:
             while not attempt.done.done():
                 quiet_s = min(task.quiet_s(), time.monotonic() - attempt.taken_s)
                 if quiet_s >= self._idle_s:
-                    words = f"its agent asked for nothing for endpoint.idle_s={self._idle_s:g} s"
+                    words = f"its agent asked for nothing for {self._idle_s:g} s, half of agent.timeout_s"
                     return AgentResult(failed=words)
                 await asyncio.wait([attempt.done], timeout=self._idle_s - quiet_s)
             return attempt.done.result()

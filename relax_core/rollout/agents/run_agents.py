@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from relax_core.config.checks.agent_command import command_words
+from relax_core.config.rollout_checks import command_words
 from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.env import EnvSpec
 
@@ -15,7 +15,7 @@ def agent_words(config: RelaxConfig, env: EnvSpec) -> list[str]:
 
 def agents_at_one_time(config: RelaxConfig) -> int:
     """Returns how many episodes the agents of one rollout worker play at one time, at most."""
-    most = config.endpoint.max_sessions or episodes_in_flight(config)
+    most = episodes_in_flight(config)
     return min(most, config.agent.workers) if config.agent.workers else most
 
 

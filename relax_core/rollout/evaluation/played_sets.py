@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-from relax_core.config.checks.turn_keys import EVALUATED_TOGETHER
+from relax_core.config.rollout_checks import EVALUATED_TOGETHER
 from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.data import BadRow, EvalSet
 from relax_core.contracts.env import CUT_ENDS

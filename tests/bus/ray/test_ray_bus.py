@@ -24,13 +24,14 @@ NAMESPACE = "test-ray-backend"
 
 
 def make_config(name: str = "ray") -> BusConfig:
-    return BusConfig(name=name, lease_s=600.0, call_timeout_s=30.0, inline_bytes=1024, max_row_bytes=1 << 26)
+    return BusConfig(name=name)
 
 
 @pytest.fixture
 def bus(ray_session: str, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[RayBus]:
     bus = create_bus(
         make_config(),
+        inline_bytes=1024,
         groups_per_step=2,
         group_size=2,
         max_staleness=1,

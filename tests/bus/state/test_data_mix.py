@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relax_core.bus.state.bus_state import BusCore
-from relax_core.config.modality_shares import MixOrder
+from relax_core.config.modality import MixOrder
 from relax_core.contracts.bus import Admission, LedgerCounts
 from tests.bus.make_rows import for_actor, make_core, make_row
 

@@ -34,14 +34,8 @@ PIXELS = bytes(range(256)) * 400  # beyond inline_bytes
 def a_bus(tmp_path: Path, name: str) -> Iterator[TransferQueueBus]:
     """A bus with processes of its own: a controller and two storage units."""
     bus = create_bus(
-        BusConfig(
-            name="transfer_queue",
-            lease_s=600.0,
-            call_timeout_s=30.0,
-            inline_bytes=1024,
-            max_row_bytes=1 << 22,
-            storage_units=2,
-        ),
+        BusConfig(name="transfer_queue", storage_units=2),
+        inline_bytes=1024,
         groups_per_step=2,
         group_size=2,
         max_staleness=0,

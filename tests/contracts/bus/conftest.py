@@ -52,19 +52,13 @@ def make_bus(request: pytest.FixtureRequest, ray_session: str, tmp_path: Path) -
             "max_staleness": 1,
             "on_stale": "drop",
             "total_steps": 100,
+            "inline_bytes": 1024,
             "max_row_bytes": 1 << 22,
         } | changes
-        config = BusConfig(
-            name=request.param,
-            lease_s=600.0,
-            call_timeout_s=30.0,
-            inline_bytes=1024,
-            max_row_bytes=values.pop("max_row_bytes"),
-        )
         if request.param == "transfer_queue":
             values["plane"] = request.getfixturevalue("plane")
         bus = create_bus(
-            config,
+            BusConfig(name=request.param),
             ledger_path=tmp_path / f"ledger{number}.sqlite",
             name=f"bus{number}",
             namespace=NAMESPACE,

@@ -108,7 +108,7 @@ def test_rows_that_do_not_fit_their_admission(make_bus: MakeBus) -> None:
     row = make_row(admission)
     never_admitted = msgspec.structs.replace(admission, index=7, group_uid="g00000007")
     wrong: list[tuple[Any, str]] = [
-        (make_row(admission, columns={"a": bytes(6000)}), "group g00000000 has 6000 bytes, bus.max_row_bytes=5000"),
+        (make_row(admission, columns={"a": bytes(6000)}), "group g00000000 has 6000 bytes, the largest group has 5000"),
         (msgspec.structs.replace(row, uids=uids_of(admission)[:1]), r"wrong: g00000000\.1"),
         (msgspec.structs.replace(row, uids=uids_of(admission)[:1] * 2), "each of its 2 samples once"),
         (msgspec.structs.replace(row, versions=[0]), "2 samples and 1 versions"),

@@ -37,8 +37,6 @@ def launch(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Engi
             context_length=CONTEXT,
             threads=1,
             start_timeout_s=120.0,
-            request_timeout_s=60.0,
-            sync_timeout_s=60.0,
         ),
         dtype="float32",
         token_file=folder / "token",

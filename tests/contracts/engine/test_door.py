@@ -19,7 +19,7 @@ import msgspec
 import pytest
 import torch
 
-from relax_core.config.checks.ranges import RANGES
+from relax_core.config.ranges import RANGES
 from relax_core.contracts.engine import MAX_TEMPERATURE, MAX_TOP_K, MIN_TEMPERATURE, TensorSpec, WeightManifest
 from relax_core.engines.engine_process import EngineLaunch, EngineProcess
 from relax_core.weights.version_file import _names_digest

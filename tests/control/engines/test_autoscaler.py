@@ -97,7 +97,7 @@ class Scaled:
             config,
             engine=replace(
                 config.engine,
-                autoscaler=replace(config.engine.autoscaler, window_s=WINDOW_S, cooldown_s=COOLDOWN_S),
+                autoscaler=replace(config.engine.autoscaler, cooldown_s=COOLDOWN_S),
             ),
         )
         self.now, self.folder = 0.0, folder

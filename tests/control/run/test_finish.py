@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from relax_core.config.sections.tracker_schema import TrackerConfig
+from relax_core.config.schema import TrackerConfig
 from relax_core.control.run.finish import collect
 from relax_core.observe.event_log import CONTROLLER, EventWriter, bad_rows_kind
 from relax_core.observe.trackers.tracker_process import Trackers

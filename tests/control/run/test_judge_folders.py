@@ -11,10 +11,9 @@ from relax_core.config.compose import load_config
 from relax_core.config.schema import RelaxConfig
 from relax_core.control.run.judge_folders import judge_folders, judge_problems
 from relax_core.control.run.role_counts import roles_of
-from relax_core.plan.build_plan import make_plan
-from relax_core.plan.data.data_check import look_at_data
-from relax_core.plan.memory.judge_memory import judge_holders
-from relax_core.plan.plan_text import as_text
+from relax_core.plan.build_plan import as_text, make_plan
+from relax_core.plan.data_check import look_at_data
+from relax_core.plan.memory_plan import judge_holders
 from relax_core.tools.make_tiny import tiny_model_folder
 
 

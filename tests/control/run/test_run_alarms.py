@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from relax_core.config.compose import load_config
-from relax_core.config.sections.notify_schema import EVENTS
+from relax_core.config.schema import EVENTS
 from relax_core.contracts.sink import MetricRecord
+from relax_core.control.run import run_alarms
 from relax_core.control.run.run_alarms import UNKNOWN_RECORDS, RunAlarms
 from relax_core.observe.alarm_book import FILE, read_alarms
 from relax_core.observe.event_log import RESUMED, RUN
@@ -61,9 +62,11 @@ def slow(*, ended: bool) -> Straggler:
     )
 
 
-def test_each_event_is_one_message(tmp_path: Path, told: Told) -> None:
+def test_each_event_is_one_message(tmp_path: Path, told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_alarms, "RESTARTS_PER_HOUR", 1)
+    monkeypatch.setattr(run_alarms, "DISK_GIB", 1e6)
     clock = Clock()
-    run = alarms(tmp_path, told, "notify.restarts_per_hour=1", "notify.disk_gib=1e6", "notify.rules=[nan]", clock=clock)
+    run = alarms(tmp_path, told, "notify.rules=[nan]", clock=clock)
     run.watch(engine_lost=lambda: {"engine-7": "its probe differs"}, order_failed=lambda: {"o1": "no room"})
     for _ in range(3):
         run.restarted("reward-worker-0 was killed by SIGKILL")
@@ -110,9 +113,12 @@ def test_the_end_of_a_run_is_told_after_its_orders_have_ended(tmp_path: Path, to
     assert "stopped" in events
 
 
-def test_what_is_over_is_told_once_and_a_cause_that_lasts_again(tmp_path: Path, told: Told) -> None:
+def test_what_is_over_is_told_once_and_a_cause_that_lasts_again(
+    tmp_path: Path, told: Told, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_alarms, "REPEAT_S", 60.0)
     clock = Clock()
-    run = alarms(tmp_path, told, "notify.rules=['actor/reward < 0.5 for 2 steps']", "notify.repeat_s=60", clock=clock)
+    run = alarms(tmp_path, told, "notify.rules=['actor/reward < 0.5 for 2 steps']", clock=clock)
     for step in range(6):
         run.add_records([record(step, reward=0.1)])
         clock.now += 20.0

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from relax_core.config.sections.tracker_schema import TrackerConfig
+from relax_core.config.schema import TrackerConfig
 from relax_core.contracts.bus import BusProgress, LedgerCounts
 from relax_core.control.run import run_view
 from relax_core.control.run.run_view import EVENTS_LOG, RunView

@@ -12,7 +12,7 @@ from relax_core.config.compose import load_config
 from relax_core.config.errors import ConfigError
 from relax_core.control.run.teacher_folders import teacher_folders
 from relax_core.families.hf_config import read_hf_config
-from relax_core.plan.data.data_check import look_at_data
+from relax_core.plan.data_check import look_at_data
 from relax_core.preflight import CHECKS
 from relax_core.tools.make_tiny import tiny_model_folder
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from relax_core.config.media_schema import FOUR_MODALITIES, MEDIA_TASKS, TONE_OF_PICTURE
+from relax_core.config.schema import FOUR_MODALITIES, MEDIA_TASKS, TONE_OF_PICTURE
 from relax_core.data.generated import Example, Split, example, parts_of
 from relax_core.data.media_tasks import COLOUR, COLOURS, DIRECTION, MODALITY_ANSWERS, MODALITY_PARTS, TONE, TONES, WORD
 

@@ -14,6 +14,7 @@ from relax_core.config.compose import load_config
 from relax_core.contracts.engine import EngineError
 from relax_core.engines.engine_process import EngineLaunch
 from relax_core.preflight import settle
+from relax_core.roles.engine import attached_engine
 from relax_core.roles.engine.attached_engine import AttachedEngineOwner
 from relax_core.roles.engine.engine_fit import engine_needs, fit_problem
 from relax_core.roles.engine.held_server import held_server
@@ -46,8 +47,13 @@ SPEC = EngineSpec(
 
 
 def test_a_server_joins_by_its_address_and_is_lost_when_it_is_silent(
-    launch: EngineLaunch, start_engine: Callable[..., Engine], tmp_path: Path, wait_until: Callable[..., None]
+    launch: EngineLaunch,
+    start_engine: Callable[..., Engine],
+    tmp_path: Path,
+    wait_until: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(attached_engine, "LOST_AFTER_S", 0.5)
     leaves, dies = start_engine(load_weights=False), start_engine(load_weights=False)
     (tmp_path / "kind.py").write_text(KIND)
     (tmp_path / "key").write_text(TOKEN)
@@ -57,7 +63,6 @@ def test_a_server_joins_by_its_address_and_is_lost_when_it_is_silent(
         name=str(tmp_path / "kind.py"),
         urls=["http://127.0.0.1:9"],
         token_file=str(tmp_path / "key"),
-        elastic=replace(config.engine.elastic, lost_after_s=0.5),
     )
     other_model = context_of(replace(config, engine=engine), tmp_path)
     context = replace(other_model, model_folder=launch.model_folder)
@@ -88,7 +93,7 @@ def test_a_server_joins_by_its_address_and_is_lost_when_it_is_silent(
 
         os.kill(dies.process.pid, signal.SIGKILL)
         wait_until(lambda: owners[1].status().state == "failed", what="the end of its owner")
-        assert "engine.elastic.lost_after_s=0.5" in owners[1].status().detail
+        assert "it did not answer for 0.5 s" in owners[1].status().detail
         assert owners[0].status().state == "running"
     finally:
         for owner in owners:

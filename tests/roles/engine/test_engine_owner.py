@@ -18,6 +18,7 @@ from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.engine import WeightManifest
 from relax_core.engines.protocol.engine_client import EngineClient
 from relax_core.preflight import settle
+from relax_core.roles.engine import engine_owner
 from relax_core.roles.engine.engine_directory import engine_client
 from relax_core.roles.engine.engine_owner import EngineOwner, WeightReconciler
 from relax_core.roles.process.role_context import RunContext
@@ -100,13 +101,13 @@ class RefusedPush:
 
 
 def test_a_refused_push_is_made_good_by_the_owner_at_once_and_a_damaged_file_is_named(
-    tmp_path: Path, wait_until: Callable[..., None]
+    tmp_path: Path, wait_until: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither the next version nor the end of engine.sync_timeout_s, which is far away here, is waited for. Where the
+    """Neither the next version nor the end of `SYNC_TIMEOUT_S`, which is far away here, is waited for. Where the
     file that tells the newest version is damaged the owner says so, and goes on with the next version.
     """
-    config = load_config(settle=settle)
-    context = context_of(replace(config, engine=replace(config.engine, sync_timeout_s=3600.0)), tmp_path)
+    monkeypatch.setattr(engine_owner, "SYNC_TIMEOUT_S", 3600.0)
+    context = context_of(load_config(settle=settle), tmp_path)
     owner = EngineOwner("owner", context, 0)
     publisher = WeightPublisher(
         context.weights_folder, lambda: [RefusedPush(client)], transport=SharedMemoryTransport()
@@ -129,12 +130,13 @@ def test_a_refused_push_is_made_good_by_the_owner_at_once_and_a_damaged_file_is_
 
 
 def test_an_engine_that_stood_still_is_brought_to_the_newest_version_by_its_owner(
-    tmp_path: Path, wait_until: Callable[..., None]
+    tmp_path: Path, wait_until: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The trainer went on without it, and pushes nothing more."""
     config = load_config(settle=settle)
+    monkeypatch.setattr(engine_owner, "SYNC_TIMEOUT_S", 600.0)
     run = replace(config.run, heartbeat_timeout_s=600.0)
-    context = context_of(replace(config, run=run, engine=replace(config.engine, sync_timeout_s=600.0)), tmp_path)
+    context = context_of(replace(config, run=run), tmp_path)
     owner = EngineOwner("engine-0", context, 0)
     publisher = WeightPublisher(context.weights_folder, lambda: [client], transport=SharedMemoryTransport())
     try:

@@ -48,7 +48,8 @@ def bus(context: RunContext) -> Iterator[RayBus]:
     from relax_core.bus.factory import create_bus
 
     bus = create_bus(
-        BusConfig(name="ray", lease_s=600.0, call_timeout_s=30.0, inline_bytes=64, max_row_bytes=1 << 20),
+        BusConfig(name="ray"),
+        inline_bytes=64,
         groups_per_step=len(ANSWERS),
         group_size=4,
         max_staleness=1,

@@ -25,6 +25,7 @@ from relax_core.contracts.columns import MEDIA
 from relax_core.contracts.media import Media, MediaGone
 from relax_core.contracts.media_file import FolderReader
 from relax_core.roles.process.role_context import BUS, RunContext
+from relax_core.roles.trainer import column_worker
 from relax_core.roles.trainer.column_worker import (
     ColumnWorker,
     GroupColumns,
@@ -179,7 +180,7 @@ INPUTS = ("a", MEDIA)
 @pytest.fixture
 def context(tmp_path: Path) -> RunContext:
     (tmp_path / "media").mkdir()
-    context = context_in(tmp_path, "bus.lease_s=1.0", "mode.max_staleness=1")
+    context = context_in(tmp_path, "mode.max_staleness=1")
     return replace(context, namespace="test-column-worker", media_folder=tmp_path / "media")
 
 
@@ -231,6 +232,7 @@ def test_a_worker_whose_lease_ran_out_leases_again_though_an_item_is_gone(
     bus: RayBus,
     context: RunContext,
     wait_until: WaitUntil,
+    monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     assert context.media_folder is not None
@@ -241,6 +243,7 @@ def test_a_worker_whose_lease_ran_out_leases_again_though_an_item_is_gone(
     bus.hold(held(early, late), timeout_s=T)
     bus.put([make_row(admissions[0], columns=media_columns([early]))], timeout_s=T)
     bus.let_go([early.digest], timeout_s=T)
+    monkeypatch.setattr(column_worker, "LEASE_S", 1.0)
     gone, begun = context.media_folder / early.digest, threading.Event()
 
     class Slow(Annotator):

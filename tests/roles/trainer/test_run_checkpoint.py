@@ -178,7 +178,7 @@ def next_call(one: RunCheckpoints, name: str) -> None:
 
 
 STALL_S = 0.2
-SHORT = (f"run.stall_timeout_s={STALL_S}", "run.watch_after_s=0.1")
+SHORT = (f"run.stall_timeout_s={STALL_S}",)
 
 
 def test_a_disk_that_stands_still_is_told(lead: Lead, tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -89,8 +88,7 @@ def test_in_time_sharing_a_stopped_engine_holds_nobody_up_and_gets_its_calls_in_
 ) -> None:
     """The engine is stopped after it released its memory; it loads the weights before it takes the memory back."""
     lives, slow = start_engine(), start_engine()
-    config = load_config()
-    context = context_of(replace(config, engine=replace(config.engine, silent_s=1.0)), tmp_path)
+    context = context_of(load_config(), tmp_path)
     waits = Waits()
     sync = WeightSync(context, Engines(lives, slow), SharedMemoryTransport(), waiting=waits)
     sync.release_memory()

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from relax_core.rollout.agent_processes import agent_limits
+from relax_core.rollout.agent_processes import agent_limits, agent_process
 from relax_core.rollout.agent_processes.agent_guard import KEPT_BYTES
 from relax_core.rollout.agent_processes.agent_process import AgentProcess
 from relax_core.rollout.agent_processes.agent_runs import AgentRuns
@@ -101,7 +101,9 @@ def test_an_agent_that_does_not_hear_a_signal_is_killed_behind_the_grace(tmp_pat
         run(tmp_path, mark, f"trap '' TERM; touch {tmp_path}/ready; sleep 300; sleep 300", beside=beside)
 
 
-def test_an_agent_may_end_well_in_the_grace(tmp_path: Path, mark: str) -> None:
+def test_an_agent_may_end_well_in_the_grace(tmp_path: Path, mark: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent_process, "GRACE_S", 30.0)
+
     async def beside(playing: asyncio.Task[AgentResult]) -> None:
         while not (tmp_path / "ready").exists():
             await asyncio.sleep(0.01)
@@ -109,30 +111,32 @@ def test_an_agent_may_end_well_in_the_grace(tmp_path: Path, mark: str) -> None:
 
     script = f"trap 'touch {tmp_path}/heard; exit' TERM; touch {tmp_path}/ready; while true; do sleep 0.05; done"
     with pytest.raises(asyncio.CancelledError):
-        run(tmp_path, mark, script, beside=beside, grace_s=30.0)
+        run(tmp_path, mark, script, beside=beside)
     assert (tmp_path / "heard").exists()
 
 
 @pytest.mark.parametrize(
-    ("script", "settings", "told"),
+    ("script", "limits", "told"),
     [
         (
             "x = bytearray(300 << 20); import time; time.sleep(300)",
-            {"memory_gib": 0.2},
-            "more than agent.memory_gib=0.2",
+            {"MEMORY_GIB": 0.2},
+            "more than 0.2",
         ),
         (
             "import os, time\nfor _ in range(9):\n    if not os.fork(): break\ntime.sleep(300)",
-            {"processes": 5},
-            "it had 10 processes, more than agent.processes=5",
+            {"PROCESSES": 5},
+            "it had 10 processes, more than 5",
         ),
     ],
 )
 def test_an_agent_above_a_limit_is_killed(
-    tmp_path: Path, mark: str, script: str, settings: dict[str, object], told: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, mark: str, script: str, limits: dict[str, float], told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(agent_limits, "CHECK_S", 0.1)
-    result = run(tmp_path, mark, [sys.executable, "-c", script], **settings)
+    for name, limit in limits.items():
+        monkeypatch.setattr(agent_limits, name, limit)
+    result = run(tmp_path, mark, [sys.executable, "-c", script])
     assert told in result.failed
 
 
@@ -203,7 +207,7 @@ def test_a_guard_tells_only_of_json_objects_of_a_warm_agent(tmp_path: Path) -> N
     """Other lines are output; a flood of answers that no task asked for ends the agent."""
 
     async def scene() -> None:
-        process = await AgentProcess.start(["cat"], cwd=str(tmp_path), env={}, grace_s=0.1, warm=True)
+        process = await AgentProcess.start(["cat"], cwd=str(tmp_path), env={}, warm=True)
         for line in (b"[1]", b"{broken", b'{"uid": "a"}', b"note"):
             process.give(line)
         assert await process.answers.get() == ({"uid": "a"}, "[1]\n{broken\n")
@@ -211,7 +215,7 @@ def test_a_guard_tells_only_of_json_objects_of_a_warm_agent(tmp_path: Path) -> N
         assert await process.answers.get() == ({"uid": "b"}, "[1]\n{broken\nnote\n")
         process.end()
         assert (await process.wait()).code == -signal.SIGTERM
-        process = await AgentProcess.start(["yes", '{"uid": "x"}'], cwd=str(tmp_path), env={}, grace_s=0.1, warm=True)
+        process = await AgentProcess.start(["yes", '{"uid": "x"}'], cwd=str(tmp_path), env={}, warm=True)
         await process.wait()
         assert "answers that no task asked for" in process.killed
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from relax_core.config.sections.agent_schema import AgentConfig
+from relax_core.config.schema import AgentConfig
+from relax_core.rollout.agent_processes import agent_process
 from relax_core.rollout.agent_processes.agent_tasks import AgentTask
 from relax_core.rollout.agent_processes.agent_workers import AgentWorkers
 from tests.rollout.agents.playing import LONG_S, agent_settings
@@ -92,7 +93,7 @@ def test_a_process_that_dies_or_hangs_is_replaced(tmp_path: Path) -> None:
     scene(tmp_path, play)
 
 
-def test_a_process_that_ends_its_task_in_the_grace_goes_on(tmp_path: Path) -> None:
+def test_a_process_that_ends_its_task_in_the_grace_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its late answer is not taken for that of the next task, whose uid may be the same."""
 
     async def play(workers: AgentWorkers) -> None:
@@ -103,7 +104,8 @@ def test_a_process_that_ends_its_task_in_the_grace_goes_on(tmp_path: Path) -> No
         second = await workers.play(task("a"))
         assert first.reward == second.reward and second.failed == ""
 
-    scene(tmp_path, play, grace_s=30.0)
+    monkeypatch.setattr(agent_process, "GRACE_S", 30.0)
+    scene(tmp_path, play)
 
 
 def test_the_time_of_a_task_begins_when_a_process_has_it(tmp_path: Path) -> None:

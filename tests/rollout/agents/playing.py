@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from relax_core.config.sections.agent_schema import AgentConfig
+from relax_core.config.schema import AgentConfig
 from relax_core.contracts.engine import Generated, PromptRequest, SamplingParams
 from relax_core.contracts.env import EnvConfig, EnvSpec, EpisodeLimits
 from relax_core.data.tokenizer import PromptTokenizer
@@ -38,9 +38,6 @@ def agent_settings(**given: Any) -> AgentConfig:
     defaults: dict[str, Any] = {
         "workers": 0,
         "timeout_s": LONG_S,
-        "memory_gib": 2.0,
-        "processes": 64,
-        "grace_s": 0.5,
         "history": "continue",
         "tool_parser": "auto",
     }

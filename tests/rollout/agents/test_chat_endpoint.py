@@ -317,7 +317,7 @@ def test_keys_open_their_session_alone_and_end_with_it(
 
 def test_a_full_table_says_when_to_come_again(tokenizer: PromptTokenizer) -> None:
     async def scene(one: Served) -> None:
-        with pytest.raises(RequestRefused, match=r"endpoint\.max_sessions") as error:
+        with pytest.raises(RequestRefused, match="sessions are open") as error:
             one.table.open(one.session)
         assert (error.value.status, error.value.retry_after_s) == (429, 5)
 

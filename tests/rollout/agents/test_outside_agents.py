@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from relax_core.config.sections.agent_schema import AgentConfig
+from relax_core.config.schema import AgentConfig
 from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.rollout.agent_processes.agent_tasks import AgentTask
 from relax_core.rollout.agents.chat_messages import RequestRefused
@@ -134,7 +134,7 @@ def test_an_agent_that_falls_silent_ends_its_attempt(tokenizer: PromptTokenizer)
     record = scene(tokenizer, act, idle_s=0.3, max_retries=1).one
     assert (record.ended, record.own_reward, record.restarts) == ("env_done", 1.0, 1)
     record = scene(tokenizer, lambda agent, playing: agent.open(), idle_s=0.1).one
-    assert record.ended == "env_failed" and "endpoint.idle_s=0.1" in record.failed
+    assert record.ended == "env_failed" and "for 0.1 s" in record.failed
 
 
 json_values = st.recursive(

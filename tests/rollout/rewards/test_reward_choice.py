@@ -16,9 +16,8 @@ from relax_core.config.plugin_types import plugin_config
 from relax_core.config.reward_choice import RewardChoice
 from relax_core.contracts.data import BadRow
 from relax_core.contracts.reward import RewardInput, RewardOutput
-from relax_core.plan.data.data_check import look_at_data
-from relax_core.plan.data.plugin_checks import plugin_problems
-from relax_core.preflight import CHECKS
+from relax_core.plan.data_check import look_at_data
+from relax_core.preflight import CHECKS, plugin_problems
 from relax_core.registry import find_reward
 from relax_core.rollout.rewards.reward_pool import RewardPool
 

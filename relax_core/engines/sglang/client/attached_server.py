@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from relax_core.config.checks.sglang_keys import MASK_TOKENS
+from relax_core.config.engine_checks import MASK_TOKENS
 from relax_core.config.schema import RolloutConfig
 from relax_core.contracts.engine import EngineError
 from relax_core.engines.protocol.attached import wait_ready

@@ -54,7 +54,7 @@ class SglangClient(SglangWeightCalls, EngineClient):
     """Calls one SGLang server.
 
     SGLang does not hold prompts until a weight version is in force, so that this client holds them and sends them only
-    then. The check of the configuration refuses what SGLang cannot do (config/checks/sglang_keys.py).
+    then. The check of the configuration refuses what SGLang cannot do (config/engine_checks.py).
 
     ``ranks`` is the number of the server's GPUs. ``vocab_size`` is its model's; a token outside of it would end the
     server. ``seeds`` is True if the server runs with --enable-deterministic-inference; otherwise it ignores seeds.

@@ -1,0 +1,267 @@
+"""Turns each error of Hydra and OmegaConf into one sentence with key, value and fix."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import typing
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from omegaconf.errors import (
+    ConfigAttributeError,
+    ConfigKeyError,
+    InterpolationKeyError,
+    OmegaConfBaseException,
+    UnsupportedInterpolationType,
+)
+from yaml import MarkedYAMLError
+
+from relax_core.config.errors import ConfigError, nearest
+from relax_core.config.options import COMMANDS, group_options, groups
+from relax_core.config.override_words import DOUBLE, SINGLE, SUFFIXES, of_file, quoted
+from relax_core.config.rerun import OPTION
+from relax_core.config.schema_keys import known_keys, section_keys, section_types, types_of, unknown_key, without_null
+
+if TYPE_CHECKING:
+    from hydra.errors import HydraException
+
+# What users of other frameworks choose by these names.
+_ELSEWHERE = {
+    ("mode", "sync on_policy onpolicy synchronous hybrid"): "mode=colocate, or mode=async mode.max_staleness=0",
+    ("mode", "disaggregated off_policy fully_async"): "mode=async",
+    ("algo", "sft dpo kto rm reward_model pretrain"): "Relax trains by reinforcement learning alone. algo=distill "
+    "learns from the log-probs of a teacher",
+    ("algo", "reinforce reinforce++ reinforce_plus_plus"): "algo=reinforce_pp",
+    ("modality", "vision image video audio omni multimodal"): "modality=auto, which reads what data.media_keys names",
+    ("engine", "vllm hf transformers trtllm lmdeploy"): "engine=sglang, or engine=embedded on a CPU",
+    ("placement", "cuda gpus"): "placement=gpu",
+    ("tracker", "tensorboard jsonl none console"): "tracker=default with tracker.tensorboard and tracker.jsonl",
+    (
+        "parallel",
+        "fsdp fsdp2 ddp zero zero3 deepspeed megatron",
+    ): "parallel=dp2, or dp2_sharded with a sharded optimizer; every run trains with Megatron",
+    ("launcher", "ray k8s kubernetes kuberay"): "launcher=ray_job",
+    ("launcher", "sbatch srun"): "launcher=slurm",
+    ("reward", "accuracy rule math_verify gsm8k"): "reward=math, or reward=exact_match",
+    ("data", "gsm8k json jsonl parquet csv hf huggingface dataset"): "data=file data.path=FILE",
+}
+# Words that are commands elsewhere, and what does the same here.
+_COMMANDS_ELSEWHERE = {
+    "help init": "relax --help",
+    "run start launch": "relax [train] [key=value ...]",
+    "eval-model evaluate test": "relax eval MODEL|CHECKPOINT|RUN",
+    "version": "relax --version",
+    "sweep multirun": "relax -m seed=1,2,3",
+    "plan": "relax plan=true",
+    "config": "relax --cfg job",
+    "serve follow logs status": "relax dashboard [FOLDER ...]",
+    "ls": "relax list, or relax dashboard for the runs",
+    "stop kill": "Ctrl-C in the terminal of the run, or kill -TERM PID of its process: it writes a checkpoint and ends",
+    "play": "python -m relax_core.tools.play checkpoint=RUN",
+    "merge convert": "relax export CHECKPOINT OUT",
+    "resume": "relax run.dir=RUN resume=auto, with the keys of the run",
+}
+_NO_PACKAGE = "its first line must be '# @package _global_', so that its groups and keys are those of the whole run."
+_TYPE_WORDS = {
+    "Integer": "a whole number",
+    "Float": "a number",
+    "Boolean": "true or false",
+    "String": "text",
+}
+_SCALAR_WORDS = {int: _TYPE_WORDS["Integer"], float: _TYPE_WORDS["Float"], bool: _TYPE_WORDS["Boolean"]}
+
+
+def explain(error: HydraException | OmegaConfBaseException | MarkedYAMLError) -> ConfigError:
+    """Returns Hydra's error as a `ConfigError` in Relax's form."""
+    # Imported here, because the roles' processes import this module without Hydra.
+    from hydra.errors import MissingConfigException, OverrideParseException
+
+    if isinstance(error, MarkedYAMLError):
+        mark = error.problem_mark
+        where = f"{mark.name}, line {mark.line + 1}" if mark else "a YAML file"
+        return ConfigError([f"{where}: not valid YAML: {error.problem}."])
+    cause = _omegaconf_cause(error)
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        return ConfigError([_missing_option(error.missing_cfg_file, also=error.options or ())])
+    if isinstance(error, OverrideParseException):
+        return ConfigError([_bad_syntax(error.override)])
+    if isinstance(cause, InterpolationKeyError | UnsupportedInterpolationType):
+        return ConfigError([f"{cause.full_key}: {_first_line(cause)}."])
+    if isinstance(cause, ConfigAttributeError | ConfigKeyError) and cause.full_key:
+        return ConfigError([_unknown_key(error, cause.full_key)])
+    if cause is not None and cause.full_key:
+        return ConfigError([_in_file(error) + explain_value(cause, key=cause.full_key)])
+    text = str(error)
+    if ambiguous := re.match(r"Ambiguous value for argument '(.*)'", text):
+        if ambiguous[1].partition("=")[0] in groups():
+            mix = " Several rewards in one run: reward=mix." if ambiguous[1].startswith("reward=") else ""
+            return ConfigError([f"{ambiguous[1]}: several options. Add -m to run one after the other.{mix}"])
+        told = f"{ambiguous[1]}: several values. Add -m to run one after the other, or write a list as key=[a,b]."
+        return ConfigError([f"{told} {_right_form(ambiguous[1], what='A text with a comma')}."])
+    if group := re.match(r"Could not override '([^']*)'", text):
+        return ConfigError([unknown_key(group[1]) if group[1] else _bad_syntax("=")])
+    if inside := re.match(r"In '([^']+)': Could not override '([^'@]*)(@?)", text):
+        file = f"in {inside[1]}.yaml: "
+        if inside[3]:
+            return ConfigError([f"{file}{_NO_PACKAGE}"])
+        return ConfigError([f"{file}override /{inside[2]}: there is no such group. Groups: {', '.join(groups())}."])
+    lines = [line.strip() for line in text.splitlines() if line.strip() and "://" not in line]
+    return ConfigError([" ".join(lines[:4])])
+
+
+def explain_value(error: OmegaConfBaseException, *, key: str) -> str:
+    """Returns the message for a value of the wrong type, or one that is not among the choices."""
+    text = _first_line(error)
+    section = key.split(".", 1)[0]
+    chooser = ""
+    if key == f"{section}.name" and (options := group_options(section)):
+        chooser = f" Choose it with {section}=<option>: {', '.join(options)}."
+    if "Value '{}'" in text and not any(typing.get_origin(without_null(kind)) is dict for kind in types_of(key)):
+        return f"{key} is a value and has no keys. Write {key}=VALUE."
+    if wrong := re.match(r"Value '(.*)' of type '.*' could not be converted to (\w+)", text, re.DOTALL):
+        if wrong[1].startswith("["):
+            return f"{key}={wrong[1]}: it takes one value. Several, one run after the other: -m {key}=VALUE,VALUE."
+        return f"{key}={wrong[1]}: expected {_TYPE_WORDS.get(wrong[2], wrong[2])}.{chooser}"
+    if choice := re.match(r"Invalid value '(.*)', expected one of \[(.*)\]", text, re.DOTALL):
+        return f"{key}={choice[1]}: expected one of {choice[2]}.{chooser}"
+    if boolean := re.match(r"Value '(.*)' is not a valid bool", text, re.DOTALL):
+        return f"{key}={boolean[1]}: expected true or false."
+    if "does not support deletion" in text:
+        return f"{key} cannot be removed, only set."
+    if key == "data.path" and "'list'" in text:
+        return f"{key} takes one file. Several: 'data.paths=[a.jsonl,b.jsonl]'."
+    if "is not Optional" in text:
+        return f"{key}=null: it needs a value."
+    if "is not a ListConfig" in text and (wrong := getattr(error, "value", None)) is not None:
+        return f"{key}={wrong}: expected a list: {as_list(key, str(wrong))}."
+    if "ListConfig" in text or "DictConfig" in text or "Cannot assign" in text:
+        for kind in types_of(key):
+            if typing.get_origin(without_null(kind)) is list:
+                return f"{key}: expected a list: {as_list(key, 'TEXT')}."
+            if typing.get_origin(without_null(kind)) is dict:
+                return f"{key}: expected names with values: '{key}={{NAME: VALUE}}'."
+    if key in section_types():
+        return f"{key} is a section, not a value. Its keys: {', '.join(section_keys(key))}."
+    return f"{key}: {text}.{chooser}"
+
+
+def missing_name(what: str, choice: str, options: Iterable[str]) -> str:
+    """Returns the message for a choice that does not exist. ``what`` is the typed key, such as algo or engine.name."""
+    group = what.removesuffix(".name")
+    near = nearest(choice, options, count=1)
+    here = [words for (of, known), words in _ELSEWHERE.items() if of == group and choice.lower() in known.split()]
+    if group == "parallel" and (size := re.fullmatch(r"(tp|pp|dp|cp|ep|vpp)(\d+)", choice)):
+        here = [f"parallel.{size[1]}={size[2]}"]
+    here = [words if words[0].isupper() else f"Here it is {words}" for words in here]
+    if group == "model" and not here and not near:
+        families = [one for one in options if choice.lower().replace(".", "_").startswith(one)]
+        here = [f"Here it is model={max(families, key=len)} model.path=FOLDER"] if families else []
+    hint = f" {here[0]}." if here else f" Nearest: {near[0]}." if near else ""
+    return f"{what}={choice} does not exist.{hint} What exists for {group}: {', '.join(options)}."
+
+
+def _missing_option(config_file: str, *, also: Iterable[str]) -> str:
+    """Returns the message for a missing option.
+
+    ``also`` are the options of the user's own folder, which Hydra found.
+    """
+    group, _, choice = config_file.partition("/")
+    if options := sorted({*group_options(group), *also}):
+        return missing_name(group, choice, options)
+    return f"there is no config file {config_file}.yaml."
+
+
+def _unknown_key(error: Exception, key: str) -> str:
+    """Returns the whole key from Hydra's own text, because OmegaConf's cause has only its first part."""
+    file = _in_file(error)
+    if file and key == file.split("/")[0].removeprefix("in "):
+        return f"{file}{_NO_PACKAGE}"
+    if (typed := re.match(r"Could not override '([^']+)'", str(error))) and typed[1].startswith(f"{key}."):
+        key = typed[1]
+    return file + unknown_key(key)
+
+
+def _in_file(error: Exception) -> str:
+    """Returns the YAML file that Hydra was reading, as a prefix of the message."""
+    place = re.match(r"In '([^']+)': \w+ raised while composing config", str(error))
+    if place is None:
+        return ""
+    return "in the run's config.yaml: " if place[1] == f"experiment/{OPTION}" else f"in {place[1]}.yaml: "
+
+
+def _bad_syntax(override: str) -> str:
+    override = override.removeprefix("++")  # Relax adds it where the keys are the user's own
+    told = f"{override!r} is not key=value."
+    if override.endswith((".yaml", ".yml")) and "=" not in override:
+        return f"{told} {of_file(override)}."
+    if override.endswith(SUFFIXES) and "=" not in override:
+        return f"{told} The rows are a file: data=file data.path={override}"
+    if override == "=":
+        return f"{told} No blanks stand around the equals sign: optimizer.lr=1e-4"
+    if re.fullmatch(r"[+~]*[\w.]+=.+", override, re.DOTALL):
+        return f"{told} {_right_form(override)}"
+    for commands, here in _COMMANDS_ELSEWHERE.items():
+        if override in commands.split():
+            return f"relax has no command {override!r}. Here it is: {here}"
+    key = re.split("[=:]", override)[0].strip("+-")
+    if key in known_keys() or key in groups():
+        return f"{told} Write {key}=VALUE, in one word."
+    if not key.isascii():
+        return f"{told} The names of a key are ASCII; write others in a YAML file of your own (--config-dir)."
+    if (Path(override) / "config.yaml").is_file():
+        return f"{told} It is a run's folder: relax rerun {override}, or run.dir={override} resume=auto"
+    told += " A value with a blank takes quotes. Examples: optimizer.lr=1e-4  mode=colocate  'name=\"two words\"'"
+    if not re.fullmatch(r"[\w-]+", override):
+        return told
+    near = nearest(override, COMMANDS, count=1)
+    return f"{told}. Commands: {', '.join(COMMANDS)}." + (f" Nearest: relax {near[0]}." if near else "")
+
+
+def _right_form(override: str, *, what: str = "A value with any of = ~ , ( ) [ ] { } or a quote in it") -> str:
+    """Returns how a value that Hydra cannot read is typed, by the type of its key."""
+    key, _, value = override.partition("=")
+    kinds = [without_null(kind) for kind in types_of(key.lstrip("+~"))]
+    if kinds and kinds[0] in (int, float, bool):
+        if value.endswith(","):
+            several = f"with -m no blank stands behind a comma: {key}={value}VALUE"
+            return f"{key} takes {_SCALAR_WORDS[kinds[0]]} alone, such as {key}={value[:-1]}; {several}"
+        if re.fullmatch(r"\d+(,\d+)+", value):
+            return f"A number has no comma: {key}={value.replace(',', '' if kinds[0] is int else '.')}"
+        return f"{key} takes {_SCALAR_WORDS[kinds[0]]} alone, such as {key}={'true' if kinds[0] is bool else '1'}"
+    if not kinds and re.fullmatch(r"-?[\d.]+(e-?\d+)?(,-?[\d.]+(e-?\d+)?)+", value):
+        return f"{key} takes one number, such as {key}={value.partition(',')[0]}"
+    if kinds and typing.get_origin(kinds[0]) is list:
+        return f"Each text of the list takes quotes: {as_list(key, value)}"
+    if kinds and typing.get_origin(kinds[0]) is dict and value.startswith("{"):
+        return (
+            f"Names in it are ASCII, and its texts take quotes: '{key}={{NAME: \"TEXT\"}}'; other names stand in a "
+            "YAML file of your own (--config-dir)"
+        )
+    written = f"{key}={quoted(value, mark=DOUBLE)}"
+    return f"{what} takes quotes: {shlex.quote(written)}"  # Hydra's quotes inside of the shell's
+
+
+def as_list(key: str, value: str) -> str:
+    """Returns the override of a list of texts, or of whole numbers, as it is typed in a shell.
+
+    Hydra's quotes stand inside of the shell's.
+    """
+    inner = value.removeprefix("[").removesuffix("]")
+    texts = inner.split(",") if inner else []
+    if texts and any("int" in str(kind) for kind in types_of(key)) and all(text.strip().isdigit() for text in texts):
+        return f"'{key}=[{inner}]'"
+    return shlex.quote(f"{key}=[{','.join(quoted(text.strip(SINGLE + DOUBLE + ' '), mark=DOUBLE) for text in texts)}]")
+
+
+def _omegaconf_cause(error: BaseException | None) -> OmegaConfBaseException | None:
+    while error is not None:
+        if isinstance(error, OmegaConfBaseException):
+            return error
+        error = error.__cause__ or error.__context__  # Hydra drops the cause of an error in a YAML file
+    return None
+
+
+def _first_line(error: OmegaConfBaseException) -> str:
+    return (error.msg or str(error)).split("\n", 1)[0].rstrip(".")

@@ -1,0 +1,150 @@
+"""Checks combinations of a launcher's keys. Single numbers are checked in ranges.py."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import PurePosixPath
+
+from relax_core.config.choices import LauncherKind
+from relax_core.config.schema import (
+    LAUNCHERS,
+    LauncherConfig,
+    RayJobLauncherConfig,
+    RelaxConfig,
+    SlurmLauncherConfig,
+)
+
+VOLUME_PATH = "/data"  # of a KubeRay manifest: where launcher.volume_claim is mounted
+_NAMES_OF_OURS = ("job-name", "output", "error", "signal", "nodes", "ntasks-per-node", "time", "open-mode", "array")
+_NO_RUN = ("wrap", "input", "test-only", "parsable", "wait", "quiet", "help", "usage", "version", "batch")
+_WORD = re.compile(r"[\w/][\w.,:@+=/-]*")  # neither an option, nor quotes, nor patterns of file names
+_OPTION = re.compile(r"--[a-z][a-z0-9-]*(=[^'\"\\#`$]*)?")
+_PATTERNS = re.compile(r"[%'\"\\`$#]")
+_KEYS_OF_OURS = {  # options that have a key of their own
+    "partition": "partition",
+    "gpus-per-node": "gpus_per_node",
+    "cpus-per-task": "cpus_per_node",
+    "mem": "memory_gb",
+    "time": "time_limit_min",
+    "nodes": "nodes",
+}
+
+
+def sbatch_arguments(words: list[str]) -> dict[str, str | bool]:
+    """Turns ``["--exclusive", "--reservation=mine"]`` into ``{"exclusive": True, "reservation": "mine"}``."""
+    split = [word.removeprefix("--").partition("=") for word in words]
+    return {name: value if equals else True for name, equals, value in split}
+
+
+def environment(words: list[str]) -> dict[str, str]:
+    """Turns ``["NAME=value"]`` into ``{"NAME": "value"}``."""
+    return dict(word.split("=", 1) for word in words)
+
+
+def launcher_problems(config: RelaxConfig) -> Iterator[str]:
+    """Returns one sentence for each impossible combination.
+
+    The type is checked first, because the other checks read the launcher's own keys.
+    """
+    launcher = config.launcher
+    if type(launcher) is not LAUNCHERS[launcher.name.value]:
+        yield f"launcher.name={launcher.name.value}: choose it with launcher={launcher.name.value}."
+        return
+    several = launcher.nodes > 1 or launcher.name is LauncherKind.ray_job or launcher.ray_address is not None
+    if several and config.bus.name == "transfer_queue":
+        yield (
+            f"bus=transfer_queue with launcher={launcher.name.value} and launcher.nodes={launcher.nodes}: its sockets "
+            "are of one machine. Use bus=ray."
+        )
+    if launcher.name is LauncherKind.local:
+        yield from _local(launcher)
+    elif launcher.ray_address is not None:
+        yield (
+            f"launcher.ray_address={launcher.ray_address} with launcher={launcher.name.value}, which finds the address "
+            "itself. Drop it."
+        )
+    if isinstance(launcher, SlurmLauncherConfig):
+        yield from _slurm(launcher, name=config.name, run_dir=config.run.dir)
+    if isinstance(launcher, RayJobLauncherConfig):
+        yield from _ray_job(config, launcher)
+
+
+def _local(launcher: LauncherConfig) -> Iterator[str]:
+    if launcher.nodes > 1 and launcher.ray_address is None:
+        yield (
+            f"launcher.nodes={launcher.nodes} with a Ray of the run's own, which is this machine alone. Add "
+            "launcher.ray_address=auto, or choose launcher=slurm."
+        )
+
+
+def script_path_problem(key: str, path: str) -> str | None:
+    """Returns why Slurm would not use a path as it is: its options replace patterns such as %j. None if it does."""
+    if (found := _PATTERNS.search(path)) is None:
+        return None
+    return f"{key}={path} has the character {found[0]!r}, which Slurm or the shell replaces. Choose another folder."
+
+
+def python_problems(python: str | None) -> Iterator[str]:
+    """Yields what is wrong with launcher.python, whose words become words of a shell command."""
+    try:
+        words = shlex.split(python or "python")
+    except ValueError as error:
+        yield f"launcher.python={python}: {error}. Close the quote, or escape it."
+        return
+    if not words or words[0].startswith("-"):
+        yield f"launcher.python={python!r}: give a program, and its arguments behind it."
+
+
+def _slurm(launcher: SlurmLauncherConfig, *, name: str, run_dir: str) -> Iterator[str]:
+    for key, value in (("name", name), ("launcher.partition", launcher.partition)):
+        if value is not None and not _WORD.fullmatch(value):
+            yield (
+                f"{key}={value!r} with launcher=slurm: sbatch reads it as a word of the batch script. Use letters, "
+                "digits and . , : @ + = / _ - alone, and no - at the beginning."
+            )
+    if problem := script_path_problem("run.dir", run_dir):
+        yield problem
+    yield from python_problems(launcher.python)
+    for word in launcher.srun:
+        if not word.startswith("--"):
+            yield f"launcher.srun has {word!r}: write it as --name or --name=value."
+    for word in launcher.sbatch:
+        name = word.removeprefix("--").partition("=")[0]
+        if not _OPTION.fullmatch(word):
+            yield f"launcher.sbatch has {word!r}: write it as --name or --name=value. No value has quotes."
+        elif name in _NO_RUN:
+            yield f"launcher.sbatch has {word!r}, with which no run is submitted. Drop it."
+        elif name in _KEYS_OF_OURS:
+            yield f"launcher.sbatch has {word!r}: use launcher.{_KEYS_OF_OURS[name]}."
+        elif name in _NAMES_OF_OURS:
+            yield f"launcher.sbatch has {word!r}, which Relax sets itself. Drop it."
+    if launcher.checkpoint_s >= launcher.time_limit_min * 60:
+        yield (
+            f"launcher.checkpoint_s={launcher.checkpoint_s} is not less than launcher.time_limit_min="
+            f"{launcher.time_limit_min} minutes: the run would be stopped when it starts. Raise the limit."
+        )
+
+
+def _ray_job(config: RelaxConfig, launcher: RayJobLauncherConfig) -> Iterator[str]:
+    for number, word in enumerate(launcher.env):
+        if not re.match(r"[A-Za-z_]\w*=", word) or "\0" in word:  # a message shows no value, which may be secret
+            yield f"launcher.env[{number}] is not NAME=value. Write it so, with letters, digits and _ in the name."
+    yield from python_problems(launcher.python)
+    if not launcher.address.startswith(("http://", "https://")):
+        yield f"launcher.address={launcher.address}: give the dashboard's address, e.g. http://127.0.0.1:8265."
+    if not launcher.manifest:
+        return
+    if launcher.image is None:
+        yield "launcher.manifest=true needs launcher.image=..., a container image that has Relax installed."
+    if launcher.volume_claim is None and launcher.nodes > 1:
+        yield (
+            f"launcher.manifest=true with launcher.nodes={launcher.nodes} needs launcher.volume_claim=...: weights and "
+            "checkpoints travel by a folder that all pods see."
+        )
+    if launcher.volume_claim is not None and not PurePosixPath(config.run.dir).is_relative_to(VOLUME_PATH):
+        yield (
+            f"run.dir={config.run.dir} is not below {VOLUME_PATH}, where all pods see "
+            f"it. Use run.dir={VOLUME_PATH}/runs/{config.name}."
+        )

@@ -1,0 +1,274 @@
+"""Checks what a model folder must contain before anything starts, finds its media tokens, and checks `model.freeze`.
+
+The module reads JSON and file names, and no weights.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from relax_core.config.choices import AUDIO, LANGUAGE, MODEL_PARTS, PROJECTOR, ROUTER, TEXT, VISION
+from relax_core.config.errors import NotYet
+from relax_core.config.override_words import is_hub_name, of_model
+from relax_core.config.schema import RelaxConfig
+from relax_core.contracts.checks.foreign_values import decode_json
+from relax_core.contracts.family import Family, HfConfig
+from relax_core.contracts.host.regular_file import read_regular
+from relax_core.families.folder import ADAPTER_FILE, WEIGHT_INDEX, WHOLE_WEIGHTS, family_key, weight_files
+from relax_core.families.hf_config import has_hf_config, language_values, read_hf_config
+from relax_core.families.tiny_configs import MODEL_NAMES, tiny_config
+from relax_core.registry import find_family, is_builtin, names
+
+MOST_TOKENIZER_BYTES = 256 << 20
+DTYPES = ("float32", "bfloat16")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json")
+_MEDIA_TOKEN = re.compile(r"<\|?_?(vision|image|video|audio)[a-z_]*\|?>", re.IGNORECASE)
+_OMNI_KEY = "thinker_config"
+_MEDIA_CONFIG_KEY = re.compile(r"(vision|image|video|audio)\w*_token_(id|index)")
+
+
+class _AddedToken(msgspec.Struct):
+    id: int
+    content: str
+
+
+class _Vocabulary(msgspec.Struct, frozen=True):
+    """Maps each text to its id, or has the texts in the order of their ids."""
+
+    vocab: dict[str, int] | list[Any] = {}
+
+
+class _TokenizerFile(msgspec.Struct):
+    """Skips everything else in tokenizer.json, which may have 10 MB."""
+
+    added_tokens: list[_AddedToken] = []
+    model: _Vocabulary = _Vocabulary()
+
+
+def media_token_ids(folder: Path) -> list[int]:
+    """Returns the sorted placeholder ids for images, audio and video, which a text response must never contain.
+
+    Raises ValueError for a file with unexpected content, and OSError for a file that cannot be read.
+    """
+    return _media_ids(folder, _tokenizer_file(folder))
+
+
+def unsampled_token_ids(folder: Path) -> list[int]:
+    """Returns the sorted ids that no response may contain by default: of media, and those without a text.
+
+    Raises as `media_token_ids` does.
+    """
+    tokenizer = _tokenizer_file(folder)
+    return sorted({*_media_ids(folder, tokenizer), *_textless_ids(folder, tokenizer)})
+
+
+def textless_token_ids(folder: Path) -> set[int]:
+    """Returns the ids without a text: rows of the embedding, by vocab_size in config.json, that are no token.
+
+    The ids of media are none of them. Raises as `media_token_ids` does.
+    """
+    tokenizer = _tokenizer_file(folder)
+    return _textless_ids(folder, tokenizer).difference(_media_ids(folder, tokenizer))
+
+
+def _textless_ids(folder: Path, tokenizer: _TokenizerFile) -> set[int]:
+    rows, vocabulary = language_values(read_hf_config(folder)).get("vocab_size"), tokenizer.model.vocab
+    if not vocabulary or not isinstance(rows, int):  # other checks refuse such a folder
+        return set()
+    known = set(range(len(vocabulary)) if isinstance(vocabulary, list) else vocabulary.values())
+    known.update(token.id for token in tokenizer.added_tokens)
+    return set(range(rows)) - known
+
+
+def _tokenizer_file(folder: Path) -> _TokenizerFile:
+    file = folder / "tokenizer.json"
+    try:
+        return decode_json(read_regular(file, most_bytes=MOST_TOKENIZER_BYTES), _TokenizerFile)
+    except ValueError as error:
+        raise ValueError(f"{file} is no tokenizer: {error}.") from error
+
+
+def _media_ids(folder: Path, tokenizer: _TokenizerFile) -> list[int]:
+    found = {token.id for token in tokenizer.added_tokens if _MEDIA_TOKEN.fullmatch(token.content)}
+    return sorted(found | _media_ids_of(read_hf_config(folder)))
+
+
+def _media_ids_of(hf_config: HfConfig) -> set[int]:
+    """Returns the ids that a config.json names, which an Omni model has in its part for the language model."""
+    parts = [hf_config, hf_config.get(_OMNI_KEY) or {}]
+    return {
+        value for part in parts for key, value in part.items() if _MEDIA_CONFIG_KEY.fullmatch(key) and value is not None
+    }
+
+
+def family_of_run(config: RelaxConfig) -> Family | None:
+    """Returns the family of the run's model, or None if it cannot be found, which the checks of the model report.
+
+    Without model.family, the folder's model_type names one of the families that are known by name.
+    """
+    key, path = config.model.family, config.model.path
+    try:
+        if key is None and path is not None:
+            key = family_key(read_hf_config(Path(path)).get("model_type"))
+        return None if key is None else find_family(key)
+    except (ValueError, OSError):
+        return None
+
+
+def set_banned_tokens(config: RelaxConfig) -> None:
+    """Sets the banned tokens of the model's folder (`unsampled_token_ids`) if the user named none.
+
+    The value stays null for a folder that cannot be read, or that only another machine has.
+    """
+    model, rollout = config.model, config.rollout
+    if rollout.banned_token_ids is not None:
+        rollout.banned_token_ids = sorted(set(rollout.banned_token_ids))
+    elif model.path is None:
+        known = model.builtin in MODEL_NAMES
+        rollout.banned_token_ids = sorted(_media_ids_of(tiny_config(str(model.builtin)))) if known else []
+    else:
+        with suppress(ValueError, OSError):  # the checks of the folder report what is wrong with it
+            rollout.banned_token_ids = unsampled_token_ids(Path(model.path))
+
+
+def model_problems(config: RelaxConfig) -> Iterator[str]:
+    """Returns one sentence for everything about the model that cannot work."""
+    model = config.model
+    if model.dtype not in DTYPES:
+        yield f"model.dtype={model.dtype}: expected one of {', '.join(DTYPES)}."
+    if config.engine.dtype not in (None, *DTYPES):
+        yield f"engine.dtype={config.engine.dtype}: expected null (model.dtype), or one of {', '.join(DTYPES)}."
+    if model.path is not None and model.builtin is not None:
+        yield f"model.path={model.path} with model={model.name}, which is built in. Choose {_option(Path(model.path))}."
+    elif model.path is not None:
+        yield from folder_problems(config, Path(model.path), key="model.path")
+    elif model.builtin is None:
+        yield NotYet(f"model.path is not set: model={model.name} needs model.path=<a Hugging Face folder>.")
+    elif model.task is None:
+        data = config.data
+        rows = " data=file needs data.path=FILE too." if data.name == "file" and not (data.path or data.paths) else ""
+        yield (
+            f"model.task is not set: model={model.name} needs to know its warm start, e.g. model.task=arithmetic. "
+            f"A model of yours: model=qwen3 model.path=FOLDER.{rows}"
+        )
+
+
+def _option(folder: Path) -> str:
+    """Returns the option of the group ``model`` that fits a folder, or all options that take one."""
+    try:
+        family = read_hf_config(folder).get("model_type")
+    except ValueError:
+        family = None
+    families = {name: find_family(name).model_option for name in names("family") if is_builtin("family", name)}
+    return f"model={families[family]}" if family in families else ", ".join(f"model={one}" for one in families.values())
+
+
+def folder_problems(config: RelaxConfig, folder: Path, *, key: str) -> Iterator[str]:
+    """Returns what a Hugging Face folder lacks for a run. ``key`` is the key of the configuration that names it."""
+    problems = list(file_problems(folder, key=key))
+    yield from problems
+    longest = None if problems else language_values(read_hf_config(folder)).get("max_position_embeddings")
+    context = config.engine.context_length
+    if isinstance(longest, int) and context is not None and context > longest:
+        yield (
+            f"engine.context_length={context} is more than the model's {longest} positions. "
+            f"Use engine.context_length={longest} or less ({key}={folder})."
+        )
+
+
+def file_problems(folder: Path, *, key: str) -> Iterator[str]:
+    """Returns which files a Hugging Face folder lacks. ``key`` is the key of the configuration that names it."""
+    key = f"{key}={folder}"
+    if not folder.exists():
+        typed = os.path.relpath(folder)
+        yield f"{key}: no such folder." + (f" A model of the hub: {of_model(typed)}." if is_hub_name(typed) else "")
+        return
+    if not has_hf_config(folder):
+        what = "the folder has no config.json" if folder.is_dir() else "not a folder"
+        adapter = (
+            f" It has {ADAPTER_FILE}: merge the adapter into its model first."
+            if (folder / ADAPTER_FILE).exists()
+            else ""
+        )
+        yield f"{key}: {what}. Give a Hugging Face model folder.{adapter}"
+        return
+    try:
+        read_hf_config(folder)
+    except ValueError as error:
+        yield f"{key}: {error}"
+        return
+    if not any(folder.glob("*.safetensors")):
+        yield f"{key}: no *.safetensors in it. Weights are read from safetensors only."
+    if (folder / ADAPTER_FILE).exists():
+        yield (
+            f"{key}: it has {ADAPTER_FILE}. transformers adds that adapter to the weights, and Relax does not. Merge "
+            "it into the weights, or remove its files."
+        )
+    with suppress(ValueError):  # the check of the weights reports an index that cannot be read
+        if (whole := folder / WHOLE_WEIGHTS).exists() and whole not in (named := weight_files(folder)):
+            yield (
+                f"{key}: it has two sets of weights, {whole.name}, which transformers reads, and {len(named)} files "
+                f"that {WEIGHT_INDEX} names. Remove the set that is not the model's; the index belongs to the second."
+            )
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        yield f"{key}: no tokenizer in it ({_TOKENIZER_FILES[0]})."
+
+
+def frozen_parts(config: RelaxConfig) -> tuple[str, ...]:
+    """Returns the parts of the model that do not train, in the order of `MODEL_PARTS`.
+
+    A run on text does not train the towers of a model, because no prompt reaches it.
+    """
+    parts = _model_parts(config)
+    frozen = set(config.model.freeze)
+    if config.modality.name == TEXT:
+        frozen |= {VISION, AUDIO, PROJECTOR} & set(parts)
+    return tuple(part for part in MODEL_PARTS if part in frozen)
+
+
+def freeze_problems(config: RelaxConfig) -> Iterator[str]:
+    """Returns one sentence for everything about frozen parts and the towers' learning rate that cannot work."""
+    asked, parts, name = config.model.freeze, _model_parts(config), config.model.name
+    written = f"model.freeze=[{','.join(asked)}]"
+    for part in dict.fromkeys(asked):
+        if part not in MODEL_PARTS:
+            yield f"{written}: {part} is no part of a model. What exists: {', '.join(MODEL_PARTS)}."
+        elif parts and part not in parts:
+            left = ",".join(one for one in asked if one != part)
+            yield f"{written}: model={name} has no {part}; it has {', '.join(parts)}. Use model.freeze=[{left}]."
+    frozen = frozen_parts(config)
+    if parts and set(parts) <= set(frozen):
+        also = f" with modality={TEXT}" if set(frozen) - set(asked) else ""
+        yield f"{written}{also}: nothing of model={name} would train. Take one of {', '.join(asked)} out of the list."
+    rate = config.optimizer.tower_lr
+    towers = {VISION, AUDIO} & set(parts)
+    if rate is not None and parts and towers <= set(frozen):
+        words = "the vision tower" if AUDIO not in towers else "the towers"
+        why = f"modality={TEXT} does not train {words}"
+        if not towers:
+            why = f"model={name} has no vision tower"
+        elif towers <= set(asked):
+            why = f"{written} freezes {words}"
+        yield f"optimizer.tower_lr={rate:g}: {why}. Use optimizer.tower_lr=null."
+
+
+def _model_parts(config: RelaxConfig) -> tuple[str, ...]:
+    """Returns the parts that the family has; none if it cannot be found, which the checks of the model report."""
+    family = family_of_run(config)
+    if family is None:
+        return ()
+    has = {
+        VISION: family.vision,
+        AUDIO: family.audio,
+        PROJECTOR: family.vision or family.audio,
+        LANGUAGE: True,
+        ROUTER: family.experts,
+    }
+    return tuple(part for part in MODEL_PARTS if has[part])

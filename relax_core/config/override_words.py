@@ -1,0 +1,583 @@
+"""Prepares the words of the command line for Hydra: refuses traps, quotes paths, adds plug-in groups.
+
+Secrets are taken out of the words before anything else reads them, and out of `ps`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import os
+import re
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf._utils import get_yaml_loader
+
+from relax_core.config.errors import ConfigError, nearest
+from relax_core.config.options import groups, yaml_options
+from relax_core.config.redaction import REDACTED, has_withheld, is_reference, is_secret_place, redacted, withhold
+from relax_core.config.schema_keys import known_keys, type_below, types_of, without_null
+from relax_core.config.synonyms import meaning_of, synonym
+from relax_core.registry import (
+    ALL_KINDS,
+    GROUP_KINDS,
+    KINDS,
+    Kind,
+    PluginError,
+    find,
+    is_builtin,
+    is_file_plugin,
+    key_of,
+    names,
+)
+
+# Keys whose value is one path. Relax makes them absolute, because services have working folders of their own.
+PATHS = (
+    "model.path",
+    "data.path",
+    "data.eval_path",
+    "run.dir",
+    "launcher.token_file",
+    "engine.python",
+    "engine.token_file",
+    "agent.cwd",
+    "agent.python",
+)
+_QUOTED = (*PATHS, "resume", "agent.command", "launcher.working_dir", "hydra.sweep.dir")
+SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")  # of files with rows
+_OPEN = ("eval.sets", "data.chat_template_kwargs", "data.config", "agent.env")  # whose keys are the user's own
+_PLUGINS = tuple(key_of(kind) for kind in ALL_KINDS if kind != "sink")
+SINGLE, DOUBLE = "'", '"'
+# Hydra reads such a text as it is, with or without quotes. Its grammar is ASCII.
+PLAIN = re.compile(r"(?!(?i:true|false|null|inf|nan)$)[A-Za-z_/.][\w/.-]*", re.ASCII)
+_SAME = re.compile(r"null|-?(?:0|[1-9]\d*)(?:\.\d*[1-9])?")  # what is the same as text and as a value
+_DICT_KEY = re.compile(r"""(['"]?)([\w/.@|*?%+-]+)\1""", re.ASCII)
+_LEFT_ALONE = re.compile(r"null|['\"\[{].*|.*\$\{.*|(choice|range|interval|glob|shuffle|sort|tag)\(.*\)", re.DOTALL)
+
+_OWN_YAML = (
+    "For YAML files of your own: --config-dir FOLDER experiment=NAME, where the file is FOLDER/experiment/NAME.yaml. "
+    "To repeat a run: relax rerun RUN"
+)
+_REFUSED_FLAGS = {
+    "--config-path": f"--config-path takes Relax's own configuration away. {_OWN_YAML}",
+    "--config-name": f"--config-name takes Relax's own configuration away. {_OWN_YAML}",
+    "--experimental-rerun": "Relax keeps no pickled configurations. To repeat a run: relax rerun RUN",
+}
+_SHORT_FLAGS = {"-cp": "--config-path", "-cn": "--config-name", "-cd": "--config-dir", "-c": "--cfg"}
+_FLAGS = (
+    *("--help", "--version", "--multirun", "--config-dir", "--cfg", "--hydra-help"),
+    *("--resolve", "--package", "--run", "--shell-completion", "--info"),
+)
+_SHORT = ("-h", "-m", "-c", "-p", "-r", "-i", "-sc")
+_SHOWN_CONFIGS = ("job", "hydra", "all")  # values of --cfg
+_FLAGS_WITH_VALUE = ("--config-dir", "-cd", "--cfg", "-c", "--package", "-p")
+_REFUSED_HYDRA = {
+    "hydra.run.dir": "a run's folder is run.dir",
+    "hydra.job.name": "a run's name is name",
+    "hydra.job.chdir": "a run stays in the folder that it was started from",
+    "hydra.output_subdir": "a run's configuration is config.yaml in run.dir",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommandLine:
+    """Holds the words of one command line.
+
+    ``typed`` are the user's own words. ``hydra`` are those that Hydra reads. ``command`` is what `as_typed` puts before
+    the overrides of a run, such as ``rerun RUN``.
+    """
+
+    typed: tuple[str, ...]
+    hydra: tuple[str, ...]
+    command: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, words: Sequence[str], *, typed: Sequence[str] | None = None) -> CommandLine:
+        """Makes a command line of words without a command; ``typed`` are the words with their command, if there is one.
+
+        Raises `ConfigError` as `hydra_words` does.
+        """
+        return cls(typed=tuple(words if typed is None else typed), hydra=tuple(hydra_words(words)))
+
+    def as_typed(self, overrides: Sequence[str]) -> list[str]:
+        """Returns the overrides of one run, which Hydra reports, in the user's words.
+
+        A word that Relax quoted is returned as it was, and a word that Relax added is left out.
+        """
+        several = _is_sweep(self.typed)
+        single = [one for word in self.typed for one in (_one_by_one(word) if several else [word])]
+        words = {_for_hydra(word, several=False, words=self.typed): word for word in single}
+        added = set(self.hydra) - {_for_hydra(word, several=several, words=self.typed) for word in self.typed}
+        return [*self.command, *(words.get(override, override) for override in overrides if override not in added)]
+
+    def given_again(self) -> dict[str, str]:
+        """Returns the last value of each key or group that the user typed with two values."""
+        pairs = [one.partition("=")[::2] for one in self.typed if "=" in one and not one.startswith(("-", "~"))]
+        last = dict(pairs)
+        return {key: last[key] for key, value in pairs if value != last[key]}
+
+    def swept(self, overrides: Sequence[str]) -> list[str]:
+        """Returns the overrides of `as_typed` in which the runs of a sweep differ."""
+        from hydra.core.override_parser.overrides_parser import OverridesParser
+
+        words = [word for word in self.hydra if "=" in word and not word.startswith("-")]
+        parsed = OverridesParser.create().parse_overrides(words)
+        fixed = {one.get_key_element().lstrip("+") for one in parsed if not one.is_sweep_override()}
+        keys = {one: one.partition("=")[0].lstrip("+") for one in overrides if one not in self.command}
+        return [one for one, key in keys.items() if key not in fixed]
+
+
+def hydra_words(words: Sequence[str]) -> list[str]:
+    """Returns the words for Hydra. Raises `ConfigError` for words that Hydra would interpret as something else."""
+    if problems := [*_wrong_flags(words), *(problem for word in words for problem in _wrong_override(word))]:
+        raise ConfigError(problems)
+    flags, overrides = _flags_and_overrides(words)
+    several = _is_sweep(words)
+    for_hydra = [_for_hydra(word, several=several, words=words) for word in overrides]
+    return [*with_plugin_groups([*for_hydra, *groups_of_files(overrides)]), *flags]
+
+
+def _flags_and_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Puts flags first, because Hydra takes all overrides in one sequence."""
+    flags: list[str] = []
+    overrides: list[str] = []
+    for place, word in enumerate(words):
+        before = words[place - 1] if place else ""
+        is_value = before in _FLAGS_WITH_VALUE or (before in ("--info", "-i") and "=" not in word)
+        (flags if word.startswith("-") or is_value else overrides).append(word)
+    return flags, overrides
+
+
+def _is_sweep(words: Sequence[str]) -> bool:
+    return "-m" in words or "--multirun" in words
+
+
+def groups_of_files(overrides: Sequence[str]) -> list[str]:
+    """Returns ``data=file``, and ``reward=math``, if the words name files of rows but neither data nor an experiment.
+
+    The defaults are a generated task and its reward, which nobody means who names files.
+    """
+    given = {word.partition("=")[0].lstrip("+") for word in overrides if not word.endswith("=null")}
+    if not given & {"data.path", "data.paths"} or given & {"data", "data.name", "experiment"}:
+        return []
+    return ["data=file", *([] if given & {"reward", "reward.name", "env", "env.name"} else ["reward=math"])]
+
+
+def with_plugin_groups(overrides: Sequence[str]) -> list[str]:
+    """Adds the group of a plug-in that is only named, such as ``algo=x`` for ``algo.name=x``.
+
+    If there is no such option, ``algo.name=x`` means ``algo=plugin algo.name=x``: another plug-in must not inherit the
+    values of grpo.yaml.
+    """
+    given = dict(override.split("=", 1) for override in overrides if "=" in override)
+    named = [(kind, given[f"{kind}.name"]) for kind in GROUP_KINDS if f"{kind}.name" in given and kind not in given]
+    named = [(kind, name) for kind, name in named if kind in KINDS or _is_plugin(kind, name)]
+    return [*overrides, *(f"{kind}={name if name in yaml_options(kind) else 'plugin'}" for kind, name in named)]
+
+
+def _is_plugin(kind: Kind, name: str) -> bool:
+    """Returns whether the name is that of a file or of an installed package; other names only tell options apart."""
+    return is_file_plugin(name.strip(SINGLE + DOUBLE)) or (name in names(kind) and not is_builtin(kind, name))
+
+
+def _wrong_flags(words: Sequence[str]) -> Iterator[str]:
+    for place, word in enumerate(words):
+        if not word.startswith("-"):
+            continue
+        typed, equals, value = word.partition("=")
+        flag = _SHORT_FLAGS.get(typed, typed)
+        value = value if equals else "".join(words[place + 1 : place + 2])
+        if flag in _REFUSED_FLAGS:
+            yield f"{word}: {_REFUSED_FLAGS[flag]}."
+        elif flag == "--cfg" and value not in _SHOWN_CONFIGS:
+            yield f"{typed} {value}: it takes {', '.join(_SHOWN_CONFIGS)}. {typed} job prints the whole configuration."
+        elif flag == "--config-dir":
+            wrong = list(_wrong_config_dir(value))
+            yield from wrong or own_file_problems(
+                Path(value).expanduser(), words, lambda key, value: _type_of(key, value, words) is str
+            )
+        elif flag not in (*_FLAGS, *_SHORT) and re.fullmatch(r"--?[A-Za-z].*", flag):
+            yield _unknown_flag(flag, value if equals or not value.startswith("-") else "")
+
+
+def _wrong_config_dir(folder: str) -> Iterator[str]:
+    path = Path(folder).expanduser()
+    if not path.is_dir():
+        yield f"--config-dir {folder}: no such folder. {_OWN_YAML}."
+    elif not any((path / group).is_dir() for group in groups()):
+        run = f" It is a run's folder: relax rerun {folder}" if (path / "config.yaml").is_file() else ""
+        yield f"--config-dir {folder}: it has no folder of a group, such as experiment/.{run or f' {_OWN_YAML}'}."
+
+
+def _unknown_flag(flag: str, value: str) -> str:
+    """Returns the message for a flag; other trainers have flags where Relax has keys."""
+    name = flag.lstrip("-").replace("-", "_")
+    told = f"{flag} is not a flag of relax"
+    if value.endswith((".yaml", ".yml")):
+        return f"{told}. {of_file(value)}."
+    key = next((one for one in known_keys() if name in (one, one.rpartition(".")[2]) and name != "name"), None)
+    if key is None and name in groups():
+        key = name
+    meaning = meaning_of(name)
+    if key is None and meaning is not None and len(meaning.keys) == 1 and "=" not in meaning.keys[0]:
+        (key,) = meaning.keys
+    if key in groups() and _is_path(key, value):
+        return f"{told}. Settings are written as key=value: {_option_by_path(key, value)}"
+    if key is not None:
+        note = f" ({meaning.note})" if meaning is not None and meaning.note else ""
+        return f"{told}. Settings are written as key=value: {key}={value or '...'}{note}"
+    if (other := synonym(name)) is not None:
+        return f"{told}. Settings are written as key=value. {other}"
+    near = nearest(flag, _FLAGS, count=1)
+    return f"{told}. " + (f"Nearest: {near[0]}." if near else "Settings are written as key=value. relax --help")
+
+
+def of_file(file: str) -> str:
+    """Returns how a YAML file is given that the user typed as it is."""
+    path = Path(file).expanduser()
+    if path.name == "config.yaml" and path.is_file():
+        return f"To repeat the run of that file: relax rerun {path.parent}"
+    if path.parent.name == "experiment":
+        return f"A YAML file of your own: --config-dir {path.parent.parent} experiment={path.stem}"
+    return (
+        f"A YAML file of your own: move it to FOLDER/experiment/{path.stem}.yaml, begin it with '# @package _global_', "
+        f"and give --config-dir FOLDER experiment={path.stem}"
+    )
+
+
+def _wrong_override(word: str) -> Iterator[str]:
+    key, equals, value = word.partition("=")
+    if not equals or word.startswith("-"):
+        return
+    group = key.lstrip("+")
+    if not group:
+        yield f"{word!r} is not key=value: the key is missing. Write key=value without blanks: optimizer.lr=1e-4"
+    elif key in _REFUSED_HYDRA:
+        yield f"{key} is not used: {_REFUSED_HYDRA[key]}."
+    elif group not in groups():
+        return
+    elif value.strip() in ("", "null") and group != "experiment":
+        yield f"{word}: {group} needs one of {', '.join(yaml_options(group))}. Leave it out for the default."
+    elif key.startswith("+"):
+        yield f"{word}: {group} is there already, so it takes no plus: {group}={value}."
+    elif value.startswith("["):
+        yield f"{word}: {group} takes one option. Choose one of {value.strip('[]').replace(',', ', ')}."
+    elif _is_path(group, value):
+        yield f"{word}: {_option_by_path(group, value)}"
+
+
+def _is_path(group: str, value: str) -> bool:
+    return "/" in value or value.endswith((".yaml", ".yml", ".py", *(SUFFIXES if group == "data" else ())))
+
+
+def _option_by_path(group: str, value: str) -> str:
+    if group in GROUP_KINDS and value.endswith(".py"):
+        return f"a file of your own is {group}.name={value}."
+    if group == "model" and not value.endswith((".yaml", ".yml", ".py")):
+        return f"the folder of a model is model.path: {of_model(value)}."
+    if group == "data" and not value.endswith((".yaml", ".yml", ".py")):
+        return f"the rows are a file: data=file data.path={value}."
+    name = Path(value).stem
+    if name in yaml_options(group) and "/" not in value:
+        return f"an option is named without its suffix: {group}={name}."
+    folder = Path(value).parent
+    above = folder.parent if folder.name == group else "FOLDER"
+    return (
+        f"an option of {group} is given by its name, not by its path: --config-dir {above} {group}={name}, where the "
+        f"file is {above}/{group}/{name}.yaml."
+    )
+
+
+def of_model(text: str) -> str:
+    """Returns the words that choose a model's folder, or a name of the Hugging Face hub, which is not downloaded."""
+    if Path(text).expanduser().exists() or not is_hub_name(text):
+        return f"model=folder model.path={text}"
+    return of_hub(text, then="model=folder model.path=")
+
+
+def of_hub(name: str, *, then: str) -> str:
+    """Returns how a model of the Hugging Face hub is used: the download, and ``then`` with the folder behind it."""
+    folder = name.rpartition("/")[2]
+    return f"hf download {name} --local-dir {folder}, since Relax downloads nothing; then {then}{folder}"
+
+
+def is_hub_name(text: str) -> bool:
+    """Is True for OWNER/NAME, as the models of the Hugging Face hub are named."""
+    return re.fullmatch(r"[\w.-]*\w[\w.-]*/[\w.-]*\w", text, re.ASCII) is not None and text[0] not in ".~/"
+
+
+def _for_hydra(word: str, *, several: bool, words: Sequence[str] = ()) -> str:
+    """Returns ``word`` for Hydra: quoted, and with two pluses before a key that may or may not exist."""
+    opens = word.startswith(tuple(f"{key}{end}" for key in _OPEN for end in ".="))
+    return "++" * opens + quoted_word(word, several=several, words=words)
+
+
+def quoted_word(word: str, *, several: bool, words: Sequence[str] = ()) -> str:
+    """Returns ``word`` with quotes around each text that Hydra would read as something else, or not at all.
+
+    These are texts of keys whose type is text, such as ``name=1e5``, and texts beyond ASCII of any key. With
+    ``several``, commas separate the values of a sweep. ``words`` name the plug-ins whose settings have types.
+    """
+    key, equals, value = word.partition("=")
+    name = key.lstrip("+")
+    if not equals or not value or key.startswith(("-", "~")):
+        return word
+    is_path = name in _QUOTED or name.startswith("eval.sets.") or (name in _PLUGINS and is_file_plugin(value))
+    kind = str if is_path else _type_of(name, value, words)
+    if is_path and not several:
+        return f"{key}={_quoted_value(value, kind)}"
+    parts = split(value)
+    if parts is None or (len(parts) > 1 and not several):
+        return word
+    return f"{key}={','.join(_quoted_value(part, kind) for part in parts)}"
+
+
+def _one_by_one(word: str) -> list[str]:
+    """Returns the override of each value of a sweep."""
+    key, equals, value = word.partition("=")
+    parts = split(value) if equals else None
+    return [word] if parts is None else [word, *(f"{key}={part}" for part in parts)]
+
+
+def _type_of(key: str, value: str, words: Sequence[str]) -> Any:
+    """Returns the type of a key, or None if it is unknown or makes no difference for the value."""
+    if not key.startswith("data.config.") and (kinds := types_of(key)):  # the plug-in has the types of data.config
+        return without_null(kinds[0]) if len({str(without_null(kind)) for kind in kinds}) == 1 else None
+    kind = next((kind for kind in ALL_KINDS if key.startswith(_section(kind) + ".")), None)
+    if kind is None or all(PLAIN.fullmatch(one) or _SAME.fullmatch(one) for one in value.split(",")):
+        return None
+    below = key.removeprefix(_section(kind) + ".")
+    named, _, rest = below.partition(".")
+    chosen = {one.partition("=")[2].strip(SINGLE + DOUBLE) for one in words if _chooses(kind, one)}
+    if kind == "sink":
+        chosen, below = {named}, rest
+    known = names(kind)
+    found = set()
+    for plugin in {one for one in chosen if one in known or is_file_plugin(one)} or known:
+        try:
+            found.add(without_null(type_below(find(kind, plugin).config, below)))
+        except PluginError:  # its own check reports it, if it is used
+            continue
+    found.discard(None)
+    return found.pop() if len(found) == 1 else None
+
+
+def _section(kind: Kind) -> str:
+    return {"data": "data.config", "sink": "tracker.sinks"}.get(kind, kind)
+
+
+def _chooses(kind: Kind, word: str) -> bool:
+    return word.partition("=")[0].lstrip("+") in (kind, key_of(kind))
+
+
+def _quoted_value(value: str, kind: Any, *, of_list: bool = False) -> str:
+    """Returns a value for Hydra: quotes stand around its texts, also those within a list or a mapping.
+
+    ``of_list``: it is an element of a list, which is text even if it is null or begins with a bracket.
+    """
+    text, inner = value.strip(), value.strip()[1:-1]
+    if kind is not str and text[:1] + text[-1:] in ("[]", "{}") and (parts := split(inner)) is not None:
+        of = typing.get_args(kind)
+        if not inner.strip():
+            return value
+        if text[0] == "[":
+            kind = of[0] if len(of) == 1 else None
+            return f"[{','.join(_quoted_value(part, kind, of_list=True) for part in parts)}]"
+        return "{" + ",".join(_quoted_pair(part, kind) for part in parts) + "}"
+    if of_list and kind is str:
+        alone = text[:1] in (SINGLE, DOUBLE) or "${" in text
+    else:
+        alone = _LEFT_ALONE.fullmatch(text) is not None
+    if not text or alone:
+        return value
+    wrong = not PLAIN.fullmatch(text) if kind is str else not text.isascii()
+    return quoted(text) if wrong else value
+
+
+def _quoted_pair(pair: str, kind: Any) -> str:
+    """Returns a pair of a mapping for Hydra, which reads no quotes around its key."""
+    name, colon, value = pair.partition(":")
+    if (key := _DICT_KEY.fullmatch(name.strip())) is None or not colon:
+        return pair
+    return f"{key[2]}: {_quoted_value(value, without_null(type_below(kind, key[2])))}"
+
+
+def split(text: str) -> list[str] | None:
+    """Splits a text at its commas outside of quotes and brackets; None if quotes or brackets do not match."""
+    parts, open_brackets, mark = [""], [], ""
+    for place, sign in enumerate(text):
+        if mark:
+            mark = "" if sign == mark and text[place - 1] != "\\" else mark
+        elif sign in SINGLE + DOUBLE and (not parts[-1].strip() or parts[-1].rstrip()[-1] in ":[{,("):
+            mark = sign
+        elif sign in "[{(":
+            open_brackets.append(sign)
+        elif sign in "]})" and (not open_brackets or open_brackets.pop() + sign not in ("[]", "{}", "()")):
+            return None
+        elif sign == "," and not open_brackets:
+            parts.append("")
+            continue
+        parts[-1] += sign
+    return None if mark or open_brackets else parts
+
+
+def quoted(text: str, *, mark: str = SINGLE) -> str:
+    r"""Returns ``text`` in Hydra's quotes: a mark inside is escaped, and backslashes before a mark are doubled."""
+    escaped = re.sub(rf"(\\*){mark}", rf"\1\1\\{mark}", text)
+    return mark + re.sub(r"(\\+)$", r"\1\1", escaped) + mark
+
+
+IsText = Callable[[str, str], bool]  # whether a key is of text, for a value of it
+
+
+def own_file_problems(folder: Path, words: Sequence[str], is_text: IsText) -> Iterator[str]:
+    """Yields the problems of the chosen files below a folder of --config-dir; Hydra reports a file that is no YAML."""
+    for group, _, option in (word.partition("=") for word in words):
+        file = folder / group / f"{option}.yaml"
+        if not file.is_file():
+            continue
+        text = file.read_text(encoding="utf-8", errors="replace")
+        prefix = "" if re.search(r"^#\s*@package\s+_global_", text, re.MULTILINE) else group
+        try:
+            root = yaml.compose(text, Loader=get_yaml_loader())
+        except yaml.YAMLError:
+            continue
+        scalars = dict(_scalars(root, prefix))
+        where = f"in {group}/{file.name}"
+        for node, key in scalars.items():
+            read = yaml.load(node.value, Loader=get_yaml_loader()) if node.style is None else node.value
+            if isinstance(read, bool | int | float) and str(read) != node.value and is_text(key, node.value):
+                yield (
+                    f"{where}, line {node.start_mark.line + 1}: {key}: {node.value} is read as {read}, and the key is "
+                    f'of text. Put it in quotes: "{node.value}".'
+                )
+        given = {key: node.value for node, key in scalars.items() if node.value not in ("null", "~", "")}
+        if {"run.steps", "run.epochs"} <= given.keys():
+            yield f"{where}: run.steps={given['run.steps']} with run.epochs={given['run.epochs']}. Drop one of them."
+
+
+def _scalars(node: Any, key: str) -> Iterator[tuple[yaml.ScalarNode, str]]:
+    """Yields each scalar of a file with its dotted key; the items of a list have the key of the list with ``.0``."""
+    if isinstance(node, yaml.MappingNode):
+        for name, below in node.value:
+            yield from _scalars(below, f"{key}.{name.value}" if key else str(name.value))
+    elif isinstance(node, yaml.SequenceNode):
+        for below in node.value:
+            yield from _scalars(below, f"{key}.0")
+    elif isinstance(node, yaml.ScalarNode):
+        yield node, key
+
+
+_NAMES = re.compile(r"[.\[\]@:/]+")  # what separates the names of a key
+_MAY_HOLD = re.compile(r"env|header|cookie|token|secret|passw|passphrase|credential|auth|key", re.IGNORECASE)
+_ROOT_NAME = re.compile(r"\$\{([A-Za-z_]\w*)[.\[}]")  # of a key that a text names
+_FIX = "Give it in quotes, or by an environment variable: {key}='${{oc.env:NAME}}', where NAME is the variable's name"
+
+
+def without_secrets(words: Sequence[str]) -> list[str]:
+    """Returns the words with a reference in place of each secret, which this process keeps (`withhold`).
+
+    So neither Hydra, nor a file of the run, nor an error message gets the secret of a word. A value by reference, such
+    as ``agent.env.TOKEN=${oc.env:TOKEN}``, stays, and so do the references of an earlier call. Raises `ConfigError` for
+    a secret that cannot be read.
+    """
+    return [_without_secrets(word, words) for word in words]
+
+
+def _without_secrets(word: str, words: Sequence[str]) -> str:
+    key, equals, value = word.partition("=")
+    if not equals or key.startswith("-") or not (_MAY_HOLD.search(word) or "://" in value):
+        return word
+    path = tuple(name for name in _NAMES.split(key.lstrip("+~")) if name)
+    values = _parsed(word, words)
+    if values is None:  # Hydra refuses the word, or it is a sweep over numbers
+        if is_secret_place(path) or redacted(value, path) != value or ("{" in value and _MAY_HOLD.search(value)):
+            name = f" One variable: {key}.NAME=VALUE." if key in ("agent.env", "launcher.env") else ""
+            raise ConfigError([f"{key}={REDACTED} cannot be read. {_FIX.format(key=key)}.{name}"])
+        return word
+    if is_secret_place(path) and len(values) == 1 and isinstance(values[0], bool | int | float):
+        values = [value]  # a variable is text: 1e5 stays as it was typed
+    written = ",".join(_written(one, path) for one in values)
+    return f"{key}={written}" if has_withheld(written) else word
+
+
+def _parsed(word: str, words: Sequence[str]) -> list[Any] | None:
+    """Returns the values of an override, several for a sweep; None if Hydra cannot read it as such."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.core.override_parser.types import ChoiceSweep
+    from hydra.errors import HydraException
+
+    try:
+        parsed = OverridesParser.create().parse_overrides([quoted_word(word, several=False, words=words)])[0]
+    except HydraException:
+        return None
+    value = parsed._value
+    if isinstance(value, ChoiceSweep):
+        return [parsed._convert_value(one) for one in value.list]
+    return None if parsed.is_sweep_override() else [parsed.value()]
+
+
+def _written(value: Any, path: tuple[str, ...]) -> str:
+    """Returns a value in Hydra's grammar, with a reference in place of each secret."""
+    if isinstance(value, Mapping):
+        items = (f"{_text(str(name))}:{_written(one, (*path, str(name)))}" for name, one in value.items())
+        return "{" + ",".join(items) + "}"
+    if isinstance(value, list):
+        return f"[{','.join(_written(one, (*path, '-')) for one in value)}]"
+    if value is None:
+        return "null"
+    if is_reference(value):
+        return str(value)
+    if redacted(value, path) != value:
+        return _withheld(value)
+    if isinstance(value, bool):
+        return str(value).lower()
+    return _text(value) if isinstance(value, str) else repr(value)
+
+
+def _withheld(value: Any) -> str:
+    """Returns the reference to a secret, whose variables (``${oc.env:NAME,default}`` in a text) are resolved first.
+
+    A text that names a key of the configuration stays, because only the whole configuration can resolve it. Any other
+    ``${…}`` is a part of the secret.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import InterpolationKeyError
+
+    if not isinstance(value, str) or "${" not in value:
+        return withhold(value)
+    try:
+        return withhold(OmegaConf.create({"value": value})["value"])
+    except InterpolationKeyError:
+        from relax_core.config.schema import RelaxConfig
+
+        roots = {field.name for field in dataclasses.fields(RelaxConfig)}
+        return _text(value) if roots & set(_ROOT_NAME.findall(value)) else withhold(value)
+
+
+def _text(text: str) -> str:
+    return text if PLAIN.fullmatch(text) else quoted(text)
+
+
+def hide_arguments(words: Sequence[str], shown_words: Sequence[str]) -> None:
+    """Overwrites this process's own arguments in `ps` where ``shown_words`` have no secret and ``words`` have.
+
+    Linux shows the memory in which the arguments came, to every user. A user can still see them in the moment before,
+    so a secret is better given by an environment variable.
+    """
+    if list(words) == list(shown_words):
+        return
+    fields = Path("/proc/self/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    start, end = int(fields[45]), int(fields[46])  # arg_start and arg_end of proc(5)
+    arguments = ctypes.string_at(start, end - start)
+    for word, instead in zip(words, shown_words, strict=True):
+        old = os.fsencode(word)
+        if instead != word:
+            key = old.partition(b"=")[0] + b"="
+            arguments = arguments.replace(b"\0" + old + b"\0", b"\0" + key + b"*" * (len(old) - len(key)) + b"\0")
+    ctypes.memmove(start, arguments, end - start)

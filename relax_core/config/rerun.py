@@ -1,0 +1,241 @@
+"""Runs that are saved: which are this user's own, and `relax rerun RUN [key=value …]`, which starts another like it.
+
+Own runs carry a mark, and in others is found what runs a program or contacts a server.
+A mark is a keyed hash of the file under a key of this user (`key_file`, mode 0600), so a copy of an own run keeps
+it, and a folder of somebody else does not get it by being unpacked here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import hmac
+import os
+import re
+import secrets
+import stat
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import yaml
+
+from relax_core.config.errors import ConfigError
+from relax_core.config.options import groups
+from relax_core.config.override_words import CommandLine, hydra_words
+from relax_core.config.redaction import as_text, secret_leaves, variable_of
+from relax_core.config.schema import RelaxConfig
+from relax_core.contracts.host.private_folder import private_folder, user_cache
+from relax_core.registry import KINDS, short_name
+
+_MARK = "# relax: a run of this user: "
+_UNMARKED = "# relax: not marked as a run of this user, because the key cannot be kept: "
+_KEY_BYTES = 32
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+# Keys whose values start a program, name a file with a secret, or open a port.
+_POWERFUL = re.compile(
+    r"command|python|setup|sbatch|srun|flags|working_dir|image|address|urls?|uri|endpoint|.*_file|token_env|.*_python"
+)
+_OPENS = re.compile(r"host|allowed_hosts")
+
+
+def key_file() -> Path:
+    """Returns ``$XDG_CACHE_HOME/relax/own_runs.key``, by default below ``~/.cache``."""
+    return user_cache("own_runs.key")
+
+
+def marked(text: str) -> str:
+    """Returns the text of a configuration file with this user's mark as its first line.
+
+    Where the user's cache folder cannot be written, the line says so, and `relax rerun` takes the run for a foreign
+    one.
+    """
+    try:
+        return f"{_MARK}{_digest(text, _key(make=True))}\n{text}"
+    except OSError as error:
+        return f"{_UNMARKED}{error.strerror}\n{text}"
+
+
+def is_own(text: str) -> bool:
+    """Returns whether the text has a mark of this user, and was not changed since."""
+    first, _, rest = text.partition("\n")
+    if not first.startswith(_MARK):
+        return False
+    try:
+        key = _key(make=False)
+    except OSError:
+        return False
+    return hmac.compare_digest(first.removeprefix(_MARK).encode(), _digest(rest, key).encode())
+
+
+def powers(values: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, str]]:
+    """Yields each key of a saved configuration, with its value, that runs a program, reads a secret or asks a server.
+
+    These are plug-in files, commands, files of keys, environment variables, addresses beyond this machine, and code of
+    a model without a sandbox.
+    """
+    if isinstance(values, Mapping):
+        for name, one in values.items():
+            if str(name).endswith(".py"):  # a plug-in with its settings
+                yield ".".join((*path, "")) + str(name), str(name)
+            yield from powers(one, (*path, str(name)))
+        return
+    if isinstance(values, list):
+        for one in values:
+            yield from powers(one, path)
+        return
+    if not isinstance(values, str | bool) or values in ("", False) or not path:
+        return
+    keyed = any(_POWERFUL.fullmatch(name) for name in path[1:])
+    opens = bool(_OPENS.fullmatch(path[-1])) and values not in _LOOPBACK
+    unguarded = path[-1] == "sandbox" and values == "none"
+    remote = path[-1] == "trust_remote_code"
+    text = values if isinstance(values, str) else ""
+    if keyed or opens or unguarded or remote or text.endswith(".py") or variable_of(text) or _is_elsewhere(text):
+        yield ".".join(path), str(values)
+
+
+def _is_elsewhere(text: str) -> bool:
+    """Returns whether a text is an address that is not on this machine."""
+    if "://" not in text:
+        return False
+    try:
+        return urlsplit(text).hostname not in _LOOPBACK
+    except ValueError:
+        return True
+
+
+def _digest(text: str, key: bytes) -> str:
+    return hmac.new(key, text.encode(errors="surrogatepass"), hashlib.sha256).hexdigest()
+
+
+def _key(*, make: bool) -> bytes:
+    """Returns this user's key. Raises OSError if there is none, or if others may read or write it."""
+    file = key_file()
+    if make and not file.exists():
+        private_folder(file.parent, key="XDG_CACHE_HOME")
+        partial = file.with_name(f".{file.name}.{secrets.token_hex(8)}")
+        with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as out:
+            out.write(secrets.token_bytes(_KEY_BYTES))
+        with suppress(FileExistsError):  # another run has just made it
+            os.link(partial, file)
+        partial.unlink()
+    with os.fdopen(os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as opened:
+        about = os.fstat(opened.fileno())
+        private = about.st_uid == os.getuid() and not about.st_mode & 0o077
+        if not (stat.S_ISREG(about.st_mode) and private):
+            raise PermissionError(0, f"{file} is not a file that this user alone may read")
+        key = opened.read(_KEY_BYTES + 1)
+    if len(key) != _KEY_BYTES:
+        raise PermissionError(0, f"{file} is not a key of {_KEY_BYTES} bytes; remove it")
+    return key
+
+
+CONFIG_FILE = "config.yaml"
+OPTION = "saved_run"  # the key of the group experiment, which Hydra composes last
+TRUST = "--trust"
+USAGE = f"relax rerun RUN [{TRUST}] [key=value ...], where RUN is a run's folder"
+_OF_ITS_START = ("resume", "plan")  # and run.dir, because the next start sets its own
+
+
+def rerun_line(words: Sequence[str]) -> CommandLine:
+    """Returns the command line for Hydra. ``words`` are the run's folder, then overrides and flags.
+
+    A newly chosen group takes nothing from the saved run. Raises `ConfigError` for a folder that is no run's, for a
+    secret that its config.yaml does not contain, and without ``--trust`` for a run of somebody else that would run a
+    program or contact a server.
+    """
+    if not words or words[0].startswith("-") or "=" in words[0].split("/")[0]:
+        raise ConfigError([USAGE + "."])
+    folder, overrides = Path(words[0]).expanduser(), [word for word in words[1:] if word != TRUST]
+    values, own_run = _read(folder)
+    chosen = _chosen(overrides)
+    if "experiment" in chosen:
+        raise ConfigError([f"experiment={chosen['experiment']}: {folder} has its own. Give single keys, or drop it."])
+    _drop_what_follows(values, chosen)
+    typed = {word.lstrip("+~").partition("=")[0] for word in overrides}
+    if missing := [key for key in secret_leaves(values) if not _is_typed(key, typed)]:
+        file = folder / CONFIG_FILE
+        raise ConfigError([f"{key} is a secret that {file} does not hold. Add {key}=..." for key in missing])
+    if not own_run and TRUST not in words:
+        check_powers(values, folder / CONFIG_FILE, but=typed)
+    _drop_secrets(values, typed)
+    _store(as_text(values))
+    # A plug-in's values must not be merged with those of the default one; a launcher has its own type.
+    own = [f"{kind}=plugin" for kind in KINDS if kind in values]
+    own += [f"launcher={values['launcher']['name']}"] if "launcher" in values else []
+    return CommandLine(
+        typed=("rerun", words[0], *overrides),
+        hydra=tuple(hydra_words([*own, f"experiment={OPTION}", *overrides])),
+        command=("rerun", words[0]),
+    )
+
+
+def check_powers(values: Mapping[str, Any], file: Path, *, but: Iterable[str] = ()) -> None:
+    """Raises `ConfigError` if the saved values run a program or contact a server, but for keys that the user typed."""
+    found = [f"{key}={value}" for key, value in powers(values) if not _is_typed(key, but)]
+    if found:
+        raise ConfigError(
+            [
+                f"{file} is not marked as a run of yours, and sets {', '.join(found)}, which may run programs, read "
+                f"your secrets or contact servers. Read it, and add {TRUST} if you trust it like a program."
+            ]
+        )
+
+
+def _is_typed(key: str, typed: Iterable[str]) -> bool:
+    """Returns whether the user gave the key, or a mapping that holds it."""
+    return any(key == one or key.startswith(f"{one}.") for one in typed)
+
+
+def _drop_secrets(values: Mapping[str, Any], typed: Iterable[str]) -> None:
+    """Removes secrets below a mapping that the user gave anew, because Hydra would keep those that it does not name."""
+    for key in secret_leaves(values):
+        if key not in typed:
+            *holders, last = key.split(".")
+            holder: Any = values
+            for name in holders:
+                holder = holder[name]
+            del holder[last]
+
+
+def _read(folder: Path) -> tuple[dict[str, Any], bool]:
+    """Returns the values of a run's config.yaml, and whether it is marked as a run of this user."""
+    file = folder / CONFIG_FILE
+    if not file.is_file():
+        raise ConfigError([f"{folder}: it has no {CONFIG_FILE}. {USAGE}."])
+    try:
+        text = file.read_text(encoding="utf-8")
+        values = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError([f"{file}: not valid YAML: {error}"]) from error
+    if not isinstance(values, dict) or "run" not in values:
+        raise ConfigError([f"{file} is not the configuration of a run. {USAGE}."])
+    known = {field.name for field in dataclasses.fields(RelaxConfig)}
+    if odd := [str(key) for key in values if key not in known]:  # such as hydra, whose settings name code
+        raise ConfigError([f"{file}: {', '.join(odd)}: a run's configuration has no such key. Remove it."])
+    return values, is_own(text)
+
+
+def _chosen(overrides: Sequence[str]) -> dict[str, str]:
+    """Maps each newly chosen group to its option; naming a plug-in counts as choosing."""
+    pairs = [word.partition("=") for word in overrides if not word.startswith("-")]
+    chosen = {key: value for key, _, value in pairs if key in groups()}
+    return chosen | {key.removesuffix(".name"): value for key, _, value in pairs if key in {f"{k}.name" for k in KINDS}}
+
+
+def _drop_what_follows(values: dict[str, Any], chosen: Mapping[str, str]) -> None:
+    """Takes out what the new run says itself. The name goes where it was made from the model and the data."""
+    if values.get("name") == f"{values['model']['name']}-{short_name(values['data']['name'])}":
+        del values["name"]
+    for key in (*_OF_ITS_START, *chosen):
+        values.pop(key, None)
+    values["run"].pop("dir", None)
+
+
+def _store(values: Mapping[str, Any]) -> None:
+    from hydra.core.config_store import ConfigStore
+
+    ConfigStore.instance().store(group="experiment", name=OPTION, node=dict(values), package="_global_")

@@ -1,4 +1,0 @@
-"""Defines the keys of large sections of the configuration, each in a file; the schema beside this folder has the root.
-
-Start reading in `agent_schema.py`.
-"""

@@ -1,0 +1,555 @@
+"""Looks at the data before a run starts: rows that cannot be used, lengths, media, and the steps of the epochs."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from relax_core.config.choices import TEXT, LauncherKind, MediaPlace, Overlong
+from relax_core.config.modality import MODELS_THAT, media_kinds
+from relax_core.config.reward_choice import RewardChoice, row_check
+from relax_core.config.schema import RelaxConfig
+from relax_core.contracts.data import TOO_LONG, BadRow, DataRow, EvalSet, PromptSource
+from relax_core.contracts.media import BAD_MEDIA, MEDIA_KINDS, MediaKind, MediaSource
+from relax_core.data.eval_sets import NAMED_ROWS, eval_sets, held_out_count, too_many_bad
+from relax_core.data.generated import LONGEST_PROMPT, example
+from relax_core.data.paths import data_files, data_parts
+from relax_core.data.plugin_source import names_plugin
+from relax_core.data.row_forms import MessagesOfText
+from relax_core.data.row_media import MediaColumns, unread_media
+from relax_core.data.sources import are_rows_named, file_rows, make_source
+from relax_core.data.tokenizer import TEMPLATE_FILES
+from relax_core.families.hf_config import CONFIG_FILE
+from relax_core.plan.prompt_maker import ItemHeaders, positions, prompt_maker, prompt_room
+from relax_core.registry import find_algorithm, find_env, find_reward, is_file_plugin
+from relax_core.rollout.evaluation.evaluator import PreparedSet, eval_where, prepare
+from relax_core.rollout.prompt_tokens import PromptMaker
+from relax_core.rollout.rewards.label_check import LabelCheck
+from relax_core.rollout.teacher_choice import TeacherOf, teacher_chooser
+
+if TYPE_CHECKING:
+    from relax_core.data.media.media_headers import PlannedItem
+
+
+def settle_steps(config: RelaxConfig) -> RelaxConfig:
+    """Returns the configuration with ``run.steps`` derived from ``run.epochs`` if that is set.
+
+    The check of the data reports problems of the data. For a job on another cluster this happens there, where its files
+    are.
+    """
+    epochs, prompts = config.run.epochs, config.rollout.prompts_per_step
+    if epochs is None or not 0 < epochs < math.inf or prompts < 1 or config.launcher.name is LauncherKind.ray_job:
+        return config
+    rows = _training_rows(config)
+    if rows is None:
+        return config
+    steps = max(1, math.ceil(round(epochs * rows / prompts, 6)))
+    return dataclasses.replace(config, run=dataclasses.replace(config.run, steps=steps))
+
+
+def epoch_words(config: RelaxConfig) -> list[str]:
+    """Returns where the number of train steps comes from, for a settled configuration with ``run.epochs``."""
+    if config.run.epochs is None:
+        return []
+    rows, prompts = _training_rows(config), config.rollout.prompts_per_step
+    return [f"run.epochs={config.run.epochs:g} over {rows} rows, {prompts} a step, is run.steps={config.run.steps}."]
+
+
+def _training_rows(config: RelaxConfig) -> int | None:
+    """Returns the number of training rows, or None if the data cannot be read."""
+    data = config.data
+    if data.task is not None:
+        return data.size
+    if not are_rows_named(data):
+        return None
+    try:
+        return file_rows(data)[1]
+    except (ValueError, OSError):
+        return None
+
+
+FIRST_ROWS = 256  # data rows whose media are counted
+
+
+class UnreadMedia:
+    """Finds rows whose media no key of `data.media_keys` names, so that a model would be trained without them.
+
+    A row counts if it has a column with media. If the model does not read their kind, or the env makes its prompts from
+    the row by itself, its prompt must have a place for them, too. Rows with a place and no such column count if more
+    than data.max_bad_rows of the rows are so; fewer are left out as bad rows. A column without a place only gets a note
+    if a key names another column, because then the user chose what the model gets. Nothing counts with modality=text.
+    """
+
+    def __init__(self, config: RelaxConfig) -> None:
+        self._kinds, self._data = media_kinds(config), config.data
+        self._columns = MediaColumns(columns=config.data.media_keys.columns)
+        env = find_env(config.env.name)
+        self._makes_prompts = env.has_turns or env.agent is not None
+        self._looks = config.modality.name != TEXT and config.data.task is None
+        self._first: dict[tuple[MediaKind, bool], tuple[str, str | None, bool]] = {}  # by kind, and if it has a column
+        self._places = dict.fromkeys(MEDIA_KINDS, 0)  # rows with a place and without a column
+        self._noted: dict[MediaKind, tuple[str, str]] = {}
+        self._looked = 0
+
+    def look(self, row: DataRow, where: str, given: Callable[[], set[MediaKind]] = set) -> None:
+        """Looks at a data row. ``given`` returns the kinds of media that its prompt has."""
+        self._looked += 1
+        found = unread_media(row, self._columns) if self._looks else {}
+        for kind, (column, has_place) in found.items():
+            asks = kind in self._kinds and not self._makes_prompts
+            if (has_place or asks) and (column or asks) and kind not in given():
+                if column and not has_place and self._columns.columns:
+                    self._noted.setdefault(kind, (where, column))
+                    continue
+                self._first.setdefault((kind, column is not None), (where, column, has_place))
+                self._places[kind] += column is None
+
+    def notes(self) -> Iterator[str]:
+        """Yields the columns with media that the model could read, if no key names them and no place is for them."""
+        for kind, (where, column) in self._noted.items():
+            first = "" if self._data.media_place else f" data.media_place={MediaPlace.first.value}"
+            yield (
+                f"{where}: column {column} has media of kind {kind}, and data.media_keys.{kind} is not set, so the "
+                f"model does not get it. To train on it add data.media_keys.{kind}={column}{first}."
+            )
+
+    def refused(self, *, rows: int) -> str | None:
+        """Returns why a run on ``rows`` rows like these cannot start, None if nothing counts."""
+        most = self._data.max_bad_rows
+        for (kind, in_column), (where, column, has_place) in self._first.items():
+            if not in_column and not too_many_bad(self._places[kind], self._looked, rows=rows, most=most):
+                continue
+            has = f"{where}: it has media of kind {kind} in column {column}"
+            if not in_column:
+                has = f"{where}: its prompt has a place <{kind}>, and no column with media of this kind is found"
+            if kind not in self._kinds:
+                fix = f"Choose a model that {MODELS_THAT[kind]}; or modality={TEXT}, which trains on the text alone."
+                return f"{has}, which the model does not read. {fix}"
+            words = [f"data.media_keys.{kind}={column or 'COLUMN'}"]
+            if not has_place and self._data.media_place is None:
+                words.append(f"data.media_place={MediaPlace.first.value}")
+            return (
+                f"{has}, and data.media_keys.{kind} is not set, so the model would not get it. Add {' '.join(words)}; "
+                f"or modality={TEXT}, which trains on the text alone."
+            )
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptMedia:
+    """Describes the media of the first ``prompts`` rows that can be used.
+
+    ``items``, ``rows`` of the language model, ``patches`` of the vision tower, ``audio_frames`` of the audio tower and
+    ``nbytes`` of tensors are means over these prompts; ``most_rows``, ``most_patches``, ``most_audio_frames`` and
+    ``most_bytes`` are those of the prompt that has most, and
+    ``item_patches`` those of the largest item. ``source_pixels`` is the largest size of an image or a frame before its
+    resize. ``videos`` and ``sounds`` say whether there are any, because videos need the tokenizer and sounds more
+    memory. ``prompts`` is 0 if the figures are what the limits allow because there are no rows yet.
+    """
+
+    prompts: int
+    items: float
+    rows: float
+    patches: float
+    nbytes: float
+    most_rows: int
+    most_patches: int
+    most_bytes: int
+    item_patches: int
+    source_pixels: int
+    videos: bool
+    sounds: bool = False
+    audio_frames: float = 0.0
+    most_audio_frames: int = 0
+
+
+def summed_up(prompts: Sequence[Sequence[PlannedItem]]) -> PromptMedia | None:
+    """Returns the description of some prompts, None if there is no prompt."""
+    if not prompts:
+        return None
+    items = [one for prompt in prompts for one in prompt]
+    return PromptMedia(
+        prompts=len(prompts),
+        items=len(items) / len(prompts),
+        rows=sum(one.rows for one in items) / len(prompts),
+        patches=sum(one.patches for one in items) / len(prompts),
+        nbytes=sum(one.nbytes for one in items) / len(prompts),
+        most_rows=max(sum(one.rows for one in prompt) for prompt in prompts),
+        most_patches=max(sum(one.patches for one in prompt) for prompt in prompts),
+        most_bytes=max(sum(one.nbytes for one in prompt) for prompt in prompts),
+        item_patches=max((one.patches for one in items), default=0),
+        source_pixels=max((one.source_pixels for one in items), default=0),
+        videos=any(one.kind == "video" for one in items),
+        sounds=any(one.audio_frames for one in items),
+        audio_frames=sum(one.audio_frames for one in items) / len(prompts),
+        most_audio_frames=max(sum(one.audio_frames for one in prompt) for prompt in prompts),
+    )
+
+
+LOOKED_AT = 100_000  # the largest number of rows that are all checked
+TOKENIZED_BYTES = 4 << 20
+GENERATED_ROWS = 64  # rows of a generated task, whose rows are all alike
+SETTLED_S = 0.1  # a file that was written this many seconds ago has another time once it changes
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataLook:
+    """Holds the result of a data check.
+
+    ``rows`` is the number of trained rows; ``generated`` says that a task generates them, so a few represent all.
+    ``looked`` is the number of checked rows, spread over the files. ``bad`` maps a reason to its count among these;
+    ``named`` describes the first of them. ``longest`` is the number of tokens of the longest tokenized prompt,
+    evaluation sets included; ``bound`` is a number of tokens that no checked prompt exceeds, and no prompt of a
+    generated task; both are 0 without a tokenizer. ``cut`` is the number of prompts that data.overlong shortens.
+    ``media`` describes the images and videos of the first prompts, None for a run on text. ``notes`` says what else is
+    read in another way than it may seem: labels, prompts of JSON text, evaluated rows that are trained. ``refused``
+    says why the run cannot start.
+    """
+
+    rows: int
+    generated: bool
+    looked: int
+    bad: Counter[str]
+    named: Sequence[str]
+    longest: int
+    bound: int
+    cut: int
+    sets: Sequence[PreparedSet]
+    media: PromptMedia | None
+    notes: Sequence[str]
+    refused: str | None
+
+    def words(self, *, what: str) -> list[str]:
+        """Returns what a user should know about the data. ``what`` is the data's name."""
+        if self.generated:
+            part = "generated"
+        else:
+            part = "all looked at" if self.looked == self.rows else f"{self.looked:,} of them, spread evenly, looked at"
+        lengths = f"; no prompt has more than {self.bound} tokens" if self.bound else ""
+        lines = [f"{self.rows:,} rows of {what} are trained on, {part}{lengths}.", *self.left_out()]
+        if any(one.name for one in self.sets):
+            rows = ", ".join(f"{one.name} {len(one.rows)}" for one in self.sets)
+            lines.append(f"Evaluation sets, by prompts: {rows}.")
+        return lines
+
+    def left_out(self) -> list[str]:
+        """Returns what is not used as it is, and the first unused rows; empty if all rows are used."""
+        lines = []
+        if self.cut:
+            lines.append(f"{self.cut:,} prompts are longer than the context leaves room for, and are shortened.")
+        if self.bad:
+            reasons = ", ".join(f"{count:,} {reason}" for reason, count in self.bad.most_common())
+            lines.append(f"{self.bad.total():,} rows cannot be used and are left out ({reasons}). The first of them:")
+            lines += [f"  {text}" for text in self.named]
+        for one in self.sets:
+            if one.bad:
+                name = f"evaluation set {one.name}" if one.name else "the held-out rows"
+                lines.append(f"{len(one.bad)} of {name} cannot be used, and count as nothing. The first: {one.bad[0]}")
+        return [*lines, *self.notes]
+
+
+_newest: dict[str, DataLook] = {}  # results of this process, at most one
+
+
+def look_at_data(config: RelaxConfig) -> DataLook:
+    """Reads rows, and makes their prompts if a tokenizer is available.
+
+    Raises ValueError (key, value, fix) for data that cannot be used at all. One process does not repeat the check of
+    unchanged files.
+    """
+    key = _key(config)
+    if key is None or key not in _newest:
+        look = _look(config)
+        _newest.clear()
+        if key is None:
+            return look
+        _newest[key] = look
+    return _newest[key]
+
+
+def keep_look(config: RelaxConfig, settled: RelaxConfig) -> None:
+    """Keeps the result for ``config`` for ``settled`` too, whose context was derived from it."""
+    key, other = _key(config), _key(settled)
+    if key is not None and other is not None and key in _newest:
+        _newest[other] = _newest[key]
+
+
+def _look(config: RelaxConfig) -> DataLook:
+    source = make_source(config.data, seed=config.seed, eval_rows=held_out_count(config))
+    headers = ItemHeaders(config)
+    try:
+        prompts = prompt_maker(config, headers=headers)
+    except ValueError:  # settle_context reports it
+        prompts = None
+    teachers = find_algorithm(config.algo.name).requirements(config.algo).teacher
+    generated, most = config.data.task is not None, config.data.max_bad_rows
+    teacher_of = None if teachers is None or not teachers.key or generated else teacher_chooser(teachers)
+    rewards = row_check(find_reward(config.reward.name), config.reward)
+    found = _Found(source, prompts, teacher_of, rewards, headers, UnreadMedia(config), room=prompt_room(config))
+    numbers = range(min(GENERATED_ROWS, len(source))) if generated else range(len(source))
+    for number in numbers[:: max(1, -(-len(numbers) // LOOKED_AT))]:
+        found.read(number)
+    if prompts is not None:
+        found.tokenize(prompts)
+    # A few rows of a generated task represent all.
+    rows = found.looked if generated else len(source)
+    refused = _refused(config, found, rows=rows)
+    sets = eval_sets(config, source) if config.eval.every and refused is None and prompts is not None else []
+    refused = refused or _unread_in_sets(config, sets)
+    asked = [] if prompts is None or refused else [prepare(one, prompts, most_bad=most) for one in sets]
+    longest = max([found.longest, *(len(row.input_ids) for one in asked for row in one.rows)])
+    spare = _spare(config) if generated else 0
+    return DataLook(
+        rows=len(source),
+        generated=generated,
+        looked=found.looked,
+        bad=found.bad,
+        named=found.named(),
+        longest=longest,
+        bound=max(longest, found.longest + spare, found.rest) if longest else 0,
+        cut=found.cut,
+        sets=asked,
+        media=summed_up(found.media) if media_kinds(config) else None,
+        notes=[] if refused else [*found.notes(sets), *found.trained_words(sets)],
+        refused=refused,
+    )
+
+
+def _unread_in_sets(config: RelaxConfig, sets: Sequence[EvalSet]) -> str | None:
+    unread = UnreadMedia(config)
+    for one in sets:
+        for number, row in enumerate(one.rows):
+            unread.look(row, eval_where(one.name, number))
+    return unread.refused(rows=sum(len(one.rows) for one in sets))
+
+
+def _spare(config: RelaxConfig) -> int:
+    """Returns how many characters more than the checked rows another row of a generated task may have."""
+    task = config.data.task
+    assert task is not None
+    rows = range(min(GENERATED_ROWS, config.data.size))
+    looked = max(len(example(task, split="train", seed=config.seed, index=row).prompt) for row in rows)
+    return LONGEST_PROMPT[task] - looked
+
+
+def _refused(config: RelaxConfig, found: _Found, *, rows: int) -> str | None:
+    remedy = _remedy(config, found)
+    if (unread := found.unread.refused(rows=rows)) is not None:
+        return unread
+    if found.too_long and config.data.overlong is Overlong.error:
+        named = ", ".join(f"{where} has {tokens}" for where, tokens in found.too_long_in_order()[:NAMED_ROWS])
+        return (
+            f"{len(found.too_long)} of the {found.looked:,} prompts that were looked at are longer than the "
+            f"{max(prompt_room(config), 0)} tokens that are left beside "
+            f"rollout.max_new_tokens={config.rollout.max_new_tokens}: {named}. {remedy}"
+        )
+    for kind, column in config.data.media_keys.columns.items():
+        if found.columns and column not in found.columns:
+            has = ", ".join(sorted(found.columns))
+            return (
+                f"data.media_keys.{kind}={column}: no row that was looked at has this column. Use one of these: {has}; "
+                "or drop the key."
+            )
+    most = config.data.max_bad_rows
+    if not too_many_bad(found.bad.total(), found.looked, rows=rows, most=most):
+        return None
+    return (
+        f"{found.bad.total():,} of the {found.looked:,} rows that were looked at cannot be used, more than "
+        f"data.max_bad_rows={most:g}. The first: {found.named()[0]} {remedy}"
+    ).rstrip()
+
+
+def _remedy(config: RelaxConfig, found: _Found) -> str:
+    """Returns what would make most of the bad rows usable; empty if nothing general would."""
+    if not found.too_long:
+        missing = found.bad[f"{BAD_MEDIA}:missing_file"]
+        return "Are the files mounted? Name their folder in data.media_root." if missing else ""
+    most, limit = found.longest + config.rollout.max_new_tokens, positions(config)
+    if config.engine.context_length is not None and (limit is None or most <= limit):
+        return f"Use engine.context_length={most}, or null, which derives it; or data.overlong=truncate_middle."
+    known = "" if limit is None else f" The model has {limit} positions."
+    return f"Lower rollout.max_new_tokens, or use data.overlong=truncate_middle.{known}"
+
+
+class _Found:
+    """Holds what was found so far.
+
+    ``too_long`` maps the numbers of prompts without room to their tokens. ``longest`` is the number of tokens of the
+    longest tokenized prompt; ``rest`` the bytes of the longest prompt that was not tokenized, if it may have more
+    tokens.
+    """
+
+    def __init__(
+        self,
+        source: PromptSource,
+        prompts: PromptMaker | None,
+        teacher_of: TeacherOf | None,
+        rewards: RewardChoice | None,
+        headers: ItemHeaders,
+        unread: UnreadMedia,
+        *,
+        room: int,
+    ) -> None:
+        self.looked = self.cut = self.longest = self.rest = 0
+        self.bad: Counter[str] = Counter()
+        self.too_long: dict[int, int] = {}
+        self._source, self._prompts, self._teacher_of, self._room = source, prompts, teacher_of, room
+        self.columns: set[str] = set()  # of the rows that can be read
+        self.media: list[list[PlannedItem]] = []  # of the first prompts
+        self._headers, self._rewards, self.unread = headers, rewards, unread
+        self._labels = None if rewards is None else LabelCheck(rewards)  # None for rewards that score any label
+        self._json_prompts = 0
+        self._trained: set[int] = set()  # hashes of rows
+        self._texts: dict[int, str] = {}
+        self._sizes: list[tuple[int, int]] = []  # negative bytes of a prompt, so that the longest comes first; number
+
+    def read(self, number: int) -> None:
+        self.looked += 1
+        try:
+            row, where = self._source.numbered(number), self._source.where(number)
+            self.columns.update(row)
+            self.unread.look(row, where, lambda: self._given(row, where))
+            if self._rewards is not None:
+                self._rewards.check_row(row, where)
+            if self._labels is not None:
+                self._labels.see(row, where)
+            self._json_prompts += isinstance(row["prompt"], MessagesOfText)
+            self._trained.add(_row_hash(row))
+            if self._teacher_of is not None:
+                self._teacher_of(row, where)
+            if self._prompts is not None:
+                self._sizes.append((-self._prompts.bound(row, where=where), number))
+                if len(self.media) < FIRST_ROWS:
+                    items = map(self._headers.item, self._prompts.sources(row, where=where))
+                    self.media.append([one for one in items if one is not None])
+        except BadRow as error:
+            self._leave_out(number, error)
+
+    def _given(self, row: DataRow, where: str) -> set[MediaKind]:
+        """Returns the kinds of media in a row's prompt."""
+        return set() if self._prompts is None else {one.kind for one in self._prompts.sources(row, where=where)}
+
+    def tokenize(self, prompts: PromptMaker) -> None:
+        """Tokenizes the longest texts first.
+
+        Stops when no remaining text can have more tokens than the longest one or than there is room for, or when the
+        limit of text is reached.
+        """
+        left = TOKENIZED_BYTES
+        for size, number in sorted(self._sizes):
+            size = -size
+            if size <= self.longest and size <= self._room:
+                return
+            if size > left and self.longest:
+                self.rest = size
+                return
+            left -= size
+            self._measure(number, prompts)
+
+    def _measure(self, number: int, prompts: PromptMaker) -> None:
+        row, where = self._source.numbered(number), self._source.where(number)
+        tokens = prompts.count(row, where=where)
+        self.longest = max(self.longest, tokens)
+        if tokens <= self._room:
+            return
+        self.too_long[number] = tokens
+        try:
+            prompts.tokens(row, where=where)
+            self.cut += 1
+        except BadRow as error:
+            self._leave_out(number, error)
+        except ValueError as error:  # only with data.overlong=error
+            self._leave_out(number, BadRow(TOO_LONG, str(error)))
+
+    def _leave_out(self, number: int, error: BadRow) -> None:
+        self.bad[error.reason] += 1
+        self._texts[number] = f"row {number}: {error}"
+
+    def named(self) -> list[str]:
+        return [text for _, text in sorted(self._texts.items())[:NAMED_ROWS]]
+
+    def notes(self, sets: Sequence[EvalSet]) -> list[str]:
+        """Returns what a user should know about labels, those of evaluation sets too, and prompts that are read."""
+        lines: list[str] = []
+        if self._labels is not None:
+            for one in sets:
+                name = f"evaluation set {one.name}" if one.name else "the held-out rows"
+                for number, row in enumerate(one.rows):
+                    with suppress(ValueError):  # a row that names no known reward has none in the evaluation, either
+                        self._labels.see(row, f"{name}, row {number}")
+            lines += self._labels.words()
+        lines += self.unread.notes()
+        if self._json_prompts:
+            lines.append(f"{self._json_prompts:,} prompts are JSON text, and are read as chat messages.")
+        return lines
+
+    def trained_words(self, sets: Sequence[EvalSet]) -> Iterator[str]:
+        """Yields the evaluation sets that have rows with prompt and answer of a row that is trained on."""
+        if len(self._trained) < 2:  # rows that all ask the same differ elsewhere
+            return
+        for one in sets:
+            if same := [number for number, row in enumerate(one.rows) if _row_hash(row) in self._trained]:
+                name = f"rows of evaluation set {one.name}" if one.name else "held-out rows"
+                yield (
+                    f"{len(same):,} of {len(one.rows):,} {name} are trained on, with the same prompt and answer, so an "
+                    f"evaluation measures memory too. The first is row {same[0]} of the set. Leave them out of one of "
+                    "the two."
+                )
+
+    def too_long_in_order(self) -> list[tuple[str, int]]:
+        return [(self._source.where(number), tokens) for number, tokens in sorted(self.too_long.items())]
+
+
+def _row_hash(row: DataRow) -> int:
+    """Returns a hash of what a data row asks: its prompt with its media, its answer, and its seed."""
+    prompt = row["prompt"]
+    if not isinstance(prompt, str):
+        prompt = tuple((one["role"], _content_key(one.get("content"))) for one in prompt)
+    return hash((prompt, row["answer"], str(row.get("seed"))))
+
+
+def _content_key(content: Any) -> Any:
+    if isinstance(content, str) or content is None:
+        return content
+    return tuple((part["type"], str(part.get("text")), _source_key(part.get(part["type"]))) for part in content)
+
+
+def _source_key(source: Any) -> Any:
+    """Returns what tells an item from others: its path, or its size with its first bytes and its last."""
+    if isinstance(source, MediaSource) and source.data is not None:
+        return len(source.data), source.data[:1024], source.data[-1024:]
+    return source.path if isinstance(source, MediaSource) else None
+
+
+def _key(config: RelaxConfig) -> str | None:
+    """Returns what a data check depends on, or None if a file was just written, so that its time is no proof."""
+    try:
+        has_files = config.data.task is None and not names_plugin(config.data)
+        parts = data_parts(config.data) if has_files else []
+        evaluated = [one for one in (config.data.eval_path, *config.eval.sets.values()) if one is not None]
+        files = [file for one in evaluated for file in data_files(one)]
+    except ValueError:
+        return None
+    files += [file for part in parts for file in part.files]
+    files += [Path(config.data.name)] if is_file_plugin(config.data.name) else []
+    if config.model.path is not None:
+        folder = Path(config.model.path)
+        files += [folder / name for name in (CONFIG_FILE, "tokenizer.json")]
+        files += [file for file in (folder / name for name in TEMPLATE_FILES) if file.exists()]
+    stats = []
+    for file in files:
+        if not file.is_file():
+            return None
+        stat = file.stat()
+        if time.time() - stat.st_mtime < SETTLED_S:
+            return None
+        stats.append((str(file), stat.st_size, stat.st_mtime_ns, stat.st_ino))
+    settings = (config.data, config.modality, config.eval, config.env, config.model, config.algo, config.seed)
+    return repr((stats, settings, config.reward, config.engine.context_length, config.rollout.max_new_tokens))

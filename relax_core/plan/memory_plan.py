@@ -1,0 +1,554 @@
+"""Plans the memory of every process of a run, on CPU cores and on GPUs, and says what would make it fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+from relax_core.config.choices import ModeName, Recompute
+from relax_core.config.reward_choice import may_be_isolated
+from relax_core.config.schema import ParallelConfig, RelaxConfig
+from relax_core.contracts.algorithm import Requirements
+from relax_core.contracts.env import IsolatedConfig
+from relax_core.contracts.judging.judge import JudgeConfig
+from relax_core.control.run.role_counts import worker_group_layouts
+from relax_core.families.tiny_configs import MAX_POSITIONS, MODEL_NAMES
+from relax_core.plan.memory_terms import (
+    FLOAT,
+    GIB,
+    MIB,
+    OF_MEDIA,
+    Holder,
+    Phase,
+    activation_terms,
+    dtype_bytes,
+    encode_worker_bytes,
+    engine_bytes,
+    engine_media_terms,
+    forward_terms,
+    head_bytes,
+    mask_making_bytes,
+    share_of,
+    shared_item_bytes,
+    stages_of,
+    state_terms,
+)
+from relax_core.plan.model_dimensions import ModelDimensions, teacher_dimensions
+from relax_core.plan.placement import ROLLOUT
+from relax_core.plan.workload import Workload
+from relax_core.registry import find_engine, find_env
+from relax_core.roles.process.role_context import JUDGE_ENGINE
+from relax_core.rollout.agents.run_agents import agent_words, agents_at_one_time
+from relax_core.rollout.judges.judge_choice import judge_engine, judge_plan
+from relax_core.train.parallel_layout import critic_parallel, forward_parallel, one_rank, world_size
+
+CHARACTERS_A_TOKEN = 3  # a low estimate, for real vocabularies
+TEXTS = 3  # of a prompt that may each have max_response_chars: question, reference, response
+
+
+def own_judges(config: RelaxConfig) -> dict[str, JudgeConfig]:
+    """Returns the judges by name that have engines of the run."""
+    plan = judge_plan(config)
+    judges = {} if plan is None else {name: setup.settings for name, setup in plan.judges.items()}
+    return {name: judge for name, judge in judges.items() if judge.url is None}
+
+
+def judge_model(judge: JudgeConfig) -> ModelDimensions:
+    """Returns the dimensions of a judge's model. Raises ValueError for a folder that cannot be read."""
+    assert judge.model is not None, "the reward's own check has passed"
+    return teacher_dimensions(judge.model, family=None)
+
+
+def with_judge_engine(config: RelaxConfig, judge: JudgeConfig) -> RelaxConfig:
+    """Returns the configuration with the judge's engines as its engines."""
+    model = judge_model(judge)
+    positions = MAX_POSITIONS if judge.model in MODEL_NAMES else model.positions
+    return replace(config, engine=judge_engine(config.engine, judge, positions=positions or MAX_POSITIONS))
+
+
+def judge_holders(config: RelaxConfig) -> list[Holder]:
+    """Returns the memory of each judge's engines on CPU cores; the responses to a train step are judged at once."""
+    return [_holder(config, name, judge) for name, judge in own_judges(config).items()]
+
+
+def _holder(config: RelaxConfig, name: str, judge: JudgeConfig) -> Holder:
+    model, engine, size = judge_model(judge), with_judge_engine(config, judge).engine, engine_bytes(config)
+    prompt = min(engine.context_tokens, TEXTS * judge.max_response_chars // CHARACTERS_A_TOKEN + judge.max_new_tokens)
+    asked = config.rollout.prompts_per_step * config.algo.group_size * judge.votes
+    at_once = min(asked, config.rollout.reward_concurrency * judge.votes, engine.max_running_samples)
+    tokens = min(-(-at_once // judge.count) * prompt, engine.max_total_tokens)
+    terms = {
+        "imports": find_engine(judge.engine).memory_mib * MIB,
+        "weights": model.parameters * size,
+        f"KV cache ({tokens} tokens)": tokens * model.cache_values_per_token * size,
+    }
+    return Holder(name=f"judge {name}", count=judge.count, phases=(Phase(name="rollout", terms=terms),))
+
+
+Peak = Callable[[RelaxConfig, Workload], int]  # returns the bytes of a GPU in the trainer's largest phase
+_MORE_GPUS = "raise parallel.tp, parallel.cp or parallel.pp with more GPUs"
+
+
+def trainer_room(config: RelaxConfig, work: Workload, peak: Peak, *, limit: int) -> str:
+    """Returns the fix, without its full stop, for a trainer whose peak exceeds ``limit`` bytes.
+
+    The fix is the first change of settings that fits, or how many rows would fit.
+    """
+    parallel = config.parallel
+    changes: list[dict[str, Any]] = [{}]
+    if parallel.dp * parallel.cp > 1 and not parallel.distributed_optimizer:
+        changes.append({"distributed_optimizer": True})
+    if parallel.recompute is not Recompute.full:
+        changes += [change | {"recompute": Recompute.full} for change in tuple(changes)]
+    for change in changes:
+        changed = replace(config, parallel=replace(parallel, **change))
+        rows = work.micro_batch_rows if peak(changed, work) <= limit else _rows_that_fit(changed, work, peak, limit)
+        if rows >= work.episode_rows:
+            words = [f"parallel.{key}={_typed(value)}" for key, value in change.items()]
+            if rows < work.micro_batch_rows:
+                words.append(f"parallel.micro_batch_tokens={rows}")
+            return f"Set {' '.join(words)}"
+    tried = f" with parallel.recompute=full{' parallel.distributed_optimizer=true' if len(changes[-1]) > 1 else ''}"
+    if rows == 0:
+        return f"Even{tried} its weights, gradients and Adam states leave no room for a row: {_MORE_GPUS}"
+    return (
+        f"One episode, {work.prompt_tokens} prompt and "
+        f"{work.episode_rows - work.prompt_tokens} response rows, is never cut, and of its "
+        f"{work.episode_rows} rows only {rows} fit even{tried}: {_MORE_GPUS}, or lower rollout.max_new_tokens"
+    )
+
+
+def _rows_that_fit(config: RelaxConfig, work: Workload, peak: Peak, limit: int) -> int:
+    """Returns how many rows of a micro-batch fit on one rank, fewer than now, or 0 if not even one fits."""
+    fitting, too_many = 0, work.micro_batch_rows
+    while too_many - fitting > 1:
+        rows = (fitting + too_many) // 2
+        if peak(config, replace(work, micro_batch_rows=rows)) <= limit:
+            fitting = rows
+        else:
+            too_many = rows
+    return fitting
+
+
+def _typed(value: Recompute | bool) -> str:
+    return value.value if isinstance(value, Recompute) else str(value).lower()
+
+
+TRAINER = 435
+TRAINER_VISION, ENGINE_VISION = 63, 111  # MiB more with transformers' modules of a vision tower
+BASES = {  # MiB
+    "supervisor": 68,
+    "controller": 216,
+    "Ray gcs": 53,
+    "Ray raylet": 40,
+    "Serve controller": 164,
+    "bus": 133,
+    "metrics": 135,
+    "advantages": 322,
+    "rollout": 154,
+    "owner of an engine": 131,
+}
+SIZED = ("supervisor", "Serve controller", "advantages", "rollout", "owner of an engine")  # by the configuration
+HEADERS, PARQUET = 23, 40  # for checking data with images and videos (Pillow, PyAV), or in Parquet files (pyarrow)
+SERVE_DEPLOYMENT, REWARD_WORKER, QUEUE_PROCESS = 164, 65, 250
+AGENT_STAND_IN = 10  # relax_core/control/host/agent_on_demand.py
+AGENT = 64  # a Python program with a client library, and its guard; one may use `MEMORY_GIB` of agent_limits.py
+GATEWAY = 68  # FastAPI and uvicorn
+TORCH = 188  # for computing advantages with torch in the rollout
+SHARED_ITEMS = "items in /dev/shm"  # the holder of media items, which is no process
+KEPT_BY_ALLOCATOR = 0.5  # share of what a micro-batch allocates: pieces that glibc neither returns nor reuses
+SAMPLING_COPIES = 8  # float32 arrays [samples, vocabulary] of one decode step
+SLOT_BYTES = 256  # rows of the table of running samples, which is allocated at once
+PASS_COLUMNS = 8192  # columns of one prefill behind kept prefixes, which has two copies of their keys and values
+FIRST_COLUMNS = 64  # first columns of the engine's KV cache, which then doubles
+
+
+def cpu_holders(
+    config: RelaxConfig,
+    requirements: Requirements,
+    roles: Mapping[str, int],
+    *,
+    model: ModelDimensions,
+    work: Workload,
+    data_rows: int | None = None,
+) -> list[Holder]:
+    """Returns the memory of every process of the run, and of the items in shared memory of data with ``data_rows``."""
+    holders = [_plain(name, mib) for name, mib in BASES.items() if name not in SIZED]
+    holders.append(_plain("stand-in of a Ray agent", AGENT_STAND_IN, count=2))
+    holders.append(_plain("supervisor", _supervisor(config, work)))
+    if config.gateway.name != "none":
+        holders.append(_plain("gateway", GATEWAY))
+    engines = roles["engine"] + roles.get("teacher_engine", 0) + roles.get("judge_engine", 0)
+    holders.append(_plain("owner of an engine", BASES["owner of an engine"], count=engines))
+    rollout = BASES["rollout"] + (0 if "advantages" in roles else TORCH)
+    holders.append(_plain("rollout", rollout, count=roles["rollout"]))
+    if "advantages" in roles:
+        holders.append(_plain("advantages", BASES["advantages"]))
+    if config.run.serve:
+        holders.append(_plain("Serve controller", BASES["Serve controller"]))
+        holders.append(_plain("Serve front of a role", SERVE_DEPLOYMENT, count=len(roles)))
+    if may_be_isolated(config.reward):
+        holders.append(_plain("reward worker", REWARD_WORKER, count=roles["rollout"] * config.rollout.reward_workers))
+    if find_env(config.env.name).isolated:
+        isolated = cast(IsolatedConfig, config.env)
+        count, most = roles["rollout"] * isolated.workers, round(isolated.worker_memory_gib * 1024)
+        holders.append(_plain("environment worker", most, count=count))
+    env = find_env(config.env.name)
+    if env.agent is not None and agent_words(config, env):
+        holders.append(_plain("agent with its guard", AGENT, count=roles["rollout"] * agents_at_one_time(config)))
+    if config.bus.storage_units is not None:
+        holders.append(_plain("TransferQueue process", QUEUE_PROCESS, count=1 + config.bus.storage_units))
+    holders.append(_trainer("actor", config, config.parallel, model, work, publishes=True))
+    if requirements.critic:
+        holders.append(_trainer("critic", config, critic_parallel(config.parallel), model, work, publishes=False))
+    for role, layout in worker_group_layouts(config).items():
+        if role != "actor":
+            parallel = forward_parallel(config.parallel, layout)
+            holders.append(_forward(role, config, parallel, [model], work, follows=role == "actor_fwd"))
+    if requirements.teacher is not None:
+        holders += _teachers(config, requirements, work)
+    holders.append(_engine("engine", config, model, work, count=config.engine.count))
+    holders += judge_holders(config)
+    if work.media is not None:
+        encoder = Phase(name="always", terms={"encoding": encode_worker_bytes(work)})
+        workers = roles["rollout"] * config.modality.workers
+        holders.append(Holder(name="encode worker", count=workers, phases=(encoder,)))
+        items = shared_item_bytes(config, work, rollout_workers=roles["rollout"], data_rows=data_rows)
+        holders.append(Holder(name=SHARED_ITEMS, count=1, phases=(Phase(name="always", terms={"items": items}),)))
+    return holders
+
+
+def _teachers(config: RelaxConfig, requirements: Requirements, work: Workload) -> list[Holder]:
+    assert requirements.teacher is not None
+    models = [teacher_dimensions(model, family=config.model.family) for model in requirements.teacher.models.values()]
+    if requirements.teacher.served_by == "forward":
+        return [_forward("teacher", config, one_rank(config.parallel), models, work, follows=False)]
+    engines = [_engine("teacher engine", config, one, work, count=1) for one in models]
+    return [_plain("teacher", BASES["rollout"]), *engines]
+
+
+def _imports(mib: int, model: ModelDimensions, *, vision: int) -> int:
+    """Returns the bytes of a process's imports, with transformers' modules if it has a vision tower."""
+    return (mib + (vision if model.patches is not None else 0)) * MIB
+
+
+def _supervisor(config: RelaxConfig, work: Workload) -> int:
+    """Returns the MiB of the process that starts the run, and checks its data in front."""
+    named = [config.data.path, *(config.data.paths or ())]
+    parquet = any(one is not None and Path(str(one)).suffix == ".parquet" for one in named)
+    return BASES["supervisor"] + (HEADERS if work.media is not None else 0) + (PARQUET if parquet else 0)
+
+
+def _plain(name: str, mib: int, *, count: int = 1) -> Holder:
+    return Holder(name=name, count=count, phases=(Phase(name="always", terms={"imports": mib * MIB}),))
+
+
+def _trainer(
+    name: str,
+    config: RelaxConfig,
+    parallel: ParallelConfig,
+    model: ModelDimensions,
+    work: Workload,
+    *,
+    publishes: bool,
+) -> Holder:
+    """Returns the memory of a trainer's ranks, each of which counts like the fullest one."""
+    stages = [
+        Holder(
+            name=name,
+            count=world_size(parallel),
+            phases=_trainer_phases(config, parallel, model, work, publishes=publishes, later=later),
+        )
+        for later in stages_of(parallel)
+    ]
+    return max(stages, key=lambda one: one.peak.bytes)
+
+
+def _trainer_phases(
+    config: RelaxConfig,
+    parallel: ParallelConfig,
+    model: ModelDimensions,
+    work: Workload,
+    *,
+    publishes: bool,
+    later: bool,
+) -> tuple[Phase, ...]:
+    published = model.parameters * dtype_bytes(config)
+    imports = _imports(TRAINER, model, vision=TRAINER_VISION)
+    state = {"imports": imports, **state_terms(config, parallel, model, later=later)}
+    activations = activation_terms(config, parallel, model, work, later=later)
+    forward = _with_kept({**activations, "making the mask": mask_making_bytes(config, parallel, work)})
+    backward = _with_kept({**activations, "logits chunk": head_bytes(config, model, work, split=parallel.tp)})
+    kept = {"kept by the allocator": max(sum(forward.values()), sum(backward.values()))}
+    phases = [
+        Phase(name="start", terms={"imports": imports, "weights": state["weights"] + published}),
+        Phase(name="forward", terms=state | forward),
+        Phase(name="backward", terms=state | backward),
+        Phase(name="optimizer", terms=state | kept),
+        Phase(name="checkpoint", terms=state | kept | {"copy of a checkpoint": _copy_bytes(parallel, state)}),
+    ]
+    if publishes:
+        phases.append(Phase(name="sync", terms=state | kept | {"published weights": published}))
+    return tuple(phases)
+
+
+def _copy_bytes(parallel: ParallelConfig, state: Mapping[str, int]) -> int:
+    """Returns the bytes that a rank writes during the next step; data-parallel ranks share equal parts."""
+    alike = parallel.dp * parallel.cp
+    adam = state["Adam states"] if parallel.distributed_optimizer else state["Adam states"] // alike
+    return state["weights"] // alike + adam
+
+
+def _forward(
+    name: str,
+    config: RelaxConfig,
+    parallel: ParallelConfig,
+    models: Sequence[ModelDimensions],
+    work: Workload,
+    *,
+    follows: bool,
+) -> Holder:
+    """Returns the memory of a forward role; the models of several teachers all stay loaded.
+
+    ``follows`` says that the role reads every published version.
+    """
+    size = dtype_bytes(config)
+    largest = max(models, key=lambda one: one.parameters)
+    weights = sum(share_of(parallel, one).parameters for one in models) * size
+    state = {"imports": _imports(TRAINER, largest, vision=TRAINER_VISION), "weights": weights}
+    passing = forward_terms(config, parallel, largest, work)
+    passing["logits chunk"] = head_bytes(config, largest, work, split=parallel.tp)
+    sync = {"published weights": largest.parameters * size}
+    phases = [Phase(name="start", terms=state | sync), Phase(name="forward", terms=state | _with_kept(passing))]
+    if follows:
+        kept = {"kept by the allocator": sum(_with_kept(passing).values())}
+        phases.append(Phase(name="sync", terms=state | kept | sync))
+    return Holder(name=name, count=world_size(parallel), phases=tuple(phases))
+
+
+def _engine(name: str, config: RelaxConfig, model: ModelDimensions, work: Workload, *, count: int) -> Holder:
+    size = engine_bytes(config)
+    imports = _imports(find_engine(config.engine.name).memory_mib, model, vision=ENGINE_VISION)
+    state = {"imports": imports, "weights": model.parameters * size}
+    tokens = cache_tokens(config, work)
+    cache = tokens * model.cache_values_per_token * size
+    states = work.samples_in_flight * model.state_bytes_per_sample(size)
+    kept = config.engine.prefix_cache_tokens if name == "engine" else 0  # a teacher's engine finishes no responses
+    serving = {
+        f"KV cache ({tokens} tokens)": cache,
+        **(_prefix_terms(kept, model.cache_values_per_token * size, work) if kept else {}),
+        **({"linear-attention states": states} if states else {}),
+        "sampling": SAMPLING_COPIES * work.samples_in_flight * model.vocabulary * FLOAT,
+        "slots": SLOT_BYTES * config.engine.max_running_samples,
+        **engine_media_terms(config, model, work),
+    }
+    growing = {} if find_engine(config.engine.name).whole_cache else {"KV cache before it doubled": cache // 2}
+    new = {"new weights": model.parameters * dtype_bytes(config)}
+    phases = (
+        Phase(name="start", terms=state | new),
+        Phase(name="rollout", terms=state | serving),
+        Phase(name="growth", terms=state | serving | growing),
+        Phase(name="sync", terms=state | serving | new),
+        Phase(name="wake-up", terms=state | serving),
+    )
+    return Holder(name=name, count=count, phases=phases)
+
+
+def _prefix_terms(kept: int, token_bytes: int, work: Workload) -> dict[str, int]:
+    """Returns the memory of ``kept`` tokens of finished responses, and of a prefill that goes on from them."""
+    columns = min(max(PASS_COLUMNS, work.sample_tokens), work.samples_in_flight * work.sample_tokens)
+    return {
+        f"prefix cache ({kept} tokens)": kept * token_bytes,
+        "copies of kept prefixes": 2 * columns * token_bytes,
+    }
+
+
+def cache_tokens(config: RelaxConfig, work: Workload) -> int:
+    """Returns the tokens of the engine's grown KV cache: a rectangle whose columns double, within its budget."""
+    engine, columns = config.engine, FIRST_COLUMNS
+    if find_engine(engine.name).whole_cache:
+        return engine.max_total_tokens
+    while columns < work.sample_tokens:
+        columns *= 2
+    return min(work.samples_in_flight * min(columns, engine.context_tokens), engine.max_total_tokens)
+
+
+def _with_kept(terms: Mapping[str, int]) -> dict[str, int]:
+    kept = sum(size for name, size in terms.items() if name not in OF_MEDIA)
+    return {**terms, "kept by the allocator": round(KEPT_BY_ALLOCATOR * kept)}
+
+
+SHARED = "every GPU"  # the name of the holder if all roles share all GPUs
+PROCESS_BYTES = 2 * GIB  # assumed: CUDA context, NCCL buffers, cuBLAS workspaces of one process
+ENGINE_BYTES = 4 * GIB  # assumed: as above for an engine, with its CUDA graphs and prefill activations
+FRAGMENTS = 0.1  # assumed: share of what a micro-batch allocates
+SYNC_BUCKET_BYTES = 2 * 64 * MIB  # one bucket is filled while the other is sent
+
+
+def gpu_holders(
+    config: RelaxConfig, gpus: Mapping[str, int], *, model: ModelDimensions, work: Workload
+) -> list[Holder]:
+    """Returns one holder for each kind of GPU: that of the trainer, the engines, and the forward roles.
+
+    If roles share all GPUs there is one holder for all of them.
+    """
+    limit = round(config.placement.gpu_memory_gib * GIB)
+    if config.mode.name is ModeName.colocate:
+        return [_shared(config, gpus, model, work, limit=limit)]
+    holders = []
+    for role, count in gpus.items():
+        if role in ("actor", "critic"):
+            holders.append(_gpu_trainer(role, config, model, work, count=count, limit=limit))
+        elif role == ROLLOUT:
+            holders.append(_gpu_engine(config, model, work, count=count, limit=limit))
+        elif role == JUDGE_ENGINE:
+            holders.append(_judge_engine(config, work, count=count, limit=limit))
+        else:
+            holders.append(_gpu_forward(role, config, model, work, count=count, limit=limit))
+    return holders
+
+
+def cache_tokens_that_fit(config: RelaxConfig, model: ModelDimensions, work: Workload) -> int:
+    """Returns how many KV-cache tokens of one engine fit on a GPU beside the weights."""
+    tp = config.engine.tp
+    free = round(config.placement.gpu_memory_gib * GIB) - ENGINE_BYTES - _engine_weights(config, model)
+    if config.mode.name is ModeName.colocate:
+        free -= PROCESS_BYTES
+    states = model.state_bytes_per_sample(engine_bytes(config))
+    free -= work.samples_in_flight * states // tp + SYNC_BUCKET_BYTES
+    free -= sum(engine_media_terms(config, model, work).values())
+    return max(0, free // _cache_bytes_a_token(config, model))
+
+
+def _engine_weights(config: RelaxConfig, model: ModelDimensions) -> int:
+    """Returns the bytes on one GPU of an engine; the vision tower is whole on each if images are dealt to them."""
+    dealt = config.parallel.shard_media and find_engine(config.engine.name).deals_items and "audio" not in model.towers
+    whole = model.tower_parameters if dealt else 0
+    return ((model.parameters - whole) // config.engine.tp + whole) * engine_bytes(config)
+
+
+def _cache_bytes_a_token(config: RelaxConfig, model: ModelDimensions) -> int:
+    """Returns the bytes on one GPU of an engine; with more GPUs than key-value heads the heads are copied."""
+    return model.cache_values_per_token * engine_bytes(config) // min(config.engine.tp, model.kv_heads)
+
+
+def _gpu_trainer_phases(config: RelaxConfig, model: ModelDimensions, work: Workload) -> tuple[Phase, ...]:
+    """Returns the phases of the stage that needs most."""
+    stages = [_stage_phases(config, model, work, later=later) for later in stages_of(config.parallel)]
+    return max(stages, key=lambda phases: max(phase.bytes for phase in phases))
+
+
+def _stage_phases(config: RelaxConfig, model: ModelDimensions, work: Workload, *, later: bool) -> tuple[Phase, ...]:
+    parallel = config.parallel
+    state = {"process": PROCESS_BYTES, **state_terms(config, parallel, model, later=later)}
+    activations = activation_terms(config, parallel, model, work, later=later)
+    forward = _with_fragments({**activations, "making the mask": mask_making_bytes(config, parallel, work)})
+    backward = _with_fragments({**activations, "logits chunk": head_bytes(config, model, work, split=parallel.tp)})
+    return (
+        Phase(name="forward", terms=state | forward),
+        Phase(name="backward", terms=state | backward),
+        Phase(name="optimizer", terms=state),
+        Phase(name="sync", terms=state | {"sync buckets": SYNC_BUCKET_BYTES}),
+    )
+
+
+def _gpu_trainer(
+    role: str, config: RelaxConfig, model: ModelDimensions, work: Workload, *, count: int, limit: int
+) -> Holder:
+    def peak(changed: RelaxConfig, its_work: Workload) -> int:
+        return max(phase.bytes for phase in _gpu_trainer_phases(changed, model, its_work))
+
+    room = trainer_room(config, work, peak, limit=limit) if peak(config, work) > limit else ""
+    return Holder(name=role, count=count, phases=_gpu_trainer_phases(config, model, work), limit=limit, room=room)
+
+
+def _engine_terms(config: RelaxConfig, model: ModelDimensions, work: Workload) -> dict[str, int]:
+    tp, tokens = config.engine.tp, config.engine.max_total_tokens
+    terms = {
+        "engine process": ENGINE_BYTES,
+        "engine weights": _engine_weights(config, model),
+        f"KV cache ({tokens} tokens)": tokens * _cache_bytes_a_token(config, model),
+        **engine_media_terms(config, model, work),
+    }
+    if model.delta_net is not None:
+        states = model.state_bytes_per_sample(engine_bytes(config))
+        terms["linear-attention states"] = work.samples_in_flight * states // tp
+    return terms
+
+
+def _gpu_engine(config: RelaxConfig, model: ModelDimensions, work: Workload, *, count: int, limit: int) -> Holder:
+    terms = _engine_terms(config, model, work)
+    phases = (
+        Phase(name="rollout", terms=terms),
+        Phase(name="sync", terms=terms | {"sync buckets": SYNC_BUCKET_BYTES}),
+    )
+    return Holder(name=ROLLOUT, count=count, phases=phases, limit=limit, room=_engine_fix(config, model, work))
+
+
+def _judge_engine(config: RelaxConfig, work: Workload, *, count: int, limit: int) -> Holder:
+    """Returns the memory of an engine of the largest judge."""
+    judge = max(own_judges(config).values(), key=lambda one: judge_model(one).parameters)
+    model, its = judge_model(judge), with_judge_engine(config, judge)
+    terms = _engine_terms(its, model, replace(work, media=None))
+    fits = cache_tokens_that_fit(its, model, replace(work, media=None))
+    room = f"Set engine.max_total_tokens={fits} or less" if fits else "Use a smaller judge"
+    return Holder(name=JUDGE_ENGINE, count=count, phases=(Phase(name="rollout", terms=terms),), limit=limit, room=room)
+
+
+def _engine_fix(config: RelaxConfig, model: ModelDimensions, work: Workload) -> str:
+    fits = cache_tokens_that_fit(config, model, work)
+    return f"Set engine.max_total_tokens={fits} or less" if fits else "Raise engine.tp"
+
+
+def _gpu_forward(
+    role: str, config: RelaxConfig, model: ModelDimensions, work: Workload, *, count: int, limit: int
+) -> Holder:
+    """Returns the memory of a forward role; a teacher is whole on its GPU."""
+    layout = worker_group_layouts(config).get(role)
+    parallel = one_rank(config.parallel) if layout is None else forward_parallel(config.parallel, layout)
+    passing = forward_terms(config, parallel, model, work)
+    passing["logits chunk"] = head_bytes(config, model, work, split=parallel.tp)
+    state = {"process": PROCESS_BYTES, "weights": share_of(parallel, model).parameters * dtype_bytes(config)}
+    phases = [Phase(name="forward", terms=state | _with_fragments(passing))]
+    if role == "actor_fwd":
+        phases.append(Phase(name="sync", terms=state | {"sync buckets": SYNC_BUCKET_BYTES}))
+    room = f"Give it more GPUs: placement.roles.{role}={2 * count} parallel.{role}.tp={2 * parallel.tp}"
+    return Holder(name=role, count=count, phases=tuple(phases), limit=limit, room=room)
+
+
+def _shared(
+    config: RelaxConfig, gpus: Mapping[str, int], model: ModelDimensions, work: Workload, *, limit: int
+) -> Holder:
+    """Returns the phases of time sharing, in which the trainer's state is on the host while engines generate."""
+    engine = _engine_terms(config, model, work)
+    trainer = _beside_idle_engine(_gpu_trainer_phases(config, model, work))
+    weights = {key: engine[key] for key in ("engine process", "engine weights")}
+    shares = [share_of(config.parallel, model, later=later).parameters for later in stages_of(config.parallel)]
+    sending = {"process": PROCESS_BYTES, "weights": max(shares) * dtype_bytes(config)}
+    phases = (
+        Phase(name="rollout", terms={"process": PROCESS_BYTES, **engine}),
+        *trainer,
+        Phase(name="sync", terms={**weights, **sending, "sync buckets": SYNC_BUCKET_BYTES}),
+        Phase(name="wake-up", terms={"process": PROCESS_BYTES, **engine}),
+    )
+    worst = max(phases, key=lambda phase: phase.bytes)
+
+    def peak(changed: RelaxConfig, its_work: Workload) -> int:
+        return max(phase.bytes for phase in _beside_idle_engine(_gpu_trainer_phases(changed, model, its_work)))
+
+    room = ""
+    if worst.bytes > limit:
+        of_engine = worst.name in ("rollout", "wake-up")
+        room = _engine_fix(config, model, work) if of_engine else trainer_room(config, work, peak, limit=limit)
+    return Holder(name=SHARED, count=gpus["actor"], phases=phases, limit=limit, room=room)
+
+
+def _beside_idle_engine(phases: Sequence[Phase]) -> list[Phase]:
+    """Returns the trainer's phases while an engine without weights and cache is on the same GPU."""
+    return [Phase(name=one.name, terms={**one.terms, "engine process": ENGINE_BYTES}) for one in phases[:3]]
+
+
+def _with_fragments(terms: Mapping[str, int]) -> dict[str, int]:
+    return {**terms, "fragments": round(FRAGMENTS * sum(terms.values()))}

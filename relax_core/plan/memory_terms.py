@@ -1,0 +1,452 @@
+"""Holds the terms of the memory plan: bytes of weights, gradients, activations, media and transfers."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from relax_core.config.choices import AUDIO, LANGUAGE, PROJECTOR, ROUTER, VISION, Recompute
+from relax_core.config.model_checks import family_of_run, frozen_parts
+from relax_core.config.schema import ParallelConfig, RelaxConfig
+from relax_core.contracts.algorithm import Requirements
+from relax_core.contracts.trees.kept_tokens import set_bytes
+from relax_core.data.generated import MEDIA_FILES
+from relax_core.plan.model_dimensions import ModelDimensions
+from relax_core.plan.workload import Workload
+from relax_core.registry import find_engine
+from relax_core.rollout.media_encoding import MEGABYTE
+from relax_core.train.hf.stored_weights import passed_bytes
+from relax_core.train.parallel_layout import Layout, one_rank
+from relax_core.train.tree_packing import MASKLESS_SAVES_PAIRS
+from relax_core.weights.transports.choice import choose_transport
+
+MIB, GIB = 1 << 20, 1 << 30
+FLOAT = 4  # bytes
+FLEX_BLOCK = 128  # rows of a block of FlexAttention
+MASK_BOOLS = 3  # bytes for each pair of rows: the bool masks from which the attention mask is made
+
+
+def size_words(size: int) -> str:
+    """Returns a number of bytes in MiB or GiB."""
+    if size >= GIB:
+        return f"{size / GIB:.1f} GiB"
+    return f"{size / MIB:.1f} MiB" if size < 100 * MIB else f"{size / MIB:.0f} MiB"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """Is one phase of a process. ``terms`` maps the purpose of the memory to its bytes."""
+
+    name: str
+    terms: Mapping[str, int]
+
+    @property
+    def bytes(self) -> int:
+        """Returns the sum of all terms."""
+        return sum(self.terms.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Holder:
+    """Holds memory: ``count`` processes of one kind, or as many GPUs.
+
+    ``limit`` is the bytes that each may have, 0 if they share the machine's memory. ``room`` is the fix if the memory
+    does not fit.
+    """
+
+    name: str
+    count: int
+    phases: tuple[Phase, ...]
+    limit: int = 0
+    room: str = ""
+
+    @property
+    def peak(self) -> Phase:
+        """Returns the phase with the most bytes."""
+        return max(self.phases, key=lambda phase: phase.bytes)
+
+
+def dtype_bytes(config: RelaxConfig) -> int:
+    """Returns the bytes of a number of `model.dtype`."""
+    return 2 if config.model.dtype == "bfloat16" else FLOAT
+
+
+def engine_bytes(config: RelaxConfig) -> int:
+    """Returns the bytes of a number in an engine."""
+    return 2 if (config.engine.dtype or config.model.dtype) == "bfloat16" else FLOAT
+
+
+def optimizer_bytes_a_parameter(config: RelaxConfig) -> int:
+    """Returns the bytes of Adam's two moments in float32, plus a float32 master copy for a bfloat16 model."""
+    return 12 if config.model.dtype == "bfloat16" else 8
+
+
+def activation_values(model: ModelDimensions) -> int:
+    """Returns how many numbers of one token row one layer keeps for its backward pass, without recomputation.
+
+    They are counted from what autograd saves in the CPU build (docs/plan.md): two norms with normed input and output;
+    the query, key and value projections, the norms of query and key if there are any, and their rotations; the
+    feed-forward network's five widths.
+    """
+    hidden, query, key, heads = model.hidden, model.query, model.key, model.heads + model.kv_heads
+    attention = norm_values(model) + 4 * query + 3 * key + heads
+    if model.qk_norm:
+        attention += key + 4 * model.head_dim + heads + (query if model.delta_net is not None else 0)
+    if model.output_gate:
+        attention += 2 * query
+    if model.delta_net is not None:
+        one = model.delta_net
+        linear = norm_values(model) + 4 * one.keys + 6 * one.values
+        share = model.delta_layers / model.layers
+        attention = round(share * linear + (1 - share) * attention)
+    if model.experts is None:
+        return attention + 5 * model.feed_forward
+    experts = model.experts
+    routed = experts.per_token * (5 * experts.width + 2 * hidden)
+    return attention + experts.count + routed + 5 * experts.shared_width
+
+
+def norm_values(model: ModelDimensions) -> int:
+    """Returns what the two norms of a layer keep; those beside a gated delta net are torch's, and keep their input."""
+    return (4 if model.delta_net is None else 6) * model.hidden
+
+
+def mask_bytes(config: RelaxConfig, parallel: ParallelConfig, work: Workload) -> int:
+    """Returns the bytes that say which row sees which, for a micro-batch on one rank.
+
+    On a CPU this is a mask in the model's dtype; on a GPU a plan of blocks with four int32 for each pair of blocks
+    (FlexAttention's lists of partial and of full blocks, by query and by key).
+    """
+    if config.placement.gpus_per_node:
+        blocks = -(-work.micro_batch_rows // FLEX_BLOCK)
+        return 4 * 4 * blocks * -(-blocks // parallel.cp)
+    return _mask_pairs(parallel, work) // parallel.cp * dtype_bytes(config)
+
+
+def mask_making_bytes(config: RelaxConfig, parallel: ParallelConfig, work: Workload) -> int:
+    """Returns the bytes of a mask's construction; a plan of blocks is made without a mask."""
+    return 0 if config.placement.gpus_per_node else _mask_pairs(parallel, work) // parallel.cp * MASK_BOOLS
+
+
+def _mask_pairs(parallel: ParallelConfig, work: Workload) -> int:
+    """Returns the pairs of rows in the masks on a CPU, one square for each group.
+
+    With context parallelism there always is a mask; otherwise only if omitting it saves little
+    (relax_core/train/model/branch_attention.py).
+    """
+    rows, branch, prompt = work.micro_batch_rows, work.episode_rows - work.prompt_tokens, work.prompt_tokens
+    line = min(rows, work.group_rows)
+    pairs, branches = rows * line, line - prompt
+    needed = -(-rows // line) * (prompt * (prompt // 2 + branches) + branches * branch // 2)
+    return 0 if parallel.cp == 1 and pairs - needed > MASKLESS_SAVES_PAIRS else pairs
+
+
+def head_bytes(config: RelaxConfig, model: ModelDimensions, work: Workload, *, split: int = 1) -> int:
+    """Returns the bytes of the logits of one chunk in float32, and of the output weight's gradient.
+
+    ``split`` is the number of tp ranks. In bfloat16 a CPU also has a float32 copy of the weight, and a GPU a bfloat16
+    copy of the chunk for its products.
+    """
+    rows = min(work.micro_batch_tokens, config.parallel.logprob_chunk_tokens)
+    chunk = rows * model.vocabulary * (FLOAT + int(config.rollout.truncates))  # a bool for each logit
+    weight = model.vocabulary * model.hidden * FLOAT
+    copy = 0
+    if dtype_bytes(config) != FLOAT:
+        copy = rows * model.vocabulary * dtype_bytes(config) if config.placement.gpus_per_node else weight
+    return (chunk + weight + copy) // split
+
+
+OF_MEDIA = ("tower activations", "one tower block", "features", "frames")  # names of terms; glibc reuses their pieces
+FEATURE_COPIES = 2  # the tower's output of all items, and the rows of it that a rank uses
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """Holds the parameters of one rank.
+
+    ``dense`` parameters are divided by tp and pp, ``experts`` by ep, etp and pp; ``whole`` ones (the vision and audio
+    towers) are on every rank of the first stage.
+    """
+
+    dense: int
+    experts: int
+    whole: int
+
+    @property
+    def parameters(self) -> int:
+        """Returns the number of all parameters of the rank."""
+        return self.dense + self.experts + self.whole
+
+
+def trained_share(layout: Layout, model: ModelDimensions, *, frozen: Collection[str], later: bool = False) -> Share:
+    """Returns the parameters of `share_of` that are not in a frozen part of the model, and so have a gradient."""
+    share = share_of(layout, model, later=later)
+    towers: Mapping[str, int] = {} if later else model.towers
+    projectors = {"vision": model.projector, "audio": model.audio_projector}
+    routers = model.router_parameters * stage_layers(layout, model, later=later) // (model.layers * layout.tp)
+    language = 0 if LANGUAGE in frozen else share.dense - routers
+    whole = share.whole - (PROJECTOR in frozen) * sum(projectors[part] for part in towers)
+    whole -= sum(towers[part] - projectors[part] for part in (VISION, AUDIO) if part in frozen and part in towers)
+    return Share(
+        dense=language + (0 if ROUTER in frozen else routers),
+        experts=0 if LANGUAGE in frozen else share.experts,
+        whole=whole,
+    )
+
+
+def stage_layers(layout: Layout, model: ModelDimensions, *, later: bool = False) -> int:
+    """Returns the layers of the first pipeline stage, or of one that comes ``later``."""
+    first = layout.first_stage_layers if isinstance(layout, ParallelConfig) else None
+    if first is None:
+        return model.layers // layout.pp
+    return (model.layers - first) // (layout.pp - 1) if later else first
+
+
+def stages_of(parallel: ParallelConfig) -> tuple[bool, ...]:
+    """Returns ``later`` of the stages of which one can be the fullest: the first one, and another with more layers."""
+    return (False,) if parallel.first_stage_layers is None else (False, True)
+
+
+def share_of(layout: Layout, model: ModelDimensions, *, later: bool = False) -> Share:
+    """Returns the share of a rank of the first stage, which holds most if all have as many layers.
+
+    With ``later`` it is that of the last stage, which has no towers.
+    """
+    matrices = model.embedding_matrices if layout.pp == 1 else 1  # with stages, each end holds one matrix
+    embeddings = matrices * model.vocabulary * model.hidden
+    layers = stage_layers(layout, model, later=later)
+    return Share(
+        dense=(model.layer_parameters * layers // model.layers + embeddings) // layout.tp,
+        experts=model.expert_parameters * layers // (model.layers * layout.ep * layout.etp),
+        whole=0 if later else model.tower_parameters,
+    )
+
+
+def state_terms(
+    config: RelaxConfig, parallel: ParallelConfig, model: ModelDimensions, *, later: bool = False
+) -> dict[str, int]:
+    """Returns what a training rank of the first stage, or with ``later`` of the last one, holds between steps."""
+    share = share_of(parallel, model, later=later)
+    trained = trained_share(parallel, model, frozen=frozen_parts(config), later=later)
+    copies = expert_copies = 1
+    if parallel.distributed_optimizer:
+        copies = parallel.dp * parallel.cp
+        expert_copies = parallel.tp * parallel.cp * parallel.dp // (parallel.ep * parallel.etp)
+    of_adam = (trained.dense + trained.whole) // copies + trained.experts // expert_copies
+    return {
+        "weights": share.parameters * dtype_bytes(config),
+        "gradients": trained.parameters * FLOAT,
+        "Adam states": of_adam * optimizer_bytes_a_parameter(config),
+    }
+
+
+def activation_terms(
+    config: RelaxConfig, parallel: ParallelConfig, model: ModelDimensions, work: Workload, *, later: bool = False
+) -> dict[str, int]:
+    """Returns what a rank of the first stage, or with ``later`` of the second one, keeps for its backward passes."""
+    size, cp = dtype_bytes(config), parallel.cp
+    in_flight = _in_flight(parallel, work, later=later)
+    rows = work.micro_batch_rows // cp
+    layers = stage_layers(parallel, model, later=later)
+    a_layer = rows * row_values(parallel, model) * size
+    if parallel.recompute is Recompute.full:  # the input of each layer, and one layer at a time
+        inputs = rows * model.hidden * size // (parallel.tp if parallel.sequence_parallel else 1)
+        activations = round(in_flight * layers * inputs) + a_layer
+    else:
+        activations = round(in_flight * layers * a_layer)
+    terms = {"activations": activations, "attention mask": round(in_flight * mask_bytes(config, parallel, work))}
+    return terms if later else terms | _tower_terms(config, parallel, model, work, in_flight=in_flight)
+
+
+def _tower_terms(
+    config: RelaxConfig, parallel: ParallelConfig, model: ModelDimensions, work: Workload, *, in_flight: float
+) -> dict[str, int]:
+    """Returns what the tower keeps of a micro-batch, its features and deepstack rows, and the mapped frames."""
+    if model.patches is None or work.media is None:
+        return {}
+    cost, size, patches = model.patches, dtype_bytes(config), patches_of_rank(parallel, work)
+    kept = cost.values(recomputed=parallel.recompute is Recompute.full, frozen=frozen_parts(config))
+    features = patches_of_micro_batch(parallel, work) // cost.a_row * cost.features
+    return {
+        "tower activations": round(in_flight * patches) * kept * size + (0 if kept else patches * cost.block * size),
+        "features": round(in_flight * FEATURE_COPIES * features) * size,
+        "frames": round(work.media_prompts * work.media.nbytes),
+    }
+
+
+def patches_of_micro_batch(parallel: ParallelConfig, work: Workload) -> int:
+    """Returns the most patches that pass a rank's tower together: those of its prompts, or of one larger prompt.
+
+    A prompt is never cut, so `parallel.micro_batch_patches` does not bound those of a single one.
+    """
+    if work.media is None:
+        return 0
+    of_prompts = min(parallel.micro_batch_patches, round(work.media_prompts * work.media.patches))
+    return max(of_prompts, work.media.most_patches)
+
+
+def patches_of_rank(parallel: ParallelConfig, work: Workload) -> int:
+    """Returns the most patches of a micro-batch that pass the tower of one rank; an item is never cut."""
+    patches = patches_of_micro_batch(parallel, work)
+    if work.media is None or not parallel.shard_media:
+        return patches
+    return max(-(-patches // (parallel.tp * parallel.cp)), work.media.item_patches)
+
+
+def row_values(parallel: ParallelConfig, model: ModelDimensions) -> int:
+    """Returns how many numbers one layer keeps of one token row on one rank.
+
+    Tensor parallelism divides heads and widths; the norms' rows are divided only with sequence parallelism.
+    """
+    every, norms = activation_values(model), norm_values(model)
+    return (every - norms) // parallel.tp + norms // (parallel.tp if parallel.sequence_parallel else 1)
+
+
+def forward_terms(
+    config: RelaxConfig, parallel: ParallelConfig, model: ModelDimensions, work: Workload
+) -> dict[str, int]:
+    """Returns what a rank that only computes forward holds of a micro-batch at a time."""
+    size = dtype_bytes(config)
+    terms = {
+        "one layer": work.micro_batch_rows // parallel.cp * row_values(parallel, model) * size,
+        "attention mask": mask_bytes(config, parallel, work) + mask_making_bytes(config, parallel, work),
+    }
+    if model.patches is not None and work.media is not None:
+        cost, patches = model.patches, patches_of_micro_batch(parallel, work)
+        terms["one tower block"] = patches_of_rank(parallel, work) * (cost.block + cost.inputs) * size
+        terms["features"] = FEATURE_COPIES * patches // cost.a_row * cost.features * size
+        terms["frames"] = round(work.media_prompts * work.media.nbytes)
+    return terms
+
+
+def _in_flight(parallel: ParallelConfig, work: Workload, *, later: bool) -> float:
+    """Returns the micro-batches whose activations the first stage holds, with 1F1B or the interleaved schedule.
+
+    With ``later`` it is the second stage, which holds one less with 1F1B.
+    """
+    if parallel.vpp == 1:
+        return min(parallel.pp - later, work.micro_batches)
+    return min(parallel.pp * (1 + (parallel.pp - 1) / (parallel.pp * parallel.vpp)), work.micro_batches)
+
+
+ENCODE_WORKER = 51  # MiB of a worker process that encodes, after its imports
+STAMP_TOKENIZER = 17  # MiB more with the tokenizer, which writes the time stamps of videos
+SOUNDS = 40  # MiB more at most for the decoding of a sound of 30 s, and for its features
+ENCODE_BYTES_A_PIXEL = 14  # of a source while it is decoded and resized (docs/media.md)
+
+
+def engine_media_terms(config: RelaxConfig, model: ModelDimensions, work: Workload) -> dict[str, int]:
+    """Returns what an engine keeps of the tower's features, and what the pass of its largest item takes.
+
+    Features stay for one weight version, so that no more prompts have some than are asked within it.
+    """
+    if model.patches is None or work.media is None:
+        return {}
+    cost, media, size = model.patches, work.media, engine_bytes(config)
+    prompts = (config.mode.max_staleness + 1) * work.groups + (config.eval.rows if config.eval.every else 0)
+    features = round(prompts * media.patches) // cost.a_row * cost.features * size
+    return {
+        "tower features": min(features, find_engine(config.engine.name).feature_mib * MIB),
+        "one tower block": media.item_patches * (cost.block + cost.inputs) * size,
+    }
+
+
+def shared_item_bytes(config: RelaxConfig, work: Workload, *, rollout_workers: int, data_rows: int | None) -> int:
+    """Returns the bytes of encoded items in shared memory: what the caches may keep, or all items that are asked.
+
+    Items of prompts in flight stay beyond `modality.cache_mb`. An item is one file, named by its digest, however many
+    workers and prompts have it.
+    """
+    media = work.media
+    if media is None:
+        return 0
+    staleness, rollout = config.mode.max_staleness, config.rollout
+    in_flight = round((staleness + 1) * (work.groups + rollout.spare_prompts) * media.nbytes)
+    kept = max(rollout_workers * config.modality.cache_mb * MEGABYTE, in_flight)
+    if data_rows is None or media.prompts == 0 or not media.items:
+        return kept
+    trained = (config.run.steps + staleness) * (work.groups + rollout.spare_prompts)
+    asked = {"train": min(data_rows, trained), "eval": config.eval.rows if config.eval.every else 0}
+    drawn = {split: prompts * media.items for split, prompts in asked.items()}
+    files = MEDIA_FILES.get(config.data.task or "", {})
+    items = sum(_distinct(count, files.get(split)) for split, count in drawn.items())
+    return min(kept, round(items * media.nbytes / media.items))
+
+
+def _distinct(drawn: float, files: int | None) -> float:
+    """Returns the expected number of different items when ``drawn`` are drawn from ``files``; None: all differ."""
+    return drawn if files is None else files * (1 - (1 - 1 / files) ** drawn)
+
+
+def encode_worker_bytes(work: Workload) -> int:
+    """Returns the memory of one worker process that encodes."""
+    assert work.media is not None, "only a run with images or videos has such processes"
+    own = ENCODE_WORKER + (STAMP_TOKENIZER if work.media.videos else 0) + (SOUNDS if work.media.sounds else 0)
+    return own * MIB + ENCODE_BYTES_A_PIXEL * work.media.source_pixels
+
+
+VERSIONS_KEPT = 2  # versions of published weights (weights/publisher.py)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transfers:
+    """Holds the bytes that a run sends and stores.
+
+    ``sync_bytes`` is one published version, which every receiver reads. ``published_bytes`` is what the kept versions
+    take. ``checkpoint_bytes`` is one checkpoint; ``checkpoints_kept`` are kept. ``transport`` says how a version
+    reaches the engines, and ``transport_reason`` why. ``kept_set_bytes`` is the most that the kept set of a sampled
+    token takes, and ``kept_step_bytes`` those of all tokens of a train step; both are 0 if nothing is left out.
+    ``passed_bytes`` are those of tensors that are not computed and that each export copies from the model's folder.
+    """
+
+    transport: str
+    transport_reason: str
+    sync_bytes: int
+    receivers: int
+    published_bytes: int
+    checkpoint_bytes: int
+    checkpoints_kept: int
+    kept_set_bytes: int
+    kept_step_bytes: int
+    passed_bytes: int
+
+
+def find_transfers(
+    config: RelaxConfig, requirements: Requirements, *, model: ModelDimensions, work: Workload
+) -> Transfers:
+    """Returns the transfers.
+
+    A checkpoint has the model's weights and Adam's states of those that train, and with a critic twice that.
+    """
+    sync = model.parameters * dtype_bytes(config)
+    trained = 2 if requirements.critic else 1
+    learnt = trained_share(one_rank(config.parallel), model, frozen=frozen_parts(config)).parameters
+    checkpoint = trained * (model.parameters * dtype_bytes(config) + learnt * optimizer_bytes_a_parameter(config))
+    choice = choose_transport(config)
+    rollout, kept = config.rollout, 0
+    if rollout.truncates:
+        most = min(rollout.top_k, model.vocabulary) if rollout.top_k > 0 else model.vocabulary
+        kept = set_bytes(most, vocab_size=model.vocabulary)
+    return Transfers(
+        transport=choice.name.value,
+        transport_reason=choice.reason,
+        sync_bytes=sync,
+        receivers=config.engine.count + (requirements.old_logprobs == "actor_fwd"),
+        published_bytes=(VERSIONS_KEPT + 1) * sync,  # the next one is written before the oldest is removed
+        checkpoint_bytes=checkpoint,
+        checkpoints_kept=config.run.keep_last,
+        kept_set_bytes=kept,
+        kept_step_bytes=kept * work.groups * work.group_size * work.new_tokens,
+        passed_bytes=_passed_bytes(config),
+    )
+
+
+def _passed_bytes(config: RelaxConfig) -> int:
+    family = family_of_run(config)
+    if family is None or config.model.path is None:
+        return 0
+    try:
+        return passed_bytes(Path(config.model.path), family.passed)
+    except (ValueError, OSError):
+        return 0  # the check of the folder reports it

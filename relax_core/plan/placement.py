@@ -1,0 +1,535 @@
+"""Places a run on machines: GPUs and nodes of its roles, encode workers, the towers' passes, engines that may come."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from relax_core.config.choices import LauncherKind, ModeName
+from relax_core.config.errors import NotYet
+from relax_core.config.schema import (
+    ParallelConfig,
+    PlacementConfig,
+    RayJobLauncherConfig,
+    RelaxConfig,
+    SlurmLauncherConfig,
+)
+from relax_core.control.engines.engine_limits import autoscaler_bounds, limits_of, usable_engines
+from relax_core.control.run.role_counts import layout_key, worker_group_layouts
+from relax_core.observe.process_usage import available_bytes
+from relax_core.plan.batch import plural, tower_share
+from relax_core.plan.memory_terms import (
+    GIB,
+    Holder,
+    encode_worker_bytes,
+    patches_of_micro_batch,
+    patches_of_rank,
+    shared_item_bytes,
+    stage_layers,
+)
+from relax_core.plan.model_dimensions import ModelDimensions, layout_shape
+from relax_core.plan.workload import Workload
+from relax_core.registry import find_engine
+from relax_core.roles.process.process_placement import engines_take_gpus, judges_take_gpus
+from relax_core.roles.process.role_context import JUDGE_ENGINE, TEACHER_ENGINE
+from relax_core.server.gateway_settings import EngineRoom
+from relax_core.train.parallel_layout import first_stage_sizes, rank_coordinates, rank_faults
+
+MODEL_ROLES = ("actor", "rollout", "critic", "reference", "actor_fwd", "teacher", TEACHER_ENGINE, JUDGE_ENGINE)
+ROLLOUT = "rollout"  # it uses the GPUs of the engines
+_COORDINATES = ("pp", "dp", "cp", "tp", "ep", "etp")  # in the order in which they are printed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Holds the GPUs of one rank or engine.
+
+    ``name`` is that of the rank or engine. ``gpus`` are numbers on that node, from 0; empty means CPU cores.
+    ``coordinates`` are those of a trainer rank in its parallel layout.
+    """
+
+    name: str
+    node: int
+    gpus: tuple[int, ...] = ()
+    coordinates: str = ""
+
+
+def gpus_of(config: RelaxConfig, roles: Mapping[str, int]) -> dict[str, int]:
+    """Maps each role that holds a model to its number of GPUs. Time-sharing roles have all GPUs each."""
+    placement = config.placement
+    if config.mode.name is ModeName.colocate:
+        return dict.fromkeys(needed_roles(config, roles), placement.nodes * placement.gpus_per_node)
+    return dict(placement.roles)
+
+
+def needed_roles(config: RelaxConfig, roles: Mapping[str, int]) -> list[str]:
+    """Returns the roles that need GPUs, in the order in which they take them. The engines count as rollout."""
+    on_cores = set() if engines_take_gpus(config) else {ROLLOUT, TEACHER_ENGINE}
+    if not judges_take_gpus(config):
+        on_cores.add(JUDGE_ENGINE)
+    return [role for role in MODEL_ROLES if role in roles and role not in on_cores]
+
+
+def placement_faults(config: RelaxConfig, roles: Mapping[str, int], model: ModelDimensions) -> Iterator[str]:
+    """Returns one sentence for each rank or engine that has no GPU.
+
+    What the layouts must divide has been checked before.
+    """
+    placement = config.placement
+    total = placement.nodes * placement.gpus_per_node
+    if total == 0:
+        if placement.roles or placement.nodes != 1:
+            yield (
+                f"placement.nodes={placement.nodes}, placement.roles={placement.roles} with no GPUs. "
+                "Choose placement=gpu; machines without GPUs are launcher.nodes."
+            )
+        return
+    if placement.gpu_memory_gib == 0:
+        yield "placement.gpu_memory_gib=0.0: how much memory has a GPU? Set it, e.g. 79.6 for an 80 GB H100."
+    yield from _role_faults(config, roles)
+    gpus = gpus_of(config, roles)
+    colocate = config.mode.name is ModeName.colocate
+    for role, layout in worker_group_layouts(config).items():
+        if role in gpus:
+            ranks_key = "placement.gpus_per_node" if colocate else f"placement.roles.{role}"
+            yield from rank_faults(layout, ranks=gpus[role], ranks_key=ranks_key, key=layout_key(role))
+    if ROLLOUT in gpus:
+        yield from _engine_faults(config, gpus[ROLLOUT], model)
+    launcher = config.launcher
+    if isinstance(launcher, SlurmLauncherConfig) and launcher.nodes != placement.nodes:
+        yield (
+            f"launcher.nodes={launcher.nodes} with placement.nodes={placement.nodes}. "
+            f"Set launcher.nodes={placement.nodes}."
+        )
+
+
+def _role_faults(config: RelaxConfig, roles: Mapping[str, int]) -> Iterator[str]:
+    placement, needed = config.placement, needed_roles(config, roles)
+    total = placement.nodes * placement.gpus_per_node
+    if config.mode.name is ModeName.colocate:
+        if placement.roles:
+            yield f"placement.roles={placement.roles} with mode=colocate, where all roles share all GPUs. Drop it."
+        return
+    for role in needed:
+        if placement.roles.get(role, 0) < 1:
+            yield (
+                f"placement.roles.{role} is not set, and algo={config.algo.name} needs that role. "
+                f"Give it GPUs: +placement.roles.{role}=4"
+            )
+    for role in placement.roles:
+        if role not in needed:
+            yield (
+                f"placement.roles.{role}={placement.roles[role]}: algo={config.algo.name} as it is set starts no such "
+                f"role on a GPU. Drop it. Its roles: {', '.join(needed)}."
+            )
+    wanted = sum(placement.roles.values())
+    if wanted > total:
+        yield (
+            f"placement.roles ask for {wanted} GPUs, placement.nodes={placement.nodes} x gpus_per_node="
+            f"{placement.gpus_per_node} = {total}. Lower one, or set placement.nodes="
+            f"{-(-wanted // placement.gpus_per_node)}."
+        )
+
+
+def _engine_faults(config: RelaxConfig, gpus: int, model: ModelDimensions) -> Iterator[str]:
+    engine = config.engine
+    if engine.count * engine.tp != gpus:
+        fix = f"engine.count={gpus // engine.tp}" if gpus % engine.tp == 0 else f"engine.tp=1 engine.count={gpus}"
+        yield (
+            f"engine.count={engine.count} x engine.tp={engine.tp} = {engine.count * engine.tp} GPUs, but rollout has "
+            f"{gpus}. Set {fix}."
+        )
+    if config.placement.gpus_per_node % engine.tp:
+        yield (
+            f"engine.tp={engine.tp} does not divide placement.gpus_per_node={config.placement.gpus_per_node}: an "
+            "engine would straddle two machines. Use a divisor."
+        )
+    if model.heads % engine.tp:
+        yield f"engine.tp={engine.tp} does not divide the model's {model.heads} attention heads. Use a divisor."
+
+
+def place(config: RelaxConfig, roles: Mapping[str, int]) -> list[Place]:
+    """Returns the GPUs of every rank and engine of a configuration without faults.
+
+    Roles take GPUs one after the other.
+    """
+    if config.placement.gpus_per_node == 0:
+        return [
+            Place(name=f"{role}-{rank}", node=0, coordinates=_coordinates(config, role, rank))
+            for role, count in roles.items()
+            for rank in range(count)
+        ]
+    places: list[Place] = []
+    first = 0
+    for role, count in gpus_of(config, roles).items():
+        start = 0 if config.mode.name is ModeName.colocate else first
+        places += list(_of_role(config, role, start=start, count=count))
+        first += count
+    return places
+
+
+def _of_role(config: RelaxConfig, role: str, *, start: int, count: int) -> Iterator[Place]:
+    width = config.engine.tp if role == ROLLOUT else 1
+    name = "engine" if role == ROLLOUT else role
+    for number in range(count // width):
+        node, gpu = divmod(start + number * width, config.placement.gpus_per_node)
+        coordinates = _coordinates(config, role, number)
+        yield Place(name=f"{name}-{number}", node=node, gpus=tuple(range(gpu, gpu + width)), coordinates=coordinates)
+
+
+def _coordinates(config: RelaxConfig, role: str, rank: int) -> str:
+    """Returns a rank's position in its worker group, for the sizes above 1."""
+    layout = worker_group_layouts(config).get(role)
+    if layout is None:
+        return ""
+    at = rank_coordinates(layout, rank)
+    return " ".join(f"{key}{getattr(at, key)}" for key in _COORDINATES if getattr(layout, key) > 1)
+
+
+TORCH_S = 60.0  # seconds for an interpreter to import torch and to ask the driver
+DEVICE_FILES = ("nvidia[0-9]*", "kfd", "dxg")  # files of NVIDIA, AMD, and either of them under Windows
+SMALLER = 0.97  # share of placement.gpu_memory_gib: torch reports slightly less than the driver
+UNSEEN = (
+    "placement=gpu: Relax has run on one GPU alone, with a trainer of a tiny model and the embedded engine. Several "
+    "GPUs, SGLang on a GPU, the weights on their way to it and recovery on GPUs have been tested on CPU cores alone, "
+    "and the plan's memory figures for a GPU are assumptions. "
+    "Begin with a few steps of a small model, and watch its memory and the log-prob gap of engine and trainer."
+)
+_ASK_TORCH = """
+import json, torch
+count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+sizes = [torch.cuda.get_device_properties(number).total_memory for number in range(count)]
+print(json.dumps({"torch": torch.__version__, "sizes": sizes}))
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FoundGpus:
+    """Describes the GPUs of this machine.
+
+    ``device_files`` are the drivers' files in /dev. ``sizes`` are the bytes of memory of each GPU that torch can use.
+    ``torch`` is its version, or why it could not be asked; it is empty if no driver was found.
+    """
+
+    device_files: Sequence[str] = ()
+    sizes: Sequence[int] = ()
+    torch: str = ""
+
+
+def find_gpus(devices: Path = Path("/dev")) -> FoundGpus:
+    """Looks for the drivers' files below ``devices``; if there are any, asks torch in a process of its own."""
+    files = device_files(devices)
+    if not files:
+        return FoundGpus()
+    try:
+        asked = subprocess.run(
+            [sys.executable, "-P", "-c", _ASK_TORCH], capture_output=True, text=True, timeout=TORCH_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return FoundGpus(device_files=files, torch=f"which gave no answer in {TORCH_S:.0f} s")
+    if asked.returncode != 0:
+        last = (asked.stderr.strip().splitlines() or ["without a word"])[-1]
+        return FoundGpus(device_files=files, torch=f"which failed: {last}")
+    told = json.loads(asked.stdout)
+    return FoundGpus(device_files=files, sizes=told["sizes"], torch=told["torch"])
+
+
+def device_files(devices: Path = Path("/dev")) -> list[str]:
+    """Returns the drivers' files below ``devices``; a machine without a GPU has none."""
+    return sorted(str(file) for pattern in DEVICE_FILES for file in devices.glob(pattern))
+
+
+def gpu_problems(config: RelaxConfig) -> Iterator[str]:
+    """Returns what keeps a start on GPUs from working, as far as this machine can tell.
+
+    The GPUs of a joined Ray cluster are counted once it is joined, by
+    `relax_core.roles.process.process_placement.cluster_fault`.
+    """
+    placement, launcher = config.placement, config.launcher
+    if not placement.gpus_per_node:
+        return
+    if isinstance(launcher, SlurmLauncherConfig) or (isinstance(launcher, RayJobLauncherConfig) and launcher.manifest):
+        if launcher.gpus_per_node < placement.gpus_per_node:
+            yield (
+                f"launcher.gpus_per_node={launcher.gpus_per_node} with placement.gpus_per_node="
+                f"{placement.gpus_per_node}: the job would not get them. "
+                f"Set launcher.gpus_per_node={placement.gpus_per_node}."
+            )
+    elif launcher.name is LauncherKind.local and launcher.ray_address is None:
+        yield from machine_faults(placement, find_gpus())
+
+
+def machine_faults(placement: PlacementConfig, found: FoundGpus) -> Iterator[NotYet]:
+    """Returns what this machine lacks for a run with its own Ray. Such a run can still be planned."""
+    wanted = f"placement.gpus_per_node={placement.gpus_per_node}"
+    have = len(found.sizes)
+    if placement.nodes > 1 and found.device_files:
+        yield NotYet(
+            f"placement.nodes={placement.nodes} with a Ray of the run's own, which is this machine alone. Add "
+            "launcher.ray_address=auto, or choose launcher=slurm."
+        )
+    if not found.device_files:
+        looked = ", ".join(f"/dev/{pattern}" for pattern in DEVICE_FILES)
+        fix = "Choose placement=cpu."
+        if placement.nodes > 1:
+            wanted = f"placement.nodes={placement.nodes} {wanted}"
+            fix = "Start it where the GPUs are, with launcher=slurm or launcher.ray_address=auto."
+        yield NotYet(f"{wanted}, and this machine has no GPU: none of {looked} exists. {fix}")
+    elif not have:
+        yield NotYet(
+            f"{wanted}, and this machine has {found.device_files[0]}, but no GPU is there for the torch of "
+            f"{sys.executable} ({found.torch}): torch.cuda.is_available() is false. Install the build of torch that is "
+            "for the driver's CUDA, and see that CUDA_VISIBLE_DEVICES leaves a GPU."
+        )
+    elif have < placement.gpus_per_node:
+        yield NotYet(f"{wanted}, and torch finds {have} on this machine. Set placement.gpus_per_node={have}.")
+    else:
+        smallest = min(found.sizes) / (1 << 30)
+        if smallest < SMALLER * placement.gpu_memory_gib:
+            yield NotYet(
+                f"placement.gpu_memory_gib={placement.gpu_memory_gib:g}, and the smallest GPU of this machine has "
+                f"{smallest:.1f}. Set placement.gpu_memory_gib={smallest:.1f}."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncodeNode:
+    """Is one node on which media are encoded: its workers, their memory, and the items that they share, in bytes.
+
+    ``cores`` and ``memory`` are those of the node, None where only a Ray that runs already knows them.
+    """
+
+    number: int
+    rollouts: int
+    workers: int
+    worker_bytes: int
+    item_bytes: int
+    cores: int | None
+    memory: int | None
+
+    @property
+    def words(self) -> str:
+        """Returns what is placed there, for the plan."""
+        of_cores = "" if self.cores is None else f" on {plural(self.cores, 'core')}"
+        of_memory = "" if self.memory is None else f" of {self.memory / GIB:.1f} GiB"
+        return (
+            f"Node {self.number} has {plural(self.rollouts, 'rollout worker')} with "
+            f"{plural(self.workers, 'encode worker')}{of_cores}. They take {self.worker_bytes / GIB:.2f} GiB"
+            f"{of_memory}, and their items {self.item_bytes / GIB:.2f} GiB of /dev/shm."
+        )
+
+    def faults(self) -> Iterator[str]:
+        """Yields what the node lacks: a core for each encode worker, or memory."""
+        fits = "Use a smaller modality.workers or fewer rollout.workers."
+        here = f"modality.workers={self.workers // self.rollouts}: node {self.number} has "
+        here += f"{plural(self.rollouts, 'rollout worker')}, so {plural(self.workers, 'encode worker')}"
+        if self.cores is not None and self.workers > self.cores:
+            yield f"{here} on {plural(self.cores, 'core')}. {fits}"
+        needed = self.worker_bytes + self.item_bytes
+        if self.memory is not None and needed > self.memory:
+            yield (
+                f"{here} that need {needed / GIB:.1f} GiB with their items; it has {self.memory / GIB:.1f} GiB. {fits} "
+                "A smaller modality.cache_mb keeps fewer items."
+            )
+
+
+def encode_nodes(
+    config: RelaxConfig, roles: Mapping[str, int], work: Workload, *, data_rows: int | None
+) -> list[EncodeNode]:
+    """Returns the nodes on which rollout workers, and therefore their encode workers, run; none for a run on text.
+
+    Rollout workers are spread over all nodes, node 0 first (`relax_core.roles.process.process_placement.node_options`).
+    """
+    if work.media is None:
+        return []
+    nodes = max(config.placement.nodes, config.launcher.nodes)
+    cores, memory = _cores(config), _host_memory(config)
+    found = []
+    for number, rollouts in sorted(Counter(rank % nodes for rank in range(roles["rollout"])).items()):
+        workers = rollouts * config.modality.workers
+        found.append(
+            EncodeNode(
+                number=number,
+                rollouts=rollouts,
+                workers=workers,
+                worker_bytes=workers * encode_worker_bytes(work),
+                item_bytes=shared_item_bytes(config, work, rollout_workers=rollouts, data_rows=data_rows),
+                cores=cores,
+                memory=memory,
+            )
+        )
+    return found
+
+
+def _runs_here(config: RelaxConfig) -> bool:
+    one_node = config.placement.nodes == 1
+    return config.launcher.name is LauncherKind.local and config.launcher.ray_address is None and one_node
+
+
+def _cores(config: RelaxConfig) -> int | None:
+    if isinstance(config.launcher, SlurmLauncherConfig | RayJobLauncherConfig):
+        return config.launcher.cpus_per_node
+    return len(os.sched_getaffinity(0)) if _runs_here(config) else None
+
+
+def _host_memory(config: RelaxConfig) -> int | None:
+    if isinstance(config.launcher, SlurmLauncherConfig | RayJobLauncherConfig):
+        gigabytes = config.launcher.memory_gb
+        return None if gigabytes is None else round(gigabytes * 1e9)
+    return available_bytes() if _runs_here(config) else None
+
+
+OF_ENGINES = ("engine", "owner of an engine")  # holders of the plan
+
+
+def engine_room(config: RelaxConfig, memory: Sequence[Holder], *, here: bool) -> EngineRoom | None:
+    """Returns what a further engine takes, None if the run starts none while it trains.
+
+    ``memory`` is that of the plan, and ``here`` says that the run has no other machine.
+    """
+    limits = limits_of(config)
+    if config.gateway.name == "none" or limits.refusal or limits.no_more or not memory:
+        return None
+    return EngineRoom(
+        usable=usable_engines(config),
+        engine_bytes=sum(holder.peak.bytes for holder in memory if holder.name in OF_ENGINES),
+        engine_cores=config.engine.threads,
+        machine_cores=os.cpu_count() if here else None,
+    )
+
+
+def room_words(config: RelaxConfig, room: EngineRoom | None, *, free: int | None) -> Iterator[str]:
+    """Yields what is planned for engines that come and go; ``free`` is this machine's free memory in bytes."""
+    if config.gateway.name == "none":
+        return
+    limits = limits_of(config)
+    if why := limits.refusal or limits.no_more:
+        yield why
+        return
+    start = plural(limits.start, "engine")
+    if room is None:
+        yield f"{start} at the start, and up to {limits.most} by order"
+        return
+    yield (
+        f"{start} at the start, and up to {limits.most} by order; the samples in flight can fill "
+        f"{plural(room.usable, 'engine')}"
+    )
+    left = "" if free is None else f" of {free / GIB:.1f} GiB that are free"
+    cores = "" if room.machine_cores is None else f" of this machine's {room.machine_cores}"
+    yield (
+        f"each engine that comes takes {room.engine_bytes / GIB:.1f} GiB{left}, and "
+        f"{plural(room.engine_cores, 'core')}{cores}"
+    )
+    if config.engine.autoscaler.enabled:
+        least, most = autoscaler_bounds(config)
+        yield (
+            f"the autoscaler orders {least} to {most} engines"
+            if most > least
+            else f"the autoscaler orders no engine, since {plural(least, 'engine')} are all that samples can fill"
+        )
+
+
+UNBALANCED = 1.1  # a way is proposed if the slowest stage takes so many times as long as with it
+AS_GOOD = 1.02  # ways whose times are that near to each other are equally good, and the first one is proposed
+
+
+@dataclass(frozen=True, kw_only=True)
+class TowerWay:
+    """Is a way to pass the towers: the settings of `parallel` that it changes, and what it costs.
+
+    ``time`` is that of the slowest stage, over the time that each rank would take if all had equal work. ``size`` is
+    the peak of the trainer's fullest rank, in bytes.
+    """
+
+    parallel: ParallelConfig
+    time: float
+    size: int
+
+    @property
+    def settings(self) -> str:
+        """Returns the way as settings, such as "parallel.shard_media=true parallel.first_stage_layers=null"."""
+        layers = "null" if self.parallel.first_stage_layers is None else self.parallel.first_stage_layers
+        words = [f"parallel.shard_media={str(self.parallel.shard_media).lower()}"]
+        return " ".join([*words, *([f"parallel.first_stage_layers={layers}"] if self.parallel.pp > 1 else [])])
+
+
+def way_words(
+    config: RelaxConfig, work: Workload, model: ModelDimensions, *, peak: Callable[[RelaxConfig], int]
+) -> Iterator[str]:
+    """Yields the ways of a model with towers on several tensor-, context- or pipeline-parallel ranks.
+
+    ``peak`` returns the bytes of the trainer's fullest rank for a configuration. A way that is clearly faster than the
+    configured one is proposed.
+    """
+    one = config.parallel
+    if work.media is None or model.patches is None or one.tp * one.cp * one.pp == 1:
+        return
+    towers = tower_share(config, work, model)
+    ways = [_way(config, change, work, model, towers=towers, peak=peak) for change in _changes(config, work, model)]
+    yield "Ways to pass the towers: peak of a rank; time of the slowest stage over an equal share of the work."
+    for way in ways:
+        configured = " (configured)" if way.parallel == one else ""
+        yield f"  {way.settings}: {way.size / GIB:.2f} GiB; {way.time:.2f}{configured}"
+    now = _way(config, {}, work, model, towers=towers, peak=peak)
+    best = next(way for way in ways if way.time <= AS_GOOD * min(way.time for way in ways))
+    if now.time > UNBALANCED * best.time:
+        yield f"The towers unbalance the ranks. Set {best.settings}."
+    if one.shard_media and find_engine(config.engine.name).deals_items and config.engine.tp > 1:
+        audio = "audio" in model.towers
+        splits = "splits the towers of a model that hears over its GPUs" if audio else "deals images to its GPUs, too"
+        yield f"engine={config.engine.name} {splits}{'' if audio else ' (--mm-enable-dp-encoder)'}."
+
+
+def _changes(config: RelaxConfig, work: Workload, model: ModelDimensions) -> Iterator[dict[str, Any]]:
+    """Yields the settings of each way: whole or dealt, as many layers as the other stages or the best number of fewer.
+
+    The configured number of layers is among them.
+    """
+    one = config.parallel
+    sizes = [
+        first for first in first_stage_sizes(one, layout_shape(model), vpp=one.vpp) if first * one.pp < model.layers
+    ]
+    for layers in (False, True) if one.pp > 1 and sizes else (False,):
+        for dealt in (False, True) if one.tp * one.cp > 1 else (False,):
+            first = None
+            if layers:
+                towers = tower_share(config, work, model)
+                tried = {size: replace(one, shard_media=dealt, first_stage_layers=size) for size in sizes}
+                first = min(sizes, key=lambda size: slowest_stage(tried[size], work, model, towers=towers))
+                if one.first_stage_layers is not None and one.shard_media == dealt:
+                    first = one.first_stage_layers
+            yield {"shard_media": dealt, "first_stage_layers": first}
+
+
+def _way(
+    config: RelaxConfig,
+    change: dict[str, Any],
+    work: Workload,
+    model: ModelDimensions,
+    *,
+    towers: float,
+    peak: Callable[[RelaxConfig], int],
+) -> TowerWay:
+    parallel = replace(config.parallel, **change)
+    time = slowest_stage(parallel, work, model, towers=towers)
+    return TowerWay(parallel=parallel, time=time, size=peak(replace(config, parallel=parallel)))
+
+
+def slowest_stage(parallel: ParallelConfig, work: Workload, model: ModelDimensions, *, towers: float) -> float:
+    """Returns the time of the slowest stage over that of a rank with an equal share of a micro-batch's products.
+
+    ``towers`` is the towers' share of the products. The embedding and the output layer do not count.
+    """
+    ranks = parallel.tp * parallel.cp
+    passed = patches_of_rank(parallel, work) / max(1, patches_of_micro_batch(parallel, work))
+    layers = {later: stage_layers(parallel, model, later=later) / model.layers for later in (False, True)}
+    first = (1 - towers) * layers[False] / ranks + towers * passed
+    later = (1 - towers) * layers[True] / ranks if parallel.pp > 1 else 0.0
+    return max(first, later) * parallel.pp * ranks

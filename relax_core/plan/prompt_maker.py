@@ -1,0 +1,241 @@
+"""Makes the prompts of a run before it runs, with its tokenizer and the room that a prompt has in the context."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from relax_core.config.modality import media_kinds
+from relax_core.config.model_checks import folder_problems
+from relax_core.config.schema import RelaxConfig
+from relax_core.contracts.media import MediaError, MediaKind, MediaSource
+from relax_core.data.generated import MEDIA_ROWS
+from relax_core.data.tokenizer import PromptTokenizer, vocabulary_problem
+from relax_core.data.tokenizer_trial import try_tokenizer
+from relax_core.data.tool_parsers import AUTO, tool_parser
+from relax_core.data.turn_tokens import unstopped_end
+from relax_core.families.architecture import AudioSettings, PatchSettings
+from relax_core.families.audio_tower import EXTRACTOR_FILE, audio_tower_of
+from relax_core.families.folder import folder_architecture
+from relax_core.families.hf_config import inner_config, language_values, read_hf_config
+from relax_core.families.tiny_configs import (
+    MAX_POSITIONS,
+    MODEL_NAMES,
+    OMNI,
+    TOOLS,
+    VISION_NAMES,
+    processor_files,
+    tiny_config,
+    tiny_omni_files,
+)
+from relax_core.families.vision_tower import IMAGE_FILE, VIDEO_FILE, tower_of
+from relax_core.plan.model_dimensions import shape_dimensions
+from relax_core.registry import find_env, find_family
+from relax_core.rollout.episodes.tool_use import ToolUse
+from relax_core.rollout.media_encoding import media_limits, media_root
+from relax_core.rollout.prompt_tokens import PromptMaker
+from relax_core.tools.tiny_text import tiny_prompt_tokenizer
+
+if TYPE_CHECKING:
+    from relax_core.data.media.media_headers import PlannedItem
+
+FRAMES_A_STEP = 2  # frames that become one step of a video in Qwen3-VL
+HEADERS = 2048  # sources whose headers are read before a start
+ROWS_A_SECOND = 13  # of a sound in Qwen3-Omni
+STAMP_TOKENS = 16  # tokens of a step's time stamp, with the tokens that begin and end vision, at most
+
+
+def prompt_maker(config: RelaxConfig, *, headers: ItemHeaders | None = None) -> PromptMaker | None:
+    """Returns a function from a data row to its prompt, or None if there is no usable model yet.
+
+    The result is also None for an environment with turns, whose episodes make their own prompts. ``headers`` keeps what
+    it reads of media. Raises ValueError with the key for a tokenizer or a chat template that cannot be used, such as
+    one that leaves out the tools of the environment.
+    """
+    tokenizer = _tokenizer(config)
+    env = find_env(config.env.name)
+    if tokenizer is None:
+        return None
+    if env.agent is not None:
+        if config.agent.tool_parser != AUTO:  # its requests say whether an agent has tools, so auto may find none
+            tool_parser(config.agent.tool_parser, template=tokenizer.template)
+        return None
+    if env.has_turns:
+        ToolUse.of_env(env, config.env, tokenizer)
+        return None
+    headers = headers or ItemHeaders(config)
+    headers.tokenize = tokenizer.encode_plain
+    return PromptMaker(
+        env=env,
+        env_config=config.env,
+        tokenizer=tokenizer,
+        max_prompt_tokens=prompt_room(config),
+        overlong=config.data.overlong,
+        last_assistant=config.data.last_assistant,
+        item_rows=headers.rows,
+        media_kinds=media_kinds(config),
+    )
+
+
+def most_rows(config: RelaxConfig, kind: MediaKind) -> int:
+    """Returns how many rows an item has at most, by the limits of `modality`."""
+    if config.data.task in MEDIA_ROWS:
+        return MEDIA_ROWS[config.data.task]
+    modality = config.modality
+    if kind == "image":
+        return modality.image_tokens[1]
+    heard = math.ceil(modality.audio_seconds[1] * ROWS_A_SECOND) + 1
+    if kind == "audio":
+        return heard
+    seen = -(-modality.video_frames[1] // FRAMES_A_STEP) * (modality.frame_tokens + STAMP_TOKENS)
+    return seen + heard + 2 if modality.audio_in_video else seen
+
+
+class ItemHeaders:
+    """Says by its header what a source becomes: the first `HEADERS` sources; of later ones the most rows seen.
+
+    Without the files of a model, the limits of `modality` decide. ``tokenize`` returns the ids of a time stamp.
+    """
+
+    tokenize: Callable[[str], Sequence[int]] | None = None
+
+    def __init__(self, config: RelaxConfig) -> None:
+        self._config = config
+        self._tower: PatchSettings | None = None
+        self._audio: AudioSettings | None = None
+        self._items: dict[str, PlannedItem | MediaError] = {}
+        self._most: dict[MediaKind, int] = {}
+        if media_kinds(config):
+            self._tower, self._audio = _towers(config)
+
+    def rows(self, source: MediaSource) -> int:
+        """Returns the rows of a source, or as many as it may have.
+
+        Raises `MediaError` if its header shows that it cannot be used.
+        """
+        if self._tower is None or self._config.data.task in MEDIA_ROWS:
+            return most_rows(self._config, source.kind)
+        if _key(source) not in self._items and len(self._items) >= HEADERS:
+            return self._most.get(source.kind, most_rows(self._config, source.kind))
+        item = self._read(source, self._tower)
+        if isinstance(item, MediaError):
+            raise item
+        self._most[source.kind] = max(item.rows, self._most.get(source.kind, 1))
+        return item.rows
+
+    def item(self, source: MediaSource) -> PlannedItem | None:
+        """Returns what a source becomes, or None if it cannot be used or the model has no files yet."""
+        item = None if self._tower is None else self._read(source, self._tower)
+        return None if isinstance(item, MediaError) else item
+
+    def _read(self, source: MediaSource, tower: PatchSettings) -> PlannedItem | MediaError:
+        from relax_core.data.media.media_headers import planned_item, read_media_header
+
+        key = _key(source)
+        if key not in self._items:
+            limits = media_limits(self._config.modality)
+            try:
+                header = read_media_header(
+                    source,
+                    limits,
+                    root=media_root(self._config),
+                    audio_in_video=self._config.modality.audio_in_video,
+                )
+                self._items[key] = planned_item(header, tower, limits, audio=self._audio, tokenize=self.tokenize)
+            except MediaError as error:
+                self._items[key] = error
+        return self._items[key]
+
+
+def _key(source: MediaSource) -> str:
+    return source.path or str(hash(source.data))
+
+
+def _towers(config: RelaxConfig) -> tuple[PatchSettings | None, AudioSettings | None]:
+    """Returns the settings for what is seen and for what is heard, None where the model has no files yet."""
+    try:
+        if config.model.path is not None:
+            model = folder_architecture(Path(config.model.path), also=config.model.family)
+            return model.vision, model.audio
+        hears = config.model.builtin == OMNI
+        if not hears and config.model.builtin not in VISION_NAMES:
+            return None, None
+        hf_config = tiny_config(str(config.model.builtin))
+        files = tiny_omni_files() if hears else processor_files()
+        family, inner = find_family(hf_config["model_type"]), inner_config(hf_config)
+        assert family.vision is not None, "these builtin models see"
+        seen = tower_of(family.vision, inner, image=files[IMAGE_FILE], video=files[VIDEO_FILE])
+        extractor = files[EXTRACTOR_FILE]
+        return seen, None if family.audio is None else audio_tower_of(family.audio, inner, extractor=extractor)
+    except (ValueError, OSError):  # the check of the model reports it
+        return None, None
+
+
+def prompt_room(config: RelaxConfig) -> int:
+    """Returns the largest number of tokens of a prompt.
+
+    It is what the context leaves beside the response, or what the model's positions leave if the context is not derived
+    yet, and unbounded if these are unknown.
+    """
+    context = config.engine.context_length if config.engine.context_length is not None else positions(config)
+    return sys.maxsize if context is None else context - config.rollout.max_new_tokens
+
+
+def positions(config: RelaxConfig) -> int | None:
+    """Returns the most tokens that the model takes, or None if unknown or if another check refuses it."""
+    model = config.model
+    if model.builtin is not None:
+        return MAX_POSITIONS
+    try:
+        if model.path is not None:
+            longest = language_values(read_hf_config(Path(model.path))).get("max_position_embeddings")
+            return longest if isinstance(longest, int) else None
+        return shape_dimensions(model.shape).positions if model.shape is not None else None
+    except (ValueError, OSError):
+        return None
+
+
+def stop_words(config: RelaxConfig) -> Iterator[str]:
+    """Warns of a chat template of model.path that ends an answer with no token or string that stops one."""
+    try:
+        tokenizer = None if config.model.path is None else _tokenizer(config)
+    except ValueError:  # the check of the model reports it
+        return
+    behind = "" if tokenizer is None else unstopped_end(tokenizer, config.rollout.stop)
+    if tokenizer is None or not behind.strip():
+        return
+    names = ", ".join(map(tokenizer.token_text, tokenizer.stop_token_ids))
+    end = next((one for one in tokenizer.encode_text(behind) if tokenizer.is_special(one)), None)
+    fix = f"Set rollout.stop to a text in {behind.strip()!r}"
+    if end is not None:
+        text, ids = tokenizer.token_text(end), [*tokenizer.stop_token_ids, end]
+        fix = f'Write "eos_token_id": {ids} into generation_config.json, which adds {text}'
+    yield (
+        f"model.path={config.model.path}: its chat template ends an answer without a stop token of the folder "
+        f"({names}), so every answer may run to rollout.max_new_tokens. {fix}."
+    )
+
+
+def _tokenizer(config: RelaxConfig) -> PromptTokenizer | None:
+    model, arguments = config.model, config.data.chat_template_kwargs
+    if model.path is None:
+        if model.builtin not in MODEL_NAMES:
+            return None
+        hears = model.builtin == OMNI
+        sees = hears or model.builtin in VISION_NAMES
+        calls = model.builtin == TOOLS
+        return tiny_prompt_tokenizer(template_arguments=arguments, vision=sees, audio=hears, tools=calls)
+    folder = Path(model.path)
+    if model.builtin is not None or any(folder_problems(config, folder, key="model.path")):
+        return None
+    try:
+        try_tokenizer(folder, arguments=arguments)
+        tokenizer = PromptTokenizer(folder, template_arguments=arguments, date=config.data.template_date)
+    except ValueError as error:
+        raise ValueError(f"model.path: {error}") from error
+    if problem := vocabulary_problem(folder, tokenizer):
+        raise ValueError(problem)
+    return tokenizer
