@@ -2,8 +2,8 @@
 
 The lanes are the trainer with the parts of its steps, each of its ranks, each rollout worker, each engine, the pushes
 of weights, the evaluations, restarts and recoveries after a fault, and orders for engines. They are made of the files
-that a run leaves, so they cost it nothing. ui.perfetto.dev opens the formats chrome and perfetto, chrome://tracing
-opens chrome, and a collector of OpenTelemetry takes otlp as the body of POST /v1/traces.
+that a run leaves, so they cost it nothing. ui.perfetto.dev and chrome://tracing open the format chrome,
+and a collector of OpenTelemetry takes otlp as the body of POST /v1/traces.
 """
 
 from __future__ import annotations
@@ -17,13 +17,11 @@ from pathlib import Path
 from relax_core.contracts.host.output_path import check_output_file, next_free
 from relax_core.observe.standard_streams import unread_streams
 from relax_core.server.run_series import RunSeries
-from relax_core.server.timeline.event_spans import event_spans
-from relax_core.server.timeline.run_timeline import all_spans
-from relax_core.server.timeline.trace_formats import WRITERS
+from relax_core.server.run_timeline import all_spans, event_spans
+from relax_core.server.trace_formats import WRITERS
 
 HOW = {
     "chrome": "Open it at https://ui.perfetto.dev or in chrome://tracing.",
-    "perfetto": "Open it at https://ui.perfetto.dev.",
     "otlp": "Send it to a collector: curl -H 'Content-Type: application/json' --data-binary @FILE URL/v1/traces.",
 }
 
@@ -69,11 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     until_s = max(span.end_s for span in spans) if behind < math.inf else math.inf
     spans += [span for span in events if span.end_s >= from_s and span.start_s <= until_s]
     name, write = WRITERS[given.format]
-    try:
-        data = write(spans, run=given.run.resolve().name)
-    except ValueError as error:
-        print(f"relax trace: {error}", file=sys.stderr)
-        return 2
+    data = write(spans, run=given.run.resolve().name)
     if to_output:
         sys.stdout.buffer.write(data)
         return 0

@@ -37,9 +37,9 @@ from relax_core.server.run_logs import log_chunk, log_files, search_log
 from relax_core.server.run_processes import process_rows
 from relax_core.server.run_reader import CONFIG, PLAN, RunReader
 from relax_core.server.run_series import MOST_POINTS
+from relax_core.server.run_timeline import make_timeline
 from relax_core.server.sample_views import SampleViews, picture_file, played_file
 from relax_core.server.sqlite_files import MOST_ROW_BYTES, QUERY_S
-from relax_core.server.timeline.run_timeline import make_timeline
 
 STATIC = Path(__file__).parent / "static"
 PULSE_S = 1.0

@@ -35,7 +35,7 @@ from relax_core.server.run_folders import (
 )
 from relax_core.server.run_series import RunSeries
 from relax_core.server.run_texts import RunTexts
-from relax_core.server.timeline.event_spans import event_spans
+from relax_core.server.run_timeline import event_spans
 
 CONFIG, PLAN = "config.yaml", "plan.json"
 REST = 100  # a slow answer is computed anew once 100 times as long as it took has passed

@@ -13,8 +13,7 @@ from relax_core.control.run.recovery_log import FROM_CHECKPOINT, IN_PLACE, Recov
 from relax_core.server.order_book import FILE, OrderBook
 from relax_core.server.run_reader import RunReader
 from relax_core.server.run_series import Timed
-from relax_core.server.timeline.event_spans import event_spans
-from relax_core.server.timeline.run_timeline import make_timeline
+from relax_core.server.run_timeline import event_spans, make_timeline
 from tests.server.made_run import make_run
 
 Told = tuple[str, str, float, float, int]

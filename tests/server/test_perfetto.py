@@ -31,7 +31,7 @@ DEADLINE_S = 300.0
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: make dashboard-browser installs it as root")
 def test_perfetto_opens_a_trace_in_chromes_format(tmp_path: Path) -> None:
-    trace = written(make_run(tmp_path / "run"), "chrome")
+    trace = written(make_run(tmp_path / "run"))
     events = json.loads(trace)["traceEvents"]
     slices = sum(event["ph"] in "Xi" for event in events)
     assert slices > 4
@@ -41,18 +41,10 @@ def test_perfetto_opens_a_trace_in_chromes_format(tmp_path: Path) -> None:
     assert asyncio.run(opened(json.dumps({"traceEvents": events}).encode(), tmp_path))[1] != []
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: make dashboard-browser installs it as root")
-def test_perfetto_opens_a_trace_in_its_own_format(tmp_path: Path) -> None:
-    pytest.importorskip("perfetto", reason="make test-env")
-    run = make_run(tmp_path / "run")
-    slices = sum(event["ph"] in "Xi" for event in json.loads(written(run, "chrome"))["traceEvents"])
-    assert asyncio.run(opened(written(run, "perfetto"), tmp_path)) == (slices, [])
-
-
-def written(run: Path, form: str) -> bytes:
-    """Returns the trace of a run in a format."""
-    trace = run.parent / f"{form}.trace"
-    assert main([str(run), "--out", str(trace), "--format", form]) == 0
+def written(run: Path) -> bytes:
+    """Returns the trace of a run in Chrome's format."""
+    trace = run.parent / "chrome.trace"
+    assert main([str(run), "--out", str(trace)]) == 0
     return trace.read_bytes()
 
 

@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 
 from relax_core.cli.trace_command import main, steps_of
+from relax_core.server import run_timeline
 from relax_core.server.run_series import Timed
-from relax_core.server.timeline import run_timeline
-from relax_core.server.timeline.run_timeline import PARTS_LANE, TRAINER_LANE, all_spans, make_timeline
-from relax_core.server.timeline.timeline_spans import BETWEEN_CALLS
-from relax_core.server.timeline.trace_formats import trace_events
+from relax_core.server.run_timeline import BETWEEN_CALLS, PARTS_LANE, TRAINER_LANE, all_spans, make_timeline
+from relax_core.server.trace_formats import trace_events
 from tests.server.made_run import make_run
 
 

@@ -1,4 +1,4 @@
-"""Writes the spans of a run as a trace: in Chrome's JSON format, in Perfetto's protobuf, and as OTLP/JSON.
+"""Writes the spans of a run as a trace: in Chrome's JSON format, and as OTLP/JSON.
 
 Each format gets the same rows. Spans of one row are nested or apart: a lane whose spans overlap has several rows, and
 the parts of a train step stand in the trainer's row, inside their step.
@@ -7,18 +7,14 @@ the parts of a train step stand in the trainer's row, inside their step.
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 
-from relax_core.server.timeline.run_timeline import PARTS_LANE, TRAINER_LANE
-from relax_core.server.timeline.timeline_spans import Span
+from relax_core.server.run_timeline import PARTS_LANE, TRAINER_LANE, Span
 
-INSTALL = "pip install 'relax-core[perfetto]'"
-PROCESS = 1  # the number of the one process that Chrome's and Perfetto's traces have
-SEQUENCE = 1  # the number of the one sequence of packets in Perfetto's trace
+PROCESS = 1  # the number of the one process of a trace in Chrome's format
 SPAN_KIND_INTERNAL = 1  # of OTLP: a span of work that is no request to another service
 SCOPE = "relax trace"
 
@@ -61,88 +57,6 @@ def trace_events(spans: Sequence[Span]) -> list[dict[str, Any]]:
         for name, row in rows.items()
     ]
     return [{"name": "process_name", "ph": "M", "pid": PROCESS, "args": {"name": "Relax"}}, *names, *events]
-
-
-def perfetto_trace(spans: Sequence[Span], *, run: str) -> bytes:
-    """Returns the trace in Perfetto's protobuf, made by the builder of the package ``perfetto``.
-
-    Times are those since the first span: with the time of day, Perfetto's page hides the rows until they are opened.
-    Raises ValueError with the command that installs the package, if it is missing.
-    """
-    if importlib.util.find_spec("perfetto") is None:
-        raise ValueError(f"--format=perfetto needs the package perfetto: {INSTALL}.")
-    from perfetto.trace_builder.proto_builder import TraceProtoBuilder
-
-    builder = TraceProtoBuilder()
-    _Packets(builder.add_packet, run=run).add(placed_spans(spans))
-    return bytes(builder.serialize())
-
-
-class _Packets:
-    """Adds the packets of Perfetto's trace: a process, a thread of it for each row, and begin and end of each span.
-
-    Names that return are written once and then named by a number, which is most of what makes the trace small.
-    """
-
-    def __init__(self, add_packet: Callable[[], Any], *, run: str) -> None:
-        from perfetto.protos.perfetto.trace import perfetto_trace_pb2 as messages
-
-        self._add_packet, self._messages = add_packet, messages
-        self._numbers: dict[tuple[str, str], int] = {}
-        packet = self._packet()
-        packet.sequence_flags = messages.TracePacket.SEQ_INCREMENTAL_STATE_CLEARED
-        packet.track_descriptor.uuid = PROCESS
-        packet.track_descriptor.process.pid = PROCESS
-        packet.track_descriptor.process.process_name = f"Relax: {run}"
-
-    def add(self, placed: Iterator[PlacedSpan]) -> None:
-        """Adds the rows, one behind the other, each with its spans in the order of time."""
-        rows: dict[str, list[PlacedSpan]] = {}
-        for one in placed:
-            rows.setdefault(one.row, []).append(one)
-        for number, (name, own) in enumerate(rows.items(), start=PROCESS + 1):
-            track = self._packet().track_descriptor
-            track.uuid, track.thread.pid, track.thread.tid, track.thread.thread_name = number, PROCESS, number, name
-            open_ends: list[int] = []
-            for one in sorted(own, key=lambda one: (one.start_us, -one.end_us)):
-                while open_ends and open_ends[-1] <= one.start_us:
-                    self._event("TYPE_SLICE_END", open_ends.pop(), track=number)
-                instant = one.end_us == one.start_us
-                kind = "TYPE_INSTANT" if instant else "TYPE_SLICE_BEGIN"
-                self._event(kind, one.start_us, track=number, span=one.span)
-                if not instant:
-                    open_ends.append(one.end_us)
-            while open_ends:
-                self._event("TYPE_SLICE_END", open_ends.pop(), track=number)
-
-    def _packet(self) -> Any:
-        packet = self._add_packet()
-        packet.trusted_packet_sequence_id = SEQUENCE
-        return packet
-
-    def _event(self, kind: str, time_us: int, *, track: int, span: Span | None = None) -> None:
-        packet = self._packet()
-        packet.timestamp = 1000 * time_us
-        packet.sequence_flags = self._messages.TracePacket.SEQ_NEEDS_INCREMENTAL_STATE
-        event = packet.track_event
-        event.type, event.track_uuid = getattr(self._messages.TrackEvent, kind), track
-        if span is None:
-            return
-        event.name_iid = self._number(packet, "event_names", span.name)
-        event.category_iids.append(self._number(packet, "event_categories", span.lane))
-        step = event.debug_annotations.add(int_value=span.step)
-        step.name_iid = self._number(packet, "debug_annotation_names", "step")
-        for name, value in span.values.items():
-            annotation = event.debug_annotations.add(double_value=value)
-            annotation.name_iid = self._number(packet, "debug_annotation_names", name)
-
-    def _number(self, packet: Any, kind: str, name: str) -> int:
-        """Returns the number of a name, which the packet declares if it is the first one with this name."""
-        known = self._numbers.get((kind, name))
-        if known is None:
-            known = self._numbers[kind, name] = len(self._numbers) + 1
-            getattr(packet.interned_data, kind).add(iid=known, name=name)
-        return known
 
 
 def otlp_trace(spans: Sequence[Span], *, run: str) -> bytes:
@@ -233,6 +147,5 @@ def placed_spans(spans: Sequence[Span]) -> Iterator[PlacedSpan]:
 
 WRITERS: dict[str, tuple[str, Callable[..., bytes]]] = {  # format → the file's name by default, and its writer
     "chrome": ("trace.json", chrome_trace),
-    "perfetto": ("trace.pftrace", perfetto_trace),
     "otlp": ("trace.otlp.json", otlp_trace),
 }

@@ -1,0 +1,389 @@
+"""Makes a timeline of a run: what roles, ranks and engines did and when, its restarts, recoveries and orders.
+
+Every record of work tells how long it took and when it ended. The parts of a train step are laid one behind the other
+in the order in which the trainer does them; a step of several micro-batches does some of them in turns, so their
+lengths are exact and their places inside the step are not. Restarts come from `logs/recoveries.json`, orders from
+`operations.jsonl`.
+"""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from operator import itemgetter
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import msgspec
+
+from relax_core.contracts.foreign_files import decode_json, read_whole
+from relax_core.observe.event_log import ACTOR, EVAL, RANK, ROLLOUT
+from relax_core.observe.summary import STEP_PARTS
+from relax_core.server.order_book import FILE as BOOK
+from relax_core.server.orders import ENDED
+from relax_core.server.run_folders import BROKEN, inside, open_inside, reason
+from relax_core.server.run_series import TimedRecord
+
+TRAIN = "train/"  # the names of the parts of the train call begin so
+RANK_PARTS = ("pack", "forward", "sums", "backward", "pipeline", "reduce", "optimizer")  # in their usual order
+IN_PIPELINE = ("pack", "forward", "sums")  # parts that a rank's time in the pipeline's schedule has inside
+BETWEEN_CALLS = "between calls"
+_ENGINE, _SPAN, _LAG = "engine/", "/span", "/lag"
+
+
+class Span(msgspec.Struct, frozen=True, kw_only=True):
+    """Is one piece of work from ``start_s`` to ``end_s``, in Unix seconds; ``values`` has further numbers of it.
+
+    ``of_rank`` is True for a part of the work of one of the trainer's ranks.
+    """
+
+    lane: str
+    name: str
+    start_s: float
+    end_s: float
+    step: int
+    values: dict[str, float] = {}
+    of_rank: bool = False
+
+
+def span_of(lane: str, name: str, one: TimedRecord, took_ms: float) -> Span:
+    """Returns the span of a record that ended with it, and its numbers but for those of parts and single engines."""
+    values = {key: value for key, value in one.ms.items() if not key.startswith((TRAIN, _ENGINE))}
+    return Span(lane=lane, name=name, start_s=one.end_s - took_ms / 1e3, end_s=one.end_s, step=one.step, values=values)
+
+
+def engine_spans(one: TimedRecord) -> Iterator[Span]:
+    """Yields a span for each engine: from the first to the last of its requests that the record of a rollout tells."""
+    for key, span_ms in one.ms.items():
+        if not key.startswith(_ENGINE) or not key.endswith(_SPAN):
+            continue
+        engine = key.removeprefix(_ENGINE).removesuffix(_SPAN)
+        end_s = one.end_s - one.ms.get(f"{_ENGINE}{engine}{_LAG}", 0.0) / 1e3
+        counts = {name: one.ms.get(f"{_ENGINE}{engine}/{name}", 0.0) for name in ("requests", "samples")}
+        yield Span(
+            lane=engine,
+            name=f"requests of batch {one.step}",
+            start_s=end_s - span_ms / 1e3,
+            end_s=end_s,
+            step=one.step,
+            values=counts,
+        )
+
+
+def rank_spans(one: TimedRecord) -> Iterator[Span]:
+    """Yields the parts of each rank's work on a train step, one behind the other; together they are its time."""
+    for key, step_ms in one.ms.items():
+        name = key.removesuffix("/step")
+        if name == key:
+            continue
+        end_s = one.end_s - one.ms.get(f"{name}{_LAG}", 0.0) / 1e3
+        at_s = end_s - step_ms / 1e3
+        for part, ms in _parts(one.ms, name, step_ms):
+            until_s = min(at_s + ms / 1e3, end_s)
+            cpu = one.ms.get(f"{name}/cpu/{part}")
+            values = {} if cpu is None else {"cpu_ms": cpu}
+            yield Span(lane=name, name=part, start_s=at_s, end_s=until_s, step=one.step, values=values, of_rank=True)
+            at_s = until_s
+
+
+def _parts(ms: dict[str, float], name: str, step_ms: float) -> Iterator[tuple[str, float]]:
+    rest = step_ms
+    inside = sum(ms.get(f"{name}/{part}", 0.0) for part in IN_PIPELINE)
+    for part in RANK_PARTS:
+        took = ms.get(f"{name}/{part}", 0.0)
+        if part == "pipeline" and took:
+            took = max(0.0, took - inside)
+        if took > 0.0:
+            rest -= took
+            yield part, took
+    if rest > 0.0:
+        yield BETWEEN_CALLS, rest
+
+
+RESTARTS_LANE, RECOVERIES_LANE, ORDERS_LANE = "restarts", "recoveries", "orders"
+FILE = ("logs", "recoveries.json")
+IN_PLACE = 1  # the tier of a recovery that is a restart of one process
+MOST_ORDERS = 1000  # the newest ones
+MOST_STATES = 100  # of an order
+MOST_FILE, MOST_BOOK = 4 * 2**20, 64 * 2**20  # bytes of a JSON file, and of the end of that of the orders
+MOST_NAMED = 4  # engines of an order that its name has
+
+
+class _Recovery(msgspec.Struct):
+    tier: int
+    cause: str
+    at_step: int
+    from_step: int
+    time_s: float | None = None
+    seconds: float | None = None
+
+
+class _StateAt(msgspec.Struct):
+    state: str
+    at: float
+
+
+class _Order(msgspec.Struct):
+    request_id: str
+    kind: str
+    engine_ids: list[str]
+    failure: str
+    history: Annotated[list[_StateAt], msgspec.Meta(min_length=1, max_length=MOST_STATES)]
+
+
+class _Line(msgspec.Struct):
+    order: _Order | None = None
+
+
+_recoveries_decoder = msgspec.json.Decoder(list[_Recovery])
+_line_decoder = msgspec.json.Decoder(_Line)
+
+
+def event_spans(run_dir: Path, timed: Sequence[TimedRecord]) -> tuple[list[Span], list[str]]:
+    """Returns the spans of restarts, recoveries and orders of a run, and sentences about files that cannot be read.
+
+    What has not ended lasts until the newest of the records ``timed``.
+    """
+    spans: list[Span] = []
+    problems: list[str] = []
+    ends = [(one.end_s, one.step) for one in timed if one.source == ACTOR]
+    newest_s = max((one.end_s for one in timed), default=0.0)
+    try:
+        spans += _recovery_spans(_recoveries(run_dir), ends, newest_s)
+    except BROKEN as error:
+        words = reason("", error)
+        problems.append(f"{'/'.join(FILE)} cannot be read, so no restart and no recovery is shown: {words}.")
+    try:
+        for order in _orders(run_dir):
+            spans += _order_spans(order, ends, newest_s)
+    except BROKEN as error:
+        problems.append(f"The orders of the run cannot be read just now: {reason('', error)}.")
+    return spans, problems
+
+
+def _recoveries(run_dir: Path) -> list[_Recovery]:
+    try:
+        path = inside(run_dir, *FILE)
+    except FileNotFoundError:  # nothing was lost
+        return []
+    return decode_json(read_whole(path, most_bytes=MOST_FILE), _recoveries_decoder)
+
+
+def _recovery_spans(
+    recoveries: Sequence[_Recovery], ends: Sequence[tuple[float, int]], newest_s: float
+) -> Iterator[Span]:
+    for one in recoveries:
+        if one.time_s is None:  # an older Relax wrote no times
+            continue
+        if one.seconds is not None:
+            end_s = one.time_s + one.seconds
+        else:  # the controller that began it has ended before it saw a train step
+            place = bisect_right(ends, one.time_s, key=itemgetter(0))
+            end_s = ends[place][0] if place < len(ends) else max(one.time_s, newest_s)
+        in_place = one.tier == IN_PLACE
+        yield Span(
+            lane=RESTARTS_LANE if in_place else RECOVERIES_LANE,
+            name=one.cause if in_place else f"{one.cause}; all services start again from step {one.from_step}",
+            start_s=one.time_s,
+            end_s=end_s,
+            step=one.at_step,
+        )
+
+
+def _orders(run_dir: Path) -> list[_Order]:
+    """Returns the newest orders, the oldest of them first. Raises OSError and ValueError."""
+    found: dict[str, _Order] = {}
+    try:
+        file = open_inside(run_dir, BOOK)
+    except FileNotFoundError:  # the run had no gateway
+        return []
+    with file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - MOST_BOOK))
+        for line in file.read(MOST_BOOK).splitlines():
+            try:
+                order = decode_json(line, _line_decoder).order
+            except ValueError:  # a part of a line
+                continue
+            if order is not None:
+                found[order.request_id] = order
+    return list(found.values())[-MOST_ORDERS:]
+
+
+def _order_spans(order: _Order, ends: Sequence[tuple[float, int]], newest_s: float) -> Iterator[Span]:
+    """Yields a span for each state of an order; the state in which it ended has no length."""
+    named = ", ".join(order.engine_ids[:MOST_NAMED])
+    more = len(order.engine_ids) - MOST_NAMED
+    what = f"{order.kind} {named}{f' and {more} more' if more > 0 else ''}".strip()
+    until = [one.at for one in order.history[1:]]
+    for one, end_s in zip(order.history, [*until, None], strict=True):
+        last_s = one.at if one.state in ENDED else max(one.at, newest_s)
+        failure = f": {order.failure}" if order.failure and end_s is None else ""
+        yield Span(
+            lane=ORDERS_LANE,
+            name=f"{what}: {one.state}{failure}",
+            start_s=one.at,
+            end_s=last_s if end_s is None else end_s,
+            step=_step_at(ends, one.at),
+        )
+
+
+def _step_at(ends: Sequence[tuple[float, int]], time_s: float) -> int:
+    """Returns the train step that was under way at a time."""
+    place = bisect_right(ends, time_s, key=itemgetter(0))
+    if place < len(ends):
+        return ends[place][1]
+    return ends[-1][1] + 1 if ends else 0
+
+
+ORDER = ("checkpoint", *(part for part in STEP_PARTS if part != "checkpoint"))
+OTHER = "other"
+TRAINER_LANE, PARTS_LANE = "trainer", "trainer's parts"
+MOST_STEPS = 400
+MOST_RANK_SPANS = 20_000  # of a timeline; the ranks' parts are left out where there would be more
+NEAR_S = 60.0  # a record is made so long after its step's end at most, and a push ends so long after its begin
+MUCH, LITTLE = 0.5, 0.1  # shares of the trainer's time from and up to which it waits for the other side, or does not
+
+
+class Timeline(msgspec.Struct, frozen=True, kw_only=True):
+    """Holds the spans of the train steps ``first`` to ``last``, and where the trainer's time went.
+
+    ``shares`` maps each part of a step to its share of the time, and ``told`` says in words who waits for whom.
+    """
+
+    first: int
+    last: int
+    start_s: float
+    end_s: float
+    spans: list[Span]
+    shares: dict[str, float]
+    told: list[str]
+
+
+def make_timeline(
+    timed: Sequence[TimedRecord],
+    *,
+    first: int | None,
+    last: int | None,
+    newest: int = 8,
+    events: Sequence[Span] = (),
+) -> Timeline | None:
+    """Returns the timeline of these train steps, at most `MOST_STEPS`, or of the ``newest`` ones; None without steps.
+
+    Of steps that were done twice, because a resume undid them, the later ones count; the spans are all those of any
+    attempt that lie in their time, and those of ``events`` (`event_spans.py`).
+    """
+    steps: dict[int, TimedRecord] = {one.step: one for one in timed if one.source == ACTOR and "step" in one.ms}
+    if not steps:
+        return None
+    last = max(steps) if last is None else last
+    first = max(0, last - newest + 1) if first is None else first
+    first = max(first, last - MOST_STEPS + 1)
+    chosen = [steps[step] for step in sorted(steps) if first <= step <= last]
+    if not chosen:
+        return None
+    start_s = min(one.end_s - one.ms["step"] / 1e3 for one in chosen)
+    end_s = max(one.end_s for one in chosen)
+    near = [one for one in timed if start_s - NEAR_S < one.end_s and (one.source != RANK or one.end_s < end_s + NEAR_S)]
+    spans = [span for span in all_spans(near) if span.end_s > start_s and span.start_s < end_s]
+    spans += [span for span in events if span.end_s > start_s and span.start_s < end_s]
+    if sum(span.of_rank for span in spans) > MOST_RANK_SPANS:
+        spans = [span for span in spans if not span.of_rank]
+    shares = step_shares(chosen)
+    return Timeline(
+        first=chosen[0].step,
+        last=chosen[-1].step,
+        start_s=start_s,
+        end_s=end_s,
+        spans=spans,
+        shares=shares,
+        told=_told(chosen, shares),
+    )
+
+
+def all_spans(timed: Sequence[TimedRecord]) -> list[Span]:
+    """Returns every span of the records, in the order of their records."""
+    spans: list[Span] = []
+    actors = [one for one in timed if one.source == ACTOR and "step" in one.ms]
+    for one in timed:
+        if one.source == ACTOR and "step" in one.ms:
+            spans += _step_spans(one)
+        elif one.source == ROLLOUT and "generate" in one.ms:
+            worker = int(one.ms.get("worker", 0))
+            spans.append(span_of(f"rollout {worker}", f"batch for weights {one.step}", one, one.ms["generate"]))
+            spans += engine_spans(one)
+        elif one.source == RANK:
+            spans += rank_spans(one)
+        elif one.source == EVAL:
+            spans.append(span_of("evaluation", f"evaluation of weights {one.step} is there", one, 0.0))
+    for before, after in pairwise(actors):
+        if push := after.ms.get("push"):
+            spans.append(
+                Span(
+                    lane="weights",
+                    name=f"weights {before.step + 1} to the engines",
+                    start_s=before.end_s,
+                    end_s=before.end_s + push / 1e3,
+                    step=before.step,
+                )
+            )
+    return spans
+
+
+def step_shares(steps: Sequence[TimedRecord]) -> dict[str, float]:
+    """Returns the share of each part in the time of these steps; together they are 1."""
+    total = sum(one.ms["step"] for one in steps)
+    shares = {part: sum(one.ms.get(part, 0.0) for one in steps) / total for part in ORDER} if total else {}
+    return {**shares, OTHER: 1.0 - sum(shares.values())} if shares else {}
+
+
+class _Part(NamedTuple):
+    name: str
+    ms: float
+
+
+def _step_spans(one: TimedRecord) -> list[Span]:
+    parts = [_Part(name, one.ms.get(name, 0.0)) for name in ORDER]
+    rest = one.ms["step"] - sum(part.ms for part in parts)
+    at_s = one.end_s - one.ms["step"] / 1e3
+    spans = [span_of(TRAINER_LANE, f"step {one.step}", one, one.ms["step"])]
+    for part in [*parts, _Part(OTHER, rest)]:
+        if part.ms > 0:
+            inner = {name: value for name, value in one.ms.items() if name.startswith(TRAIN)}
+            values = inner if part.name == "train" else {}
+            end_s = min(at_s + part.ms / 1e3, one.end_s)
+            spans.append(Span(lane=PARTS_LANE, name=part.name, start_s=at_s, end_s=end_s, step=one.step, values=values))
+            at_s = end_s
+    return spans
+
+
+def _told(steps: Sequence[TimedRecord], shares: dict[str, float]) -> list[str]:
+    if not shares:
+        return []
+    told = []
+    wait = shares["wait"]
+    if wait >= MUCH:
+        told.append(
+            f"The trainer waits for samples {wait:.0%} of its time: generation, env or rewards are the slower side."
+        )
+    elif wait <= LITTLE:
+        told.append(f"The trainer waits for samples {wait:.0%} of its time: it is the slower side.")
+    else:
+        told.append(f"The trainer waits for samples {wait:.0%} of its time and trains {shares['train']:.0%} of it.")
+    inner: Counter[str] = Counter()
+    for one in steps:
+        inner.update({name: value for name, value in one.ms.items() if name.startswith(TRAIN)})
+    if inner and wait < MUCH:
+        ((name, most),) = inner.most_common(1)
+        share = most / sum(one.ms["step"] for one in steps)
+        told.append(f"Its longest part inside the train call is {name.removeprefix(TRAIN)}, {share:.0%} of the time.")
+    for part, words in (
+        ("sync", "publishes weights"),
+        ("checkpoint", "saves checkpoints"),
+        ("bus", "waits for the bus"),
+    ):
+        if shares[part] > LITTLE:
+            told.append(f"It {words} {shares[part]:.0%} of its time.")
+    return told
