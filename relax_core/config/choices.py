@@ -36,13 +36,6 @@ class Partial(Enum):
     abort = "abort"
 
 
-class AdvantagesPlace(Enum):
-    """Says which process computes advantages: the rollout if it can (auto), or always the role."""
-
-    auto = "auto"
-    role = "role"
-
-
 TEXT = "text"  # the option of `modality` that reads no images, videos or sounds
 
 # The parts of a model that `model.freeze` names. The projector maps what the towers give to the language model.

@@ -52,7 +52,7 @@ RANGES: dict[str, Range] = {
     "parallel.cp": _COUNT,
     "parallel.ep": _COUNT,
     "parallel.etp": _COUNT,
-    **{f"parallel.{role}.{size}": _COUNT for role in ("actor_fwd", "reference") for size in FORWARD_SIZES},
+    **{f"parallel.forward.{size}": _COUNT for size in FORWARD_SIZES},
     "parallel.micro_batch_tokens": _COUNT,
     "parallel.micro_batch_patches": _COUNT,
     "parallel.logprob_chunk_tokens": _COUNT,

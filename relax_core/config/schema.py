@@ -13,7 +13,6 @@ from typing import Any
 from omegaconf import MISSING
 
 from relax_core.config.choices import (
-    AdvantagesPlace,
     LastAssistant,
     LauncherKind,
     MediaPlace,
@@ -137,8 +136,7 @@ class ParallelConfig:
     micro_batch_patches: int = MISSING  # largest number of patches of images and videos in a micro-batch
     logprob_chunk_tokens: int = MISSING  # number of token rows whose logits exist at one time
     threads_per_rank: int = MISSING
-    actor_fwd: ForwardLayout = field(default_factory=ForwardLayout)
-    reference: ForwardLayout = field(default_factory=ForwardLayout)
+    forward: ForwardLayout = field(default_factory=ForwardLayout)  # of actor_fwd and reference
 
 
 @dataclass
@@ -293,7 +291,6 @@ class RolloutConfig:
     lockstep: bool = MISSING
     mask_off_policy: bool = MISSING
     mask_truncated: bool = MISSING
-    advantages: AdvantagesPlace = MISSING
     stop: list[str] = field(default_factory=list)
 
     @property
@@ -388,7 +385,6 @@ class AgentConfig:
     workers: int = MISSING
     timeout_s: float = MISSING
     history: str = MISSING
-    tool_parser: str = MISSING
 
 
 @dataclass

@@ -16,6 +16,9 @@ from relax_core.config.synonyms import synonym
 _FIXED = "It is fixed now"
 # Keys that Relax had, and what stands in their place.
 REMOVED = {
+    **dict.fromkeys(("parallel.actor_fwd", "parallel.reference"), "Both have the layout parallel.forward"),
+    "rollout.advantages": "The algorithm decides whether a role computes them",
+    "agent.tool_parser": "The chat template shows it",
     **dict.fromkeys(("bus.lease_s", "bus.call_timeout_s"), f"{_FIXED}, at 600 s"),
     "bus.inline_bytes": f"{_FIXED}, at 64 KiB",
     "bus.max_row_bytes": f"{_FIXED}, at 256 MiB",
@@ -89,8 +92,8 @@ def launcher_keys() -> dict[str, tuple[str, ...]]:
 def unknown_key(key: str) -> str:
     """Returns the message for a key that the schema does not have."""
     leaf = key.rsplit(".", 1)[-1]
-    if key in REMOVED:
-        return f"{key} is not a key any more. {REMOVED[key]}."
+    if (removed := next((one for one in REMOVED if key == one or key.startswith(f"{one}.")), None)) is not None:
+        return f"{key} is not a key any more. {REMOVED[removed]}."
     if key.startswith("launcher."):
         return _unknown_launcher_key(key)
     parent = key.rpartition(".")[0]

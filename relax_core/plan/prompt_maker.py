@@ -15,7 +15,6 @@ from relax_core.contracts.media import MediaError, MediaKind, MediaSource
 from relax_core.data.generated import MEDIA_ROWS
 from relax_core.data.tokenizer import PromptTokenizer, vocabulary_problem
 from relax_core.data.tokenizer_trial import try_tokenizer
-from relax_core.data.tool_parsers import AUTO, tool_parser
 from relax_core.data.turn_tokens import unstopped_end
 from relax_core.families.architecture import AudioSettings, PatchSettings
 from relax_core.families.audio_tower import EXTRACTOR_FILE, audio_tower_of
@@ -59,9 +58,7 @@ def prompt_maker(config: RelaxConfig, *, headers: ItemHeaders | None = None) -> 
     env = find_env(config.env.name)
     if tokenizer is None:
         return None
-    if env.agent is not None:
-        if config.agent.tool_parser != AUTO:  # its requests say whether an agent has tools, so auto may find none
-            tool_parser(config.agent.tool_parser, template=tokenizer.template)
+    if env.agent is not None:  # its requests say whether an agent has tools
         return None
     if env.has_turns:
         ToolUse.of_env(env, config.env, tokenizer)

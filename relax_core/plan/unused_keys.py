@@ -68,9 +68,8 @@ def _unread_layouts(config: RelaxConfig) -> Iterator[str]:
     parallel = config.parallel
     if parallel.dp * parallel.cp == 1 and parallel.distributed_optimizer:
         yield "parallel.distributed_optimizer: with parallel.dp=1 and cp=1 there is nobody to share with"
-    for role in FORWARD_ROLES:
-        if role not in worker_group_layouts(config) and world_size(getattr(parallel, role)) > 1:
-            yield f"parallel.{role}: the algorithm as it is set starts no such role"
+    if not set(FORWARD_ROLES) & set(worker_group_layouts(config)) and world_size(parallel.forward) > 1:
+        yield "parallel.forward: the algorithm as it is set starts neither actor_fwd nor the reference"
 
 
 def _unread_of_rollout(config: RelaxConfig) -> Iterator[str]:

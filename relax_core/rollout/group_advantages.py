@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from relax_core.config.choices import AdvantagesPlace
 from relax_core.config.schema import RelaxConfig
 from relax_core.contracts import columns as c
 from relax_core.contracts.algorithm import AdvantageInputs, AlgorithmSpec, GroupTurns, Requirements
@@ -27,13 +26,11 @@ if TYPE_CHECKING:
 def computes_advantages_per_group(config: RelaxConfig) -> bool:
     """Returns True if the rollout computes the advantages of each group when the group completes.
 
-    It does so if the algorithm needs one group at a time and no column of another role, and ``rollout.advantages`` is
-    auto.
+    It does so if the algorithm needs one group at a time and no column of another role.
     """
     spec = find_algorithm(config.algo.name)
     requirements = spec.requirements(config.algo)
-    alone = not sees_whole_step(spec, requirements) and set(input_columns(requirements)) <= set(c.ROLLOUT_COLUMNS)
-    return alone and config.rollout.advantages is AdvantagesPlace.auto
+    return not sees_whole_step(spec, requirements) and set(input_columns(requirements)) <= set(c.ROLLOUT_COLUMNS)
 
 
 def sees_whole_step(spec: AlgorithmSpec, requirements: Requirements) -> bool:

@@ -13,7 +13,7 @@ from typing import Protocol
 from relax_core.config.choices import Recompute
 from relax_core.config.schema import ForwardLayout, ParallelConfig
 
-FORWARD_ROLES = ("actor_fwd", "reference")  # These roles have layouts of their own, parallel.<role>.
+FORWARD_ROLES = ("actor_fwd", "reference")  # Their layout is parallel.forward.
 
 
 class Layout(Protocol):

@@ -21,18 +21,16 @@ from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput,
 from rewards.questions.f1 import squad_form
 from rewards.questions.multiple_choice import tagged
 
+RIGHT_WEIGHT, FORM_WEIGHT, TOOL_WEIGHT = 0.8, 0.2, 1.2
+MAX_ANSWER_CHARS = 300
 _TOOL, _TOOL_ENDS = "<tool_response>", "</tool_response>"
 
 
 @dataclass(frozen=True)
 class DeepEyesConfig(RewardConfig):
-    """Holds the settings of the reward: the weights of its parts, and the length from which an answer is too long."""
+    """Holds the settings of the reward."""
 
     name: str = "deepeyes"
-    right_weight: float = 0.8
-    form_weight: float = 0.2
-    tool_weight: float = 1.2
-    max_answer_chars: int = 300
 
 
 def score(given: RewardInput, config: DeepEyesConfig) -> RewardOutput:
@@ -44,12 +42,12 @@ def score(given: RewardInput, config: DeepEyesConfig) -> RewardOutput:
     text = text if text.startswith("<think>") else f"<think>{text}"
     behind = text.rpartition("</think>")[2].strip()
     found = tagged(behind)
-    wrong = form_error(text, behind, found, config)
+    wrong = form_error(text, behind, found)
     right = float(not wrong and squad_form(found or "") == wanted)
     tool = float(right and _used_tool(given, text))
     parts = {"right": right, "form": -1.0 if wrong else 0.0, "tool": tool}
     return RewardOutput(
-        reward=config.right_weight * right + config.form_weight * parts["form"] + config.tool_weight * tool,
+        reward=RIGHT_WEIGHT * right + FORM_WEIGHT * parts["form"] + TOOL_WEIGHT * tool,
         exact=bool(right),
         parts=parts,
         answer=found or "",
@@ -57,7 +55,7 @@ def score(given: RewardInput, config: DeepEyesConfig) -> RewardOutput:
     )
 
 
-def form_error(text: str, behind: str, found: str | None, config: DeepEyesConfig) -> str:
+def form_error(text: str, behind: str, found: str | None) -> str:
     """Returns what is wrong with the form of a response; empty if nothing is."""
     if text.count("<think>") != text.count("</think>"):
         return "the think tags do not match"
@@ -65,7 +63,7 @@ def form_error(text: str, behind: str, found: str | None, config: DeepEyesConfig
         return "the tags of tool responses do not match"
     if behind.count("<answer>") != behind.count("</answer>") or not found:
         return "there is no answer in matching tags"
-    return "the answer is too long" if len(found) >= config.max_answer_chars else ""
+    return "the answer is too long" if len(found) >= MAX_ANSWER_CHARS else ""
 
 
 def _used_tool(given: RewardInput, text: str) -> bool:
@@ -85,8 +83,8 @@ def check_row(row: Mapping[str, Any], config: DeepEyesConfig) -> None:
 
 def check(config: DeepEyesConfig) -> None:
     """Raises ValueError for a limit that no answer could keep to."""
-    if config.max_answer_chars < 2:
-        raise ValueError(f"reward.max_answer_chars={config.max_answer_chars}: use at least 2 characters.")
+    if MAX_ANSWER_CHARS < 2:
+        raise ValueError(f"reward.max_answer_chars={MAX_ANSWER_CHARS}: use at least 2 characters.")
 
 
 SPEC = RewardSpec(

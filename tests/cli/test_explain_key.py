@@ -40,7 +40,7 @@ def test_a_key_has_value_type_range_place_and_readers(capsys: pytest.CaptureFixt
         (["launcher.memory_gb", "launcher=slurm"], "launcher.memory_gb=null", "conf/launcher/slurm.yaml, line "),
         (["env.name"], "env.name=single_turn", "conf/env/single_turn.yaml, line "),
         (["mode.on_stale"], "mode.on_stale=drop", "conf/mode/async.yaml, line "),
-        (["parallel.reference.tp", "parallel.reference.tp=2"], "parallel.reference.tp=2", "the command line: "),
+        (["parallel.forward.tp", "parallel.forward.tp=2"], "parallel.forward.tp=2", "the command line: "),
         (["engine.python"], "engine.python=null", "its default in relax_core/config/schema.py"),
     ],
 )
@@ -87,7 +87,7 @@ def test_every_value_of_conf_is_found_with_its_comment() -> None:
         line = one.file.read_text().splitlines()[one.line - 1]
         assert line.strip().startswith(f"{one.key.split('.')[-1]}: ") and one.value in line
     keys = {one.key for one in found}
-    assert {"optimizer.lr", "algo.gamma", "launcher.follow", "parallel.reference", "data.eval_path", "seed"} <= keys
+    assert {"optimizer.lr", "algo.gamma", "launcher.follow", "parallel.forward", "data.eval_path", "seed"} <= keys
     assert not [key for key in keys if key.startswith(("defaults", "hydra"))]
 
 

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import fields
+
+import pytest
 
 from relax_core.config.compose import compose
 from relax_core.config.options import groups
 from relax_core.config.schema import RelaxConfig
+from relax_core.config.schema_keys import REMOVED, known_keys, launcher_keys, unknown_key
+from relax_core.registry import KINDS, find, names
 
 ROOT_KEYS = (
     "name",
@@ -48,3 +53,18 @@ def test_root_keys_are_frozen() -> None:
 
 def test_groups_are_frozen() -> None:
     assert set(groups()) == GROUPS
+
+
+def test_the_number_of_keys_only_falls() -> None:
+    """Each plug-in has settings of its own, which are counted once for each kind."""
+    core = {*known_keys(), *launcher_keys()}
+    own = {
+        f"{kind}.{field.name}" for kind in KINDS for name in names(kind) for field in fields(find(kind, name).config)
+    }
+    assert len(core) <= 212 and len(own) <= 106
+
+
+@pytest.mark.parametrize("key", REMOVED)
+def test_a_removed_key_is_refused_with_what_stands_in_its_place(key: str) -> None:
+    assert key not in (*known_keys(), *launcher_keys())
+    assert unknown_key(key) == f"{key} is not a key any more. {REMOVED[key]}."

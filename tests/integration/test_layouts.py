@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.chaos]
 
 STEPS = 60
 LAYOUT = ("model=tiny_qwen3_moe", "parallel=tp2_ep2", "mode=async", f"run.steps={STEPS}", "run.save_every=10")
-ACTOR_FWD = ("algo.old_logprobs=actor_fwd", "parallel.actor_fwd.dp=2", "parallel.actor_fwd.ep=2")
+ACTOR_FWD = ("algo.old_logprobs=actor_fwd", "parallel.forward.dp=2", "parallel.forward.ep=2")
 ROUTES = ("algo.routing_replay=true", "engine.dtype=bfloat16")
 BROKEN_LOSS = """
 import sys

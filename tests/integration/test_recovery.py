@@ -55,7 +55,7 @@ def test_another_rank_before_the_first_checkpoint_then_the_bus(tmp_path: Path) -
 
 def test_the_trainer_then_a_frozen_worker_and_a_frozen_engine(tmp_path: Path) -> None:
     held = HeldTraining(tmp_path, updates=12)
-    role = "rollout.advantages=role"
+    role = "algo=reinforce_pp"
     saved = (*OVERRIDES, "run.save_every=4", "run.steps=50")
     overrides = (*saved, "run.heartbeat_timeout_s=10", role, *held.overrides)
     with LiveRun(tmp_path / "run", *overrides) as live:

@@ -88,8 +88,7 @@ def test_ranks_on_cores_are_told_by_their_place_in_the_layout() -> None:
     overrides = [
         "parallel=tp2_pp2",
         "algo.old_logprobs=actor_fwd",
-        "parallel.actor_fwd.cp=2",
-        "parallel.reference.tp=2",
+        "parallel.forward.cp=2",
     ]
     plan = make_plan(load_config(overrides))
     places = {place.name: place.coordinates for place in plan.places}
@@ -97,7 +96,8 @@ def test_ranks_on_cores_are_told_by_their_place_in_the_layout() -> None:
     assert places["engine-0"] == ""
     text = as_text(plan)
     assert "ranks actor-0 (pp0 tp0), actor-1 (pp0 tp1), actor-2 (pp1 tp0)" in text
-    assert "parallel.reference: the algorithm as it is set starts no such role." in text
+    unread = as_text(make_plan(load_config(["parallel.forward.tp=2"])))
+    assert "parallel.forward: the algorithm as it is set starts neither actor_fwd nor the reference." in unread
 
 
 def test_the_batch_in_words() -> None:
@@ -187,7 +187,7 @@ def test_a_sync_and_a_checkpoint_in_bytes() -> None:
         (["~placement.roles.reference"], "placement.roles.reference is not set"),
         (["+placement.roles.critic=1", "placement.nodes=2"], "starts no such role"),
         (
-            ["parallel.reference.tp=2"],
+            ["parallel.forward.tp=2"],
             "dp=1 = 2 ranks, but there are GPUs for 1. Set placement.roles.reference=2.",
         ),
         (["engine.count=3"], "engine.count=3 x engine.tp=1 = 3 GPUs, but rollout has 4. Set engine.count=4."),

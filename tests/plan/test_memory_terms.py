@@ -80,7 +80,7 @@ def test_stages_rows_and_recomputation_by_hand() -> None:
 
 
 def test_forward_roles_have_their_own_layout() -> None:
-    plan = make_plan(load_config(["algo.kl_coef=0.1", "parallel.reference.tp=2", "parallel.reference.dp=2"]))
+    plan = make_plan(load_config(["algo.kl_coef=0.1", "parallel.forward.tp=2", "parallel.forward.dp=2"]))
     assert (holder(plan, "actor").count, holder(plan, "reference").count) == (1, 4)
     whole = phase(plan, "actor", "forward")["weights"]
     assert phase(plan, "reference", "forward")["weights"] == whole // 2

@@ -289,7 +289,6 @@ def test_a_group_alone_has_the_bits_that_it_has_among_others(algorithm: str) -> 
     ("overrides", "in_rollout"),
     [
         *(([f"algo={name}"], True) for name in COMPLETE),
-        (["rollout.advantages=role"], False),
         (["algo.normalize_std=batch"], False),
         (["algo.old_logprobs=actor_fwd"], False),
         (["algo.kl_coef=0.1"], False),

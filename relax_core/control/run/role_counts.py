@@ -43,12 +43,12 @@ def worker_group_layouts(config: RelaxConfig) -> dict[str, Layout]:
     requirements: Requirements = find_algorithm(config.algo.name).requirements(config.algo)
     layouts: dict[str, Layout] = {"actor": config.parallel}
     if requirements.old_logprobs == "actor_fwd":
-        layouts["actor_fwd"] = config.parallel.actor_fwd
+        layouts["actor_fwd"] = config.parallel.forward
     if requirements.reference:
-        layouts["reference"] = config.parallel.reference
+        layouts["reference"] = config.parallel.forward
     return layouts
 
 
 def layout_key(role: str) -> str:
     """Returns the configuration key of the layout of a role of `worker_group_layouts`."""
-    return "parallel" if role == "actor" else f"parallel.{role}"
+    return "parallel" if role == "actor" else "parallel.forward"

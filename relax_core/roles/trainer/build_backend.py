@@ -32,7 +32,7 @@ def role_parallel(config: RelaxConfig, role: str) -> ParallelConfig:
     """Returns the layout of actor, actor_fwd or reference."""
     if role == "actor":
         return config.parallel
-    return forward_parallel(config.parallel, getattr(config.parallel, role))
+    return forward_parallel(config.parallel, config.parallel.forward)
 
 
 def build_role_backend(context: RunContext, role: str, *, rank: int, store_address: str) -> MegatronBackend:

@@ -194,7 +194,7 @@ def agent_player(
 ) -> AgentPlayer:
     """Returns the player of a run's agents, whose groups have ``sampling.n`` episodes."""
     env, agent = cast(TurnsConfig, config.env), config.agent
-    tools, refused = tool_form(prompts.tokenizer, parser=agent.tool_parser, as_text=env.tools_as == "text")
+    tools, refused = tool_form(prompts.tokenizer, as_text=env.tools_as == "text")
     form = SessionForm(
         prompts=prompts,
         requests=SharedRequests(pool, sampling),

@@ -73,7 +73,7 @@ class SessionForm:
     told: set[str] = field(default_factory=set)
 
 
-def tool_form(tokenizer: PromptTokenizer, *, parser: str, as_text: bool) -> tuple[ToolUse, str]:
+def tool_form(tokenizer: PromptTokenizer, *, as_text: bool) -> tuple[ToolUse, str]:
     """Returns how tools are shown and read, and why requests with tools are refused; empty if they are not.
 
     An agent says only in its requests whether it has tools, so a template without them is no mistake of the run.
@@ -81,7 +81,7 @@ def tool_form(tokenizer: PromptTokenizer, *, parser: str, as_text: bool) -> tupl
     try:
         if not as_text:
             check_template_shows_tools(tokenizer)
-        name = tool_parser("hermes" if as_text and parser == AUTO else parser, template=tokenizer.template)
+        name = tool_parser("hermes" if as_text else AUTO, template=tokenizer.template)
     except ValueError as error:
         return ToolUse(parser="none", as_text=as_text), str(error)
     return ToolUse(parser=name, as_text=as_text), ""

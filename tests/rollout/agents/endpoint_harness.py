@@ -161,7 +161,7 @@ def serve(
     """
 
     async def run() -> None:
-        tools, tools_refused = tool_form(tokenizer, parser="auto", as_text=tools_as_text)
+        tools, tools_refused = tool_form(tokenizer, as_text=tools_as_text)
         own = SessionForm(
             prompts=PromptMaker(env=ENV, env_config=None, tokenizer=tokenizer, max_prompt_tokens=context),
             requests=SharedRequests(pool, sampling),

@@ -39,7 +39,6 @@ def agent_settings(**given: Any) -> AgentConfig:
         "workers": 0,
         "timeout_s": LONG_S,
         "history": "continue",
-        "tool_parser": "auto",
     }
     return AgentConfig(**{**defaults, **given})
 
@@ -153,7 +152,7 @@ def played(
     found = Played(records=[], pool=pool)
 
     async def run() -> None:
-        tools, refused = tool_form(tokenizer, parser="auto", as_text=False)
+        tools, refused = tool_form(tokenizer, as_text=False)
         own = SessionForm(
             prompts=PromptMaker(env=ENV, env_config=None, tokenizer=tokenizer, max_prompt_tokens=CONTEXT),
             requests=SharedRequests(pool, SamplingParams(n=1, max_new_tokens=CONTEXT)),  # type: ignore[arg-type]
