@@ -23,46 +23,10 @@ from relax_core.config.options import COMMANDS, group_options, groups
 from relax_core.config.override_words import DOUBLE, SINGLE, SUFFIXES, of_file, quoted
 from relax_core.config.rerun import OPTION
 from relax_core.config.schema_keys import known_keys, section_keys, section_types, types_of, unknown_key, without_null
+from relax_core.config.synonyms import COMMANDS_ELSEWHERE, OPTIONS_ELSEWHERE
 
 if TYPE_CHECKING:
     from hydra.errors import HydraException
-
-# What users of other frameworks choose by these names.
-_ELSEWHERE = {
-    ("mode", "sync on_policy onpolicy synchronous hybrid"): "mode=colocate, or mode=async mode.max_staleness=0",
-    ("mode", "disaggregated off_policy fully_async"): "mode=async",
-    ("algo", "sft dpo kto rm reward_model pretrain"): "Relax trains by reinforcement learning alone. algo=distill "
-    "learns from the log-probs of a teacher",
-    ("algo", "reinforce reinforce++ reinforce_plus_plus"): "algo=reinforce_pp",
-    ("modality", "vision image video audio omni multimodal"): "modality=auto, which reads what data.media_keys names",
-    ("engine", "vllm hf transformers trtllm lmdeploy"): "engine=sglang, or engine=embedded on a CPU",
-    ("placement", "cuda gpus"): "placement=gpu",
-    ("tracker", "tensorboard jsonl none console"): "tracker=default with tracker.tensorboard and tracker.jsonl",
-    (
-        "parallel",
-        "fsdp fsdp2 ddp zero zero3 deepspeed megatron",
-    ): "parallel=dp2, or dp2_sharded with a sharded optimizer; every run trains with Megatron",
-    ("launcher", "ray k8s kubernetes kuberay"): "launcher=ray_job",
-    ("launcher", "sbatch srun"): "launcher=slurm",
-    ("reward", "accuracy rule math_verify gsm8k"): "reward=math, or reward=exact_match",
-    ("data", "gsm8k json jsonl parquet csv hf huggingface dataset"): "data=file data.path=FILE",
-}
-# Words that are commands elsewhere, and what does the same here.
-_COMMANDS_ELSEWHERE = {
-    "help init": "relax --help",
-    "run start launch": "relax [train] [key=value ...]",
-    "eval-model evaluate test": "relax eval MODEL|CHECKPOINT|RUN",
-    "version": "relax --version",
-    "sweep multirun": "relax -m seed=1,2,3",
-    "plan": "relax plan=true",
-    "config": "relax --cfg job",
-    "serve follow logs status": "relax dashboard [FOLDER ...]",
-    "ls": "relax list, or relax dashboard for the runs",
-    "stop kill": "Ctrl-C in the terminal of the run, or kill -TERM PID of its process: it writes a checkpoint and ends",
-    "play": "python -m relax_core.tools.play checkpoint=RUN",
-    "merge convert": "relax export CHECKPOINT OUT",
-    "resume": "relax run.dir=RUN resume=auto, with the keys of the run",
-}
 _NO_PACKAGE = "its first line must be '# @package _global_', so that its groups and keys are those of the whole run."
 _TYPE_WORDS = {
     "Integer": "a whole number",
@@ -151,7 +115,9 @@ def missing_name(what: str, choice: str, options: Iterable[str]) -> str:
     """Returns the message for a choice that does not exist. ``what`` is the typed key, such as algo or engine.name."""
     group = what.removesuffix(".name")
     near = nearest(choice, options, count=1)
-    here = [words for (of, known), words in _ELSEWHERE.items() if of == group and choice.lower() in known.split()]
+    here = [
+        words for (of, known), words in OPTIONS_ELSEWHERE.items() if of == group and choice.lower() in known.split()
+    ]
     if group == "parallel" and (size := re.fullmatch(r"(tp|pp|dp|cp|ep|vpp)(\d+)", choice)):
         here = [f"parallel.{size[1]}={size[2]}"]
     here = [words if words[0].isupper() else f"Here it is {words}" for words in here]
@@ -202,7 +168,7 @@ def _bad_syntax(override: str) -> str:
         return f"{told} No blanks stand around the equals sign: optimizer.lr=1e-4"
     if re.fullmatch(r"[+~]*[\w.]+=.+", override, re.DOTALL):
         return f"{told} {_right_form(override)}"
-    for commands, here in _COMMANDS_ELSEWHERE.items():
+    for commands, here in COMMANDS_ELSEWHERE.items():
         if override in commands.split():
             return f"relax has no command {override!r}. Here it is: {here}"
     key = re.split("[=:]", override)[0].strip("+-")

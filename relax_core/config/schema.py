@@ -158,6 +158,11 @@ class ModeConfig:
     max_staleness: int = MISSING
     on_stale: OnStale = MISSING
 
+    @property
+    def versions_in_flight(self) -> int:
+        """Returns how many weight versions may have sampled the groups that are in flight at one time."""
+        return self.max_staleness + 1
+
 
 @dataclass
 class ElasticConfig:

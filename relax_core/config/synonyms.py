@@ -260,6 +260,42 @@ MEANINGS = (
     Meaning(("reward",), ("reward_model", "custom_reward_function")),
 )
 _BY_NAME = {name: meaning for meaning in MEANINGS for name in meaning.names}
+# What users of other frameworks choose by these names.
+OPTIONS_ELSEWHERE = {
+    ("mode", "sync on_policy onpolicy synchronous hybrid"): "mode=colocate, or mode=async mode.max_staleness=0",
+    ("mode", "disaggregated off_policy fully_async"): "mode=async",
+    ("algo", "sft dpo kto rm reward_model pretrain"): "Relax trains by reinforcement learning alone. algo=distill "
+    "learns from the log-probs of a teacher",
+    ("algo", "reinforce reinforce++ reinforce_plus_plus"): "algo=reinforce_pp",
+    ("modality", "vision image video audio omni multimodal"): "modality=auto, which reads what data.media_keys names",
+    ("engine", "vllm hf transformers trtllm lmdeploy"): "engine=sglang, or engine=embedded on a CPU",
+    ("placement", "cuda gpus"): "placement=gpu",
+    ("tracker", "tensorboard jsonl none console"): "tracker=default with tracker.tensorboard and tracker.jsonl",
+    (
+        "parallel",
+        "fsdp fsdp2 ddp zero zero3 deepspeed megatron",
+    ): "parallel=dp2, or dp2_sharded with a sharded optimizer; every run trains with Megatron",
+    ("launcher", "ray k8s kubernetes kuberay"): "launcher=ray_job",
+    ("launcher", "sbatch srun"): "launcher=slurm",
+    ("reward", "accuracy rule math_verify gsm8k"): "reward=math, or reward=exact_match",
+    ("data", "gsm8k json jsonl parquet csv hf huggingface dataset"): "data=file data.path=FILE",
+}
+# Words that are commands elsewhere, and what does the same here.
+COMMANDS_ELSEWHERE = {
+    "help init": "relax --help",
+    "run start launch": "relax [train] [key=value ...]",
+    "eval-model evaluate test": "relax eval MODEL|CHECKPOINT|RUN",
+    "version": "relax --version",
+    "sweep multirun": "relax -m seed=1,2,3",
+    "plan": "relax plan=true",
+    "config": "relax --cfg job",
+    "serve follow logs status": "relax dashboard [FOLDER ...]",
+    "ls": "relax list, or relax dashboard for the runs",
+    "stop kill": "Ctrl-C in the terminal of the run, or kill -TERM PID of its process: it writes a checkpoint and ends",
+    "play": "python -m relax_core.tools.play checkpoint=RUN",
+    "merge convert": "relax export CHECKPOINT OUT",
+    "resume": "relax run.dir=RUN resume=auto, with the keys of the run",
+}
 
 
 def _letters(name: str) -> str:

@@ -344,7 +344,7 @@ def engine_media_terms(config: RelaxConfig, model: ModelDimensions, work: Worklo
     if model.patches is None or work.media is None:
         return {}
     cost, media, size = model.patches, work.media, engine_bytes(config)
-    prompts = (config.mode.max_staleness + 1) * work.groups + (config.eval.rows if config.eval.every else 0)
+    prompts = config.mode.versions_in_flight * work.groups + (config.eval.rows if config.eval.every else 0)
     features = round(prompts * media.patches) // cost.a_row * cost.features * size
     return {
         "tower features": min(features, find_engine(config.engine.name).feature_mib * MIB),
@@ -361,12 +361,12 @@ def shared_item_bytes(config: RelaxConfig, work: Workload, *, rollout_workers: i
     media = work.media
     if media is None:
         return 0
-    staleness, rollout = config.mode.max_staleness, config.rollout
-    in_flight = round((staleness + 1) * (work.groups + rollout.spare_prompts) * media.nbytes)
+    versions, rollout = config.mode.versions_in_flight, config.rollout
+    in_flight = round(versions * (work.groups + rollout.spare_prompts) * media.nbytes)
     kept = max(rollout_workers * config.modality.cache_mb * MEGABYTE, in_flight)
     if data_rows is None or media.prompts == 0 or not media.items:
         return kept
-    trained = (config.run.steps + staleness) * (work.groups + rollout.spare_prompts)
+    trained = (config.run.steps + versions - 1) * (work.groups + rollout.spare_prompts)
     asked = {"train": min(data_rows, trained), "eval": config.eval.rows if config.eval.every else 0}
     drawn = {split: prompts * media.items for split, prompts in asked.items()}
     files = MEDIA_FILES.get(config.data.task or "", {})

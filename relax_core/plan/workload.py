@@ -94,7 +94,7 @@ def find_workload(config: RelaxConfig, model: ModelDimensions, *, state_tokens: 
     computed = of_update * group_rows + packed.repeated_prompts * prompt
     engine = config.engine
     sample_tokens = min(prompt + new + observed, engine.context_tokens)
-    wanted = (config.mode.max_staleness + 1) * groups * group_size // engine.count
+    wanted = config.mode.versions_in_flight * groups * group_size // engine.count
     if config.eval.every:
         wanted = max(wanted, config.eval.rows // engine.count)
     fitting = max(group_size, engine.max_total_tokens // (sample_tokens + state_tokens))

@@ -39,7 +39,7 @@ def limits_of(config: RelaxConfig) -> Limits:
 def usable_engines(config: RelaxConfig) -> int:
     """Returns how many engines the samples in flight can fill; more of them would have nothing to do."""
     rollout = config.rollout
-    groups = (1 + config.mode.max_staleness) * rollout.prompts_per_step + rollout.spare_prompts
+    groups = config.mode.versions_in_flight * rollout.prompts_per_step + rollout.spare_prompts
     return math.ceil(groups * config.algo.group_size / config.engine.max_running_samples)
 
 

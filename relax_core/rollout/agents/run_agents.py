@@ -23,4 +23,4 @@ def episodes_in_flight(config: RelaxConfig) -> int:
     """Returns how many episodes of one rollout worker may have begun and not been trained."""
     rollout = config.rollout
     groups = -(-(rollout.prompts_per_step + rollout.spare_prompts) // rollout.workers)
-    return (config.mode.max_staleness + 1) * groups * config.algo.group_size
+    return config.mode.versions_in_flight * groups * config.algo.group_size
