@@ -16,7 +16,7 @@ from relax_core.contracts.shown_text import shown_line
 from relax_core.observe.alarm_book import FILE as ALARMS
 from relax_core.observe.event_log import ACTOR, EVAL
 from relax_core.observe.trackers.file_sinks import TEXTS_FILE
-from relax_core.server.foreign_yaml import decode_yaml
+from relax_core.server.order_book import FILE as BOOK
 from relax_core.server.run_folders import (
     BROKEN,
     METRICS,
@@ -31,13 +31,12 @@ from relax_core.server.run_folders import (
     run_name,
     run_standing,
 )
-from relax_core.server.run_reader import CONFIG, MOST_CONFIG, SUMMARY_DECODER
-from relax_core.server.sqlite_files import connect, readable_database
+from relax_core.server.run_ledger import LEDGER, connect, readable_ledger
+from relax_core.server.run_reader import CONFIG, MOST_CONFIG, SUMMARY_DECODER, decode_yaml
 
 LOOK_S = 2.0  # for the files of all runs of one list
-DATABASES = {"ledger.sqlite": ("events", "restores")}
 TAIL_BYTES = 2**18  # of metrics.jsonl, in which the newest figures are looked for
-FILES = (CONFIG, METRICS, TEXTS_FILE, ALARMS, SUMMARY, *DATABASES)
+FILES = (CONFIG, METRICS, TEXTS_FILE, ALARMS, SUMMARY, LEDGER, BOOK)
 
 
 class _Record(msgspec.Struct):
@@ -115,8 +114,8 @@ def _look(run_dir: Path) -> _Look:
                 records = _newest_records(run_dir)
             if not os.access(path, os.R_OK):
                 raise PermissionError("it may not be read")
-            if name in DATABASES and readable_database(run_dir, name) is not None:
-                with closing(connect(path, *DATABASES[name])):
+            if name == LEDGER and readable_ledger(run_dir) is not None:
+                with closing(connect(path, "events", "restores")):
                     pass
         except FileNotFoundError:
             continue

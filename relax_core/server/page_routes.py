@@ -29,17 +29,15 @@ from relax_core.data.media.played_files import played_type
 from relax_core.observe.sample_index import FILTERS
 from relax_core.observe.stragglers import Straggler, straggler_words
 from relax_core.server.guard import Session, refusal_answer
-from relax_core.server.ledger_drops import readable_ledger
 from relax_core.server.listed_runs import ListedRuns
 from relax_core.server.problems import Refusal
 from relax_core.server.run_folders import BROKEN, NotInside, find_runs, reason
-from relax_core.server.run_logs import log_chunk, log_files, search_log
-from relax_core.server.run_processes import process_rows
+from relax_core.server.run_ledger import MOST_ROW_BYTES, QUERY_S, readable_ledger
 from relax_core.server.run_reader import CONFIG, PLAN, RunReader
-from relax_core.server.run_series import MOST_POINTS
+from relax_core.server.run_series import MOST_POINTS, process_rows
+from relax_core.server.run_texts import log_chunk, log_files, search_log
 from relax_core.server.run_timeline import make_timeline
 from relax_core.server.sample_views import SampleViews, picture_file, played_file
-from relax_core.server.sqlite_files import MOST_ROW_BYTES, QUERY_S
 
 STATIC = Path(__file__).parent / "static"
 PULSE_S = 1.0

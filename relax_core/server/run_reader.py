@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import threading
 import time
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
 import msgspec
+import yaml
 
 from relax_core.contracts.foreign_files import decode_json
 from relax_core.contracts.shown_text import shown_line
@@ -18,9 +20,6 @@ from relax_core.observe.alarm_book import NOTICES, Alarm, read_alarms
 from relax_core.observe.event_log import ACTOR
 from relax_core.observe.sample_index import FORMAT, SampleIndex
 from relax_core.observe.sample_log import SAMPLES_FOLDER
-from relax_core.server.batch_lives import SampleLife, batch_lives
-from relax_core.server.foreign_yaml import decode_yaml
-from relax_core.server.ledger_drops import event_counts, take_drops
 from relax_core.server.run_folders import (
     BROKEN,
     MOST_NAME,
@@ -33,6 +32,7 @@ from relax_core.server.run_folders import (
     run_name,
     run_standing,
 )
+from relax_core.server.run_ledger import SampleLife, batch_lives, event_counts, take_drops
 from relax_core.server.run_series import RunSeries
 from relax_core.server.run_texts import RunTexts
 from relax_core.server.run_timeline import event_spans
@@ -44,6 +44,7 @@ END_S = 10.0
 MOST_ALARMS = 50
 MOST_TEXT_BYTES = 2**20  # of a file that is shown as it is
 MOST_CONFIG = 2**18  # bytes of config.yaml
+MOST_NODES, MOST_YAML_DEPTH, MOST_SCALAR = 20_000, 50, 20_000  # of a YAML text
 READ_S = 5.0  # a call reads metrics.jsonl for so long at most
 SAMPLES_LEFT_OUT = f"{SAMPLES_FOLDER} is no folder of the run, so no sample is shown"
 Answer = TypeVar("Answer")
@@ -266,6 +267,56 @@ def cache_folder() -> Path:
     """Returns the folder in the user's cache that keeps the indices of runs."""
     root = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return Path(root) / "relax" / "dashboard"
+
+
+class _YamlLoader(yaml.SafeLoader):
+    """Is yaml's safe loader with bounds; an alias would make a short text a large value."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._nodes = self._depth = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        """Composes the next node. Raises ValueError beyond a bound."""
+        if self.check_event(yaml.AliasEvent):
+            raise ValueError("it has an alias (*name), which no configuration of Relax has")
+        self._nodes += 1
+        self._depth += 1
+        if self._nodes > MOST_NODES or self._depth > MOST_YAML_DEPTH:
+            raise ValueError(f"it has more than {MOST_NODES} nodes, or some deeper than {MOST_YAML_DEPTH}")
+        node = super().compose_node(parent, index)
+        if isinstance(node, yaml.ScalarNode) and len(node.value) > MOST_SCALAR:
+            node.tag = "tag:yaml.org,2002:str"  # no number or time is that long
+        self._depth -= 1
+        return node
+
+
+def decode_yaml(text: str) -> dict[str, Any]:
+    """Returns the mapping that a YAML text is, with text as keys and values of JSON. Raises ValueError."""
+    loader = _YamlLoader(text)
+    try:
+        found = loader.get_single_data()
+    except (yaml.YAMLError, RecursionError, LookupError, TypeError, ArithmeticError) as error:
+        raise ValueError(f"it is no YAML that can be read: {error}") from error
+    finally:
+        loader.dispose()
+    if found is None:
+        return {}
+    if not isinstance(found, dict):
+        raise ValueError("it is no mapping")
+    return {str(key): _plain(value) for key, value in found.items()}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple | set):
+        return [_plain(one) for one in value]
+    if isinstance(value, bytes | datetime.date):
+        return str(value)
+    if isinstance(value, int) and value.bit_length() > 64:
+        return f"a whole number of {value.bit_length()} bits"
+    return value
 
 
 def _at(values: Any, *keys: str) -> Any:

@@ -12,13 +12,13 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, NamedTuple, Protocol
+from typing import Annotated, Any, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
 
 from relax_core.contracts.foreign_files import decode_json
-from relax_core.observe.event_log import ACTOR, EVAL, RANK, RESUMED, ROLLOUT, RUN
+from relax_core.observe.event_log import ACTOR, EVAL, PROCESS, RANK, RESUMED, ROLLOUT, RUN
 from relax_core.server.run_folders import METRICS, open_inside, reason
 
 MOST_POINTS = 2000
@@ -27,6 +27,7 @@ MOST_BYTES = 512 * 2**20  # of the numbers in memory
 RECORD_BYTES, POINT_BYTES = 250, 16
 MOST_TAGS, MOST_TAG = 20_000, 300  # numbers, and characters of a name
 MOST_RESUMES = 1000
+MEMORY = ("memory_mb", "children_memory_mb")  # of a process
 _COUNTS = ("samples", "tokens", "worker")
 _OF_ENGINES = "engine/"  # numbers of the rollout about requests to one engine begin so
 _KEPT: dict[str, Callable[[str], bool]] = {  # source → which of its numbers `Timed` has
@@ -253,6 +254,26 @@ class RunSeries:
     def ended_s(self) -> float | None:
         """Returns when the newest step ended, in Unix seconds."""
         return self._ended[max(self._ended)] if self._ended else None
+
+
+def process_rows(series: RunSeries) -> list[dict[str, Any]]:
+    """Returns for each process its name, its newest numbers by their names, and the most memory that it had, in MB.
+
+    The memory of its children is counted with its own.
+    """
+    found: dict[str, dict[str, float]] = defaultdict(dict)
+    most: dict[str, float] = defaultdict(float)
+    for tag in series.tags():
+        source, _, rest = tag.partition("/")
+        name, _, number = rest.rpartition("/")
+        if source != PROCESS or not name:
+            continue
+        newest = series.newest(tag)
+        if newest is not None:
+            found[name][number] = newest
+        if number in MEMORY:
+            most[name] += max((value for value in series.curve(tag).values if value is not None), default=0.0)
+    return [{"name": name, "numbers": numbers, "most_memory_mb": most[name]} for name, numbers in sorted(found.items())]
 
 
 def thinned(

@@ -1,4 +1,4 @@
-"""Reads texts.jsonl of a run as it grows: the answers of evaluations, by evaluation and by prompt, and stragglers."""
+"""Reads texts.jsonl of a run as it grows, with the answers of evaluations and stragglers, and the run's logs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from relax_core.contracts.foreign_files import decode_json
 from relax_core.observe.event_log import EVAL
 from relax_core.observe.stragglers import STRAGGLER, Straggler, straggler_of_row
 from relax_core.observe.trackers.file_sinks import TEXTS_FILE
-from relax_core.server.run_folders import open_inside, reason
+from relax_core.server.run_folders import files_in, inside, open_inside, reason
 
 READ_BYTES = 32 * 2**20
 REFRESH_S = 5.0  # a call reads for so long at most
@@ -22,6 +22,12 @@ MOST_EVALUATIONS, MOST_STRAGGLERS = 100_000, 10_000
 MOST_SHOWN, MOST_TEXT = 100, 20_000  # rows of an answer, and characters of a text
 Step = Annotated[int, msgspec.Meta(ge=-(2**53), le=2**53)]
 MOST_HISTORY = 64  # evaluations, the newest, in which a prompt is looked up
+
+LOGS = "logs"
+CHUNK = 64 * 2**10
+SEARCHED_BYTES, MOST_FOUND, MOST_LINE = 64 * 2**20, 500, 2000
+MOST_READ_LINE = 2**20  # bytes of a line that are looked at as one
+MOST_FILES = 5000
 
 
 class _Line(msgspec.Struct):
@@ -142,3 +148,52 @@ class RunTexts:
 
 def _shortened(row: dict[str, Any]) -> dict[str, Any]:
     return {name: value[:MOST_TEXT] if isinstance(value, str) else value for name, value in row.items()}
+
+
+# -- logs --------------------------------------------------------------------------------------------------------------
+def log_files(run_dir: Path) -> list[dict[str, Any]]:
+    """Returns name and size in bytes of each log file, at most `MOST_FILES`.
+
+    Left out are links that lead out of the run's folder, what is no plain file, and names that are no text.
+    """
+    found = []
+    for path in files_in(run_dir, LOGS, most=MOST_FILES):
+        try:
+            size = inside(run_dir, LOGS, path.name).stat().st_size
+            path.name.encode()
+        except (OSError, ValueError):  # it is no plain file, or its name is no text
+            continue
+        found.append({"name": path.name, "size": size})
+    return found
+
+
+def log_chunk(run_dir: Path, name: str, start: int | None) -> dict[str, Any]:
+    """Returns at most 64 KiB of text from byte ``start`` on, of the file's end without it, and where it stops.
+
+    A piece ends behind a line unless one line is larger, so a line that is being written comes with a later call.
+    Raises what `inside` raises.
+    """
+    with open_inside(run_dir, LOGS, name) as file:
+        size = os.fstat(file.fileno()).st_size
+        first = max(0, size - CHUNK) if start is None or start > size else max(0, start)
+        file.seek(first)
+        data = file.read(CHUNK)
+    end = data.rfind(b"\n") + 1
+    if not end and len(data) == CHUNK:
+        end = len(data)
+    return {"text": data[:end].decode("utf-8", "replace"), "from": first, "next": first + end, "size": size}
+
+
+def search_log(run_dir: Path, name: str, words: str) -> dict[str, Any]:
+    """Returns the lines that contain ``words``, in any case, of the file's last 64 MiB; at most the last 500."""
+    wanted = words.casefold()
+    found: list[str] = []
+    with open_inside(run_dir, LOGS, name) as file:
+        size = os.fstat(file.fileno()).st_size
+        file.seek(max(0, size - SEARCHED_BYTES))
+        while line := file.readline(MOST_READ_LINE):
+            text = line.decode("utf-8", "replace").rstrip("\n")
+            if wanted in text.casefold():
+                found.append(text[:MOST_LINE])
+                del found[:-MOST_FOUND]
+    return {"text": "\n".join(found), "found": len(found), "size": size}

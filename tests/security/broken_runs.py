@@ -177,12 +177,12 @@ LISTED: dict[str, Breaks] = {
     "ledger_sparse": sparse("ledger.sqlite"),
     "ledger_pipe": instead("ledger.sqlite", os.mkfifo),
     "ledger_wal_pipe": instead("ledger.sqlite-wal", os.mkfifo),
-    "orders_many": orders_many,
     "orders_pipe": instead("operations.jsonl", os.mkfifo),
-    "orders_sparse": sparse("operations.jsonl"),
 }
 # These cost a view of the run, or nothing.
 OTHER: dict[str, Breaks] = {
+    "orders_many": orders_many,
+    "orders_sparse": sparse("operations.jsonl"),
     "ledger_wrong_types": ledger(
         f"{OTHERS} CREATE TABLE events ({COLUMNS});"
         "INSERT INTO events VALUES (1, x'ff00', 7, NULL, 'x', 1e300, 5, 'never');"

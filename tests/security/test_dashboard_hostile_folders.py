@@ -119,6 +119,11 @@ def test_at_least_thirty_kinds_are_listed_beside_the_good_runs(page: Page) -> No
     began = time.monotonic()
     listed = by_folder(page)
     assert time.monotonic() - began < SOON_S
+    while (
+        any(listed[name]["state"] != "unreadable" for name in map(shown_line, LISTED))
+        and time.monotonic() < began + QUESTION_S
+    ):
+        listed = by_folder(page)  # a busy machine looks at some runs for the next list
     assert len(listed) == len(KINDS) + 2
     for name in map(shown_line, LISTED):
         assert listed[name]["state"] == "unreadable", (name, listed[name])

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from relax_core.server.engine_urls import engine_address
+from relax_core.server.order_bodies import engine_address
 from relax_core.server.problems import Refusal
 
 ALLOWED = ["127.0.0.1", "localhost", "10.0.0.7"]
