@@ -19,7 +19,8 @@ def build_client(
     model_folder: Path,
     token_file: Path,
     attached: bool = False,
-    control_timeout_s: float | None = None,
+    request_timeout_s: float = REQUEST_TIMEOUT_S,
+    control_timeout_s: float = SYNC_TIMEOUT_S,
     media_folder: Path | None = None,
     weights_folder: Path | None = None,
 ) -> EngineClient:
@@ -28,7 +29,7 @@ def build_client(
     ``model_folder`` is the folder of the model that the engine serves. ``token_file`` holds the token of engines that
     the run starts. Engines that somebody else started, which ``attached`` or ``engine.urls`` says, have
     ``engine.token_file``, or need no token.
-    ``control_timeout_s`` replaces `SYNC_TIMEOUT_S` if it is given. ``media_folder`` holds the items
+    ``media_folder`` holds the items
     of prompts, which engines that the run attaches to do not see. ``weights_folder`` holds the versions that the run
     publishes.
     """
@@ -44,8 +45,8 @@ def build_client(
         attached=attached,
         engine=engine,
         model_folder=model_folder,
-        request_timeout_s=REQUEST_TIMEOUT_S,
-        control_timeout_s=control_timeout_s or SYNC_TIMEOUT_S,
+        request_timeout_s=request_timeout_s,
+        control_timeout_s=control_timeout_s,
         media_folder=media_folder,
         weights_folder=weights_folder,
     )

@@ -9,7 +9,6 @@ import logging
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -38,8 +37,7 @@ class EngineProbe:
     """Compares the log-probs of engines of one run."""
 
     def __init__(self, context: RunContext) -> None:
-        engine = replace(context.config.engine, request_timeout_s=PROBE_S)
-        self._context = replace(context, config=replace(context.config, engine=engine))
+        self._context = context
 
     def start(self, url: str, *, attached: bool, reference: str) -> Future[str]:
         """Compares the engine at ``url`` with that at ``reference`` in a thread.
@@ -66,7 +64,7 @@ class EngineProbe:
         )
         item = TokensToScore(input_ids=tokens, first=1)
         clients = [
-            engine_client(self._context, one, attached=others, control_timeout_s=PROBE_S)
+            engine_client(self._context, one, attached=others, request_timeout_s=PROBE_S, control_timeout_s=PROBE_S)
             for one, others in ((url, attached), (reference, False))  # engine.urls says whose engines of the start are
         ]
         deadline, last = time.monotonic() + PROBE_S, ""

@@ -13,7 +13,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from relax_core.contracts.engine import EngineUnreachable
+from relax_core.contracts.engine import REQUEST_TIMEOUT_S, SYNC_TIMEOUT_S, EngineUnreachable
 from relax_core.engines.build_client import build_client
 from relax_core.engines.protocol.engine_client import EngineClient
 from relax_core.roles.process.failure import failure_line
@@ -29,12 +29,12 @@ def engine_client(
     *,
     attached: bool = False,
     model_folder: Path | None = None,
-    control_timeout_s: float | None = None,
+    request_timeout_s: float = REQUEST_TIMEOUT_S,
+    control_timeout_s: float = SYNC_TIMEOUT_S,
 ) -> EngineClient:
     """Returns a client with the run's token and deadlines; one with ``attached`` has the key of others' servers.
 
-    ``model_folder`` is that of a teacher's model; the default is the run's. ``control_timeout_s`` replaces
-    SYNC_TIMEOUT_S.
+    ``model_folder`` is that of a teacher's model; the default is the run's.
     """
     return build_client(
         context.config.engine,
@@ -42,6 +42,7 @@ def engine_client(
         model_folder=model_folder or context.model_folder,
         token_file=context.token_file,
         attached=attached,
+        request_timeout_s=request_timeout_s,
         control_timeout_s=control_timeout_s,
         media_folder=context.media_folder,
         weights_folder=context.weights_folder,
