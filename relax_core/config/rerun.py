@@ -27,6 +27,7 @@ from relax_core.config.options import groups
 from relax_core.config.override_words import CommandLine, hydra_words
 from relax_core.config.redaction import as_text, secret_leaves, variable_of
 from relax_core.config.schema import RelaxConfig
+from relax_core.config.schema_keys import REMOVED
 from relax_core.contracts.host.private_folder import private_folder, user_cache
 from relax_core.registry import KINDS, short_name
 
@@ -155,6 +156,7 @@ def rerun_line(words: Sequence[str]) -> CommandLine:
     if "experiment" in chosen:
         raise ConfigError([f"experiment={chosen['experiment']}: {folder} has its own. Give single keys, or drop it."])
     _drop_what_follows(values, chosen)
+    _drop_removed(values)
     typed = {word.lstrip("+~").partition("=")[0] for word in overrides}
     if missing := [key for key in secret_leaves(values) if not _is_typed(key, typed)]:
         file = folder / CONFIG_FILE
@@ -233,6 +235,17 @@ def _drop_what_follows(values: dict[str, Any], chosen: Mapping[str, str]) -> Non
     for key in (*_OF_ITS_START, *chosen):
         values.pop(key, None)
     values["run"].pop("dir", None)
+
+
+def _drop_removed(values: dict[str, Any]) -> None:
+    """Takes out keys that Relax had when the run was saved, so that its checkpoints can be evaluated and exported."""
+    for key in REMOVED:
+        *holders, last = key.split(".")
+        holder: Any = values
+        for name in holders:
+            holder = holder.get(name) if isinstance(holder, dict) else None
+        if isinstance(holder, dict):
+            holder.pop(last, None)
 
 
 def _store(values: Mapping[str, Any]) -> None:

@@ -43,6 +43,8 @@ REMOVED = {
     "notify.repeat_s": f"{_FIXED}, at an hour",
     "notify.restarts_per_hour": f"{_FIXED}, at 3",
     "notify.disk_gib": f"{_FIXED}, at 2 GiB",
+    **dict.fromkeys([f"reward.{part}_weight" for part in ("right", "form", "tool")], "Those of DeepEyes are fixed now"),
+    "reward.max_answer_chars": f"{_FIXED}, at 300",
     "tracker.samples_max_mb": f"{_FIXED}, at 2 GiB",
     **{f"launcher.{one}": f'Use launcher.sbatch=["--{one}=..."]' for one in ("account", "qos", "constraint")},
     "launcher.volume_path": f"{_FIXED}, at /data",

@@ -107,3 +107,10 @@ def test_what_cannot_be_repeated_is_said(folder: Path, tmp_path: Path, capsys: p
     assert "in the run's config.yaml: optimizer.clip_gradient is not a key." in capsys.readouterr().err
     file.write_text(text.replace("urls: []", "urls: ['http://<redacted>@host:1']"))
     assert told(str(folder)) == f"engine.urls is a secret that {file} does not hold. Add engine.urls=..."
+
+
+def test_keys_that_are_gone_are_left_out(folder: Path) -> None:
+    file = folder / "config.yaml"
+    text = file.read_text().replace("\nbus:\n", "\nbus:\n  lease_s: 600.0\n")
+    file.write_text(text.replace("\nparallel:\n", "\nparallel:\n  reference:\n    tp: 2\n"))
+    assert repeated(str(folder)).bus.name == "ray"
