@@ -71,7 +71,7 @@ REASONS = {
     ): "after done(): the comparison has ended",
     ("relax_core/roles/rollout/rollout_worker.py", "RolloutWorker._evaluate"): "after done(): the task has ended",
     ("relax_core/engines/pool/engine_pool.py", "EnginePool._abort"): "after done(): the calls have ended",
-    ("relax_core/engines/pool/fan_out.py", "log_failures"): "a done callback: the calls have ended",
+    ("relax_core/engines/pool/engine_pool.py", "log_failures"): "a done callback: the calls have ended",
     ("relax_core/roles/trainer/weight_sync.py", "_check"): "given calls that have ended",
     ("relax_core/weights/publisher.py", "WeightPublisher.report"): "after done(): the pushes have ended",
     ("relax_core/control/run/serve_deployments.py", "ServeDeployments.error"): "after done(): the deployment has ended",
@@ -156,7 +156,7 @@ REASONS = {
         "EnginePool.generate",
     ): "each share ends with None or its error within timeout_s",
     (
-        "relax_core/engines/sglang/client/sglang_client.py",
+        "relax_core/engines/sglang/sglang_client.py",
         "SglangClient.generate",
     ): "each wave ends with None or its error: holding and streaming have the longest silence",
     (
@@ -167,7 +167,7 @@ REASONS = {
     ("relax_core/engines/embedded/http/generate_route.py", "GenerateRoute._events"): "the same",
     ("relax_core/weights/group.py", "WeightGroup._broadcast"): "the group was made with a deadline",
     ("relax_core/train/hf/hf_weights.py", "_run"): "the trainer's group was made with a deadline",
-    ("relax_core/engines/pool/fan_out.py", "fan_out"): "each call has its engine client's deadlines",
+    ("relax_core/engines/pool/engine_pool.py", "fan_out"): "each call has its engine client's deadlines",
     ("relax_core/control/engines/engine_probe.py", "EngineProbe._compare"): "the same",
     (
         "relax_core/rollout/item_cache.py",

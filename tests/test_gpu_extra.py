@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from relax_core.engines.sglang.version import version_problem
+from relax_core.engines.sglang.sglang_process import version_problem
 
 ROOT = Path(__file__).resolve().parents[1]
 

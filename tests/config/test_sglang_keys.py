@@ -8,7 +8,7 @@ import pytest
 
 from relax_core.config.compose import compose, load_config, typed_config
 from relax_core.config.errors import ConfigError, NotYet
-from relax_core.engines.sglang.checks import version_problems, vision_problems
+from relax_core.engines.sglang.sglang_spec import version_problems, vision_problems
 
 SGLANG = ["engine=sglang", "engine.urls=[http://127.0.0.1:30000]"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from relax_core.engines.embedded.embedded_launch import ROOT
+from relax_core.engines.embedded.embedded_spec import ROOT
 
 
 def test_the_engine_process_loads_no_heavy_library() -> None:

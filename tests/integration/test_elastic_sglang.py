@@ -11,7 +11,7 @@ import pytest
 
 from relax_core.config.compose import load_config
 from relax_core.engines.engine_process import EngineLaunch, EngineProcess
-from relax_core.engines.sglang.client.sglang_client import SglangClient
+from relax_core.engines.sglang.sglang_client import SglangClient
 from relax_core.tools.make_tiny import tiny_model_folder
 from tests.contracts.engine.harness import SGLANG_PYTHON
 from tests.integration.elastic_run import OVERRIDES, ElasticRun
@@ -19,7 +19,7 @@ from tests.integration.live_run import LiveRun
 
 pytestmark = [pytest.mark.sglang, pytest.mark.integration]
 SGLANG = ("engine=sglang", f"engine.python={SGLANG_PYTHON}")
-SERVER = "sglang/server/sglang_process.py"
+SERVER = "sglang/sglang_process.py"
 KEY = "key-of-the-servers"
 
 

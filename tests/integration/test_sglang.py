@@ -44,7 +44,7 @@ def test_a_server_that_is_killed_comes_back_with_the_newest_weights(tmp_path: Pa
     held = HeldTraining(tmp_path, updates=8)
     with LiveRun(tmp_path / "kill", *SGLANG, "run.steps=16", "run.heartbeat_timeout_s=60", *held.overrides) as run:
         run.wait_step(4)
-        run.kill("sglang/server/sglang_process.py")
+        run.kill("sglang/sglang_process.py")
         held.let_go()
         done = run.finish()
     assert done.code == 0, done.output

@@ -33,11 +33,11 @@ from relax_core.engines.protocol.frames import (
     FrameReader,
     Grown,
     StreamEnd,
+    VersionSpan,
     encode_frames,
 )
 from relax_core.engines.protocol.score_calls import TokensToScore
-from relax_core.engines.protocol.version_spans import VersionSpan
-from relax_core.engines.sglang.client.sglang_client import SglangClient
+from relax_core.engines.sglang.sglang_client import SglangClient
 from relax_core.rollout.judges.judge_servers import JudgeRefused, JudgeUrl
 from relax_core.server import gateway_client
 from relax_core.server.gateway_client import GatewayClient, GatewayRefused, GatewayUnreachable

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from relax_core.control.host.lock_file import owned
-from relax_core.engines.sglang.server.scratch import remove_left_scratch
+from relax_core.engines.sglang.scratch import remove_left_scratch
 
 SHARED_MEMORY = Path("/dev/shm")
 FOLDER_PREFIX, WEIGHTS_PREFIX = "rlx-", "relax-"

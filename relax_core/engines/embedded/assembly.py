@@ -8,11 +8,9 @@ from pathlib import Path
 import torch
 
 from relax_core.contracts.media_file import FolderReader
-from relax_core.engines.embedded.http.application import EngineApp
-from relax_core.engines.embedded.http.control_routes import ControlRoutes
+from relax_core.engines.embedded.http.application import ControlRoutes, EngineApp
+from relax_core.engines.embedded.http.generate_body import RequestLimits, RequestMedia
 from relax_core.engines.embedded.http.generate_route import GenerateRoute
-from relax_core.engines.embedded.http.media_body import RequestMedia
-from relax_core.engines.embedded.http.request_bounds import RequestLimits
 from relax_core.engines.embedded.model.decoder_model import LanguageModel
 from relax_core.engines.embedded.model.fused_weights import FusedWeights
 from relax_core.engines.embedded.model.model_config import ModelConfig, read_model_config

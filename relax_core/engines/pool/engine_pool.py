@@ -6,10 +6,22 @@ import asyncio
 import logging
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
@@ -23,19 +35,110 @@ from relax_core.contracts.engine import (
 )
 from relax_core.contracts.media import MediaItem
 from relax_core.engines.pool.engine_watch import LOAD_POLL_S, ClientFor, EngineWatch
-from relax_core.engines.pool.fan_out import fan_out, log_failures
 from relax_core.engines.pool.open_prompts import OpenPrompt, owed_rids, prompt_cost
 from relax_core.engines.pool.prompt_routing import Router
-from relax_core.engines.pool.request_times import RequestTimes
 from relax_core.engines.protocol.engine_client import EngineClient
 from relax_core.engines.protocol.frames import StreamEnd
 from relax_core.engines.protocol.request_body import OnTokens, response_limit
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FanOut(Generic[T]):
+    """Holds a call's outcome: ``answers`` maps engines to answers, ``failures`` maps the others to errors."""
+
+    answers: dict[str, T]
+    failures: dict[str, EngineError]
+
+    def words(self) -> str:
+        """Returns which engines failed, e.g. "1 of 2 engines failed: engine-1: no answer within 60 s", or ""."""
+        if not self.failures:
+            return ""
+        count = len(self.failures) + len(self.answers)
+        return f"{len(self.failures)} of {count} engines failed: " + "; ".join(
+            f"{name}: {why}" for name, why in self.failures.items()
+        )
+
+
+def fan_out(calls: Mapping[str, Callable[[], T]]) -> FanOut[T]:
+    """Makes all calls, each in a thread of its own, and waits for all of them.
+
+    The clients' own deadlines bound the wait. An EngineError is returned as that engine's failure; any other exception
+    is raised.
+    """
+    if not calls:
+        return FanOut(answers={}, failures={})
+    with ThreadPoolExecutor(max_workers=len(calls), thread_name_prefix="fan-out") as threads:
+        outcomes = dict(zip(calls, threads.map(_outcome, calls.values()), strict=True))
+    return FanOut(
+        answers={name: one for name, one in outcomes.items() if not isinstance(one, EngineError)},
+        failures={name: one for name, one in outcomes.items() if isinstance(one, EngineError)},
+    )
+
+
+def log_failures(call: asyncio.Future[FanOut[T]]) -> None:
+    """Logs which engines failed in an abort that has ended."""
+    if not call.cancelled() and call.exception() is None and (words := call.result().words()):
+        log.warning("abort: %s", words)
+
+
+def _outcome(call: Callable[[], T]) -> T | EngineError:
+    try:
+        return call()
+    except EngineError as error:
+        return error
+
+
+@dataclass(slots=True)
+class _Span:
+    began_s: float
+    ended_s: float
+    requests: int = 0
+    samples: int = 0
+
+
+class RequestTimes:
+    """Adds up the requests to each engine that have ended; it belongs to one event loop."""
+
+    def __init__(self) -> None:
+        self._spans: dict[str, _Span] = {}
+
+    @contextmanager
+    def of(self, engine: str, *, samples: int) -> Iterator[None]:
+        """Counts the block as a request to an engine for so many samples, however it ends."""
+        began_s = time.time()
+        try:
+            yield
+        finally:
+            ended_s = time.time()
+            span = self._spans.setdefault(engine, _Span(began_s, ended_s))
+            span.began_s, span.ended_s = min(span.began_s, began_s), max(span.ended_s, ended_s)
+            span.requests += 1
+            span.samples += samples
+
+    def take(self) -> dict[str, float]:
+        """Returns the numbers of each engine whose requests have ended since the last call, as engine/NAME/NUMBER.
+
+        ``span_ms`` is the time from the begin of the first of these requests to the end of the last one, and ``lag_ms``
+        the time from there until now. ``requests`` and ``samples`` count what was asked for.
+        """
+        spans, self._spans = self._spans, {}
+        now_s = time.time()
+        values: dict[str, float] = {}
+        for engine, span in spans.items():
+            values[f"engine/{engine}/span_ms"] = round(1e3 * (span.ended_s - span.began_s), 3)
+            values[f"engine/{engine}/lag_ms"] = round(1e3 * (now_s - span.ended_s), 3)
+            values[f"engine/{engine}/requests"] = float(span.requests)
+            values[f"engine/{engine}/samples"] = float(span.samples)
+        return values
+
 
 OnEnd = Callable[[StreamEnd], None]
 BringMedia = Callable[[int, EngineClient, Sequence[PromptRequest]], Awaitable[None]]
 OnMalformed = Callable[[int, str], Coroutine[Any, Any, None]]
 FRUITLESS_ASKS = 5  # times in a row that an engine may abort a sample unasked and without a new token
-log = logging.getLogger(__name__)
 
 
 def engine_name(engine: int) -> str:

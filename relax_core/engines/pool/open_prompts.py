@@ -11,7 +11,7 @@ import numpy as np
 from relax_core.contracts.engine import Generated, PromptRequest
 from relax_core.contracts.media import MediaItem
 from relax_core.contracts.trees.kept_tokens import KeptTokens
-from relax_core.engines.protocol.routed_experts import read_only, with_joined_experts
+from relax_core.engines.protocol.server_sent_events import read_only, with_joined_experts
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

@@ -13,8 +13,24 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Sequence
 from typing import Any
 
+from relax_core.contracts.media import Media
 from relax_core.engines.pool.open_prompts import OpenPrompt
-from relax_core.engines.protocol.prefix_blocks import prefix_blocks
+
+
+def prefix_blocks(input_ids: Sequence[int], media: Sequence[Media] = (), *, block: int) -> list[int]:
+    """Returns one hash for each whole block of ``block`` tokens; it covers all tokens up to the block's end.
+
+    It covers the digests of the images, videos and sounds of these rows too, because different ones may have equal ids.
+    """
+    blocks: list[int] = []
+    before = 0
+    for start in range(0, len(input_ids) - block + 1, block):
+        end = start + block
+        items = [one.item.digest for one in media if one.start < end and one.end > start]
+        before = hash((before, *input_ids[start:end], *items))
+        blocks.append(before)
+    return blocks
+
 
 PREFIX_BLOCK = 64  # tokens; prefixes are compared in blocks of these
 LONG_PREFIX = 64  # tokens; a shorter common prefix does not decide, because its prefill is fast

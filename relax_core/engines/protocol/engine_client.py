@@ -6,8 +6,10 @@ import asyncio
 import http.client
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -22,6 +24,8 @@ from relax_core.contracts.engine import (
     PauseMode,
     PromptRequest,
     SamplingParams,
+    TensorSpec,
+    WeightManifest,
 )
 from relax_core.engines.protocol.frames import (
     EVENT_STREAM,
@@ -38,6 +42,7 @@ from relax_core.engines.protocol.reply_checks import (
     Loads,
     ModelInfo,
     ResponseCheck,
+    Updated,
     check_times,
     decoded,
     plain_words,
@@ -47,10 +52,95 @@ from relax_core.engines.protocol.reply_checks import (
 from relax_core.engines.protocol.request_body import OnTokens, OtherPrompt, checked_prompt_tokens, generate_body
 from relax_core.engines.protocol.score_calls import TokenScores, TokensToScore, most_bytes, read_scores, score_body
 from relax_core.engines.protocol.server_sent_events import UNKNOWN_VERSION, EventReader, Told
-from relax_core.engines.protocol.weight_calls import WeightCalls
+from relax_core.weights.transports.base import WeightGroupAddress
 
 if TYPE_CHECKING:
     import aiohttp
+
+
+class WeightCalls(ABC):
+    """Implements `WeightReceiver` for the embedded engine."""
+
+    group_ranks = 1
+
+    @abstractmethod
+    def _call(
+        self, method: str, route: str, payload: Any = None, *, needs: type[msgspec.Struct] | None = None
+    ) -> dict[str, Any]: ...
+
+    def update_weights(self, manifest: WeightManifest) -> dict[str, Any]:
+        """Loads a published version from shared memory; returns once it is served.
+
+        The answer has ``weight_version``, ``digest`` and ``stall_ms``.
+        """
+        return self._call("POST", "/update_weights_from_shared_memory", manifest, needs=Updated)
+
+    def update_weights_from_disk(self, manifest: WeightManifest) -> dict[str, Any]:
+        """Loads a published version from its folder, which is read as a Hugging Face model.
+
+        The answer has the fields of `update_weights`. SGLang's route carries one digest of one file, so that a version
+        with frozen tensors is read by its manifest, from the same folder.
+        """
+        if manifest.frozen is not None:
+            return self.update_weights(manifest)
+        folder = str(Path(manifest.path).parent)
+        body = {"model_path": folder, "weight_version": str(manifest.version), "digest": manifest.digest}
+        return self._call("POST", "/update_weights_from_disk", body, needs=Updated)
+
+    def join_weight_group(self, address: WeightGroupAddress) -> dict[str, Any]:
+        """Joins the group as ranks 1 to ``group_ranks``; returns once all ranks have joined."""
+        body = group_body(address) | {"timeout_s": address.timeout_s}
+        return self._call("POST", "/init_weights_update_group", body)
+
+    def leave_weight_group(self, name: str) -> dict[str, Any]:
+        """Leaves the group of this name."""
+        return self._call("POST", "/destroy_weights_update_group", {"group_name": name})
+
+    def begin_weight_update(self) -> dict[str, Any]:
+        """Opens a session; the tensors of a session that is still open are thrown away."""
+        return self._call("POST", "/begin_weight_update", {})
+
+    def receive_weights(self, tensors: Sequence[TensorSpec], *, group: str, version: int) -> dict[str, Any]:
+        """Receives one broadcast of the group's rank 0: the bytes of ``tensors``, one after the other."""
+        body = tensors_body(tensors, group=group) | {"weight_version": str(version)}
+        return self._call("POST", "/update_weights_from_distributed", body)
+
+    def abandon_weight_update(self) -> dict[str, Any]:
+        """Ends a failed session.
+
+        The embedded engine needs no call for it: it serves its old weights until a session succeeds, and the next
+        session throws away what came in.
+        """
+        return {}
+
+    def end_weight_update(self, *, version: int, digest: str) -> dict[str, Any]:
+        """Ends the session and serves its weights. Raises EngineError if they have another digest."""
+        body = {"weight_version": str(version), "digest": digest}
+        return self._call("POST", "/end_weight_update", body, needs=Updated)
+
+
+def group_body(address: WeightGroupAddress) -> dict[str, Any]:
+    """Returns SGLang's body of /init_weights_update_group."""
+    return {
+        "master_address": address.address,
+        "master_port": address.port,
+        "rank_offset": 1,
+        "world_size": address.world_size,
+        "group_name": address.name,
+        "backend": address.backend,
+    }
+
+
+def tensors_body(tensors: Sequence[TensorSpec], *, group: str) -> dict[str, Any]:
+    """Returns SGLang's body of /update_weights_from_distributed: one broadcast of all ``tensors``."""
+    return {
+        "names": [spec.name for spec in tensors],
+        "dtypes": [spec.dtype for spec in tensors],
+        "shapes": [spec.shape for spec in tensors],
+        "group_name": group,
+        "load_format": "flattened_bucket",
+    }
+
 
 CONNECT_S = 5.0  # an engine is on this host or in this rack, so a connection that takes longer will not succeed
 CONTROL_BYTES = 16 << 20  # most bytes of the reply to a control call
@@ -477,3 +567,24 @@ def _message(body: bytes) -> str:
             return str(error["message"])
         return str(error)
     return str(found)
+
+
+RETRY_S = 0.5
+
+
+def wait_ready(client: EngineClient, *, timeout_s: float) -> None:
+    """Waits until the server is ready.
+
+    Raises EngineError if it is not ready within ``timeout_s`` seconds, or refuses the token.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            if client.ready():
+                return
+            words = f"engine {client.url} is not ready"
+        except EngineUnreachable as error:
+            words = str(error)
+        if time.monotonic() > deadline:
+            raise EngineError(f"engine.urls: no server for {timeout_s:g} s: {words}")
+        time.sleep(RETRY_S)

@@ -6,7 +6,7 @@ frames in one write. An end frame closes the stream.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
 import msgspec
@@ -14,7 +14,38 @@ import numpy as np
 
 from relax_core.contracts.engine import FinishReason, Generated
 from relax_core.contracts.trees.kept_tokens import KeptTokens
-from relax_core.engines.protocol.version_spans import VersionSpan, token_versions
+
+_INT32 = np.dtype("<i4")
+_INT32_MAX = np.iinfo(_INT32).max
+
+
+class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
+    """Says that weight version ``version`` generated the tokens ``[start, end)`` of a response."""
+
+    start: int
+    end: int
+    version: int
+
+
+def token_versions(spans: Sequence[VersionSpan], *, tokens: int) -> np.ndarray:
+    """Returns the weight version of each token, read-only int32 ``[tokens]``.
+
+    A span may be empty: SGLang sends one if a version computed the prompt and no token. Raises ValueError if the spans
+    leave a token out or name one twice.
+    """
+    end, parts = 0, []
+    for span in spans:
+        if not span.start == end <= span.end <= tokens:
+            break
+        end = span.end
+        if not -1 <= span.version <= _INT32_MAX:
+            raise ValueError(f"weight version {span.version}")
+        parts.append(span.version.to_bytes(4, "little", signed=True) * (end - span.start))
+    if end != tokens or len(parts) != len(spans):
+        found = [(span.start, span.end) for span in spans]
+        raise ValueError(f"weight_versions name the tokens {found}, but the response has {tokens} tokens")
+    return np.frombuffer(b"".join(parts), dtype=_INT32)
+
 
 MSGPACK = "application/msgpack"
 EVENT_STREAM = "text/event-stream"

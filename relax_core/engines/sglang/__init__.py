@@ -1,4 +1,4 @@
-"""Uses SGLang as an engine: a server process that the run starts and watches, or one that a user runs.
+"""Uses SGLang as an engine: a server process that the run starts and watches, or a server of somebody else.
 
-Start reading in ``client/sglang_client.py`` for requests, in ``server/sglang_process.py`` for the process.
+Start reading in ``sglang_client.py`` for requests, in ``sglang_process.py`` for the process.
 """

@@ -1,21 +1,239 @@
-"""Describes SGLang as a kind of engine."""
+"""Describes SGLang as a kind of engine: command line, environment, checks, and servers that the run attaches to."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from relax_core.config.engine_checks import sglang_problems
-from relax_core.contracts.engine_kind import EngineServer, EngineSpec
-from relax_core.engines.sglang.checks import file_problems, version_problems
-from relax_core.engines.sglang.server.sglang_launch import DEFAULT_FEATURE_MIB, command, environment
+from relax_core.config.engine_checks import MASK_TOKENS, sglang_file_problems, sglang_problems
+from relax_core.config.errors import NotYet
+from relax_core.config.model_checks import family_of_run
+from relax_core.config.schema import RelaxConfig, RolloutConfig
+from relax_core.contracts.engine import EngineError
+from relax_core.contracts.engine_kind import EngineServer, EngineSpec, EngineStart
+from relax_core.contracts.host.private_folder import set_compile_cache
+from relax_core.engines.protocol.engine_client import EngineClient, wait_ready
+from relax_core.engines.sglang.media.placed_items import MEDIA_FOLDER, VISION_FOLDER
+from relax_core.engines.sglang.sglang_process import version_problem
+from relax_core.engines.sglang.sglang_weight_calls import LOADER
+from relax_core.families.folder import audio_tower, vision_tower
+from relax_core.families.hf_config import read_hf_config
 
 if TYPE_CHECKING:
-    from relax_core.engines.sglang.client.sglang_client import SglangClient
+    from relax_core.engines.sglang.sglang_client import SglangClient
+
+MEDIA_PACKAGE = "relax_core.engines.sglang.media"
+SERVER = Path(__file__).with_name("sglang_process.py")
+# With a context of C tokens SGLang refuses prompts of C - 6 tokens or more, and a prompt of P tokens gets at most
+# C - P - 2 new tokens.
+SPARE_TOKENS = 7
+FEATURE_MIB = "SGLANG_VLM_CACHE_SIZE_MB"
+DEFAULT_FEATURE_MIB = 100
+
+
+def command(launch: EngineStart) -> list[str]:
+    """Returns the command line of an SGLang server."""
+    engine = launch.engine
+    flags: dict[str, object] = {
+        "model-path": launch.model_folder,
+        "host": engine.host,
+        "port": launch.port,
+        "dtype": launch.dtype,
+        "tp-size": engine.tp,
+        "max-running-requests": engine.max_running_samples,
+        "max-total-tokens": engine.max_total_tokens + SPARE_TOKENS,
+        "context-length": engine.context_tokens + SPARE_TOKENS,
+        "custom-weight-loader": [LOADER],
+        "skip-tokenizer-init": not launch.stop_strings,
+        "incremental-streaming-output": True,
+        "enable-return-routed-experts": launch.return_routed_experts,
+        "enable-deterministic-inference": bool(engine.deterministic),
+        "log-level": "warning",
+    }
+    if engine.tp > 1 and launch.shard_media and _can_deal_items(launch.model_folder):
+        flags["mm-enable-dp-encoder"] = True
+    if engine.mem_fraction is not None:
+        flags["mem-fraction-static"] = engine.mem_fraction
+    if launch.load_weights:
+        _check_head(launch.model_folder)
+        flags["weight-version"] = "0"
+    else:
+        flags["load-format"] = "dummy"
+    words = flag_words(flags | engine.flags)
+    own = ["--token-file", str(launch.token_file)]
+    if launch.listener is not None:
+        own += ["--listener", str(launch.listener)]
+    return [engine.python or sys.executable, "-P", str(SERVER), *own, *words]
+
+
+def _check_head(folder: Path) -> None:
+    """Raises EngineError for a tied output layer that SGLang cannot read from the folder.
+
+    Relax's loader supplies it for weights that the trainer sends, but not for those that SGLang reads itself.
+    """
+    config = read_hf_config(folder)
+    if config.get("model_type") == "qwen3_moe" and config.get("tie_word_embeddings"):
+        raise EngineError(f"{folder}: SGLang's Qwen3-MoE has no tied head. Use a model with a head of its own.")
+
+
+def _can_deal_items(folder: Path) -> bool:
+    """Returns True if SGLang's tensor-parallel ranks can share the images and videos of a model.
+
+    The vision tower of Qwen3-Omni is split over the ranks in SGLang 0.5.23 even where images are dealt to them, so that
+    ranks would wait for each other.
+    """
+    return vision_tower(folder) is not None and audio_tower(folder) is None
+
+
+def environment(launch: EngineStart) -> dict[str, str]:
+    """Returns the environment of an SGLang server, which must not download anything."""
+    given = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+    set_compile_cache(given)
+    return {
+        **given,
+        "OMP_NUM_THREADS": str(launch.engine.threads),
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "HF_HUB_OFFLINE": "1",
+        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # for SPARE_TOKENS; no position past the model's is used
+        **({"GLOO_SOCKET_IFNAME": "lo"} if launch.engine.host.startswith("127.") else {}),
+        "PYTHONUNBUFFERED": "1",
+        **_media_environment(launch),
+    }
+
+
+def _media_environment(launch: EngineStart) -> dict[str, str]:
+    """Returns what a model with a vision tower needs; SGLang then uses Relax's processor of images and videos.
+
+    On large Hopper GPUs SGLang 0.5.23 keeps no tower features of a Qwen3-VL unless the size of their cache is set,
+    because it expects that every image is used once. A group uses its images once for each answer.
+    """
+    if vision_tower(launch.model_folder) is None:
+        return {}
+    return {
+        "SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE": MEDIA_PACKAGE,
+        VISION_FOLDER: str(launch.model_folder),
+        FEATURE_MIB: os.environ.get(FEATURE_MIB, str(DEFAULT_FEATURE_MIB)),
+        MEDIA_FOLDER: "" if launch.media_folder is None else str(launch.media_folder),
+    }
+
+
+def flag_words(flags: Mapping[str, object]) -> list[str]:
+    """Returns ``["--tp-size=2", "--trust-remote-code"]`` for ``{"tp-size": 2, "trust-remote-code": True}``.
+
+    A flag that is false is left out. A list follows its flag as several words.
+    """
+    words: list[str] = []
+    for name, value in flags.items():
+        option = "--" + name.replace("_", "-")
+        if isinstance(value, bool):
+            words += [option] if value else []
+        elif isinstance(value, list):
+            words += [option, *map(str, value)]
+        else:
+            words.append(f"{option}={value}")
+    return words
+
+
+PYTHON_S = 60.0  # An interpreter says within this which SGLang it has.
+
+
+VISION_FAMILIES = ("qwen3_vl", "qwen3_vl_moe", "qwen3_omni_moe")  # those for which Relax has a processor inside SGLang
+
+
+def file_problems(config: RelaxConfig) -> Iterator[str]:
+    """Yields files that cannot be used, and a model that SGLang cannot serve, wherever the run starts."""
+    yield from sglang_file_problems(config)
+    yield from vision_problems(config)
+
+
+def vision_problems(config: RelaxConfig) -> Iterator[str]:
+    """Yields a sentence for a model with a vision tower that Relax cannot serve with SGLang, whatever it trains on.
+
+    A family that cannot be found yields none, because the checks of the model report it.
+    """
+    family = family_of_run(config)
+    if family is not None and family.delta_net is not None:
+        yield NotYet(
+            f"model.family={family.name} with engine=sglang: SGLang's model of this family needs operators that its "
+            "CPU build lacks, and Relax has no processor for it. Use engine=embedded."
+        )
+    elif family is not None and family.vision is not None and family.name not in VISION_FAMILIES:
+        yield (
+            f"model.family={family.name} with engine=sglang: of the models that see it serves "
+            f"{', '.join(VISION_FAMILIES)} only. Use engine=embedded."
+        )
+
+
+def version_problems(config: RelaxConfig) -> Iterator[str]:
+    """Yields a sentence for an interpreter without SGLang, or with one that is not supported."""
+    engine = config.engine
+    if engine.urls or (engine.python is not None and not os.access(engine.python, os.X_OK)):
+        return  # Nothing is started, or the check of files has said so.
+    python = engine.python or sys.executable
+    ask = "from importlib.metadata import version; print(version('sglang'))"
+    found = subprocess.run([python, "-P", "-c", ask], capture_output=True, text=True, timeout=PYTHON_S, check=False)
+    if found.returncode != 0:
+        yield NotYet(
+            f"engine=sglang: {python} has no SGLang. On a machine with GPUs: pip install '.[gpu]'. On a CPU: "
+            "make sglang-cpu, and engine.python=.venv-sglang/bin/python."
+        )
+    elif (problem := version_problem(found.stdout.strip())) is not None:
+        yield f"engine.python={python}: {problem}"
+
+
+def check_server(client: EngineClient, *, timeout_s: float, rollout: RolloutConfig) -> str:
+    """Waits until the server is ready and returns its version.
+
+    Raises EngineError if the version is not supported, the server refuses the token, it is not ready within
+    ``timeout_s`` seconds, or it cannot sample as ``rollout`` says.
+    """
+    wait_ready(client, timeout_s=timeout_s)
+    info = client.server_info()
+    version = str(info.get("version", "of no known version"))[:40]
+    problem = version_problem(version) or truncation_problem(info, rollout) or stop_problem(info, rollout)
+    if problem is not None:
+        raise EngineError(f"engine {client.url}: {problem}")
+    return version
+
+
+def stop_problem(info: Mapping[str, Any], rollout: RolloutConfig) -> str | None:
+    """Returns why the server cannot find the stop strings of ``rollout``, or None if it can."""
+    if rollout.stop and info.get("skip_tokenizer_init"):
+        return (
+            "it was started with --skip-tokenizer-init, so it cannot look for rollout.stop. Start it without this "
+            "flag, or drop rollout.stop."
+        )
+    return None
+
+
+def truncation_problem(info: Mapping[str, Any], rollout: RolloutConfig) -> str | None:
+    """Returns why the server cannot return kept sets or cannot sample under min_p, or None if it can.
+
+    ``info`` holds the settings that the server was started with.
+    """
+    most = info.get("sampling_mask_max_tokens", MASK_TOKENS)
+    if not isinstance(most, int):
+        return f"its sampling_mask_max_tokens={str(most)[:40]!r} is no number."
+    if rollout.truncates and rollout.top_k > most:
+        return (
+            f"rollout.top_k={rollout.top_k}, but it returns at most {most} kept tokens. Lower rollout.top_k, or start "
+            f"it with --sampling-mask-max-tokens={rollout.top_k}."
+        )
+    if rollout.min_p > 0.0 and info.get("enable_deterministic_inference"):
+        return (
+            f"rollout.min_p={rollout.min_p:g}, but it was started with --enable-deterministic-inference and cannot "
+            "draw by seed under min_p. Start it without this flag, or use rollout.min_p=0."
+        )
+    return None
 
 
 def _client(server: EngineServer) -> SglangClient:
     from relax_core.engines.protocol.stop_strings import StopTable
-    from relax_core.engines.sglang.client.sglang_client import SglangClient
+    from relax_core.engines.sglang.sglang_client import SglangClient
     from relax_core.families.hf_config import language_values, read_hf_config
 
     return SglangClient(
@@ -34,7 +252,7 @@ def _client(server: EngineServer) -> SglangClient:
 
 
 def _attach(client: SglangClient, timeout_s: float, rollout: Any) -> None:
-    from relax_core.engines.sglang.client.attached_server import check_server
+    from relax_core.engines.sglang.sglang_spec import check_server
 
     check_server(client, timeout_s=timeout_s, rollout=rollout)
     client.forget_weights()  # They are another run's, or those of this run before it was taken back to a checkpoint.

@@ -11,6 +11,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -21,13 +22,58 @@ from relax_core.engines.engine_process import EngineKilled, EngineLaunch, Engine
 from relax_core.engines.http_server.held_port import HeldPort
 from relax_core.engines.protocol.engine_client import EngineClient
 from relax_core.roles.engine.engine_directory import engine_client
-from relax_core.roles.engine.engine_health import EngineHealth, how_it_ended
 from relax_core.roles.process.process_placement import node_address, node_id
 from relax_core.roles.process.role_context import RunContext
 from relax_core.roles.process.worker import EngineReport, Worker, WorkerStatus
 from relax_core.weights.version_folder import PublishedUnreadable, read_latest, read_pushed, reading
 
+ASK_S = 1.0
 log = logging.getLogger(__name__)
+
+
+class EngineHealth:
+    """Asks one engine process for its health once a second, in its own thread, because the owner's calls may take long.
+
+    ``kill`` is called once, after ``timeout_s`` seconds without an answer; `frozen_s` then holds the number of seconds.
+    """
+
+    def __init__(self, client: EngineClient, *, timeout_s: float, kill: Callable[[], None]) -> None:
+        self.frozen_s: float | None = None
+        self._client = client
+        self._timeout_s = timeout_s
+        self._kill = kill
+        self._ended = threading.Event()
+        threading.Thread(target=self._watch, name="engine-health", daemon=True).start()
+
+    def end(self) -> None:
+        """Ends the thread; call it when the process has exited or is about to."""
+        self._ended.set()
+
+    def _watch(self) -> None:
+        answered = time.monotonic()
+        while not self._ended.wait(ASK_S):
+            try:
+                self._client.ready()
+                answered = time.monotonic()
+            except EngineError as error:
+                if not isinstance(error, EngineUnreachable):  # the engine has answered with an error
+                    answered = time.monotonic()
+                    log.warning("%s", error)
+                    continue
+                silent_s = time.monotonic() - answered
+                if silent_s >= self._timeout_s and not self._ended.is_set():
+                    self.frozen_s = silent_s
+                    self._kill()
+                    break
+        self._client.close()
+
+
+def how_it_ended(code: int, *, frozen_s: float | None) -> str:
+    """Returns how a process with this exit code ended, as a predicate; negative exit codes are signals."""
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    return how if frozen_s is None else f"froze (no answer for {frozen_s:.0f} s) and {how}"
+
+
 WATCH_S = 0.25  # how often the owner checks its engine, and how late a new engine may get weights
 LOAD_S = 1.0  # how often it asks for the load
 

@@ -12,13 +12,11 @@ from relax_core.contracts.engine import SILENT_S, SYNC_TIMEOUT_S, Generated, Pro
 from relax_core.contracts.judging.judge import JudgedInput
 from relax_core.contracts.media import MediaItem
 from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput, RewardSpec
-from relax_core.engines.pool.engine_pool import BringMedia, EnginePool, OnEnd, OnMalformed
+from relax_core.engines.pool.engine_pool import BringMedia, EnginePool, OnEnd, OnMalformed, RequestTimes
 from relax_core.engines.pool.engine_watch import ClientFor
-from relax_core.engines.pool.request_times import RequestTimes
 from relax_core.engines.protocol.request_body import OnTokens
 from relax_core.observe.event_log import EventWriter
-from relax_core.roles.engine.engine_directory import EngineDirectory
-from relax_core.roles.engine.engine_media import engine_media
+from relax_core.roles.engine.engine_directory import EngineDirectory, engine_media
 from relax_core.roles.process.role_context import RunContext
 from relax_core.roles.process.traced_bus import Waiting
 from relax_core.rollout.judges.judge_pool import JudgePool, check_judges

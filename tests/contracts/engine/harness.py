@@ -22,7 +22,7 @@ from relax_core.engines.engine_process import EngineLaunch, EngineProcess
 from relax_core.engines.protocol.engine_client import EngineClient
 from relax_core.engines.protocol.frames import StreamEnd
 from relax_core.engines.protocol.stop_strings import StopTable
-from relax_core.engines.sglang.client.sglang_client import SglangClient
+from relax_core.engines.sglang.sglang_client import SglangClient
 from relax_core.weights.version_file import write_weights
 
 ROOT = Path(__file__).resolve().parents[3]

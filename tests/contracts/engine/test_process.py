@@ -18,7 +18,7 @@ import pytest
 
 from relax_core.contracts.engine import EngineError, EngineUnreachable, SamplingParams
 from relax_core.control.host.process_trees import EXITED, process_state
-from relax_core.engines.embedded.embedded_launch import ROOT
+from relax_core.engines.embedded.embedded_spec import ROOT
 from relax_core.engines.engine_process import EngineLaunch, EngineProcess
 from relax_core.engines.protocol.engine_client import EngineClient
 from tests.contracts.engine.harness import TOKEN, Engine, long_request, prompts_of

@@ -19,8 +19,8 @@ import torch
 from relax_core.config.compose import load_config
 from relax_core.contracts.engine import EngineError, SamplingParams
 from relax_core.engines.engine_process import EngineLaunch, EngineProcess
-from relax_core.engines.sglang.client.attached_server import check_server
-from relax_core.engines.sglang.client.sglang_client import SglangClient
+from relax_core.engines.sglang.sglang_client import SglangClient
+from relax_core.engines.sglang.sglang_spec import check_server
 from tests.contracts.engine.harness import (
     ROOT,
     TOKEN,

@@ -25,7 +25,7 @@ MESSAGES = [
 
 def main(root: str, given: str, answer: str) -> None:
     sys.path.insert(0, root)
-    from relax_core.engines.sglang.cpu.shims import install
+    from relax_core.engines.sglang.server_changes import install
 
     install()
     import torch

@@ -12,9 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relax_core.contracts.engine import Generated, PromptRequest
-from relax_core.engines.protocol.frames import Experts, Finished, FrameReader, StreamEnd, StreamFailure, encode_frames
+from relax_core.engines.protocol.frames import (
+    Experts,
+    Finished,
+    FrameReader,
+    StreamEnd,
+    StreamFailure,
+    VersionSpan,
+    encode_frames,
+)
 from relax_core.engines.protocol.server_sent_events import UNKNOWN_VERSION, EventReader, Told
-from relax_core.engines.protocol.version_spans import VersionSpan
 from tests.responses import check_arrays
 
 PROMPTS = [

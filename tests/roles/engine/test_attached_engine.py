@@ -15,9 +15,8 @@ from relax_core.contracts.engine import EngineError
 from relax_core.engines.engine_process import EngineLaunch
 from relax_core.preflight import settle
 from relax_core.roles.engine import attached_engine
-from relax_core.roles.engine.attached_engine import AttachedEngineOwner
+from relax_core.roles.engine.attached_engine import AttachedEngineOwner, held_server
 from relax_core.roles.engine.engine_fit import engine_needs, fit_problem
-from relax_core.roles.engine.held_server import held_server
 from relax_core.weights.engine_members import EngineMember, write_members
 from relax_core.weights.publisher import WeightPublisher
 from relax_core.weights.transports.choice import DiskTransport

@@ -11,9 +11,9 @@ import threading
 import pytest
 
 from relax_core.engines.protocol.engine_client import EngineClient
-from relax_core.engines.sglang.client.sglang_client import SglangClient
-from relax_core.roles.engine import engine_health
-from relax_core.roles.engine.engine_health import EngineHealth, how_it_ended
+from relax_core.engines.sglang.sglang_client import SglangClient
+from relax_core.roles.engine import engine_owner as engine_health
+from relax_core.roles.engine.engine_owner import EngineHealth, how_it_ended
 
 FROZEN_S = 4.0  # a machine may stand still for a while, and nobody is frozen
 

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from relax_core.contracts.engine import EngineError
-from relax_core.roles.engine.held_server import held_server, marks_folder
+from relax_core.roles.engine.attached_engine import held_server, marks_folder
 
 URL = "http://127.0.0.1:30000"
 HOLD = f"""
 from pathlib import Path
-from relax_core.roles.engine.held_server import held_server
+from relax_core.roles.engine.attached_engine import held_server
 with held_server({URL!r}, run_dir=Path("runs/of_another_process")):
     print("held", flush=True)
     input()

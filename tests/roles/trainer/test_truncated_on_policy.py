@@ -23,7 +23,7 @@ from relax_core.contracts.reward import RewardOutput
 from relax_core.contracts.tree import group_uid
 from relax_core.engines.engine_process import EngineLaunch, EngineProcess
 from relax_core.engines.protocol.engine_client import EngineClient
-from relax_core.engines.sglang.client.sglang_client import SglangClient
+from relax_core.engines.sglang.sglang_client import SglangClient
 from relax_core.registry import find_algorithm, names
 from relax_core.roles.process.role_context import RunContext
 from relax_core.roles.trainer.reference_logprobs import ActorFwdWorker, ReferenceWorker

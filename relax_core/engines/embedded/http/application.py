@@ -1,13 +1,343 @@
-"""Routes requests to their handlers as one ASGI application, checks the bearer token, and answers refusals as JSON."""
+"""Routes requests to their handlers as one ASGI application, and answers every route except /generate."""
 
 from __future__ import annotations
 
+import asyncio
 import hmac
+import re
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, Literal, TypeVar
 
-from relax_core.engines.embedded.http.control_routes import ControlRoutes
+import msgspec
+
+from relax_core.contracts.engine import PauseMode, WeightManifest
 from relax_core.engines.embedded.http.generate_route import GenerateRoute
+from relax_core.engines.embedded.model.weight_updates import WeightUpdates
+from relax_core.engines.embedded.scheduler.scheduler import NOTHING_ATTESTED, Scheduler
+from relax_core.engines.embedded.scheduler.token_sampler import NonFiniteLogits
+from relax_core.engines.embedded.scheduler.token_scoring import ScoreItem
 from relax_core.engines.http_server import asgi
-from relax_core.engines.http_server.asgi import ClientDisconnected, HttpError, Receive, Scope, Send
+from relax_core.engines.http_server.asgi import ClientDisconnected, HttpError, Receive, Scope, Send, clipped
+from relax_core.weights.transports.base import WeightGroupAddress
+
+GROUP_TIMEOUT_S = 60.0  # how long a gloo group waits for its ranks and for a broadcast
+MAX_GROUP_TIMEOUT_S = 3600.0
+MAX_NAME = 256  # characters
+MAX_PATH = 4096  # characters, as in Linux
+MAX_VERSION = (1 << 63) - 1
+HOST = re.compile(r"[0-9A-Za-z._:%-]{1,253}")
+
+S = TypeVar("S", bound=msgspec.Struct)
+
+
+class AbortBody(msgspec.Struct):
+    """Holds the body of /abort_request: the ``rid`` of one prompt, or ``abort_all``."""
+
+    rid: str = ""
+    abort_all: bool = False
+
+
+class PauseBody(msgspec.Struct):
+    """Holds the body of /pause_generation."""
+
+    mode: PauseMode = "abort"
+
+
+class DiskBody(msgspec.Struct):
+    """Holds the body of /update_weights_from_disk; an empty ``digest`` is not compared."""
+
+    model_path: str
+    weight_version: str | int
+    digest: str = ""
+
+
+class DistributedBody(msgspec.Struct):
+    """Holds the body of /update_weights_from_distributed: one broadcast of the bytes of all named tensors."""
+
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+    group_name: str
+    load_format: Literal["flattened_bucket"]
+
+
+class EndBody(msgspec.Struct):
+    """Holds the body of /end_weight_update; an empty ``digest`` is not compared."""
+
+    weight_version: str | int
+    digest: str = ""
+
+
+class GroupBody(msgspec.Struct):
+    """Holds the body of /destroy_weights_update_group."""
+
+    group_name: str
+
+
+class InitGroupBody(msgspec.Struct):
+    """Holds the body of /init_weights_update_group; ``rank_offset`` is the engine's rank in the group."""
+
+    master_address: str
+    master_port: int
+    rank_offset: int
+    world_size: int
+    group_name: str
+    backend: str = "gloo"
+    timeout_s: float = GROUP_TIMEOUT_S
+
+
+class VersionBody(msgspec.Struct):
+    """Holds the body of /update_weight_version."""
+
+    new_version: str | int
+
+
+def decode(body: bytes, kind: type[S]) -> S:
+    """Decodes a JSON body; an empty one counts as {}. Raises HttpError 400 if it does not fit ``kind``."""
+    try:
+        return msgspec.json.decode(body or b"{}", type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise HttpError(400, f"body: {error}") from error
+    except RecursionError as error:
+        raise HttpError(400, "body: nested too deep; send flat values") from error
+
+
+def version_of(value: str | int) -> int:
+    """Returns the weight version as an integer. Raises HttpError 400 if it is not an integer from 0 on."""
+    if isinstance(value, str) and re.fullmatch("[0-9]{1,19}", value):
+        value = int(value)
+    if isinstance(value, int) and 0 <= value <= MAX_VERSION:
+        return value
+    raise HttpError(
+        400, f"weight_version={clipped(repr(value))}: versions are integers from 0 on; send the train step's number"
+    )
+
+
+def folder_of(body: DiskBody) -> str:
+    """Returns the path of the model's folder. Raises HttpError 400 if it cannot be a path."""
+    path = body.model_path
+    if not path or len(path) > MAX_PATH or "\0" in path:
+        raise HttpError(400, f"model_path={clipped(repr(path))}: no path; give a Hugging Face folder's")
+    return path
+
+
+def group_address(body: InitGroupBody) -> WeightGroupAddress:
+    """Returns the address of the group. Raises HttpError 400 if one of its values cannot be used."""
+    checks = {
+        "backend": (body.backend, body.backend == "gloo", "gloo, because the embedded engine runs on the CPU"),
+        "group_name": (body.group_name, 0 < len(body.group_name) <= MAX_NAME, f"1 to {MAX_NAME} characters"),
+        "master_address": (body.master_address, HOST.fullmatch(body.master_address), "a host's name or address"),
+        "master_port": (body.master_port, 0 < body.master_port < 1 << 16, "1 to 65535"),
+        "world_size": (body.world_size, 1 < body.world_size < 1 << 16, "2 or more: rank 0, which sends, and engines"),
+        "rank_offset": (body.rank_offset, 0 < body.rank_offset < body.world_size, "1 or more, below world_size"),
+        "timeout_s": (
+            body.timeout_s, 0.0 < body.timeout_s <= MAX_GROUP_TIMEOUT_S, f"above 0, at most {MAX_GROUP_TIMEOUT_S:g}"
+        ),
+    }  # fmt: skip
+    for key, (value, fits, words) in checks.items():
+        if not fits:
+            raise HttpError(400, f"{key}={clipped(repr(value))}: give {words}")
+    return WeightGroupAddress(
+        name=body.group_name,
+        address=body.master_address,
+        port=body.master_port,
+        world_size=body.world_size,
+        backend=body.backend,
+        timeout_s=body.timeout_s,
+    )
+
+
+DEADLINE_S = 20.0  # the deadline of SGLang's own probe
+REUSE_S = 1.0  # seconds for which one answer is given to further probes
+
+
+class HealthGenerate:
+    """Runs at most one forward pass of two tokens a second, however many probes come.
+
+    The route needs no token. The pass runs in the decode thread between two steps. It takes no slot and shares no
+    batch, so that the tokens of requests are the same with it and without it.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._check: asyncio.Task[str | None] | None = None
+        self._ended = 0.0
+
+    async def __call__(self, body: bytes) -> dict[str, Any]:
+        """Raises HttpError 503 with the reason if the engine generates no tokens."""
+        if self._check is None or (self._check.done() and time.monotonic() - self._ended > REUSE_S):
+            self._check = asyncio.create_task(self._checked())
+        problem = await asyncio.shield(self._check)
+        if problem is not None:
+            raise HttpError(503, f"/health_generate: {problem}")
+        return {"status": "ok"}
+
+    async def _checked(self) -> str | None:
+        try:
+            async with asyncio.timeout(DEADLINE_S):
+                return await self._problem()
+        except TimeoutError:
+            return f"the decode thread has not answered within {DEADLINE_S:g} s"
+        finally:
+            self._ended = time.monotonic()
+
+    async def _problem(self) -> str | None:
+        scheduler = self._scheduler
+        if scheduler.version == NOTHING_ATTESTED:
+            return "no weights are in yet"
+        if scheduler.stands_still:
+            return "the engine is paused, or its memory is released"
+        try:
+            await asyncio.wrap_future(scheduler.score([ScoreItem(token_ids=[0, 0], start=0, top_k=0, temperature=1.0)]))
+        except NonFiniteLogits as error:
+            return f"weight version {scheduler.version}: {error}"
+        return None
+
+
+Handler = Callable[[bytes], Awaitable[Any]]
+
+
+class ControlRoutes:
+    """Holds the handlers of the control routes: path → coroutine of the request's body.
+
+    ``changing`` holds the routes that need the bearer token, ``reporting`` those that do not.
+    """
+
+    def __init__(self, scheduler: Scheduler, updates: WeightUpdates, info: dict[str, Any]) -> None:
+        self._scheduler = scheduler
+        self._updates = updates
+        self._info = info
+        self.changing: dict[str, Handler] = {
+            "/abort_request": self._abort,
+            "/pause_generation": self._pause,
+            "/continue_generation": self._continue,
+            "/flush_cache": self._flush_cache,
+            "/release_memory_occupation": self._release,
+            "/resume_memory_occupation": self._resume,
+            "/update_weights_from_shared_memory": self._from_shared_memory,
+            "/update_weights_from_disk": self._from_disk,
+            "/begin_weight_update": self._begin,
+            "/update_weights_from_distributed": self._from_distributed,
+            "/end_weight_update": self._end,
+            "/update_weight_version": self._rename,
+            "/init_weights_update_group": self._init_group,
+            "/destroy_weights_update_group": self._destroy_group,
+        }
+        self.reporting: dict[str, Handler] = {
+            "/ready": self._ready,
+            "/health": self._ready,
+            "/health_generate": HealthGenerate(scheduler),
+            "/model_info": self._model_info,
+            "/server_info": self._server_info,
+            "/v1/loads": self._loads,
+        }
+
+    async def _on_decode_thread(self, action: Callable[[], Any]) -> Any:
+        return await asyncio.wrap_future(self._scheduler.post(action))
+
+    # -- routes that change something ---------------------------------------------------------------------------------
+    async def _abort(self, body: bytes) -> dict[str, Any]:
+        asked = decode(body, AbortBody)
+        if not asked.rid and not asked.abort_all:
+            raise HttpError(400, "rid: missing; give the request's rid, or abort_all=true")
+        count = await self._on_decode_thread(
+            lambda: self._scheduler.abort(lambda sample: asked.abort_all or sample.prompt.rid == asked.rid)
+        )
+        return {"success": True, "aborted_samples": count}
+
+    async def _pause(self, body: bytes) -> dict[str, Any]:
+        mode = decode(body, PauseBody).mode
+        await self._on_decode_thread(lambda: self._scheduler.pause(mode))
+        return {"success": True, "status": "ok", "mode": mode}
+
+    async def _continue(self, body: bytes) -> dict[str, Any]:
+        await self._on_decode_thread(self._scheduler.resume)
+        return {"success": True, "status": "ok"}
+
+    async def _flush_cache(self, body: bytes) -> dict[str, Any]:
+        """Drops kept prefixes, and what the tower gave for images and videos; no other cache outlives a request.
+
+        It is refused, as in SGLang, while samples hold cache.
+        """
+        load = await self._on_decode_thread(self._scheduler.load)
+        if load.running:
+            raise HttpError(400, f"/flush_cache: {load.running} samples hold cache; pause with retract or abort first")
+        await self._on_decode_thread(self._scheduler.forget)
+        return {"success": True}
+
+    async def _release(self, body: bytes) -> dict[str, Any]:
+        await self._on_decode_thread(self._scheduler.release_memory)
+        return {"success": True}
+
+    async def _resume(self, body: bytes) -> dict[str, Any]:
+        await self._on_decode_thread(self._scheduler.resume_memory)
+        return {"success": True}
+
+    # -- weights ----------------------------------------------------------------------------------------------------
+    async def _from_shared_memory(self, body: bytes) -> dict[str, Any]:
+        manifest = decode(body, WeightManifest)
+        version_of(manifest.version)
+        return await self._updates.from_shared_memory(manifest)
+
+    async def _from_disk(self, body: bytes) -> dict[str, Any]:
+        asked = decode(body, DiskBody)
+        version = version_of(asked.weight_version)
+        return await self._updates.from_disk(folder_of(asked), version, asked.digest)
+
+    async def _begin(self, body: bytes) -> dict[str, Any]:
+        return await self._updates.begin()
+
+    async def _from_distributed(self, body: bytes) -> dict[str, Any]:
+        asked = decode(body, DistributedBody)
+        return await self._updates.from_distributed(
+            asked.group_name, names=asked.names, dtypes=asked.dtypes, shapes=asked.shapes
+        )
+
+    async def _end(self, body: bytes) -> dict[str, Any]:
+        asked = decode(body, EndBody)
+        return await self._updates.end(version_of(asked.weight_version), asked.digest)
+
+    async def _rename(self, body: bytes) -> dict[str, Any]:
+        version = decode(body, VersionBody).new_version
+        if version == str(NOTHING_ATTESTED):  # as a text, as SGLang writes versions
+            return await self._updates.forget()
+        return await self._updates.rename(version_of(version))
+
+    async def _init_group(self, body: bytes) -> dict[str, Any]:
+        asked = decode(body, InitGroupBody)
+        return await self._updates.join_group(group_address(asked), rank=asked.rank_offset)
+
+    async def _destroy_group(self, body: bytes) -> dict[str, Any]:
+        return await self._updates.leave_group(decode(body, GroupBody).group_name)
+
+    # -- routes that report -------------------------------------------------------------------------------------------
+    async def _ready(self, body: bytes) -> dict[str, Any]:
+        return {"status": "ok", "weight_version": str(self._scheduler.version)}
+
+    async def _model_info(self, body: bytes) -> dict[str, Any]:
+        return {
+            "model_path": self._info["model_path"],
+            "is_generation": True,
+            "weight_version": str(self._scheduler.version),
+        }
+
+    async def _server_info(self, body: bytes) -> dict[str, Any]:
+        return {**self._info, "weight_version": str(self._scheduler.version)}
+
+    async def _loads(self, body: bytes) -> dict[str, Any]:
+        load = await self._on_decode_thread(self._scheduler.load)
+        return {
+            "loads": [
+                {
+                    "dp_rank": 0,
+                    "num_running_reqs": load.running,
+                    "num_waiting_reqs": load.queued + load.held,
+                    **{name: getattr(load, name) for name in load.__dataclass_fields__},
+                }
+            ]
+        }
+
 
 CONTROL_BODY_BYTES = 16 << 20
 

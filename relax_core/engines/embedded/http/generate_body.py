@@ -1,40 +1,235 @@
-"""Parses the body of /generate; a field that this engine does not support is refused unless its value is neutral."""
+"""Parses and bounds the body of /generate; a field that this engine lacks is refused unless its value is neutral."""
 
 from __future__ import annotations
 
 import reprlib
 import secrets
 import uuid
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+import numpy as np
 
-from relax_core.contracts.engine import MAX_BANNED, MAX_TOP_K
-from relax_core.contracts.media import Media
+from relax_core.contracts.engine import MAX_BANNED, MAX_TEMPERATURE, MAX_TOP_K, MIN_TEMPERATURE
+from relax_core.contracts.media import Media, MediaItem, MediaTensor
+from relax_core.contracts.media_file import FolderReader
 from relax_core.contracts.trees.kept_tokens import KeptTokens
-from relax_core.engines.embedded.http.media_body import PlacedDigests, RequestMedia
-from relax_core.engines.embedded.http.request_bounds import (
-    MAX_CONTAINERS,
-    MAX_SAMPLES,
-    MAX_STOPS,
-    SEEDS,
-    TEMPERATURES,
-    VERSIONS,
-    RequestLimits,
-    check_lengths,
-    check_rids,
-    check_within,
-    is_temperature,
-    per_prompt,
-    same_length,
-    token_set,
-)
 from relax_core.engines.embedded.model.model_config import ModelConfig
 from relax_core.engines.embedded.scheduler.token_sampler import SamplingSettings
-from relax_core.engines.http_server.asgi import HttpError
+from relax_core.engines.embedded.scheduler.token_scoring import ScoreItem
+from relax_core.engines.http_server.asgi import HttpError, clipped
+from relax_core.engines.protocol.request_body import unknown_token
 from relax_core.engines.protocol.stop_strings import MOST_STOP_BYTES, MOST_STOPS
-from relax_core.engines.protocol.vocabulary import unknown_token
+from relax_core.families.towers import Towers
+
+MAX_SAMPLES = 65536  # samples of one request: prompts times n
+MAX_CONTAINERS = 4 * MAX_SAMPLES  # lists and objects of one body; each takes many times its bytes once it is decoded
+MAX_STOPS = 1024  # stop tokens of one sample; each step of a batch compares with all of them
+MAX_RID = 1024  # characters
+MAX_TOPS = 1 << 24  # top-k tokens in one reply
+MAX_KEPT = 1 << 24  # kept tokens in one reply that lists their ids
+SEEDS = range(-(1 << 63), 1 << 64)  # 64 bits, signed or unsigned
+VERSIONS = range(-1, 1 << 63)
+TEMPERATURES = f"0 (greedy), or {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestLimits:
+    """Holds the engine's sizes that bound a request, in tokens and samples.
+
+    ``state_tokens`` is what the states of a sample's gated delta nets take of the cache, 0 for other models.
+    """
+
+    context_length: int
+    max_running_samples: int
+    max_total_tokens: int
+    state_tokens: int
+
+
+def is_temperature(value: float) -> bool:
+    """Is True if the engine samples at this temperature; 0 stands for greedy decoding."""
+    return value == 0.0 or MIN_TEMPERATURE <= value <= MAX_TEMPERATURE
+
+
+def check_within(key: str, values: Sequence[int], allowed: range, *, words: str) -> None:
+    """Raises HttpError 400 for the first value that is not ``allowed``."""
+    bad = next((value for value in values if value not in allowed), None)
+    if bad is not None:
+        raise HttpError(400, f"{key}: {bad}; give {words}")
+
+
+def check_rids(given: str | list[str]) -> None:
+    """Raises HttpError 400 for a rid that is too long."""
+    longest = len(given) if isinstance(given, str) else max(map(len, given), default=0)
+    if longest > MAX_RID:
+        raise HttpError(400, f"rid: {longest} characters; give {MAX_RID} at most")
+
+
+def token_set(key: str, ids: Sequence[int], *, vocab_size: int, limit: int) -> tuple[int, ...]:
+    """Returns the distinct ids in order. Raises HttpError 400 for more than ``limit`` ids or an unknown token."""
+    different = sorted(set(ids))
+    if len(different) > limit:
+        raise HttpError(400, f"{key}: {len(different)} token ids; give {limit} at most")
+    bad = next((token for token in different if not 0 <= token < vocab_size), None)
+    if bad is not None:
+        raise HttpError(400, f"{key}: token id {bad} is not in the vocabulary; ids go from 0 to {vocab_size - 1}")
+    return tuple(different)
+
+
+def same_length(key: str, found: int, count: int) -> None:
+    """Raises HttpError 400 if a list has not one entry for each of the ``count`` prompts."""
+    if found != count:
+        raise HttpError(400, f"{key}: {found} entries for {count} prompts; give one for each, or a single value")
+
+
+def per_prompt(key: str, value: int | list[int], count: int) -> list[int]:
+    """Returns one value for each prompt. Raises HttpError 400 for a list of another length."""
+    if isinstance(value, int):
+        return [value] * count
+    same_length(key, len(value), count)
+    return value
+
+
+def check_lengths(index: int, prompt: int, new: int, *, n: int, limits: RequestLimits) -> None:
+    """Raises HttpError 400 for a prompt whose ``n`` samples of up to ``new`` new tokens have no room."""
+    total = prompt + new
+    if total > limits.context_length:
+        raise HttpError(
+            400,
+            f"input_ids[{index}]: prompt of {prompt} tokens + max_new_tokens {new} = {total} is longer than the "
+            f"context of {limits.context_length}; shorten one of them or raise engine.context_length",
+        )
+    if n > limits.max_running_samples:
+        raise HttpError(
+            400,
+            f"sampling_params.n: {n} samples of one prompt, at most {limits.max_running_samples} run at one time; "
+            f"lower n or raise engine.max_running_samples",
+        )
+    needed = n * (total + limits.state_tokens)
+    if needed > limits.max_total_tokens:
+        states = f", each with states of {limits.state_tokens} more," if limits.state_tokens else ""
+        raise HttpError(
+            400,
+            f"input_ids[{index}]: n={n} samples of up to {total} tokens{states} need {needed} cache tokens, there are "
+            f"{limits.max_total_tokens}; lower n or max_new_tokens, or raise engine.max_total_tokens",
+        )
+
+
+# The items of one prompt: each with its digest and the index of its first row in the prompt's token ids.
+PlacedDigests = list[tuple[str, int]]
+
+
+class RequestMedia:
+    """Finds the items that requests name in the folder that ``--media-folder`` gives."""
+
+    def __init__(self, reader: FolderReader | None, model: ModelConfig) -> None:
+        self._reader = reader
+        self._towers = Towers.of(model)
+
+    def of_prompts(
+        self, given: Sequence[PlacedDigests | None] | None, prompts: Sequence[Sequence[int]]
+    ) -> list[list[Media]]:
+        """Returns the items of each prompt, in order of their rows.
+
+        Raises HttpError 400 for an item that is not in the folder or does not fit the prompt's tokens, and for tokens
+        of an item that nothing explains, because the model would be blind or deaf there.
+        """
+        entries = [None] * len(prompts) if given is None else list(given)
+        same_length("media", len(entries), len(prompts))
+        if self._towers is None:
+            if any(entries):
+                raise HttpError(400, "media: the model reads text only; leave it out, or serve a model with a tower")
+            return [[] for _ in prompts]
+        placed = zip(entries, prompts, strict=True)
+        return [self._of_prompt(index, one or [], ids, self._towers) for index, (one, ids) in enumerate(placed)]
+
+    def _of_prompt(self, index: int, entries: PlacedDigests, token_ids: Sequence[int], towers: Towers) -> list[Media]:
+        ids = np.array(token_ids, dtype=np.int64)
+        blind = towers.feature_rows(ids)
+        media: list[Media] = []
+        done = 0
+        for digest, start in entries:
+            where = f"media[{index}] {clipped(digest)} at {start}"
+            item = self._item(digest, where)
+            end = start + item.rows
+            if start < done or end > len(ids):
+                raise HttpError(
+                    400, f"{where}: its {item.rows} rows do not fit the {len(ids)} input_ids behind row {done}"
+                )
+            if not np.array_equal(ids[start:end], item.ids):
+                raise HttpError(400, f"{where}: input_ids {start} to {end - 1} are not the item's {item.rows} ids")
+            _check_item(item, towers, where)
+            blind[start:end] = False
+            media.append(Media(item, start, end))
+            done = end
+        if blind.any():
+            first = int(np.flatnonzero(blind)[0])
+            raise HttpError(
+                400,
+                f"input_ids[{index}]: token {int(ids[first])} at {first} stands for an image, video or sound, and no "
+                "item of media is there; send the prompt's media",
+            )
+        return media
+
+    def _item(self, digest: str, where: str) -> MediaItem:
+        if self._reader is None:
+            raise HttpError(400, f"{where}: the engine was started without --media-folder; start it with one")
+        try:
+            return self._reader.open(digest)[0]
+        except (ValueError, OSError) as error:
+            raise HttpError(400, f"{where}: {clipped(str(error), length=500)}") from error
+
+
+def _check_item(item: MediaItem, towers: Towers, where: str) -> None:
+    """Raises HttpError 400 for an item that was encoded for another model, because the towers could not take it."""
+    if len(item.grid) != 3:
+        raise HttpError(
+            400,
+            f"{where}: a grid of {item.grid}, where time, height and width are meant; the item was encoded for another "
+            "model",
+        )
+    ids = item.ids
+    rows, heard = int(towers.feature_rows(ids).sum()), int(towers.heard(ids).sum())
+    tensors = {one.name: one for one in item.tensors}
+    frames, sound = _shape(tensors, "frames", "uint8"), _shape(tensors, "features", "float32")
+    fits = rows == towers.features(item) and _moves_on(item, towers)
+    if item.kind != "audio":
+        tower, (time, height, width) = towers.vision, item.grid
+        fits = fits and tower is not None and not (height % tower.merge_size or width % tower.merge_size)
+        if fits and tower is not None:
+            cells = [height * tower.patch_size, width * tower.patch_size, 3]
+            fits = frames[1:] == cells and -(-frames[0] // tower.temporal_patch_size) == time
+    if item.kind == "audio" or item.audio_frames:
+        fits = fits and towers.audio is not None and sound == [towers.audio.mel_bins, item.audio_frames]
+        fits = fits and towers.audio is not None and heard == towers.audio.rows_of_frames(item.audio_frames)
+    if not fits:
+        raise HttpError(
+            400,
+            f"{where}: {rows} rows that move positions by {item.advance:g}, frames {frames} and sound {sound} for a "
+            f"grid of {item.grid}, of which this model's towers make {towers.features(item)} features; the item was "
+            "encoded for another model",
+        )
+
+
+def _moves_on(item: MediaItem, towers: Towers) -> bool:
+    """Is True if an item's rotary offsets are those of its rows, and it moves the positions no further than it may.
+
+    A video without time stamps moves them by its seconds, as far as its offsets reach; others by their rows at most.
+    """
+    if not item.rows or len(item.offsets) != 3 * len(item.token_ids):
+        return False
+    offsets = item.rotary_offsets
+    timed = item.kind == "video" and towers.vision is not None and towers.vision.positions_per_second is not None
+    most = float(offsets.max()) + 1 if timed else item.rows
+    return bool(np.isfinite(offsets).all()) and offsets.min() >= 0 and 0 < item.advance <= most
+
+
+def _shape(tensors: Mapping[str, MediaTensor], name: str, dtype: str) -> list[int]:
+    """Returns the shape of an item's tensor, [0] if it has none of this dtype."""
+    one = tensors.get(name)
+    return one.shape if one is not None and one.dtype == dtype else [0]
 
 
 class SamplingBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -374,3 +569,103 @@ def _settings(body: SamplingBody, banned: tuple[int, ...], model: ModelConfig, *
             400, "return_sampling_mask=true: every token is kept; give a top_k, top_p or min_p, or leave it out"
         )
     return settings
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreRequest:
+    """Holds a checked request for scores.
+
+    ``single`` is True if one prompt was given outside a list; the reply is then an object and not a list.
+    """
+
+    items: list[ScoreItem]
+    rids: list[str]
+    min_version: int
+    single: bool
+
+
+def asks_for_scores(body: RequestBody) -> bool:
+    """Is True if a prompt of the request asks for no new token."""
+    return any(one.max_new_tokens == 0 for one in body.sampling)
+
+
+def parse_score(body: RequestBody, *, model: ModelConfig, limits: RequestLimits) -> ScoreRequest:
+    """Checks a request for scores. Raises HttpError 400 with key, value and fix.
+
+    ``temperature`` 0 counts as 1, as it does for the log-probs of greedy tokens.
+    """
+    raw, count = body.raw, len(body.prompts)
+    _check_score(body)
+    banned = banned_tokens(raw, model)
+    kept = raw.kept_tokens if raw.kept_tokens is not None else [None] * count
+    same_length("kept_tokens", len(kept), count)
+    _check_vocabularies(kept, model)
+    starts = per_prompt("logprob_start_len", -1 if raw.logprob_start_len is None else raw.logprob_start_len, count)
+    top_ks = per_prompt("top_logprobs_num", raw.top_logprobs_num or 0, count)
+    items = []
+    given = zip(body.prompts, starts, top_ks, body.sampling, kept, body.media, strict=True)
+    for index, (ids, start, top_k, sampling, sets, media) in enumerate(given):
+        if len(ids) > limits.context_length:
+            raise HttpError(
+                400,
+                f"input_ids[{index}]: {len(ids)} tokens are longer than the context of {limits.context_length}; "
+                "shorten them or raise engine.context_length",
+            )
+        if not -1 <= start < len(ids):
+            raise HttpError(400, f"logprob_start_len: {start} for {len(ids)} tokens; give 0 to {len(ids) - 1}, or -1")
+        if not 0 <= top_k <= model.vocab_size:
+            raise HttpError(400, f"top_logprobs_num: {top_k}; give 0 to {model.vocab_size}, the vocabulary's size")
+        if not is_temperature(sampling.temperature):
+            raise HttpError(400, f"sampling_params.temperature: {sampling.temperature}; give {TEMPERATURES}")
+        start = len(ids) - 1 if start == -1 else start
+        if sets is not None and (fault := sets.fault(ids[start + 1 :])) is not None:
+            raise HttpError(400, f"kept_tokens[{index}]: {fault}")
+        items.append(
+            ScoreItem(
+                token_ids=ids,
+                start=start,
+                top_k=top_k,
+                temperature=sampling.temperature or 1.0,
+                banned=banned,
+                kept=sets,
+                media=media,
+            )
+        )
+    tops = sum(item.top_k * (len(item.token_ids) - item.start) for item in items)
+    if tops > MAX_TOPS:
+        raise HttpError(
+            400,
+            f"top_logprobs_num: {tops} top-k tokens in all; send fewer prompts at once, for {MAX_TOPS} at most",
+        )
+    versions = per_prompt("min_version", raw.min_version, count)
+    return ScoreRequest(items=items, rids=body.rids, min_version=max(versions), single=body.single)
+
+
+def _check_score(body: RequestBody) -> None:
+    if any(one.max_new_tokens for one in body.sampling):
+        raise HttpError(400, "sampling_params.max_new_tokens: 0 for some prompts of a request only; send two requests")
+    if not body.raw.return_logprob:
+        raise HttpError(400, "sampling_params.max_new_tokens: 0 needs return_logprob=true; else give 1 or more")
+    if body.raw.stream:
+        raise HttpError(400, "stream=true with sampling_params.max_new_tokens: 0; scores come in one reply")
+    if body.raw.return_sampling_mask:
+        raise HttpError(400, "return_sampling_mask=true with sampling_params.max_new_tokens: 0; nothing is sampled")
+    neutral = SamplingBody()
+    for one in body.sampling:
+        for key in ("n", "top_p", "top_k", "min_p"):
+            if getattr(one, key) != getattr(neutral, key):
+                raise HttpError(
+                    400,
+                    f"sampling_params.{key}: {getattr(one, key)} with max_new_tokens 0; scores are over all tokens, "
+                    "or over kept_tokens: leave it out",
+                )
+
+
+def _check_vocabularies(kept: Sequence[KeptTokens | None], model: ModelConfig) -> None:
+    """Raises HttpError 400 if the kept sets have vocabularies of different sizes, or one far from the model's.
+
+    The sizes may differ from the model's own, because two models of one tokenizer may pad it differently.
+    """
+    sizes = {sets.vocab_size for sets in kept if sets is not None}
+    if len(sizes) > 1 or any(not 1 <= size <= 2 * model.vocab_size for size in sizes):
+        raise HttpError(400, f"kept_tokens: vocabularies of {sorted(sizes)} tokens, the model has {model.vocab_size}")

@@ -3,25 +3,214 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import time
 from functools import partial
 from typing import Any
 
 import msgspec
+import numpy as np
 
-from relax_core.engines.embedded.http.generate_body import GenerateRequest, parse_body, parse_generate
-from relax_core.engines.embedded.http.media_body import RequestMedia
-from relax_core.engines.embedded.http.replies import finished, grown, sglang_reply, stream_end
-from relax_core.engines.embedded.http.request_bounds import MAX_KEPT, MAX_SAMPLES, RequestLimits
-from relax_core.engines.embedded.http.score_body import ScoreRequest, asks_for_scores, parse_score
-from relax_core.engines.embedded.http.score_route import answer_scores
+from relax_core.contracts.media import MediaGone
+from relax_core.engines.embedded.http.generate_body import (
+    MAX_KEPT,
+    MAX_SAMPLES,
+    GenerateRequest,
+    RequestLimits,
+    RequestMedia,
+    ScoreRequest,
+    asks_for_scores,
+    parse_body,
+    parse_generate,
+    parse_score,
+)
 from relax_core.engines.embedded.model.model_config import ModelConfig
+from relax_core.engines.embedded.model.prefill import like_lengths
 from relax_core.engines.embedded.scheduler.calls import Call, Progress, Prompt, waiting_prompts
-from relax_core.engines.embedded.scheduler.routing_log import PromptRoutes
-from relax_core.engines.embedded.scheduler.scheduler import Scheduler
+from relax_core.engines.embedded.scheduler.scheduler import NOTHING_ATTESTED, Scheduler
+from relax_core.engines.embedded.scheduler.slots import PromptRoutes
+from relax_core.engines.embedded.scheduler.token_sampler import NonFiniteLogits
+from relax_core.engines.embedded.scheduler.token_scoring import ScoreItem, Scores
 from relax_core.engines.http_server import asgi
 from relax_core.engines.http_server.asgi import HttpError, Receive, Scope, Send
-from relax_core.engines.protocol.frames import EVENT_STREAM, MSGPACK, Frame, StreamFailure, encode_frames
+from relax_core.engines.protocol.frames import (
+    EVENT_STREAM,
+    FLOAT32,
+    INT32,
+    MSGPACK,
+    Experts,
+    Finished,
+    Frame,
+    Grown,
+    StreamEnd,
+    StreamFailure,
+    encode_frames,
+)
 from relax_core.engines.protocol.stop_strings import StopStrings, StopTable
+
+
+def finished(news: Progress, sent: set[int]) -> Finished:
+    """Returns the compact frame of a finished sample.
+
+    The experts of a prompt's tokens are sent with its first sample that has any. ``sent`` holds the indices of the
+    prompts whose experts have been sent; the function adds this prompt's.
+    """
+    assert news.finish is not None
+    sample = news.sample
+    prompt_experts = response_experts = None
+    prompt = sample.prompt
+    if prompt.routes is not None and prompt.routes.experts is not None and news.routes is not None:
+        response_experts = Experts.of(news.routes)
+        if prompt.index not in sent:
+            sent.add(prompt.index)
+            prompt_experts = Experts.of(prompt.routes.experts)
+    return Finished(
+        rid=sample.prompt.rid,
+        prompt=sample.prompt.index,
+        sample=sample.index,
+        output_ids=np.array(news.ids, dtype=INT32).tobytes(),
+        logprobs=np.array(news.logprobs, dtype=FLOAT32).tobytes(),
+        weight_versions=news.spans,
+        finish_reason=news.finish,
+        prompt_experts=prompt_experts,
+        response_experts=response_experts,
+        kept=news.kept,
+        prompt_tokens=len(prompt.token_ids),
+        prefill_ms=1e3 * prompt.prefill_s,
+        cached_tokens=prompt.cached_tokens,
+        queue_ms=1e3 * prompt.queue_s,
+    )
+
+
+def grown(news: Progress) -> Grown:
+    """Returns the compact frame of new tokens of a sample that is not finished."""
+    ids = np.array(news.ids, dtype=INT32)
+    return Grown(news.sample.prompt.index, news.sample.index, news.length - len(ids), ids.tobytes())
+
+
+def stream_end(call: Call) -> StreamEnd:
+    """Returns the frame that ends a stream, with the call's times in milliseconds."""
+    started = call.first_prefill or call.finished
+    return StreamEnd(
+        held_ms=1e3 * (started - call.submitted),
+        prefill_ms=1e3 * call.prefill_s,
+        decode_ms=1e3 * (call.finished - call.first_token) if call.first_token else 0.0,
+        tower_passes=call.tower_passes,
+        media_feature_bytes=call.media_feature_bytes,
+    )
+
+
+def sglang_reply(news: Progress, *, n: int, version: int, return_logprob: bool) -> dict[str, Any]:
+    """Returns one response in SGLang's shape.
+
+    ``index`` in the reply is the sample's index among all samples of the call, prompt by prompt. In a stream, tokens
+    and log-probs are those since the sample's last event; counts and version spans are those of the whole response.
+    """
+    sample = news.sample
+    prompt = sample.prompt
+    spans = news.spans
+    meta: dict[str, Any] = {
+        "id": prompt.rid,
+        "finish_reason": _finish_reason(news),
+        "prompt_tokens": len(prompt.token_ids),
+        "completion_tokens": news.length,
+        "cached_tokens": prompt.cached_tokens,
+        "weight_version": str(spans[-1].version if spans else version),
+        "weight_versions": [{"version": str(span.version), "start": span.start, "end": span.end} for span in spans],
+        "e2e_latency": time.perf_counter() - prompt.call.submitted,
+    }
+    if return_logprob:
+        meta["output_token_logprobs"] = [
+            [logprob, token, None] for logprob, token in zip(news.logprobs, news.ids, strict=True)
+        ]
+    if news.kept is not None:
+        meta["output_token_sampling_mask"] = news.kept.lists()
+        meta["output_token_sampling_logprobs"] = news.logprobs
+    if prompt.routes is not None and prompt.routes.experts is not None and news.routes is not None:
+        experts = np.concatenate([prompt.routes.experts, news.routes]).astype("<i4")
+        meta["routed_experts"] = base64.b64encode(experts.tobytes()).decode()
+    return {"text": "", "output_ids": news.ids, "meta_info": meta, "index": prompt.index * n + sample.index}
+
+
+def score_reply(item: ScoreItem, scores: Scores, *, rid: str, version: int, latency_s: float) -> dict[str, Any]:
+    """Returns scores in SGLang's shape: one entry for each token from ``item.start`` on; the first has no log-prob."""
+    scored = item.token_ids[item.start + 1 :]
+    meta: dict[str, Any] = {
+        "id": rid,
+        "finish_reason": {"type": "length", "length": 0},
+        "prompt_tokens": len(item.token_ids),
+        "completion_tokens": 0,
+        "cached_tokens": 0,
+        "weight_version": str(version),
+        "weight_versions": [],
+        "e2e_latency": latency_s,
+        "output_token_logprobs": [],
+        "input_token_logprobs": [
+            [None, item.token_ids[item.start], None],
+            *([logprob, token, None] for logprob, token in zip(scores.logprobs, scored, strict=True)),
+        ],
+    }
+    if item.top_k:
+        meta["input_top_logprobs"] = [
+            None,
+            *(
+                [[logprob, token, None] for logprob, token in zip(values, ids, strict=True)]
+                for values, ids in zip(scores.top_logprobs, scores.top_ids, strict=True)
+            ),
+        ]
+    return {"text": "", "output_ids": [], "meta_info": meta}
+
+
+def _finish_reason(news: Progress) -> dict[str, Any] | None:
+    match news.finish:
+        case None:
+            return None
+        case "stop":
+            return {"type": "stop", "matched": news.matched}
+        case "length":
+            return {"type": "length", "length": news.length}
+        case "abort":
+            return {"type": "abort", "message": "Aborted"}
+
+
+async def answer_scores(request: ScoreRequest, scheduler: Scheduler, receive: Receive, send: Send) -> None:
+    """Scores the request's tokens and answers with JSON.
+
+    Raises HttpError 409 if the weights asked for are not in force, 500 if the weights yield logits that are not finite.
+    """
+    if scheduler.version == NOTHING_ATTESTED or scheduler.version < request.min_version:
+        raise HttpError(
+            409,
+            f"min_version {request.min_version}: weights version {scheduler.version} is in force; requests for scores "
+            "do not wait, so send the weights first",
+        )
+    began = time.perf_counter()
+    disconnect = asyncio.create_task(_disconnected(receive))
+    replies: list[dict[str, Any]] = [{}] * len(request.items)
+    try:
+        for batch in like_lengths([len(item.token_ids) for item in request.items]):
+            if disconnect.done():
+                return
+            items = [request.items[index] for index in batch]
+            version, scores = await asyncio.wrap_future(scheduler.score(items))
+            for index, item, one in zip(batch, items, scores, strict=True):
+                latency_s = time.perf_counter() - began
+                rid = request.rids[index]
+                replies[index] = score_reply(item, one, rid=rid, version=version, latency_s=latency_s)
+    except MediaGone as error:
+        raise HttpError(500, str(error)) from error
+    except NonFiniteLogits as error:
+        raise HttpError(500, f"weight version {scheduler.version}: {error}") from error
+    finally:
+        disconnect.cancel()
+    await asgi.answer(send, replies[0] if request.single else replies)
+
+
+async def _disconnected(receive: Receive) -> None:
+    """Returns once the client has closed the connection."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
 
 MAX_BODY_BYTES = 64 << 20
 QUICK_BYTES = 1 << 18  # a larger body is parsed beside the event loop

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from relax_core.engines.embedded.model.fused_weights import AttentionWeights, DeltaNetWeights, FusedWeights
 from relax_core.engines.embedded.model.model_config import ModelConfig
-from relax_core.engines.embedded.model.moe_layer import ExpertWeights, choose_experts, mix_experts
-from relax_core.engines.embedded.model.products import add_product, product
+from relax_core.engines.embedded.model.moe_layer import ExpertWeights, add_product, choose_experts, mix_experts, product
 from relax_core.families.delta_rule import gated_norm, log_decay
 
 # (layer, q [tokens, heads, dim], keys, then values [tokens, 2 * kv_heads, dim]) -> [tokens, heads * dim]. Queries and

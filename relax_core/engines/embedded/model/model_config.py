@@ -9,6 +9,8 @@ from relax_core.families.architecture import Architecture
 from relax_core.families.folder import folder_architecture
 from relax_core.families.hf_config import end_token_ids
 
+FEATURE_MIB = 256  # what the engine keeps at most of what its towers computed
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(Architecture):

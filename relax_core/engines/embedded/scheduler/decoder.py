@@ -15,9 +15,8 @@ from torch import Tensor
 
 from relax_core.contracts.media import Media, MediaGone
 from relax_core.contracts.trees.kept_tokens import KeptTokens
-from relax_core.engines.embedded.model.decode_attention import CacheViews, DecodeAttention
+from relax_core.engines.embedded.model.decode_attention import CacheViews, DecodeAttention, KVCache
 from relax_core.engines.embedded.model.decoder_model import LanguageModel
-from relax_core.engines.embedded.model.kv_cache import KVCache
 from relax_core.engines.embedded.model.prefill import (
     SequenceMedia,
     Wanted,
@@ -28,10 +27,8 @@ from relax_core.engines.embedded.model.prefill import (
 )
 from relax_core.engines.embedded.model.recurrent_states import PrefillStates, StateTable
 from relax_core.engines.embedded.model.tower_features import MediaFeatures
-from relax_core.engines.embedded.scheduler.kept_log import KeptTable
 from relax_core.engines.embedded.scheduler.prefix_store import FoundPrefix, KeptPrefix, PrefixStore
-from relax_core.engines.embedded.scheduler.routing_log import PromptRoutes, RouteTable
-from relax_core.engines.embedded.scheduler.slots import Prefix, SlotTable
+from relax_core.engines.embedded.scheduler.slots import KeptTable, Prefix, PromptRoutes, RouteTable, SlotTable
 from relax_core.engines.embedded.scheduler.token_sampler import NonFiniteLogits, SamplingPlan, sample
 from relax_core.engines.embedded.scheduler.token_scoring import ScoreItem, Scores, score
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from relax_core.contracts.media import Media
 from relax_core.engines.embedded.model.recurrent_states import StateTable
-from relax_core.engines.protocol.prefix_blocks import prefix_blocks
+from relax_core.engines.pool.prompt_routing import prefix_blocks
 
 BLOCK = 32  # tokens; a shorter common prefix is prefilled anew, because that takes no longer than to find and copy it
 

@@ -1,4 +1,4 @@
-"""Holds the decoder's numbers of each running sample, one entry a slot; compaction moves them together."""
+"""Holds the decoder's data of each running sample, one entry a slot: numbers, kept sets and routed experts."""
 
 from __future__ import annotations
 
@@ -11,8 +11,96 @@ import torch
 from relax_core.contracts.media import Media
 from relax_core.contracts.trees.kept_tokens import KeptTokens
 from relax_core.engines.embedded.model.prefill import SequenceMedia
-from relax_core.engines.embedded.scheduler.routing_log import PromptRoutes
 from relax_core.engines.embedded.scheduler.token_sampler import SamplingPlan, SamplingSettings, sampling_plan, uniforms
+
+
+class KeptTable:
+    """Holds the kept sets of the running samples' response tokens, one entry a slot, moved with the `SlotTable`."""
+
+    def __init__(self, capacity: int, *, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._sets = [(bytearray(), bytearray()) for _ in range(capacity)]  # counts and words of each slot
+
+    def put(self, slot: int, kept: KeptTokens | None) -> None:
+        """Starts a sample in this slot; ``kept`` holds the sets of the tokens that it has already, or is None."""
+        self._sets[slot] = (
+            (bytearray(), bytearray()) if kept is None else (bytearray(kept.counts), bytearray(kept.words))
+        )
+
+    def record(self, slots: Sequence[int], kept: KeptTokens) -> None:
+        """Appends the set of one more token to each of ``slots``."""
+        ends = kept.word_ends().tolist()
+        start = 0
+        for number, (slot, end) in enumerate(zip(slots, ends, strict=True)):
+            counts, words = self._sets[slot]
+            counts += kept.counts[4 * number : 4 * number + 4]
+            words += kept.words[4 * start : 4 * end]
+            start = end
+
+    def of_slot(self, slot: int, start: int = 0) -> KeptTokens:
+        """Returns the sets of a sample's tokens from its token ``start`` on."""
+        counts, words = self._sets[slot]
+        kept = KeptTokens(self._vocab_size, bytes(counts), bytes(words))
+        return kept.take(np.arange(start, kept.tokens)) if start else kept
+
+    def move(self, moves: Sequence[tuple[int, int]]) -> None:
+        """Moves samples between slots; ``moves`` holds (from, to)."""
+        for source, target in moves:
+            self._sets[target], self._sets[source] = self._sets[source], (bytearray(), bytearray())
+
+
+FIRST_ROUTES = 16
+
+
+@dataclass(slots=True)
+class PromptRoutes:
+    """Holds the experts of a prompt's tokens, uint8 or uint16 ``[prompt, layers, per_token]``.
+
+    The first prefill sets them. They stay when the prompt is computed anew under other weights.
+    """
+
+    experts: np.ndarray | None = None
+
+
+class RouteTable:
+    """Holds the experts of the running samples' response tokens, one entry a slot, moved with the `SlotTable`.
+
+    A token is routed when it passes through the model, so that the newest token of a sample has no experts yet.
+    """
+
+    def __init__(self, capacity: int, *, layers: int, per_token: int, experts: int) -> None:
+        self.dtype = np.dtype(np.uint8 if experts <= 256 else np.uint16)
+        self.shape = (layers, per_token)
+        self._experts = np.zeros((capacity, 0, *self.shape), dtype=self.dtype)  # grows once experts are asked for
+
+    def reserve(self, tokens: int) -> None:
+        """Makes room for ``tokens`` tokens of every slot; the room grows by doubling."""
+        if tokens > self._experts.shape[1]:
+            old = self._experts
+            width = max(tokens, 2 * old.shape[1], FIRST_ROUTES)
+            self._experts = np.zeros((len(old), width, *self.shape), dtype=self.dtype)
+            self._experts[:, : old.shape[1]] = old
+
+    def put(self, slot: int, experts: np.ndarray, *, start: int = 0) -> None:
+        """Writes the experts ``[tokens, layers, per_token]`` of one sample's tokens from ``start`` on."""
+        self.reserve(start + len(experts))
+        self._experts[slot, start : start + len(experts)] = experts
+
+    def record(self, tokens: np.ndarray, chosen: np.ndarray) -> None:
+        """Writes ``chosen`` ``[slots, layers, per_token]``: of each slot the experts of its token ``tokens[slot]``."""
+        self.reserve(int(tokens.max()) + 1)
+        self._experts[np.arange(len(tokens)), tokens] = chosen
+
+    def first(self, slot: int, count: int) -> np.ndarray:
+        """Returns a copy of the experts of a sample's first ``count`` tokens."""
+        return self._experts[slot, :count].copy()
+
+    def move(self, moves: Sequence[tuple[int, int]]) -> None:
+        """Moves samples between slots; ``moves`` holds (from, to)."""
+        if moves:
+            sources, targets = (list(side) for side in zip(*moves, strict=True))
+            self._experts[targets] = self._experts[sources]
+
 
 FIRST_TOKENS = 16
 STEPS_AHEAD = 8  # steps prepared and written at one time, because each small array operation costs a fixed time

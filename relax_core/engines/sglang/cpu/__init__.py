@@ -1,4 +1,4 @@
 """Replaces what SGLang lacks on a CPU; it is active only in a server whose environment has no GPU.
 
-Start reading in ``shims.py``.
+Start reading in ``sgl_kernel/__init__.py``.
 """

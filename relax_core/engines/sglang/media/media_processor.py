@@ -2,7 +2,7 @@
 
 SGLang's processor would decode, resize and expand what is encoded already. This one maps the item's file and gives the
 prompt's own ids, the uint8 frames of each step of an item, and rotary positions. The scheduler makes patches of the
-frames (``model_changes.py``), so that an eighth of the bytes passes between SGLang's processes.
+frames (``server_changes.py``), so that an eighth of the bytes passes between SGLang's processes.
 """
 
 from __future__ import annotations

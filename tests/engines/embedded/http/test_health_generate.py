@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from relax_core.engines.embedded.assembly import build_app
-from relax_core.engines.embedded.http import health_generate
-from relax_core.engines.embedded.http.health_generate import HealthGenerate
+from relax_core.engines.embedded.http import application as health_generate
+from relax_core.engines.embedded.http.application import HealthGenerate
 from relax_core.engines.embedded.scheduler.scheduler import Scheduler
 from relax_core.engines.http_server.asgi import HttpError
 

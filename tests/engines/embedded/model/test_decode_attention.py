@@ -11,8 +11,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relax_core.engines.embedded.model.decode_attention import CacheViews, DecodeAttention, columns_read, slots_alone
-from relax_core.engines.embedded.model.kv_cache import KVCache
+from relax_core.engines.embedded.model.decode_attention import (
+    CacheViews,
+    DecodeAttention,
+    KVCache,
+    columns_read,
+    slots_alone,
+)
 
 LAYERS, KV_HEADS, QUERIES, DIM, STEPS = 2, 2, 3, 4, 3
 FEW_LONG = [40, 900, 38, 41, 12, 700, 44, 39, 40, 8, 42, 43]

@@ -16,7 +16,7 @@ import torch
 
 from relax_core.contracts.media import Media, MediaGone, MediaItem
 from relax_core.contracts.media_file import FolderReader
-from relax_core.engines.embedded.embedded_launch import ROOT
+from relax_core.engines.embedded.embedded_spec import ROOT
 from relax_core.engines.embedded.model import prefill, tower_features
 from relax_core.engines.embedded.model.decoder_model import LanguageModel
 from relax_core.engines.embedded.model.fused_weights import FusedWeights

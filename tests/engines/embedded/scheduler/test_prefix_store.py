@@ -18,8 +18,8 @@ from relax_core.engines.embedded.model.model_config import read_model_config
 from relax_core.engines.embedded.scheduler.calls import Call, Progress, Prompt, waiting_prompts
 from relax_core.engines.embedded.scheduler.decoder import Decoder
 from relax_core.engines.embedded.scheduler.prefix_store import BLOCK, KeptPrefix, PrefixStore
-from relax_core.engines.embedded.scheduler.routing_log import PromptRoutes
 from relax_core.engines.embedded.scheduler.scheduler import Scheduler
+from relax_core.engines.embedded.scheduler.slots import PromptRoutes
 from relax_core.engines.embedded.scheduler.token_sampler import SamplingSettings
 from relax_core.engines.embedded.scheduler.token_scoring import ScoreItem
 from relax_core.weights.folder_stream import read_safetensors

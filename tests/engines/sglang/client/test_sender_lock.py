@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from relax_core.contracts.engine import EngineError, EngineUnreachable
-from relax_core.engines.sglang.client.sender_lock import SenderLock
+from relax_core.engines.sglang.sglang_weight_calls import SenderLock
 
 URL = "http://127.0.0.1:30000"
 HOLDER = """
 import sys, time
 from pathlib import Path
-from relax_core.engines.sglang.client.sender_lock import SenderLock
+from relax_core.engines.sglang.sglang_weight_calls import SenderLock
 lock = SenderLock(sys.argv[1], timeout_s=1.0)
 lock.take(Path(sys.argv[2]))
 print("held", flush=True)

@@ -13,8 +13,8 @@ import pytest
 
 from relax_core.contracts.engine import EngineError, Generated, PromptRequest, SamplingParams
 from relax_core.contracts.trees.kept_tokens import KeptTokens
-from relax_core.engines.protocol.version_spans import VersionSpan
-from relax_core.engines.sglang.client.sglang_client import SglangClient, finish_reason, prefilled_by_older
+from relax_core.engines.protocol.frames import VersionSpan
+from relax_core.engines.sglang.sglang_client import SglangClient, finish_reason, prefilled_by_older
 from tests.responses import check_arrays, response
 
 TIMES = {"request_timeout_s": 5.0, "control_timeout_s": 5.0}

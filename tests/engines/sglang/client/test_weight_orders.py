@@ -15,7 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from relax_core.engines.sglang.client.weight_orders import (
+from relax_core.engines.sglang.weight_loader import follow
+from relax_core.engines.sglang.weight_orders import (
     Attest,
     Confirm,
     LoadFile,
@@ -24,7 +25,6 @@ from relax_core.engines.sglang.client.weight_orders import (
     order_payload,
     read_order,
 )
-from relax_core.engines.sglang.server.weight_loader import follow
 from relax_core.weights.version_file import tensors_digest, write_weights
 
 TENSORS = {"model.embed_tokens.weight": torch.arange(12.0).view(3, 4), "model.norm.weight": torch.ones(4)}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from relax_core.engines.sglang.cpu import shims
+from relax_core.engines.sglang import server_changes as shims
 from tests.contracts.engine.harness import ROOT, SGLANG_PYTHON
 
 pytestmark = pytest.mark.sglang
@@ -24,8 +24,8 @@ CHILD = """
 import sys
 sys.path.insert(0, sys.argv[1])
 import torch
-from relax_core.engines.sglang.cpu.shims import install
-from relax_core.engines.sglang.server.import_hooks import after_import
+from relax_core.engines.sglang.server_changes import install
+from relax_core.engines.sglang.server_changes import after_import
 if len(sys.argv) > 2:
     after_import("torchvision.extension", lambda module: torch.ops.load_library(sys.argv[2]))
 install()

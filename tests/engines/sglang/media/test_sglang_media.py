@@ -22,7 +22,7 @@ from relax_core.engines.build_client import build_client
 from relax_core.engines.engine_process import EngineLaunch, EngineProcess
 from relax_core.engines.protocol.engine_client import EngineClient
 from relax_core.engines.protocol.score_calls import TokensToScore
-from relax_core.engines.sglang.client.sglang_client import SglangClient
+from relax_core.engines.sglang.sglang_client import SglangClient
 from relax_core.families.architecture import VisionTower
 from relax_core.families.folder import vision_tower
 from relax_core.weights.version_writer import VersionWriter
@@ -316,7 +316,7 @@ def test_a_server_of_somebody_elses_gets_images_and_no_video(
 
     The first version that it gets shows whether it takes all parameters.
     """
-    monkeypatch.setattr("relax_core.engines.sglang.server.sglang_launch.MEDIA_PACKAGE", "")
+    monkeypatch.setattr("relax_core.engines.sglang.sglang_spec.MEDIA_PACKAGE", "")
     served = serve(sglang_launch, started, tmp_path, name=DENSE)
     try:
         served.launch = replace(

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from relax_core.contracts.engine import EngineError
-from relax_core.engines.sglang.server.scratch import SHARED_MEMORY, end_session, new_scratch, remove_scratch
+from relax_core.engines.sglang.scratch import SHARED_MEMORY, end_session, new_scratch, remove_scratch
 from tests.contracts.engine.harness import ROOT
 
 SERVER = """
 import multiprocessing, sys, tempfile, time
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
-from relax_core.engines.sglang.server.scratch import keep_to_scratch
+from relax_core.engines.sglang.scratch import keep_to_scratch
 
 keep_to_scratch(Path(sys.argv[1]))
 spawn = multiprocessing.get_context("spawn")

@@ -12,9 +12,8 @@ import torch
 
 from relax_core.config.schema import EngineConfig
 from relax_core.engines.engine_process import EngineLaunch
-from relax_core.engines.sglang.server.sglang_launch import FEATURE_MIB, flag_words
-from relax_core.engines.sglang.sglang_spec import SPEC
-from relax_core.engines.sglang.version import TESTED, version_problem
+from relax_core.engines.sglang.sglang_process import TESTED, version_problem
+from relax_core.engines.sglang.sglang_spec import FEATURE_MIB, SPEC, flag_words
 from relax_core.families.tiny_configs import tiny_config, tiny_omni_files
 from relax_core.tools.tiny_media import write_settings
 

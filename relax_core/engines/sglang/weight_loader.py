@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from relax_core.contracts.engine import WeightManifest
-from relax_core.engines.sglang.client.weight_orders import Attest, LoadFile, Outcome, Watch, not_written, read_order
+from relax_core.engines.sglang.weight_orders import Attest, LoadFile, Outcome, Watch, not_written, read_order
 from relax_core.weights.version_file import DigestMismatch, TensorsDigest, read_weights
 
 NamedTensors = Iterable[tuple[str, Tensor]]

@@ -29,7 +29,22 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[4]
+TESTED = "0.5.23"
+FROM, BEFORE = (0, 5, 23), (0, 6)  # earlier versions lack /begin_weight_update and per-token weight versions
+
+
+def version_problem(found: str) -> str | None:
+    """Returns why this version is refused, or None. Suffixes such as .post1 or rc2 do not count."""
+    numbers = tuple(int(part) for part in found.split("+")[0].split(".")[:3] if part.isdecimal())
+    if FROM <= numbers < BEFORE:
+        return None
+    return (
+        f"SGLang {found} is not supported. Install {TESTED}, which is tested; versions from "
+        f"{'.'.join(map(str, FROM))} to before {'.'.join(map(str, BEFORE))} are accepted."
+    )
+
+
+ROOT = Path(__file__).resolve().parents[3]
 ON_CPU = "SGLANG_USE_CPU_ENGINE"
 TOKEN_FILE = "RELAX_ENGINE_TOKEN_FILE"
 CHILDREN_END_S = 3.0  # less than the owner waits before it kills this process too
@@ -87,23 +102,21 @@ def keep_to_the_given_host() -> None:
 def prepare_process() -> None:
     """Prepares a process of the server; every process calls it before it imports sglang."""
     sys.meta_path.append(OurPackageAlone())
-    from relax_core.engines.sglang.server import scheduler_changes, scratch
+    from relax_core.engines.sglang import scratch, server_changes
 
     scratch.keep_to_scratch(Path(os.environ[scratch.VARIABLE]))
-    scheduler_changes.install()
+    server_changes.install()
     hide_token_in_logs(Path(os.environ[TOKEN_FILE]).read_text().strip())
     keep_to_the_given_host()
     if os.environ.get(ON_CPU) == "1":
-        from relax_core.engines.sglang.cpu.shims import install
-
-        install()
+        server_changes.install_on_cpu()
 
 
 def end_with_stdin() -> None:
     """Waits until stdin is closed, then ends the server's processes and this one."""
     while os.read(0, 4096):
         pass
-    from relax_core.engines.sglang.server import scratch
+    from relax_core.engines.sglang import scratch
 
     try:
         end_children()
@@ -149,7 +162,6 @@ def main(arguments: list[str], *, inherited: int | None) -> None:
     from importlib.metadata import version
 
     from relax_core.engines.http_server.held_port import listening_socket, url_of
-    from relax_core.engines.sglang.version import version_problem
 
     if (problem := version_problem(version("sglang"))) is not None:
         sys.exit(problem)
@@ -191,7 +203,7 @@ def start() -> None:
         os.environ["TORCHDYNAMO_DISABLE"] = "1"  # compiling one small function of the sampler takes many seconds
     prepare_process()
     if os.environ.get(ON_CPU) == "1":
-        from relax_core.engines.sglang.cpu.shims import CPU_FLAGS
+        from relax_core.engines.sglang.server_changes import CPU_FLAGS
 
         arguments = [*CPU_FLAGS, *arguments]
     main(arguments, inherited=own.listener)

@@ -5,18 +5,19 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import msgspec
 
 from relax_core.contracts.engine import EngineError, EngineUnreachable, TensorSpec, WeightManifest
+from relax_core.contracts.host.file_lock import file_locked
+from relax_core.engines.protocol.engine_client import WeightCalls, group_body, tensors_body
 from relax_core.engines.protocol.reply_checks import ModelInfo
 from relax_core.engines.protocol.server_sent_events import UNKNOWN_VERSION, version_number
-from relax_core.engines.protocol.weight_calls import WeightCalls, group_body, tensors_body
-from relax_core.engines.sglang.client.sender_lock import SenderLock
-from relax_core.engines.sglang.client.weight_orders import (
+from relax_core.engines.sglang.weight_orders import (
     Attest,
     Confirm,
     LoadFile,
@@ -28,7 +29,42 @@ from relax_core.engines.sglang.client.weight_orders import (
 )
 from relax_core.weights.transports.base import WeightGroupAddress
 
-LOADER = "relax_core.engines.sglang.server.weight_loader.follow"
+
+class SenderLock:
+    """Is a lock on a file beside the versions, which every sender to the server at ``url`` sees, on any host.
+
+    SGLang has no lock of its own: a sender that lets the server go on lets it go on in another one's update too, which
+    then waits for all running samples. The kernel releases the lock when its holder's process ends. A holder may be
+    stopped, so no sender waits longer than ``timeout_s`` seconds.
+    """
+
+    def __init__(self, url: str, *, timeout_s: float) -> None:
+        self._url = url
+        self._timeout_s = timeout_s
+        self._held = ExitStack()
+
+    def take(self, folder: Path) -> None:
+        """Takes the lock in the folder of the versions; one that this sender still holds is given back before.
+
+        Raises EngineUnreachable if another sender keeps it, and EngineError if the folder takes no file or no lock.
+        """
+        self.give_back()
+        path = folder / f"sending-{quote(self._url, safe='')}"
+        try:
+            self._held.enter_context(file_locked(path, deadline_s=self._timeout_s, makes="a weight update"))
+        except TimeoutError:
+            raise EngineUnreachable(
+                f"engine {self._url}: another sender has been sending weights for {self._timeout_s:.0f} s"
+            ) from None
+        except OSError as error:  # the disk is full, the run's folder was removed, or its file system has no flock
+            raise EngineError(f"engine {self._url}: weights cannot be sent: {error}") from error
+
+    def give_back(self) -> None:
+        """Lets the next sender go on; does nothing if this sender does not hold the lock."""
+        self._held.close()
+
+
+LOADER = "relax_core.engines.sglang.weight_loader.follow"
 ALREADY_OPEN = "already open"  # a part of SGLang's error text
 _outcomes = msgspec.json.Decoder(Outcome)
 

@@ -5,42 +5,115 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import msgspec
+import numpy as np
 
 from relax_core.contracts.engine import (
     EngineError,
     EngineUnreachable,
+    FinishReason,
     Generated,
     PromptRequest,
     SamplingParams,
 )
 from relax_core.engines.pool.open_prompts import cut
 from relax_core.engines.protocol.engine_client import EngineClient, error_words
-from relax_core.engines.protocol.frames import StreamEnd
+from relax_core.engines.protocol.frames import StreamEnd, VersionSpan
 from relax_core.engines.protocol.reply_checks import ResponseCheck, decoded
-from relax_core.engines.protocol.request_body import OnTokens, response_limit
+from relax_core.engines.protocol.request_body import OnTokens, response_limit, unknown_token
 from relax_core.engines.protocol.score_calls import TokenScores, TokensToScore
 from relax_core.engines.protocol.server_sent_events import UNKNOWN_VERSION, EventReader, version_number
 from relax_core.engines.protocol.stop_strings import StopTable
-from relax_core.engines.protocol.vocabulary import unknown_token
-from relax_core.engines.sglang.client.attached_images import AttachedImages
-from relax_core.engines.sglang.client.held_prompts import HeldPrompts, never_sent, taken_out
-from relax_core.engines.sglang.client.prompt_requests import (
+from relax_core.engines.sglang.media.placed_items import placed_name
+from relax_core.engines.sglang.prompt_requests import (
+    AttachedImages,
     MediaEntries,
+    SampleRequest,
     image_data,
     named_media,
     sample_requests,
     sglang_body,
 )
-from relax_core.engines.sglang.client.sender_lock import SenderLock
-from relax_core.engines.sglang.client.sglang_responses import attested, finish_reason, prefilled_by_older
-from relax_core.engines.sglang.client.sglang_weight_calls import SglangWeightCalls
-from relax_core.engines.sglang.media.placed_items import placed_name
+from relax_core.engines.sglang.sglang_weight_calls import SenderLock, SglangWeightCalls
+
+
+@dataclass(eq=False)
+class HeldPrompts:
+    """Holds the prompts of one call that wait for weights, and the requests that were sent for them after that."""
+
+    prompts: dict[int, PromptRequest]  # index in the caller's prompt batch → prompt
+    version: int = UNKNOWN_VERSION  # the server's weight version when the prompts were sent
+    aborted: set[str] = field(default_factory=set)
+    sent: list[SampleRequest] = field(default_factory=list)
+    on_tokens: OnTokens | None = None
+
+    def tell(self, prompt: int, sample: int, start: int, ids: Sequence[int]) -> None:
+        """Tells new tokens of prompt number ``prompt`` of the request that was sent."""
+        if self.on_tokens is not None:
+            self.on_tokens(list(self.prompts)[prompt], sample, start, ids)
+
+
+def taken_out(call: HeldPrompts, params: SamplingParams) -> Iterator[Generated]:
+    """Removes the prompts that were aborted before they were sent, and yields empty responses for them."""
+    for index in [index for index, prompt in call.prompts.items() if prompt.rid in call.aborted]:
+        prompt = call.prompts.pop(index)
+        for sample in range(params.n) if prompt.samples is None else prompt.samples:
+            yield never_sent(prompt, index, sample)
+
+
+def never_sent(prompt: PromptRequest, index: int, sample: int) -> Generated:
+    """Returns the response to a prompt that was aborted before it was sent: no token."""
+    return Generated(
+        rid=prompt.rid,
+        prompt=index,
+        sample=sample,
+        output_ids=np.empty(0, dtype=np.int32),
+        logprobs=np.empty(0, dtype=np.float32),
+        versions=np.empty(0, dtype=np.int32),
+        finish_reason="abort",
+    )
+
+
+def attested(one: Generated) -> Generated:
+    """Returns the response without the tokens from the first on that no attested weights have sampled.
+
+    A server has no weight version after its restart, or after an update that failed. It samples one more token of each
+    response that is aborted then. The rest of the response counts as aborted, so that it is asked for again.
+    """
+    unknown = np.flatnonzero(one.versions == UNKNOWN_VERSION)
+    return msgspec.structs.replace(cut(one, int(unknown[0])), finish_reason="abort") if unknown.size else one
+
+
+def prefilled_by_older(first: VersionSpan, sent_under: int, *, cached: int) -> bool:
+    """Is True if older weights than those of the response's first token computed a part of the prompt.
+
+    Such a part was either in the cache when the prompt was sent under version ``sent_under``, or it was prefilled
+    before the version changed (server_changes.py). ``first`` is the response's first version span; ``cached`` is the
+    number of prompt tokens that came from the cache, or True if features of images may have come from one.
+    """
+    return first.end == 0 or (cached > 0 and first.version > sent_under)
+
+
+def finish_reason(one: Generated, params: SamplingParams, *, generated: int, limit: int) -> FinishReason:
+    """Returns what really ended the response.
+
+    After an abort SGLang generates one more token and still reports abort. If this token is a stop token or the last
+    one allowed, the response is finished and must not go on. ``generated`` is the number of tokens that the response
+    had before this request, and ``limit`` the most that it may have in all.
+    """
+    if one.finish_reason == "abort" and one.output_ids.size:
+        if int(one.output_ids[-1]) in params.stop_token_ids:
+            return "stop"
+        if generated + len(one.output_ids) >= limit:
+            return "length"
+    return one.finish_reason
+
 
 NOT_OPEN = "no weight-update session is open"  # a part of SGLang's error text
 FIRST_POLL_S, LAST_POLL_S = 0.002, 0.05  # seconds between two polls of the weight version that prompts wait for

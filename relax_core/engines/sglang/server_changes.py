@@ -1,0 +1,231 @@
+"""Changes modules of SGLang, in each process of a server of the run, right after their import."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from relax_core.engines.sglang.media.placed_items import VISION_FOLDER
+from relax_core.families.architecture import Architecture
+
+
+def after_import(name: str, change: Callable[[ModuleType], None]) -> None:
+    """Calls ``change`` with the module ``name`` as soon as this process has loaded it."""
+    sys.meta_path.insert(0, _AfterImport(name, change))
+
+
+class _AfterImport(MetaPathFinder):
+    def __init__(self, name: str, change: Callable[[ModuleType], None]) -> None:
+        self._name = name
+        self._change = change
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != self._name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        assert spec is not None and spec.loader is not None, f"there is no {fullname}"
+        load = spec.loader.exec_module
+
+        def load_and_change(module: ModuleType) -> None:
+            load(module)
+            self._change(module)
+
+        spec.loader.exec_module = load_and_change  # type: ignore[method-assign]
+        return spec
+
+
+ATTENTION = "torch_native"
+CPU_FLAGS = (  # the user's own flags come after these and override them
+    *("--device", "cpu"),
+    *("--attention-backend", ATTENTION),
+    *("--sampling-backend", "pytorch"),
+    *("--grammar-backend", "none"),
+    "--disable-overlap-schedule",
+    "--sleep-on-idle",  # without it SGLang's scheduler takes a whole core while it waits
+)
+_kept: list[object] = []  # torch removes the schemas of a library object once it is garbage-collected
+
+
+def install_on_cpu() -> None:
+    """Installs the changes; call it in each of the server's processes before sglang is imported."""
+    if importlib.util.find_spec("sgl_kernel") is None:
+        sys.path.append(str(Path(__file__).with_name("cpu")))
+    after_import("torchvision.extension", _define_missing_schemas)
+    after_import("sglang.srt.mem_cache.pool_host.common", _pin_no_memory)
+    after_import("sglang.srt.arg_groups.choices", _allow_seeds)
+    after_import("sglang.srt.batch_invariant_ops", _keep_torch_kernels)
+
+
+def _define_missing_schemas(module: ModuleType) -> None:
+    """Defines the two operators for which torchvision registers fake kernels, if its compiled library has not.
+
+    ``module`` is torchvision.extension, whose import loads the library. PyPI's library needs a CUDA build of torch. If
+    an operator is defined twice, the library's own definition ends the process without an exception.
+    """
+    import torch
+
+    library = torch.library.Library("torchvision", "FRAGMENT")
+    for operator in ("nms", "qnms"):
+        if not hasattr(torch.ops.torchvision, operator):
+            library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    _kept.append(library)
+
+
+def _pin_no_memory(module: ModuleType) -> None:
+    """Removes the call into CUDA that pins host memory for return_routed_experts."""
+    module._cuda_host_register = lambda *arguments, **keywords: None  # type: ignore[attr-defined]
+
+
+def _allow_seeds(module: ModuleType) -> None:
+    """Adds the CPU attention backend to those of --enable-deterministic-inference, which seeds need."""
+    module.add_deterministic_attention_backend_choices([ATTENTION])
+    module.add_radix_supported_deterministic_attention_backend_choices([ATTENTION])
+
+
+def _keep_torch_kernels(module: ModuleType) -> None:
+    """Keeps torch's kernels, because SGLang's batch-invariant ones need Triton.
+
+    Torch's kernels on a CPU may round differently in different batches.
+    """
+    module.enable_batch_invariant_mode = lambda *arguments, **keywords: None  # type: ignore[attr-defined]
+
+
+def install_media() -> None:
+    """Installs the changes; call it before sglang is imported."""
+    after_import("sglang.srt.models.qwen3_vl", _take_frames)
+    after_import("sglang.srt.models.qwen3_vl_moe", _count_deepstack)
+    after_import("sglang.srt.models.qwen3_omni_moe", _pass_whole_chunks)
+
+
+def forget_features() -> None:
+    """Clears SGLang's cache of tower features, whose keys do not contain the weights that computed them."""
+    schedule = sys.modules.get("sglang.srt.managers.mm_schedule")
+    if schedule is not None and schedule.embedding_cache is not None:
+        schedule.embedding_cache.clear()
+
+
+def _take_frames(module: ModuleType) -> None:
+    """Makes patches where the model would put the features of its items together."""
+    materialize = module.Qwen3VLForConditionalGeneration._materialize_visual_items
+
+    def of_frames(model: Any, items: Sequence[Any], indices: Iterable[int], *more: Any, **named: Any) -> Any:
+        chosen = list(indices)
+        made = [_with_patches(items[index], model.visual.device) for index in chosen]
+        return materialize(model, made, range(len(made)), *more, **named)
+
+    module.Qwen3VLForConditionalGeneration._materialize_visual_items = of_frames
+
+
+def _count_deepstack(module: ModuleType) -> None:
+    """Lets a mixture of experts add as many further outputs of the tower as its folder says; SGLang assumes three."""
+    make = module.Qwen3VLMoeForConditionalGeneration.__init__
+
+    def counted(model: Any, *arguments: Any, **keywords: Any) -> None:
+        make(model, *arguments, **keywords)
+        model.model.deepstack_embed_to_decoder_layer = range(model.num_deepstack_embeddings)
+
+    module.Qwen3VLMoeForConditionalGeneration.__init__ = counted
+
+
+def _pass_whole_chunks(module: ModuleType) -> None:
+    """Gives each sound its features of the trainer: the tower pads its chunks to the longest one of a batch.
+
+    So each sound passes beside a silent one of one whole chunk, whose rows are thrown away.
+    """
+    import torch
+
+    def of_sounds(model: Any, items: Sequence[Any]) -> Any:
+        tower, settings = model.audio_tower, _model().audio
+        assert settings is not None, "the model hears"
+        like, chunk = next(tower.parameters()), settings.chunk_frames
+        rows = []
+        for item in items:
+            sound = item.feature[0].to(device=like.device, dtype=like.dtype)
+            both = torch.cat([sound, sound.new_zeros(len(sound), chunk)], dim=1)
+            lengths = torch.tensor([sound.shape[1], chunk], device=like.device)
+            own = settings.rows_of_frames(sound.shape[1])
+            found = tower(both, feature_lens=lengths).last_hidden_state
+            rows.append(found.reshape(-1, found.shape[-1])[:own])
+        return torch.cat(rows)
+
+    module.Qwen3OmniMoeThinkerForConditionalGeneration.get_audio_feature = of_sounds
+
+
+def _with_patches(item: Any, device: Any) -> Any:
+    """Returns the item with patches in place of its uint8 frames; the item itself keeps its frames for a retraction."""
+    import torch
+
+    from relax_core.families.tower_passes import patches_of
+
+    if item.feature.dtype != torch.uint8:
+        return item
+    tower = _model().vision
+    assert tower is not None, "the server is started with this variable only for a model with a tower"
+    made = copy.copy(item)
+    made.feature = patches_of(item.feature.cpu().numpy(), tower, device=device)
+    return made
+
+
+@cache
+def _model() -> Architecture:
+    from relax_core.families.folder import folder_architecture
+
+    return folder_architecture(Path(os.environ[VISION_FOLDER]))
+
+
+KV_CACHE = "kv_cache"  # SGLang's tag for the memory of its KV cache
+
+
+def install() -> None:
+    """Installs the changes; call it before sglang is imported."""
+    after_import("sglang.srt.utils.weight_versions", _record_old_prefixes)
+    after_import("sglang.srt.managers.scheduler", _stay_paused_without_cache)
+    install_media()
+
+
+def _record_old_prefixes(module: ModuleType) -> None:
+    """Lets the version spans of a request begin with an empty one if older weights computed a part of its prompt.
+
+    A request that is between two chunks of its prefill has cache of the old weights but no token with their version.
+    The client sees the empty span and asks for the sample again. SGLang calls this function at every change of the
+    version, so that the features of images and videos are forgotten here too.
+    """
+    record = module.record_weight_version_events
+
+    def with_old_prefixes(reqs: Iterable[Any], old_version: str) -> int:
+        forget_features()
+        requests = list(reqs)
+        for request in requests:
+            if request.already_computed and not request.output_ids:
+                event = module.WeightVersionEvent(old_version=old_version, num_output_tokens=0)
+                request.weight_version_events.append(event)
+        recorded: int = record(requests, old_version=old_version)
+        return recorded
+
+    module.record_weight_version_events = with_old_prefixes  # type: ignore[attr-defined]
+
+
+def _stay_paused_without_cache(module: ModuleType) -> None:
+    """Keeps the server paused while the memory of its KV cache is released.
+
+    A sender of weights ends its pause and may not know that another client has released the memory.
+    """
+    resume = module.Scheduler.continue_generation
+
+    def unless_released(scheduler: Any, request: Any) -> None:
+        if KV_CACHE not in scheduler.weight_updater.offload_tags:
+            resume(scheduler, request)
+
+    module.Scheduler.continue_generation = unless_released
