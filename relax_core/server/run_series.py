@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, Protocol
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -45,36 +45,12 @@ class Curve(NamedTuple):
     values: list[float | None]
 
 
-class TimedRecord(Protocol):
-    """Declares a record that tells how long its work took; it ended at ``end_s``, in Unix seconds.
-
-    ``resumes`` counts the resumes before it, and ``ms`` has its numbers that are milliseconds, by name without
-    the ending, and for the rollout ``samples``, ``tokens`` and ``worker``.
-    """
-
-    @property
-    def source(self) -> str:
-        """Returns the source of the record."""
-
-    @property
-    def step(self) -> int:
-        """Returns its train step or weight version."""
-
-    @property
-    def end_s(self) -> float:
-        """Returns when its work ended, in Unix seconds."""
-
-    @property
-    def resumes(self) -> int:
-        """Returns the number of resumes before it."""
-
-    @property
-    def ms(self) -> dict[str, float]:
-        """Returns its numbers by name."""
-
-
 class Timed(NamedTuple):
-    """Is a `TimedRecord` whose numbers are at hand."""
+    """Tells how long the work of a record took; it ended at ``end_s``, in Unix seconds.
+
+    ``step`` is its train step or weight version, and ``resumes`` counts the resumes before it. ``ms`` has its numbers
+    that are milliseconds, by name without the ending, and for the rollout ``samples``, ``tokens`` and ``worker``.
+    """
 
     source: str
     step: int
@@ -84,7 +60,7 @@ class Timed(NamedTuple):
 
 
 class PackedTimed(NamedTuple):
-    """Is a `TimedRecord` in a tenth of its memory; all records with the same names share one tuple of them."""
+    """Is a `Timed` in a tenth of its memory; all records with the same names share one tuple of them."""
 
     source: str
     step: int
@@ -97,6 +73,9 @@ class PackedTimed(NamedTuple):
     def ms(self) -> dict[str, float]:
         """Returns its numbers by name."""
         return dict(zip(self.names, self.values, strict=True))
+
+
+TimedRecord = Timed | PackedTimed
 
 
 class _Line(msgspec.Struct):
