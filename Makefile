@@ -111,7 +111,7 @@ test-agents: test-env agents-env
 trackers-env: $(TRACKERS)/.relax-trackers
 
 test-trackers: test-env trackers-env
-	@$(TRACKERS)/bin/python -m pytest -q tests/observe/test_tracker_libraries.py tests/observe/test_trackers.py tests/observe/test_http_sinks.py $(ARGS)
+	@$(TRACKERS)/bin/python -m pytest -q tests/observe/test_tracker_libraries.py tests/observe/test_trackers.py tests/observe/test_sinks.py $(ARGS)
 
 lint: test-env
 	$(BIN)/ruff check .

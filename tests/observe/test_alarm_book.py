@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from itertools import pairwise
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relax_core.observe.alarm_book import FILE, MOST_CHARACTERS, AlarmBook, clean, read_alarms
+from relax_core.config.notify_rules import PRESETS, Rule, read_rule, read_rules
+from relax_core.observe.alarm_book import FILE, MOST_CHARACTERS, AlarmBook, RuleState, advanced, clean, read_alarms
 
 
 class Clock:
@@ -70,3 +74,84 @@ def test_what_an_exception_quotes_and_secrets_stay_here() -> None:
 def test_any_text_becomes_a_short_one_without_control_characters(text: str) -> None:
     cleaned = clean(text, environment={})
     assert len(cleaned) <= MOST_CHARACTERS and not any(ord(one) < 9 or ord(one) == 27 for one in cleaned)
+
+
+VALUES = st.lists(st.none() | st.floats(-2.0, 2.0) | st.just(math.nan), max_size=60)
+
+
+def states(rule: Rule, values: list[float | None]) -> list[RuleState]:
+    found = [RuleState()]
+    for step, value in enumerate(values):
+        found.append(advanced(rule, found[-1], value, step=step))
+    return found[1:]
+
+
+@given(values=VALUES, steps=st.integers(1, 8), bound=st.floats(-2.0, 2.0), sign=st.sampled_from(["<", "<=", ">", ">="]))
+def test_a_rule_is_true_if_the_last_measured_values_are_all_beyond_its_bound(
+    values: list[float | None], steps: int, bound: float, sign: str
+) -> None:
+    rule = read_rule(f"actor/x {sign} {bound!r} for {steps} steps")
+    for end, state in enumerate(states(rule, values), 1):
+        measured = [value for value in values[:end] if value is not None and not math.isnan(value)]
+        beyond = {
+            "<": lambda x: x < bound,
+            "<=": lambda x: x <= bound,
+            ">": lambda x: x > bound,
+            ">=": lambda x: x >= bound,
+        }
+        expected = len(measured) >= steps and all(map(beyond[sign], measured[-steps:]))
+        assert state.is_true(rule) == expected
+
+
+@given(values=VALUES, steps=st.integers(1, 8), share=st.floats(0.0, 1.0))
+def test_the_best_is_the_largest_mean_so_far(values: list[float | None], steps: int, share: float) -> None:
+    rule = read_rule(f"actor/x < {share!r} of its best for {steps} steps")
+    for end, state in enumerate(states(rule, values), 1):
+        measured = [value for value in values[:end] if value is not None and not math.isnan(value)]
+        means = [math.fsum(measured[at : at + steps]) / steps for at in range(len(measured) - steps + 1)]
+        if means and abs(means[-1] - share * max(means)) > 1e-9:  # where rounding decides nothing
+            assert state.is_true(rule) == (max(means) > 0 and means[-1] < share * max(means))
+        assert means or not state.is_true(rule)
+
+
+@given(values=VALUES)
+def test_gaps_change_nothing(values: list[float | None]) -> None:
+    rule = read_rule("actor/x > 0.5 for 3 steps")
+    for (before, after), value in zip(pairwise([RuleState(), *states(rule, values)]), values, strict=True):
+        if value is None or math.isnan(value):
+            assert after == before
+
+
+def test_nan_is_true_for_the_rule_that_asks_for_it() -> None:
+    rule = read_rule("actor/loss is nan for 2 steps")
+    assert [one.is_true(rule) for one in states(rule, [math.nan, 1.0, math.nan, None, math.nan])] == [
+        *(False, False, False, False, True)
+    ]
+
+
+def test_a_step_that_is_done_again_begins_anew() -> None:
+    rule = read_rule("actor/x > 0.5 for 3 steps")
+    state = RuleState()
+    for step in (0, 1, 1, 2):
+        state = advanced(rule, state, 1.0, step=step)
+    assert state.held == 2 and not state.is_true(rule)
+
+
+def test_presets_and_texts_are_read_once() -> None:
+    rules = read_rules(["nan", "gap", " actor/reward  <= .1 for 20 steps ", "gap"])
+    assert [rule.words for rule in rules] == [*PRESETS["nan"], *PRESETS["gap"], "actor/reward <= .1 for 20 steps"]
+    assert [rules[-1].source, rules[-1].name, rules[-1].bound, rules[-1].steps] == ["actor", "reward", 0.1, 20]
+    assert read_rule("rollout/tokens/trained > 1e3 for 1 step").name == "tokens/trained"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *("", "reward < 1 for 2 steps", "actor/reward < for 2 steps", "actor/reward < nan for 2 steps"),
+        *("actor/reward < 1", "actor/reward < 1 for 0 steps", "actor/reward == 1 for 2 steps", "nans"),
+        *("actor/reward > 0.5 of its best for 3 steps", "actor/reward < 1 for 2 steps; rm -rf"),
+    ],
+)
+def test_a_text_that_is_no_rule_is_refused(words: str) -> None:
+    with pytest.raises(ValueError, match=r"steps|best"):
+        read_rule(words)

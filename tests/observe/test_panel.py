@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import fcntl
-import gc
 import io
 import os
-import pickle
 import pty
 import re
 import struct
@@ -14,20 +12,33 @@ import subprocess
 import sys
 import termios
 import time
-import tracemalloc
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from rich.console import Console
 
 from relax_core.contracts.bus import BusProgress
 from relax_core.observe import panel as panel_module
 from relax_core.observe.event_log import RESUMED, RUN, MetricRecord
 from relax_core.observe.panel import Panel, PanelState
-from relax_core.observe.panel_view import RATE_STEPS, PanelView, RoleState, RunningNumbers, line, picture
+from relax_core.observe.panel_view import (
+    BLOCKS,
+    RATE_STEPS,
+    PanelView,
+    RoleState,
+    RunningNumbers,
+    duration,
+    line,
+    number,
+    picture,
+    sparkline,
+    staleness_shares,
+)
 
 MakeRecord = Callable[..., MetricRecord]
 ROLES = (
@@ -364,25 +375,6 @@ def test_of_older_steps_only_the_curves_are_kept(make_record: MakeRecord) -> Non
     assert len(numbers.curve("loss")) == RATE_STEPS
 
 
-def test_older_steps_take_little_memory(make_record: MakeRecord) -> None:
-    """The records come as from Ray, each with its own names. A run with four modalities has 69 and 19 values a step.
-
-    With all values of each step, these records take 10 KB a step.
-    """
-    numbers, kept = RunningNumbers(), []
-    tracemalloc.start()
-    for step in range(600):
-        values = [{f"modality/video/figure {n}": step + n / 7 for n in range(count)} for count in (66, 19)]
-        curves = {"reward": 0.1 * step, "exact": 0.2 * step, "entropy": 0.3 * step}
-        told = [make_record("actor", step, **curves, **values[0]), make_record("rollout", step, **values[1])]
-        numbers.merge(pickle.loads(pickle.dumps(told)))
-        if step in (200, 599):
-            gc.collect()
-            kept.append(tracemalloc.get_traced_memory()[0])
-    tracemalloc.stop()
-    assert (kept[1] - kept[0]) / 399 < 1_000, "bytes a step"
-
-
 def test_a_recovery_is_told_in_a_line_and_the_count_goes_on_from_its_checkpoint() -> None:
     out = io.StringIO()
     with Panel(40, Path("/runs/x"), "grpo", live=False, console=Console(file=out, width=200)) as panel:
@@ -403,3 +395,37 @@ def test_a_line_has_the_figures_of_its_own_step(make_record: MakeRecord) -> None
             panel.update(PanelState(step=done, records=records))
     lines = [shown.split("  ")[:2] for shown in out.getvalue().splitlines() if shown.startswith("step ")]
     assert lines == [["step 20/30", "reward 0.200"], ["step 30/30", "reward 0.300"]]
+
+
+@given(
+    st.lists(st.floats(allow_nan=True, allow_infinity=True, width=32), max_size=60),
+    st.integers(min_value=1, max_value=20),
+)
+def test_a_sparkline_has_its_width_and_only_blocks(values: list[float], width: int) -> None:
+    line = sparkline(values, width=width)
+    assert len(line) <= width
+    assert set(line) <= set(BLOCKS)
+
+
+def test_a_sparkline_is_the_mean_of_each_share() -> None:
+    assert sparkline([0.0, 1.0], width=8) == "▁█"
+    assert sparkline([0.0, 0.0, 1.0, 1.0, 0.5, 0.5], width=3) == "▁█▅"
+    assert sparkline([0.5], width=4, low=0.0, high=1.0) == "▅"
+    assert sparkline([3.0, 3.0], width=4) == "▁▁"
+    assert sparkline([float("nan")], width=4) == ""
+
+
+def test_staleness_shares_leave_no_gap() -> None:
+    assert staleness_shares({}) == []
+    assert staleness_shares({0: 1, 2: 3, 5: 0}) == [(0, 0.25), (1, 0.0), (2, 0.75)]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(None, "–"), (0.4, "0 s"), (59.9, "59 s"), (185, "3:05 min"), (7620, "2:07 h")]
+)
+def test_durations(seconds: float | None, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_an_unknown_number_is_a_dash() -> None:
+    assert number(None, ".3f") == "–" and number(0.5, ".3f") == "0.500"

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from relax_core.contracts import columns as c
 from relax_core.contracts.bus import CompleteGroup
 from relax_core.contracts.columns import encode_tree
 from relax_core.contracts.tree import TokenTree, group_uid
@@ -295,10 +294,3 @@ def test_filters_and_orders(tmp_path: Path) -> None:
     assert index.find({}, most=2, first=4)[0] == 6
     with pytest.raises(ValueError, match="filters are uid, group"):
         index.find({"colour": 1})
-
-
-def test_kept_columns_leave_out_what_is_large() -> None:
-    from relax_core.observe.sample_log import TOKEN_COLUMNS
-
-    assert c.ROUTED_EXPERTS not in TOKEN_COLUMNS
-    assert c.KEPT_TOKENS not in TOKEN_COLUMNS

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 
 import pytest
@@ -74,16 +73,6 @@ def test_equals_with_different_amounts_of_work_are_not_slow(work: Work, factors:
     ]
     for one in compared_work(steps).values():
         assert one.slower == pytest.approx(0.0, abs=1e-6) and not one.is_slow
-
-
-@given(steps=windows, order=st.randoms())
-def test_the_order_of_names_and_steps_changes_nothing(steps: list[dict[str, Work]], order: random.Random) -> None:
-    mixed = [dict(order.sample(list(step.items()), len(step))) for step in order.sample(steps, len(steps))]
-    before, after = compared_work(steps), compared_work(mixed)
-    assert before.keys() == after.keys()
-    for name, one in before.items():
-        assert after[name].slower == pytest.approx(one.slower, rel=1e-9, abs=1e-9)
-        assert after[name].is_slow == one.is_slow or one.slower == pytest.approx(MOST_SLOWER)
 
 
 @given(steps=windows, factor=st.floats(min_value=1.0, max_value=10.0), chosen=st.integers(0, 4))
@@ -222,11 +211,3 @@ def test_three_slow_windows_in_a_row_name_a_process(seen: list[float | None]) ->
         named = {name for name, streak in streaks.items() if streak.is_named}
         assert named == ({"actor-0"} if in_a_row >= WINDOWS else set())
     assert without(streaks, ["actor-0"]) == {}
-
-
-def test_a_streak_tells_its_steps() -> None:
-    streaks: dict[str, Streak] = {}
-    for first in (0, 15, 30, 45):
-        streaks = advanced(streaks, {"actor-0": beside(0.3)}, from_step=first, to_step=first + 14)
-    assert (streaks["actor-0"].from_step, streaks["actor-0"].to_step) == (0, 59)
-    assert len(streaks["actor-0"].windows) == 4

@@ -106,26 +106,17 @@ def test_the_best_evaluation_is_the_first_of_the_highest(make_record: MakeRecord
     assert "keep_best" not in summary["run"]
 
 
-def test_rows_that_were_left_out_are_named(progress: BusProgress) -> None:
-    row = {"row": "20", "reason": "too_long", "text": "rows.jsonl, line 21: its prompt has 3005 tokens"}
-    assert build_summary([], progress=progress, meta={**META, "bad_rows": [row]})["bad_rows"] == [row]
-
-
-def test_recoveries_have_a_place_of_their_own(progress: BusProgress) -> None:
-    recovery = {"tier": 2, "cause": "the bus died", "at_step": 12, "from_step": 10, "seconds": None}
-    summary = build_summary([], progress=progress, meta={**META, "recoveries": [recovery]})
-    assert summary["recoveries"] == [recovery]
-    assert "recoveries" not in summary["run"] and summary["stragglers"] == []
-    slow = {"kind": "rank", "who": "actor-1", "slower": 0.3}
-    summary = build_summary([], progress=progress, meta={**META, "stragglers": [slow]})
-    assert summary["stragglers"] == [slow] and "stragglers" not in summary["run"]
-
-
-def test_findings_and_missing_records_are_in_the_summary(make_record: MakeRecord, progress: BusProgress) -> None:
+def test_what_the_controller_knows_has_places_of_its_own(make_record: MakeRecord, progress: BusProgress) -> None:
     records = [make_record("actor", step, reward=1.0 if step < 10 else 0.0) for step in range(20)]
-    summary = build_summary(records, progress=progress, meta={**META, "records_dropped": {"tensorboard": 7}})
+    own = {
+        "bad_rows": [{"row": "20", "reason": "too_long", "text": "rows.jsonl, line 21: its prompt has 3005 tokens"}],
+        "recoveries": [{"tier": 2, "cause": "the bus died", "at_step": 12, "from_step": 10, "seconds": None}],
+        "stragglers": [{"kind": "rank", "who": "actor-1", "slower": 0.3}],
+        "records_dropped": {"tensorboard": 7},
+    }
+    summary = build_summary(records, progress=progress, meta={**META, **own})
+    assert {name: summary[name] for name in own} == own and summary["run"] == {"seed": 3}
     assert summary["findings"] == ["The reward fell from 1.000 (steps 0 to 9) to 0.000 in the last 10 steps."]
-    assert summary["records_dropped"] == {"tensorboard": 7} and "records_dropped" not in summary["run"]
 
 
 def test_what_a_record_does_not_tell_is_under_other(make_record: MakeRecord, progress: BusProgress) -> None:
