@@ -18,7 +18,7 @@ import numpy as np
 from relax_core.bus.factory import BACKENDS, create_bus
 from relax_core.config.compose import load_config
 from relax_core.config.schema import BusConfig
-from relax_core.contracts.bus import Admission, Bus, CompleteGroup, LeaseRequest
+from relax_core.contracts.bus import Admission, Bus, Group, LeaseRequest
 from relax_core.contracts.tree import sample_uid
 
 GROUP_SIZE = 16
@@ -29,9 +29,9 @@ WARM_UP_BYTES = 1 << 30  # through each bus before large rows count: Ray's store
 PARTS = ("put", "lease", "ack")
 
 
-def make_row(admission: Admission, *, version: int, columns: dict[str, bytes]) -> CompleteGroup:
+def make_row(admission: Admission, *, version: int, columns: dict[str, bytes]) -> Group:
     uids = [sample_uid(admission.group_uid, place) for place in range(GROUP_SIZE)]
-    return CompleteGroup(
+    return Group(
         group_uid=admission.group_uid,
         index=admission.index,
         uids=uids,

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from relax_core.contracts.bus import CompleteGroup
+from relax_core.contracts.bus import Group
 from relax_core.contracts.columns import encode_tree
 from relax_core.contracts.tree import TokenTree, group_uid
 from relax_core.observe.sample_log import SampleLog
@@ -82,9 +82,9 @@ def _tree(index: int, answer_tokens: int) -> TokenTree:
     )
 
 
-def _group(tree: TokenTree, columns: dict[str, bytes]) -> CompleteGroup:
+def _group(tree: TokenTree, columns: dict[str, bytes]) -> Group:
     uids = [one.uid for one in tree.episodes]
-    return CompleteGroup(group_uid=tree.group_uid, index=0, uids=uids, versions=[3] * ANSWERS, columns=columns)
+    return Group(group_uid=tree.group_uid, index=0, uids=uids, versions=[3] * ANSWERS, columns=columns)
 
 
 if __name__ == "__main__":

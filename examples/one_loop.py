@@ -26,7 +26,7 @@ from relax_core.bus.state.bus_state import BusCore
 from relax_core.bus.state.settings import BusSettings
 from relax_core.config.compose import load_config
 from relax_core.config.schema import RelaxConfig
-from relax_core.contracts.bus import Admission, CompleteGroup, Lease, LeaseRequest
+from relax_core.contracts.bus import Admission, Group, Lease, LeaseRequest
 from relax_core.contracts.columns import ADVANTAGES, ROLLOUT_COLUMNS
 from relax_core.contracts.engine import Generated, PromptRequest
 from relax_core.contracts.train import StepMetrics
@@ -149,7 +149,7 @@ class Loop:
 
     async def complete(
         self, admission: Admission, request: PromptRequest, responses: Sequence[Generated], rewards: RewardPool
-    ) -> CompleteGroup | DroppedGroup:
+    ) -> Group | DroppedGroup:
         """Scores the responses and makes the group's token tree, with its advantages, as columns of bytes."""
         row, uid = self.source.row(admission.index), admission.group_uid
         tokenizer = self.prompts.tokenizer

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from relax_core.contracts.bus import CompleteGroup, LeasedGroup
+from relax_core.contracts.bus import Group
 from relax_core.contracts.columns import decode_tree
 from relax_core.contracts.tree import BY_TOKEN, NOT_SAMPLED, Episode, TokenTree, Turn
 from relax_core.contracts.trees.kept_tokens import KeptTokens
@@ -69,12 +69,9 @@ def answers_tree(
     return tree if routed_experts is None else with_experts(tree, routed_experts)
 
 
-def tree_of(row: CompleteGroup | LeasedGroup) -> TokenTree:
+def tree_of(row: Group) -> TokenTree:
     """The tree of a row that came from the bus, or goes to it."""
-    leased = LeasedGroup(
-        group_uid=row.group_uid, index=row.index, uids=row.uids, versions=row.versions, columns=row.columns
-    )
-    return decode_tree(leased)
+    return decode_tree(row)
 
 
 def rewards_of(tree: TokenTree) -> list[float | None]:

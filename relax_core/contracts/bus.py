@@ -58,13 +58,14 @@ class Admission(msgspec.Struct, frozen=True, kw_only=True):
         return self.index if self.drawn is None else self.drawn
 
 
-class CompleteGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """Is a complete group as the rollout enters it.
+class Group(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Is a complete group: as the rollout puts it, as the bus keeps it, and as a task leases or reads it.
 
     ``uids`` names the samples that were kept, and ``versions`` has the oldest weight version among the trained tokens
-    of each. ``dropped`` maps the uids of the other samples to the reason. ``media`` maps the digest of each media item
-    that the tree places to its size in bytes; the client of a bus reads it from column `MEDIA`, so a caller leaves it
-    empty.
+    of each. ``columns`` has the payloads; in a lease, only those that the task asked for. ``dropped`` maps the uids of
+    the other samples to the reason. ``media`` maps the digest of each media item that the tree places to its size in
+    bytes; the client of a bus reads it from column `MEDIA`, so a caller leaves it empty. ``modality`` is that of the
+    prompt (`relax_core.config.modality_shares`), empty in a run on text and before the group is leased.
     """
 
     group_uid: str
@@ -74,19 +75,6 @@ class CompleteGroup(msgspec.Struct, frozen=True, kw_only=True):
     columns: dict[str, bytes]
     dropped: dict[str, str] = {}
     media: dict[str, int] = {}
-
-
-class LeasedGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """Is a group in a lease. ``columns`` has only the payloads that the task asked for.
-
-    ``modality`` is that of its prompt (`relax_core.config.modality`), empty in a run on text.
-    """
-
-    group_uid: str
-    index: int
-    uids: list[str]
-    versions: list[int]
-    columns: dict[str, bytes]
     modality: str = ""
 
 
@@ -118,7 +106,7 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
 
     lease_id: int
     task: str
-    rows: list[LeasedGroup]
+    rows: list[Group]
     waited_s: float = 0.0
 
 
@@ -222,7 +210,7 @@ class Bus(Protocol):
         may still work on its requests.
         """
 
-    def put(self, groups: Sequence[CompleteGroup], *, timeout_s: float) -> None:
+    def put(self, groups: Sequence[Group], *, timeout_s: float) -> None:
         """Enters complete groups. Ignores a group that is in, trained or dropped already (at-least-once delivery).
 
         From now on the group names the media items of its column `MEDIA`, until it ends. Raises ValueError if nobody
@@ -278,7 +266,7 @@ class Bus(Protocol):
 
     def read(
         self, lease_id: int, group_uids: Sequence[str], *, columns: Sequence[str], timeout_s: float
-    ) -> list[LeasedGroup]:
+    ) -> list[Group]:
         """Returns columns of groups of a held lease, in the order of ``group_uids``. The lease stays as it is.
 
         Any process that knows the lease may call it, so that each rank can read what it trains. Raises `LeaseLost` if

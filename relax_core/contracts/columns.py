@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from relax_core.contracts.bus import LeasedGroup
+from relax_core.contracts.bus import Group
 from relax_core.contracts.media import Media
 from relax_core.contracts.tree import BY_TOKEN, Episode, TokenTree, check_tree
 from relax_core.contracts.trees.kept_tokens import KeptTokens
@@ -149,7 +149,7 @@ def decode_episodes(payload: bytes) -> list[Episode]:
     return _episodes_decoder.decode(payload)
 
 
-def decode_tree(row: LeasedGroup) -> TokenTree:
+def decode_tree(row: Group) -> TokenTree:
     """Returns the tree of a leased group that has at least the columns `END`, `VERSIONS` and `EPISODES`.
 
     Without `LOSS_MASK` all sampled rows count as trained. Without `LOGPROBS` the log-probs are 0. Without `TOKEN_IDS`

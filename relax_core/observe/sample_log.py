@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 
 from relax_core.contracts import columns as c
-from relax_core.contracts.bus import CompleteGroup
+from relax_core.contracts.bus import Group
 from relax_core.contracts.columns import encode_column, payload_bytes
 from relax_core.contracts.tree import TokenTree
 from relax_core.observe.event_log import AppendFile
@@ -201,7 +201,7 @@ class SampleLog:
         """Returns whether the group with this index is kept."""
         return index % self._every < self._first
 
-    def put(self, group: CompleteGroup) -> None:
+    def put(self, group: Group) -> None:
         """Keeps a group that is put on the bus."""
         if self.keeps(group.index):
             now = time.time()
@@ -343,7 +343,7 @@ class SampleFiles:
             sizes.pop(0)
 
 
-def _of_put(group: CompleteGroup, now: float) -> Made:
+def _of_put(group: Group, now: float) -> Made:
     columns = {name: group.columns[name] for name in TOKEN_COLUMNS if name in group.columns}
     episodes = msgspec.Raw(group.columns[c.EPISODES])
     record = MadeRecord(group_uid=group.group_uid, time_s=now, episodes=episodes, versions=group.versions)

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from relax_core.contracts import columns as c
-from relax_core.contracts.bus import LeasedGroup
+from relax_core.contracts.bus import Group
 from relax_core.contracts.columns import decode_episodes, decode_tree
 from relax_core.contracts.foreign_files import NotPlain, open_plain, read_whole
 from relax_core.contracts.shown_text import shown
@@ -104,9 +104,7 @@ def read_made_tree(run_dir: Path, record: MadeRecord) -> TokenTree:
     """Returns the tree of a record. Raises TokensRemoved if its tokens are not there any more."""
     assert record.tokens is not None, "every record in a file says where its tokens stand"
     columns = _made.decode(_payload(run_dir, record.tokens)).columns | {c.EPISODES: bytes(record.episodes)}
-    return decode_tree(
-        LeasedGroup(group_uid=record.group_uid, index=0, uids=[], versions=record.versions, columns=columns)
-    )
+    return decode_tree(Group(group_uid=record.group_uid, index=0, uids=[], versions=record.versions, columns=columns))
 
 
 @dataclass(frozen=True, kw_only=True)

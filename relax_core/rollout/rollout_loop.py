@@ -13,7 +13,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
-from relax_core.contracts.bus import Admission, CompleteGroup
+from relax_core.contracts.bus import Admission, Group
 from relax_core.contracts.data import BadRow, PromptSource
 from relax_core.contracts.engine import Generated
 from relax_core.contracts.reward import RewardOutput
@@ -54,7 +54,7 @@ Record = Callable[[str, int, Mapping[str, float]], None]
 class RolloutBus(AdmissionBus, Protocol):
     """Declares the calls of the bus that the rollout's event loop makes."""
 
-    async def put_async(self, rows: Sequence[CompleteGroup], *, timeout_s: float) -> None:
+    async def put_async(self, rows: Sequence[Group], *, timeout_s: float) -> None:
         """Puts complete groups into the bus."""
 
 
@@ -116,7 +116,7 @@ class RolloutLoop:
         self._sampled_tokens: Counter[str] = Counter()  # of episodes of several turns, by what became of them
         self._truncated_groups = TruncatedGroups(settings.sampling.max_new_tokens)
         self._failed_groups = FailedGroups(settings.max_failed_groups)
-        self._staged: list[CompleteGroup] = []
+        self._staged: list[Group] = []
         self._flushing = False
         self._newest_group: asyncio.Task[float] | None = None  # the group whose responses arrived last
 
@@ -368,7 +368,7 @@ class RolloutLoop:
         await self._hand_on(done, tasks)
         return reward_s
 
-    async def _hand_on(self, done: CompleteGroup | DroppedGroup, tasks: asyncio.TaskGroup) -> None:
+    async def _hand_on(self, done: Group | DroppedGroup, tasks: asyncio.TaskGroup) -> None:
         self._truncated_groups.record(isinstance(done, DroppedGroup) and done.reason == TRUNCATED)
         if isinstance(done, DroppedGroup):
             await self._bus.drop_async(done.group_uid, reason=done.reason, timeout_s=self._settings.call_timeout_s)

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from relax_core.contracts.bus import LeasedGroup
+from relax_core.contracts.bus import Group
 from relax_core.contracts.columns import decode_tree
 from relax_core.contracts.media import MediaItem
 from relax_core.contracts.tree import TRUNCATED, TokenTree
@@ -28,7 +28,7 @@ from relax_core.families.architecture import Architecture
 from relax_core.families.towers import Towers, item_work
 
 
-def decode_train_tree(group: LeasedGroup, *, step: int, oldest_version: int) -> tuple[TokenTree, dict[str, str]]:
+def decode_train_tree(group: Group, *, step: int, oldest_version: int) -> tuple[TokenTree, dict[str, str]]:
     """Returns the tree for train step ``step``, and the uid and ledger reason of each episode that is not trained.
 
     Tokens older than ``oldest_version`` are masked (mode.on_stale=mask; with drop the bus never leases such a group).

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import strategies as st
 
-from relax_core.contracts.bus import Admission, BusClosed, CompleteGroup, Lease, LeaseLost, LeaseRequest
+from relax_core.contracts.bus import Admission, BusClosed, Group, Lease, LeaseLost, LeaseRequest
 from tests.bus.ledger_model import FLUSH_S, LedgerModel, Saved
 from tests.bus.make_rows import uids_of
 from tests.bus.media_model import DIGESTS, NBYTES, MediaModel
@@ -69,7 +69,7 @@ class BusModel(LedgerModel):
             span = st.integers(admission.min_version, self.core.version)
             versions = draw(st.lists(span, min_size=len(uids), max_size=len(uids)))
         kept = [(uid, version) for uid, version in zip(uids, versions, strict=True) if uid not in dropped]
-        row = CompleteGroup(
+        row = Group(
             group_uid=admission.group_uid,
             index=admission.index,
             uids=[uid for uid, _ in kept],

@@ -14,7 +14,7 @@ from relax_core.bus.ledger.journal import Journal
 from relax_core.bus.ledger.ledger import Ledger
 from relax_core.bus.ledger.ledger_reader import LedgerFile
 from relax_core.bus.state.bus_state import BusCore
-from relax_core.contracts.bus import Admission, CompleteGroup, Lease
+from relax_core.contracts.bus import Admission, Group, Lease
 from tests.bus.make_rows import Clock, make_settings
 from tests.bus.media_model import MediaModel
 
@@ -30,7 +30,7 @@ class Saved:
     issued: set[str]
     trained: dict[str, int]
     unfilled: int
-    ended_rows: dict[str, CompleteGroup]
+    ended_rows: dict[str, Group]
     file: Path
 
 
@@ -59,7 +59,7 @@ class LedgerModel:
         self.start(self.new_file())
         self.in_flight: dict[str, Admission] = {}
         self.owners: dict[str, int] = {}  # group → the rollout worker to which it was admitted
-        self.rows: dict[str, CompleteGroup] = {}  # every row that was put
+        self.rows: dict[str, Group] = {}  # every row that was put
         self.actor_leases: list[Lease] = []
         self.worker_leases: list[Lease] = []
         self.issued: set[str] = set()

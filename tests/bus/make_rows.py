@@ -8,7 +8,7 @@ from typing import Any
 from relax_core.bus.ledger.ledger import Ledger
 from relax_core.bus.state.bus_state import BusCore
 from relax_core.bus.state.settings import BusSettings
-from relax_core.contracts.bus import Admission, CompleteGroup, LeaseRequest
+from relax_core.contracts.bus import Admission, Group, LeaseRequest
 from relax_core.contracts.tree import sample_uid
 
 
@@ -51,14 +51,14 @@ def make_row(
     group_size: int = 2,
     dropped: Mapping[str, str] | None = None,
     columns: Mapping[str, bytes] | None = None,
-) -> CompleteGroup:
+) -> Group:
     """Returns a complete group of the admission with every sample at ``version`` (default: its min_version).
 
     Column "a" holds the group's uid.
     """
     dropped = dict(dropped or {})
     kept = [uid for uid in uids_of(admission, group_size) if uid not in dropped]
-    return CompleteGroup(
+    return Group(
         group_uid=admission.group_uid,
         index=admission.index,
         uids=kept,

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable
 
 from relax_core.bus.state.bus_state import BusCore
-from relax_core.contracts.bus import CompleteGroup, Lease
+from relax_core.contracts.bus import Group, Lease
 
 DIGESTS = [f"{number:032x}" for number in range(6)]
 NBYTES = {digest: 100 + number for number, digest in enumerate(DIGESTS)}
@@ -35,14 +35,14 @@ class MediaModel:
         earlier = self.lost.get(worker, (set(), set()))[0]
         self.lost[worker] = (earlier | self.held.pop(worker, set()), set(in_flight))
 
-    def lease(self, lease: Lease, rows: dict[str, CompleteGroup]) -> None:
+    def lease(self, lease: Lease, rows: dict[str, Group]) -> None:
         self.leased[lease.lease_id] = {digest for row in lease.rows for digest in rows[row.group_uid].media}
 
     def go_back(self) -> None:
         """The bus is restored: groups and leases are gone, and the workers hold what they held."""
         self.lost, self.leased = {}, {}
 
-    def check(self, core: BusCore, rows: dict[str, CompleteGroup], in_flight: Collection[str]) -> None:
+    def check(self, core: BusCore, rows: dict[str, Group], in_flight: Collection[str]) -> None:
         """Removes what the bus would remove, and compares what is left with what somebody needs."""
         self.stored.difference_update(core.media.take_unnamed())
         self.lost = {worker: one for worker, one in self.lost.items() if not one[1].isdisjoint(in_flight)}

@@ -8,7 +8,7 @@ from relax_core.bus.ledger.journal import Journal
 from relax_core.bus.ledger.ledger import Ledger
 from relax_core.bus.ledger.ledger_reader import LedgerFile
 from relax_core.bus.state.bus_state import BusCore
-from relax_core.contracts.bus import Admission, CompleteGroup
+from relax_core.contracts.bus import Admission, Group
 from relax_core.contracts.columns import encode_tree
 from tests.bus.make_rows import Clock, for_actor, make_settings, uids_of
 from tests.trees import answers_tree
@@ -16,7 +16,7 @@ from tests.trees import answers_tree
 T = 120.0
 
 
-def generated_row(admission: Admission) -> CompleteGroup:
+def generated_row(admission: Admission) -> Group:
     """Returns a group of two samples whose weights changed during their generation.
 
     The second has the higher reward.
@@ -30,7 +30,7 @@ def generated_row(admission: Admission) -> CompleteGroup:
         versions=[0, 0, 1] * 2,
         rewards=[0.25, 1.25],
     )
-    return CompleteGroup(
+    return Group(
         group_uid=admission.group_uid,
         index=admission.index,
         uids=uids_of(admission),

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relax_core.contracts import columns as c
-from relax_core.contracts.bus import LeasedGroup
+from relax_core.contracts.bus import Group
 from relax_core.contracts.media import Media
 from relax_core.contracts.tree import Episode, TokenTree, Turn, check_tree
 from relax_core.contracts.trees.chains import chains_of
@@ -186,7 +186,7 @@ def test_columns_give_back_the_tree_and_are_read_where_they_lie(seed: int, roots
     tree = whole_tree(np.random.default_rng(seed), roots=roots, experts=experts)
     columns = c.encode_tree(tree)
     assert set(columns) == {*c.ROLLOUT_COLUMNS, c.KEPT_TOKENS, *tree.extras}
-    found = c.decode_tree(LeasedGroup(group_uid=tree.group_uid, index=0, uids=[], versions=[], columns=columns))
+    found = c.decode_tree(Group(group_uid=tree.group_uid, index=0, uids=[], versions=[], columns=columns))
     for name in ("token_ids", "end", "loss_mask", "logprobs", "versions"):
         array = getattr(found, name)
         assert np.array_equal(array, getattr(tree, name)) and array.dtype == getattr(tree, name).dtype

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from relax_core.contracts.bus import CompleteGroup
+from relax_core.contracts.bus import Group
 from relax_core.contracts.columns import encode_tree
 from relax_core.contracts.tree import TokenTree, group_uid
 from relax_core.observe import sample_index, sample_log
@@ -45,13 +45,11 @@ def tree(index: int, *, version: int = 0) -> TokenTree:
     )
 
 
-def group(index: int, *, version: int = 0) -> CompleteGroup:
+def group(index: int, *, version: int = 0) -> Group:
     whole = tree(index, version=version)
     uids = [one.uid for one in whole.episodes]
     columns = encode_tree(whole)
-    return CompleteGroup(
-        group_uid=whole.group_uid, index=index, uids=uids, versions=[version] * len(uids), columns=columns
-    )
+    return Group(group_uid=whole.group_uid, index=index, uids=uids, versions=[version] * len(uids), columns=columns)
 
 
 def open_log(run_dir: Path, worker: str = "rollout-0", **changed: Any) -> SampleLog:

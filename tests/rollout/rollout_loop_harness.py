@@ -13,7 +13,7 @@ import pytest
 
 from relax_core.config.choices import Overlong
 from relax_core.contracts import columns as c
-from relax_core.contracts.bus import Admission, BusClosed, BusTimeout, CompleteGroup, VersionChange
+from relax_core.contracts.bus import Admission, BusClosed, BusTimeout, Group, VersionChange
 from relax_core.contracts.data import BadRow, DataRow, EvalSet
 from relax_core.contracts.engine import SamplingParams
 from relax_core.contracts.env import EnvConfig, EnvSpec
@@ -49,7 +49,7 @@ class CoreBus:
         self,
         *,
         steps: int,
-        put: Callable[[Sequence[CompleteGroup]], None] = lambda rows: None,
+        put: Callable[[Sequence[Group]], None] = lambda rows: None,
         on_step: Callable[[int], None] = lambda version: None,
         **settings: Any,
     ) -> None:
@@ -58,7 +58,7 @@ class CoreBus:
             **{"groups_per_step": STEP_GROUPS, "group_size": GROUP_SIZE, "total_steps": steps, "max_staleness": 0}
             | settings
         )
-        self.rows: dict[str, CompleteGroup] = {}
+        self.rows: dict[str, Group] = {}
         self.puts = 0
         self._on_put = put
         self._changed = asyncio.Event()
@@ -76,7 +76,7 @@ class CoreBus:
             except TimeoutError as late:
                 raise BusTimeout("no credit") from late
 
-    async def put_async(self, rows: Sequence[CompleteGroup], *, timeout_s: float) -> None:
+    async def put_async(self, rows: Sequence[Group], *, timeout_s: float) -> None:
         await asyncio.sleep(0)
         self._on_put(rows)
         self.puts += 1
@@ -281,7 +281,7 @@ def scored(score: Callable[[RewardInput, Any], RewardOutput]) -> RewardSpec:
 
 
 async def sample_with(
-    engine: Engine, folder: Path, *, put: Callable[[Sequence[CompleteGroup]], None] = lambda rows: None, **changes: Any
+    engine: Engine, folder: Path, *, put: Callable[[Sequence[Group]], None] = lambda rows: None, **changes: Any
 ) -> None:
     """Runs a loop of two steps whose puts call ``put``."""
     await sample(engine, folder, CoreBus(steps=2, put=put), **changes)

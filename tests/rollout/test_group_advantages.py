@@ -20,7 +20,7 @@ from algorithms.reinforce_pp import ReinforcePpConfig
 from relax_core.config.compose import load_config
 from relax_core.contracts import columns as c
 from relax_core.contracts.algorithm import Requirements
-from relax_core.contracts.bus import LeasedGroup
+from relax_core.contracts.bus import Group
 from relax_core.contracts.columns import decode_tree, encode_tree
 from relax_core.contracts.tree import TokenTree, reward_array
 from relax_core.control.run.role_counts import roles_of
@@ -259,7 +259,7 @@ def test_a_step_is_normalised_only_where_the_algorithm_sees_one() -> None:
 def leased(columns: Mapping[str, bytes], names: Sequence[str]) -> TokenTree:
     """Returns the tree of the columns that a task leases."""
     asked_for = {name: columns[name] for name in names}
-    return decode_tree(LeasedGroup(group_uid="g", index=0, uids=[], versions=[], columns=asked_for))
+    return decode_tree(Group(group_uid="g", index=0, uids=[], versions=[], columns=asked_for))
 
 
 COMPLETE = ("grpo", "dapo", "dr_grpo", "rloo", "gspo", "sapo", "cispo")

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from relax_core.contracts.bus import Admission, CompleteGroup
+from relax_core.contracts.bus import Admission, Group
 from relax_core.contracts.engine import Generated, PromptRequest, SamplingParams
 from relax_core.contracts.tree import check_tree
 from relax_core.engines.protocol.engine_client import EngineClient
@@ -145,7 +145,7 @@ class TracedClient(EngineClient):
             yield one
 
 
-def versions_of(row: CompleteGroup) -> list[list[tuple[int, int]]]:
+def versions_of(row: Group) -> list[list[tuple[int, int]]]:
     """Returns (weight version, tokens) of each answer."""
     return [one.turns[0].versions for one in tree_of(row).episodes]
 
@@ -158,7 +158,7 @@ class UntilOneCameBack(CoreBus):
         self._client = client
         self.came_back: set[str] = set()
 
-    async def put_async(self, rows: Sequence[CompleteGroup], *, timeout_s: float) -> None:
+    async def put_async(self, rows: Sequence[Group], *, timeout_s: float) -> None:
         before = bool(self.came_back)
         back = [row for row in rows if f"{row.group_uid}-0" in self._client.again]
         self.came_back |= {row.group_uid for row in back if any(len(versions) > 1 for versions in versions_of(row))}

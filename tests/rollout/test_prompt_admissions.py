@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from relax_core.config.choices import Overlong
-from relax_core.contracts.bus import CompleteGroup
+from relax_core.contracts.bus import Group
 from relax_core.contracts.reward import RewardInput, RewardOutput
 from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.rollout.bad_rows import BadRows
@@ -136,7 +136,7 @@ def test_prompts_are_encoded_while_engines_work_and_later_ones_are_admitted_if_n
             await let_go.wait()
         return RewardOutput(reward=0.5)
 
-    def put(rows: Sequence[CompleteGroup]) -> None:
+    def put(rows: Sequence[Group]) -> None:
         come.extend(row.group_uid for row in rows)
         if max_staleness and len(come) == STEP_GROUPS:
             let_go.set()

@@ -18,7 +18,7 @@ import pytest
 
 from relax_core.config.compose import load_config
 from relax_core.contracts import columns as c
-from relax_core.contracts.bus import Admission, BusTimeout, CompleteGroup
+from relax_core.contracts.bus import Admission, BusTimeout, Group
 from relax_core.contracts.checks.checked import checked_algorithm
 from relax_core.contracts.checks.plugin_results import WrongResult
 from relax_core.contracts.engine import Generated, PromptRequest, SamplingParams
@@ -185,7 +185,7 @@ def test_a_group_whose_rewards_take_long_holds_up_no_other(engine: Engine, tiny_
     scores: Counter[str] = Counter()
     put: list[str] = []
 
-    def traced_put(rows: Sequence[CompleteGroup]) -> None:
+    def traced_put(rows: Sequence[Group]) -> None:
         put.extend(row.group_uid for row in rows)
         if not in_order and len(put) == STEP_GROUPS - 1:
             others_are_there.set()
@@ -212,7 +212,7 @@ def test_a_group_whose_rewards_take_long_holds_up_no_other(engine: Engine, tiny_
 def test_a_put_that_fails_ends_the_loop(engine: Engine, tiny_folder: Path) -> None:
     """The groups would be missing on the bus, and the trainer would wait for them."""
 
-    def refuse(rows: Sequence[CompleteGroup]) -> None:
+    def refuse(rows: Sequence[Group]) -> None:
         raise ValueError("bus: row g00000000 has too many bytes")
 
     with pytest.raises(ValueError, match="too many bytes"):
@@ -239,7 +239,7 @@ def test_a_failure_is_heard_while_the_next_prompts_wait_at_the_gate(engine: Engi
                 return [Admission(index=9, group_uid="g00000009", min_version=1)]
             return await super().admit_async(max_groups, worker=worker, timeout_s=timeout_s)
 
-    def refuse(rows: Sequence[CompleteGroup]) -> None:
+    def refuse(rows: Sequence[Group]) -> None:
         raise ValueError("too many bytes")
 
     async def scene() -> None:
@@ -262,7 +262,7 @@ def test_prompts_that_arrive_with_a_failure_leave_no_coroutine(
                 await asyncio.Event().wait()
             return [Admission(index=9, group_uid="g00000009", min_version=0)]
 
-    def refuse(rows: Sequence[CompleteGroup]) -> None:
+    def refuse(rows: Sequence[Group]) -> None:
         raise ValueError("too many bytes")
 
     with pytest.raises(ValueError, match="too many bytes"):

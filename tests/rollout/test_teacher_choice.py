@@ -7,7 +7,7 @@ import pytest
 
 from relax_core.contracts import columns as c
 from relax_core.contracts.algorithm import TeacherRequirements
-from relax_core.contracts.bus import CompleteGroup
+from relax_core.contracts.bus import Group
 from relax_core.contracts.reward import RewardOutput
 from relax_core.rollout.episodes.group_assembly import complete_group
 from relax_core.rollout.teacher_choice import teacher_chooser
@@ -44,6 +44,6 @@ def test_the_name_travels_with_the_row(teacher: str | None) -> None:
     responses = [response([1, 2], versions=0, sample=sample) for sample in range(2)]
     rewards = [RewardOutput(reward=1.0)] * 2
     row = complete_group(index=0, prompt_ids=[5], generated=responses, rewards=rewards, teacher=teacher)
-    assert isinstance(row, CompleteGroup)
+    assert isinstance(row, Group)
     found = row.columns.get(c.TEACHER)
     assert (None if found is None else msgspec.msgpack.decode(found)) == teacher

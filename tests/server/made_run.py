@@ -9,7 +9,7 @@ import numpy as np
 
 from relax_core.bus.ledger.journal import Journal
 from relax_core.contracts import columns as c
-from relax_core.contracts.bus import CompleteGroup
+from relax_core.contracts.bus import Group
 from relax_core.contracts.columns import encode_tree
 from relax_core.contracts.tree import TokenTree, group_uid
 from relax_core.observe.event_log import EventReader, EventWriter, Record
@@ -80,9 +80,7 @@ def _samples(folder: Path) -> None:
         tree = _tree(index)
         uids = [one.uid for one in tree.episodes]
         columns = encode_tree(tree)
-        rollout.put(
-            CompleteGroup(group_uid=tree.group_uid, index=index, uids=uids, versions=[index] * 2, columns=columns)
-        )
+        rollout.put(Group(group_uid=tree.group_uid, index=index, uids=uids, versions=[index] * 2, columns=columns))
         journal.append("issued", tree.group_uid, uids, versions=[index] * 2)
         journal.append("put", tree.group_uid, uids, versions=[index] * 2, persisted=(columns[c.EPISODES],))
         stale = index == 0

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relax_core.contracts import columns as c
-from relax_core.contracts.bus import LeasedGroup
+from relax_core.contracts.bus import Group
 from relax_core.contracts.tree import TokenTree
 from relax_core.train.micro_batches import MicroBatcher, decode_train_tree, piece_of, split_over_ranks
 from relax_core.train.step_sums import micro_batch_totals
@@ -35,13 +35,13 @@ def group(*samples: Spans, mask: list[int] | None = None) -> TokenTree:
     )
 
 
-def row(tree: TokenTree, **extras: np.ndarray) -> LeasedGroup:
+def row(tree: TokenTree, **extras: np.ndarray) -> Group:
     """Leases the group with advantages 0, 1, 2 and so on, and with the versions that `complete_group` returns."""
     advantages = np.arange(len(tree.tokens[1]), dtype=np.float32)
     columns = c.encode_tree(with_tokens(tree, advantages=advantages, **extras))
     uids = [one.uid for one in tree.episodes]
     versions = tree.oldest_versions(trained=True).tolist()
-    return LeasedGroup(group_uid=tree.group_uid, index=0, uids=uids, versions=versions, columns=columns)
+    return Group(group_uid=tree.group_uid, index=0, uids=uids, versions=versions, columns=columns)
 
 
 def mask_of(tree: TokenTree) -> list[bool]:
@@ -150,7 +150,7 @@ def test_an_episodes_age_is_that_of_its_oldest_token_on_any_segment() -> None:
 def test_a_forward_pass_needs_no_more_than_its_columns() -> None:
     leased = row(group([(2, 5)], [(3, 4)]))
     some = {name: leased.columns[name] for name in c.FORWARD_COLUMNS}
-    tree = c.decode_tree(LeasedGroup(group_uid="g", index=0, uids=[], versions=[], columns=some))
+    tree = c.decode_tree(Group(group_uid="g", index=0, uids=[], versions=[], columns=some))
     assert answer_ids(tree).tolist() == [0, 1, 100, 101, 102]
     assert tree.lengths.tolist() == [2, 3]
     assert all(mask_of(tree)) and not tree.logprobs.any()
@@ -178,9 +178,7 @@ def test_a_sample_without_a_trained_token_was_truncated_whatever_its_age() -> No
 @pytest.mark.parametrize("column", [c.OLD_LOGPROBS, c.ADVANTAGES, c.TEACHER_TOP_IDS])
 def test_a_column_of_another_number_of_rows_is_refused_with_its_group(column: str) -> None:
     leased = row(group([(2, 5)], [(3, 5)]))
-    wrong = LeasedGroup(
-        group_uid="g", index=0, uids=[], versions=[5, 5], columns=leased.columns | {column: bytes(4 * 7)}
-    )
+    wrong = Group(group_uid="g", index=0, uids=[], versions=[5, 5], columns=leased.columns | {column: bytes(4 * 7)})
     with pytest.raises(ValueError, match=f"group g: column {column} has 7 numbers for"):
         decode_train_tree(wrong, step=5, oldest_version=5)
 

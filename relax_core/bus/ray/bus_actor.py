@@ -24,11 +24,10 @@ from relax_core.bus.ray.media_storage import LocalFolder, MediaFiles
 from relax_core.bus.ray.payload_blocks import (
     ERRORS,
     Block,
-    BlockLocation,
+    BlockLocations,
+    PutMessage,
     Reply,
-    WireColumns,
-    WireGroup,
-    WireLease,
+    WriteMessage,
     encode,
 )
 from relax_core.bus.ray.waiting_calls import WaitingCalls
@@ -39,7 +38,7 @@ from relax_core.contracts.bus import (
     BusLost,
     BusProgress,
     BusTimeout,
-    CompleteGroup,
+    Group,
     Lease,
     LeaseLost,
     LeaseRequest,
@@ -48,9 +47,9 @@ from relax_core.contracts.bus import (
 
 Answer = bytes | tuple[Any, ...]  # the bytes of a Reply, with the object refs of its blocks if it has any
 
-_groups_decoder = msgspec.msgpack.Decoder(list[WireGroup])
+_groups_decoder = msgspec.msgpack.Decoder(PutMessage)
 _request_decoder = msgspec.msgpack.Decoder(LeaseRequest)
-_columns_decoder = msgspec.msgpack.Decoder(dict[str, WireColumns])
+_columns_decoder = msgspec.msgpack.Decoder(WriteMessage)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,12 +125,11 @@ class BusActor:
     @answers
     async def put(self, body: bytes, blocks: list[Block]) -> None:
         """Enters complete groups and puts the large payloads of accepted groups into the object store."""
-        wire_groups = _groups_decoder.decode(body)
-        sized = [_complete_group(wire, _sized(wire.large, blocks)) for wire in wire_groups]
-        self._core.check_groups(sized)
-        accepted = [wire for wire in wire_groups if self._core.accepts(wire.group_uid)]
+        given = _groups_decoder.decode(body)
+        self._core.check_groups([_with_payloads(group, _sized(large, blocks)) for group, large in given])
+        accepted = [(group, large) for group, large in given if self._core.accepts(group.group_uid)]
         refs = [ray.put(block) for block in blocks] if accepted else []
-        self._core.put([_complete_group(wire, _stored(wire.large, blocks, refs)) for wire in accepted])
+        self._core.put([_with_payloads(group, _stored(large, blocks, refs)) for group, large in accepted])
         self._changed()
 
     @answers
@@ -219,9 +217,9 @@ class BusActor:
     @answers
     async def write(self, lease_id: int, body: bytes, blocks: list[Block], then: bytes | None, timeout_s: float) -> Any:
         """Adds columns to a lease's groups, ends the lease and waits for the next one if ``then`` asks for one."""
-        groups = _columns_decoder.decode(body)
+        written = _columns_decoder.decode(body)
         refs = [ray.put(block) for block in blocks]
-        columns = {uid: {**group.columns, **_stored(group.large, blocks, refs)} for uid, group in groups.items()}
+        columns = {uid: {**small, **_stored(large, blocks, refs)} for uid, (small, large) in written.items()}
         self._core.write(lease_id, cast(Mapping[str, Mapping[str, bytes]], columns))
         self._changed()
         return (
@@ -317,21 +315,18 @@ class BusActor:
     def pack_lease(self, lease: Lease) -> tuple[Any, tuple[Any, ...]]:
         """Returns the lease as a message, and the object refs of the blocks that it refers to."""
         numbers: dict[ray.ObjectRef, int] = {}
-        groups = []
+        groups, locations = [], []
         for group in lease.rows:
             small: dict[str, bytes] = {}
-            large: dict[str, BlockLocation] = {}
+            large: BlockLocations = {}
             for column, payload in cast(Mapping[str, bytes | _StoredPayload], group.columns).items():
                 if isinstance(payload, _StoredPayload):
                     large[column] = (numbers.setdefault(payload.block, len(numbers)), payload.position)
                 else:
                     small[column] = payload
-            groups.append(
-                WireGroup(
-                    group.group_uid, group.index, group.uids, group.versions, small, large, modality=group.modality
-                )
-            )
-        return WireLease(lease.lease_id, lease.task, groups, lease.waited_s), tuple(numbers)
+            groups.append(msgspec.structs.replace(group, columns=small))
+            locations.append(large)
+        return (msgspec.structs.replace(lease, rows=groups), locations), tuple(numbers)
 
     # -- changes and time ---------------------------------------------------------------------------------------
     def _changed(self) -> None:
@@ -354,23 +349,15 @@ class BusActor:
         self.remove_unnamed_media()
 
 
-def _complete_group(wire: WireGroup, large: Mapping[str, Any]) -> CompleteGroup:
-    return CompleteGroup(
-        group_uid=wire.group_uid,
-        index=wire.index,
-        uids=wire.uids,
-        versions=wire.versions,
-        columns={**wire.columns, **large},
-        dropped=wire.dropped,
-        media=wire.media,
-    )
+def _with_payloads(group: Group, large: Mapping[str, Any]) -> Group:
+    return msgspec.structs.replace(group, columns={**group.columns, **large})
 
 
-def _sized(large: Mapping[str, BlockLocation], blocks: list[Block]) -> dict[str, Any]:
+def _sized(large: BlockLocations, blocks: list[Block]) -> dict[str, Any]:
     return {column: blocks[number][position] for column, (number, position) in large.items()}
 
 
-def _stored(large: Mapping[str, BlockLocation], blocks: list[Block], refs: list[ray.ObjectRef]) -> dict[str, Any]:
+def _stored(large: BlockLocations, blocks: list[Block], refs: list[ray.ObjectRef]) -> dict[str, Any]:
     return {
         column: _StoredPayload(refs[number], position, len(blocks[number][position]))
         for column, (number, position) in large.items()

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from relax_core.bus.ledger.journal import LedgerUnwritable
-from relax_core.contracts.bus import BusClosed, BusLost, BusTimeout, LeaseLost
+from relax_core.contracts.bus import BusClosed, BusLost, BusTimeout, Group, Lease, LeaseLost
 from relax_core.contracts.columns import PERSISTED_COLUMNS
 from relax_core.contracts.media import MediaGone
 
@@ -21,46 +21,17 @@ BLOCK_BYTES = 64 * 1024 * 1024  # a full block is closed, so that one leased gro
 
 Block = list[np.ndarray]
 BlockLocation = tuple[int, int]  # (number of the block, position in it)
+BlockLocations = dict[str, BlockLocation]  # by column
+# Groups travel with their small payloads; beside each group are the locations of its large ones.
+PutMessage = list[tuple[Group, BlockLocations]]
+WriteMessage = dict[str, tuple[dict[str, bytes], BlockLocations]]  # by group_uid
+LeaseMessage = tuple[Lease, list[BlockLocations]]
 
 # The client raises these errors with the type that they have in the bus process.
 ERRORS: dict[str, type[Exception]] = {
     error.__name__: error
     for error in (BusTimeout, BusClosed, BusLost, LeaseLost, MediaGone, LedgerUnwritable, ValueError)
 }
-
-
-class WireGroup(msgspec.Struct, frozen=True, array_like=True):
-    """Is a group in a put or a lease. ``large`` maps a column to the location of its payload in the blocks.
-
-    ``media`` maps the digest of each media item to its size in bytes; a lease does not name it. ``modality`` is named
-    in a lease only.
-    """
-
-    group_uid: str
-    index: int
-    uids: list[str]
-    versions: list[int]
-    columns: dict[str, bytes]
-    large: dict[str, BlockLocation]
-    dropped: dict[str, str] = {}
-    media: dict[str, int] = {}
-    modality: str = ""
-
-
-class WireColumns(msgspec.Struct, frozen=True, array_like=True):
-    """Holds the columns that a task wrote for one group."""
-
-    columns: dict[str, bytes]
-    large: dict[str, BlockLocation]
-
-
-class WireLease(msgspec.Struct, frozen=True, array_like=True):
-    """Is a lease whose large payloads lie in blocks."""
-
-    lease_id: int
-    task: str
-    groups: list[WireGroup]
-    waited_s: float
 
 
 class Reply(msgspec.Struct, frozen=True, array_like=True):
@@ -79,10 +50,10 @@ class BlockPacker:
         self._filling: dict[str, tuple[int, int]] = {}  # column → (its open block, bytes in it)
         self.blocks: list[Block] = []
 
-    def split(self, columns: Mapping[str, bytes]) -> tuple[dict[str, bytes], dict[str, BlockLocation]]:
+    def split(self, columns: Mapping[str, bytes]) -> tuple[dict[str, bytes], BlockLocations]:
         """Returns (payloads for the body, locations of the others in `blocks`)."""
         small: dict[str, bytes] = {}
-        large: dict[str, BlockLocation] = {}
+        large: BlockLocations = {}
         for column, payload in columns.items():
             if len(payload) <= self._inline_bytes or column in PERSISTED_COLUMNS:
                 small[column] = payload
@@ -100,7 +71,7 @@ class BlockPacker:
         return number, len(self.blocks[number]) - 1
 
 
-def join(columns: dict[str, bytes], large: Mapping[str, BlockLocation], blocks: Iterable[Block]) -> dict[str, bytes]:
+def join(columns: dict[str, bytes], large: BlockLocations, blocks: Iterable[Block]) -> dict[str, bytes]:
     """Returns the columns of a leased group; large ones are read-only memoryviews of the object store, not copies."""
     blocks = list(blocks)
     views = {column: cast(bytes, blocks[number][position].data) for column, (number, position) in large.items()}

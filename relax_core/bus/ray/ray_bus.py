@@ -15,10 +15,9 @@ from relax_core.bus.ray.payload_blocks import (
     ERRORS,
     Block,
     BlockPacker,
+    LeaseMessage,
+    PutMessage,
     Reply,
-    WireColumns,
-    WireGroup,
-    WireLease,
     encode,
     join,
 )
@@ -29,9 +28,8 @@ from relax_core.contracts.bus import (
     BusProgress,
     BusTimeout,
     BusWait,
-    CompleteGroup,
+    Group,
     Lease,
-    LeasedGroup,
     LeaseRequest,
     VersionChange,
 )
@@ -46,7 +44,7 @@ PROCESS_EXITED = "the bus process has exited"
 T = TypeVar("T")
 
 _reply_decoder = msgspec.msgpack.Decoder(Reply)
-_lease_decoder = msgspec.msgpack.Decoder(WireLease | None)
+_lease_decoder = msgspec.msgpack.Decoder(LeaseMessage | None)
 
 
 class RayBus:
@@ -74,11 +72,11 @@ class RayBus:
         """Returns the worker's admissions whose groups are not complete, with one attempt more."""
         return _decode(self._call("reclaim", worker, timeout_s=timeout_s), list[Admission])
 
-    def put(self, groups: Sequence[CompleteGroup], *, timeout_s: float) -> None:
+    def put(self, groups: Sequence[Group], *, timeout_s: float) -> None:
         """Enters complete groups."""
         self._call("put", *self._pack_groups(groups), timeout_s=timeout_s)
 
-    async def put_async(self, groups: Sequence[CompleteGroup], *, timeout_s: float) -> None:
+    async def put_async(self, groups: Sequence[Group], *, timeout_s: float) -> None:
         """Enters complete groups."""
         await self._call_async("put", *self._pack_groups(groups), timeout_s=timeout_s)
 
@@ -154,21 +152,13 @@ class RayBus:
         """Returns the id of this process's Ray node, or "" if all nodes read one folder."""
         return str(ray.get_runtime_context().get_node_id()) if self.settings.media_nodes else ""
 
-    def _pack_groups(self, groups: Sequence[CompleteGroup]) -> tuple[bytes, list[Block]]:
+    def _pack_groups(self, groups: Sequence[Group]) -> tuple[bytes, list[Block]]:
         packer = BlockPacker(inline_bytes=self.settings.inline_bytes)
-        wire_groups = [
-            WireGroup(
-                group.group_uid,
-                group.index,
-                group.uids,
-                group.versions,
-                *packer.split(group.columns),
-                group.dropped,
-                media_sizes(group.columns),
-            )
-            for group in groups
-        ]
-        return encode(wire_groups), packer.blocks
+        message: PutMessage = []
+        for group in groups:
+            small, large = packer.split(group.columns)
+            message.append((msgspec.structs.replace(group, columns=small, media=media_sizes(group.columns)), large))
+        return encode(message), packer.blocks
 
     # -- calls of workers that lease ------------------------------------------------------------------------------
     def lease(self, request: LeaseRequest, *, timeout_s: float) -> Lease:
@@ -179,7 +169,7 @@ class RayBus:
 
     def read(
         self, lease_id: int, group_uids: Sequence[str], *, columns: Sequence[str], timeout_s: float
-    ) -> list[LeasedGroup]:
+    ) -> list[Group]:
         """Returns columns of groups of a held lease."""
         lease = self._call_for_lease("read", lease_id, list(group_uids), list(columns), timeout_s=timeout_s)
         assert lease is not None
@@ -195,7 +185,7 @@ class RayBus:
     ) -> Lease | None:
         """Adds columns to a lease's groups, ends the lease and returns the next one if ``then`` asks for one."""
         packer = BlockPacker(inline_bytes=self.settings.inline_bytes)
-        body = encode({uid: WireColumns(*packer.split(payloads)) for uid, payloads in columns.items()})
+        body = encode({uid: packer.split(payloads) for uid, payloads in columns.items()})
         request = encode(then) if then else None
         return self._call_for_lease("write", lease_id, body, packer.blocks, request, timeout_s, timeout_s=timeout_s)
 
@@ -267,12 +257,16 @@ class RayBus:
     def _call_for_lease(self, method: str, *args: Any, timeout_s: float) -> Lease | None:
         answer = get(getattr(self._actor, method).remote(*args), timeout_s=timeout_s, what=method)
         value, refs = open_answer(answer)
-        wire = _lease_decoder.decode(value)
-        if wire is None:
+        message = _lease_decoder.decode(value)
+        if message is None:
             return None
+        lease, locations = message
         blocks: list[Block] = get(refs, timeout_s=timeout_s, what=f"the payloads of a {method}") if refs else []
-        groups = [_leased_group(group, blocks) for group in wire.groups]
-        return Lease(lease_id=wire.lease_id, task=wire.task, rows=groups, waited_s=wire.waited_s)
+        groups = [
+            msgspec.structs.replace(group, columns=join(group.columns, large, blocks))
+            for group, large in zip(lease.rows, locations, strict=True)
+        ]
+        return msgspec.structs.replace(lease, rows=groups)
 
     async def _call_async(self, method: str, *args: Any, timeout_s: float) -> msgspec.Raw:
         reference = getattr(self._actor, method).remote(*args)
@@ -326,14 +320,3 @@ def open_answer(answer: Any) -> tuple[msgspec.Raw, list[Any]]:
 
 def _decode(value: msgspec.Raw, kind: type[T]) -> T:
     return msgspec.msgpack.decode(value, type=kind)
-
-
-def _leased_group(wire: WireGroup, blocks: list[Block]) -> LeasedGroup:
-    return LeasedGroup(
-        group_uid=wire.group_uid,
-        index=wire.index,
-        uids=wire.uids,
-        versions=wire.versions,
-        columns=join(wire.columns, wire.large, blocks),
-        modality=wire.modality,
-    )

@@ -26,7 +26,7 @@ from relax_core.contracts.bus import (
     Admission,
     BusClosed,
     BusProgress,
-    CompleteGroup,
+    Group,
     Lease,
     LeaseLost,
     LeaseRequest,
@@ -118,7 +118,7 @@ class BusCore:
         group = self.groups.get(uid)
         return group is not None and group.in_flight
 
-    def check_groups(self, groups: Sequence[CompleteGroup]) -> None:
+    def check_groups(self, groups: Sequence[Group]) -> None:
         """Raises ValueError for the first group that contradicts its admission or is too large."""
         for given in groups:
             checks.check_issued(given.group_uid, given.index, issued=self._cursor.next_index)
@@ -129,7 +129,7 @@ class BusCore:
                 if group.in_flight:
                     checks.check_media(given, self.media)
 
-    def put(self, groups: Sequence[CompleteGroup]) -> None:
+    def put(self, groups: Sequence[Group]) -> None:
         """Enters complete groups: all of them, or none if one is refused. A group without kept samples ends at once."""
         self._require_open()
         self.check_groups(groups)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Sequence
 
-from relax_core.contracts.bus import CompleteGroup, LeaseRequest
+from relax_core.contracts.bus import Group, LeaseRequest
 from relax_core.contracts.columns import payload_bytes
 from relax_core.contracts.media_file import is_digest
 from relax_core.contracts.tree import group_uid
@@ -78,7 +78,7 @@ def check_issued(uid: str, index: int | None, *, issued: int) -> None:
         raise ValueError(f"bus: group {uid!r} (index {index}) was never admitted: use the admission's uid and index")
 
 
-def check_samples(group: CompleteGroup, issued: Sequence[str], *, version: int) -> None:
+def check_samples(group: Group, issued: Sequence[str], *, version: int) -> None:
     """Refuses a group whose samples or versions contradict its admission.
 
     ``issued`` lists the uids that the admission opened. ``version`` is the version in force; an engine may have the
@@ -115,7 +115,7 @@ def check_size(group_uid: str, columns: Mapping[str, bytes], media: Mapping[str,
         )
 
 
-def check_media(group: CompleteGroup, named: Container[str]) -> None:
+def check_media(group: Group, named: Container[str]) -> None:
     """Refuses a group that places a media item that is not ``named`` by anybody."""
     if lost := [digest for digest in group.media if digest not in named]:
         raise ValueError(

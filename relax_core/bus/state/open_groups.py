@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from relax_core.contracts.bus import Admission, CompleteGroup, LeasedGroup
+import msgspec
+
+from relax_core.contracts.bus import Admission, Group
 
 
 @dataclass(slots=True, kw_only=True)
@@ -23,7 +25,7 @@ class OpenGroup:
     uids: tuple[str, ...]
     admitted_at: float
     worker: int
-    complete: CompleteGroup | None = None
+    complete: Group | None = None
     done: set[str] = field(default_factory=set)
     leases: dict[str, int] = field(default_factory=dict)
     actor_step: int | None = None
@@ -49,7 +51,7 @@ class OpenGroup:
         """Returns whether the group is complete and has all these columns."""
         return self.complete is not None and all(column in self.complete.columns for column in columns)
 
-    def leased_group(self, columns: Iterable[str]) -> LeasedGroup:
+    def leased_group(self, columns: Iterable[str]) -> Group:
         """Returns the group with these columns for a lease. Raises ValueError for a column that it lacks."""
         group = self.complete
         assert group is not None, "only complete groups are leased"
@@ -60,11 +62,4 @@ class OpenGroup:
             raise ValueError(
                 f"bus: group {group.group_uid} has no column {lacking}: ask for one of {there}"
             ) from lacking
-        return LeasedGroup(
-            group_uid=group.group_uid,
-            index=group.index,
-            uids=group.uids,
-            versions=group.versions,
-            columns=asked,
-            modality=self.modality,
-        )
+        return msgspec.structs.replace(group, columns=asked, dropped={}, media={}, modality=self.modality)

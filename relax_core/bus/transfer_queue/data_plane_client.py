@@ -101,9 +101,9 @@ class PlaneClient:
                 raise BusLost(f"{server.title} has exited (process {server.pid}, call: {what})")
 
     # -- requests -----------------------------------------------------------------------------------------------
-    async def put(self, partition: str, samples: Sequence[NewSample]) -> list[StoredColumns | None]:
-        """Stores samples and returns where each is; None for a sample without columns."""
-        stored: list[StoredColumns | None] = [None] * len(samples)
+    async def put(self, partition: str, samples: Sequence[NewSample]) -> list[list[StoredColumns]]:
+        """Stores samples and returns where each is, as a list: empty for a sample without columns."""
+        stored: list[list[StoredColumns]] = [[] for _ in samples]
         for columns, positions in _positions_by_columns(tuple(sample.columns) for sample in samples).items():
             if not columns:
                 continue
@@ -114,7 +114,7 @@ class PlaneClient:
             await self._storage.put_data(_tensor_dict(fields), metadata)
             for position, index in zip(positions, metadata.global_indexes, strict=True):
                 sizes = {column: len(payload) for column, payload in samples[position].columns.items()}
-                stored[position] = StoredColumns(samples[position].key, index, sizes)
+                stored[position].append(StoredColumns(samples[position].key, index, sizes))
         return stored
 
     def _as_value(self, payload: bytes) -> bytes | np.ndarray:

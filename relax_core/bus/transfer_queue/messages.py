@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
+from relax_core.contracts.bus import Group, Lease
+
 GRACE_S = 60.0  # a call may reach the bus this long after its deadline
 
 
@@ -55,38 +57,10 @@ class StoredColumns(msgspec.Struct, frozen=True, array_like=True):
     sizes: dict[str, int]
 
 
-class StoredGroup(msgspec.Struct, frozen=True, array_like=True):
-    """Is a group in a put or a lease. ``columns`` holds the payloads that travel in the message.
-
-    ``media`` maps the digest of each media item to its size in bytes; a lease does not name it. ``modality`` is named
-    in a lease only.
-    """
-
-    group_uid: str
-    index: int
-    uids: list[str]
-    versions: list[int]
-    columns: dict[str, bytes]
-    stored: list[StoredColumns]
-    dropped: dict[str, str] = {}
-    media: dict[str, int] = {}
-    modality: str = ""
-
-
-class WrittenColumns(msgspec.Struct, frozen=True, array_like=True):
-    """Holds the columns that a task wrote for one group."""
-
-    columns: dict[str, bytes]
-    stored: StoredColumns | None
-
-
-class StoredLease(msgspec.Struct, frozen=True, array_like=True):
-    """Is a lease whose payloads the client reads from the data plane."""
-
-    lease_id: int
-    task: str
-    groups: list[StoredGroup]
-    waited_s: float
+# Groups travel with the payloads that the ledger persists or that are small; beside each group are its samples.
+PutMessage = list[tuple[Group, list[StoredColumns]]]
+WriteMessage = dict[str, tuple[dict[str, bytes], list[StoredColumns]]]  # by group_uid
+LeaseMessage = tuple[Lease, list[list[StoredColumns]]]
 
 
 def new_key(group_uid: str, *, timeout_s: float) -> str:

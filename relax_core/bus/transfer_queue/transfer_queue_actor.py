@@ -20,19 +20,18 @@ from relax_core.bus.ray.bus_actor import BusActor, answers
 from relax_core.bus.ray.payload_blocks import encode
 from relax_core.bus.transfer_queue.messages import (
     PayloadLocation,
+    PutMessage,
     StoredColumns,
-    StoredGroup,
-    StoredLease,
-    WrittenColumns,
+    WriteMessage,
     abandoned,
 )
-from relax_core.contracts.bus import BusLost, CompleteGroup, Lease
+from relax_core.contracts.bus import BusLost, Lease
 
 SWEEP_S = 30.0  # interval of the search for samples whose writers died
 TIDY_TIMEOUT_S = 60.0
 
-_groups_decoder = msgspec.msgpack.Decoder(list[StoredGroup])
-_columns_decoder = msgspec.msgpack.Decoder(dict[str, WrittenColumns])
+_groups_decoder = msgspec.msgpack.Decoder(PutMessage)
+_columns_decoder = msgspec.msgpack.Decoder(WriteMessage)
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
@@ -77,16 +76,21 @@ class TransferQueueBusActor(BusActor):
     @answers
     async def put(self, body: bytes) -> None:
         """Enters complete groups whose payloads are stored already."""
-        groups = [self._complete_group(group) for group in _groups_decoder.decode(body)]
-        self._core.put(groups)
+        given = _groups_decoder.decode(body)
+        self._core.put(
+            [
+                msgspec.structs.replace(group, columns={**group.columns, **self._payloads(stored)})
+                for group, stored in given
+            ]
+        )
         self._changed()
 
     @answers
     async def write(self, lease_id: int, body: bytes, then: bytes | None, timeout_s: float) -> Any:
         """Adds columns whose payloads are stored already, and ends the lease."""
         written = {
-            uid: {**group.columns, **self._payloads([group.stored] if group.stored else [])}
-            for uid, group in _columns_decoder.decode(body).items()
+            uid: {**columns, **self._payloads(stored)}
+            for uid, (columns, stored) in _columns_decoder.decode(body).items()
         }
         self._core.write(lease_id, cast(Mapping[str, Mapping[str, bytes]], written))
         self._changed()
@@ -99,17 +103,6 @@ class TransferQueueBusActor(BusActor):
         process_id, settings, _ = await super().describe()
         return process_id, settings, encode(self._location)
 
-    def _complete_group(self, group: StoredGroup) -> CompleteGroup:
-        return CompleteGroup(
-            group_uid=group.group_uid,
-            index=group.index,
-            uids=group.uids,
-            versions=group.versions,
-            columns={**group.columns, **self._payloads(group.stored)},
-            dropped=group.dropped,
-            media=group.media,
-        )
-
     def _payloads(self, stored: list[StoredColumns]) -> dict[str, Any]:
         payloads: dict[str, Any] = {}
         for one in stored:
@@ -119,9 +112,9 @@ class TransferQueueBusActor(BusActor):
             payloads |= {column: _StoredPayload(sample, nbytes) for column, nbytes in one.sizes.items()}
         return payloads
 
-    def pack_lease(self, lease: Lease) -> tuple[StoredLease, tuple[Any, ...]]:
+    def pack_lease(self, lease: Lease) -> tuple[Any, tuple[Any, ...]]:
         """Returns the lease with the location of its payloads, which the client fetches."""
-        groups = []
+        groups, samples = [], []
         for group in lease.rows:
             inline: dict[str, bytes] = {}
             stored: dict[str, StoredColumns] = {}
@@ -132,9 +125,9 @@ class TransferQueueBusActor(BusActor):
                     one.sizes[column] = payload.nbytes
                 else:
                     inline[column] = payload
-            wire = StoredGroup(group.group_uid, group.index, group.uids, group.versions, inline, list(stored.values()))
-            groups.append(msgspec.structs.replace(wire, modality=group.modality))
-        return StoredLease(lease.lease_id, lease.task, groups, lease.waited_s), ()
+            groups.append(msgspec.structs.replace(group, columns=inline))
+            samples.append(list(stored.values()))
+        return (msgspec.structs.replace(lease, rows=groups), samples), ()
 
     # -- the data plane -----------------------------------------------------------------------------------------
     async def _watch(self, title: str, host: Any) -> None:

@@ -22,19 +22,17 @@ from relax_core.bus.state.settings import BusSettings
 from relax_core.bus.transfer_queue.data_plane import START_TIMEOUT_S, DataPlane
 from relax_core.bus.transfer_queue.data_plane_client import NewSample, PlaneClient
 from relax_core.bus.transfer_queue.messages import (
+    LeaseMessage,
     PayloadLocation,
     StoredColumns,
-    StoredGroup,
-    StoredLease,
-    WrittenColumns,
 )
 from relax_core.bus.transfer_queue.transfer_queue_actor import TransferQueueBusActor
-from relax_core.contracts.bus import CompleteGroup, Lease, LeasedGroup, LeaseRequest
+from relax_core.contracts.bus import Group, Lease, LeaseRequest
 from relax_core.contracts.columns import PERSISTED_COLUMNS, media_sizes
 
 STUCK_S = 60.0  # a server counts as stuck if one call takes longer
 
-_lease_decoder = msgspec.msgpack.Decoder(StoredLease | None)
+_lease_decoder = msgspec.msgpack.Decoder(LeaseMessage | None)
 Columns = Mapping[str, bytes]
 
 
@@ -64,14 +62,14 @@ class TransferQueueBus(RayBus):
             return self._client
 
     # -- calls that store payloads ------------------------------------------------------------------------------
-    def put(self, groups: Sequence[CompleteGroup], *, timeout_s: float) -> None:
+    def put(self, groups: Sequence[Group], *, timeout_s: float) -> None:
         """Stores the payloads, then enters the groups."""
         deadline = time.monotonic() + timeout_s
         samples = [NewSample.of(group.group_uid, group.columns, timeout_s=timeout_s) for group in groups]
         stored = self._store(samples, timeout_s=timeout_s)
         self._call("put", _pack_groups(groups, stored), timeout_s=_left_s(deadline))
 
-    async def put_async(self, groups: Sequence[CompleteGroup], *, timeout_s: float) -> None:
+    async def put_async(self, groups: Sequence[Group], *, timeout_s: float) -> None:
         """Stores the payloads, then enters the groups."""
         deadline = time.monotonic() + timeout_s
         samples = [NewSample.of(group.group_uid, group.columns, timeout_s=timeout_s) for group in groups]
@@ -92,14 +90,12 @@ class TransferQueueBus(RayBus):
         deadline = time.monotonic() + timeout_s
         samples = [NewSample.of(uid, group, timeout_s=timeout_s) for uid, group in columns.items()]
         stored = self._store(samples, timeout_s=timeout_s)
-        written = {
-            uid: WrittenColumns(_kept(group), one) for (uid, group), one in zip(columns.items(), stored, strict=True)
-        }
+        written = {uid: (_kept(group), samples) for (uid, group), samples in zip(columns.items(), stored, strict=True)}
         request = encode(then) if then else None
         left_s = _left_s(deadline)
         return self._call_for_lease("write", lease_id, encode(written), request, left_s, timeout_s=left_s)
 
-    def _store(self, samples: Sequence[NewSample], *, timeout_s: float) -> list[StoredColumns | None]:
+    def _store(self, samples: Sequence[NewSample], *, timeout_s: float) -> list[list[StoredColumns]]:
         client = self.open()
         request = client.put(self.location.partition, samples)
         return client.call(request, timeout_s=min(timeout_s, STUCK_S), what="a put")
@@ -107,16 +103,17 @@ class TransferQueueBus(RayBus):
     # -- calls that read payloads -------------------------------------------------------------------------------
     def _call_for_lease(self, method: str, *args: Any, timeout_s: float) -> Lease | None:
         answer = get(getattr(self._actor, method).remote(*args), timeout_s=timeout_s, what=method)
-        lease = _lease_decoder.decode(open_answer(answer)[0])
-        if lease is None:
+        message = _lease_decoder.decode(open_answer(answer)[0])
+        if message is None:
             return None
-        wanted = [one for group in lease.groups for one in group.stored]
+        lease, stored = message
+        wanted = [one for samples in stored for one in samples]
         client = self.open()
         request = client.get(self.location.partition, wanted)
         found = client.call(request, timeout_s=STUCK_S, what=f"the payloads of a {method}")
         payloads = {one.key: group for one, group in zip(wanted, found, strict=True)}
-        groups = [_leased_group(group, payloads) for group in lease.groups]
-        return Lease(lease_id=lease.lease_id, task=lease.task, rows=groups, waited_s=lease.waited_s)
+        groups = [_joined(group, samples, payloads) for group, samples in zip(lease.rows, stored, strict=True)]
+        return msgspec.structs.replace(lease, rows=groups)
 
     def terminate(self) -> None:
         """Ends the bus process, and the data plane if this bus owns it."""
@@ -151,33 +148,16 @@ def _kept(columns: Columns) -> dict[str, bytes]:
     return {column: payload for column, payload in columns.items() if column in PERSISTED_COLUMNS}
 
 
-def _pack_groups(groups: Sequence[CompleteGroup], stored: Sequence[StoredColumns | None]) -> bytes:
-    return encode(
-        [
-            StoredGroup(
-                group.group_uid,
-                group.index,
-                group.uids,
-                group.versions,
-                _kept(group.columns),
-                [one] if one is not None else [],
-                group.dropped,
-                media_sizes(group.columns),
-            )
-            for group, one in zip(groups, stored, strict=True)
-        ]
-    )
+def _pack_groups(groups: Sequence[Group], stored: Sequence[list[StoredColumns]]) -> bytes:
+    kept = [
+        msgspec.structs.replace(group, columns=_kept(group.columns), media=media_sizes(group.columns))
+        for group in groups
+    ]
+    return encode(list(zip(kept, stored, strict=True)))
 
 
-def _leased_group(group: StoredGroup, payloads: Mapping[str, Columns]) -> LeasedGroup:
+def _joined(group: Group, stored: Sequence[StoredColumns], payloads: Mapping[str, Columns]) -> Group:
     columns = dict(group.columns)
-    for one in group.stored:
+    for one in stored:
         columns |= payloads[one.key]
-    return LeasedGroup(
-        group_uid=group.group_uid,
-        index=group.index,
-        uids=group.uids,
-        versions=group.versions,
-        columns=columns,
-        modality=group.modality,
-    )
+    return msgspec.structs.replace(group, columns=columns)

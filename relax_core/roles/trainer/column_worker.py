@@ -17,7 +17,7 @@ from typing import TypeVar
 import msgspec
 
 from relax_core.contracts import columns as c
-from relax_core.contracts.bus import LEASE_S, Bus, BusTimeout, Lease, LeasedGroup, LeaseLost, LeaseRequest
+from relax_core.contracts.bus import LEASE_S, Bus, BusTimeout, Group, Lease, LeaseLost, LeaseRequest
 from relax_core.contracts.media import MediaGone
 from relax_core.registry import find_algorithm
 from relax_core.roles.process.discovery import discover_bus
@@ -126,7 +126,7 @@ class ColumnWorker(Worker):
         """Builds what `columns_of` needs; may take seconds."""
 
     @abstractmethod
-    def columns_of(self, leased: Sequence[LeasedGroup]) -> GroupColumns:
+    def columns_of(self, leased: Sequence[Group]) -> GroupColumns:
         """Returns the new columns of each group."""
 
     def work(self) -> None:
@@ -186,7 +186,7 @@ class AdvantagesWorker(ColumnWorker):
         requirements = self._spec.requirements(self._algo)
         self.inputs, self.whole_steps = input_columns(requirements), sees_whole_step(self._spec, requirements)
 
-    def columns_of(self, leased: Sequence[LeasedGroup]) -> GroupColumns:
+    def columns_of(self, leased: Sequence[Group]) -> GroupColumns:
         """Returns the advantages of each group's tokens and, with a critic, the returns."""
         made = advantage_extras([c.decode_tree(row) for row in leased], self._spec, self._algo)
         return {

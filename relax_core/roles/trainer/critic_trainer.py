@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from relax_core.contracts import columns as c
-from relax_core.contracts.bus import LeasedGroup
+from relax_core.contracts.bus import Group
 from relax_core.contracts.train import StepMetrics
 from relax_core.roles.process.discovery import discover_bus
 from relax_core.roles.process.role_context import RunContext
@@ -49,7 +49,7 @@ class CriticTrainer(ColumnWorker):
         self._backend.result(timeout=self.context.config.run.start_timeout_s)
         self.version = self.context.start_step
 
-    def columns_of(self, leased: Sequence[LeasedGroup]) -> GroupColumns:
+    def columns_of(self, leased: Sequence[Group]) -> GroupColumns:
         """Returns the values of each group's rows."""
         groups = [c.decode_tree(one) for one in leased]
         return {

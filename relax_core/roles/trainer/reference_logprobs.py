@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from relax_core.contracts import columns as c
-from relax_core.contracts.bus import LeasedGroup
+from relax_core.contracts.bus import Group
 from relax_core.contracts.media import MediaGone
 from relax_core.roles.process.failure import RankLost
 from relax_core.roles.process.role_context import RunContext
@@ -48,7 +48,7 @@ class ForwardWorker(ColumnWorker):
             self._end(lost)
         self._worker_group = WorkerGroup(ranks, timeout_s=self.context.config.run.stall_timeout_s, waiting=self.waiting)
 
-    def columns_of(self, leased: Sequence[LeasedGroup]) -> GroupColumns:
+    def columns_of(self, leased: Sequence[Group]) -> GroupColumns:
         """Returns the log-probs of each group."""
         groups = [c.decode_tree(one) for one in leased]
         try:

@@ -15,7 +15,7 @@ from typing import TypeVar
 import numpy as np
 
 from relax_core.contracts import columns as c
-from relax_core.contracts.bus import BusTimeout, Lease, LeasedGroup
+from relax_core.contracts.bus import BusTimeout, Group, Lease
 from relax_core.contracts.train import RankTimes, StepMetrics
 from relax_core.contracts.tree import TokenTree
 from relax_core.observe.event_log import ACTOR, HistogramRecord
@@ -99,7 +99,7 @@ class StepGroups:
     the same order. ``dropped`` maps uids of episodes that were masked as a whole to the reasons.
     """
 
-    leased: list[LeasedGroup] = field(default_factory=list)
+    leased: list[Group] = field(default_factory=list)
     groups: list[TokenTree] = field(default_factory=list)
     lease_ids: list[int] = field(default_factory=list)
     dropped: dict[str, str] = field(default_factory=dict)

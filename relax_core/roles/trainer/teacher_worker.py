@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from relax_core.contracts import columns as c
-from relax_core.contracts.bus import LeasedGroup
+from relax_core.contracts.bus import Group
 from relax_core.contracts.engine import EngineUnreachable
 from relax_core.contracts.media import Media
 from relax_core.contracts.tree import TokenTree
@@ -227,9 +227,9 @@ class TeacherWorker(ColumnWorker):
                 name: ForwardTeacher(context, folder, top_k=requirements.top_k) for name, folder in folders.items()
             }
 
-    def columns_of(self, leased: Sequence[LeasedGroup]) -> GroupColumns:
+    def columns_of(self, leased: Sequence[Group]) -> GroupColumns:
         """Returns the teacher's columns of each group."""
-        of_teachers: dict[str, list[LeasedGroup]] = defaultdict(list)
+        of_teachers: dict[str, list[Group]] = defaultdict(list)
         for row in leased:
             of_teachers[msgspec.msgpack.decode(row.columns[c.TEACHER], type=str)].append(row)
         columns: GroupColumns = {}

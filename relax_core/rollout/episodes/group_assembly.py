@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from relax_core.contracts.bus import CompleteGroup
+from relax_core.contracts.bus import Group
 from relax_core.contracts.columns import ROUTED_EXPERTS, TEACHER, encode_tree
 from relax_core.contracts.engine import Generated
 from relax_core.contracts.env import CUT_ENDS
@@ -164,7 +164,7 @@ def complete_group(
     mask_truncated: bool = False,
     extras: MakeExtras | None = None,
     lost: Lost | None = None,
-) -> CompleteGroup | DroppedGroup:
+) -> Group | DroppedGroup:
     """Returns the group for the bus once all its responses are in, or why there is none.
 
     A response without a reward is dropped alone. The group is dropped if fewer than two responses of several have a
@@ -207,7 +207,7 @@ def complete_episodes(
     extras: MakeExtras | None = None,
     account: Callable[[Mapping[str, int]], None] = lambda counts: None,
     lost: Lost | None = None,
-) -> CompleteGroup | DroppedGroup:
+) -> Group | DroppedGroup:
     """Returns the group of an env of several turns for the bus, like `complete_group`, or why there is none.
 
     ``episodes`` are the ended episodes in order. With ``mask_off_policy``, only tokens of the newest weight version in
@@ -236,7 +236,7 @@ def complete_episodes(
                     loss_mask[own] = False
         tree = tree.with_loss_mask(loss_mask)
     done = _complete(tree, index=index, dropped=dropped, refuse=refuse, teacher=teacher, extras=extras, lost=lost)
-    account(token_accounts(episodes, tree if isinstance(done, CompleteGroup) else None))
+    account(token_accounts(episodes, tree if isinstance(done, Group) else None))
     return done
 
 
@@ -269,7 +269,7 @@ def _complete(
     teacher: str | None,
     extras: MakeExtras | None,
     lost: Lost | None,
-) -> CompleteGroup | DroppedGroup:
+) -> Group | DroppedGroup:
     uid = tree.group_uid
     trained = tree.trained_episodes()
     refused: str | None = None
@@ -285,7 +285,7 @@ def _complete(
     if extras is not None:
         tree = tree.with_extras(**extras(tree))
     named = {} if teacher is None else {TEACHER: msgspec.msgpack.encode(teacher)}
-    return CompleteGroup(
+    return Group(
         group_uid=uid,
         index=index,
         uids=[one.uid for one in tree.episodes],

@@ -146,10 +146,9 @@ def test_an_index_that_another_sample_has_now_is_not_read(bus: TransferQueueBus)
     client, partition = bus.open(), bus.location.partition
 
     def put(uid: str) -> StoredColumns:
-        (stored,) = client.call(
+        ((stored,),) = client.call(
             client.put(partition, [NewSample.of(uid, {"a": uid.encode()}, timeout_s=T)]), timeout_s=T, what="a put"
         )
-        assert stored is not None
         return stored
 
     def clear(stored: StoredColumns) -> None:

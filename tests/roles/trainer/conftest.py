@@ -14,7 +14,7 @@ import pytest
 
 from relax_core.config.schema import BusConfig
 from relax_core.contracts import columns as c
-from relax_core.contracts.bus import CompleteGroup, Lease, LeaseRequest
+from relax_core.contracts.bus import Group, Lease, LeaseRequest
 from relax_core.contracts.tree import TokenTree
 from relax_core.roles.process.role_context import BUS, RunContext
 from tests.roles.run_context import context_in
@@ -66,7 +66,7 @@ def bus(context: RunContext) -> Iterator[RayBus]:
         tree = with_tokens(tree, advantages=ids[3:] / 8)
         uids = [f"{admission.group_uid}.{sample}" for sample in range(4)]
         kept, dropped = uids[: len(lengths)], dict.fromkeys(uids[len(lengths) :], "failed")
-        row = CompleteGroup(
+        row = Group(
             group_uid=admission.group_uid,
             index=admission.index,
             uids=kept,

@@ -20,7 +20,7 @@ from relax_core.bus.ray.ray_bus import RayBus
 from relax_core.bus.state.bus_state import BusCore
 from relax_core.contracts import columns as c
 from relax_core.contracts.algorithm import Requirements, TeacherRequirements
-from relax_core.contracts.bus import BusClosed, BusProgress, BusTimeout, Lease, LeasedGroup, LeaseRequest
+from relax_core.contracts.bus import BusClosed, BusProgress, BusTimeout, Group, Lease, LeaseRequest
 from relax_core.contracts.columns import MEDIA
 from relax_core.contracts.media import Media, MediaGone
 from relax_core.contracts.media_file import FolderReader
@@ -213,7 +213,7 @@ class Annotator(ColumnWorker):
     def prepare(self) -> None:
         """Has nothing to build."""
 
-    def columns_of(self, leased: Sequence[LeasedGroup]) -> GroupColumns:
+    def columns_of(self, leased: Sequence[Group]) -> GroupColumns:
         """Returns column "b" of each group."""
         media = {one.group_uid: msgspec.msgpack.decode(one.columns[MEDIA], type=list[Media]) for one in leased}
         items = [one.item for placed in media.values() for one in placed]

@@ -11,7 +11,7 @@ import pytest
 
 from relax_core.bus.state.bus_state import BusCore
 from relax_core.contracts import columns as c
-from relax_core.contracts.bus import Lease, LeasedGroup, LeaseLost, LeaseRequest
+from relax_core.contracts.bus import Group, Lease, LeaseLost, LeaseRequest
 from relax_core.contracts.tree import TokenTree
 from relax_core.roles.trainer.rank_worker import RankGroups, parts_of
 from relax_core.train.micro_batches import REPEATED, MicroBatcher, decode_train_tree, split_over_ranks
@@ -32,7 +32,7 @@ class CoreBus:
 
     def read(
         self, lease_id: int, group_uids: Sequence[str], *, columns: Sequence[str], timeout_s: float
-    ) -> list[LeasedGroup]:
+    ) -> list[Group]:
         self.reads.append(list(group_uids))
         return self._core.read(lease_id, group_uids, columns).rows
 
@@ -58,7 +58,7 @@ def leased(core: BusCore, payloads: tuple[str, ...] | None, *, groups: int) -> L
     return lease
 
 
-def decoded(rows: Sequence[LeasedGroup]) -> list[TokenTree]:
+def decoded(rows: Sequence[Group]) -> list[TokenTree]:
     return [decode_train_tree(row, step=STEP, oldest_version=STEP - MAX_STALENESS)[0] for row in rows]
 
 

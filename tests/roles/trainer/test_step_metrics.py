@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from relax_core.contracts import columns as c
-from relax_core.contracts.bus import BusTimeout, Lease, LeasedGroup
+from relax_core.contracts.bus import BusTimeout, Group, Lease
 from relax_core.contracts.train import StepMetrics
 from relax_core.roles.trainer.step_metrics import StepClock, StepGroups, real_histogram, step_values
 from relax_core.train.micro_batches import decode_train_tree
@@ -80,7 +80,7 @@ class Answer:
     untrained: int = 0
 
 
-def row(*samples: Answer) -> LeasedGroup:
+def row(*samples: Answer) -> Group:
     lengths = [one.tokens for one in samples]
 
     def by_token(values: Sequence[float]) -> np.ndarray:
@@ -103,10 +103,10 @@ def row(*samples: Answer) -> LeasedGroup:
     ]
     columns = c.encode_tree(dataclasses.replace(tree, episodes=episodes))
     uids, versions = [one.uid for one in tree.episodes], [one.version for one in samples]
-    return LeasedGroup(group_uid="g", index=0, uids=uids, versions=versions, columns=columns)
+    return Group(group_uid="g", index=0, uids=uids, versions=versions, columns=columns)
 
 
-def step_rows(rows: Sequence[LeasedGroup]) -> StepGroups:
+def step_rows(rows: Sequence[Group]) -> StepGroups:
     groups = [decode_train_tree(row, step=10, oldest_version=0)[0] for row in rows]
     return StepGroups(leased=list(rows), groups=groups, lease_ids=[1])
 

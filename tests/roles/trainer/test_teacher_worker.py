@@ -15,7 +15,7 @@ import torch
 from benchmarks.family_models import make_family_model
 from relax_core.config.compose import load_config
 from relax_core.contracts import columns as c
-from relax_core.contracts.bus import LeasedGroup
+from relax_core.contracts.bus import Group
 from relax_core.contracts.engine import EngineUnreachable
 from relax_core.contracts.tree import TokenTree
 from relax_core.engines.engine_process import EngineLaunch, EngineProcess
@@ -184,10 +184,10 @@ class Fixed:
         ]
 
 
-def leased(group: TokenTree, teacher: str) -> LeasedGroup:
+def leased(group: TokenTree, teacher: str) -> Group:
     uids = [one.uid for one in group.episodes]
     columns = {**c.encode_tree(replace(group, extras={})), c.TEACHER: msgspec.msgpack.encode(teacher)}
-    return LeasedGroup(group_uid=group.group_uid, index=0, uids=uids, versions=[0] * len(uids), columns=columns)
+    return Group(group_uid=group.group_uid, index=0, uids=uids, versions=[0] * len(uids), columns=columns)
 
 
 def test_each_row_gets_the_teacher_that_it_names_and_the_trainer_reads_the_columns() -> None:

@@ -17,7 +17,7 @@ import torch
 
 from relax_core.config.compose import load_config
 from relax_core.contracts import columns as c
-from relax_core.contracts.bus import LeasedGroup
+from relax_core.contracts.bus import Group
 from relax_core.contracts.engine import Generated, SamplingParams
 from relax_core.contracts.reward import RewardOutput
 from relax_core.contracts.tree import group_uid
@@ -109,7 +109,7 @@ async def responses_to(client: EngineClient, params: SamplingParams) -> list[Gen
 
 def rows_of(client: EngineClient, truncations: Mapping[str, dict[str, Any]]) -> Rows:
     """Returns the groups as the rollout puts them on the bus."""
-    found: dict[str, list[LeasedGroup]] = {}
+    found: dict[str, list[Group]] = {}
     for name, changes in truncations.items():
         params = SamplingParams(n=SAMPLES, max_new_tokens=24, temperature=TEMPERATURE, banned_token_ids=[BANNED])
         params = msgspec.structs.replace(params, return_kept_tokens=bool(changes), **changes)
@@ -123,7 +123,7 @@ def rows_of(client: EngineClient, truncations: Mapping[str, dict[str, Any]]) -> 
             )
             assert row.group_uid == group_uid(index) and hasattr(row, "columns")
             assert (c.KEPT_TOKENS in row.columns) == bool(changes)
-            leased = LeasedGroup(
+            leased = Group(
                 group_uid=row.group_uid, index=index, uids=row.uids, versions=row.versions, columns=row.columns
             )
             found.setdefault(name, []).append(leased)
@@ -146,7 +146,7 @@ def scored_by(folder: Path, rows: Rows) -> Rows:
     return {name: [annotated(row, backend) for row in of_name] for name, of_name in rows.items()}
 
 
-def annotated(row: LeasedGroup, backend: Any) -> LeasedGroup:
+def annotated(row: Group, backend: Any) -> Group:
     (logprobs,) = backend.logprobs([c.decode_tree(row)])
     names = (c.OLD_LOGPROBS, c.REFERENCE_LOGPROBS, c.TEACHER_LOGPROBS)
     more = {name: c.encode_column(name, logprobs) for name in names}

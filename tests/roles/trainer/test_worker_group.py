@@ -12,7 +12,7 @@ import numpy as np
 from relax_core.bus.ray.ray_bus import RayBus
 from relax_core.config.compose import load_config
 from relax_core.contracts import columns as c
-from relax_core.contracts.bus import Lease, LeasedGroup
+from relax_core.contracts.bus import Group, Lease
 from relax_core.contracts.tree import TokenTree
 from relax_core.roles.process.role_context import BUS, RunContext
 from relax_core.roles.trainer.rank_worker import parts_of, policy_groups
@@ -116,7 +116,7 @@ def test_no_array_travels_in_the_leads_calls(ray_session: str) -> None:
     )
     worker_group = TrainerWorkerGroup(ranks, timeout_s=120.0, waiting=waiting, critic=critic)
     worker_group.begin_step(STEP)
-    row = LeasedGroup(group_uid=tree.group_uid, index=0, uids=[], versions=[], columns={})
+    row = Group(group_uid=tree.group_uid, index=0, uids=[], versions=[], columns={})
     worker_group.add_lease(Lease(lease_id=7, task="actor", rows=[row]))
     worker_group.accumulate([tree])
     uids: dict[str, list[str]] = {}

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import torch.distributed as dist
 
-from relax_core.contracts.bus import LeasedGroup
+from relax_core.contracts.bus import Group
 from tests.roles.trainer.truncated_rows import BANNED, TEMPERATURE, figures_of_the_head
 from tests.train.tiny_trainer import make_backend
 from tests.train.worker_group_layouts import parallel_config
@@ -21,7 +21,7 @@ from tests.train.worker_group_layouts import parallel_config
 
 def main() -> None:
     rank, size, port, folder, rows_file, output = sys.argv[1:]
-    rows = msgspec.msgpack.decode(Path(rows_file).read_bytes(), type=dict[str, list[LeasedGroup]])
+    rows = msgspec.msgpack.decode(Path(rows_file).read_bytes(), type=dict[str, list[Group]])
 
     def backend(**settings: object) -> object:
         return make_backend(

@@ -11,7 +11,7 @@ import numpy as np
 
 from relax_core.contracts import columns as c
 from relax_core.contracts.algorithm import AlgorithmSpec, LossInputs, LossOutputs
-from relax_core.contracts.bus import LeasedGroup
+from relax_core.contracts.bus import Group
 from relax_core.contracts.tree import TokenTree
 from relax_core.registry import find_algorithm
 from relax_core.roles.trainer.teacher_worker import TeacherScores, teacher_columns
@@ -24,10 +24,10 @@ BANNED = 17
 TOP_K = 12  # some kept sets have fewer tokens
 SAMPLES = 4
 
-Rows = Mapping[str, Sequence[LeasedGroup]]  # truncation → groups
+Rows = Mapping[str, Sequence[Group]]  # truncation → groups
 
 
-def train_groups(rows: Sequence[LeasedGroup], spec: AlgorithmSpec, config: Any) -> list[TokenTree]:
+def train_groups(rows: Sequence[Group], spec: AlgorithmSpec, config: Any) -> list[TokenTree]:
     """Returns the groups as the advantages role and the trainer see them."""
     requirements = spec.requirements(config)
     advantages = advantage_extras([c.decode_tree(row) for row in rows], spec, config)

@@ -13,7 +13,7 @@ from algorithms.grpo import SPEC as GRPO
 from algorithms.grpo import GrpoConfig
 from relax_core.bus.state.bus_state import BusCore
 from relax_core.contracts import columns as c
-from relax_core.contracts.bus import CompleteGroup, LeasedGroup, LeaseRequest
+from relax_core.contracts.bus import Group, LeaseRequest
 from relax_core.contracts.engine import Generated
 from relax_core.contracts.reward import RewardOutput
 from relax_core.contracts.tree import TokenTree
@@ -96,7 +96,7 @@ def test_kept_sets_reach_the_trainer_in_the_order_of_its_tokens() -> None:
     assert not isinstance(row, DroppedGroup)
     advantages = c.encode_column(c.ADVANTAGES, np.zeros(6))
     columns = row.columns | {c.ADVANTAGES: advantages}
-    leased = LeasedGroup(group_uid=row.group_uid, index=12, uids=row.uids, versions=row.versions, columns=columns)
+    leased = Group(group_uid=row.group_uid, index=12, uids=row.uids, versions=row.versions, columns=columns)
     expected = sets_of(0).lists() + sets_of(2).lists()
     group, _ = decode_train_tree(leased, step=5, oldest_version=4)
     assert group.kept is not None and group.kept.tokens == group.rows
@@ -193,7 +193,7 @@ def test_tokens_of_older_weights_are_masked_on_request(mask: bool, masks: list[i
     assert tree_of(row).episodes[0].turns[0].versions == [(4, 1), (5, 1)], "what made them is told all the same"
 
 
-def truncated(*pairs: tuple[Generated, float | None]) -> CompleteGroup | DroppedGroup:
+def truncated(*pairs: tuple[Generated, float | None]) -> Group | DroppedGroup:
     return complete_group(
         index=0,
         prompt_ids=[1, 2, 3],
@@ -257,7 +257,7 @@ def test_the_way_of_a_truncated_sample_from_the_engine_to_the_ledger(aggregation
     assert core.progress().staleness_histogram == {0: 2}
 
 
-def episodes_row(*episodes: tuple[float | None, str, list[list[int]]], **given: Any) -> CompleteGroup | DroppedGroup:
+def episodes_row(*episodes: tuple[float | None, str, list[list[int]]], **given: Any) -> Group | DroppedGroup:
     """Returns a group; ``episodes`` holds the reward, the end, and for each turn the versions of its tokens."""
     played = []
     for place, (reward, ended, turns) in enumerate(episodes):
@@ -273,7 +273,7 @@ def episodes_row(*episodes: tuple[float | None, str, list[list[int]]], **given: 
 
 def test_an_episode_without_a_reward_is_dropped_alone() -> None:
     row = episodes_row((1.0, "env_done", [[3]]), (None, "env_failed", []), (0.0, "max_turns", [[3], [3, 4]]))
-    assert isinstance(row, CompleteGroup)
+    assert isinstance(row, Group)
     assert (row.uids, row.versions) == (["g00000012.0", "g00000012.2"], [3, 3])
     assert row.dropped == {"g00000012.1": "reward_failed"}
     dropped = episodes_row((1.0, "env_done", [[3]]), (None, "step_timeout", [[3]]))
@@ -298,7 +298,7 @@ def test_masks_go_by_episode() -> None:
     """All turns' tokens of the newest version are trained, and no token of an episode that was cut."""
     given = ((1.0, "env_done", [[3, 4], [4]]), (0.0, "turn_cut", [[5], [5]]), (0.0, "max_turns", [[3]]))
     row = episodes_row(*given, mask_off_policy=True, mask_truncated=True)
-    assert isinstance(row, CompleteGroup)
+    assert isinstance(row, Group)
     tree = tree_of(row)
     episodes, rows = tree.tokens
     trained = [tree.loss_mask[rows[episodes == place]].tolist() for place in range(3)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from relax_core.contracts import columns as c
-from relax_core.contracts.bus import LeasedGroup
+from relax_core.contracts.bus import Group
 from relax_core.contracts.engine import Generated
 from relax_core.contracts.reward import RewardOutput
 from relax_core.rollout.episodes.group_assembly import DroppedGroup, complete_group
@@ -32,7 +32,7 @@ def response(sample: int, tokens: int, *, replayed: bool) -> Generated:
     )
 
 
-def leased(*, replayed: bool) -> LeasedGroup:
+def leased(*, replayed: bool) -> Group:
     row = complete_group(
         index=0,
         prompt_ids=[1, 2, 3, 4],
@@ -46,7 +46,7 @@ def leased(*, replayed: bool) -> LeasedGroup:
     )
     assert not isinstance(row, DroppedGroup)
     columns = row.columns | {c.ADVANTAGES: c.encode_column(c.ADVANTAGES, np.zeros(9))}
-    return LeasedGroup(group_uid=row.group_uid, index=0, uids=row.uids, versions=row.versions, columns=columns)
+    return Group(group_uid=row.group_uid, index=0, uids=row.uids, versions=row.versions, columns=columns)
 
 
 def test_experts_of_a_group_arrive_as_its_rows_are_packed() -> None:

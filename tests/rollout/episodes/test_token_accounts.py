@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from relax_core.contracts.bus import CompleteGroup
+from relax_core.contracts.bus import Group
 from relax_core.rollout.episodes.group_assembly import complete_episodes
 from relax_core.rollout.episodes.token_accounts import token_accounts
 from relax_core.rollout.episodes.tree_builder import PlayedEpisode, PlayedTurn
@@ -50,7 +50,7 @@ def test_the_accounts_of_a_thousand_episodes_add_up(masks: dict[str, Any]) -> No
         episodes = [random_episode(draw, place) for place in range(EPISODES)]
         refuse = (lambda rewards: "filtered") if draw.random() < 0.1 else None
         done = complete_episodes(index=12, episodes=episodes, refuse=refuse, **masks)  # type: ignore[arg-type]
-        tree = tree_of(done) if isinstance(done, CompleteGroup) else None
+        tree = tree_of(done) if isinstance(done, Group) else None
         counts = token_accounts(episodes, tree, oldest_version=OLDEST)
         sampled = [turn.response for one in episodes for turn in one.turns]
         # Counted in another way: from the responses and the group's fate, without the tree.
