@@ -35,7 +35,6 @@ from relax_core.contracts.data import DataSourceConfig, DataSourceSpec
 from relax_core.contracts.engine_kind import EngineSpec
 from relax_core.contracts.env import EnvConfig, EnvSpec
 from relax_core.contracts.family import Family, checked_family
-from relax_core.contracts.renamed import renamed_hint
 from relax_core.contracts.reward import RewardConfig, RewardSpec
 from relax_core.contracts.sink import SinkConfig, SinkSpec
 
@@ -347,7 +346,7 @@ def _broken(error: Exception, *, where: str, file: Path) -> PluginError:
     else:
         frames = traceback.extract_tb(error.__traceback__)
         line = next((frame.lineno for frame in reversed(frames) if frame.filename == str(file)), None)
-    return PluginError(f"{where}: {file}, line {line or 1}: {type(error).__name__}: {error}{renamed_hint(str(error))}")
+    return PluginError(f"{where}: {file}, line {line or 1}: {type(error).__name__}: {error}")
 
 
 def _checked(spec: object, *, where: str, file: Path, kind: Kind) -> Spec:

@@ -28,13 +28,13 @@ from relax_core.config.override_words import CommandLine, hydra_words
 from relax_core.config.redaction import as_text, secret_leaves, variable_of
 from relax_core.config.schema import RelaxConfig
 from relax_core.config.schema_keys import REMOVED
+from relax_core.contracts.host.openers import LOOPBACK
 from relax_core.contracts.host.private_folder import private_folder, user_cache
 from relax_core.registry import KINDS, short_name
 
 _MARK = "# relax: a run of this user: "
 _UNMARKED = "# relax: not marked as a run of this user, because the key cannot be kept: "
 _KEY_BYTES = 32
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 # Keys whose values start a program, name a file with a secret, or open a port.
 _POWERFUL = re.compile(
     r"command|python|setup|sbatch|srun|flags|working_dir|image|address|urls?|uri|endpoint|.*_file|token_env|.*_python"
@@ -90,7 +90,7 @@ def powers(values: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, str]]
     if not isinstance(values, str | bool) or values in ("", False) or not path:
         return
     keyed = any(_POWERFUL.fullmatch(name) for name in path[1:])
-    opens = bool(_OPENS.fullmatch(path[-1])) and values not in _LOOPBACK
+    opens = bool(_OPENS.fullmatch(path[-1])) and values not in LOOPBACK
     unguarded = path[-1] == "sandbox" and values == "none"
     remote = path[-1] == "trust_remote_code"
     text = values if isinstance(values, str) else ""
@@ -103,7 +103,7 @@ def _is_elsewhere(text: str) -> bool:
     if "://" not in text:
         return False
     try:
-        return urlsplit(text).hostname not in _LOOPBACK
+        return urlsplit(text).hostname not in LOOPBACK
     except ValueError:
         return True
 

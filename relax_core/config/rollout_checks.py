@@ -13,6 +13,7 @@ from pathlib import Path
 from relax_core.config.reward_choice import choice_problems
 from relax_core.config.schema import HISTORIES, MEDIA_TASKS, AgentConfig, RelaxConfig
 from relax_core.contracts.env import EnvSpec
+from relax_core.contracts.host.openers import LOOPBACK
 from relax_core.registry import find_algorithm, find_env, find_reward
 
 EVALUATED_TOGETHER = 256  # episodes of an evaluation that are open together (rollout/evaluation/played_sets.py)
@@ -125,7 +126,6 @@ _KEPT = (
     *("HOME", "USER", "LOGNAME", "SHELL", "TMPDIR", "TZ", "LANG", "LANGUAGE", "LC_ALL", "LC_CTYPE", "LC_MESSAGES"),
     *("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "HF_HOME", "XDG_CACHE_HOME", "LD_LIBRARY_PATH"),
 )
-_LOOPBACK = "127.0.0.1,localhost,::1"
 
 
 def command_words(agent: AgentConfig, *, of_env: Sequence[str] = ()) -> list[str]:
@@ -155,7 +155,7 @@ def agent_environment(agent: AgentConfig, more: Mapping[str, str]) -> dict[str, 
     kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
     python = str(Path(agent.python or sys.executable).parent)
     path = os.pathsep.join([python, agent.env.get("PATH", os.environ.get("PATH", os.defpath))])
-    defaults = {"PYTHONUNBUFFERED": "1", "NO_PROXY": _LOOPBACK, "no_proxy": _LOOPBACK}
+    defaults = {"PYTHONUNBUFFERED": "1", "NO_PROXY": ",".join(LOOPBACK), "no_proxy": ",".join(LOOPBACK)}
     return {**kept, **defaults, **agent.env, "PATH": path, **more}
 
 
@@ -174,9 +174,6 @@ def command_problem(agent: AgentConfig, words: Sequence[str]) -> str | None:
     if Path(program).name.startswith("python") and script.endswith(".py") and not (folder / script).is_file():
         return f"agent.command: there is no file {script} in agent.cwd={folder}. Give its path, or set agent.cwd."
     return None
-
-
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def agent_problems(config: RelaxConfig) -> Iterator[str]:

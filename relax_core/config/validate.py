@@ -32,6 +32,7 @@ from relax_core.config.redaction import secret_leaves
 from relax_core.config.rollout_checks import agent_file_problems, agent_problems, reward_problems, turn_problems
 from relax_core.config.saved import plain
 from relax_core.config.schema import EVENTS, RelaxConfig, kept_groups
+from relax_core.contracts.host.openers import LOOPBACK
 from relax_core.registry import (
     FILE_SINKS,
     find_algorithm,
@@ -166,7 +167,6 @@ _BUILT = {
 PLANS = (False, True, "json")
 MOST_STOP_STRINGS, MOST_STOP_BYTES = 16, 1024  # the prefixes that an engine accepts
 EVAL_SOURCE = "eval"  # of the records of evaluations
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _MOST_DIVISOR = 1024  # that a message names
 
 
@@ -295,7 +295,7 @@ def _divisors(number: int, *, most: int) -> str:
 def _check_engine(config: RelaxConfig) -> Iterator[str]:
     engine, group_size = config.engine, config.algo.group_size
     new_tokens = config.rollout.max_new_tokens
-    if engine.host not in _LOOPBACK:
+    if engine.host not in LOOPBACK:
         yield f"engine.host={engine.host}: engines listen on loopback only. Use 127.0.0.1."
     if engine.port and engine.port + engine.count - 1 > 65535:
         yield f"engine.port={engine.port} with engine.count={engine.count} passes port 65535. Use engine.port=0."
