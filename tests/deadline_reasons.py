@@ -16,7 +16,7 @@ REASONS = {
     (
         "relax_core/observe/trackers/prometheus_sink.py",
         "PrometheusSink.close",
-    ): "the server looks for it twice a second; the sink's thread, which calls it, is joined with a deadline",
+    ): "the server looks for it twice a second; the tracker's process, which calls it, is ended at a deadline",
     (
         "relax_core/observe/alarm_sender.py",
         "_ReceiverThread._main",

@@ -7,7 +7,7 @@ repair what megatron-core 0.16.1 gets wrong without CUDA, as each module is impo
 CUDA the finder does nothing.
 
 The pass also leaves out TensorBoard, which Megatron imports if it is installed: its import takes 0.2 s, and ranks
-report to the metrics service. Compiled code is cached in the user's cache folder under a digest of the source, because
+report to the event log. Compiled code is cached in the user's cache folder under a digest of the source, because
 the pass takes about two seconds a process. Tests run it with megatron-core 0.16.1. This module imports torch only when
 ``megatron.core`` is imported.
 """
