@@ -37,7 +37,7 @@ from relax_core.server.run_reader import CONFIG, PLAN, RunReader
 from relax_core.server.run_series import MOST_POINTS, process_rows
 from relax_core.server.run_texts import log_chunk, log_files, search_log
 from relax_core.server.run_timeline import make_timeline
-from relax_core.server.sample_views import SampleViews, picture_file, played_file
+from relax_core.server.sample_views import picture_file, played_file
 
 STATIC = Path(__file__).parent / "static"
 PULSE_S = 1.0
@@ -66,22 +66,21 @@ class Page:
         self._lock = threading.Lock()
         self._readers: dict[str, RunReader] = {}
         self._users: Counter[str] = Counter()  # requests that use the reader of a run at this moment
-        self._views: dict[str, SampleViews] = {}
         self._turns: dict[str, asyncio.Semaphore] = {}
         self._listed = ListedRuns()
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="page")
         pages = {
             "": lambda run, query: run.overview(),
             "/series": _series,
-            "/samples": self._samples,
-            "/sample": self._sample,
-            "/group": self._group,
+            "/samples": _samples,
+            "/sample": _sample,
+            "/group": _group,
             "/config": _config,
             "/logs": lambda run, query: log_files(run.run_dir),
             "/log": _log,
             "/lineage": _lineage,
             "/timeline": _timeline,
-            "/batch": self._batch,
+            "/batch": _batch,
             "/engines": _engines,
             "/processes": lambda run, query: process_rows(run.series()),
             "/evaluations": lambda run, query: run.texts.evaluations(),
@@ -158,8 +157,6 @@ class Page:
             unused = [name for name in self._readers if name not in self._users]
             oldest = unused[: max(0, len(self._readers) - MOST_READERS)]
             gone = [self._readers.pop(name) for name in oldest]
-            for name in oldest:
-                self._views.pop(name, None)
         for reader in gone:
             reader.close()
         return found
@@ -205,48 +202,6 @@ class Page:
             raise Refusal("unknown-id", "There is no sound or video of this item.")
         return FileResponse(path, media_type=found)
 
-    # -- samples ------------------------------------------------------------------------------------------------------
-    def _sample_views(self, run: RunReader) -> SampleViews:
-        index = run.samples()
-        if index is None:
-            raise FileNotFoundError("This run keeps no samples (tracker.samples=0, or an older Relax made it).")
-        with self._lock:
-            if run.run_id not in self._views:
-                self._views[run.run_id] = SampleViews(run.run_dir, index)
-            return self._views[run.run_id]
-
-    def _samples(self, run: RunReader, query: Mapping[str, str]) -> dict[str, Any]:
-        views, filters = self._sample_views(run), _filters(query)
-        most = min(MOST_LISTED, int(query.get("most", "50")))
-        if words := query.get("words", ""):
-            before = query.get("before", "")
-            found = views.searched(filters, words, most=most, before=int(before) if before else None)
-            return {**found, "share": run.samples_share}
-        first = min(MOST_FIRST, max(0, int(query.get("first", "0"))))
-        found = views.listed(filters, order=query.get("order", "newest"), first=first, most=most)
-        return {**found, "share": run.samples_share}
-
-    def _sample(self, run: RunReader, query: Mapping[str, str]) -> dict[str, Any]:
-        found = self._sample_views(run).sample(int(query.get("id", "0")))
-        if found is None:
-            raise FileNotFoundError("There is no such sample.")
-        return found
-
-    def _batch(self, run: RunReader, query: Mapping[str, str]) -> dict[str, Any]:
-        step, lives = int(query.get("step", "-1")), run.batch(int(query.get("step", "-1")))
-        turns: dict[str, list[Any]] = {}
-        if run.samples() is not None:
-            views = self._sample_views(run)
-            for group in dict.fromkeys(life.group for life in lives):
-                turns |= views.turn_times(group)
-        return {
-            "step": step,
-            "rows": [{**msgspec.to_builtins(life), "turns": turns.get(life.uid, [])} for life in lives],
-        }
-
-    def _group(self, run: RunReader, query: Mapping[str, str]) -> dict[str, Any]:
-        return self._sample_views(run).group(query.get("uid", ""))
-
 
 async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, Refusal)
@@ -291,6 +246,42 @@ def _filters(query: Mapping[str, str]) -> dict[str, str | float]:
             except ValueError:
                 raise ValueError(f"{name}={value[:40]}: give a number") from None
     return filters
+
+
+def _samples(run: RunReader, query: Mapping[str, str]) -> dict[str, Any]:
+    views, filters = run.views(), _filters(query)
+    most = min(MOST_LISTED, int(query.get("most", "50")))
+    if words := query.get("words", ""):
+        before = query.get("before", "")
+        found = views.searched(filters, words, most=most, before=int(before) if before else None)
+        return {**found, "share": run.samples_share}
+    first = min(MOST_FIRST, max(0, int(query.get("first", "0"))))
+    found = views.listed(filters, order=query.get("order", "newest"), first=first, most=most)
+    return {**found, "share": run.samples_share}
+
+
+def _sample(run: RunReader, query: Mapping[str, str]) -> dict[str, Any]:
+    found = run.views().sample(int(query.get("id", "0")))
+    if found is None:
+        raise FileNotFoundError("There is no such sample.")
+    return found
+
+
+def _batch(run: RunReader, query: Mapping[str, str]) -> dict[str, Any]:
+    step, lives = int(query.get("step", "-1")), run.batch(int(query.get("step", "-1")))
+    turns: dict[str, list[Any]] = {}
+    if run.samples() is not None:
+        views = run.views()
+        for group in dict.fromkeys(life.group for life in lives):
+            turns |= views.turn_times(group)
+    return {
+        "step": step,
+        "rows": [{**msgspec.to_builtins(life), "turns": turns.get(life.uid, [])} for life in lives],
+    }
+
+
+def _group(run: RunReader, query: Mapping[str, str]) -> dict[str, Any]:
+    return run.views().group(query.get("uid", ""))
 
 
 def _series(run: RunReader, query: Mapping[str, str]) -> dict[str, Any]:

@@ -36,6 +36,7 @@ from relax_core.server.run_ledger import SampleLife, batch_lives, event_counts, 
 from relax_core.server.run_series import RunSeries
 from relax_core.server.run_texts import RunTexts
 from relax_core.server.run_timeline import event_spans
+from relax_core.server.sample_views import SampleViews
 
 CONFIG, PLAN = "config.yaml", "plan.json"
 REST = 100  # a slow answer is computed anew once 100 times as long as it took has passed
@@ -81,6 +82,7 @@ class RunReader:
         self._read = RunSeries(run_dir)
         self.texts = RunTexts(run_dir)
         self._index: SampleIndex | None = None
+        self._views: SampleViews | None = None
         self._indexing: threading.Thread | None = None
         self.samples_share, self._index_problem, self._closing = 0.0, "", False
         self._wanted, self._read_all = threading.Event(), threading.Event()
@@ -127,6 +129,16 @@ class RunReader:
         self._wanted.set()
         self._read_all.wait(NEWEST_S)
         return index
+
+    def views(self) -> SampleViews:
+        """Returns what shows the run's samples. Raises FileNotFoundError if it keeps none."""
+        index = self.samples()
+        if index is None:
+            raise FileNotFoundError("This run keeps no samples (tracker.samples=0, or an older Relax made it).")
+        with self._lock:
+            if self._views is None:
+                self._views = SampleViews(self.run_dir, index)
+            return self._views
 
     def _index_forever(self) -> None:
         index = self._index
