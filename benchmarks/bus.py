@@ -28,10 +28,10 @@ from benchmarks.bus_transport import (
     measure_round_trips,
     measure_small_rows,
 )
-from relax_core.bus.ledger.journal import Journal
-from relax_core.bus.ledger.ledger import Ledger
-from relax_core.bus.state.bus_state import BusCore
-from relax_core.bus.state.settings import BusSettings
+from relax_core.bus.bus_state import BusCore
+from relax_core.bus.journal import Journal
+from relax_core.bus.ledger import Ledger
+from relax_core.bus.settings import BusSettings
 from relax_core.contracts.columns import EPISODES, PERSISTED_COLUMNS
 from relax_core.contracts.tree import Episode, Turn, sample_uid
 

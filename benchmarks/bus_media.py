@@ -28,7 +28,7 @@ from relax_core.contracts.media import Media, MediaItem
 from relax_core.contracts.media_file import write_item
 
 if TYPE_CHECKING:
-    from relax_core.bus.ray.ray_bus import RayBus  # Ray reads the environment that `local_ray` sets when it is imported
+    from relax_core.bus.ray_bus import RayBus  # Ray reads the environment that `local_ray` sets when it is imported
 
 GROUPS = 8
 FRAMES = (64, 250, 250, 3)  # 12 MB

@@ -49,7 +49,7 @@ from benchmarks.chaos_runs import (
     find_process,
     parent_of,
 )
-from relax_core.bus.ledger.ledger_reader import LedgerFile
+from relax_core.bus.ledger_reader import LedgerFile
 from relax_core.control.host.process_trees import EXITED, process_state
 from tests.integration.live_run import LiveRun, run_to_end
 

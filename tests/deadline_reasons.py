@@ -6,7 +6,7 @@ from __future__ import annotations
 REASONS = {
     # A thread or task that waits for work; nobody waits for it without a deadline, and it ends with its process.
     (
-        "relax_core/bus/ledger/journal.py",
+        "relax_core/bus/journal.py",
         "Journal._write_forever",
     ): "a daemon thread at rest; close() joins it with a deadline",
     (
@@ -248,24 +248,24 @@ REASONS = {
     ("relax_core/control/run/local_run.py", "_in_session"): "makes or finds model folders: file work, no other process",
     ("relax_core/control/run/services.py", "Services.__init__"): "a bus starts, answers and restores within deadlines",
     # TransferQueue: a call's coroutine has the deadline, whoever waits for it waits on that.
-    ("relax_core/bus/transfer_queue/data_plane_client.py", "PlaneClient.call"): "_guarded() ends within timeout_s",
-    ("relax_core/bus/transfer_queue/data_plane_client.py", "PlaneClient._guarded"): "after done(): the task has ended",
-    ("relax_core/bus/transfer_queue/data_plane_client.py", "PlaneClient.get"): "runs inside of _guarded()",
+    ("relax_core/bus/transfer_queue_plane.py", "PlaneClient.call"): "_guarded() ends within timeout_s",
+    ("relax_core/bus/transfer_queue_plane.py", "PlaneClient._guarded"): "after done(): the task has ended",
+    ("relax_core/bus/transfer_queue_plane.py", "PlaneClient.get"): "runs inside of _guarded()",
     (
-        "relax_core/bus/transfer_queue/data_plane_client.py",
+        "relax_core/bus/transfer_queue_plane.py",
         "PlaneClient.close",
     ): "the loop was told to stop, nothing runs in it",
     (
-        "relax_core/bus/transfer_queue/transfer_queue_actor.py",
+        "relax_core/bus/transfer_queue_bus.py",
         "TransferQueueBusActor._watch",
     ): "a task that waits for a death",
-    ("relax_core/bus/transfer_queue/transfer_queue_actor.py", "TransferQueueBusActor._clear_freed"): "a task at rest",
+    ("relax_core/bus/transfer_queue_bus.py", "TransferQueueBusActor._clear_freed"): "a task at rest",
     (
-        "relax_core/bus/transfer_queue/transfer_queue_actor.py",
+        "relax_core/bus/transfer_queue_bus.py",
         "TransferQueueBusActor._tidy",
     ): "the call takes its deadline along; a task of its own, for which nobody waits",
     (
-        "relax_core/bus/transfer_queue/server_actors.py",
+        "relax_core/bus/transfer_queue_plane.py",
         "_Host.stay",
     ): "never returns: its failure tells that the process died",
 }

@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from relax_core.bus.ledger.ledger_reader import LedgerFile, SampleHistory
+from relax_core.bus.ledger_reader import LedgerFile, SampleHistory
 from relax_core.observe.event_log import EVAL, read_metrics, read_texts, without_undone
 from relax_core.observe.summary import SUMMARY_FILE
 

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from relax_core.bus.state.settings import INLINE_BYTES, MAX_ROW_BYTES, BusSettings
+from relax_core.bus.settings import INLINE_BYTES, MAX_ROW_BYTES, BusSettings
 
 if TYPE_CHECKING:
-    from relax_core.bus.ray.ray_bus import RayBus
-    from relax_core.bus.transfer_queue.data_plane import DataPlane
+    from relax_core.bus.ray_bus import RayBus
+    from relax_core.bus.transfer_queue_plane import DataPlane
     from relax_core.config.schema import BusConfig
 
 BACKENDS = ("ray", "transfer_queue")
@@ -84,8 +84,8 @@ def create_bus(
 def _start_ray_bus(settings: BusSettings, ledger_path: Path, *, options: Mapping[str, Any]) -> RayBus:
     import ray
 
-    from relax_core.bus.ray.bus_actor import BusActor
-    from relax_core.bus.ray.ray_bus import RayBus, describe
+    from relax_core.bus.bus_actor import BusActor
+    from relax_core.bus.ray_bus import RayBus, describe
 
     remote = ray.remote(BusActor).options(**options)
     actor = remote.remote(msgspec.msgpack.encode(settings), str(ledger_path))
@@ -102,8 +102,8 @@ def _start_transfer_queue_bus(
     plane: DataPlane | None,
     socket_folder: Path,
 ) -> RayBus:
-    from relax_core.bus.transfer_queue.data_plane import DataPlane
-    from relax_core.bus.transfer_queue.transfer_queue_bus import start_bus
+    from relax_core.bus.transfer_queue_bus import start_bus
+    from relax_core.bus.transfer_queue_plane import DataPlane
 
     owned = None
     if plane is None:
@@ -116,7 +116,7 @@ def connect_bus(name: str, namespace: str) -> RayBus:
     """Returns the bus of a running run. Raises ValueError if none has this name."""
     import ray
 
-    from relax_core.bus.ray.ray_bus import RayBus, describe
+    from relax_core.bus.ray_bus import RayBus, describe
 
     try:
         actor = ray.get_actor(name, namespace=namespace)
@@ -126,8 +126,8 @@ def connect_bus(name: str, namespace: str) -> RayBus:
     if msgspec.msgpack.decode(payload_location) is None:
         return RayBus(actor, settings=settings)
 
-    from relax_core.bus.transfer_queue.messages import PayloadLocation
-    from relax_core.bus.transfer_queue.transfer_queue_bus import TransferQueueBus
+    from relax_core.bus.transfer_queue_bus import TransferQueueBus
+    from relax_core.bus.transfer_queue_plane import PayloadLocation
 
     location = msgspec.msgpack.decode(payload_location, type=PayloadLocation)
     bus = TransferQueueBus(actor, settings=settings, location=location)

@@ -21,7 +21,7 @@ from starlette.responses import FileResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from relax_core.bus.ledger.ledger_reader import LedgerFile
+from relax_core.bus.ledger_reader import LedgerFile
 from relax_core.contracts.foreign_files import open_plain
 from relax_core.contracts.shown_text import shown
 from relax_core.data.media.played_files import MOST_FILE_BYTES as MOST_PLAYED

@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from relax_core.bus.ledger.ledger_reader import FILTERS, Event, FileCounts, LedgerFile, SampleHistory
+from relax_core.bus.ledger_reader import FILTERS, Event, FileCounts, LedgerFile, SampleHistory
 from relax_core.config.errors import nearest
 from relax_core.contracts.foreign_files import decode_json, read_whole
 from relax_core.contracts.shown_text import shown_json, shown_line

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from relax_core.bus.ledger.ledger import Ledger
-from relax_core.bus.state.bus_state import BusCore
-from relax_core.bus.state.settings import BusSettings
+from relax_core.bus.bus_state import BusCore
+from relax_core.bus.ledger import Ledger
+from relax_core.bus.settings import BusSettings
 from relax_core.contracts.bus import Admission, Group, LeaseRequest
 from relax_core.contracts.tree import sample_uid
 

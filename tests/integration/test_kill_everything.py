@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from relax_core.bus.ledger.ledger_reader import LedgerFile
+from relax_core.bus.ledger_reader import LedgerFile
 from tests.integration.held_training import HeldTraining
 from tests.integration.live_run import ROOT, LiveRun, run_to_end
 

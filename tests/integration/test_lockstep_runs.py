@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from relax_core.bus.ledger.ledger_reader import LedgerFile
+from relax_core.bus.ledger_reader import LedgerFile
 from tests.integration.held_training import HeldTraining
 from tests.integration.live_run import FinishedRun, LiveRun, run_to_end
 from tests.integration.test_on_policy import assert_same_run

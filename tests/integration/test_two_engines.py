@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from relax_core.bus.ledger.ledger_reader import LedgerFile
+from relax_core.bus.ledger_reader import LedgerFile
 from relax_core.cli import stall_command
 from tests.integration.held_training import HeldTraining
 from tests.integration.live_run import ENGINE, LiveRun

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from relax_core.bus.factory import create_bus
-from relax_core.bus.ray.ray_bus import RayBus
+from relax_core.bus.ray_bus import RayBus
 from relax_core.config.schema import BusConfig
 from relax_core.contracts.media import MediaItem, MediaSource
 from relax_core.rollout.held_items import HeldItems

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from relax_core.bus.ledger.journal import Journal
+from relax_core.bus.journal import Journal
 from relax_core.contracts import columns as c
 from relax_core.contracts.bus import Group
 from relax_core.contracts.columns import encode_tree

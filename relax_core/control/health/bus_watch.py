@@ -6,7 +6,7 @@ import threading
 from types import TracebackType
 from typing import Self
 
-from relax_core.bus.ray.ray_bus import ANSWER_GRACE_S, PROCESS_EXITED, RayBus
+from relax_core.bus.ray_bus import ANSWER_GRACE_S, PROCESS_EXITED, RayBus
 from relax_core.contracts.bus import BusLost, BusProgress, BusTimeout
 
 ASK_S = 0.25

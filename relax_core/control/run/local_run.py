@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar
 
-from relax_core.bus.ledger.ledger_reader import LedgerFile
+from relax_core.bus.ledger_reader import LedgerFile
 from relax_core.config.schema import RelaxConfig
 from relax_core.control.engines.engine_set import EngineSet
 from relax_core.control.health.ray_watch import RayWatch

@@ -17,7 +17,7 @@ from typing import NoReturn
 
 from ray.exceptions import RayError
 
-from relax_core.bus.ledger.journal import LedgerUnwritable
+from relax_core.bus.journal import LedgerUnwritable
 from relax_core.config.modality import media_kinds
 from relax_core.contracts.bus import BusLost, BusTimeout
 from relax_core.control.engines.autoscaler import Autoscaler

@@ -12,7 +12,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutErro
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from relax_core.bus.factory import create_bus
-from relax_core.bus.ray.ray_bus import RayBus
+from relax_core.bus.ray_bus import RayBus
 from relax_core.contracts.bus import CALL_TIMEOUT_S, BusLost
 from relax_core.control.engines.engine_set import EngineSet
 from relax_core.control.host.process_trees import kill, kill_trees

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from relax_core.bus.factory import connect_bus
-from relax_core.bus.ray.ray_bus import RayBus
+from relax_core.bus.ray_bus import RayBus
 from relax_core.roles.process.role_context import BUS, RunContext
 from relax_core.roles.process.traced_bus import Waiting, traced_bus
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
-from relax_core.bus.ray.ray_bus import RayBus
+from relax_core.bus.ray_bus import RayBus
 from relax_core.roles.process.role_context import BUS
 
 Waiting = Callable[..., AbstractContextManager[None]]  # `Worker.waiting`

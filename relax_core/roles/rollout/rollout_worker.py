@@ -12,7 +12,7 @@ from contextlib import AsyncExitStack
 from functools import partial
 from typing import TYPE_CHECKING
 
-from relax_core.bus.ray.ray_bus import RayBus
+from relax_core.bus.ray_bus import RayBus
 from relax_core.config.choices import OnStale, Partial
 from relax_core.config.modality import media_kinds
 from relax_core.contracts.algorithm import AlgorithmSpec

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from relax_core.bus.ray.ray_bus import RayBus
+from relax_core.bus.ray_bus import RayBus
 from relax_core.contracts.bus import BusClosed
 
 CLOSED_S = 0.2

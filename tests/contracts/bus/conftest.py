@@ -19,7 +19,7 @@ from relax_core.config.schema import BusConfig
 from relax_core.contracts.bus import Bus
 
 if TYPE_CHECKING:
-    from relax_core.bus.transfer_queue.data_plane import DataPlane
+    from relax_core.bus.transfer_queue_plane import DataPlane
 
 NAMESPACE = "bus-contract"
 
@@ -29,7 +29,7 @@ _numbers = itertools.count()
 @pytest.fixture(scope="package")
 def plane(ray_session: str) -> Iterator[DataPlane]:
     """Yields one data plane for all buses of bus=transfer_queue in this folder, because it takes seconds to start."""
-    from relax_core.bus.transfer_queue.data_plane import DataPlane  # imported here because it imports Ray
+    from relax_core.bus.transfer_queue_plane import DataPlane  # imported here because it imports Ray
 
     plane = DataPlane(storage_units=2, folder=Path(tempfile.gettempdir()))
     yield plane

@@ -21,7 +21,7 @@ from tests.roles.run_context import context_in
 from tests.trees import answers_tree, with_tokens
 
 if TYPE_CHECKING:
-    from relax_core.bus.ray.ray_bus import RayBus
+    from relax_core.bus.ray_bus import RayBus
 
 ANSWERS = ((9,), (2,), (4,), (7,), (1,), (15, 15, 15, 15))  # tokens of each answer of the groups on the bus
 

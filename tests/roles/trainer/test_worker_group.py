@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from relax_core.bus.ray.ray_bus import RayBus
+from relax_core.bus.ray_bus import RayBus
 from relax_core.config.compose import load_config
 from relax_core.contracts import columns as c
 from relax_core.contracts.bus import Group, Lease

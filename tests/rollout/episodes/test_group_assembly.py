@@ -11,7 +11,7 @@ import pytest
 
 from algorithms.grpo import SPEC as GRPO
 from algorithms.grpo import GrpoConfig
-from relax_core.bus.state.bus_state import BusCore
+from relax_core.bus.bus_state import BusCore
 from relax_core.contracts import columns as c
 from relax_core.contracts.bus import Group, LeaseRequest
 from relax_core.contracts.engine import Generated

@@ -1,0 +1,198 @@
+"""The data cursor: which group and which prompt come next, in a run whose modalities have shares and in any other."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from relax_core.bus.ledger import LedgerState
+from relax_core.bus.open_groups import OpenGroup
+from relax_core.bus.settings import BusSettings
+from relax_core.bus.staleness import admissible_versions, choose, fill, oldest_window_first, window_steps
+from relax_core.config.modality import MixOrder
+from relax_core.contracts.bus import LeaseRequest
+
+if TYPE_CHECKING:
+    from relax_core.bus.bus_state import BusCore
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """Is a group that may be issued.
+
+    ``drawn`` is the index of its prompt in the order of data.mix, and ``modality`` that prompt's; without data.mix they
+    are None and empty.
+    """
+
+    index: int
+    attempt: int
+    min_version: int
+    drawn: int | None = None
+    modality: str = ""
+
+
+class DataCursor:
+    """Numbers the groups of a run without data.mix, in order of issue. The number of a group is that of its prompt."""
+
+    def __init__(self) -> None:
+        self.next_index = 0
+        self._reissue: deque[tuple[int, int]] = deque()  # (index, attempt) of a snapshot's open groups
+
+    def admit(self, core: BusCore, max_groups: int) -> list[Draw]:
+        """Returns the groups that may enter now, at most ``max_groups``, which must then be issued."""
+        return [self._draw(min_version) for min_version in admissible_versions(core, max_groups)]
+
+    def _draw(self, min_version: int) -> Draw:
+        if self._reissue:
+            index, last_attempt = self._reissue.popleft()
+            return Draw(index, last_attempt + 1, min_version)
+        self.next_index += 1
+        return Draw(self.next_index - 1, 0, min_version)
+
+    def waiting(self) -> list[int]:
+        """Returns the indices of a snapshot's open groups that are not issued again yet."""
+        return [index for index, _ in self._reissue]
+
+    def state(self, core: BusCore) -> Snapshot:
+        """Returns the snapshot of a bus."""
+        groups = core.groups.values()
+        return Snapshot(
+            version=core.version,
+            next_index=self.next_index,
+            open_groups=[(one.admission.index, one.admission.attempt) for one in groups] + list(self._reissue),
+            staleness_histogram=dict(core.staleness),
+            ledger=core.ledger.state(),
+        )
+
+    def restore(self, state: Snapshot) -> None:
+        """Goes back to a snapshot."""
+        self._reissue = deque(state.open_groups)
+        self.next_index = state.next_index
+
+
+class MixedCursor(DataCursor):
+    """Draws the prompts of a run with data.mix, and gives each modality its slots of every train step.
+
+    The slots of all steps are the places of a `MixOrder`, and so are the prompts of the data. Admission and selection
+    work on each modality as on a run of its own: a group that is dropped leaves a slot of its modality, which the next
+    prompt of that modality fills. The cursor is the number of prompts that each modality has given.
+    """
+
+    def __init__(self, settings: BusSettings) -> None:
+        super().__init__()
+        self._settings = settings
+        self._order = MixOrder(settings.mix)
+        self._given = dict.fromkeys(self._order.names, 0)
+        self._drawn: dict[int, int] = {}  # of the groups that are to be issued again
+
+    def admit(self, core: BusCore, max_groups: int) -> list[Draw]:
+        """Returns the groups that may enter now, at most ``max_groups``, which must then be issued."""
+        found: list[tuple[int, int, Draw]] = []  # with what sorts them: groups of a snapshot come in their old order
+        for modality in self._order.names:
+            again = [one for one in self._reissue if self._order.at(self._drawn[one[0]])[0] == modality]
+            versions = self._admissible_versions(core, modality, max_groups)
+            for (index, attempt), version in zip(again, versions, strict=False):
+                found.append((0, index, Draw(index, attempt + 1, version, self._drawn[index], modality)))
+            for number, version in enumerate(versions[len(again) :], start=self._given[modality]):
+                drawn = self._order.index(modality, number)
+                found.append((1, drawn, Draw(-1, 0, version, drawn, modality)))
+        found.sort(key=lambda one: (one[2].min_version, one[0], one[1]))
+        return [self._take(draw) for _, _, draw in found[:max_groups]]
+
+    def _take(self, draw: Draw) -> Draw:
+        if draw.attempt:
+            del self._drawn[draw.index]
+            self._reissue = deque(one for one in self._reissue if one[0] != draw.index)
+            return draw
+        self._given[draw.modality] += 1
+        self.next_index += 1
+        return replace(draw, index=self.next_index - 1)
+
+    def _admissible_versions(self, core: BusCore, modality: str, max_groups: int) -> list[int]:
+        settings, version = self._settings, core.version
+        steps = window_steps(version, max_staleness=settings.max_staleness, total_steps=settings.total_steps)
+        open_groups = [group for group in core.groups.values() if group.modality == modality]
+        supply = [group.ready_from(version) for group in open_groups if group.actor_step != version]
+        return fill(
+            [self._wanted(modality, open_groups, version=version, ahead=ahead) for ahead in range(steps)],
+            supply,
+            version=version,
+            max_staleness=settings.max_staleness,
+            max_groups=max_groups,
+        )
+
+    def _wanted(self, modality: str, open_groups: list[OpenGroup], *, version: int, ahead: int) -> int:
+        """Returns how many groups of a modality may have entered for step ``version`` and the ``ahead`` next ones."""
+        settings = self._settings
+        leased = sum(group.actor_step == version for group in open_groups)
+        slots = self._slots(modality, version, version + ahead + 1, each=settings.groups_per_step) - leased
+        if settings.surplus == "keep":
+            return slots + self._slots(modality, 0, 1, each=settings.spare_groups)
+        return slots + self._slots(modality, version, version + ahead + 1, each=settings.spare_groups)
+
+    def _slots(self, modality: str, first: int, end: int, *, each: int) -> int:
+        """Returns how many slots of the steps ``first`` to ``end`` - 1 a modality has, if a step has ``each`` slots."""
+        return self._order.count(modality, end * each) - self._order.count(modality, first * each)
+
+    def choose(self, core: BusCore, request: LeaseRequest) -> list[OpenGroup]:
+        """Returns the groups that a lease gets now. The actor gets of each modality as many as the step has slots.
+
+        Over-sampling loses the slowest groups of each modality: a slot waits for the groups that were admitted for its
+        step, as far as there are some, so that every modality loses in proportion to its share. At staleness 0 without
+        over-sampling exactly the step's groups were admitted, and they keep their order.
+        """
+        settings = self._settings
+        if request.step is None or (settings.max_staleness == 0 and not settings.spare_groups):
+            return choose(core, request)
+        chosen: list[OpenGroup] = []
+        for modality in self._order.names:
+            mine = [group for group in core.groups.values() if group.modality == modality]
+            leased = sum(group.actor_step == core.version for group in mine)
+            chosen += oldest_window_first(
+                [group for group in mine if group.actor_step is None],
+                columns=request.columns,
+                last_chance=core.version - settings.max_staleness,
+                max_groups=request.max_groups,
+                slots=self._slots(modality, core.version, core.version + 1, each=settings.groups_per_step) - leased,
+            )
+        return sorted(chosen, key=lambda group: group.admission.index)[: request.max_groups]
+
+    def state(self, core: BusCore) -> Snapshot:
+        """Returns the snapshot of a bus."""
+        drawn = {group.admission.index: group.admission.data_index for group in core.groups.values()} | self._drawn
+        state = super().state(core)
+        return msgspec.structs.replace(
+            state, open_groups=sorted(state.open_groups), drawn=drawn, given=dict(self._given)
+        )
+
+    def restore(self, state: Snapshot) -> None:
+        """Goes back to a snapshot. Raises ValueError if it was made without data.mix."""
+        if state.next_index and not state.given:
+            raise ValueError(
+                f"data.mix={self._settings.mix}: the checkpoint was made without it. Resume with data.mix=null, or "
+                "start a new run."
+            )
+        super().restore(state)
+        self._drawn = dict(state.drawn)
+        self._given = dict(state.given)
+
+
+class Snapshot(msgspec.Struct, frozen=True):
+    """Holds the state of a bus without its payloads.
+
+    ``version`` is the number of finished train steps. ``next_index`` is the data cursor. ``open_groups`` lists (index,
+    attempt) of every group without an end, in order of issue; they are admitted again. With data.mix, ``given`` has the
+    number of prompts that each modality has given, and ``drawn`` maps the indices of the open groups to those of their
+    prompts in the order of the mix.
+    """
+
+    version: int
+    next_index: int
+    open_groups: list[tuple[int, int]]
+    staleness_histogram: dict[int, int]
+    ledger: LedgerState
+    given: dict[str, int] = {}
+    drawn: dict[int, int] = {}

@@ -1,0 +1,336 @@
+"""The files of media items: checks, copies and removes them, in the order in which the bus process asks for it.
+
+The bus process moves no bytes of an item: a rollout worker writes the file, and readers map it. On several nodes, each
+has a folder of its own in shared memory. A rollout worker writes an item's file on its own node. When a process on
+another node needs the item, a process beside the bus on that node reads it as an object of Ray's store and writes a
+file of the same name there. So engines, trainers and rewards map files, wherever they run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import time
+from collections.abc import Container, Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import ray
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from relax_core.contracts.bus import BusLost, BusTimeout
+from relax_core.contracts.media import MediaGone
+from relax_core.contracts.media_file import node_folder
+
+REMOVAL_CHECK_S = 1.0
+SWEEP_S = 30.0  # interval of the search for files that nobody named
+UNNAMED_S = 120.0  # a file whose writer died before it held the item is removed this long after it was written
+
+
+class MediaFolder(Protocol):
+    """Is a folder with the files of items; each method awaits work outside of the bus's event loop."""
+
+    async def missing(self, digests: Sequence[str]) -> list[str]:
+        """Returns the digests that have no file."""
+
+    async def unlink(self, names: Iterable[str]) -> None:
+        """Removes files, and ignores those that are not there."""
+
+    async def older_than(self, seconds: float) -> list[str]:
+        """Returns the names of all files that were last written more than ``seconds`` ago."""
+
+
+class LocalFolder:
+    """Is a folder that this process can read, used in threads. It implements `MediaFolder`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    async def missing(self, digests: Sequence[str]) -> list[str]:
+        """Returns the digests that have no file."""
+        return await asyncio.to_thread(missing_files, self._folder, digests)
+
+    async def unlink(self, names: Iterable[str]) -> None:
+        """Removes files, and ignores those that are not there."""
+        await asyncio.to_thread(unlink_files, self._folder, names)
+
+    async def older_than(self, seconds: float) -> list[str]:
+        """Returns the names of all files that were last written more than ``seconds`` ago."""
+        return await asyncio.to_thread(old_files, self._folder, seconds)
+
+
+class MediaFiles:
+    """Checks and removes the files of a folder, without making the bus's event loop wait for them.
+
+    A digest is removed and checked in one order: `missing` waits until the file is gone if its removal has begun, so
+    that a worker never relies on a file that is about to be removed.
+    """
+
+    def __init__(self, folder: MediaFolder) -> None:
+        self._folder = folder
+        self._waiting: dict[str, None] = {}  # to be removed
+        self._removing: frozenset[str] = frozenset()
+        self._removal: asyncio.Task[None] | None = None
+        self._sweep: asyncio.Task[None] | None = None
+
+    def remove(self, digests: Iterable[str]) -> None:
+        """Begins to remove the files of items."""
+        self._waiting |= dict.fromkeys(digests)
+        if self._removal is None or self._removal.done():
+            self._removal = asyncio.get_running_loop().create_task(self._remove())
+
+    async def missing(self, digests: Sequence[str]) -> list[str]:
+        """Returns the digests that have no file. Files that were still to be removed stay."""
+        for digest in digests:
+            self._waiting.pop(digest, None)
+        while self._removal is not None and not self._removing.isdisjoint(digests):
+            await asyncio.wait([self._removal], timeout=REMOVAL_CHECK_S)
+        return await self._folder.missing(digests)
+
+    def keep_sweeping(self, named: Container[str]) -> None:
+        """Removes files that nobody named from time to time: those of workers that died before they held the items."""
+        if self._sweep is None:
+            self._sweep = asyncio.get_running_loop().create_task(self._sweep_unnamed(named))
+
+    async def _remove(self) -> None:
+        while self._waiting:
+            self._removing, self._waiting = frozenset(self._waiting), {}
+            await self._folder.unlink(self._removing)
+            self._removing = frozenset()
+
+    async def _sweep_unnamed(self, named: Container[str]) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            await self.sweep(named)
+
+    async def sweep(self, named: Container[str]) -> None:
+        """Removes the files that nobody named within `UNNAMED_S` seconds after they were written."""
+        old = await self._folder.older_than(UNNAMED_S)
+        if unnamed := [name for name in old if name not in named]:
+            self.remove(unnamed)
+
+
+def missing_files(folder: Path, digests: Sequence[str]) -> list[str]:
+    """Returns the digests that have no file in a folder."""
+    return [digest for digest in digests if not (folder / digest).exists()]
+
+
+def unlink_files(folder: Path, names: Iterable[str]) -> None:
+    """Removes files of a folder, and ignores those that are not there."""
+    for name in names:
+        (folder / name).unlink(missing_ok=True)
+
+
+def old_files(folder: Path, seconds: float) -> list[str]:
+    """Returns the names of all files of a folder that were last written more than ``seconds`` ago."""
+    old = []
+    limit = time.time() - seconds
+    with suppress(FileNotFoundError):  # the folder of a run that is ending
+        for file in folder.iterdir():
+            with suppress(FileNotFoundError):
+                if file.stat().st_mtime < limit:
+                    old.append(file.name)
+    return old
+
+
+START_S = 60.0  # a process on another node answers within this time
+FILE_CALLS, COPIES = 4, 4  # concurrent calls of a node's process; copies wait for other nodes, which wait for no copy
+
+# The shell outlives the process that keeps the folder, and its own process group, however that process ends.
+_REMOVE_AT_END = 'exec 3<&0; (trap "" TERM HUP INT; cat <&3 >/dev/null; rm -rf -- "$1") &'
+
+
+class NodeMedia:
+    """Keeps the folder of the node on which it runs, and removes it at its own end. It is a Ray actor."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = Path(folder)
+        self._folder.mkdir(mode=0o700)
+        self._ends_with_this = _remove_at_end(self._folder)
+
+    def missing(self, digests: list[str]) -> list[str]:
+        """Returns the digests that have no file here."""
+        return missing_files(self._folder, digests)
+
+    def unlink(self, names: list[str]) -> None:
+        """Removes files."""
+        unlink_files(self._folder, names)
+
+    def older_than(self, seconds: float) -> list[str]:
+        """Returns the names of the files that were last written more than ``seconds`` ago."""
+        return old_files(self._folder, seconds)
+
+    def read(self, digest: str) -> np.ndarray | None:
+        """Returns the content of an item's file, uint8 ``[bytes]``, or None if it is not here."""
+        try:
+            return np.asarray(np.memmap(self._folder / digest, dtype=np.uint8, mode="r"))
+        except FileNotFoundError:
+            return None
+
+    @ray.method(concurrency_group="copies")
+    def copy(self, digests: list[str], source: Any, timeout_s: float) -> list[str]:
+        """Copies items of the node of ``source``, and returns the digests that are not there.
+
+        This process owns the objects of Ray's store, which are freed as soon as their files are written. Raises
+        GetTimeoutError after ``timeout_s`` seconds.
+        """
+        contents = ray.get([source.read.remote(digest) for digest in digests], timeout=timeout_s)
+        for digest, content in zip(digests, contents, strict=True):
+            if content is not None:
+                part = self._folder / f"{digest}.{os.getpid()}.part"
+                with part.open("wb") as file:
+                    os.fchmod(file.fileno(), 0o600)
+                    file.write(content.data)
+                part.rename(self._folder / digest)
+        return [digest for digest, content in zip(digests, contents, strict=True) if content is None]
+
+
+class NodeFolder:
+    """Is the folder of another process's node. It implements `MediaFolder`."""
+
+    def __init__(self, node_id: str, folder: Path) -> None:
+        on_its_node = NodeAffinitySchedulingStrategy(node_id, soft=False)
+        # Ray's type annotations lack concurrency groups.
+        options: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0, "concurrency_groups": {"copies": COPIES}}
+        remote: Any = ray.remote(**options)(NodeMedia)
+        self.process: Any = remote.options(scheduling_strategy=on_its_node, max_concurrency=FILE_CALLS).remote(
+            str(node_folder(folder, node_id))
+        )
+        self._node_id = node_id
+
+    async def missing(self, digests: Sequence[str]) -> list[str]:
+        """Returns the digests that have no file. Raises `BusLost` if the node's process has exited."""
+        return list(await self.answer(self.process.missing.remote(list(digests)), START_S))
+
+    async def unlink(self, names: Iterable[str]) -> None:
+        """Removes files. A process that has exited has removed all of them."""
+        with suppress(BusLost, BusTimeout):
+            await self.answer(self.process.unlink.remote(list(names)), START_S)
+
+    async def older_than(self, seconds: float) -> list[str]:
+        """Returns the names of all files that were last written more than ``seconds`` ago."""
+        try:
+            return list(await self.answer(self.process.older_than.remote(seconds), START_S))
+        except (BusLost, BusTimeout):
+            return []
+
+    async def answer(self, reference: Any, timeout_s: float) -> Any:
+        """Returns the answer of the node's process. Raises `BusLost` if it has exited, `BusTimeout` if it is late."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await reference
+        except TimeoutError:
+            raise BusTimeout(
+                f"the process that keeps the media items of node {self._node_id} did not answer within "
+                f"{timeout_s:.1f} s: is the node or Ray's object store overloaded?"
+            ) from None
+        except (ActorDiedError, ActorUnavailableError) as error:
+            raise BusLost(
+                f"the process that keeps the media items of node {self._node_id} has exited: "
+                f"{str(error).splitlines()[0]}"
+            ) from error
+        except RayError as error:
+            raise BusLost(f"media items did not come to node {self._node_id}: {str(error).splitlines()[-1]}") from error
+
+
+class MediaNodes:
+    """Knows on which nodes the files of items are, brings them to other nodes and removes them everywhere.
+
+    ``folder`` is the run's; each node has its own beside it (`node_folder`). ``named`` has the items that somebody
+    names. All methods belong to the bus's event loop.
+    """
+
+    def __init__(self, folder: Path, named: Container[str]) -> None:
+        self._folder = folder
+        self._named = named
+        self._nodes: dict[str, tuple[NodeFolder, MediaFiles]] = {}
+        self._places: dict[str, dict[str, None]] = {}  # digest → the nodes that have its file, the writer's first
+        self._copying: dict[tuple[str, str], asyncio.Task[None]] = {}  # (digest, node) → the copy that is under way
+
+    async def open(self, node_id: str) -> None:
+        """Waits until a node has its folder. Raises `BusLost` or `BusTimeout` if it gets none."""
+        await self._files(node_id).missing([])
+
+    async def missing(self, digests: Sequence[str], *, node_id: str) -> list[str]:
+        """Returns the digests that have no file on a node, whose rollout worker has written the others."""
+        missing = await self._files(node_id).missing(digests)
+        self._record([digest for digest in digests if digest not in missing], node_id)
+        return missing
+
+    async def bring(self, digests: Sequence[str], *, node_id: str, timeout_s: float) -> None:
+        """Waits until a node has the files of items, each of which is copied once.
+
+        Raises `MediaGone` for an item that nobody names or that no node has, `BusTimeout` after ``timeout_s`` seconds.
+        """
+        while True:
+            for digest in digests:
+                if digest not in self._named:
+                    raise MediaGone(f"media {digest}: the bus has no such item.")
+            lacking = [digest for digest in dict.fromkeys(digests) if node_id not in self._places.get(digest, ())]
+            if not lacking:
+                return
+            others = {self._copying[digest, node_id] for digest in lacking if (digest, node_id) in self._copying}
+            if others:  # what another call failed to copy is copied by this one
+                await asyncio.wait(others, timeout=timeout_s)
+                continue
+            task = asyncio.get_running_loop().create_task(self._copy(lacking, node_id, timeout_s=timeout_s))
+            self._copying |= dict.fromkeys([(digest, node_id) for digest in lacking], task)
+            await task
+
+    def remove(self, digests: Iterable[str]) -> None:
+        """Begins to remove the files of items on all nodes."""
+        of_nodes: dict[str, list[str]] = {}
+        for digest in digests:
+            for node_id in self._places.pop(digest, ()):
+                of_nodes.setdefault(node_id, []).append(digest)
+        for node_id, own in of_nodes.items():
+            self._files(node_id).remove(own)
+
+    def _files(self, node_id: str) -> MediaFiles:
+        """Returns the files of a node, whose process is started by the first call."""
+        if node_id not in self._nodes:
+            folder = NodeFolder(node_id, self._folder)
+            self._nodes[node_id] = folder, MediaFiles(folder)
+            self._nodes[node_id][1].keep_sweeping(self._named)
+        return self._nodes[node_id][1]
+
+    def _record(self, digests: Sequence[str], node_id: str) -> None:
+        """Records that a node has the files of items; those that nobody names any more are removed there."""
+        for digest in digests:
+            self._places.setdefault(digest, {})[node_id] = None
+        self.remove([digest for digest in digests if digest not in self._named])
+
+    async def _copy(self, digests: Sequence[str], node_id: str, *, timeout_s: float) -> None:
+        try:
+            # A file here that is still to be removed stays, or is gone when this call returns.
+            absent = await self._files(node_id).missing(digests)
+            self._record([digest for digest in digests if digest not in absent], node_id)
+            of_sources: dict[str, list[str]] = {}
+            for digest in absent:
+                if not (places := self._places.get(digest)):
+                    raise MediaGone(f"media {digest}: no node has it any more.")
+                of_sources.setdefault(next(iter(places)), []).append(digest)
+            target = self._nodes[node_id][0]
+            for source, own in of_sources.items():
+                copy = target.process.copy.remote(own, self._nodes[source][0].process, timeout_s)
+                gone = await target.answer(copy, timeout_s)
+                self._record([digest for digest in own if digest not in gone], node_id)
+                if gone:
+                    raise MediaGone(f"media {gone[0]}: node {source} has it no more.")
+        finally:
+            for digest in digests:
+                del self._copying[digest, node_id]
+
+
+def _remove_at_end(folder: Path) -> Any:
+    """Returns a pipe: when its last writer, this process, has exited, a process of its own removes the folder."""
+    command = ["/bin/sh", "-c", _REMOVE_AT_END, "sh", str(folder)]
+    shell = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+    )
+    shell.wait(timeout=START_S)  # its background process stays
+    return shell.stdin

@@ -1,0 +1,389 @@
+"""`RayBus`: the client of the bus process for any process of the run. See `relax_core.contracts.bus.Bus`.
+
+Messages are msgpack bodies, with large payloads beside them in blocks. A block is a list of uint8 arrays of one column.
+Ray transfers it out of band and reads it without a copy. Small payloads stay in the body.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import msgspec
+import numpy as np
+import ray
+from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError
+
+from relax_core.bus.journal import LedgerUnwritable
+from relax_core.bus.settings import BusSettings
+from relax_core.contracts.bus import (
+    Admission,
+    BusClosed,
+    BusLost,
+    BusProgress,
+    BusTimeout,
+    BusWait,
+    Group,
+    Lease,
+    LeaseLost,
+    LeaseRequest,
+    VersionChange,
+)
+from relax_core.contracts.columns import PERSISTED_COLUMNS, media_sizes
+from relax_core.contracts.media import MediaGone, MediaReader
+from relax_core.contracts.media_file import FolderReader, NodeReader, node_folder
+
+BLOCK_BYTES = 64 * 1024 * 1024  # a full block is closed, so that one leased group keeps little memory allocated
+
+Block = list[np.ndarray]
+BlockLocation = tuple[int, int]  # (number of the block, position in it)
+BlockLocations = dict[str, BlockLocation]  # by column
+# Groups travel with their small payloads; beside each group are the locations of its large ones.
+PutMessage = list[tuple[Group, BlockLocations]]
+WriteMessage = dict[str, tuple[dict[str, bytes], BlockLocations]]  # by group_uid
+LeaseMessage = tuple[Lease, list[BlockLocations]]
+
+# The client raises these errors with the type that they have in the bus process.
+ERRORS: dict[str, type[Exception]] = {
+    error.__name__: error
+    for error in (BusTimeout, BusClosed, BusLost, LeaseLost, MediaGone, LedgerUnwritable, ValueError)
+}
+
+
+class Reply(msgspec.Struct, frozen=True, array_like=True):
+    """Is the answer to a call. ``error`` is a name in `ERRORS`, or empty if ``value`` holds the call's value."""
+
+    error: str
+    text: str
+    value: msgspec.Raw
+
+
+class BlockPacker:
+    """Separates the small and the large payloads of one call."""
+
+    def __init__(self, *, inline_bytes: int) -> None:
+        self._inline_bytes = inline_bytes
+        self._filling: dict[str, tuple[int, int]] = {}  # column → (its open block, bytes in it)
+        self.blocks: list[Block] = []
+
+    def split(self, columns: Mapping[str, bytes]) -> tuple[dict[str, bytes], BlockLocations]:
+        """Returns (payloads for the body, locations of the others in `blocks`)."""
+        small: dict[str, bytes] = {}
+        large: BlockLocations = {}
+        for column, payload in columns.items():
+            if len(payload) <= self._inline_bytes or column in PERSISTED_COLUMNS:
+                small[column] = payload
+            else:
+                large[column] = self._add_to_block(column, payload)
+        return small, large
+
+    def _add_to_block(self, column: str, payload: bytes) -> BlockLocation:
+        number, filled = self._filling.get(column, (-1, BLOCK_BYTES))
+        if filled >= BLOCK_BYTES:
+            number, filled = len(self.blocks), 0
+            self.blocks.append([])
+        self.blocks[number].append(np.frombuffer(payload, dtype=np.uint8))
+        self._filling[column] = (number, filled + len(payload))
+        return number, len(self.blocks[number]) - 1
+
+
+def join(columns: dict[str, bytes], large: BlockLocations, blocks: Iterable[Block]) -> dict[str, bytes]:
+    """Returns the columns of a leased group; large ones are read-only memoryviews of the object store, not copies."""
+    blocks = list(blocks)
+    views = {column: cast(bytes, blocks[number][position].data) for column, (number, position) in large.items()}
+    return columns | views
+
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode(value: Any) -> bytes:
+    """Returns ``value`` as msgpack."""
+    return _encoder.encode(value)
+
+
+# The bus process enforces the deadlines. The client waits this much longer before it reports the process as stuck.
+ANSWER_GRACE_S = 10.0
+PROCESS_EXITED = "the bus process has exited"
+
+T = TypeVar("T")
+
+_reply_decoder = msgspec.msgpack.Decoder(Reply)
+_lease_decoder = msgspec.msgpack.Decoder(LeaseMessage | None)
+
+
+class RayBus:
+    """Is a handle on the bus process. It can be pickled for Ray actors, and any thread may use it.
+
+    The methods are described in `relax_core.contracts.bus.Bus`; those with suffix ``_async`` do the same from an event
+    loop. The bus process ends with the process that created it, or by `terminate`.
+    """
+
+    def __init__(self, actor: Any, *, settings: BusSettings) -> None:
+        self._actor = actor
+        self.settings = settings
+
+    # -- calls of the rollout ------------------------------------------------------------------------------------
+    def admit(self, max_groups: int, *, worker: int = 0, timeout_s: float) -> list[Admission]:
+        """Waits for credit and returns 1 to ``max_groups`` admissions."""
+        return _decode(self._call("admit", max_groups, worker, timeout_s, timeout_s=timeout_s), list[Admission])
+
+    async def admit_async(self, max_groups: int, *, worker: int = 0, timeout_s: float) -> list[Admission]:
+        """Waits for credit and returns 1 to ``max_groups`` admissions."""
+        call = self._call_async("admit", max_groups, worker, timeout_s, timeout_s=timeout_s)
+        return _decode(await call, list[Admission])
+
+    def reclaim(self, *, worker: int = 0, timeout_s: float) -> list[Admission]:
+        """Returns the worker's admissions whose groups are not complete, with one attempt more."""
+        return _decode(self._call("reclaim", worker, timeout_s=timeout_s), list[Admission])
+
+    def put(self, groups: Sequence[Group], *, timeout_s: float) -> None:
+        """Enters complete groups."""
+        self._call("put", *self._pack_groups(groups), timeout_s=timeout_s)
+
+    async def put_async(self, groups: Sequence[Group], *, timeout_s: float) -> None:
+        """Enters complete groups."""
+        await self._call_async("put", *self._pack_groups(groups), timeout_s=timeout_s)
+
+    def drop(self, group_uid: str, *, reason: str, timeout_s: float) -> None:
+        """Ends a group that is in flight."""
+        self._call("drop", group_uid, reason, timeout_s=timeout_s)
+
+    async def drop_async(self, group_uid: str, *, reason: str, timeout_s: float) -> None:
+        """Ends a group that is in flight."""
+        await self._call_async("drop", group_uid, reason, timeout_s=timeout_s)
+
+    def name_modalities(self, modalities: Mapping[int, str], *, timeout_s: float) -> None:
+        """Says which modality the prompts of these groups have, by index."""
+        self._call("name_modalities", dict(modalities), timeout_s=timeout_s)
+
+    async def name_modalities_async(self, modalities: Mapping[int, str], *, timeout_s: float) -> None:
+        """Says which modality the prompts of these groups have, by index."""
+        await self._call_async("name_modalities", dict(modalities), timeout_s=timeout_s)
+
+    def wait_version(self, since_version: int, *, worker: int = 0, timeout_s: float) -> VersionChange:
+        """Waits until another version than ``since_version`` is in force, at most ``timeout_s`` seconds."""
+        return _decode(self._call("wait_version", since_version, worker, timeout_s, timeout_s=timeout_s), VersionChange)
+
+    async def wait_version_async(self, since_version: int, *, worker: int = 0, timeout_s: float) -> VersionChange:
+        """Waits until another version than ``since_version`` is in force, at most ``timeout_s`` seconds."""
+        call = self._call_async("wait_version", since_version, worker, timeout_s, timeout_s=timeout_s)
+        return _decode(await call, VersionChange)
+
+    # -- media items ----------------------------------------------------------------------------------------------
+    def hold(self, items: Mapping[str, int], *, worker: int = 0, timeout_s: float) -> list[str]:
+        """Names items for a rollout worker and returns the digests of those that are not stored."""
+        return _decode(self._call("hold", dict(items), worker, self._node(), timeout_s=timeout_s), list[str])
+
+    async def hold_async(self, items: Mapping[str, int], *, worker: int = 0, timeout_s: float) -> list[str]:
+        """Names items for a rollout worker and returns the digests of those that are not stored."""
+        call = self._call_async("hold", dict(items), worker, self._node(), timeout_s=timeout_s)
+        return _decode(await call, list[str])
+
+    def let_go(self, digests: Sequence[str], *, worker: int = 0, timeout_s: float) -> None:
+        """Ends the hold of a rollout worker on items."""
+        self._call("let_go", list(digests), worker, timeout_s=timeout_s)
+
+    async def let_go_async(self, digests: Sequence[str], *, worker: int = 0, timeout_s: float) -> None:
+        """Ends the hold of a rollout worker on items."""
+        await self._call_async("let_go", list(digests), worker, timeout_s=timeout_s)
+
+    def media_folder(self, *, timeout_s: float) -> Path:
+        """Returns the folder of this process's node, which exists from now on, for the files of items."""
+        folder = Path(self.settings.media_folder)
+        if not self.settings.media_nodes:
+            return folder
+        self._call("open_media", self._node(), timeout_s=timeout_s)
+        return node_folder(folder, self._node())
+
+    def bring_media(self, digests: Sequence[str], *, node_id: str = "", timeout_s: float) -> None:
+        """Waits until a node has the files of items in its folder. Raises `MediaGone` if one is not stored anywhere.
+
+        ``node_id`` is Ray's, by default that of this process. If all nodes read one folder, it does nothing.
+        """
+        if self.settings.media_nodes:
+            self._call("bring_media", list(digests), node_id or self._node(), timeout_s, timeout_s=timeout_s)
+
+    def media_reader(self, *, timeout_s: float) -> MediaReader:
+        """Returns the reader that maps the tensors of stored items."""
+        folder = Path(self.settings.media_folder)
+        if not self.settings.media_nodes:
+            return FolderReader(folder)
+        return NodeReader(
+            node_folder(folder, self._node()), bring=lambda digests: self.bring_media(digests, timeout_s=timeout_s)
+        )
+
+    def _node(self) -> str:
+        """Returns the id of this process's Ray node, or "" if all nodes read one folder."""
+        return str(ray.get_runtime_context().get_node_id()) if self.settings.media_nodes else ""
+
+    def _pack_groups(self, groups: Sequence[Group]) -> tuple[bytes, list[Block]]:
+        packer = BlockPacker(inline_bytes=self.settings.inline_bytes)
+        message: PutMessage = []
+        for group in groups:
+            small, large = packer.split(group.columns)
+            message.append((msgspec.structs.replace(group, columns=small, media=media_sizes(group.columns)), large))
+        return encode(message), packer.blocks
+
+    # -- calls of workers that lease ------------------------------------------------------------------------------
+    def lease(self, request: LeaseRequest, *, timeout_s: float) -> Lease:
+        """Waits for a lease."""
+        lease = self._call_for_lease("lease", encode(request), timeout_s, timeout_s=timeout_s)
+        assert lease is not None
+        return lease
+
+    def read(
+        self, lease_id: int, group_uids: Sequence[str], *, columns: Sequence[str], timeout_s: float
+    ) -> list[Group]:
+        """Returns columns of groups of a held lease."""
+        lease = self._call_for_lease("read", lease_id, list(group_uids), list(columns), timeout_s=timeout_s)
+        assert lease is not None
+        return lease.rows
+
+    def write(
+        self,
+        lease_id: int,
+        columns: Mapping[str, Mapping[str, bytes]],
+        *,
+        then: LeaseRequest | None = None,
+        timeout_s: float,
+    ) -> Lease | None:
+        """Adds columns to a lease's groups, ends the lease and returns the next one if ``then`` asks for one."""
+        packer = BlockPacker(inline_bytes=self.settings.inline_bytes)
+        body = encode({uid: packer.split(payloads) for uid, payloads in columns.items()})
+        request = encode(then) if then else None
+        return self._call_for_lease("write", lease_id, body, packer.blocks, request, timeout_s, timeout_s=timeout_s)
+
+    def ack(
+        self,
+        lease_ids: Sequence[int],
+        *,
+        step: int,
+        dropped: Mapping[str, str],
+        then: LeaseRequest | None = None,
+        timeout_s: float,
+    ) -> Lease | None:
+        """Records a train step and returns the next lease if ``then`` asks for one."""
+        request = encode(then) if then else None
+        return self._call_for_lease(
+            "ack", list(lease_ids), step, dict(dropped), request, timeout_s, timeout_s=timeout_s
+        )
+
+    def release(self, lease_ids: Sequence[int], *, timeout_s: float) -> None:
+        """Gives leases back unused."""
+        self._call("release", list(lease_ids), timeout_s=timeout_s)
+
+    def revoke(self, task: str, *, timeout_s: float) -> None:
+        """Ends all leases and waits of a task."""
+        self._call("revoke", task, timeout_s=timeout_s)
+
+    # -- calls of the controller ---------------------------------------------------------------------------------
+    def progress(self, *, timeout_s: float) -> BusProgress:
+        """Returns the counts of the run."""
+        return _decode(self._call("progress", timeout_s=timeout_s), BusProgress)
+
+    def waits(self, *, timeout_s: float) -> list[BusWait]:
+        """Returns the calls that wait in the bus."""
+        return _decode(self._call("waits", timeout_s=timeout_s), list[BusWait])
+
+    def wait_progress(self, since_version: int, *, timeout_s: float) -> BusProgress:
+        """Waits until the version is not ``since_version``, the bus is closed or ``timeout_s`` is over."""
+        return _decode(self._call("wait_progress", since_version, timeout_s, timeout_s=timeout_s), BusProgress)
+
+    async def wait_progress_async(self, since_version: int, *, timeout_s: float) -> BusProgress:
+        """Waits as `wait_progress` does, without a thread, so that a worker which fails need not wait for its end."""
+        call = self._call_async("wait_progress", since_version, timeout_s, timeout_s=timeout_s)
+        return _decode(await call, BusProgress)
+
+    def snapshot(self, *, timeout_s: float) -> bytes:
+        """Returns the state for a checkpoint, as msgpack."""
+        return _decode(self._call("snapshot", timeout_s, timeout_s=timeout_s), bytes)
+
+    def restore(self, snapshot: bytes, *, timeout_s: float) -> None:
+        """Goes back to a snapshot."""
+        self._call("restore", snapshot, timeout_s=timeout_s)
+
+    def close(self, *, reason: str, timeout_s: float) -> None:
+        """Closes the bus and brings the ledger to disk."""
+        self._call("close", reason, timeout_s, timeout_s=timeout_s)
+
+    def process_id(self, *, timeout_s: float) -> int:
+        """Returns the process id of the bus."""
+        return describe(self._actor, timeout_s=timeout_s)[0]
+
+    def terminate(self) -> None:
+        """Ends the bus process. Call `close` before, which brings the ledger to disk."""
+        ray.kill(self._actor)
+
+    # -- transport ----------------------------------------------------------------------------------------------
+    def _call(self, method: str, *args: Any, timeout_s: float) -> msgspec.Raw:
+        return open_answer(get(getattr(self._actor, method).remote(*args), timeout_s=timeout_s, what=method))[0]
+
+    def _call_for_lease(self, method: str, *args: Any, timeout_s: float) -> Lease | None:
+        answer = get(getattr(self._actor, method).remote(*args), timeout_s=timeout_s, what=method)
+        value, refs = open_answer(answer)
+        message = _lease_decoder.decode(value)
+        if message is None:
+            return None
+        lease, locations = message
+        blocks: list[Block] = get(refs, timeout_s=timeout_s, what=f"the payloads of a {method}") if refs else []
+        groups = [
+            msgspec.structs.replace(group, columns=join(group.columns, large, blocks))
+            for group, large in zip(lease.rows, locations, strict=True)
+        ]
+        return msgspec.structs.replace(lease, rows=groups)
+
+    async def _call_async(self, method: str, *args: Any, timeout_s: float) -> msgspec.Raw:
+        reference = getattr(self._actor, method).remote(*args)
+        try:
+            async with asyncio.timeout(timeout_s + ANSWER_GRACE_S):
+                answer = await reference
+        except TimeoutError:
+            raise _no_answer(method, timeout_s) from None
+        except (ActorDiedError, ActorUnavailableError) as error:
+            raise _lost(method, error) from error
+        return open_answer(answer)[0]
+
+
+def describe(actor: Any, *, timeout_s: float) -> tuple[int, BusSettings, bytes]:
+    """Returns (process id, settings, location of the payloads as msgpack) of a bus process."""
+    process_id, settings, location = get(actor.describe.remote(), timeout_s=timeout_s, what="describe")
+    return process_id, msgspec.msgpack.decode(settings, type=BusSettings), location
+
+
+def get(references: Any, *, timeout_s: float, what: str) -> Any:
+    """Returns the values of object refs.
+
+    Raises `BusTimeout` if they do not come, `BusLost` if the bus process has exited.
+    """
+    try:
+        return ray.get(references, timeout=timeout_s + ANSWER_GRACE_S)
+    except GetTimeoutError:
+        raise _no_answer(what, timeout_s) from None
+    except (ActorDiedError, ActorUnavailableError) as error:
+        raise _lost(what, error) from error
+
+
+def _no_answer(what: str, timeout_s: float) -> BusTimeout:
+    return BusTimeout(
+        f"the bus process did not answer {what} within {timeout_s + ANSWER_GRACE_S:.1f} s: it is stuck or stopped"
+    )
+
+
+def _lost(what: str, error: Exception) -> BusLost:
+    return BusLost(f"{PROCESS_EXITED} (call: {what}): {str(error).splitlines()[0]}")
+
+
+def open_answer(answer: Any) -> tuple[msgspec.Raw, list[Any]]:
+    """Returns (the value, the object refs of its blocks), or raises the error that the answer carries."""
+    body, *refs = answer if isinstance(answer, tuple) else (answer,)
+    reply = _reply_decoder.decode(body)
+    if reply.error:
+        raise ERRORS[reply.error](reply.text)
+    return reply.value, refs
+
+
+def _decode(value: msgspec.Raw, kind: type[T]) -> T:
+    return msgspec.msgpack.decode(value, type=kind)

@@ -1,0 +1,74 @@
+"""The settings of a bus, fixed when the run starts."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import msgspec
+
+INLINE_BYTES = 1 << 16
+MAX_ROW_BYTES = 1 << 28
+
+
+class BusSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of a bus. Raises ValueError for a value that is too small or unknown.
+
+    ``groups_per_step`` is the number of groups that one train step consumes. ``group_size`` is the number of samples in
+    a group. ``total_steps`` is the number of train steps of the whole run. ``inline_bytes``: payloads up to this size
+    travel inside the message, larger ones beside it. ``max_row_bytes``: a group whose payloads have more bytes is
+    refused. ``spare_groups`` is the number of groups that over-sampling admits beyond what a step needs. ``surplus``
+    says whether unused groups are dropped or kept for later steps. ``rollout_workers`` is the number of workers that
+    share the groups. ``media_folder`` is the folder of the media items' files, empty in a run without media. If
+    ``media_nodes`` is True, each node has a folder of its own beside it (`relax_core.bus.media_storage`). ``mix``
+    maps modalities to the shares of the groups that they have; it is empty without data.mix.
+    """
+
+    groups_per_step: int
+    group_size: int
+    max_staleness: int
+    on_stale: Literal["drop", "mask"]
+    total_steps: int
+    inline_bytes: int = INLINE_BYTES
+    max_row_bytes: int = MAX_ROW_BYTES
+    spare_groups: int = 0
+    surplus: Literal["drop", "keep"] = "drop"
+    rollout_workers: int = 1
+    media_folder: str = ""
+    media_nodes: bool = False
+    mix: dict[str, float] = {}
+
+    @property
+    def most_in_flight(self) -> int | None:
+        """Returns how many groups one of several rollout workers may have in flight; None if there is one worker.
+
+        It is the worker's part of all groups that admission lets in, which reaches one step past the window.
+        """
+        if self.rollout_workers == 1:
+            return None
+        return math.ceil((self.max_staleness + 2) * (self.groups_per_step + self.spare_groups) / self.rollout_workers)
+
+    @property
+    def window_groups(self) -> int:
+        """Returns the number of groups without an end that may have been started by the weights in force."""
+        steps = self.max_staleness + 1
+        return steps * self.groups_per_step + self.spare_groups * (1 if self.surplus == "keep" else steps)
+
+    def __post_init__(self) -> None:
+        lowest = {
+            "groups_per_step": 1,
+            "group_size": 1,
+            "max_staleness": 0,
+            "total_steps": 1,
+            "inline_bytes": 0,
+            "max_row_bytes": 1,
+            "spare_groups": 0,
+            "rollout_workers": 1,
+        }
+        for key, low in lowest.items():
+            if getattr(self, key) < low:
+                raise ValueError(f"bus: {key}={getattr(self, key)} is too small: give {low} or more")
+        if self.on_stale not in ("drop", "mask"):
+            raise ValueError(f"bus: on_stale={self.on_stale!r} is unknown: give 'drop' or 'mask'")
+        if self.surplus not in ("drop", "keep"):
+            raise ValueError(f"bus: surplus={self.surplus!r} is unknown: give 'drop' or 'keep'")

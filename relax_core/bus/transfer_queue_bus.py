@@ -1,0 +1,322 @@
+"""The bus whose payloads TransferQueue stores: its client and its process. See `relax_core.contracts.bus.Bus`.
+
+The client stores a group's payloads itself and reports their location to the bus process. A lease names the location
+from which the client reads them. Only the columns that the ledger persists travel to the bus process. The process
+frees the payloads of groups that have ended, and ends the run with `BusLost` when a server of the data plane exits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+
+from relax_core.bus.bus_actor import BusActor, answers
+from relax_core.bus.ray_bus import RayBus, encode, get, open_answer
+from relax_core.bus.settings import BusSettings
+from relax_core.bus.transfer_queue_plane import (
+    START_TIMEOUT_S,
+    DataPlane,
+    LeaseMessage,
+    NewSample,
+    PayloadLocation,
+    PlaneClient,
+    PutMessage,
+    StoredColumns,
+    WriteMessage,
+    abandoned,
+)
+from relax_core.contracts.bus import BusLost, Group, Lease, LeaseRequest
+from relax_core.contracts.columns import PERSISTED_COLUMNS, media_sizes
+
+STUCK_S = 60.0  # a server counts as stuck if one call takes longer
+
+_lease_decoder = msgspec.msgpack.Decoder(LeaseMessage | None)
+Columns = Mapping[str, bytes]
+
+
+class TransferQueueBus(RayBus):
+    """Is the client of the bus. ``owned`` is the data plane that ends with this bus; only its creator has it."""
+
+    def __init__(
+        self, actor: Any, *, settings: BusSettings, location: PayloadLocation, owned: DataPlane | None = None
+    ) -> None:
+        super().__init__(actor, settings=settings)
+        self.location = location
+        self._owned = owned
+        self._client: PlaneClient | None = None
+        self._opening = threading.Lock()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _reopen, (self._actor, self.settings, self.location)
+
+    def open(self) -> PlaneClient:
+        """Returns the client of the data plane.
+
+        The first call imports the library and connects, which takes seconds.
+        """
+        with self._opening:
+            if self._client is None:
+                self._client = PlaneClient(self.location.plane, inline_bytes=self.settings.inline_bytes)
+            return self._client
+
+    # -- calls that store payloads ------------------------------------------------------------------------------
+    def put(self, groups: Sequence[Group], *, timeout_s: float) -> None:
+        """Stores the payloads, then enters the groups."""
+        deadline = time.monotonic() + timeout_s
+        samples = [NewSample.of(group.group_uid, group.columns, timeout_s=timeout_s) for group in groups]
+        stored = self._store(samples, timeout_s=timeout_s)
+        self._call("put", _pack_groups(groups, stored), timeout_s=_left_s(deadline))
+
+    async def put_async(self, groups: Sequence[Group], *, timeout_s: float) -> None:
+        """Stores the payloads, then enters the groups."""
+        deadline = time.monotonic() + timeout_s
+        samples = [NewSample.of(group.group_uid, group.columns, timeout_s=timeout_s) for group in groups]
+        client = await asyncio.to_thread(self.open)
+        request = client.put(self.location.partition, samples)
+        stored = await client.call_async(request, timeout_s=min(timeout_s, STUCK_S), what="a put")
+        await self._call_async("put", _pack_groups(groups, stored), timeout_s=_left_s(deadline))
+
+    def write(
+        self,
+        lease_id: int,
+        columns: Mapping[str, Columns],
+        *,
+        then: LeaseRequest | None = None,
+        timeout_s: float,
+    ) -> Lease | None:
+        """Stores the payloads, then writes the columns."""
+        deadline = time.monotonic() + timeout_s
+        samples = [NewSample.of(uid, group, timeout_s=timeout_s) for uid, group in columns.items()]
+        stored = self._store(samples, timeout_s=timeout_s)
+        written = {uid: (_kept(group), samples) for (uid, group), samples in zip(columns.items(), stored, strict=True)}
+        request = encode(then) if then else None
+        left_s = _left_s(deadline)
+        return self._call_for_lease("write", lease_id, encode(written), request, left_s, timeout_s=left_s)
+
+    def _store(self, samples: Sequence[NewSample], *, timeout_s: float) -> list[list[StoredColumns]]:
+        client = self.open()
+        request = client.put(self.location.partition, samples)
+        return client.call(request, timeout_s=min(timeout_s, STUCK_S), what="a put")
+
+    # -- calls that read payloads -------------------------------------------------------------------------------
+    def _call_for_lease(self, method: str, *args: Any, timeout_s: float) -> Lease | None:
+        answer = get(getattr(self._actor, method).remote(*args), timeout_s=timeout_s, what=method)
+        message = _lease_decoder.decode(open_answer(answer)[0])
+        if message is None:
+            return None
+        lease, stored = message
+        wanted = [one for samples in stored for one in samples]
+        client = self.open()
+        request = client.get(self.location.partition, wanted)
+        found = client.call(request, timeout_s=STUCK_S, what=f"the payloads of a {method}")
+        payloads = {one.key: group for one, group in zip(wanted, found, strict=True)}
+        groups = [_joined(group, samples, payloads) for group, samples in zip(lease.rows, stored, strict=True)]
+        return msgspec.structs.replace(lease, rows=groups)
+
+    def terminate(self) -> None:
+        """Ends the bus process, and the data plane if this bus owns it."""
+        super().terminate()
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+        if self._owned is not None:
+            self._owned.close()
+
+
+def start_bus(
+    settings: BusSettings, ledger_path: Path, *, options: dict[str, Any], plane: DataPlane, owned: DataPlane | None
+) -> TransferQueueBus:
+    """Starts the bus process over a data plane. ``options`` are Ray's and contain name and namespace."""
+    location = PayloadLocation(plane.address, f"{options['namespace']}/{options['name']}")
+    remote = ray.remote(TransferQueueBusActor).options(**options)
+    actor: Any = remote.remote(encode(settings), str(ledger_path), encode(location), plane.hosts)
+    get(actor.watch.remote(), timeout_s=START_TIMEOUT_S, what="watch")
+    return TransferQueueBus(actor, settings=settings, location=location, owned=owned)
+
+
+def _reopen(actor: Any, settings: BusSettings, location: PayloadLocation) -> TransferQueueBus:
+    return TransferQueueBus(actor, settings=settings, location=location)
+
+
+def _left_s(deadline: float) -> float:
+    return max(0.0, deadline - time.monotonic())
+
+
+def _kept(columns: Columns) -> dict[str, bytes]:
+    return {column: payload for column, payload in columns.items() if column in PERSISTED_COLUMNS}
+
+
+def _pack_groups(groups: Sequence[Group], stored: Sequence[list[StoredColumns]]) -> bytes:
+    kept = [
+        msgspec.structs.replace(group, columns=_kept(group.columns), media=media_sizes(group.columns))
+        for group in groups
+    ]
+    return encode(list(zip(kept, stored, strict=True)))
+
+
+def _joined(group: Group, stored: Sequence[StoredColumns], payloads: Mapping[str, Columns]) -> Group:
+    columns = dict(group.columns)
+    for one in stored:
+        columns |= payloads[one.key]
+    return msgspec.structs.replace(group, columns=columns)
+
+
+SWEEP_S = 30.0  # interval of the search for samples whose writers died
+TIDY_TIMEOUT_S = 60.0
+
+_groups_decoder = msgspec.msgpack.Decoder(PutMessage)
+_columns_decoder = msgspec.msgpack.Decoder(WriteMessage)
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
+class _Sample:
+    key: str
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class _StoredPayload:
+    sample: _Sample
+    nbytes: int
+
+    def __len__(self) -> int:
+        return self.nbytes
+
+
+class TransferQueueBusActor(BusActor):
+    """Is the bus process over a data plane.
+
+    ``location`` is a `PayloadLocation` as msgpack. ``hosts`` are the actors of the data plane, in the order of its
+    servers.
+    """
+
+    def __init__(self, settings: bytes, ledger_path: str, location: bytes, hosts: list[Any]) -> None:
+        super().__init__(settings, ledger_path)
+        self._location = msgspec.msgpack.decode(location, type=PayloadLocation)
+        self._hosts = hosts
+        self._known: weakref.WeakValueDictionary[str, _Sample] = weakref.WeakValueDictionary()
+        self._freed: list[str] = []
+        self._something_freed = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def watch(self) -> None:
+        """Starts the tasks that watch the data plane's processes and free samples."""
+        loops = [
+            self._watch(server.title, host)
+            for server, host in zip(self._location.plane.servers, self._hosts, strict=True)
+        ]
+        self._tasks = [asyncio.create_task(loop) for loop in (*loops, self._clear_freed(), self._keep_sweeping())]
+
+    @answers
+    async def put(self, body: bytes) -> None:
+        """Enters complete groups whose payloads are stored already."""
+        given = _groups_decoder.decode(body)
+        self._core.put(
+            [
+                msgspec.structs.replace(group, columns={**group.columns, **self._payloads(stored)})
+                for group, stored in given
+            ]
+        )
+        self._changed()
+
+    @answers
+    async def write(self, lease_id: int, body: bytes, then: bytes | None, timeout_s: float) -> Any:
+        """Adds columns whose payloads are stored already, and ends the lease."""
+        written = {
+            uid: {**columns, **self._payloads(stored)}
+            for uid, (columns, stored) in _columns_decoder.decode(body).items()
+        }
+        self._core.write(lease_id, cast(Mapping[str, Mapping[str, bytes]], written))
+        self._changed()
+        return (
+            await self._lease(then, timeout_s, after=f"the write of lease {lease_id} is recorded; ") if then else None
+        )
+
+    async def describe(self) -> tuple[int, bytes, bytes]:
+        """Returns (process id, settings, location of the payloads), the last two as msgpack."""
+        process_id, settings, _ = await super().describe()
+        return process_id, settings, encode(self._location)
+
+    def _payloads(self, stored: list[StoredColumns]) -> dict[str, Any]:
+        payloads: dict[str, Any] = {}
+        for one in stored:
+            sample = _Sample(one.key, one.index)
+            self._known[one.key] = sample
+            weakref.finalize(sample, self._free, one.key).atexit = False
+            payloads |= {column: _StoredPayload(sample, nbytes) for column, nbytes in one.sizes.items()}
+        return payloads
+
+    def pack_lease(self, lease: Lease) -> tuple[Any, tuple[Any, ...]]:
+        """Returns the lease with the location of its payloads, which the client fetches."""
+        groups, samples = [], []
+        for group in lease.rows:
+            inline: dict[str, bytes] = {}
+            stored: dict[str, StoredColumns] = {}
+            for column, payload in cast(Mapping[str, bytes | _StoredPayload], group.columns).items():
+                if isinstance(payload, _StoredPayload):
+                    sample = payload.sample
+                    one = stored.setdefault(sample.key, StoredColumns(sample.key, sample.index, {}))
+                    one.sizes[column] = payload.nbytes
+                else:
+                    inline[column] = payload
+            groups.append(msgspec.structs.replace(group, columns=inline))
+            samples.append(list(stored.values()))
+        return (msgspec.structs.replace(lease, rows=groups), samples), ()
+
+    # -- the data plane -----------------------------------------------------------------------------------------
+    async def _watch(self, title: str, host: Any) -> None:
+        """Waits until a process of the data plane exits.
+
+        All payloads are lost then, because each group's payloads are spread over the units.
+        """
+        try:
+            await host.stay.remote()
+        except RayActorError as error:
+            self._lose(f"{title} has exited: {str(error).splitlines()[0]}")
+
+    def _free(self, key: str) -> None:
+        self._freed.append(key)
+        self._something_freed.set()
+
+    async def _clear_freed(self) -> None:
+        while True:
+            await self._something_freed.wait()
+            self._something_freed.clear()
+            keys, self._freed = self._freed, []
+            await self._tidy(self._hosts[0].clear, keys)
+
+    async def _keep_sweeping(self) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            await self.sweep()
+
+    async def sweep(self) -> None:
+        """Frees the samples of writers that died before they reported them to the bus."""
+        for key in abandoned(await self._tidy(self._hosts[0].keys), self._known, now=time.time()):
+            self._free(key)
+
+    async def _tidy(self, method: Any, *args: Any) -> Any:
+        """Calls a method of the controller. If it fails, the data plane is lost and this coroutine never returns."""
+        try:
+            return await method.remote(self._location.partition, *args, TIDY_TIMEOUT_S)
+        except RayActorError:
+            pass  # `_watch` reports the loss.
+        except RayTaskError as error:
+            self._lose(str(error.cause))
+        await asyncio.Event().wait()
+
+    def _lose(self, text: str) -> None:
+        """Makes all waiting and later calls raise `BusLost`, because the stored payloads cannot be read any more."""
+        if self._lost is None and self._core.closed_because is None:
+            self._lost = BusLost(text)
+            self._waiting.fail_all(self._lost)
