@@ -205,17 +205,3 @@ def test_builtins_are_found_whatever_lies_beside_the_run(tmp_path: Path) -> None
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.stdout.split() == ["7", "math", "False"], done.stderr
-
-
-@pytest.mark.parametrize(
-    ("source", "hint"),
-    [
-        ("from relax_core.contracts.reward import RewardKnobs\n", "RewardKnobs to RewardConfig"),
-        (REWARD.replace("config=LengthConfig", "knobs=LengthConfig"), "knobs to config"),
-    ],
-)
-def test_an_old_name_is_refused_with_the_new_one(tmp_path: Path, source: str, hint: str) -> None:
-    file = tmp_path / "length.py"
-    file.write_text(source)
-    with pytest.raises(PluginError, match=hint):
-        find_reward(str(file))
