@@ -47,7 +47,7 @@ from relax_core.plan.unused_keys import unused_keys
 from relax_core.plan.workload import Workload, find_workload
 from relax_core.registry import find_algorithm, find_engine
 from relax_core.roles.process.process_placement import engines_take_gpus
-from relax_core.server.gateway_settings import EngineRoom
+from relax_core.server.orders import EngineRoom
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -39,7 +39,7 @@ from relax_core.plan.workload import Workload
 from relax_core.registry import find_engine
 from relax_core.roles.process.process_placement import engines_take_gpus, judges_take_gpus
 from relax_core.roles.process.role_context import JUDGE_ENGINE, TEACHER_ENGINE
-from relax_core.server.gateway_settings import EngineRoom
+from relax_core.server.orders import EngineRoom
 from relax_core.train.parallel_layout import first_stage_sizes, rank_coordinates, rank_faults
 
 MODEL_ROLES = ("actor", "rollout", "critic", "reference", "actor_fwd", "teacher", TEACHER_ENGINE, JUDGE_ENGINE)

@@ -1,4 +1,4 @@
-"""Asks the gateway of a run from a program on the same machine."""
+"""Asks the gateway of a run from a program on the same machine, at the address that the gateway leaves there."""
 
 from __future__ import annotations
 
@@ -12,14 +12,49 @@ import msgspec
 
 from relax_core.engines.protocol.proven_connection import ProvenConnection
 from relax_core.engines.protocol.reply_checks import plain_words, reply_object
-from relax_core.server.gateway_settings import FILE, GatewayAddress, read_address
+from relax_core.server.orders import Limits
 from relax_core.server.problems import TYPE
 
+FILE = "gateway.json"  # in the run's folder
 ANSWER_S = 30.0  # longest time of one request
 ANSWER_BYTES = 16 << 20
 AGAIN_S = 10.0  # how long a gateway that does not answer is asked again, because it may be starting again
 STARTS = TYPE + "run-starts"  # what the gateway says while no controller answers it
 PAUSE_S = 0.25
+
+
+class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Holds what the gateway of one run is started with.
+
+    ``folder`` is the run's. ``listener`` is the descriptor of the listening socket and ``channel`` that of the way to
+    the controller; the supervisor holds both.
+    ``hosts`` are further names in the Host header. ``token`` is what its clients show.
+    """
+
+    folder: str
+    host: str
+    listener: int
+    channel: int
+    hosts: list[str]
+    token: str
+    limits: Limits
+
+
+class GatewayAddress(msgspec.Struct, frozen=True, kw_only=True):
+    """Is the content of ``gateway.json``, which only the user may read.
+
+    ``page`` is a link to the run's page that works once.
+    """
+
+    url: str
+    token: str
+    page: str
+    pid: int
+
+
+def read_address(folder: Path) -> GatewayAddress:
+    """Returns where the gateway of a run is. Raises OSError, and msgspec.DecodeError for a file with other content."""
+    return msgspec.json.decode((folder / FILE).read_bytes(), type=GatewayAddress)
 
 
 class GatewayRefused(Exception):

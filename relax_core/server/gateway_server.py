@@ -17,7 +17,7 @@ import msgspec
 
 from relax_core.engines.http_server.held_port import url_of
 from relax_core.engines.protocol.server_proof import ServerProof
-from relax_core.server.gateway_settings import FILE, GatewayAddress, GatewaySettings
+from relax_core.server.gateway_client import FILE, GatewayAddress, GatewaySettings
 from relax_core.server.guard import Guard, Session
 from relax_core.server.http_server import GRACE_S, HttpServer
 from relax_core.server.order_routes import Controller, order_app

@@ -10,9 +10,19 @@ from typing import Any, Literal
 import msgspec
 
 from relax_core.observe.process_usage import available_bytes
-from relax_core.server.gateway_settings import EngineRoom, Limits
 from relax_core.server.order_book import RETRY_S, OrderBook
-from relax_core.server.orders import DryRun, EngineRow, Kind, Order, RunRow, State, engine_id, engine_number
+from relax_core.server.orders import (
+    DryRun,
+    EngineRoom,
+    EngineRow,
+    Kind,
+    Limits,
+    Order,
+    RunRow,
+    State,
+    engine_id,
+    engine_number,
+)
 from relax_core.server.problems import Refusal
 
 GIB = 1 << 30

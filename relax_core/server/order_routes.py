@@ -25,11 +25,10 @@ from starlette.routing import BaseRoute
 
 from relax_core.observe.stall_asks import POLL_S, TIMEOUT_S, StallAsk
 from relax_core.server import controller_channel, order_desk
-from relax_core.server.gateway_settings import Limits
 from relax_core.server.guard import OPEN, refusal_answer
 from relax_core.server.order_bodies import TAGS, AutoscalerSwitch, CancelMany, ScaleIn, ScaleOut, engine_address
 from relax_core.server.order_book import RETRY_S
-from relax_core.server.orders import DryRun, EngineRow, Order, RunRow, ScaleDecision, State
+from relax_core.server.orders import DryRun, EngineRow, Limits, Order, RunRow, ScaleDecision, State
 from relax_core.server.page_routes import REFUSALS
 from relax_core.server.problems import PROBLEM, Problem, Refusal
 

@@ -1,4 +1,4 @@
-"""Declares orders, engines and decisions of a run as the controller keeps them, which is how clients read them.
+"""Declares which orders a run takes, and orders, engines and decisions as the controller keeps and clients read them.
 
 Times are Unix times in seconds.
 """
@@ -6,8 +6,12 @@ Times are Unix times in seconds.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
+
+PLAN_FILE = "plan.json"  # in the run's folder
 Kind = Literal["scale_out", "scale_in", "stop"]
 State = Literal[
     "PENDING",
@@ -165,3 +169,45 @@ class DryRun:
     machine_cores: int | None = None
     usable_engines: int | None = None
     warnings: list[str] = field(default_factory=list)
+
+
+# -- what a run takes --------------------------------------------------------------------------------------------------
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """Holds what the configuration says of engines that come and go.
+
+    ``start`` is engine.count and ``most`` is engine.elastic.max_count. ``refusal`` says why this run can neither add
+    nor take out engines, ``no_more`` why it starts no engines, and ``no_urls`` why it takes no servers of somebody
+    else; each is "" if it can. ``hosts`` is engine.elastic.allowed_hosts.
+    """
+
+    start: int
+    most: int
+    refusal: str = ""
+    no_more: str = ""
+    no_urls: str = ""
+    hosts: list[str] = []
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineRoom:
+    """Is what the plan of a run says of engines that come while it trains.
+
+    ``usable`` is how many engines the samples in flight can fill. An engine that comes takes ``engine_bytes`` of memory
+    with its owner at their peaks, and ``engine_cores`` cores. ``machine_cores`` is what this machine has, None if the
+    run's engines may be on others.
+    """
+
+    usable: int
+    engine_bytes: int
+    engine_cores: int
+    machine_cores: int | None
+
+
+class _PlanFile(msgspec.Struct):
+    engine_room: EngineRoom | None = None
+
+
+def read_room(folder: Path) -> EngineRoom | None:
+    """Returns what the plan of the run in ``folder`` says of further engines, None if it can have none, or no plan."""
+    file = folder / PLAN_FILE
+    return msgspec.json.decode(file.read_bytes(), type=_PlanFile).engine_room if file.is_file() else None

@@ -20,10 +20,9 @@ from relax_core.control.supervision import controller_process
 from relax_core.control.supervision.supervisor import Attempt, supervise
 from relax_core.control.supervision.supervisor_pipe import SupervisorPipe
 from relax_core.server.controller_channel import answering
-from relax_core.server.gateway_settings import Limits
 from relax_core.server.order_book import OrderBook
 from relax_core.server.order_desk import OrderDesk
-from relax_core.server.orders import RunRow
+from relax_core.server.orders import Limits, RunRow
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 120.0

@@ -40,8 +40,7 @@ from relax_core.engines.protocol.score_calls import TokensToScore
 from relax_core.engines.sglang.sglang_client import SglangClient
 from relax_core.rollout.judges.judge_servers import JudgeRefused, JudgeUrl
 from relax_core.server import gateway_client
-from relax_core.server.gateway_client import GatewayClient, GatewayRefused, GatewayUnreachable
-from relax_core.server.gateway_settings import FILE, GatewayAddress
+from relax_core.server.gateway_client import FILE, GatewayAddress, GatewayClient, GatewayRefused, GatewayUnreachable
 from tests.security.broken_server import ENDLESS, GARBAGE, TOKEN, BrokenServer, Endless, broken_server, http
 
 VOCAB = 50

@@ -25,8 +25,7 @@ from relax_core.engines.protocol import server_proof
 from relax_core.engines.protocol.engine_client import EngineClient
 from relax_core.engines.protocol.server_proof import ProofExchange, ServerUnproven, proof, proof_answer
 from relax_core.server import gateway_client
-from relax_core.server.gateway_client import GatewayClient, GatewayUnreachable
-from relax_core.server.gateway_settings import FILE, GatewayAddress, read_address
+from relax_core.server.gateway_client import FILE, GatewayAddress, GatewayClient, GatewayUnreachable, read_address
 from tests.contracts.engine.harness import make_model
 from tests.security.intruders import intruder, ways_to_take
 

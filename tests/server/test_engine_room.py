@@ -11,9 +11,8 @@ from relax_core.config.compose import load_config
 from relax_core.plan.build_plan import as_text, make_plan
 from relax_core.plan.plan_command import save_plan
 from relax_core.server import order_desk
-from relax_core.server.gateway_settings import EngineRoom, read_room
 from relax_core.server.order_desk import with_room
-from relax_core.server.orders import DryRun
+from relax_core.server.orders import DryRun, EngineRoom, read_room
 
 WAYS = ("engine.max_running_samples=16",)
 

@@ -18,7 +18,7 @@ from relax_core.control.engines.engine_limits import limits_of
 from relax_core.control.host.run_lock import run_lock
 from relax_core.control.supervision.gateway_process import gateway
 from relax_core.server.controller_channel import answering
-from relax_core.server.gateway_settings import FILE, GatewayAddress
+from relax_core.server.gateway_client import FILE, GatewayAddress
 from relax_core.server.order_book import OrderBook
 from relax_core.server.order_desk import OrderDesk
 from relax_core.server.orders import RunRow

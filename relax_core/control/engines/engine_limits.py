@@ -8,7 +8,7 @@ from relax_core.config.choices import ModeName
 from relax_core.config.engine_checks import unseen_media
 from relax_core.config.schema import RelaxConfig
 from relax_core.registry import find_engine
-from relax_core.server.gateway_settings import Limits
+from relax_core.server.orders import Limits
 
 
 def limits_of(config: RelaxConfig) -> Limits:

@@ -39,8 +39,8 @@ from relax_core.observe.stragglers import STRAGGLER, StragglerWatch, told_stragg
 from relax_core.observe.trackers.tracker_process import Trackers
 from relax_core.registry import short_name
 from relax_core.roles.process.role_context import ENGINE, RunContext, worker_name
-from relax_core.server.gateway_settings import read_room
 from relax_core.server.order_book import OrderBook, order_history
+from relax_core.server.orders import read_room
 from relax_core.tools.make_tiny import tiny_model_folder
 
 FAILED = 1

@@ -16,7 +16,7 @@ from relax_core.observe.alarm_book import NOTICES, AlarmBook, RuleState, advance
 from relax_core.observe.alarm_sender import AlarmSender, Notify, read_receivers
 from relax_core.observe.event_log import MetricRecord, is_resume
 from relax_core.observe.stragglers import Straggler, straggler_words
-from relax_core.server.gateway_settings import read_address
+from relax_core.server.gateway_client import read_address
 
 REPEAT_S = 3600.0  # a cause that lasts or comes again is told again after so long
 RESTARTS_PER_HOUR = 3  # in place (tier 1), beyond which they are told

@@ -23,7 +23,7 @@ from relax_core.control.engines.engine_limits import limits_of
 from relax_core.engines.engine_process import first_line, readable
 from relax_core.engines.http_server.held_port import listening_socket, refuse_waiting
 from relax_core.server.controller_channel import channel
-from relax_core.server.gateway_settings import FILE, GatewayAddress, GatewaySettings
+from relax_core.server.gateway_client import FILE, GatewayAddress, GatewaySettings
 
 PORTS = 100  # ports from gateway.port on that are tried
 START_S = 60.0

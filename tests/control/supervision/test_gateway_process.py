@@ -21,7 +21,7 @@ from relax_core.config.compose import load_config
 from relax_core.control.engines.engine_limits import limits_of
 from relax_core.control.host.process_trees import process_state
 from relax_core.control.supervision.gateway_process import gateway
-from relax_core.server.gateway_settings import FILE
+from relax_core.server.gateway_client import FILE
 from tests.control import supervised
 from tests.control.gateway_up import until_up
 from tests.control.supervised import DEADLINE_S, start
