@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -96,16 +97,18 @@ class StopTable:
         self._model_folder = model_folder
         self._tokenizer: Tokenizer | None = None
         self._known: dict[tuple[str, ...], StopStrings] = {}
+        self._lock = threading.Lock()  # large bodies are parsed in threads of their own
 
     def of(self, stop: Sequence[str]) -> StopStrings | None:
         """Returns the finder of these strings, or None if there are none. Raises ValueError without a tokenizer."""
         if not stop:
             return None
         key = tuple(stop)
-        if key not in self._known:
-            if self._tokenizer is None:
-                self._tokenizer = read_tokenizer(self._model_folder)
-            if len(self._known) >= KNOWN_STOPS:
-                self._known.pop(next(iter(self._known)))
-            self._known[key] = StopStrings(self._tokenizer, key)
-        return self._known[key]
+        with self._lock:
+            if key not in self._known:
+                if self._tokenizer is None:
+                    self._tokenizer = read_tokenizer(self._model_folder)
+                if len(self._known) >= KNOWN_STOPS:
+                    self._known.pop(next(iter(self._known)))
+                self._known[key] = StopStrings(self._tokenizer, key)
+            return self._known[key]

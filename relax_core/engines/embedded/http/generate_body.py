@@ -17,11 +17,13 @@ from relax_core.contracts.media import Media, MediaItem, MediaTensor
 from relax_core.contracts.media_file import FolderReader
 from relax_core.contracts.trees.kept_tokens import KeptTokens
 from relax_core.engines.embedded.model.model_config import ModelConfig
+from relax_core.engines.embedded.scheduler.calls import Call, Prompt
+from relax_core.engines.embedded.scheduler.slots import PromptRoutes
 from relax_core.engines.embedded.scheduler.token_sampler import SamplingSettings
 from relax_core.engines.embedded.scheduler.token_scoring import ScoreItem
 from relax_core.engines.http_server.asgi import HttpError, clipped
 from relax_core.engines.protocol.request_body import unknown_token
-from relax_core.engines.protocol.stop_strings import MOST_STOP_BYTES, MOST_STOPS
+from relax_core.engines.protocol.stop_strings import MOST_STOP_BYTES, MOST_STOPS, StopStrings, StopTable
 from relax_core.families.towers import Towers
 
 MAX_SAMPLES = 65536  # samples of one request: prompts times n
@@ -323,37 +325,6 @@ class RequestBody:
     media: list[list[Media]]
 
 
-@dataclass(frozen=True, kw_only=True)
-class ParsedPrompt:
-    """Holds a checked prompt of a request for tokens; ``samples`` and ``generated`` are those of `PromptRequest`."""
-
-    rid: str
-    token_ids: list[int]
-    settings: SamplingSettings
-    sampling_seed: int
-    min_version: int
-    samples: list[int]
-    generated: int
-    stop: tuple[str, ...] = ()
-    media: list[Media]
-
-
-@dataclass(frozen=True, kw_only=True)
-class GenerateRequest:
-    """Holds a checked request for tokens.
-
-    ``single`` is True if one prompt was given outside a list; with n = 1 the reply is then an object and not a list.
-    """
-
-    prompts: list[ParsedPrompt]
-    n: int
-    single: bool
-    return_logprob: bool
-    return_routed_experts: bool
-    stream: bool
-    stream_interval: int | None
-
-
 def parse_body(body: bytes, *, model: ModelConfig, media: RequestMedia) -> RequestBody:
     """Decodes a JSON body and checks its prompts. Raises HttpError 400 with key, value and fix."""
     if (count := body.count(b"[") + body.count(b"{")) > MAX_CONTAINERS:
@@ -376,7 +347,7 @@ def parse_body(body: bytes, *, model: ModelConfig, media: RequestMedia) -> Reque
     return RequestBody(raw=raw, prompts=prompts, single=single, sampling=sampling, rids=rids, media=items)
 
 
-def parse_generate(body: RequestBody, *, model: ModelConfig, limits: RequestLimits) -> GenerateRequest:
+def parse_generate(body: RequestBody, *, model: ModelConfig, limits: RequestLimits, stops: StopTable) -> Call:
     """Checks a body that asks for new tokens. Raises HttpError 400 with key, value and fix."""
     raw, prompts, sampling = body.raw, body.prompts, body.sampling
     for name in _SCORE_ONLY:
@@ -400,38 +371,32 @@ def parse_generate(body: RequestBody, *, model: ModelConfig, limits: RequestLimi
     settings = [_settings(one, banned, model, tells_kept=raw.return_sampling_mask) for one in sampling]
     for index, (token_ids, one) in enumerate(zip(prompts, settings, strict=True)):
         check_lengths(index, len(token_ids), one.max_new_tokens, n=n, limits=limits)
-    return GenerateRequest(
-        prompts=[
-            ParsedPrompt(
-                rid=rid,
-                token_ids=ids,
-                settings=one,
-                sampling_seed=seed,
-                min_version=version,
-                samples=samples,
-                generated=generated,
-                stop=_stop_strings(asked.stop),
-                media=items,
-            )
-            for rid, ids, items, asked, one, seed, version, samples, generated in zip(
-                body.rids,
-                prompts,
-                body.media,
-                sampling,
-                settings,
-                seeds,
-                versions,
-                _samples(raw.samples, n=n, count=count),
-                _generated(raw.generated, prompts),
-                strict=True,
-            )
-        ],
+    call = Call(
         n=n,
         single=body.single,
         return_logprob=raw.return_logprob,
-        return_routed_experts=raw.return_routed_experts,
         stream=raw.stream,
-        stream_interval=sampling[0].stream_interval,
+        asked_interval=sampling[0].stream_interval,
+    )
+    chosen, generated = _samples(raw.samples, n=n, count=count), _generated(raw.generated, prompts)
+    return call.add(
+        [
+            Prompt(
+                call,
+                index,
+                body.rids[index],
+                prompts[index],
+                settings[index],
+                seeds[index],
+                versions[index],
+                routes=PromptRoutes() if raw.return_routed_experts else None,
+                samples=chosen[index],
+                generated=generated[index],
+                stop=_stop_strings(sampling[index].stop, stops),
+                media=body.media[index],
+            )
+            for index in range(count)
+        ]
     )
 
 
@@ -518,14 +483,17 @@ def _generated(given: int | list[int], prompts: list[list[int]]) -> list[int]:
     return counts
 
 
-def _stop_strings(given: str | list[str] | None) -> tuple[str, ...]:
+def _stop_strings(given: str | list[str] | None, stops: StopTable) -> StopStrings | None:
     stop = (given,) if isinstance(given, str) else tuple(given or ())
     if len(stop) > MOST_STOPS or not all(0 < len(string.encode()) <= MOST_STOP_BYTES for string in stop):
         raise HttpError(
             400,
             f"sampling_params.stop: {len(stop)} strings; give {MOST_STOPS} at most, 1 to {MOST_STOP_BYTES} bytes each",
         )
-    return stop
+    try:
+        return stops.of(stop)
+    except ValueError as error:
+        raise HttpError(400, f"sampling_params.stop: {error}") from error
 
 
 def _rids(given: str | list[str] | None, count: int) -> list[str]:

@@ -15,7 +15,6 @@ from relax_core.contracts.media import MediaGone
 from relax_core.engines.embedded.http.generate_body import (
     MAX_KEPT,
     MAX_SAMPLES,
-    GenerateRequest,
     RequestLimits,
     RequestMedia,
     ScoreRequest,
@@ -26,9 +25,8 @@ from relax_core.engines.embedded.http.generate_body import (
 )
 from relax_core.engines.embedded.model.model_config import ModelConfig
 from relax_core.engines.embedded.model.prefill import like_lengths
-from relax_core.engines.embedded.scheduler.calls import Call, Progress, Prompt, waiting_prompts
+from relax_core.engines.embedded.scheduler.calls import Call, Progress
 from relax_core.engines.embedded.scheduler.scheduler import NOTHING_ATTESTED, Scheduler
-from relax_core.engines.embedded.scheduler.slots import PromptRoutes
 from relax_core.engines.embedded.scheduler.token_sampler import NonFiniteLogits
 from relax_core.engines.embedded.scheduler.token_scoring import ScoreItem, Scores
 from relax_core.engines.http_server import asgi
@@ -46,7 +44,7 @@ from relax_core.engines.protocol.frames import (
     StreamFailure,
     encode_frames,
 )
-from relax_core.engines.protocol.stop_strings import StopStrings, StopTable
+from relax_core.engines.protocol.stop_strings import StopTable
 
 
 def finished(news: Progress, sent: set[int]) -> Finished:
@@ -100,7 +98,7 @@ def stream_end(call: Call) -> StreamEnd:
     )
 
 
-def sglang_reply(news: Progress, *, n: int, version: int, return_logprob: bool) -> dict[str, Any]:
+def sglang_reply(news: Progress, *, version: int) -> dict[str, Any]:
     """Returns one response in SGLang's shape.
 
     ``index`` in the reply is the sample's index among all samples of the call, prompt by prompt. In a stream, tokens
@@ -119,7 +117,7 @@ def sglang_reply(news: Progress, *, n: int, version: int, return_logprob: bool) 
         "weight_versions": [{"version": str(span.version), "start": span.start, "end": span.end} for span in spans],
         "e2e_latency": time.perf_counter() - prompt.call.submitted,
     }
-    if return_logprob:
+    if prompt.call.return_logprob:
         meta["output_token_logprobs"] = [
             [logprob, token, None] for logprob, token in zip(news.logprobs, news.ids, strict=True)
         ]
@@ -129,7 +127,7 @@ def sglang_reply(news: Progress, *, n: int, version: int, return_logprob: bool) 
     if prompt.routes is not None and prompt.routes.experts is not None and news.routes is not None:
         experts = np.concatenate([prompt.routes.experts, news.routes]).astype("<i4")
         meta["routed_experts"] = base64.b64encode(experts.tobytes()).decode()
-    return {"text": "", "output_ids": news.ids, "meta_info": meta, "index": prompt.index * n + sample.index}
+    return {"text": "", "output_ids": news.ids, "meta_info": meta, "index": prompt.index * prompt.call.n + sample.index}
 
 
 def score_reply(item: ScoreItem, scores: Scores, *, rid: str, version: int, latency_s: float) -> dict[str, Any]:
@@ -250,7 +248,7 @@ class GenerateRoute:
             return
         if not (request.stream and compact):
             _check_kept_lists(request, vocab_size=self._model.vocab_size)
-        samples = _samples_of(request)
+        samples = request.samples
         if self._open_samples + samples > MAX_OPEN_SAMPLES:
             raise HttpError(503, f"/generate: {self._open_samples} samples run or wait; ask again when some have ended")
         self._open_samples += samples
@@ -259,29 +257,14 @@ class GenerateRoute:
         finally:
             self._open_samples -= samples
 
-    def _parse(self, body: bytes) -> GenerateRequest | ScoreRequest:
+    def _parse(self, body: bytes) -> Call | ScoreRequest:
         parsed = parse_body(body, model=self._model, media=self._media)
         if asks_for_scores(parsed):
             return parse_score(parsed, model=self._model, limits=self._limits)
-        return parse_generate(parsed, model=self._model, limits=self._limits)
+        return parse_generate(parsed, model=self._model, limits=self._limits, stops=self._stops)
 
-    async def _generate(self, request: GenerateRequest, receive: Receive, send: Send, *, compact: bool) -> None:
+    async def _generate(self, call: Call, receive: Receive, send: Send, *, compact: bool) -> None:
         inbox: asyncio.Queue[News] = asyncio.Queue()
-        call = self._submit(request, inbox, compact=compact)
-        watcher = asyncio.create_task(_report_disconnect(receive, inbox))
-        try:
-            if not request.stream:
-                await self._whole(request, call, inbox, send)
-            elif compact:
-                await self._frames(request, call, inbox, send)
-            else:
-                await self._events(request, call, inbox, send)
-        finally:
-            watcher.cancel()
-            if call.open_samples:
-                self._scheduler.post(lambda: self._scheduler.abort(lambda sample: sample.prompt.call is call))
-
-    def _submit(self, request: GenerateRequest, inbox: asyncio.Queue[News], *, compact: bool) -> Call:
         loop = asyncio.get_running_loop()
 
         def sink(news: list[Progress]) -> None:
@@ -290,40 +273,24 @@ class GenerateRoute:
         def fail(message: str) -> None:
             loop.call_soon_threadsafe(inbox.put_nowait, Failure(message))
 
-        interval = 0
-        if request.stream:  # frames of unfinished samples are sent only if they are asked for
-            interval = request.stream_interval or (0 if compact else 1)
-        call = Call(sink, fail, stream_interval=interval, whole_at_end=compact)
-        prompts = [
-            Prompt(
-                call,
-                index,
-                one.rid,
-                one.token_ids,
-                one.settings,
-                one.sampling_seed,
-                one.min_version,
-                routes=PromptRoutes() if request.return_routed_experts else None,
-                samples=one.samples,
-                generated=one.generated,
-                stop=self._stop_strings(one.stop),
-                media=one.media,
-            )
-            for index, one in enumerate(request.prompts)
-        ]
-        self._scheduler.submit(waiting_prompts(prompts, n=request.n))
-        return call
-
-    def _stop_strings(self, stop: tuple[str, ...]) -> StopStrings | None:
+        self._scheduler.submit(call.submit(sink, fail, whole_at_end=compact))
+        watcher = asyncio.create_task(_report_disconnect(receive, inbox))
         try:
-            return self._stops.of(stop)
-        except ValueError as error:
-            raise HttpError(400, f"sampling_params.stop: {error}") from error
+            if not call.stream:
+                await self._whole(call, inbox, send)
+            elif compact:
+                await self._frames(call, inbox, send)
+            else:
+                await self._events(call, inbox, send)
+        finally:
+            watcher.cancel()
+            if call.open_samples:
+                self._scheduler.post(lambda: self._scheduler.abort(lambda sample: sample.prompt.call is call))
 
-    async def _whole(self, request: GenerateRequest, call: Call, inbox: asyncio.Queue[News], send: Send) -> None:
+    async def _whole(self, call: Call, inbox: asyncio.Queue[News], send: Send) -> None:
         """Sends one JSON reply once all samples are finished."""
         replies: list[dict[str, Any]] = []
-        expected = _samples_of(request)
+        expected = call.samples
         while len(replies) < expected:
             news = await inbox.get()
             if news is None:
@@ -331,21 +298,20 @@ class GenerateRoute:
             if isinstance(news, Failure):
                 call.open_samples = 0
                 raise HttpError(500, news.message)
-            replies += [self._reply(request, one) for one in news]
+            replies += [self._reply(one) for one in news]
         replies.sort(key=lambda reply: reply["index"])
         for reply in replies:
             del reply["index"]
-        alone = request.single and request.n == 1
+        alone = call.single and call.n == 1
         await asgi.answer(send, replies[0] if alone else replies)
 
-    def _reply(self, request: GenerateRequest, news: Progress) -> dict[str, Any]:
-        version = self._scheduler.version
-        return sglang_reply(news, n=request.n, version=version, return_logprob=request.return_logprob)
+    def _reply(self, news: Progress) -> dict[str, Any]:
+        return sglang_reply(news, version=self._scheduler.version)
 
-    async def _frames(self, request: GenerateRequest, call: Call, inbox: asyncio.Queue[News], send: Send) -> None:
+    async def _frames(self, call: Call, inbox: asyncio.Queue[News], send: Send) -> None:
         """Sends one frame for each report; the samples that one decode step finishes share one write."""
         await asgi.start_response(send, status=200, content_type=MSGPACK.encode())
-        left, more = _samples_of(request), True
+        left, more = call.samples, True
         sent: set[int] = set()  # indices of the prompts whose experts have been sent
         while more:
             news = await inbox.get()
@@ -363,10 +329,10 @@ class GenerateRoute:
                     frames.append(stream_end(call))
             await send({"type": "http.response.body", "body": encode_frames(frames), "more_body": more})
 
-    async def _events(self, request: GenerateRequest, call: Call, inbox: asyncio.Queue[News], send: Send) -> None:
+    async def _events(self, call: Call, inbox: asyncio.Queue[News], send: Send) -> None:
         """Sends SGLang's server-sent events; each holds the tokens since the sample's last event."""
         await asgi.start_response(send, status=200, content_type=EVENT_STREAM.encode())
-        left = _samples_of(request)
+        left = call.samples
         while left:
             news = await inbox.get()
             if news is None:
@@ -375,18 +341,14 @@ class GenerateRoute:
                 call.open_samples = left = 0
                 events = [asgi.error_payload(500, news.message)]
             else:
-                events = [self._reply(request, one) for one in news]
+                events = [self._reply(one) for one in news]
                 left -= sum(one.finish is not None for one in news)
             body = b"".join(b"data: " + msgspec.json.encode(event) + b"\n\n" for event in events)
             await send({"type": "http.response.body", "body": body, "more_body": True})
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
 
 
-def _samples_of(request: GenerateRequest) -> int:
-    return sum(len(prompt.samples) for prompt in request.prompts)
-
-
-def _check_kept_lists(request: GenerateRequest, *, vocab_size: int) -> None:
+def _check_kept_lists(request: Call, *, vocab_size: int) -> None:
     """Raises HttpError 400 if a JSON reply, which lists the ids of kept sets, could hold too many of them."""
     most = 0
     for prompt in request.prompts:

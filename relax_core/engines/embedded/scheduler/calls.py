@@ -46,7 +46,7 @@ Fail = Callable[[str], None]
 
 @dataclass(slots=True, eq=False)
 class Prompt:
-    """Holds one prompt of a call, which stands at ``index`` in the call.
+    """Holds one checked prompt of a call, which stands at ``index`` in the call.
 
     ``routes`` is given if the prompt's experts are asked for. ``samples`` and ``generated`` are those of
     `PromptRequest`. ``stop`` holds the strings that end a response, if there are any. ``media`` places the prompt's
@@ -157,27 +157,56 @@ class Waiting:
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """Holds the state of one /generate call.
+    """Holds one checked /generate call for ``n`` samples of each prompt, and its state.
 
-    ``stream_interval`` is the number of tokens between two reports of a sample; with 0 only finished samples are
-    reported. With ``whole_at_end`` the last report of a sample has all of its tokens. ``sink`` gets the reports,
-    ``fail`` the message of a failure that ends the call; both are called in the scheduler's thread. ``submitted``,
-    ``first_prefill``, ``first_token`` and ``finished`` are times of ``time.perf_counter``; 0 stands for a time that has
-    not come. ``tower_passes`` and ``media_feature_bytes`` are those of `MediaFeatures` after the call's last prefill.
+    ``single`` is True if one prompt was given outside a list; with n = 1 the reply is then an object and not a list.
+    ``asked_interval`` is the request's stream_interval. `submit` sets what the scheduler reads: ``stream_interval`` is
+    the number of tokens between two reports of a sample; with 0 only finished samples are reported. With
+    ``whole_at_end`` the last report of a sample has all of its tokens. ``sink`` gets the reports, ``fail`` the message
+    of a failure that ends the call; both are called in the scheduler's thread. ``submitted``, ``first_prefill``,
+    ``first_token`` and ``finished`` are times of ``time.perf_counter``; 0 stands for a time that has not come.
+    ``tower_passes`` and ``media_feature_bytes`` are those of `MediaFeatures` after the call's last prefill.
     """
 
-    sink: Sink
-    fail: Fail
+    n: int
+    single: bool = False
+    return_logprob: bool = True
+    stream: bool = False
+    asked_interval: int | None = None
+    prompts: list[Prompt] = field(default_factory=list)  # until it is submitted
+    samples: int = 0  # of all prompts
+    sink: Sink = field(init=False)
+    fail: Fail = field(init=False)
     stream_interval: int = 0
     whole_at_end: bool = False
     open_samples: int = 0
-    submitted: float = field(default_factory=time.perf_counter)
+    submitted: float = 0.0
     first_prefill: float = 0.0
     first_token: float = 0.0
     prefill_s: float = 0.0
     finished: float = 0.0
     tower_passes: int = 0
     media_feature_bytes: int = 0
+
+    def add(self, prompts: list[Prompt]) -> Call:
+        """Adds the prompts that the call asks for, and returns the call."""
+        self.prompts, self.samples = prompts, sum(len(prompt.samples) for prompt in prompts)
+        return self
+
+    def submit(self, sink: Sink, fail: Fail, *, whole_at_end: bool = False) -> list[Waiting]:
+        """Begins the call; returns its prompts as the queue takes them, each with its samples that are asked for."""
+        self.sink, self.fail, self.whole_at_end = sink, fail, whole_at_end
+        if self.stream:  # unfinished samples are reported in frames only if that is asked for
+            self.stream_interval = self.asked_interval or (0 if whole_at_end else 1)
+        self.submitted = time.perf_counter()
+        self.open_samples = self.samples
+        prompts, self.prompts = self.prompts, []  # no cycle is left, which would wait for the garbage collector
+        all_keys = sample_keys([prompt.sampling_seed for prompt in prompts], self.n)
+        groups: list[Waiting] = []
+        for prompt, prompt_keys in zip(prompts, all_keys, strict=True):
+            keys = keys_behind(prompt_keys, prompt.generated)
+            groups.append(Waiting(prompt, [Sample(prompt, index, keys[index : index + 1]) for index in prompt.samples]))
+        return groups
 
     def prefilled(self, *, start: float, end: float, features: MediaFeatures | None) -> None:
         """Records a prefill of some of its prompts, with its times of ``time.perf_counter``."""
@@ -186,17 +215,6 @@ class Call:
         self.prefill_s += end - start
         if features is not None:
             self.tower_passes, self.media_feature_bytes = features.passes, features.nbytes
-
-
-def waiting_prompts(prompts: Sequence[Prompt], *, n: int) -> list[Waiting]:
-    """Returns a call's prompts as the queue takes them, each with those of its ``n`` samples that are asked for."""
-    groups: list[Waiting] = []
-    all_keys = sample_keys([prompt.sampling_seed for prompt in prompts], n)
-    for prompt, prompt_keys in zip(prompts, all_keys, strict=True):
-        keys = keys_behind(prompt_keys, prompt.generated)
-        groups.append(Waiting(prompt, [Sample(prompt, index, keys[index : index + 1]) for index in prompt.samples]))
-        prompt.call.open_samples += len(prompt.samples)
-    return groups
 
 
 def seen_prefixes(

@@ -15,7 +15,7 @@ from relax_core.contracts.media import Media, MediaItem
 from relax_core.engines.embedded.model.decoder_model import LanguageModel
 from relax_core.engines.embedded.model.fused_weights import FusedWeights
 from relax_core.engines.embedded.model.model_config import read_model_config
-from relax_core.engines.embedded.scheduler.calls import Call, Progress, Prompt, waiting_prompts
+from relax_core.engines.embedded.scheduler.calls import Call, Progress, Prompt
 from relax_core.engines.embedded.scheduler.decoder import Decoder
 from relax_core.engines.embedded.scheduler.prefix_store import BLOCK, KeptPrefix, PrefixStore
 from relax_core.engines.embedded.scheduler.scheduler import Scheduler
@@ -124,7 +124,7 @@ class Played:
     def ask(self, prompts: list[list[int]], *, new: int, seed: int = 0) -> list[Progress]:
         """Submits prompts; their responses are in the list that is returned once `work` has run."""
         ended: list[Progress] = []
-        call = Call(ended.extend, self.failures.append)
+        call = Call(n=1)
         settings = SamplingSettings(
             max_new_tokens=new, temperature=1.0, top_p=1.0, top_k=-1, stop_token_ids=(), banned_token_ids=()
         )
@@ -132,7 +132,7 @@ class Played:
             Prompt(call, index, "g", ids, settings, seed + index, 0, routes=PromptRoutes() if self.experts else None)
             for index, ids in enumerate(prompts)
         ]
-        self.scheduler.submit(waiting_prompts(asked, n=1))
+        self.scheduler.submit(call.add(asked).submit(ended.extend, self.failures.append))
         return ended
 
     def work(self, steps: int = 1000) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from relax_core.engines.sglang import server_changes as shims
+from relax_core.engines.sglang import server_changes
 from tests.contracts.engine.harness import ROOT, SGLANG_PYTHON
 
 pytestmark = pytest.mark.sglang
@@ -24,11 +24,10 @@ CHILD = """
 import sys
 sys.path.insert(0, sys.argv[1])
 import torch
-from relax_core.engines.sglang.server_changes import install
-from relax_core.engines.sglang.server_changes import after_import
+from relax_core.engines.sglang.server_changes import after_import, install_on_cpu
 if len(sys.argv) > 2:
     after_import("torchvision.extension", lambda module: torch.ops.load_library(sys.argv[2]))
-install()
+install_on_cpu()
 import torchvision
 print(torch.ops.torchvision.nms.default._schema, torch.ops.torchvision.qnms.default._schema, sep="\\n")
 """
@@ -64,7 +63,7 @@ def test_the_pinned_torchvision_fits_the_pinned_torch() -> None:
     """Torchvision 0.N is made for torch 2.(N - 15) and has the same patch number."""
     pins = {}
     for name in ("requirements.txt", "requirements-no-deps.txt"):
-        for line in Path(shims.__file__).with_name(name).read_text().splitlines():
+        for line in (Path(server_changes.__file__).parent / "cpu" / name).read_text().splitlines():
             package, _, version = line.partition("==")
             pins[package] = version
     major, minor, patch = map(int, pins["torch"].split("."))
