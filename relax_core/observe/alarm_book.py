@@ -23,6 +23,7 @@ from relax_core.config.notify_rules import Rule
 from relax_core.config.redaction import REDACTED, USER_INFO
 from relax_core.contracts.foreign_files import decode_json, open_plain
 from relax_core.contracts.shown_text import shown
+from relax_core.observe.event_log import AppendFile
 
 FILE = "alarms.jsonl"
 NOTICES = ("started", "finished", "stopped")  # events that are information and no alarm
@@ -60,9 +61,9 @@ class AlarmBook:
         self._file = run_dir / FILE
         self._repeat_s, self._clock = repeat_s, clock
         self.problem = ""
+        self._opened: AppendFile | None = None
         self._told: dict[tuple[str, str], Alarm] = {}  # the newest message of each cause that is not over
         self._left_out: dict[tuple[str, str], int] = {}
-        _end_last_line(self._file)
         for alarm in read_alarms(self._file):
             self._remember(alarm)
 
@@ -91,8 +92,8 @@ class AlarmBook:
     def _write(self, alarm: Alarm) -> Alarm:
         self._remember(alarm)
         try:
-            with self._file.open("ab") as file:
-                file.write(msgspec.json.encode(alarm) + b"\n")
+            self._opened = self._opened or AppendFile(self._file, lines=True)
+            self._opened.append(msgspec.json.encode(alarm) + b"\n")
             self.problem = ""
         except OSError as error:  # a full disk is what some messages are about
             self.problem = f"{FILE} lacks messages: {error}"
@@ -105,15 +106,6 @@ class AlarmBook:
             self._told[key] = alarm
         while len(self._told) > MOST_CAUSES:
             del self._told[next(iter(self._told))]
-
-
-def _end_last_line(file: Path) -> None:
-    """Ends a line that a killed process has not finished, so that the next one begins a line of its own."""
-    if file.is_file() and file.stat().st_size:
-        with file.open("rb+") as opened:
-            opened.seek(-1, os.SEEK_END)
-            if opened.read(1) != b"\n":
-                opened.write(b"\n")
 
 
 def read_alarms(file: Path, *, newest: int | None = None) -> list[Alarm]:

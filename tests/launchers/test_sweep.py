@@ -14,6 +14,7 @@ from launchers.local import save_config
 from launchers.sweep import SWEEP_FILE, Sweep, _label, read_metric
 from relax_core.config import compose
 from relax_core.config.schema import RelaxConfig
+from relax_core.observe.event_log import EventWriter
 
 
 def record(config: RelaxConfig) -> int:
@@ -30,8 +31,9 @@ def record(config: RelaxConfig) -> int:
         "samples_per_s": 100.0 * config.seed,
     }
     (folder / "summary.json").write_text(json.dumps(values))
-    actor = {"source": "actor", "step": 0, "time_s": 1.0, "values": {"reward": config.seed / 10, "exact": 0.0}}
-    (folder / "metrics.jsonl").write_text(json.dumps(actor) + "\n")
+    writer = EventWriter(folder, "actor-0")
+    writer.record("actor", 0, {"reward": config.seed / 10, "exact": 0.0})
+    writer.close()
     return 1 if config.seed == 3 else 0
 
 
