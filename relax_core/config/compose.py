@@ -375,8 +375,6 @@ def _absolute(config: RelaxConfig) -> RelaxConfig:
     for section, key in (dotted.split(".") for dotted in PATHS):
         holder: Any = getattr(config, section)
         if (path := getattr(holder, key, None)) is not None:  # only one launcher has token_file
-            if not path:  # `run.dir=$UNSET` would be this very folder
-                raise ConfigError([f"{section}.{key} is empty. Give a path, or leave it out."])
             setattr(holder, key, _path(f"{section}.{key}", path))
     for section, key in (("engine", "name"), ("model", "family")):
         if (path := getattr(getattr(config, section), key)) is not None and is_file_plugin(path):
@@ -393,11 +391,15 @@ def _absolute(config: RelaxConfig) -> RelaxConfig:
     return config
 
 
-def _path(key: str, text: str) -> str:
-    """Returns the absolute path.
+def _path(key: str, text: Any) -> Any:
+    """Returns the absolute path; a value that is no text is left to the checks.
 
     Raises `ConfigError` if no file can have the name, or if this user may not access it.
     """
+    if not isinstance(text, str):
+        return text
+    if not text:  # `run.dir=$UNSET` would be this very folder
+        raise ConfigError([f"{key} is empty. Give a path, or leave it out."])
     shown = text if len(text) <= SHOWN_PATH else f"{text[: SHOWN_PATH - 20]}…{text[-20:]}"
     if _ADDRESS.match(text):
         raise ConfigError([f"{key}={shown}: an address is no path of this machine. {_copy_words(text)}"])
@@ -423,24 +425,12 @@ def _copy_words(address: str) -> str:
 
 
 def _absolute_each(paths: Any, *, key: str) -> Any:
-    """Returns the same list or mapping with absolute paths.
-
-    Values that are no text are left to the checks. The paths of `data.paths` are its keys, those of `eval.sets` its
-    values.
-    """
+    """Returns the same list or mapping with absolute paths: the keys of `data.paths`, and the values of `eval.sets`."""
     if isinstance(paths, dict) and key == "data.paths":
-        return {_absolute_path(path, key=key): weight for path, weight in paths.items()}
+        return {_path(key, path): weight for path, weight in paths.items()}
     if isinstance(paths, dict):
-        return {name: _absolute_path(path, key=f"{key}.{name}") for name, path in paths.items()}
-    return [_absolute_path(path, key=key) for path in paths] if isinstance(paths, list) else paths
-
-
-def _absolute_path(path: Any, *, key: str) -> Any:
-    if not isinstance(path, str):
-        return path
-    if not path:
-        raise ConfigError([f"{key} has an empty path. Give a path, or leave it out."])
-    return _path(key, path)
+        return {name: _path(f"{key}.{name}", path) for name, path in paths.items()}
+    return [_path(key, path) for path in paths] if isinstance(paths, list) else paths
 
 
 class SweepRuns(Protocol):

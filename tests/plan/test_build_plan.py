@@ -315,7 +315,7 @@ def test_agents_are_counted_with_their_processes() -> None:
     assert "6 processes take task after task: sleep 1" in " ".join(warm.episodes)
     assert "each in a process of its own: sleep 1" in " ".join(each.episodes)
     elsewhere = make_plan(load_config(["experiment=calculator", "env=agent"]))
-    assert "ask for up to 64 tasks at one time at 127.0.0.1, port any free one" in " ".join(elsewhere.episodes)
+    assert "ask for up to 256 tasks at one time at 127.0.0.1, port any free one" in " ".join(elsewhere.episodes)
     assert not [holder for holder in elsewhere.memory if holder.name == "agent with its guard"]
 
 
