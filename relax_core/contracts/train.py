@@ -1,18 +1,8 @@
-"""The contract of the training back end, which computes and imports no Ray; the roles move the data."""
+"""What the training back end (`relax_core/train/`) reports of a step: metrics over all ranks, and a rank's times."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
-
-import numpy as np
-
-from relax_core.contracts.tree import TokenTree
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,52 +49,3 @@ class RankTimes:
     cpu_ms: dict[str, float]
     rows: int
     core_wait_ms: float = 0.0
-
-
-class TrainBackend(Protocol):
-    """Is one rank's part of the trainer.
-
-    All ranks call the same methods in the same order. The ranks of one data-parallel replica (tensor, pipeline and
-    context parallel) pass the same groups.
-    """
-
-    def begin_step(self, step: int) -> None:
-        """Clears gradients and sums. ``step`` determines the learning rate."""
-
-    def accumulate(self, groups: Sequence[TokenTree]) -> None:
-        """Runs forward and backward over this rank's groups of one micro-batch; a rank may have none."""
-
-    def count(self, groups: Sequence[TokenTree]) -> None:
-        """Adds groups without a gradient to the update's counts. One rank of all is given them."""
-
-    def finish_step(self) -> StepMetrics:
-        """Divides by the global denominator, clips the gradients and steps the optimizer."""
-
-    @property
-    def times(self) -> RankTimes:
-        """Returns the times of this rank's part of the update that `finish_step` has just ended."""
-
-    def logprobs(self, groups: Sequence[TokenTree]) -> list[np.ndarray]:
-        """Returns the current weights' log-probs, float32 ``[rows]`` for each group; 0 if a row was not sampled."""
-
-    @property
-    def weight_shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Returns the names and shapes of the tensors of `export`, in its order."""
-
-    def export(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields all weights with Hugging Face names and shapes, in the order of the family's map."""
-
-    def load_weights(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
-        """Sets all weights from Hugging Face names. Raises ValueError for a missing, unknown or misshapen one."""
-
-    def copy_state(self) -> None:
-        """Copies to the host the state that a checkpoint holds."""
-
-    def write_copy(self, folder: Path) -> None:
-        """Writes the newest copy. Any thread may call it while training goes on."""
-
-    def save(self, folder: Path) -> None:
-        """Copies the state and writes it."""
-
-    def load(self, folder: Path) -> None:
-        """Reads the checkpoint of any layout."""

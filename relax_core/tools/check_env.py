@@ -11,8 +11,8 @@ import asyncio
 import json
 import random
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -57,10 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--row", help=f"a data row as JSON; without it {json.dumps(ROW)}", default=json.dumps(ROW))
     given = parser.parse_args(arguments)
     try:
-        name = str(Path(given.env).absolute()) if is_file_plugin(given.env) else given.env
-        spec = find_env(name)
-        config = plugin_config("env", name, settings_of(given.settings), section="env")
-        spec.check(config)
+        spec, config = env_with(given.env, settings_of(given.settings))
         if spec.agent is not None:
             raise Problem(f"{spec.name}: a program plays it, which only a run starts. Check it by a run of one step.")
         row = json.loads(given.row)
@@ -92,6 +89,29 @@ def settings_of(words: Sequence[str]) -> dict[str, Any]:
     return found
 
 
+def env_with(name: str, settings: Mapping[str, Any]) -> tuple[EnvSpec, Any]:
+    """Returns an environment by its name or file, and its checked settings."""
+    name = str(Path(name).absolute()) if is_file_plugin(name) else name
+    spec = find_env(name)
+    config = plugin_config("env", name, settings, section="env")
+    spec.check(config)
+    return spec, config
+
+
+@asynccontextmanager
+async def playable(spec: EnvSpec, config: InteractionConfig) -> AsyncIterator[EnvSpec]:
+    """Yields the environment as a run plays it: an isolated one runs in a worker process, which ends with the block."""
+    if not spec.isolated:
+        yield spec
+        return
+    assert isinstance(config, IsolatedConfig)
+    workers = EnvWorkers(spec, config)
+    try:
+        yield workers.spec(episodes_per_group=1)
+    finally:
+        await asyncio.to_thread(workers.close)
+
+
 def check_messages(spec: EnvSpec, config: Any, row: Mapping[str, Any]) -> list[str]:
     """Returns what was checked of an environment of one turn. Raises `Problem` and `WrongResult`."""
     assert spec.messages is not None
@@ -104,17 +124,9 @@ async def check_turns(spec: EnvSpec, config: InteractionConfig, row: Mapping[str
     """Returns what was checked of an environment of several turns. Raises `Problem` and `WrongResult`."""
     tools = [] if spec.tools is None else [one["function"]["name"] for one in spec.tools(row, config)]  # type: ignore[index]
     before = _children()
-    workers = None
-    if spec.isolated:
-        assert isinstance(config, IsolatedConfig)
-        workers = EnvWorkers(spec, config)
-        spec = workers.spec(episodes_per_group=1)
-    try:
-        check = _Check(spec, config, row, tools)
+    async with playable(spec, config) as played:
+        check = _Check(played, config, row, tools)
         lines = [f"tools: {', '.join(tools) or 'none'}", await check.openings(), *await check.plays()]
-    finally:
-        if workers is not None:
-            workers.close()
     _, left = psutil.wait_procs(_children() - before, timeout=CHILDREN_END_S)
     told = ", ".join(map(_words, left))
     for process in left:

@@ -17,16 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from relax_core.config.errors import ConfigError
-from relax_core.config.plugin_types import plugin_config
-from relax_core.contracts.env import EnvSpec, EpisodeStart, InteractionConfig, IsolatedConfig, Message, StepResult
+from relax_core.contracts.env import EnvSpec, EpisodeStart, InteractionConfig, Message, StepResult
 from relax_core.contracts.host.python_child import module_command
 from relax_core.data.tool_parsers import read_action
 from relax_core.observe.standard_streams import unread_streams
-from relax_core.registry import PluginError, find_env, is_file_plugin
-from relax_core.rollout.env_workers.env_workers import EnvWorkers
+from relax_core.registry import PluginError
 from relax_core.rollout.episodes.env_calls import EnvCalls
 from relax_core.rollout.episodes.tool_use import with_call_error
-from relax_core.tools.check_env import ROW, settings_of
+from relax_core.tools.check_env import ROW, env_with, playable, settings_of
 
 CHECKPOINT = "checkpoint="
 CHECKPOINT_S = 1800.0  # seconds that the evaluation of a checkpoint may take, its engines' start included
@@ -53,10 +51,7 @@ def main(arguments: Sequence[str] | None = None, *, ask: Callable[[str], str] = 
         values = settings_of([word.replace("env=", "env.name=", 1) for word in given.settings])
         if not isinstance(name := values.pop("name", None), str):
             raise ValueError("env has no value: add env=number_guess, or env.name=/path/my_env.py.")
-        name = str(Path(name).absolute()) if is_file_plugin(name) else name
-        spec = find_env(name)
-        config = plugin_config("env", name, values, section="env")
-        spec.check(config)
+        spec, config = env_with(name, values)
         row = json.loads(given.row) if given.row else {**ROW, "seed": given.seed}
         if spec.agent is not None:
             raise ValueError(f"env={name}: agents play it, and nobody answers them here. Start a run of one step.")
@@ -98,16 +93,11 @@ def play_checkpoint(checkpoint: str, keys: Sequence[str], *, episodes: int) -> i
 async def _play(spec: EnvSpec, config: InteractionConfig, start: EpisodeStart, ask: Callable[[str], str]) -> None:
     """Plays until the env ends the episode, ``config.max_turns`` responses were given, or the input ends."""
     tools: list[Any] = [] if spec.tools is None else list(spec.tools(start.row, config))
-    workers = None
-    if spec.isolated:
-        assert isinstance(config, IsolatedConfig)
-        workers = EnvWorkers(spec, config)
-        spec = workers.spec(episodes_per_group=1)
-    assert spec.open is not None
-    calls = EnvCalls(timeout_s=config.step_timeout_s)
     rewards: list[float] = []
-    try:
-        env = await calls(spec.open, start, config)
+    calls = EnvCalls(timeout_s=config.step_timeout_s)
+    async with playable(spec, config) as played:
+        assert played.open is not None
+        env = await calls(played.open, start, config)
         try:
             _show(await calls(env.format_observation, await calls(env.reset)))
             _show_tools(tools)
@@ -127,9 +117,6 @@ async def _play(spec: EnvSpec, config: InteractionConfig, start: EpisodeStart, a
             print(f"[the end; reward {sum(rewards):g}]" if rewards else "[the end; a reward plug-in scores it]")
         finally:
             await calls.close(env.close)
-    finally:
-        if workers is not None:
-            await asyncio.to_thread(workers.close)
 
 
 def _show(messages: Sequence[Message]) -> None:

@@ -21,23 +21,28 @@ from torch import Tensor
 class RowSharding:
     """Describes how a stream is sharded over the context-parallel ``group`` and which ``rank`` of ``ranks`` this is.
 
-    The number of the stream's rows is a multiple of ``multiple``.
+    The number of the stream's rows is a multiple of ``multiple``. Inside the layers, sequence parallelism assigns this
+    rank the ``part`` of ``parts`` of these rows.
     """
 
     multiple: int = 1
     ranks: int = 1
     rank: int = 0
+    parts: int = 1
+    part: int = 0
     group: dist.ProcessGroup | None = None
 
     @staticmethod
     def of_this_rank(*, sequence_parallel: bool) -> RowSharding:
         """Builds the sharding of this rank from Megatron's groups."""
         ranks = parallel_state.get_context_parallel_world_size()
-        tensor_parallel = parallel_state.get_tensor_model_parallel_world_size() if sequence_parallel else 1
+        parts = parallel_state.get_tensor_model_parallel_world_size() if sequence_parallel else 1
         return RowSharding(
-            multiple=tensor_parallel * (2 * ranks if ranks > 1 else 1),
+            multiple=parts * (2 * ranks if ranks > 1 else 1),
             ranks=ranks,
             rank=parallel_state.get_context_parallel_rank(),
+            parts=parts,
+            part=parallel_state.get_tensor_model_parallel_rank() if sequence_parallel else 0,
             group=parallel_state.get_context_parallel_group() if ranks > 1 else None,
         )
 
@@ -48,6 +53,10 @@ class RowSharding:
     def rows_of_rank(self, padded: int) -> np.ndarray:
         """Returns this rank's row numbers in a stream of ``padded`` rows, ascending, int64 ``[padded / ranks]``."""
         return self._rows_of(self.rank, padded)
+
+    def rows_inside_layers(self, padded: int) -> np.ndarray:
+        """Returns the row numbers that this rank has inside the layers, int64 ``[padded / ranks / parts]``."""
+        return self.rows_of_rank(padded).reshape(self.parts, -1)[self.part]
 
     def gathered_order(self, padded: int) -> np.ndarray:
         """Returns each stream row's index when the ranks' rows are concatenated, int64 ``[padded]``."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from megatron.core import parallel_state
@@ -22,32 +22,13 @@ from torch import Tensor
 from relax_core.contracts.tree import TokenTree
 from relax_core.train.model.tree_attention import TreeBatch
 
+if TYPE_CHECKING:
+    from relax_core.train.rank import MegatronRank
+
 RUNS_OF_STAGES = 4
 
 Columns = TypeVar("Columns")
 Groups = Sequence[TokenTree]
-
-
-class Passes(Protocol):
-    """Computes a rank's passes over one micro-batch."""
-
-    def padded_rows(self, groups: Groups) -> int:
-        """Returns the number of rows of the groups' stream, pads included."""
-
-    def pack(self, groups: Groups, *, rows: int = 0, trained_only: bool = False) -> TreeBatch:
-        """Packs groups into a stream of at least ``rows`` rows.
-
-        If ``trained_only`` is True, log-probs are computed only for trained rows.
-        """
-
-    def forward(self, chunk: Any, batch: TreeBatch) -> Tensor:
-        """Returns the output of a chunk of layers, which the next chunk reads, or `loss` after the last chunk."""
-
-    def loss(self, batch: TreeBatch, hidden: Tensor) -> Tensor:
-        """Returns the sum whose gradient is taken, and counts what the step reports."""
-
-    def timed(self, part: str) -> contextlib.AbstractContextManager[None]:
-        """Adds the block's time in milliseconds to the update's timing ``part``."""
 
 
 class Schedule:
@@ -56,7 +37,7 @@ class Schedule:
     If ``overlap`` is True, gradients are reduced while other passes compute.
     """
 
-    def __init__(self, chunks: Sequence[Any], passes: Passes, *, overlap: bool) -> None:
+    def __init__(self, chunks: Sequence[Any], passes: MegatronRank, *, overlap: bool) -> None:
         self._chunks, self._passes, self._overlap = chunks, passes, overlap
         self._stages = parallel_state.get_pipeline_model_parallel_world_size()
         self._window = 1 if self._stages == 1 else RUNS_OF_STAGES * self._stages

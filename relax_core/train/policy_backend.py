@@ -1,4 +1,4 @@
-"""Implements the policy's training back end, which is one rank's part of the trainer (contracts/train.py)."""
+"""Implements the policy's training back end, which is one rank's part of the trainer."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class TopLogprobs(NamedTuple):
 
 
 class MegatronBackend(MegatronRank):
-    """Implements `relax_core.contracts.train.TrainBackend` on megatron-core.
+    """Adds the policy's log-probs and loss to a rank, and exports its weights.
 
     ``temperature`` is the sampling temperature at which log-probs are computed. If ``trainable`` is False the back end
     serves actor_fwd, reference and teacher roles. Log-probs and entropies are those of the distribution that was

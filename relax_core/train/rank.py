@@ -36,7 +36,7 @@ from relax_core.train.megatron_on_cpu import has_cuda, training_device, wait_for
 from relax_core.train.micro_batches import ROW, MicroBatcher, TowerWork, with_row_numbers
 from relax_core.train.model.gpt import build_chunks
 from relax_core.train.model.media_features import finalize_gradients, media_plan
-from relax_core.train.model.moe import balance_metrics, clear_counts, router_plan, routers
+from relax_core.train.model.moe import balance_metrics, clear_counts, router_rows, routers
 from relax_core.train.model.tree_attention import TreeBatch
 from relax_core.train.optimizer import build_optimizer, freeze_parts, wrap_for_training
 from relax_core.train.parallel_layout import world_size
@@ -177,9 +177,7 @@ class MegatronRank:
         self.tower_work = TowerWork.of(self.architecture, most_patches=self._parallel.micro_batch_patches)
         self._sharding = RowSharding.of_this_rank(sequence_parallel=self._parallel.sequence_parallel)
         # A critic does not replay the experts that come with the groups, because they are the policy's.
-        self._routers = router_plan(
-            self.architecture, self._parallel, self._sharding, replays=not value_head, device=self._device
-        )
+        self._replays = not value_head
         self._towers = Towers.of(self.architecture)
         self._media = media_plan(self.architecture, media, self._parallel, self._sharding, device=self._device)
         self._schedule = Schedule(self.model_chunks, self, overlap=self._overlap)
@@ -335,26 +333,26 @@ class MegatronRank:
         return self._sharding.padded(sum(group.computed_rows for group in groups) or 1)
 
     def pack(self, groups: Sequence[TokenTree], *, rows: int = 0, trained_only: bool = False) -> TreeBatch:
-        """Packs groups into a stream of at least ``rows`` rows; see `Passes.pack`."""
+        """Packs groups into a stream of at least ``rows`` rows.
+
+        If ``trained_only`` is True, log-probs are computed only for trained rows.
+        """
         with self.timed("pack"):
             layout = pack_tree(groups or [_EMPTY_MICRO_BATCH], trained_only=trained_only, towers=self._towers)
             self._clock.add_rows(len(layout.token_ids))
-            tree = TreeBatch.of(layout, device=self._device, dtype=self._dtype, sharding=self._sharding, rows=rows)
-            if self._routers is not None:
-                routers = self._routers.router_rows(
-                    groups,
-                    stream=len(layout.token_ids),
-                    padded_rows=tree.padded_rows,
-                    balance_weight=self._balance_weight(groups),
-                )
-                tree = replace(tree, routers=routers)
-            tree = tree.with_levels(self.architecture.delta_net)
+            batch = TreeBatch.of(
+                layout, groups, device=self._device, dtype=self._dtype, sharding=self._sharding, rows=rows
+            )
+            if self.architecture.experts is not None:
+                weight = self._balance_weight(groups)
+                routers = router_rows(batch, self.architecture, replays=self._replays, balance_weight=weight)
+                batch = replace(batch, routers=routers)
             if self._media is not None:
-                tree = replace(tree, media=self._media.inputs(layout, padded_rows=tree.padded_rows))
-            return replace(tree, groups=groups)
+                batch = replace(batch, media=self._media.inputs(layout, padded_rows=batch.padded_rows))
+            return batch.with_levels(self.architecture.delta_net)
 
     def forward(self, chunk: Any, batch: TreeBatch) -> Tensor:
-        """Runs one chunk of layers on a micro-batch and returns its output."""
+        """Returns the output of a chunk of layers, which the next chunk reads, or `loss` after the last chunk."""
         with self.timed("forward"):
             hidden: Tensor = chunk(batch)
             return hidden

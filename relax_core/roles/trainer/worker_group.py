@@ -125,7 +125,7 @@ class WorkerGroup:
         return not self._other_ranks
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields all weights as `TrainBackend.export` does."""
+        """Yields all weights as `MegatronBackend.export` does."""
         sent = self._send(self._other_ranks, "export")
         with self._collective("export", sent):
             yield from self.lead.export()

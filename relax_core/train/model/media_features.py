@@ -39,7 +39,6 @@ from relax_core.families.tower_passes import (
 )
 from relax_core.families.towers import Towers, item_work
 from relax_core.train.context_parallel import RowSharding, gathered_rows, summed_rows
-from relax_core.train.model.moe import rows_inside_layers
 from relax_core.train.tree_packing import TreeLayout
 
 if TYPE_CHECKING:
@@ -197,8 +196,8 @@ class MediaInputs:
 class MediaPlan:
     """Makes the `MediaInputs` of a rank of the first stage for each micro-batch.
 
-    ``part`` and ``parts`` are those of sequence parallelism. ``group`` are the ranks over which items are dealt, None
-    if each rank passes the items of its own rows. ``work`` returns an item's work in rows of the language model.
+    ``group`` are the ranks over which items are dealt, None if each rank passes the items of its own rows. ``work``
+    returns an item's work in rows of the language model.
     """
 
     towers: Towers
@@ -206,8 +205,6 @@ class MediaPlan:
     group: MediaGroup | None
     work: Callable[[MediaItem], float]
     sharding: RowSharding
-    parts: int
-    part: int
     device: torch.device
 
     def inputs(self, layout: TreeLayout, *, padded_rows: int) -> MediaInputs | None:
@@ -224,7 +221,7 @@ class MediaPlan:
             if not kept.any():
                 return None
             media = media.taken(np.flatnonzero(kept), self.towers)
-        inside = rows_inside_layers(self.sharding, padded_rows, parts=self.parts, part=self.part)
+        inside = self.sharding.rows_inside_layers(padded_rows)
         places = np.minimum(np.searchsorted(inside, media.rows), len(inside) - 1)
         own = inside[places] == media.rows
         items, order, longest = media.items, self.towers.order(media.items), 0
@@ -262,8 +259,6 @@ def media_plan(
         work=partial(item_work, architecture),
         group=MediaGroup.of_this_rank(sequence_parallel=parallel.sequence_parallel) if dealt else None,
         sharding=sharding,
-        parts=parallel.tp if parallel.sequence_parallel else 1,
-        part=parallel_state.get_tensor_model_parallel_rank() if parallel.sequence_parallel else 0,
         device=device,
     )
 

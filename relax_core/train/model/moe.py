@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
@@ -27,10 +26,8 @@ from megatron.core.transformer.moe.router_replay import RouterReplay, RouterRepl
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
-from relax_core.config.schema import ParallelConfig
 from relax_core.contracts.tree import TokenTree
 from relax_core.families.architecture import Architecture
-from relax_core.train.context_parallel import RowSharding
 from relax_core.train.micro_batches import REPEATED
 
 if TYPE_CHECKING:
@@ -85,15 +82,6 @@ def packed_experts(trees: Sequence[TokenTree], model: Architecture) -> np.ndarra
     return np.concatenate(found)
 
 
-def rows_inside_layers(sharding: RowSharding, padded_rows: int, *, parts: int, part: int) -> np.ndarray:
-    """Returns the stream's row numbers that this rank has inside the layers, int64.
-
-    They are its context-parallel rows, and of these the ``part`` of ``parts`` that sequence parallelism assigns to it.
-    """
-    rows = sharding.rows_of_rank(padded_rows)
-    return rows.reshape(parts, -1)[part]
-
-
 def experts_of_rows(experts: np.ndarray, rows: np.ndarray) -> np.ndarray:
     """Selects ``rows`` of ``experts`` ``[stream, layers, top_k]`` and returns int64 ``[layers, rows, top_k]``.
 
@@ -120,49 +108,16 @@ def _uncounted(trees: Sequence[TokenTree], *, stream: int, padded_rows: int) -> 
     return whole
 
 
-@dataclass(frozen=True, kw_only=True)
-class RouterPlan:
-    """Makes the `RouterRows` of this rank for each micro-batch.
-
-    ``part`` and ``parts`` are those of sequence parallelism. If ``replays`` is True, experts that come with the groups
-    are replayed.
-    """
-
-    model: Architecture
-    sharding: RowSharding
-    parts: int
-    part: int
-    replays: bool
-    device: torch.device
-
-    def router_rows(
-        self, trees: Sequence[TokenTree], *, stream: int, padded_rows: int, balance_weight: float
-    ) -> RouterRows:
-        """Returns the routing of a micro-batch with ``stream`` rows, and ``padded_rows`` rows with its pads."""
-        rows = rows_inside_layers(self.sharding, padded_rows, parts=self.parts, part=self.part)
-        uncounted = _uncounted(trees, stream=stream, padded_rows=padded_rows)
-        experts = packed_experts(trees, self.model) if self.replays else None
-        return RouterRows(
-            experts=None if experts is None else torch.from_numpy(experts_of_rows(experts, rows)).to(self.device),
-            pads=None if uncounted is None else torch.from_numpy(uncounted[rows]).to(self.device),
-            balance_weight=balance_weight,
-            counted=bool(trees),
-        )
-
-
-def router_plan(
-    architecture: Architecture, parallel: ParallelConfig, sharding: RowSharding, *, replays: bool, device: torch.device
-) -> RouterPlan | None:
-    """Returns this rank's plan, or None for a dense model."""
-    if architecture.experts is None:
-        return None
-    return RouterPlan(
-        model=architecture,
-        sharding=sharding,
-        parts=parallel.tp if parallel.sequence_parallel else 1,
-        part=parallel_state.get_tensor_model_parallel_rank() if parallel.sequence_parallel else 0,
-        replays=replays,
-        device=device,
+def router_rows(batch: TreeBatch, model: Architecture, *, replays: bool, balance_weight: float) -> RouterRows:
+    """Returns the routing of a micro-batch; if ``replays`` is True, experts that come with the groups are replayed."""
+    rows, device = batch.sharding.rows_inside_layers(batch.padded_rows), batch.token_ids.device
+    uncounted = _uncounted(batch.groups, stream=len(batch.layout.token_ids), padded_rows=batch.padded_rows)
+    experts = packed_experts(batch.groups, model) if replays else None
+    return RouterRows(
+        experts=None if experts is None else torch.from_numpy(experts_of_rows(experts, rows)).to(device),
+        pads=None if uncounted is None else torch.from_numpy(uncounted[rows]).to(device),
+        balance_weight=balance_weight,
+        counted=bool(batch.groups),
     )
 
 

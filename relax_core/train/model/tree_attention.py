@@ -317,9 +317,15 @@ class TreeBatch:
 
     @staticmethod
     def of(
-        layout: TreeLayout, *, device: torch.device, dtype: torch.dtype, sharding: RowSharding = WHOLE, rows: int = 0
+        layout: TreeLayout,
+        groups: Sequence[TokenTree] = (),
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        sharding: RowSharding = WHOLE,
+        rows: int = 0,
     ) -> TreeBatch:
-        """Moves this rank's part of a layout to the device and pads the stream to at least ``rows`` rows."""
+        """Moves this rank's part of the groups' layout to the device, and pads the stream to at least ``rows`` rows."""
         stream = len(layout.token_ids)
         padded = sharding.padded(max(rows, stream))
         mine, own_tokens, tokens = sharding.rows_of_rank(padded), slice(None), None
@@ -331,6 +337,7 @@ class TreeBatch:
             predicting_rows = np.searchsorted(mine, layout.predicting_rows[own_tokens])
         return TreeBatch(
             layout=layout,
+            groups=groups,
             token_ids=_put(_pad(layout.token_ids, padded - stream)[mine], device),
             positions=_put(_pad(layout.positions, padded - stream)[mine], device),
             predicting_rows=_put(predicting_rows, device),
