@@ -54,7 +54,8 @@ class EngineSettings(Protocol):
     def prefix_cache_tokens(self) -> int | None: ...
 
 
-class EngineStart(Protocol):
+@dataclass(frozen=True, kw_only=True)
+class EngineStart:
     """Holds what one engine process is started with (`relax_core.engines.engine_process.EngineLaunch`).
 
     ``family`` is model.family of the run: a name, a file, or None. ``dtype`` is "float32" or "bfloat16". ``token_file``
@@ -67,32 +68,19 @@ class EngineStart(Protocol):
     engine share the images of a batch, if it can, as the trainer's ranks do.
     """
 
-    @property
-    def model_folder(self) -> Path: ...
-    @property
-    def family(self) -> str | None: ...
-    @property
-    def engine(self) -> EngineSettings: ...
-    @property
-    def dtype(self) -> str: ...
-    @property
-    def token_file(self) -> Path: ...
-    @property
-    def port(self) -> int: ...
-    @property
-    def listener(self) -> int | None: ...
-    @property
-    def load_weights(self) -> bool: ...
-    @property
-    def beyond_loopback(self) -> bool: ...
-    @property
-    def return_routed_experts(self) -> bool: ...
-    @property
-    def stop_strings(self) -> bool: ...
-    @property
-    def media_folder(self) -> Path | None: ...
-    @property
-    def shard_media(self) -> bool: ...
+    model_folder: Path
+    engine: EngineSettings
+    dtype: str
+    token_file: Path
+    port: int = 0
+    listener: int | None = None
+    family: str | None = None
+    load_weights: bool = False
+    beyond_loopback: bool = False
+    return_routed_experts: bool = False
+    stop_strings: bool = False
+    media_folder: Path | None = None
+    shard_media: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

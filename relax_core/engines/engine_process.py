@@ -15,6 +15,7 @@ import msgspec
 
 from relax_core.config.schema import EngineConfig
 from relax_core.contracts.engine import EngineError
+from relax_core.contracts.engine_kind import EngineStart
 from relax_core.contracts.host.python_child import cause_in_log
 from relax_core.engines.http_server.held_port import HeldPort
 from relax_core.engines.sglang import scratch as engine_scratch
@@ -24,33 +25,11 @@ KILLED_S = 10.0  # seconds in which a killed process has ended, unless the kerne
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineLaunch:
-    """Holds the settings that one engine process is started with.
+class EngineLaunch(EngineStart):
+    """Holds what one engine process is started with, and the log that gets its output."""
 
-    ``family``: model.family of the run, a name or a file, which the model may be of beside those that have a name.
-    ``load_weights``: serve the folder's own weights at once, as version 0; else nothing is served until an update.
-    ``listener``: the descriptor that `EngineProcess.start` sets.
-    ``beyond_loopback``: ``engine.host`` may be any address of this machine; the bearer token is asked for there too.
-    ``return_routed_experts``, ``stop_strings``: be ready to tell them, and to look for them; the embedded engine always
-    is.
-    ``media_folder``: the folder of the images and videos that requests name; None for an engine that takes text only.
-    ``shard_media``: parallel.shard_media of the run; the ranks of an engine share images in the same way, if it can.
-    """
-
-    model_folder: Path
     engine: EngineConfig
-    dtype: str
-    token_file: Path
     log_file: Path
-    port: int = 0
-    listener: int | None = None
-    family: str | None = None
-    load_weights: bool = False
-    beyond_loopback: bool = False
-    return_routed_experts: bool = False
-    stop_strings: bool = False
-    media_folder: Path | None = None
-    shard_media: bool = False
 
     def command(self) -> list[str]:
         """Returns the command line."""

@@ -6,7 +6,6 @@ import asyncio
 import http.client
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -58,107 +57,26 @@ if TYPE_CHECKING:
     import aiohttp
 
 
-class WeightCalls(ABC):
-    """Implements `WeightReceiver` for the embedded engine."""
-
-    group_ranks = 1
-
-    @abstractmethod
-    def _call(
-        self, method: str, route: str, payload: Any = None, *, needs: type[msgspec.Struct] | None = None
-    ) -> dict[str, Any]: ...
-
-    def update_weights(self, manifest: WeightManifest) -> dict[str, Any]:
-        """Loads a published version from shared memory; returns once it is served.
-
-        The answer has ``weight_version``, ``digest`` and ``stall_ms``.
-        """
-        return self._call("POST", "/update_weights_from_shared_memory", manifest, needs=Updated)
-
-    def update_weights_from_disk(self, manifest: WeightManifest) -> dict[str, Any]:
-        """Loads a published version from its folder, which is read as a Hugging Face model.
-
-        The answer has the fields of `update_weights`. SGLang's route carries one digest of one file, so that a version
-        with frozen tensors is read by its manifest, from the same folder.
-        """
-        if manifest.frozen is not None:
-            return self.update_weights(manifest)
-        folder = str(Path(manifest.path).parent)
-        body = {"model_path": folder, "weight_version": str(manifest.version), "digest": manifest.digest}
-        return self._call("POST", "/update_weights_from_disk", body, needs=Updated)
-
-    def join_weight_group(self, address: WeightGroupAddress) -> dict[str, Any]:
-        """Joins the group as ranks 1 to ``group_ranks``; returns once all ranks have joined."""
-        body = group_body(address) | {"timeout_s": address.timeout_s}
-        return self._call("POST", "/init_weights_update_group", body)
-
-    def leave_weight_group(self, name: str) -> dict[str, Any]:
-        """Leaves the group of this name."""
-        return self._call("POST", "/destroy_weights_update_group", {"group_name": name})
-
-    def begin_weight_update(self) -> dict[str, Any]:
-        """Opens a session; the tensors of a session that is still open are thrown away."""
-        return self._call("POST", "/begin_weight_update", {})
-
-    def receive_weights(self, tensors: Sequence[TensorSpec], *, group: str, version: int) -> dict[str, Any]:
-        """Receives one broadcast of the group's rank 0: the bytes of ``tensors``, one after the other."""
-        body = tensors_body(tensors, group=group) | {"weight_version": str(version)}
-        return self._call("POST", "/update_weights_from_distributed", body)
-
-    def abandon_weight_update(self) -> dict[str, Any]:
-        """Ends a failed session.
-
-        The embedded engine needs no call for it: it serves its old weights until a session succeeds, and the next
-        session throws away what came in.
-        """
-        return {}
-
-    def end_weight_update(self, *, version: int, digest: str) -> dict[str, Any]:
-        """Ends the session and serves its weights. Raises EngineError if they have another digest."""
-        body = {"weight_version": str(version), "digest": digest}
-        return self._call("POST", "/end_weight_update", body, needs=Updated)
-
-
-def group_body(address: WeightGroupAddress) -> dict[str, Any]:
-    """Returns SGLang's body of /init_weights_update_group."""
-    return {
-        "master_address": address.address,
-        "master_port": address.port,
-        "rank_offset": 1,
-        "world_size": address.world_size,
-        "group_name": address.name,
-        "backend": address.backend,
-    }
-
-
-def tensors_body(tensors: Sequence[TensorSpec], *, group: str) -> dict[str, Any]:
-    """Returns SGLang's body of /update_weights_from_distributed: one broadcast of all ``tensors``."""
-    return {
-        "names": [spec.name for spec in tensors],
-        "dtypes": [spec.dtype for spec in tensors],
-        "shapes": [spec.shape for spec in tensors],
-        "group_name": group,
-        "load_format": "flattened_bucket",
-    }
-
-
 CONNECT_S = 5.0  # an engine is on this host or in this rack, so a connection that takes longer will not succeed
 CONTROL_BYTES = 16 << 20  # most bytes of the reply to a control call
 REFUSAL_BYTES = 64 << 10  # of the body of a refusal that are read
 _encoder = msgspec.json.Encoder()
 
 
-class EngineClient(WeightCalls):
-    """Calls one engine.
+class EngineClient:
+    """Calls one engine; it is the embedded engine's `WeightReceiver`.
 
     ``request_timeout_s`` is the longest silence in `generate` and `score`, in seconds; ``control_timeout_s`` is the
     longest duration of every other call. `generate` belongs to one event loop, the other calls to one thread at a time.
     The server proves on each connection that it knows ``token``, before anything else is sent. A server that somebody
     else started, which ``attached`` says, knows no proof and is not asked. ``vocab_size`` is the model's; responses are
     checked against it if it is given.
+    ``group_ranks`` is the number of ranks with which the engine joins a group for broadcasts of weights.
     Calls raise EngineUnreachable if the process does not answer, its subclass MalformedReply if the answer does not
     follow the protocol, and EngineError with the engine's own text if it refuses.
     """
+
+    group_ranks = 1
 
     def __init__(
         self,
@@ -511,6 +429,57 @@ class EngineClient(WeightCalls):
         """Lets the engine decode again after `release_memory`."""
         return self._call("POST", "/resume_memory_occupation", {})
 
+    # -- weights ----------------------------------------------------------------------------------------------------
+    def update_weights(self, manifest: WeightManifest) -> dict[str, Any]:
+        """Loads a published version from shared memory; returns once it is served.
+
+        The answer has ``weight_version``, ``digest`` and ``stall_ms``.
+        """
+        return self._call("POST", "/update_weights_from_shared_memory", manifest, needs=Updated)
+
+    def update_weights_from_disk(self, manifest: WeightManifest) -> dict[str, Any]:
+        """Loads a published version from its folder, which is read as a Hugging Face model.
+
+        The answer has the fields of `update_weights`. SGLang's route carries one digest of one file, so that a version
+        with frozen tensors is read by its manifest, from the same folder.
+        """
+        if manifest.frozen is not None:
+            return self.update_weights(manifest)
+        folder = str(Path(manifest.path).parent)
+        body = {"model_path": folder, "weight_version": str(manifest.version), "digest": manifest.digest}
+        return self._call("POST", "/update_weights_from_disk", body, needs=Updated)
+
+    def join_weight_group(self, address: WeightGroupAddress) -> dict[str, Any]:
+        """Joins the group as ranks 1 to ``group_ranks``; returns once all ranks have joined."""
+        body = group_body(address) | {"timeout_s": address.timeout_s}
+        return self._call("POST", "/init_weights_update_group", body)
+
+    def leave_weight_group(self, name: str) -> dict[str, Any]:
+        """Leaves the group of this name."""
+        return self._call("POST", "/destroy_weights_update_group", {"group_name": name})
+
+    def begin_weight_update(self) -> dict[str, Any]:
+        """Opens a session; the tensors of a session that is still open are thrown away."""
+        return self._call("POST", "/begin_weight_update", {})
+
+    def receive_weights(self, tensors: Sequence[TensorSpec], *, group: str, version: int) -> dict[str, Any]:
+        """Receives one broadcast of the group's rank 0: the bytes of ``tensors``, one after the other."""
+        body = tensors_body(tensors, group=group) | {"weight_version": str(version)}
+        return self._call("POST", "/update_weights_from_distributed", body)
+
+    def abandon_weight_update(self) -> dict[str, Any]:
+        """Ends a failed session.
+
+        The embedded engine needs no call for it: it serves its old weights until a session succeeds, and the next
+        session throws away what came in.
+        """
+        return {}
+
+    def end_weight_update(self, *, version: int, digest: str) -> dict[str, Any]:
+        """Ends the session and serves its weights. Raises EngineError if they have another digest."""
+        body = {"weight_version": str(version), "digest": digest}
+        return self._call("POST", "/end_weight_update", body, needs=Updated)
+
     def close(self) -> None:
         """Closes the control connection."""
         with self._control:
@@ -545,6 +514,29 @@ class EngineClient(WeightCalls):
         """Returns the error for a reply with this status; only 4xx and 5xx refuse a request."""
         words = f"engine {self.url} {route}: {status}: {plain_words(_message(body))}"
         return EngineError(words) if 400 <= status <= 599 else MalformedReply(words)
+
+
+def group_body(address: WeightGroupAddress) -> dict[str, Any]:
+    """Returns SGLang's body of /init_weights_update_group."""
+    return {
+        "master_address": address.address,
+        "master_port": address.port,
+        "rank_offset": 1,
+        "world_size": address.world_size,
+        "group_name": address.name,
+        "backend": address.backend,
+    }
+
+
+def tensors_body(tensors: Sequence[TensorSpec], *, group: str) -> dict[str, Any]:
+    """Returns SGLang's body of /update_weights_from_distributed: one broadcast of all ``tensors``."""
+    return {
+        "names": [spec.name for spec in tensors],
+        "dtypes": [spec.dtype for spec in tensors],
+        "shapes": [spec.shape for spec in tensors],
+        "group_name": group,
+        "load_format": "flattened_bucket",
+    }
 
 
 def error_words(error: BaseException) -> str:

@@ -23,7 +23,7 @@ from relax_core.contracts.engine import (
     SamplingParams,
 )
 from relax_core.engines.pool.open_prompts import cut
-from relax_core.engines.protocol.engine_client import EngineClient, error_words
+from relax_core.engines.protocol.engine_client import error_words
 from relax_core.engines.protocol.frames import StreamEnd, VersionSpan
 from relax_core.engines.protocol.reply_checks import ResponseCheck, decoded
 from relax_core.engines.protocol.request_body import OnTokens, response_limit, unknown_token
@@ -123,7 +123,7 @@ class _Info(msgspec.Struct):
     weight_version: str
 
 
-class SglangClient(SglangWeightCalls, EngineClient):
+class SglangClient(SglangWeightCalls):
     """Calls one SGLang server.
 
     SGLang does not hold prompts until a weight version is in force, so that this client holds them and sends them only

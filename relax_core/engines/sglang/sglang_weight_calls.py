@@ -14,7 +14,7 @@ import msgspec
 
 from relax_core.contracts.engine import EngineError, EngineUnreachable, TensorSpec, WeightManifest
 from relax_core.contracts.host.file_lock import file_locked
-from relax_core.engines.protocol.engine_client import WeightCalls, group_body, tensors_body
+from relax_core.engines.protocol.engine_client import EngineClient, group_body, tensors_body
 from relax_core.engines.protocol.reply_checks import ModelInfo
 from relax_core.engines.protocol.server_sent_events import UNKNOWN_VERSION, version_number
 from relax_core.engines.sglang.weight_orders import (
@@ -77,7 +77,7 @@ class _Checksums(msgspec.Struct):
     ranks: list[_RankChecksums]
 
 
-class SglangWeightCalls(WeightCalls):
+class SglangWeightCalls(EngineClient):
     """Implements `WeightReceiver` for SGLang.
 
     SGLang loads into the model that it serves, so that each update pauses it in place; running samples then go on with
@@ -85,9 +85,7 @@ class SglangWeightCalls(WeightCalls):
     is that of the run's versions, where senders of broadcasts and of files take turns; None: there is no other sender.
     """
 
-    url: str
     has_loader = True
-    _control_timeout_s: float
     weights_folder: Path | None = None
     _lock: SenderLock
     _memory_released = False
