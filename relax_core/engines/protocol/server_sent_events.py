@@ -37,25 +37,6 @@ def read_routed_experts(text: str, *, prompt_tokens: int, response_tokens: int) 
     return experts[:prompt_tokens], experts[prompt_tokens:]
 
 
-def with_joined_experts(whole: Generated, before: Generated, after: Generated) -> Generated:
-    """Returns ``whole``, the response joined from ``before`` and ``after``, with the experts of both.
-
-    Each token keeps the experts of its first pass through the model, because they belong to the log-probs that were
-    sampled. The other tokens get the experts that ``after`` has for them at the end of its prompt. These are the last
-    token of ``before``, which had no experts yet, and tokens for which the engine returned none, as SGLang does if a
-    request is aborted whose prompt came from its cache.
-    """
-    if after.prompt_experts is None or after.response_experts is None:  # not asked for, or ``after`` never ran
-        experts = before.prompt_experts, before.response_experts
-    else:
-        prefilled = after.prompt_experts  # experts of the prompt and of the tokens of ``before``
-        known = [part for part in (before.prompt_experts, before.response_experts) if part is not None]
-        joined = read_only(np.concatenate([*known, prefilled[sum(map(len, known)) :], after.response_experts]))
-        prompt_tokens = len(prefilled) - len(before.output_ids)
-        experts = joined[:prompt_tokens], joined[prompt_tokens:]
-    return msgspec.structs.replace(whole, prompt_experts=experts[0], response_experts=experts[1])
-
-
 def read_only(array: np.ndarray) -> np.ndarray:
     """Makes the array read-only and returns it."""
     array.flags.writeable = False

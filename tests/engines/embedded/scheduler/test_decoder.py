@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from relax_core.engines.embedded.model.decode_attention import KVCache
 from relax_core.engines.embedded.model.decoder_model import LanguageModel
 from relax_core.engines.embedded.model.fused_weights import FusedWeights
+from relax_core.engines.embedded.model.kv_cache import KVCache
 from relax_core.engines.embedded.model.model_config import ModelConfig, read_model_config
 from relax_core.engines.embedded.model.prefill import like_lengths
 from relax_core.engines.embedded.scheduler.decoder import Decoder
