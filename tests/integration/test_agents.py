@@ -104,7 +104,7 @@ def test_agents_elsewhere_play_a_run_and_one_that_falls_silent_is_replaced(tmp_p
         tmp_path / "run",
         "experiment=calculator",
         "env=agent",
-        "agent.timeout_s=6",
+        "agent.timeout_s=20",
         "algo.group_size=4",
         "rollout.prompts_per_step=2",
         "run.steps=3",

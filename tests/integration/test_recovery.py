@@ -55,7 +55,7 @@ def test_another_rank_before_the_first_checkpoint_then_the_bus(tmp_path: Path) -
 
 def test_the_trainer_then_a_frozen_worker_and_a_frozen_engine(tmp_path: Path) -> None:
     held = HeldTraining(tmp_path, updates=12)
-    role = "algo=reinforce_pp"
+    role = "algo.normalize_std=batch"
     saved = (*OVERRIDES, "run.save_every=4", "run.steps=50")
     overrides = (*saved, "run.heartbeat_timeout_s=10", role, *held.overrides)
     with LiveRun(tmp_path / "run", *overrides) as live:
@@ -99,7 +99,7 @@ def test_past_the_limit_the_run_ends_with_the_first_cause(tmp_path: Path) -> Non
 
 
 def test_the_watchdog_names_who_stands_still(tmp_path: Path) -> None:
-    watched = ("run.heartbeat_timeout_s=600", "run.stall_timeout_s=40", "run.steps=24")
+    watched = ("run.heartbeat_timeout_s=600", "run.stall_timeout_s=100", "run.steps=24")
     log, blocker = tmp_path / "run" / "logs" / "watchdog.log", "blocker: rollout-0\n"
     held = HeldTraining(tmp_path, updates=12)
     with LiveRun(tmp_path / "run", *OVERRIDES, *watched, *held.overrides) as live:
