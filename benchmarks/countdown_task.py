@@ -31,7 +31,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from relax_core.contracts.host.file_lock import file_locked
+from relax_core.contracts.private_folder import file_locked
 from relax_core.tools.make_tiny import default_cache_root
 from relax_core.tools.tiny_text import SeeWarmStart, supervised_steps
 

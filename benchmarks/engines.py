@@ -182,7 +182,7 @@ def sync(parameters: float, *, rounds: int) -> Comparison:
     """Compares the transports at one model size, in milliseconds."""
     from relax_core.config.choices import WeightTransportName
     from relax_core.weights.publisher import WeightPublisher
-    from relax_core.weights.transports.choice import build_transport
+    from relax_core.weights.transport_choice import build_transport
 
     hidden = 256 if parameters < 20e6 else 512
     layers = max(1, round(parameters / (12 * hidden * hidden)))

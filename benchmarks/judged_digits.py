@@ -12,7 +12,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 
-from relax_core.contracts.judging.judge import JudgedInput
+from relax_core.contracts.judge import JudgedInput
 from relax_core.contracts.reward import RewardInput, RewardOutput, RewardSpec
 from rewards.genrm import SPEC as GENRM
 from rewards.genrm import GenRmConfig, check, check_row, judges

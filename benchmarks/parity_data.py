@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from benchmarks.family_models import LLAMA3, VOCABULARY, make_family_model
+from relax_core.contracts.kept_tokens import KeptTokens
 from relax_core.contracts.tree import TokenTree
-from relax_core.contracts.trees.kept_tokens import KeptTokens
 from tests.trees import answers_tree, of_tokens, with_experts, with_tokens
 
 BANNED = 50  # with two tensor-parallel ranks, a word of the second one

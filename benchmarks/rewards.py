@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks.harness import Comparison, Figures, command_line, machine, take_turns, write_report
 from relax_core.config.compose import load_config
-from relax_core.contracts.checks.checked import checked_reward
+from relax_core.contracts.checked import checked_reward
 from relax_core.contracts.reward import RewardConfig, RewardInput, RewardSpec
 from relax_core.preflight import settle
 from relax_core.registry import find_reward

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.openai_agent import HIGHEST, OPENING, TURNS, history
-from relax_core.contracts.host.file_lock import file_locked
+from relax_core.contracts.private_folder import file_locked
 from relax_core.families.tiny_configs import STUDENT, tiny_config
 from relax_core.tools.make_tiny import default_cache_root
 from relax_core.tools.tiny_text import WarmStart, build_tokenizer, guess, padded, supervised_steps

@@ -15,7 +15,7 @@ from typing import Any
 from envs.tool_servers.mcp_sessions import McpSessions, in_thread, listed_tools
 from envs.tool_servers.server_processes import PORT, McpServer, command_words
 from relax_core.contracts.env import Action, BaseInteractionEnv, EnvSpec, EpisodeStart, InteractionConfig, StepResult
-from relax_core.contracts.tool_use.tool_calls import ToolCall
+from relax_core.contracts.tool_calls import ToolCall
 
 _NO_SERVER = "env.servers is empty: name a server, such as env.servers.sum.command='python sum_server.py'."
 

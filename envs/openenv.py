@@ -17,7 +17,7 @@ from typing import Any
 import aiohttp
 
 from relax_core.contracts.env import Action, BaseInteractionEnv, EnvSpec, EpisodeStart, InteractionConfig, StepResult
-from relax_core.contracts.host.openers import opener, proxy_words
+from relax_core.contracts.host_network import opener, proxy_words
 
 _TOOL = "act"
 _CLOSE_S = 2.0

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from relax_core.contracts.env import Action, BaseInteractionEnv, EnvSpec, EpisodeStart, InteractionConfig, StepResult
 from relax_core.contracts.media import MediaSource
-from relax_core.contracts.tool_use.tool_calls import ToolCall, ToolMistake, call_tool
+from relax_core.contracts.tool_calls import ToolCall, ToolMistake, call_tool
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 from relax_core.contracts.env import Action, BaseInteractionEnv, EnvSpec, EpisodeStart, InteractionConfig, StepResult
-from relax_core.contracts.tool_use.tool_calls import ToolCall, ToolMistake, call_tool
+from relax_core.contracts.tool_calls import ToolCall, ToolMistake, call_tool
 from relax_core.sandbox.run_code import (
     CodeLimits,
     CodeResult,

@@ -17,7 +17,7 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, open_dict
 
 from relax_core.config.compose import SweepFailed
-from relax_core.contracts.host.private_folder import private_folder
+from relax_core.contracts.private_folder import private_folder
 
 # ``metric`` is the value of a run: a dotted path in its summary.json. This is no dataclass, because Hydra loads this
 # file without an entry in sys.modules.

@@ -13,8 +13,8 @@ from pathlib import Path
 from relax_core.config.rerun import marked
 from relax_core.config.saved import to_yaml
 from relax_core.config.schema import FolderByTime, RelaxConfig
-from relax_core.contracts.host.output_path import numbered
-from relax_core.contracts.host.private_folder import private_folder
+from relax_core.contracts.output_path import numbered
+from relax_core.contracts.private_folder import private_folder
 from relax_core.train.checkpoints.checkpoint_store import has_checkpoint
 
 USAGE = 2

@@ -15,7 +15,7 @@ from relax_core.config.choices import LauncherKind
 from relax_core.config.compose import settled
 from relax_core.config.errors import ConfigError
 from relax_core.config.schema import LauncherConfig, RelaxConfig
-from relax_core.contracts.host.private_folder import private_files, private_folder
+from relax_core.contracts.private_folder import private_files, private_folder
 from relax_core.preflight import CHECKS, settle
 
 CONFIG_VARIABLE = "RELAX_SUBMITTED"  # the text of submitted.yaml, for a launcher that cannot send a file

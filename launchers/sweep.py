@@ -18,8 +18,8 @@ from launchers.submitted import write_whole
 from relax_core.config.choices import LauncherKind
 from relax_core.config.errors import ConfigError
 from relax_core.config.schema import FolderByTime, RelaxConfig, SlurmLauncherConfig
-from relax_core.contracts.host.output_path import numbered
-from relax_core.contracts.host.private_folder import private_folder
+from relax_core.contracts.output_path import numbered
+from relax_core.contracts.private_folder import private_folder
 from relax_core.observe.summary import SUMMARY_FILE
 from relax_core.plan.plan_command import plan_run
 

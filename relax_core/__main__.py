@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from relax_core.contracts.host.openers import except_loopback
+from relax_core.contracts.host_network import except_loopback
 from relax_core.observe.standard_streams import show_uncaught, unread_streams
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def _main(words: list[str]) -> int:
     from relax_core.config.options import COMMANDS
 
     command, rest = (words[0], words[1:]) if words and words[0] in COMMANDS else ("train", words)
-    from relax_core.contracts.host.private_folder import private_files, unshared_writes
+    from relax_core.contracts.private_folder import private_files, unshared_writes
 
     with unshared_writes() if command in SHARED else private_files():
         if command in ("train", "demo", "rerun"):

@@ -5,7 +5,7 @@ A plug-in is one module with a module-level ``SPEC`` (see contracts/). It is fou
 - an entry point of an installed package, in the group of `_HOMES`, such as ``relax.algorithms``, or a ``.py`` path.
 
 Listing names imports no plug-in. The results of a plug-in's functions are checked, and what they raise is an
-`Exception` (contracts/checks/).
+`Exception` (contracts/checked.py).
 """
 
 from __future__ import annotations
@@ -26,15 +26,19 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, cast
 
 from relax_core.contracts.algorithm import AlgorithmConfig, AlgorithmSpec
-from relax_core.contracts.checks.checked import checked_algorithm, checked_reward, checked_sink
-from relax_core.contracts.checks.checked_data import checked_data_source
-from relax_core.contracts.checks.checked_env import checked_env
-from relax_core.contracts.checks.foreign_values import shown_error
-from relax_core.contracts.checks.plugin_results import Contained, contained_spec
+from relax_core.contracts.checked import (
+    checked_algorithm,
+    checked_data_source,
+    checked_env,
+    checked_reward,
+    checked_sink,
+)
 from relax_core.contracts.data import DataSourceConfig, DataSourceSpec
 from relax_core.contracts.engine_kind import EngineSpec
 from relax_core.contracts.env import EnvConfig, EnvSpec
 from relax_core.contracts.family import Family, checked_family
+from relax_core.contracts.foreign_values import shown_error
+from relax_core.contracts.plugin_results import Contained, contained_spec
 from relax_core.contracts.reward import RewardConfig, RewardSpec
 from relax_core.contracts.sink import SinkConfig, SinkSpec
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from relax_core.contracts.judging.judge import (
+from relax_core.contracts.judge import (
     JudgeCheckConfig,
     JudgeConfig,
     JudgedInput,

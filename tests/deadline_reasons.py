@@ -165,7 +165,7 @@ REASONS = {
     ): "ends with the samples, the failure of the scheduler or the client's hang-up; the client has a longest silence",
     ("relax_core/engines/embedded/http/generate_route.py", "GenerateRoute._frames"): "the same",
     ("relax_core/engines/embedded/http/generate_route.py", "GenerateRoute._events"): "the same",
-    ("relax_core/weights/group.py", "WeightGroup._broadcast"): "the group was made with a deadline",
+    ("relax_core/weights/weight_group.py", "WeightGroup._broadcast"): "the group was made with a deadline",
     ("relax_core/train/hf/hf_weights.py", "_run"): "the trainer's group was made with a deadline",
     ("relax_core/engines/pool/engine_pool.py", "fan_out"): "each call has its engine client's deadlines",
     ("relax_core/control/engines/engine_probe.py", "EngineProbe._compare"): "the same",

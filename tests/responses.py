@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 
 from relax_core.contracts.engine import FinishReason, Generated
-from relax_core.contracts.trees.kept_tokens import KeptTokens
+from relax_core.contracts.kept_tokens import KeptTokens
 
 
 def response(

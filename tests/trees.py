@@ -10,8 +10,8 @@ import numpy as np
 
 from relax_core.contracts.bus import Group
 from relax_core.contracts.columns import decode_tree
+from relax_core.contracts.kept_tokens import KeptTokens
 from relax_core.contracts.tree import BY_TOKEN, NOT_SAMPLED, Episode, TokenTree, Turn
-from relax_core.contracts.trees.kept_tokens import KeptTokens
 
 
 def answers_tree(

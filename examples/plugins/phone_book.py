@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from relax_core.contracts.env import Action, BaseInteractionEnv, EnvSpec, EpisodeStart, InteractionConfig, StepResult
-from relax_core.contracts.tool_use.tool_calls import ToolMistake, call_tool
+from relax_core.contracts.tool_calls import ToolMistake, call_tool
 
 NUMBERS = {"ann": "4711", "ben": "0815", "eve": "3141"}
 

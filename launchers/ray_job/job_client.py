@@ -15,7 +15,7 @@ from launchers.ray_job.entrypoint import entrypoint, job_text, launcher_of, vari
 from launchers.saved_run import CONFIG_VARIABLE
 from launchers.submitted import JOB_FILE, write_whole
 from relax_core.config.schema import RelaxConfig
-from relax_core.contracts.host.private_folder import private_folder
+from relax_core.contracts.private_folder import private_folder
 
 if TYPE_CHECKING:
     from ray.job_submission import JobSubmissionClient

@@ -21,7 +21,7 @@ from relax_core.config.errors import ConfigError
 from relax_core.config.override_words import without_secrets
 from relax_core.config.redaction import shown
 from relax_core.config.schema import RelaxConfig
-from relax_core.contracts.host.private_folder import set_private_files
+from relax_core.contracts.private_folder import set_private_files
 from relax_core.control.host.subreaper import PR_SET_PDEATHSIG, prctl
 from relax_core.observe.trackers.file_sinks import METRICS_FILE
 from relax_core.registry import with_file

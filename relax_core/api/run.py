@@ -20,7 +20,7 @@ from relax_core.api.child import LOCATION, PROBLEMS, REQUEST, USAGE
 from relax_core.api.function_reward import FUNCTION_FILE, RewardFunction, function_text, write_private
 from relax_core.api.loaded_run import LoadedRun, Summary
 from relax_core.config.errors import ConfigError
-from relax_core.contracts.host.python_child import import_path, module_command
+from relax_core.contracts.python_child import import_path, module_command
 from relax_core.observe.event_log import ACTOR
 from relax_core.observe.summary import SUMMARY_FILE
 from relax_core.observe.trackers.file_sinks import METRICS_FILE

@@ -33,8 +33,8 @@ from relax_core.config.schema import RelaxConfig
 from relax_core.config.validate import Check
 from relax_core.contracts.bus import CALL_TIMEOUT_S
 from relax_core.contracts.engine import REQUEST_TIMEOUT_S, EngineError
-from relax_core.contracts.host.output_path import new_private_folder
 from relax_core.contracts.media import MediaItem
+from relax_core.contracts.output_path import new_private_folder
 from relax_core.control.host.run_paths import run_paths
 from relax_core.data.eval_sets import NAMED_ROWS, asks_held_out, eval_sets
 from relax_core.data.sources import make_source

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from relax_core.contracts.host.output_path import check_output_file, next_free
+from relax_core.contracts.output_path import check_output_file, next_free
 from relax_core.observe.standard_streams import unread_streams
 from relax_core.server.run_series import RunSeries
 from relax_core.server.run_timeline import all_spans, event_spans

@@ -18,9 +18,9 @@ from relax_core.config.choices import AUDIO, LANGUAGE, MODEL_PARTS, PROJECTOR, R
 from relax_core.config.errors import NotYet
 from relax_core.config.override_words import is_hub_name, of_model
 from relax_core.config.schema import RelaxConfig
-from relax_core.contracts.checks.foreign_values import decode_json
 from relax_core.contracts.family import Family, HfConfig
-from relax_core.contracts.host.regular_file import read_regular
+from relax_core.contracts.foreign_files import read_regular
+from relax_core.contracts.foreign_values import decode_json
 from relax_core.families.folder import ADAPTER_FILE, WEIGHT_INDEX, WHOLE_WEIGHTS, family_key, weight_files
 from relax_core.families.hf_config import has_hf_config, language_values, read_hf_config
 from relax_core.families.tiny_configs import MODEL_NAMES, tiny_config

@@ -28,8 +28,8 @@ from relax_core.config.override_words import CommandLine, hydra_words
 from relax_core.config.redaction import as_text, secret_leaves, variable_of
 from relax_core.config.schema import RelaxConfig
 from relax_core.config.schema_keys import REMOVED
-from relax_core.contracts.host.openers import LOOPBACK
-from relax_core.contracts.host.private_folder import private_folder, user_cache
+from relax_core.contracts.host_network import LOOPBACK
+from relax_core.contracts.private_folder import private_folder, user_cache
 from relax_core.registry import KINDS, short_name
 
 _MARK = "# relax: a run of this user: "

@@ -13,7 +13,7 @@ from pathlib import Path
 from relax_core.config.reward_choice import choice_problems
 from relax_core.config.schema import HISTORIES, MEDIA_TASKS, AgentConfig, RelaxConfig
 from relax_core.contracts.env import EnvSpec
-from relax_core.contracts.host.openers import LOOPBACK
+from relax_core.contracts.host_network import LOOPBACK
 from relax_core.registry import find_algorithm, find_env, find_reward
 
 EVALUATED_TOGETHER = 256  # episodes of an evaluation that are open together (rollout/evaluation/played_sets.py)

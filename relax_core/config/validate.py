@@ -32,7 +32,7 @@ from relax_core.config.redaction import secret_leaves
 from relax_core.config.rollout_checks import agent_file_problems, agent_problems, reward_problems, turn_problems
 from relax_core.config.saved import plain
 from relax_core.config.schema import EVENTS, RelaxConfig, kept_groups
-from relax_core.contracts.host.openers import LOOPBACK
+from relax_core.contracts.host_network import LOOPBACK
 from relax_core.registry import (
     FILE_SINKS,
     find_algorithm,

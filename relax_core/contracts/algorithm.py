@@ -111,7 +111,7 @@ class LossInputs:
 
     All log-probs of a token, and its entropy, are of distributions over the same tokens: those that top_k, top_p and
     min_p kept when the token was sampled, without the banned ones. If fewer than ``top_k`` were kept, the rest of both
-    ``top`` tensors is `relax_core.contracts.trees.kept_tokens.OUTSIDE`, a probability of 0.
+    ``top`` tensors is `relax_core.contracts.kept_tokens.OUTSIDE`, a probability of 0.
     """
 
     logprobs: Tensor  # [tokens], of the current weights

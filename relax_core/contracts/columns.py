@@ -13,9 +13,9 @@ import msgspec
 import numpy as np
 
 from relax_core.contracts.bus import Group
+from relax_core.contracts.kept_tokens import KeptTokens
 from relax_core.contracts.media import Media
 from relax_core.contracts.tree import BY_TOKEN, Episode, TokenTree, check_tree
-from relax_core.contracts.trees.kept_tokens import KeptTokens
 
 Columns = dict[str, bytes]
 

@@ -7,8 +7,8 @@ from typing import Literal
 import msgspec
 import numpy as np
 
+from relax_core.contracts.kept_tokens import KeptTokens
 from relax_core.contracts.media import Media
-from relax_core.contracts.trees.kept_tokens import KeptTokens
 
 FinishReason = Literal["stop", "length", "abort"]
 PauseMode = Literal["in_place", "retract", "abort"]

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from relax_core.contracts.host.private_folder import set_compile_cache
 from relax_core.contracts.media import MediaKind
+from relax_core.contracts.private_folder import set_compile_cache
 
 
 class EngineSettings(Protocol):

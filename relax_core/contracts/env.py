@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypedDict
 
 from relax_core.contracts.media import MediaSource
-from relax_core.contracts.tool_use.tool_calls import ToolCall
-from relax_core.contracts.tool_use.tool_schemas import ToolSchema
+from relax_core.contracts.tool_calls import ToolCall, ToolSchema
 
 
 class TextPart(TypedDict):

@@ -1,11 +1,15 @@
-"""Reads files that somebody else may have made: plain files alone, within a number of bytes and of values.
+"""Opens and reads files that somebody else may have made, and shows foreign text.
 
-A file is opened without waiting and without following a link, and what is read is what was opened.
+A user, a download or another process names such a file: only plain files are opened, and they are read within a number
+of bytes and of values. A character of foreign text that a terminal or a browser would obey or hide is shown by its
+code.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import stat
 from pathlib import Path
 from typing import BinaryIO, TypeVar
@@ -52,3 +56,76 @@ def decode_json(data: bytes, decoder: msgspec.json.Decoder[Value]) -> Value:
         return decoder.decode(data)
     except (RecursionError, UnicodeDecodeError) as error:
         raise ValueError(f"a JSON text cannot be read: {error}") from error
+
+
+_KINDS = (
+    (stat.S_ISDIR, "a folder"),
+    (stat.S_ISFIFO, "a named pipe"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+)
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Opens a plain file for reading; links are followed.
+
+    It never waits for another process, as opening a named pipe does. Raises ValueError for anything but a plain file,
+    and OSError for a file that cannot be opened.
+    """
+    if (kind := _other_kind(os.stat(path).st_mode)) is not None:  # to open a device may have an effect
+        raise ValueError(f"{path} is {kind}, not a plain file. Give a plain file.")
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+    if (kind := _other_kind(os.fstat(descriptor).st_mode)) is not None:  # it was replaced in between
+        os.close(descriptor)
+        raise ValueError(f"{path} is {kind}, not a plain file. Give a plain file.")
+    return os.fdopen(descriptor, "rb")
+
+
+def check_regular(path: Path) -> None:
+    """Raises as `open_regular` does, for a file that a library opens by its path."""
+    open_regular(path).close()
+
+
+def read_regular(path: Path, *, most_bytes: int) -> bytes:
+    """Returns the content of a plain file.
+
+    Raises as `open_regular` does, and ValueError for a file with more than ``most_bytes`` bytes, of which nothing is
+    read.
+    """
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        content = file.read(most_bytes + 1) if size <= most_bytes else b""
+    if max(size, len(content)) > most_bytes:
+        found = max(size, len(content))
+        raise ValueError(f"{path} has {found} bytes, and at most {most_bytes} are read. Give a smaller file.")
+    return content
+
+
+def _other_kind(mode: int) -> str | None:
+    if stat.S_ISREG(mode):
+        return None
+    return next((name for is_kind, name in _KINDS if is_kind(mode)), "a special file")
+
+
+# Control characters but for tab and newline, characters without a width, those that turn the direction of text, line
+# separators, halves of surrogate pairs, tags and other invisible format characters.
+_HIDDEN = re.compile(
+    "[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u2028-\u202e"
+    "\u2060-\u206f\u3164\ufe00-\ufe0e\ufeff\uffa0\ufff0-\ufffb\ud800-\udfff\U0001d173-\U0001d17a\U000e0000-\U000e0fff]"
+)
+
+
+def shown(text: str) -> str:
+    """Returns ``text`` with each hidden character as its code, such as ``U+202E``; tab and newline stay."""
+    return _HIDDEN.sub(lambda match: f"U+{ord(match[0]):04X}", text)
+
+
+def shown_json(text: str) -> str:
+    """Returns the JSON ``text`` with each hidden character, which only a string of it can hold, as JSON escapes it."""
+    return _HIDDEN.sub(lambda match: json.dumps(match[0])[1:-1], text)
+
+
+def shown_line(text: str) -> str:
+    """Returns ``text`` as `shown` does, on one line: each newline is a space."""
+    return shown(text.replace("\n", " "))

@@ -13,7 +13,7 @@ from relax_core.contracts.media import MediaItem
 if TYPE_CHECKING:
     import numpy as np
 
-    from relax_core.contracts.judging.judge import JudgePlan
+    from relax_core.contracts.judge import JudgePlan
 
 _SHOWN = 100  # characters of each side of a comparison
 
@@ -242,7 +242,7 @@ class RewardSpec:
     returns files and folders beside the reward's own file that an isolated reward may read in the sandbox.
 
     ``judges`` returns the judges that an async reward asks; its inputs are then of the class
-    `relax_core.contracts.judging.judge.JudgedInput`.
+    `relax_core.contracts.judge.JudgedInput`.
 
     Raises ValueError if not exactly one function is given, and for a function that is async and isolated, that asks
     judges and is not async, or that needs a sandbox and is not isolated.

@@ -16,9 +16,9 @@ from functools import cached_property
 import msgspec
 import numpy as np
 
+from relax_core.contracts.chains import Chains, chains_of, rows_of_episodes
+from relax_core.contracts.kept_tokens import KeptTokens
 from relax_core.contracts.media import Media
-from relax_core.contracts.trees.chains import Chains, chains_of, rows_of_episodes
-from relax_core.contracts.trees.kept_tokens import KeptTokens
 
 TRUNCATED = "truncated"  # the ledger's reason for an episode that is not trained because it was cut at its token limit
 NOT_SAMPLED = -1  # the version of a row that was not sampled

@@ -24,9 +24,9 @@ import msgspec
 
 from relax_core.config.choices import LastAssistant
 from relax_core.config.modality import TEXT
-from relax_core.contracts.checks.foreign_values import decode_json, holds_huge_integer, shown
 from relax_core.contracts.data import BadRow, DataRow
-from relax_core.contracts.host.regular_file import open_regular, read_regular
+from relax_core.contracts.foreign_files import open_regular, read_regular
+from relax_core.contracts.foreign_values import decode_json, holds_huge_integer, shown
 from relax_core.data.row_forms import (
     FLOAT_TEXT,
     MessagesOfText,

@@ -20,9 +20,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from relax_core.config.schema import TONE_OF_PICTURE, MediaTask
-from relax_core.contracts.host.file_lock import file_locked
-from relax_core.contracts.host.private_folder import private_folder, user_cache
 from relax_core.contracts.media import MediaKind, MediaSource
+from relax_core.contracts.private_folder import file_locked, private_folder, user_cache
 
 _LAST_FILE = ".complete"
 _MAKE_DEADLINE_S = 120.0

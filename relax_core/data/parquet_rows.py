@@ -18,9 +18,9 @@ import pyarrow.compute
 import pyarrow.parquet
 
 from relax_core.config.modality import TEXT
-from relax_core.contracts.checks.foreign_values import check_depth
 from relax_core.contracts.data import BadRow, DataRow
-from relax_core.contracts.host.regular_file import check_regular
+from relax_core.contracts.foreign_files import check_regular
+from relax_core.contracts.foreign_values import check_depth
 from relax_core.data.data_files import (
     RowKeys,
     check_columns,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
-from relax_core.contracts.checks.foreign_values import decode_json
+from relax_core.contracts.foreign_values import decode_json
 
 _ROLES = {
     **{"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"},

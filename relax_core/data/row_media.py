@@ -16,8 +16,8 @@ from typing import Any
 
 from relax_core.config.choices import MediaPlace
 from relax_core.config.modality import modality_of
-from relax_core.contracts.checks.foreign_values import shown
 from relax_core.contracts.data import BadRow
+from relax_core.contracts.foreign_values import shown
 from relax_core.contracts.media import MEDIA_KINDS, MediaError, MediaKind, MediaSource
 from relax_core.data.media.source_files import FORMATS, sniffed_format
 

@@ -18,8 +18,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from relax_core.contracts.checks.foreign_values import clean_text, clean_value
-from relax_core.contracts.host.regular_file import open_regular, read_regular
+from relax_core.contracts.foreign_files import open_regular, read_regular
+from relax_core.contracts.foreign_values import clean_text, clean_value
 from relax_core.contracts.media import MEDIA_KINDS, Media, MediaItem, MediaKind
 from relax_core.families.hf_config import (
     end_token_ids,

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
 
-from relax_core.contracts.checks.foreign_values import clean_value, shown
 from relax_core.contracts.env import Action
-from relax_core.contracts.tool_use.tool_calls import ToolCall
-from relax_core.contracts.tool_use.tool_schemas import ToolSchema, json_type, json_types
+from relax_core.contracts.foreign_values import clean_value, shown
+from relax_core.contracts.tool_calls import ToolCall, ToolSchema, json_type, json_types
 
 MOST_CHARACTERS = 1 << 20  # of one call; a longer text is not read
 Tools = Mapping[str, Mapping[str, Any]]  # the JSON schemas of the parameters, by the name of the tool

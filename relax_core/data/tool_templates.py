@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from relax_core.contracts.env import Message
-from relax_core.contracts.tool_use.tool_schemas import ToolSchema
+from relax_core.contracts.tool_calls import ToolSchema
 from relax_core.data.tokenizer import PromptTokenizer
 
 _TOOL, _ABOUT, _VALUE = "relax_probe_tool", "RelaxProbeAbout", "RelaxProbeValue"

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import msgspec
 
-from relax_core.contracts.checks.foreign_values import decode_json, shown
 from relax_core.contracts.family import ExpertLayout, Family, HfConfig
-from relax_core.contracts.host.regular_file import check_regular, open_regular, read_regular
+from relax_core.contracts.foreign_files import check_regular, open_regular, read_regular
+from relax_core.contracts.foreign_values import decode_json, shown
 from relax_core.families.architecture import Architecture, AudioTower, VisionTower
 from relax_core.families.audio_tower import read_audio_tower
 from relax_core.families.hf_config import has_hf_config, inner_config, read_hf_config

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from relax_core.contracts.checks.foreign_values import decode_json, shown
-from relax_core.contracts.host.regular_file import read_regular
+from relax_core.contracts.foreign_files import read_regular
+from relax_core.contracts.foreign_values import decode_json, shown
 
 _LAYERS = (1, 1024)
 _WIDTH = (1, 1 << 18)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from relax_core.contracts.checks.foreign_values import shown
 from relax_core.contracts.family import Audio, DeltaNet, ExpertLayout, Experts, Family, HfConfig, Only, Vision
+from relax_core.contracts.foreign_values import shown
 from relax_core.families.architecture import Architecture
 from relax_core.families.audio_tower import qwen3_omni_audio_shapes
 from relax_core.families.hf_config import MOST_EXPERTS, inner_config, size_problems

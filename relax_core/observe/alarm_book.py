@@ -21,8 +21,7 @@ import msgspec
 
 from relax_core.config.notify_rules import Rule
 from relax_core.config.redaction import REDACTED, USER_INFO
-from relax_core.contracts.foreign_files import decode_json, open_plain
-from relax_core.contracts.shown_text import shown
+from relax_core.contracts.foreign_files import decode_json, open_plain, shown
 from relax_core.observe.event_log import AppendFile
 
 FILE = "alarms.jsonl"

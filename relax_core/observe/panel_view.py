@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from relax_core.contracts.bus import BusProgress
-from relax_core.contracts.shown_text import shown
+from relax_core.contracts.foreign_files import shown
 from relax_core.observe.event_log import ACTOR, EVAL, ROLLOUT, MetricRecord, is_resume
 from relax_core.observe.run_results import AGENT, ENDED, panel_lines
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from relax_core.contracts.columns import decode_episodes
-from relax_core.contracts.host.private_folder import private_folder
+from relax_core.contracts.private_folder import private_folder
 from relax_core.contracts.tree import Episode
 from relax_core.observe.sample_log import (
     SAMPLES_FOLDER,

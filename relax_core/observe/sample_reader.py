@@ -16,8 +16,7 @@ import numpy as np
 from relax_core.contracts import columns as c
 from relax_core.contracts.bus import Group
 from relax_core.contracts.columns import decode_episodes, decode_tree
-from relax_core.contracts.foreign_files import NotPlain, open_plain, read_whole
-from relax_core.contracts.shown_text import shown
+from relax_core.contracts.foreign_files import NotPlain, open_plain, read_whole, shown
 from relax_core.contracts.tree import TokenTree
 from relax_core.observe.sample_log import (
     NUMBERS_SUFFIX,

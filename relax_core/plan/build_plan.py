@@ -12,7 +12,7 @@ from typing import Any
 from relax_core.config.choices import LauncherKind
 from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.algorithm import Requirements
-from relax_core.contracts.host.interfaces import GLOO_INTERFACES, missing_interface, network_interfaces
+from relax_core.contracts.host_network import GLOO_INTERFACES, missing_interface, network_interfaces
 from relax_core.control.host.run_paths import SHARED_MEMORY
 from relax_core.control.run.role_counts import roles_of
 from relax_core.data.sources import are_rows_named

@@ -12,7 +12,7 @@ from relax_core.config.reward_choice import may_be_isolated
 from relax_core.config.schema import ParallelConfig, RelaxConfig
 from relax_core.contracts.algorithm import Requirements
 from relax_core.contracts.env import IsolatedConfig
-from relax_core.contracts.judging.judge import JudgeConfig
+from relax_core.contracts.judge import JudgeConfig
 from relax_core.control.run.role_counts import worker_group_layouts
 from relax_core.families.tiny_configs import MAX_POSITIONS, MODEL_NAMES
 from relax_core.plan.memory_terms import (

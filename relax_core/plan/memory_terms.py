@@ -10,7 +10,7 @@ from relax_core.config.choices import AUDIO, LANGUAGE, PROJECTOR, ROUTER, VISION
 from relax_core.config.model_checks import family_of_run, frozen_parts
 from relax_core.config.schema import ParallelConfig, RelaxConfig
 from relax_core.contracts.algorithm import Requirements
-from relax_core.contracts.trees.kept_tokens import set_bytes
+from relax_core.contracts.kept_tokens import set_bytes
 from relax_core.data.generated import MEDIA_FILES
 from relax_core.plan.model_dimensions import ModelDimensions
 from relax_core.plan.workload import Workload
@@ -19,7 +19,7 @@ from relax_core.rollout.media_encoding import MEGABYTE
 from relax_core.train.hf.stored_weights import passed_bytes
 from relax_core.train.parallel_layout import Layout, one_rank
 from relax_core.train.tree_packing import MASKLESS_SAVES_PAIRS
-from relax_core.weights.transports.choice import choose_transport
+from relax_core.weights.transport_choice import choose_transport
 
 MIB, GIB = 1 << 20, 1 << 30
 FLOAT = 4  # bytes

@@ -12,7 +12,7 @@ from relax_core.contracts.data import TOO_LONG, BadRow, DataRow
 from relax_core.contracts.engine import EngineError, Generated, PromptRequest
 from relax_core.contracts.env import EnvSpec, Message, media_sources
 from relax_core.contracts.media import Media, MediaError, MediaItem, MediaKind, MediaSource
-from relax_core.contracts.tool_use.tool_schemas import ToolSchema
+from relax_core.contracts.tool_calls import ToolSchema
 from relax_core.data.row_media import TEXT_ONLY, unread_media
 from relax_core.data.tokenizer import LARGE_TEXT, PromptTokenizer, TextTooLong
 from relax_core.rollout.item_cache import ItemCache

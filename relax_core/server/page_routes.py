@@ -22,8 +22,7 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from relax_core.bus.ledger_reader import LedgerFile
-from relax_core.contracts.foreign_files import open_plain
-from relax_core.contracts.shown_text import shown
+from relax_core.contracts.foreign_files import open_plain, shown
 from relax_core.data.media.played_files import MOST_FILE_BYTES as MOST_PLAYED
 from relax_core.data.media.played_files import played_type
 from relax_core.observe.sample_index import FILTERS

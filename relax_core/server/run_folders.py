@@ -20,8 +20,7 @@ from typing import BinaryIO, NamedTuple
 import msgspec
 import psutil
 
-from relax_core.contracts.foreign_files import decode_json, open_plain, read_whole
-from relax_core.contracts.shown_text import shown_line
+from relax_core.contracts.foreign_files import decode_json, open_plain, read_whole, shown_line
 
 MARKS = ("metrics.jsonl", "config.yaml")  # a folder with one of them is a run's
 MOST_DEPTH, MOST_RUNS = 3, 200

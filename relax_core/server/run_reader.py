@@ -13,8 +13,7 @@ from typing import Any, Generic, TypeVar, cast
 import msgspec
 import yaml
 
-from relax_core.contracts.foreign_files import decode_json
-from relax_core.contracts.shown_text import shown_line
+from relax_core.contracts.foreign_files import decode_json, shown_line
 from relax_core.observe.alarm_book import FILE as ALARMS
 from relax_core.observe.alarm_book import NOTICES, Alarm, read_alarms
 from relax_core.observe.event_log import ACTOR

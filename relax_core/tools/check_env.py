@@ -22,7 +22,6 @@ import yaml
 
 from relax_core.config.errors import ConfigError
 from relax_core.config.plugin_types import plugin_config
-from relax_core.contracts.checks.plugin_results import WrongResult
 from relax_core.contracts.env import (
     Action,
     BaseInteractionEnv,
@@ -33,7 +32,8 @@ from relax_core.contracts.env import (
     IsolatedConfig,
     StepResult,
 )
-from relax_core.contracts.tool_use.tool_calls import ToolCall
+from relax_core.contracts.plugin_results import WrongResult
+from relax_core.contracts.tool_calls import ToolCall
 from relax_core.observe.standard_streams import unread_streams
 from relax_core.registry import PluginError, find_env, is_file_plugin, plugin_words
 from relax_core.rollout.env_workers.env_workers import EnvWorkers

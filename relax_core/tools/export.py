@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from relax_core.config.rerun import check_powers, is_own
-from relax_core.contracts.host.output_path import check_output_folder
+from relax_core.contracts.output_path import check_output_folder
 from relax_core.observe.standard_streams import unread_streams
 from relax_core.tools.make_tiny import tiny_model_folder
 from relax_core.train.checkpoints.checkpoint_store import CONFIG, META, CheckpointStore

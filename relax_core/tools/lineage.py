@@ -21,8 +21,7 @@ import msgspec
 
 from relax_core.bus.ledger_reader import FILTERS, Event, FileCounts, LedgerFile, SampleHistory
 from relax_core.config.errors import nearest
-from relax_core.contracts.foreign_files import decode_json, read_whole
-from relax_core.contracts.shown_text import shown_json, shown_line
+from relax_core.contracts.foreign_files import decode_json, read_whole, shown_json, shown_line
 from relax_core.contracts.tree import Episode, Turn, group_uid, sample_uid
 from relax_core.observe.standard_streams import unread_streams
 

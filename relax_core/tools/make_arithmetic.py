@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from relax_core.contracts.host.output_path import check_output_file
+from relax_core.contracts.output_path import check_output_file
 from relax_core.data.generated import example
 
 

@@ -26,9 +26,9 @@ from relax_core.config.errors import ConfigError
 from relax_core.config.options import conf_folder
 from relax_core.config.plugin_types import plugin_config
 from relax_core.config.reward_choice import RewardChoice
-from relax_core.contracts.checks.plugin_results import WrongResult
+from relax_core.contracts.foreign_files import shown_json
+from relax_core.contracts.plugin_results import WrongResult
 from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput, RewardSpec
-from relax_core.contracts.shown_text import shown_json
 from relax_core.data.row_forms import label_text, written_number
 from relax_core.observe.panel_view import ShownConsole
 from relax_core.observe.standard_streams import unread_streams

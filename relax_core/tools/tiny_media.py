@@ -19,7 +19,7 @@ import numpy as np
 
 from relax_core.config.schema import FOUR_MODALITIES, TONE_OF_PICTURE
 from relax_core.contracts.media import Media, MediaSource
-from relax_core.contracts.trees.rotary import rotary_of_sequence
+from relax_core.contracts.rotary import rotary_of_sequence
 from relax_core.data.generated import Example, example
 from relax_core.data.media.item_encoder import Encoded, encode_item
 from relax_core.data.media.media_limits import MediaLimits

@@ -32,7 +32,7 @@ from pathlib import Path
 from types import CodeType, ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from relax_core.contracts.host.private_folder import private_folder, user_cache
+from relax_core.contracts.private_folder import private_folder, user_cache
 
 if TYPE_CHECKING:
     import torch

@@ -11,9 +11,9 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from relax_core.contracts.algorithm import LossInputs, LossOutputs
+from relax_core.contracts.kept_tokens import KeptTokens
 from relax_core.contracts.media import MediaReader
 from relax_core.contracts.tree import TokenTree
-from relax_core.contracts.trees.kept_tokens import KeptTokens
 from relax_core.train.model.logprobs import HeadOutputs, Truncation, head_outputs, top_k_tokens
 from relax_core.train.model.tree_attention import TreeBatch
 from relax_core.train.optimizer import frozen_weights

@@ -28,18 +28,19 @@ from megatron.core import parallel_state, tensor_parallel
 from torch.distributed import ProcessGroupGloo, distributed_c10d
 
 from relax_core.config.schema import ParallelConfig
-from relax_core.contracts.host.interfaces import GLOO_INTERFACES, missing_interface
-from relax_core.contracts.host.socket_owners import (
+from relax_core.contracts.host_network import (
+    GLOO_INTERFACES,
     Client,
     admit_clients,
     clients,
     is_loopback,
     listeners,
+    missing_interface,
     refuse_clients,
 )
 from relax_core.train.megatron_on_cpu import has_cuda
 from relax_core.train.parallel_layout import check_layout
-from relax_core.weights.rendezvous import keep_gloo_on_loopback, open_rank_store
+from relax_core.weights.weight_group import keep_gloo_on_loopback, open_rank_store
 
 _READS = 5  # of the kernel's table, before a client counts as foreign
 _NUMBER_BYTES = 32  # as many as a proof has

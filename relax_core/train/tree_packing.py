@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
+from relax_core.contracts.chains import concatenate_chains
 from relax_core.contracts.media import Media, MediaItem
+from relax_core.contracts.rotary import rotary_positions
 from relax_core.contracts.tree import TokenTree
-from relax_core.contracts.trees.chains import concatenate_chains
-from relax_core.contracts.trees.rotary import rotary_positions
 from relax_core.families.towers import Towers
 
 

@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 
 from relax_core.contracts.columns import ADVANTAGES
-from relax_core.contracts.host.core_wait import clock_and_core_wait_s
+from relax_core.contracts.core_wait import clock_and_core_wait_s
 from relax_core.contracts.train import OWN_PARTS, RankTimes, StepMetrics
 from relax_core.contracts.tree import TokenTree
 from relax_core.train.micro_batches import NO_TOWER, MicroBatcher, TowerWork

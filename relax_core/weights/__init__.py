@@ -1,4 +1,4 @@
 """Publishes weight versions and transfers them to the engines.
 
-Start with `publisher.py`, then `transports/base.py`.
+Start with `publisher.py`, then `transports.py`.
 """

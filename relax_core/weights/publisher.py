@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from relax_core.contracts.engine import EngineError, EngineUnreachable, WeightManifest
 from relax_core.weights.call_queues import CallQueues
-from relax_core.weights.transports.base import WeightReceiver, WeightTransport
+from relax_core.weights.transports import WeightReceiver, WeightTransport
 from relax_core.weights.version_folder import LATEST, PUSHED, VersionFolder
 from relax_core.weights.version_writer import VersionWriter
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from relax_core.contracts.engine import WeightManifest
-from relax_core.contracts.host.file_lock import file_locked
+from relax_core.contracts.private_folder import file_locked
 from relax_core.weights.version_folder import LATEST, VersionFolder, read_latest, reading
 from relax_core.weights.version_writer import FROZEN_FOLDER
 

@@ -1,4 +1,8 @@
-"""Manages the folder of published weight versions, in which the trainer writes and others read."""
+"""Manages the folder of published weight versions, in which the trainer writes and others read.
+
+Its small files are JSON with a digest of their own content: ``{"digest": …, "content": …}``. The digest is xxh3-128, in
+hex, of the content's bytes in the file. It detects damage but does not protect against an attacker.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +14,38 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
+import msgspec
+import xxhash
+
 from relax_core.contracts.engine import WeightManifest
-from relax_core.weights.digested_json import decode_digested, encode_digested
+
+Content = TypeVar("Content")
+
+
+class _Digested(msgspec.Struct, frozen=True):
+    digest: str
+    content: msgspec.Raw
+
+
+def encode_digested(content: object, *, indent: int | None = None) -> bytes:
+    """Returns the file's bytes; ``indent`` is the number of spaces a level, or None for one line."""
+    data = msgspec.json.encode(content)
+    if indent is not None:
+        data = msgspec.json.format(data, indent=indent)
+    return b'{"digest": "%s",\n"content": %s}\n' % (xxhash.xxh3_128_hexdigest(data).encode(), data)
+
+
+def decode_digested(data: bytes, *, type: type[Content]) -> Content:
+    """Returns the content of a file's bytes; raises ValueError, which names the problem, if the file is damaged."""
+    try:
+        file = msgspec.json.decode(data, type=_Digested)
+        found = xxhash.xxh3_128_hexdigest(file.content)
+        if found != file.digest:
+            raise ValueError(f"its digest does not agree: {found}, but it was written with {file.digest}")
+        return msgspec.json.decode(file.content, type=type)
+    except msgspec.DecodeError as error:  # A ValidationError is a DecodeError.
+        raise ValueError(str(error)) from error
+
 
 KEPT_VERSIONS = 2  # A reader that has just read the newest manifest must still find its file.
 LATEST = "latest.json"
@@ -20,8 +54,6 @@ READER = "reader-"  # A mark's name is this and the reader's name; its content i
 REMOVAL = ".removal"  # An empty file with a version's name and this ending says that the version is being removed.
 READS = 5  # Attempts to read a file that looks damaged: network file systems may show half of a file being replaced.
 READ_AGAIN_S = 0.1
-
-Content = TypeVar("Content")
 
 
 class PublishedUnreadable(RuntimeError):

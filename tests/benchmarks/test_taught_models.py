@@ -10,7 +10,7 @@ from benchmarks import taught_models
 from benchmarks.judged_digits import other_question
 from benchmarks.openai_agent import history
 from benchmarks.taught_models import TASKS, guess_example, judgement, pair_of
-from relax_core.contracts.judging.judge import JudgeConfig
+from relax_core.contracts.judge import JudgeConfig
 from relax_core.registry import find_reward
 from relax_core.rollout.judges.judge_pool import known_verdicts
 from relax_core.rollout.judges.judge_prompts import verdict_parser

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relax_core.contracts.trees.kept_tokens import KeptTokens, set_bytes
+from relax_core.contracts.kept_tokens import KeptTokens, set_bytes
 
 VOCAB = 100  # a bitmask has 4 words
 

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from relax_core.contracts.chains import chains_of
 from relax_core.contracts.media import Media, MediaItem, MediaSource, short_form
 from relax_core.contracts.media_file import FolderReader, item_digest, write_item
+from relax_core.contracts.rotary import rotary_of_sequence, rotary_positions
 from relax_core.contracts.tree import TokenTree, check_tree
-from relax_core.contracts.trees.chains import chains_of
-from relax_core.contracts.trees.rotary import rotary_of_sequence, rotary_positions
 from tests.media_items import END, IMAGE, START, VIDEO, image_item, video_item
 from tests.trees import answers_tree
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from relax_core.contracts.host.output_path import (
+from relax_core.contracts.output_path import (
     check_output_file,
     check_output_folder,
     new_private_folder,

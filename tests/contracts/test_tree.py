@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from relax_core.contracts import columns as c
 from relax_core.contracts.bus import Group
+from relax_core.contracts.chains import chains_of
+from relax_core.contracts.kept_tokens import KeptTokens
 from relax_core.contracts.media import Media
 from relax_core.contracts.tree import Episode, TokenTree, Turn, check_tree
-from relax_core.contracts.trees.chains import chains_of
-from relax_core.contracts.trees.kept_tokens import KeptTokens
 from tests.media_items import image_item
 from tests.trees import answers_tree, path_of, random_tree, with_tokens
 

@@ -12,7 +12,7 @@ import pyarrow.parquet
 import pytest
 
 from relax_core.config.choices import LastAssistant
-from relax_core.contracts.checks.checked_env import checked_env
+from relax_core.contracts.checked import checked_env
 from relax_core.contracts.data import BadRow
 from relax_core.data.data_files import RowKeys, open_rows
 from relax_core.data.tokenizer import PromptTokenizer

@@ -17,7 +17,7 @@ NAMES_ONE = {
     "relax_core/families/tiny_configs.py": "a built-in model's config.json has a model_type",
     "relax_core/data/tool_parsers.py": "a form of tool calls has the name of the family that writes it",
     "relax_core/tools/tiny_media.py": "a built-in model is written in its family's published layout",
-    "relax_core/contracts/judging/judge.py": "the default of a judge's engine, since no YAML file has the judges",
+    "relax_core/contracts/judge.py": "the default of a judge's engine, since no YAML file has the judges",
     "relax_core/engines/engine_process.py": "the folder of a server that leaves things behind",
     "relax_core/control/host/run_paths.py": "such folders are removed with the run's",
     "relax_core/control/host/stale_runs.py": "such folders are removed with a dead run's",

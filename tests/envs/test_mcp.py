@@ -20,7 +20,7 @@ pytest.importorskip("mcp", reason="pip install 'relax-core[mcp]'")
 from envs.mcp import McpConfig, McpTools, check, tools
 from envs.tool_servers.server_processes import McpServer
 from relax_core.contracts.env import Action, EpisodeStart, StepResult
-from relax_core.contracts.tool_use.tool_calls import ToolCall
+from relax_core.contracts.tool_calls import ToolCall
 
 ROOT = Path(__file__).resolve().parents[2]
 SUM = f"python {ROOT}/examples/mcp/sum_server.py"

@@ -16,7 +16,7 @@ import pytest
 
 from envs.openenv import OpenEnvConfig, OpenEnvEpisode, check, tools
 from relax_core.contracts.env import Action, EpisodeStart, StepResult
-from relax_core.contracts.tool_use.tool_calls import ToolCall
+from relax_core.contracts.tool_calls import ToolCall
 from tests.agents_env.environments import AGENTS
 from tests.integration.live_run import run_to_end
 from tests.ports import free_port

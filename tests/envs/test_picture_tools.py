@@ -22,7 +22,7 @@ from relax_core.contracts.engine import Generated, PromptRequest, SamplingParams
 from relax_core.contracts.env import Action, EpisodeStart, media_sources
 from relax_core.contracts.media import MediaItem, MediaSource
 from relax_core.contracts.reward import RewardOutput
-from relax_core.contracts.tool_use.tool_calls import ToolCall
+from relax_core.contracts.tool_calls import ToolCall
 from relax_core.contracts.tree import check_tree
 from relax_core.data.media.item_encoder import encode_item
 from relax_core.data.media.media_limits import MediaLimits

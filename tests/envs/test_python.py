@@ -9,7 +9,7 @@ import pytest
 
 from envs.python import SPEC, PythonConfig, PythonTool, check, python
 from relax_core.contracts.env import Action, EpisodeStart
-from relax_core.contracts.tool_use.tool_calls import ToolCall
+from relax_core.contracts.tool_calls import ToolCall
 from relax_core.sandbox.run_code import SandboxRefused, try_sandbox
 
 

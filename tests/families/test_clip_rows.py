@@ -18,7 +18,7 @@ from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
 from transformers.models.qwen3_omni_moe.processing_qwen3_omni_moe import Qwen3OmniMoeProcessor
 
 from relax_core.contracts.media import Media, MediaItem
-from relax_core.contracts.trees.rotary import rotary_of_sequence
+from relax_core.contracts.rotary import rotary_of_sequence
 from relax_core.families.architecture import AudioSettings, PatchSettings
 from relax_core.families.audio_tower import clip_rows, heard_video_rows
 from relax_core.families.vision_tower import ItemRows, image_rows, timed_video_rows

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from relax_core.config.compose import compose, typed_config
-from relax_core.contracts.host.interfaces import missing_interface
+from relax_core.contracts.host_network import missing_interface
 from relax_core.plan import build_plan
 from relax_core.plan.build_plan import make_plan
 

@@ -19,9 +19,9 @@ import pytest
 from relax_core.config.compose import load_config
 from relax_core.contracts import columns as c
 from relax_core.contracts.bus import Admission, BusTimeout, Group
-from relax_core.contracts.checks.checked import checked_algorithm
-from relax_core.contracts.checks.plugin_results import WrongResult
+from relax_core.contracts.checked import checked_algorithm
 from relax_core.contracts.engine import Generated, PromptRequest, SamplingParams
+from relax_core.contracts.plugin_results import WrongResult
 from relax_core.contracts.reward import RewardInput, RewardOutput
 from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.engines.protocol.engine_client import EngineClient

@@ -11,7 +11,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from relax_core.train.process_group import ForeignRank, OneDeviceGloo, admitting_ranks, share_gloo_device
-from relax_core.weights.rendezvous import open_rank_store
+from relax_core.weights.weight_group import open_rank_store
 
 
 def say(**words: object) -> None:

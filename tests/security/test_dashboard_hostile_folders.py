@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from relax_core.contracts.shown_text import shown_line
+from relax_core.contracts.foreign_files import shown_line
 from tests.security.broken_runs import KINDS, LISTED
 from tests.server.made_run import make_run
 

@@ -26,9 +26,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from relax_core.config.choices import Overlong
-from relax_core.contracts.checks.foreign_values import MOST_DEPTH, decode_json
 from relax_core.contracts.data import BadRow
-from relax_core.contracts.host.regular_file import open_regular
+from relax_core.contracts.foreign_files import open_regular
+from relax_core.contracts.foreign_values import MOST_DEPTH, decode_json
 from relax_core.data.data_files import MOST_ROW_BYTES, RowKeys, open_rows
 from relax_core.data.tokenizer import PromptTokenizer, TextTooLong
 from relax_core.data.tokenizer_trial import try_tokenizer

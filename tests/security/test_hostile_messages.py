@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from relax_core.contracts.checks.foreign_values import MOST_DEPTH
+from relax_core.contracts.foreign_values import MOST_DEPTH
 from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.data.turn_tokens import TurnTokens
 from relax_core.rollout.agents.endpoint_app import MOST_BODY_BYTES

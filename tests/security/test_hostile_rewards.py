@@ -16,10 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relax_core.contracts.checks.checked import checked_reward
-from relax_core.contracts.checks.checked_env import checked_env
-from relax_core.contracts.checks.foreign_values import MOST_DEPTH, clean_text, clean_value, shown
-from relax_core.contracts.checks.plugin_results import MOST_REWARD, WrongResult
+from relax_core.contracts.checked import checked_env, checked_reward
 from relax_core.contracts.env import (
     Action,
     BaseInteractionEnv,
@@ -28,6 +25,8 @@ from relax_core.contracts.env import (
     InteractionConfig,
     StepResult,
 )
+from relax_core.contracts.foreign_values import MOST_DEPTH, clean_text, clean_value, shown
+from relax_core.contracts.plugin_results import MOST_REWARD, WrongResult
 from relax_core.contracts.reward import (
     MOST_ANSWER,
     MOST_REASON,

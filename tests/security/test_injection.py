@@ -411,7 +411,7 @@ def test_no_client_with_a_key_follows_a_redirect(
     import asyncio
 
     from envs.openenv import OpenEnvConfig, _schema
-    from relax_core.contracts.judging.judge import JudgeConfig
+    from relax_core.contracts.judge import JudgeConfig
     from relax_core.contracts.reward import RewardInput, RewardUnusable
     from relax_core.contracts.sink import MetricRecord, SinkStart
     from relax_core.observe.trackers.otlp_sink import OtlpConfig, OtlpSink

@@ -21,8 +21,8 @@ from relax_core.contracts.engine import (
     SamplingParams,
     WeightManifest,
 )
-from relax_core.contracts.judging.judge import JudgeConfig
-from relax_core.contracts.trees.kept_tokens import KeptTokens
+from relax_core.contracts.judge import JudgeConfig
+from relax_core.contracts.kept_tokens import KeptTokens
 from relax_core.engines.pool.engine_pool import EnginePool
 from relax_core.engines.protocol.engine_client import EngineClient
 from relax_core.engines.protocol.frames import (

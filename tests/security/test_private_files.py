@@ -18,7 +18,7 @@ import pytest
 
 from launchers.slurm.task_identity import task_folder
 from relax_core.__main__ import main
-from relax_core.contracts.host.private_folder import COMPILE_CACHE, private_folder, set_compile_cache, user_cache
+from relax_core.contracts.private_folder import COMPILE_CACHE, private_folder, set_compile_cache, user_cache
 from tests.security.conftest import INTRUDER, SecondUser
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from relax_core.contracts.host.socket_owners import admit_clients, clients, listeners, refuse_clients
-from relax_core.weights.rendezvous import SignedStore, open_rank_store
+from relax_core.contracts.host_network import admit_clients, clients, listeners, refuse_clients
+from relax_core.weights.weight_group import SignedStore, open_rank_store
 from tests.ports import free_port
 from tests.security.conftest import INTRUDER, SecondUser
 

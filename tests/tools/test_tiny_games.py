@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from relax_core.contracts.tool_use.tool_schemas import tool_schema
+from relax_core.contracts.tool_calls import tool_schema
 from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.data.tool_parsers import AUTO, read_action, tool_parser
 from relax_core.data.tool_templates import check_template_shows_tools

@@ -18,8 +18,8 @@ from tiny_trainer import CONFIG, PPO_CLIP, clip_loss, dp_groups, make_backend, t
 from worker_group_layouts import parallel_config
 
 from relax_core.contracts.algorithm import LossInputs, LossOutputs
+from relax_core.contracts.kept_tokens import OUTSIDE, KeptTokens
 from relax_core.contracts.tree import TokenTree
-from relax_core.contracts.trees.kept_tokens import OUTSIDE, KeptTokens
 from relax_core.train import process_group
 from relax_core.train.micro_batches import split_over_ranks
 from relax_core.train.policy_backend import MegatronBackend

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from relax_core.contracts.trees.kept_tokens import KeptTokens
+from relax_core.contracts.kept_tokens import KeptTokens
 
 RANKS = 2
 DEADLINE_S = 300.0

@@ -18,7 +18,7 @@ from relax_core.engines.protocol.engine_client import EngineClient
 from relax_core.engines.protocol.score_calls import TokensToScore
 from relax_core.weights.folder_stream import read_safetensors
 from relax_core.weights.publisher import WeightPublisher
-from relax_core.weights.transports.choice import SharedMemoryTransport
+from relax_core.weights.transports import SharedMemoryTransport
 from relax_core.weights.version_file import read_weights
 from relax_core.weights.version_folder import (
     KEPT_VERSIONS,

@@ -8,7 +8,7 @@ from relax_core.config.choices import ModeName, WeightTransportName
 from relax_core.config.compose import load_config
 from relax_core.config.schema import RelaxConfig
 from relax_core.config.validate import transport_problems
-from relax_core.weights.transports.choice import choose_transport
+from relax_core.weights.transport_choice import choose_transport
 
 
 @pytest.fixture

@@ -18,8 +18,8 @@ from relax_core.config.choices import WeightTransportName
 from relax_core.contracts.engine import SamplingParams, TensorSpec, WeightManifest
 from relax_core.engines.protocol.engine_client import EngineClient
 from relax_core.weights.publisher import SyncReport, WeightPublisher
-from relax_core.weights.transports.choice import build_transport
-from relax_core.weights.transports.collective import buckets
+from relax_core.weights.transport_choice import build_transport
+from relax_core.weights.transports import buckets
 from relax_core.weights.version_folder import read_latest
 from relax_core.weights.version_writer import WEIGHTS
 from tests.contracts.engine.harness import (

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from relax_core.contracts.host.file_lock import file_locked
+from relax_core.contracts.private_folder import file_locked
 from relax_core.weights.folder_stream import read_safetensors
 from relax_core.weights.publisher import WeightPublisher
-from relax_core.weights.transports.choice import SharedMemoryTransport
+from relax_core.weights.transports import SharedMemoryTransport
 from relax_core.weights.version_copy import LOCK, reading_copy
 from relax_core.weights.version_file import read_weights
 from relax_core.weights.version_folder import reading

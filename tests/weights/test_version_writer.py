@@ -13,8 +13,7 @@ import torch
 
 from relax_core.weights.folder_stream import read_safetensors
 from relax_core.weights.publisher import WeightPublisher
-from relax_core.weights.transports.choice import SharedMemoryTransport
-from relax_core.weights.transports.collective import CollectiveTransport
+from relax_core.weights.transports import CollectiveTransport, SharedMemoryTransport
 from relax_core.weights.version_file import DigestMismatch, WeightFile, read_weights
 from relax_core.weights.version_folder import read_latest
 from relax_core.weights.version_writer import FROZEN, FROZEN_FOLDER, VersionWriter

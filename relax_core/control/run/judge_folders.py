@@ -8,7 +8,7 @@ from pathlib import Path
 from relax_core.config.model_checks import folder_problems
 from relax_core.config.reward_choice import ChosenReward, judged_reward
 from relax_core.config.schema import RelaxConfig
-from relax_core.contracts.judging.judge import JudgeConfig, JudgeSetup
+from relax_core.contracts.judge import JudgeConfig, JudgeSetup
 from relax_core.data.sources import GENERATED_KEYS
 from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.data.tokenizer_trial import try_tokenizer

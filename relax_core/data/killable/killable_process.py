@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import psutil
 
-from relax_core.contracts.host.python_child import cause_in_log, import_path, module_command
+from relax_core.contracts.python_child import cause_in_log, import_path, module_command
 from relax_core.data.killable.worker_frames import HEADER_BYTES, Ready, payload_bytes, to_frame
 from relax_core.sandbox.worker_sandbox import WorkerSandbox
 

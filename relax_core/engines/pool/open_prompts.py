@@ -9,8 +9,8 @@ import msgspec
 import numpy as np
 
 from relax_core.contracts.engine import Generated, PromptRequest
+from relax_core.contracts.kept_tokens import KeptTokens
 from relax_core.contracts.media import MediaItem
-from relax_core.contracts.trees.kept_tokens import KeptTokens
 from relax_core.engines.protocol.server_sent_events import read_only
 
 

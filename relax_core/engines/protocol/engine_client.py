@@ -51,7 +51,7 @@ from relax_core.engines.protocol.reply_checks import (
 from relax_core.engines.protocol.request_body import OnTokens, OtherPrompt, checked_prompt_tokens, generate_body
 from relax_core.engines.protocol.score_calls import TokenScores, TokensToScore, most_bytes, read_scores, score_body
 from relax_core.engines.protocol.server_sent_events import UNKNOWN_VERSION, EventReader, Told
-from relax_core.weights.transports.base import WeightGroupAddress
+from relax_core.weights.transports import WeightGroupAddress
 
 if TYPE_CHECKING:
     import aiohttp

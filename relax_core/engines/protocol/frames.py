@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from relax_core.contracts.engine import FinishReason, Generated
-from relax_core.contracts.trees.kept_tokens import KeptTokens
+from relax_core.contracts.kept_tokens import KeptTokens
 
 _INT32 = np.dtype("<i4")
 _INT32_MAX = np.iinfo(_INT32).max

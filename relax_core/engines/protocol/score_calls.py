@@ -10,8 +10,8 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 
+from relax_core.contracts.kept_tokens import OUTSIDE, KeptTokens
 from relax_core.contracts.media import Media
-from relax_core.contracts.trees.kept_tokens import OUTSIDE, KeptTokens
 from relax_core.engines.protocol.reply_checks import MOST_LOGPROB, decoded, version_number
 from relax_core.engines.protocol.request_body import media_fields
 

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from relax_core.contracts.engine import FinishReason, Generated, PromptRequest
-from relax_core.contracts.trees.kept_tokens import KeptTokens
+from relax_core.contracts.kept_tokens import KeptTokens
 from relax_core.engines.protocol import reply_checks
 from relax_core.engines.protocol.frames import VersionSpan, token_versions
 from relax_core.engines.protocol.request_body import checked_prompt_tokens

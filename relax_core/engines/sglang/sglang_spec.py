@@ -15,7 +15,7 @@ from relax_core.config.model_checks import family_of_run
 from relax_core.config.schema import RelaxConfig, RolloutConfig
 from relax_core.contracts.engine import EngineError
 from relax_core.contracts.engine_kind import EngineServer, EngineSpec, EngineStart
-from relax_core.contracts.host.private_folder import set_compile_cache
+from relax_core.contracts.private_folder import set_compile_cache
 from relax_core.engines.protocol.engine_client import EngineClient, wait_ready
 from relax_core.engines.sglang.media.placed_items import MEDIA_FOLDER, VISION_FOLDER
 from relax_core.engines.sglang.sglang_process import version_problem

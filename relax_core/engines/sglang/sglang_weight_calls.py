@@ -13,7 +13,7 @@ from urllib.parse import quote
 import msgspec
 
 from relax_core.contracts.engine import EngineError, EngineUnreachable, TensorSpec, WeightManifest
-from relax_core.contracts.host.file_lock import file_locked
+from relax_core.contracts.private_folder import file_locked
 from relax_core.engines.protocol.engine_client import EngineClient, group_body, tensors_body
 from relax_core.engines.protocol.reply_checks import ModelInfo
 from relax_core.engines.protocol.server_sent_events import UNKNOWN_VERSION, version_number
@@ -27,7 +27,7 @@ from relax_core.engines.sglang.weight_orders import (
     not_written,
     order_payload,
 )
-from relax_core.weights.transports.base import WeightGroupAddress
+from relax_core.weights.transports import WeightGroupAddress
 
 
 class SenderLock:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from relax_core.contracts.host.openers import opener, proxy_words
+from relax_core.contracts.host_network import opener, proxy_words
 from relax_core.contracts.sink import BaseSink, MetricRecord, Record, SinkConfig, SinkSpec, SinkStart
 
 SERVICE = "relax"

@@ -17,7 +17,7 @@ from typing import IO
 from urllib.parse import urlsplit
 
 from relax_core.contracts.engine import SYNC_TIMEOUT_S, EngineError, EngineUnreachable, WeightManifest
-from relax_core.contracts.host.private_folder import private_folder, user_cache
+from relax_core.contracts.private_folder import private_folder, user_cache
 from relax_core.registry import find_engine
 from relax_core.roles.engine.engine_directory import engine_client, member_list
 from relax_core.roles.engine.engine_fit import engine_needs, fit_problem

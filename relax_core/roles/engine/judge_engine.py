@@ -8,7 +8,7 @@ from functools import partial
 from relax_core.config.choices import ModeName
 from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.engine import SILENT_S, EngineError
-from relax_core.contracts.judging.judge import JudgeSetup
+from relax_core.contracts.judge import JudgeSetup
 from relax_core.engines.engine_process import EngineLaunch
 from relax_core.engines.pool.engine_pool import EnginePool
 from relax_core.engines.protocol.engine_client import EngineClient

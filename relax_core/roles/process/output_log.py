@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
-from relax_core.contracts.host.private_folder import set_private_files
+from relax_core.contracts.private_folder import set_private_files
 
 
 def keep_output(log_file: Path) -> None:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Literal
 
 from relax_core.contracts.bus import BusClosed
-from relax_core.contracts.host.private_folder import set_compile_cache
+from relax_core.contracts.private_folder import set_compile_cache
 from relax_core.observe.process_usage import ProcessUsage, UsageMeter
 from relax_core.roles.process.failure import Lost, failure_line, what_was_lost
 from relax_core.roles.process.output_log import keep_output

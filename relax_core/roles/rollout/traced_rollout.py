@@ -9,7 +9,7 @@ from typing import cast
 
 from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.engine import SILENT_S, SYNC_TIMEOUT_S, Generated, PromptRequest, SamplingParams
-from relax_core.contracts.judging.judge import JudgedInput
+from relax_core.contracts.judge import JudgedInput
 from relax_core.contracts.media import MediaItem
 from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput, RewardSpec
 from relax_core.engines.pool.engine_pool import BringMedia, EnginePool, OnEnd, OnMalformed, RequestTimes

@@ -43,7 +43,7 @@ from relax_core.roles.trainer.weight_sync import WeightSync
 from relax_core.roles.trainer.worker_group import TrainerWorkerGroup, assemble_ranks
 from relax_core.train.micro_batches import decode_train_tree
 from relax_core.train.updates import StepResult, StepUpdates, UpdatePlan
-from relax_core.weights.transports.choice import build_transport, choose_transport
+from relax_core.weights.transport_choice import build_transport, choose_transport
 
 if TYPE_CHECKING:
     from torch import Tensor

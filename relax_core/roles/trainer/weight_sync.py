@@ -14,7 +14,7 @@ from relax_core.roles.process.role_context import RunContext
 from relax_core.roles.trainer.worker_group import WaitingOn
 from relax_core.weights.call_queues import CallQueues
 from relax_core.weights.publisher import Push, SyncReport, WeightPublisher
-from relax_core.weights.transports.base import WeightTransport
+from relax_core.weights.transports import WeightTransport
 
 if TYPE_CHECKING:
     from torch import Tensor

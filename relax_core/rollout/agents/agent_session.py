@@ -19,9 +19,9 @@ from typing import Literal
 
 import msgspec
 
-from relax_core.contracts.checks.foreign_values import shown
 from relax_core.contracts.engine import EngineError, Generated, PromptRequest
 from relax_core.contracts.env import Ended, EpisodeLimits
+from relax_core.contracts.foreign_values import shown
 from relax_core.data.tokenizer import LARGE_TEXT, PromptTokenizer, TextTooLong
 from relax_core.data.tool_parsers import AUTO, tool_parser
 from relax_core.data.tool_templates import check_template_shows_tools

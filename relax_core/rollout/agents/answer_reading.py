@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from relax_core.contracts.tool_use.tool_schemas import ToolSchema
+from relax_core.contracts.tool_calls import ToolSchema
 from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.data.tool_parsers import CALL_MARKS, read_calls
 from relax_core.rollout.agents.chat_messages import ChatCall, Reply

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from relax_core.contracts.checks.foreign_values import MOST_DEPTH, check_depth
+from relax_core.contracts.foreign_values import MOST_DEPTH, check_depth
 from relax_core.rollout.agents.answer_reading import Piece
 from relax_core.rollout.agents.chat_messages import (
     ChatCall,

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from relax_core.contracts.checks.foreign_values import clean_text, clean_value
-from relax_core.contracts.tool_use.tool_schemas import ToolSchema
+from relax_core.contracts.foreign_values import clean_text, clean_value
+from relax_core.contracts.tool_calls import ToolSchema
 
 Role = Literal["system", "user", "assistant", "tool"]
 Grade = Literal["same", "begins", "foreign"]

@@ -13,7 +13,7 @@ from hmac import digest as keyed_digest
 from pathlib import Path
 from typing import Any
 
-from relax_core.contracts.checks.foreign_values import decode_json
+from relax_core.contracts.foreign_values import decode_json
 from relax_core.rollout.agent_processes.agent_tasks import AgentResult, AgentTask, result_of
 from relax_core.rollout.agents.chat_messages import RequestRefused, refused
 

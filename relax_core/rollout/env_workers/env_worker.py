@@ -13,8 +13,8 @@ import msgspec
 import psutil
 
 from relax_core.config.redaction import packed_text
-from relax_core.contracts.checks.plugin_results import WrongResult
 from relax_core.contracts.env import IsolatedConfig
+from relax_core.contracts.plugin_results import WrongResult
 from relax_core.data.killable.killable_process import KillableProcess, WorkerLost
 from relax_core.rollout.env_workers.env_messages import Close, EnvAnswer, EnvRequest, Failed, Open, Settings
 from relax_core.rollout.episodes.env_calls import EnvTooSlow

@@ -14,9 +14,9 @@ from typing import Any
 
 import msgspec
 
-from relax_core.contracts.checks.foreign_values import clean_text, shown_error
-from relax_core.contracts.checks.plugin_results import WrongResult
 from relax_core.contracts.env import BaseInteractionEnv, EnvSpec, EpisodeStart, StepResult
+from relax_core.contracts.foreign_values import clean_text, shown_error
+from relax_core.contracts.plugin_results import WrongResult
 from relax_core.data.killable.worker_frames import Ready
 from relax_core.data.killable.worker_pipe import WorkerPipe, cpu_limit
 from relax_core.registry import find_env, plugin_words

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from relax_core.contracts.checks.foreign_values import clean_text
-from relax_core.contracts.checks.plugin_results import as_number, too_large
 from relax_core.contracts.data import DataRow
 from relax_core.contracts.env import Ended, Message
+from relax_core.contracts.foreign_values import clean_text
 from relax_core.contracts.media import Media, MediaError
+from relax_core.contracts.plugin_results import as_number, too_large
 from relax_core.contracts.reward import MOST_REASON, RewardInput, RewardOutput
 from relax_core.contracts.sink import SAMPLED_MARKS
 from relax_core.rollout.episodes.tree_builder import PlayedEpisode, PlayedTurn

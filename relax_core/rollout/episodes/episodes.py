@@ -13,7 +13,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
-from relax_core.contracts.checks.plugin_results import WrongResult
 from relax_core.contracts.engine import PromptRequest, SamplingParams
 from relax_core.contracts.env import (
     Action,
@@ -27,6 +26,7 @@ from relax_core.contracts.env import (
     media_sources,
 )
 from relax_core.contracts.media import MediaError
+from relax_core.contracts.plugin_results import WrongResult
 from relax_core.contracts.tree import sample_uid
 from relax_core.data.tokenizer import LARGE_TEXT, TextTooLong
 from relax_core.data.turn_tokens import TurnTokens

@@ -12,10 +12,10 @@ from relax_core.contracts.bus import Group
 from relax_core.contracts.columns import ROUTED_EXPERTS, TEACHER, encode_tree
 from relax_core.contracts.engine import Generated
 from relax_core.contracts.env import CUT_ENDS
+from relax_core.contracts.kept_tokens import KeptTokens
 from relax_core.contracts.media import Media
 from relax_core.contracts.reward import RewardOutput
 from relax_core.contracts.tree import NOT_SAMPLED, TRUNCATED, Episode, TokenTree, Turn, group_uid, sample_uid
-from relax_core.contracts.trees.kept_tokens import KeptTokens
 from relax_core.rollout.episodes.token_accounts import token_accounts
 from relax_core.rollout.episodes.tree_builder import PlayedEpisode, build_tree, checked_kept, version_spans
 

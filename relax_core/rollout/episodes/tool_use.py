@@ -8,7 +8,7 @@ from typing import Any
 
 from relax_core.contracts.data import DataRow
 from relax_core.contracts.env import Action, EnvSpec, InteractionConfig, Message
-from relax_core.contracts.tool_use.tool_schemas import ToolSchema
+from relax_core.contracts.tool_calls import ToolSchema
 from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.data.tool_parsers import AUTO, read_action, tool_parser
 from relax_core.data.tool_templates import (

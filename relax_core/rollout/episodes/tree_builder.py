@@ -17,9 +17,9 @@ import numpy as np
 
 from relax_core.contracts.columns import ROUTED_EXPERTS
 from relax_core.contracts.engine import Generated
+from relax_core.contracts.kept_tokens import KeptTokens
 from relax_core.contracts.media import Media
 from relax_core.contracts.tree import NOT_SAMPLED, Episode, TokenTree, Turn
-from relax_core.contracts.trees.kept_tokens import KeptTokens
 
 LONGEST_KEY = 64  # characters of a state's key; of longer ones the tree has a digest
 

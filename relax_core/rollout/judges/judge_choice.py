@@ -7,7 +7,7 @@ from pathlib import Path
 
 from relax_core.config.reward_choice import judged_reward
 from relax_core.config.schema import EngineConfig, RelaxConfig
-from relax_core.contracts.judging.judge import JudgeConfig, JudgePlan
+from relax_core.contracts.judge import JudgeConfig, JudgePlan
 from relax_core.families.hf_config import language_values, read_hf_config
 from relax_core.registry import find_engine
 

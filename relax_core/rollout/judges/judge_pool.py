@@ -18,7 +18,7 @@ from typing import Any
 
 from relax_core.config.reward_choice import judged_reward
 from relax_core.config.schema import RelaxConfig
-from relax_core.contracts.judging.judge import JudgedInput, JudgeSetup, Verdict
+from relax_core.contracts.judge import JudgedInput, JudgeSetup, Verdict
 from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput, RewardSpec
 from relax_core.rollout.judges.judge_choice import judge_plan
 from relax_core.rollout.judges.judge_prompts import WORDS, JudgePrompt, verdict_parser
@@ -185,7 +185,7 @@ class GroupJudges:
         self._asked: dict[tuple[str, ...], asyncio.Task[Verdict]] = {}
 
     async def ask(self, judge: str, variables: Mapping[str, str]) -> Verdict:
-        """Returns the verdict, as `relax_core.contracts.judging.judge.Judges` says."""
+        """Returns the verdict, as `relax_core.contracts.judge.Judges` says."""
         if judge not in self._judges:
             known = ", ".join(self._judges)
             return Verdict(judge=judge, value=None, reason=f"no judge is called {judge!r}. What exists: {known}.")

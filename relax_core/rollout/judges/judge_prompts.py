@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from relax_core.contracts.judging.judge import JudgeSetup
+from relax_core.contracts.judge import JudgeSetup
 
 if TYPE_CHECKING:
     import jinja2

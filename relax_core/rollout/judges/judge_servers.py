@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 import msgspec
 
 from relax_core.contracts.engine import EngineError, Generated, PromptRequest, SamplingParams
-from relax_core.contracts.judging.judge import JudgeConfig
+from relax_core.contracts.judge import JudgeConfig
 from relax_core.data.tokenizer import LARGE_TEXT, PromptTokenizer, TextTooLong
 from relax_core.engines.pool.engine_pool import EnginePool
 from relax_core.engines.protocol.reply_checks import Natural, decoded, plain_words

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from relax_core.config.reward_choice import ChosenReward, RewardChoice
-from relax_core.contracts.checks.foreign_values import shown
+from relax_core.contracts.foreign_values import shown
 from relax_core.contracts.reward import RewardInput, RewardOutput
 from relax_core.data.killable.limited_log import LimitedLog
 from relax_core.registry import plugin_words

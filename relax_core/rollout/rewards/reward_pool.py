@@ -13,8 +13,8 @@ from types import TracebackType
 from typing import Self
 
 from relax_core.config.reward_choice import ChosenReward, Outcome, RewardChoice
-from relax_core.contracts.checks.plugin_results import contain_exits
 from relax_core.contracts.data import DataRow
+from relax_core.contracts.plugin_results import contain_exits
 from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput, RewardSpec
 from relax_core.data.killable.limited_log import LimitedLog
 from relax_core.rollout.rewards.hang_watch import HangWatch, OnHang

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from relax_core.contracts.checks.foreign_values import shown_error
+from relax_core.contracts.foreign_values import shown_error
 from relax_core.contracts.reward import RewardInput, RewardOutput, RewardSpec
 from relax_core.data.killable.worker_frames import Ready
 from relax_core.data.killable.worker_pipe import WorkerPipe, cpu_limit

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from relax_core.contracts.host.python_child import cause_in, import_path, module_command
+from relax_core.contracts.python_child import cause_in, import_path, module_command
 from relax_core.data.killable.worker_frames import HEADER_BYTES, payload_bytes, to_frame
 from relax_core.engines.engine_process import readable
 

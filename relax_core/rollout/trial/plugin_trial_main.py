@@ -27,10 +27,10 @@ from relax_core.contracts.algorithm import (
     StepTotals,
     ValueInputs,
 )
-from relax_core.contracts.checks.foreign_values import clean_text
-from relax_core.contracts.checks.plugin_results import WrongResult
 from relax_core.contracts.data import BaseDataSource
 from relax_core.contracts.env import EnvSpec, EpisodeStart
+from relax_core.contracts.foreign_values import clean_text
+from relax_core.contracts.plugin_results import WrongResult
 from relax_core.contracts.reward import RewardInput, RewardOutput, RewardSpec, RewardUnusable
 from relax_core.data.killable.worker_frames import HEADER_BYTES, payload_bytes, to_frame
 from relax_core.registry import find_algorithm, find_data_source, find_env, find_reward, plugin_words

@@ -26,8 +26,8 @@ from typing import Any
 import msgspec
 import xxhash
 
-from relax_core.contracts.host.output_path import numbered
-from relax_core.weights.digested_json import decode_digested, encode_digested
+from relax_core.contracts.output_path import numbered
+from relax_core.weights.version_folder import decode_digested, encode_digested
 
 PARTIAL_SUFFIX = ".partial"
 REPLACED_SUFFIX = ".replaced"

@@ -31,8 +31,8 @@ from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from relax_core.contracts.chains import chains_of
 from relax_core.contracts.family import DeltaNet
-from relax_core.contracts.trees.chains import chains_of
 from relax_core.families.delta_rule import CHUNK_ROWS, Segments, gated_delta_rule, gated_norm, log_decay
 from relax_core.train.megatron_on_cpu import has_cuda
 

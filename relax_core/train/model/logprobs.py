@@ -35,7 +35,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from relax_core.contracts.trees.kept_tokens import OUTSIDE, KeptTokens
+from relax_core.contracts.kept_tokens import OUTSIDE, KeptTokens
 
 _MASKS = 32  # The number of bitmasks unpacked at one time, at one byte for each token of the vocabulary.
 

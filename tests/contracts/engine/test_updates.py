@@ -17,7 +17,8 @@ from relax_core.config.choices import WeightTransportName
 from relax_core.contracts.engine import Generated, SamplingParams, TensorSpec
 from relax_core.engines.sglang.sglang_client import SglangClient
 from relax_core.weights.publisher import SyncReport, WeightPublisher
-from relax_core.weights.transports.choice import DiskTransport, build_transport
+from relax_core.weights.transport_choice import build_transport
+from relax_core.weights.transports import DiskTransport
 from relax_core.weights.version_folder import read_latest
 from relax_core.weights.version_writer import FROZEN, FROZEN_FOLDER, WEIGHTS
 from tests.contracts.engine.harness import (

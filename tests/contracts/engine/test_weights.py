@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from relax_core.contracts.engine import EngineError, SamplingParams
-from relax_core.weights.group import WeightGroup
-from relax_core.weights.transports.base import WeightGroupAddress
+from relax_core.weights.transports import WeightGroupAddress
 from relax_core.weights.version_file import tensors_digest
+from relax_core.weights.weight_group import WeightGroup
 from tests.contracts.engine.harness import Engine, hf_weights, make_model, prompts_of, publish, random_prompt
 
 GREEDY = SamplingParams(max_new_tokens=6, temperature=0.0)

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from relax_core.contracts.tool_use.tool_calls import ToolCall
-from relax_core.contracts.tool_use.tool_schemas import ToolSchema
+from relax_core.contracts.tool_calls import ToolCall, ToolSchema
 from relax_core.data.tool_parsers import PARSERS, read_action, tool_parser
 from tests.data.chat_templates import FAMILIES
 

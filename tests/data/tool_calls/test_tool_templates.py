@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from envs.calculator import SPEC, CalculatorConfig
-from relax_core.contracts.checks.checked_env import checked_env
+from relax_core.contracts.checked import checked_env
 from relax_core.contracts.env import Action
-from relax_core.contracts.tool_use.tool_schemas import tool_schema
+from relax_core.contracts.tool_calls import tool_schema
 from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.data.tool_templates import (
     check_template_shows_tools,

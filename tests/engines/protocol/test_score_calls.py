@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from relax_core.contracts.trees.kept_tokens import OUTSIDE
+from relax_core.contracts.kept_tokens import OUTSIDE
 from relax_core.engines.protocol.score_calls import TokensToScore, read_scores
 
 ROW = TokensToScore(input_ids=[5, 6, 7, 8], first=2)  # tokens 7 and 8

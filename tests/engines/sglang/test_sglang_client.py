@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from relax_core.contracts.engine import EngineError, Generated, PromptRequest, SamplingParams
-from relax_core.contracts.trees.kept_tokens import KeptTokens
+from relax_core.contracts.kept_tokens import KeptTokens
 from relax_core.engines.protocol.frames import VersionSpan
 from relax_core.engines.sglang.sglang_client import SglangClient, finish_reason, prefilled_by_older
 from tests.responses import check_arrays, response

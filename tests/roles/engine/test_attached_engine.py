@@ -19,7 +19,7 @@ from relax_core.roles.engine.attached_engine import AttachedEngineOwner, held_se
 from relax_core.roles.engine.engine_fit import engine_needs, fit_problem
 from relax_core.weights.engine_members import EngineMember, write_members
 from relax_core.weights.publisher import WeightPublisher
-from relax_core.weights.transports.choice import DiskTransport
+from relax_core.weights.transports import DiskTransport
 from tests.contracts.engine.conftest import launch, model_folder, start_engine
 from tests.contracts.engine.harness import TOKEN, Engine, hf_weights, make_model
 from tests.roles.engine.test_engine_owner import context_of

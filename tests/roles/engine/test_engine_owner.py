@@ -26,7 +26,7 @@ from relax_core.roles.trainer.teacher_worker import TeacherEngineOwner
 from relax_core.tools.make_tiny import tiny_model_folder
 from relax_core.weights.folder_stream import read_safetensors
 from relax_core.weights.publisher import WeightPublisher
-from relax_core.weights.transports.choice import SharedMemoryTransport
+from relax_core.weights.transports import SharedMemoryTransport
 from relax_core.weights.version_file import write_weights
 from relax_core.weights.version_folder import LATEST
 from tests.ports import free_port

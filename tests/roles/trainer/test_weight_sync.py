@@ -16,7 +16,7 @@ from relax_core.config.compose import load_config
 from relax_core.contracts.engine import EngineError, SamplingParams
 from relax_core.engines.protocol.engine_client import EngineClient
 from relax_core.roles.trainer.weight_sync import WeightSync
-from relax_core.weights.transports.choice import SharedMemoryTransport
+from relax_core.weights.transports import SharedMemoryTransport
 from tests.contracts.engine.conftest import launch, model_folder, start_engine
 from tests.contracts.engine.harness import Engine, hf_weights, make_model, prompts_of
 from tests.roles.engine.test_engine_owner import context_of

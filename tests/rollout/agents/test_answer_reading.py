@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relax_core.contracts.tool_use.tool_schemas import ToolSchema
+from relax_core.contracts.tool_calls import ToolSchema
 from relax_core.data.tool_parsers import PARSERS
 from relax_core.rollout.agents.answer_reading import AnswerForm, StreamedReply, read_reply
 from relax_core.rollout.rewards.reward_inputs import stopped_by

@@ -17,10 +17,10 @@ from typing import Any
 import psutil
 import pytest
 
-from relax_core.contracts.checks.plugin_results import WrongResult
 from relax_core.contracts.env import Action, BaseInteractionEnv, EpisodeStart, IsolatedConfig, StepResult
 from relax_core.contracts.media import MediaSource
-from relax_core.contracts.tool_use.tool_calls import ToolCall
+from relax_core.contracts.plugin_results import WrongResult
+from relax_core.contracts.tool_calls import ToolCall
 from relax_core.registry import find_env
 from relax_core.rollout.env_workers.env_worker import EnvFailed
 from relax_core.rollout.env_workers.env_workers import EnvWorkers

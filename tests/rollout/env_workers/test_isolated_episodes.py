@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from relax_core.config.schema import EngineConfig
-from relax_core.contracts.checks.plugin_results import WrongResult
 from relax_core.contracts.env import IsolatedConfig
+from relax_core.contracts.plugin_results import WrongResult
 from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.engines.engine_process import EngineLaunch
 from relax_core.registry import find_env, find_reward

@@ -13,8 +13,7 @@ import pytest
 
 from envs.number_guess import NumberGuess, NumberGuessConfig
 from relax_core.config.schema import EngineConfig
-from relax_core.contracts.checks.checked_env import checked_env
-from relax_core.contracts.checks.plugin_results import WrongResult
+from relax_core.contracts.checked import checked_env
 from relax_core.contracts.engine import Generated, PromptRequest
 from relax_core.contracts.env import (
     Action,
@@ -25,6 +24,7 @@ from relax_core.contracts.env import (
     StepResult,
 )
 from relax_core.contracts.media import MediaError
+from relax_core.contracts.plugin_results import WrongResult
 from relax_core.contracts.reward import RewardInput, RewardOutput
 from relax_core.contracts.tree import TokenTree, check_tree
 from relax_core.data.tokenizer import PromptTokenizer

@@ -15,9 +15,9 @@ from relax_core.bus.bus_state import BusCore
 from relax_core.contracts import columns as c
 from relax_core.contracts.bus import Group, LeaseRequest
 from relax_core.contracts.engine import Generated
+from relax_core.contracts.kept_tokens import KeptTokens
 from relax_core.contracts.reward import RewardOutput
 from relax_core.contracts.tree import TokenTree
-from relax_core.contracts.trees.kept_tokens import KeptTokens
 from relax_core.rollout.episodes.group_assembly import DroppedGroup, GroupFilter, complete_episodes, complete_group
 from relax_core.rollout.episodes.tree_builder import PlayedEpisode, PlayedTurn
 from relax_core.rollout.group_advantages import advantage_extras

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relax_core.contracts.columns import ROUTED_EXPERTS
+from relax_core.contracts.kept_tokens import KeptTokens
 from relax_core.contracts.media import Media
 from relax_core.contracts.reward import RewardOutput
 from relax_core.contracts.tree import TokenTree, check_tree
-from relax_core.contracts.trees.kept_tokens import KeptTokens
 from relax_core.rollout.episodes.group_assembly import ScoredResponse, one_turn_tree
 from relax_core.rollout.episodes.tree_builder import PlayedEpisode, PlayedTurn, TreeBuilder, build_tree
 from tests.media_items import image_item

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from relax_core.config.schema import EngineConfig
-from relax_core.contracts.checks.checked_env import checked_env
+from relax_core.contracts.checked import checked_env
 from relax_core.contracts.data import BadRow, DataRow
 from relax_core.contracts.engine import SamplingParams
 from relax_core.contracts.env import BaseInteractionEnv, EnvSpec, EpisodeStart

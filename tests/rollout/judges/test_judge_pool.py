@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from relax_core.contracts.judging.judge import JudgeConfig, JudgedInput
+from relax_core.contracts.judge import JudgeConfig, JudgedInput
 from relax_core.contracts.reward import RewardInput, RewardOutput
 from relax_core.registry import find_reward
 from relax_core.rollout.judges.judge_pool import JudgePool, RunJudge, judge_accuracy, known_verdicts

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from relax_core.contracts.judging.judge import JudgeConfig, JudgeSetup
+from relax_core.contracts.judge import JudgeConfig, JudgeSetup
 from relax_core.registry import find_reward
 from relax_core.rollout.judges.judge_prompts import JudgePrompt, cut, without_markup
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from relax_core.contracts.judging.judge import JudgeConfig
+from relax_core.contracts.judge import JudgeConfig
 from relax_core.registry import find_reward
 from relax_core.rollout.judges.judge_prompts import verdict_parser
 

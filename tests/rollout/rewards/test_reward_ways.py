@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from relax_core.contracts.checks.checked import checked_reward
-from relax_core.contracts.checks.plugin_results import contained_spec
+from relax_core.contracts.checked import checked_reward
 from relax_core.contracts.media import MediaSource
+from relax_core.contracts.plugin_results import contained_spec
 from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput, RewardSpec
 from relax_core.registry import find_reward
 from relax_core.rollout.rewards.reward_failures import RewardsFailed

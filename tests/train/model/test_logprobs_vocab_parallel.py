@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from logprobs_worker_group import RANKS, Answer, Problem, WorkerGroup, solve, worker_group
 
-from relax_core.contracts.trees.kept_tokens import OUTSIDE, KeptTokens
+from relax_core.contracts.kept_tokens import OUTSIDE, KeptTokens
 
 torch.set_num_threads(1)
 

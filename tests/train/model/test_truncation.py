@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from relax_core.contracts.trees.kept_tokens import OUTSIDE, KeptTokens
+from relax_core.contracts.kept_tokens import OUTSIDE, KeptTokens
 from relax_core.train.model.logprobs import HeadOutputs, KeptRows, Truncation, head_outputs, top_k_tokens
 
 torch.set_num_threads(1)

@@ -19,7 +19,7 @@ from relax_core.engines.embedded.scheduler.token_sampler import NonFiniteLogits
 from relax_core.engines.embedded.scheduler.token_scoring import ScoreItem
 from relax_core.engines.http_server import asgi
 from relax_core.engines.http_server.asgi import ClientDisconnected, HttpError, Receive, Scope, Send, clipped
-from relax_core.weights.transports.base import WeightGroupAddress
+from relax_core.weights.transports import WeightGroupAddress
 
 GROUP_TIMEOUT_S = 60.0  # how long a gloo group waits for its ranks and for a broadcast
 MAX_GROUP_TIMEOUT_S = 3600.0

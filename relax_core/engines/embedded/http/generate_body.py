@@ -13,9 +13,9 @@ import msgspec
 import numpy as np
 
 from relax_core.contracts.engine import MAX_BANNED, MAX_TEMPERATURE, MAX_TOP_K, MIN_TEMPERATURE
+from relax_core.contracts.kept_tokens import KeptTokens
 from relax_core.contracts.media import Media, MediaItem, MediaTensor
 from relax_core.contracts.media_file import FolderReader
-from relax_core.contracts.trees.kept_tokens import KeptTokens
 from relax_core.engines.embedded.model.model_config import ModelConfig
 from relax_core.engines.embedded.scheduler.calls import Call, Prompt
 from relax_core.engines.embedded.scheduler.slots import PromptRoutes

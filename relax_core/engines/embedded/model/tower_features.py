@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from relax_core.contracts.media import Media, MediaGone, MediaItem, MediaReader
-from relax_core.contracts.trees.rotary import rotary_of_sequence
+from relax_core.contracts.rotary import rotary_of_sequence
 from relax_core.engines.embedded.model.model_config import FEATURE_MIB
 from relax_core.engines.embedded.model.prefill import SequenceMedia
 from relax_core.families.towers import Towers

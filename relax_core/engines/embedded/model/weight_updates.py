@@ -22,9 +22,9 @@ from relax_core.engines.embedded.scheduler.scheduler import NOTHING_ATTESTED, Sc
 from relax_core.engines.http_server.asgi import HttpError, clipped
 from relax_core.weights.call_queues import CallQueues
 from relax_core.weights.folder_stream import read_safetensors
-from relax_core.weights.group import WeightGroup
-from relax_core.weights.transports.base import WeightGroupAddress
+from relax_core.weights.transports import WeightGroupAddress
 from relax_core.weights.version_file import DigestMismatch, cut_tensors, read_weights, tensors_digest
+from relax_core.weights.weight_group import WeightGroup
 
 MAX_GROUPS = 16
 # A file's header may hold anything, and torch and safetensors then raise errors of many kinds.

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from relax_core.contracts.engine import FinishReason
+from relax_core.contracts.kept_tokens import KeptTokens
 from relax_core.contracts.media import Media, MediaGone
-from relax_core.contracts.trees.kept_tokens import KeptTokens
 from relax_core.engines.embedded.model.prefill import SequenceMedia
 from relax_core.engines.embedded.model.tower_features import MediaFeatures
 from relax_core.engines.embedded.scheduler.slots import Prefix, PromptRoutes

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from relax_core.contracts.kept_tokens import KeptTokens
 from relax_core.contracts.media import Media, MediaGone
-from relax_core.contracts.trees.kept_tokens import KeptTokens
 from relax_core.engines.embedded.model.decoder_model import LanguageModel
 from relax_core.engines.embedded.model.kv_cache import CacheViews, DecodeAttention, KVCache
 from relax_core.engines.embedded.model.prefill import (

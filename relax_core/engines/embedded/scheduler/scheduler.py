@@ -14,9 +14,9 @@ from typing import TypeVar
 import numpy as np
 import torch
 
+from relax_core.contracts.core_wait import clock_and_core_wait_s
 from relax_core.contracts.engine import FinishReason, PauseMode
-from relax_core.contracts.host.core_wait import clock_and_core_wait_s
-from relax_core.contracts.trees.kept_tokens import KeptTokens
+from relax_core.contracts.kept_tokens import KeptTokens
 from relax_core.engines.embedded.scheduler.calls import Call, Progress, Sample, Waiting, WaitingQueue, seen_prefixes
 from relax_core.engines.embedded.scheduler.decoder import Decoder
 from relax_core.engines.embedded.scheduler.token_sampler import NonFiniteLogits

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from relax_core.contracts.kept_tokens import KeptTokens
 from relax_core.contracts.media import Media
-from relax_core.contracts.trees.kept_tokens import KeptTokens
 from relax_core.engines.embedded.model.prefill import SequenceMedia
 from relax_core.engines.embedded.scheduler.token_sampler import SamplingPlan, SamplingSettings, sampling_plan, uniforms
 

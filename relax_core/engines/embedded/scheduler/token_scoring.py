@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from relax_core.contracts.kept_tokens import KeptTokens
 from relax_core.contracts.media import Media
-from relax_core.contracts.trees.kept_tokens import KeptTokens
 from relax_core.engines.embedded.model.decoder_model import LanguageModel
 from relax_core.engines.embedded.model.prefill import SequenceMedia, Wanted, empty_kv, empty_states, prefill_passes
 from relax_core.engines.embedded.scheduler.token_sampler import NonFiniteLogits

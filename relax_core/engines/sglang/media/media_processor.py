@@ -24,7 +24,7 @@ from sglang.srt.multimodal.processors.base_processor import BaseMultimodalProces
 
 from relax_core.contracts.media import Media
 from relax_core.contracts.media_file import FolderReader
-from relax_core.contracts.trees.rotary import rotary_of_sequence
+from relax_core.contracts.rotary import rotary_of_sequence
 from relax_core.engines.sglang.media.placed_items import MEDIA_FOLDER, VISION_FOLDER, find_items, step_spans
 from relax_core.families.folder import folder_architecture
 from relax_core.families.towers import Towers

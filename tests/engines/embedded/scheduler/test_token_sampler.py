@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from relax_core.contracts.trees.kept_tokens import KeptTokens
+from relax_core.contracts.kept_tokens import KeptTokens
 from relax_core.engines.embedded.scheduler import token_sampler as sampler
 from relax_core.engines.embedded.scheduler.token_sampler import (
     SamplingSettings,

@@ -38,7 +38,7 @@ def compare(folder: Path, processor: Any, model: Any, case: list[dict[str, Any]]
 
     from relax_core.contracts.media import Media
     from relax_core.contracts.media_file import FolderReader
-    from relax_core.contracts.trees.rotary import rotary_of_sequence
+    from relax_core.contracts.rotary import rotary_of_sequence
     from relax_core.families.folder import vision_tower
     from relax_core.families.tower_passes import patches_of
 

@@ -11,7 +11,7 @@ import torch
 
 from relax_core.contracts.engine import PromptRequest
 from relax_core.contracts.media import Media, MediaItem
-from relax_core.contracts.trees.rotary import rotary_of_sequence
+from relax_core.contracts.rotary import rotary_of_sequence
 from relax_core.families.architecture import VisionTower
 from relax_core.families.tiny_configs import processor_files, tiny_config
 from relax_core.families.tower_passes import patches_of

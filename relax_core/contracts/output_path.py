@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
-from relax_core.contracts.host.private_folder import private_folder
+from relax_core.contracts.private_folder import private_folder
 
 
 def check_output_folder(folder: Path, *, option: str) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import stat
 import sys
+import time
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -174,3 +176,27 @@ def unshared_writes() -> Iterator[None]:
         yield
     finally:
         os.umask(earlier)
+
+
+_POLL_S = 0.1
+
+
+@contextmanager
+def file_locked(path: Path, *, deadline_s: float, makes: str) -> Iterator[None]:
+    """Holds a lock file against other processes. The kernel releases it when the process dies.
+
+    Raises TimeoutError, which says that another process ``makes`` something, if it holds the lock for ``deadline_s``.
+    """
+    give_up = time.monotonic() + deadline_s
+    with path.open("w") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > give_up:
+                    raise TimeoutError(
+                        f"waited {deadline_s:.0f} s for another process that makes {makes} (lock {path})"
+                    ) from None
+                time.sleep(_POLL_S)
+        yield

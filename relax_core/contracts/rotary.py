@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from relax_core.contracts.chains import Chains
 from relax_core.contracts.media import Media
-from relax_core.contracts.trees.chains import Chains
 
 
 def rotary_positions(runs: Chains, media: Sequence[Media]) -> np.ndarray:

@@ -19,10 +19,7 @@ import torch
 from algorithms import grpo, reinforce_pp
 from envs import single_turn
 from relax_core.contracts.algorithm import AdvantageInputs, LossInputs, LossOutputs, StepTotals
-from relax_core.contracts.checks.checked import checked_algorithm, checked_reward
-from relax_core.contracts.checks.checked_data import checked_data_source
-from relax_core.contracts.checks.checked_env import checked_env
-from relax_core.contracts.checks.plugin_results import PluginStopped, WrongResult, contain_exits, contained
+from relax_core.contracts.checked import checked_algorithm, checked_data_source, checked_env, checked_reward
 from relax_core.contracts.data import BaseDataSource, DataSourceConfig, DataSourceSpec
 from relax_core.contracts.env import (
     Action,
@@ -33,6 +30,7 @@ from relax_core.contracts.env import (
     InteractionConfig,
     StepResult,
 )
+from relax_core.contracts.plugin_results import PluginStopped, WrongResult, contain_exits, contained
 from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput, RewardSpec
 
 GIVEN = RewardInput(response="r", stopped=True, answer="a", row={})

@@ -1,4 +1,7 @@
-"""Sends weights over gloo or NCCL in a separate group for each engine, so that a dead engine delays no other engine.
+"""The transports of published weight versions to engines, and what each side of a transport implements.
+
+The collective transport sends over gloo or NCCL in a separate group for each engine, so that a dead engine delays no
+other engine.
 
 In one group of all engines gloo's broadcast is a tree: when an engine was killed during a broadcast, the ranks below it
 and the sender waited for the whole deadline. With separate groups the trainer sends once for each engine.
@@ -14,13 +17,85 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from relax_core.contracts.engine import EngineError, EngineUnreachable, TensorSpec, WeightManifest
-from relax_core.weights.transports.base import WeightGroupAddress, WeightReceiver
 
 if TYPE_CHECKING:
-    from relax_core.weights.group import WeightGroup
+    from relax_core.weights.weight_group import WeightGroup
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightGroupAddress:
+    """Describes where the ranks of a collective group find each other.
+
+    The sender is rank 0 and opens ``address``:``port``. ``backend`` is gloo or nccl. Every wait for other ranks or a
+    broadcast takes at most ``timeout_s`` seconds.
+    """
+
+    name: str
+    address: str
+    port: int
+    world_size: int
+    backend: str
+    timeout_s: float
+
+
+class WeightReceiver(Protocol):
+    """Is the client of an engine that receives weights.
+
+    Every call has a deadline. It raises EngineError, or EngineUnreachable if the engine does not answer.
+    ``group_ranks`` is the number of the engine's processes that join a group. The calls that activate a version,
+    `update_weights`, `update_weights_from_disk` and `end_weight_update`, answer with ``stall_ms``, the milliseconds for
+    which decoding stopped. Samples in progress continue under the new version.
+    """
+
+    url: str
+    group_ranks: int
+
+    def update_weights(self, manifest: WeightManifest) -> dict[str, Any]:
+        """Makes the engine read the published file."""
+
+    def update_weights_from_disk(self, manifest: WeightManifest) -> dict[str, Any]:
+        """Makes the engine load the published file's folder as a Hugging Face model."""
+
+    def join_weight_group(self, address: WeightGroupAddress) -> dict[str, Any]:
+        """Makes the engine join as ranks 1 to ``group_ranks``; returns when all of them have joined."""
+
+    def leave_weight_group(self, name: str) -> dict[str, Any]:
+        """Makes the engine leave a group."""
+
+    def begin_weight_update(self) -> dict[str, Any]:
+        """Begins an update in which the engine receives broadcasts."""
+
+    def receive_weights(self, tensors: Sequence[TensorSpec], *, group: str, version: int) -> dict[str, Any]:
+        """Makes the engine receive one broadcast of bytes, which holds ``tensors`` one after the other."""
+
+    def abandon_weight_update(self) -> dict[str, Any]:
+        """Ends an update that has failed; an engine that loads weights as they arrive then serves nothing."""
+
+    def end_weight_update(self, *, version: int, digest: str) -> dict[str, Any]:
+        """Makes the engine serve the received weights if their digest is ``digest``; otherwise it refuses them."""
+
+
+class WeightTransport(Protocol):
+    """Transfers versions to engines; calls for different receivers may run at the same time.
+
+    ``by_file`` says that engines read the published files themselves, so that the files may be several.
+    """
+
+    by_file: bool
+
+    def push(self, receiver: WeightReceiver, manifest: WeightManifest) -> dict[str, Any]:
+        """Returns the engine's answer when it serves the version; raises EngineError if it does not."""
+
+    def forget(self, url: str) -> None:
+        """Releases what the transport holds for an engine that has left; no push to it is in progress."""
+
+    def close(self) -> None:
+        """Releases what the transport holds."""
+
 
 T = TypeVar("T")
 GRACE_S = 5.0  # How many seconds our own end of a collective may take after the engine's end is done.
@@ -83,7 +158,7 @@ class CollectiveTransport:
             raise
 
     def _join(self, receiver: WeightReceiver) -> tuple[str, WeightGroup]:
-        from relax_core.weights.group import WeightGroup
+        from relax_core.weights.weight_group import WeightGroup
 
         listener = socket.create_server((self._host, 0))
         address = WeightGroupAddress(
@@ -150,3 +225,38 @@ def _own_result(future: Future[T], url: str, what: str) -> T:
         return future.result(timeout=GRACE_S)
     except (RuntimeError, TimeoutError) as error:
         raise EngineError(f"engine {url}: {what} did not end in the trainer: {error}") from error
+
+
+class SharedMemoryTransport:
+    """Makes the engine map the published file, which is in this host's memory, and compare each bucket's digest."""
+
+    by_file = True
+
+    def push(self, receiver: WeightReceiver, manifest: WeightManifest) -> dict[str, Any]:
+        """Returns the engine's answer when it serves the version."""
+        return receiver.update_weights(manifest)
+
+    def forget(self, url: str) -> None:
+        """Does nothing, because nothing is held for one engine."""
+
+    def close(self) -> None:
+        """Does nothing."""
+
+
+class DiskTransport:
+    """Makes the engine load the published folder; both ends must see it under one path.
+
+    An SGLang server that the run did not start loads it with its own route, other engines as from shared memory.
+    """
+
+    by_file = True
+
+    def push(self, receiver: WeightReceiver, manifest: WeightManifest) -> dict[str, Any]:
+        """Returns the engine's answer when it serves the version."""
+        return receiver.update_weights_from_disk(manifest)
+
+    def forget(self, url: str) -> None:
+        """Does nothing, because nothing is held for one engine."""
+
+    def close(self) -> None:
+        """Does nothing."""

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from relax_core.config.choices import WeightTransportName
 from relax_core.config.schema import RelaxConfig
-from relax_core.contracts.engine import WeightManifest
-from relax_core.weights.transports.base import WeightReceiver, WeightTransport
-from relax_core.weights.transports.collective import CollectiveTransport
+from relax_core.weights.transports import CollectiveTransport, DiskTransport, SharedMemoryTransport, WeightTransport
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,38 +51,3 @@ def build_transport(name: WeightTransportName, *, host: str, timeout_s: float) -
             raise AssertionError(
                 f"engine.weight_transport={name.value} names no transport: call choose_transport first"
             )
-
-
-class SharedMemoryTransport:
-    """Makes the engine map the published file, which is in this host's memory, and compare each bucket's digest."""
-
-    by_file = True
-
-    def push(self, receiver: WeightReceiver, manifest: WeightManifest) -> dict[str, Any]:
-        """Returns the engine's answer when it serves the version."""
-        return receiver.update_weights(manifest)
-
-    def forget(self, url: str) -> None:
-        """Does nothing, because nothing is held for one engine."""
-
-    def close(self) -> None:
-        """Does nothing."""
-
-
-class DiskTransport:
-    """Makes the engine load the published folder; both ends must see it under one path.
-
-    An SGLang server that the run did not start loads it with its own route, other engines as from shared memory.
-    """
-
-    by_file = True
-
-    def push(self, receiver: WeightReceiver, manifest: WeightManifest) -> dict[str, Any]:
-        """Returns the engine's answer when it serves the version."""
-        return receiver.update_weights_from_disk(manifest)
-
-    def forget(self, url: str) -> None:
-        """Does nothing, because nothing is held for one engine."""
-
-    def close(self) -> None:
-        """Does nothing."""

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import relax_core
-from relax_core.contracts.host.python_child import cause_in, cause_in_log, import_path, module_command
+from relax_core.contracts.python_child import cause_in, cause_in_log, import_path, module_command
 
 ROOT = Path(__file__).resolve().parents[3]
 

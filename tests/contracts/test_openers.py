@@ -9,7 +9,7 @@ from threading import Thread
 
 import pytest
 
-from relax_core.contracts.host.openers import except_loopback, is_loopback_url, opener, proxy_words
+from relax_core.contracts.host_network import except_loopback, is_loopback_url, opener, proxy_words
 
 
 class Answers(BaseHTTPRequestHandler):

@@ -17,7 +17,7 @@ from dataclasses import fields, replace
 from types import TracebackType
 from typing import Any, NoReturn
 
-from relax_core.contracts.checks.foreign_values import shown
+from relax_core.contracts.foreign_values import shown
 
 # The largest size of a number of a reward. Its square, and a sum of some thousand squares, are finite in float32.
 MOST_REWARD = 1e15

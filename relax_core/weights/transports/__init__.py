@@ -1,4 +1,0 @@
-"""Transfers a published weight version to one engine.
-
-Start with `base.py`, then `choice.py` and `collective.py`.
-"""
