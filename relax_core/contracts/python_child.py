@@ -7,7 +7,7 @@ import re
 import sys
 from pathlib import Path
 
-_ROOT = str(Path(__file__).resolve().parents[3])
+_ROOT = str(Path(__file__).resolve().parents[2])
 _LOG_TAIL_BYTES = 1 << 16
 _NO_CAUSE = re.compile(r"\s|Traceback \(most recent call last\)|\^+$|During handling of|The above exception was")
 

@@ -12,7 +12,7 @@ import pytest
 import relax_core
 from relax_core.contracts.python_child import cause_in, cause_in_log, import_path, module_command
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
