@@ -149,9 +149,3 @@ def test_every_end_token_stops(folder: Path) -> None:
     ends = sorted(token for name in names if (token := core.token_to_id(name)) is not None)
     assert PromptTokenizer(folder).stop_token_ids == ends
     assert list(read_model_config(folder).eos_token_ids) == ends
-
-
-def test_what_a_template_refuses_is_told(tmp_path: Path) -> None:
-    mistral(tmp_path)
-    with pytest.raises(ValueError, match="TemplateError: user and assistant must take turns"):
-        PromptTokenizer(tmp_path).encode([{"role": "assistant", "content": "x"}])

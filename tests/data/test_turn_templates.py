@@ -9,6 +9,7 @@ import pytest
 
 from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.data.turn_tokens import TurnTokens
+from relax_core.tools.tiny_text import write_tiny_tokenizer
 from tests.data.chat_templates import FAMILIES, Family, write_folder
 
 TOOL = {
@@ -161,7 +162,43 @@ def test_markup_in_an_observation_ends_nothing(name: str, rendering: Any) -> Non
         assert markup in tokenizer.decode(marked)
 
 
-def test_a_template_that_leaves_results_of_tools_out_is_refused(rendering: Any) -> None:
-    tokenizer, _ = rendering(FAMILIES["ignores_tools"])
+TWICE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ m.content }}{% endfor %}"
+
+
+@pytest.mark.parametrize("family", [FAMILIES["ignores_tools"], Family(TWICE, ("<end>",), ("<end>",))])
+def test_a_template_that_does_not_show_a_result_once_is_refused(family: Family, rendering: Any) -> None:
+    tokenizer, _ = rendering(family)
     with pytest.raises(ValueError, match=r"does not show .* role '\w+' exactly once.*env\.tools_as=text"):
         TurnTokens(tokenizer, OPENING).next_prompt([], [1, tokenizer.stop_token_ids[0]], results("7"))
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> PromptTokenizer:
+    folder = tmp_path_factory.mktemp("tiny")
+    write_tiny_tokenizer(folder)
+    return PromptTokenizer(folder)
+
+
+SHORT = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "guess 1"}]
+HIGHER = {"role": "user", "content": "higher"}
+
+
+@pytest.mark.parametrize(
+    "messages", [[HIGHER], [{"role": "system", "content": "2 left"}, HIGHER], [{"role": "user", "content": ""}]]
+)
+def test_an_answer_that_a_stop_string_ended_gets_the_templates_end(
+    tiny: PromptTokenizer, messages: list[dict[str, str]]
+) -> None:
+    opening, turns = tiny.encode(SHORT), TurnTokens(tiny, SHORT)
+    whole = tiny.encode([*SHORT, {"role": "assistant", "content": "34"}, *messages])
+    for end in (tiny.stop_token_ids, []):
+        assert turns.next_prompt(opening, [*tiny.encode_plain("34"), *end], messages)[0] == whole
+
+
+def test_sampled_tokens_stay_as_they_are(tiny: PromptTokenizer) -> None:
+    """The sampled tokens spell the answer differently than the tokenizer would, and have an end token in the middle."""
+    (end,) = tiny.stop_token_ids
+    sampled = [end, *tiny.encode_plain("1"), end]
+    prompt, _ = TurnTokens(tiny, SHORT).next_prompt([5, 6], sampled, [HIGHER])
+    assert prompt[: 2 + len(sampled)] == [5, 6, *sampled]
+    assert tiny.decode(prompt[2 + len(sampled) :]) == "\n<|im_start|>user\nhigher<|im_end|>\n<|im_start|>assistant\n"

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from relax_core.contracts.media import MediaItem, MediaSource
+from relax_core.contracts.media import MediaError, MediaItem, MediaKind, MediaSource
 from relax_core.data.media.encode_pool import EncodePool, EncodeSettings
 from relax_core.data.media.media_limits import MediaLimits
 from relax_core.data.media.media_trial_main import TRIAL_SETTINGS
@@ -22,6 +23,36 @@ MakeSettings = Callable[..., EncodeSettings]
 LIMITS = MediaLimits(
     source_pixels=4_000_000, item_bytes=8 << 20, source_frames=1_000, source_seconds=100.0, worker_bytes=768 << 20
 )
+
+
+@contextmanager
+def refused(word: str, told: str = "") -> Iterator[None]:
+    """Fails unless the media are refused with the reason ``word`` and an error that has the text ``told``."""
+    with pytest.raises(MediaError) as error:
+        yield
+    assert error.value.word == word and told in str(error.value), str(error.value)
+
+
+def check_hostile(encode: Encode, root: Path, name: str, case: tuple[MediaKind, str, Callable[[], bytes]]) -> None:
+    """Fails unless a file is refused with its reason, by its name below the root and as bytes of a row."""
+    kind, word, content = case
+    data = content()
+    (root / name).write_bytes(data)
+    for source in (MediaSource(kind=kind, path=name), MediaSource(kind=kind, data=data)):
+        with pytest.raises(MediaError) as error:
+            encode(source)
+        assert error.value.word == word, str(error.value)
+        assert str(error.value).startswith(source.words)
+        assert error.value.reason == f"bad_media:{word}" and error.value.kind == kind
+
+
+def check_memory(pool: EncodePool, started: list[int]) -> None:
+    """Fails unless the workers are those that began and their address space has stayed within the limit."""
+    assert [worker.pid for worker in pool.workers] == started
+    for pid in started:
+        status = Path(f"/proc/{pid}/status").read_text()
+        peak = next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("VmPeak"))
+        assert peak <= LIMITS.worker_bytes
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,8 @@ from relax_core.data.media.media_headers import read_media_header
 from relax_core.data.media.media_limits import MediaLimits
 from relax_core.data.media.media_trial_main import TIMED_SETTINGS, TRIAL_AUDIO
 from relax_core.data.media.video_decoding import _mean_rate, _upright, video_header, video_index
-from tests.data.media.make_sounds import film, stored, tone, wav, with_flac_samples
+from tests.data.media.conftest import refused
+from tests.data.media.make_sounds import film, stored, tone, with_flac_samples
 
 LIMITS = MediaLimits()
 PICTURE = np.arange(2 * 3 * 3, dtype=np.uint8).reshape(2, 3, 3)
@@ -103,12 +104,6 @@ def test_a_wav_of_a_pipe_has_the_samples_that_are_there(size: int, whole: int) -
     assert heard(head + b"data" + struct.pack("<I", size) + bytes(32_000)) == (1.0, 1.0)
 
 
-def test_a_wav_without_samples_is_refused() -> None:
-    with pytest.raises(MediaError) as refused:
-        heard(wav(b""))
-    assert refused.value.word == "too_short"
-
-
 def test_a_flac_of_a_pipe_is_read_to_its_end() -> None:
     flac = with_flac_samples(stored(tone(1.0), "FLAC"), 0)
     assert heard(flac) == (30.0, 1.0)  # the plan counts the longest sound for a length that it does not know
@@ -131,9 +126,8 @@ def test_an_mp3_without_a_count_of_its_frames_is_read_to_its_end(mode: str, tag:
 def test_the_padding_of_an_mp3_is_not_above_the_limit() -> None:
     data = stored(tone(2.0), "MP3").replace(b"Xing", bytes(4)).replace(b"Info", bytes(4))
     assert heard(data, MediaLimits(audio_seconds_max=2.0)) == (2.0, 2.0)
-    with pytest.raises(MediaError) as refused:
+    with refused("too_long"):
         heard(data, MediaLimits(audio_seconds_max=1.8))
-    assert refused.value.word == "too_long"
 
 
 @pytest.mark.parametrize("kind", ["audio", "video"])
@@ -142,9 +136,8 @@ def test_a_track_of_aac_ends_where_its_sound_ends(form: str, rate: int, kind: Me
     """AAC has packets of 1,024 samples, so the last one is padded: 32,768 samples here for 2 s at 16 kHz."""
     data = film(form=form, rate=rate)
     assert heard(data, MediaLimits(audio_seconds_max=2.0), kind=kind) == (2.0, 2.0)
-    with pytest.raises(MediaError) as refused:
+    with refused("too_long"):
         heard(data, MediaLimits(audio_seconds_max=1.8), kind=kind)
-    assert refused.value.word == "too_long"
 
 
 def test_the_padding_of_aac_has_no_features() -> None:
