@@ -9,6 +9,10 @@ AGENTS := .venv-agents
 VERIFIERS := .venv-verifiers
 TRACKERS := .venv-trackers
 AGENTS_PINS := tests/agents_env
+ENVIRONMENTS ?= sglang-cpu agents-env trackers-env
+# Where tests with these markers are, so that no other file is imported; tests/test_ci.py holds that all are there.
+RUNS_IN := tests/integration
+SGLANG_IN := tests/contracts/engine tests/data/media tests/engines/sglang tests/integration tests/roles/trainer tests/weights
 ARGS ?=
 TORCH_ARGS ?=
 # Workers among which `make test` divides the tests; with 0, one process runs them all. Each has engines and runs of its own.
@@ -19,7 +23,7 @@ ORDINARY := not soak and not slurm and not chaos and not sglang and not agents a
 export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: env test-env run run-see run-omni run-episodes test test-runs test-chaos test-security test-soak slurm test-slurm sandbox dashboard-browser extras sglang-cpu run-sglang test-sglang agents-env test-agents trackers-env test-trackers lint clean
+.PHONY: env test-env run run-see run-omni run-episodes test test-runs test-chaos test-security test-soak slurm test-slurm sandbox dashboard-browser extras sglang-cpu run-sglang test-sglang agents-env test-agents trackers-env test-trackers environments lint clean
 .DEFAULT_GOAL := run
 
 env: $(VENV)/.relax-env
@@ -45,11 +49,11 @@ test: test-env
 
 # Whole runs, which take longer than all other tests; one of them is in `make test`, too.
 test-runs: test-env
-	@$(BIN)/python -m pytest -q -n $(TEST_WORKERS) -m "integration and $(ORDINARY)" $(ARGS)
+	@$(BIN)/python -m pytest -q -n $(TEST_WORKERS) -m "integration and $(ORDINARY)" $(RUNS_IN) $(ARGS)
 
 # Kills and freezes processes of running systems.
 test-chaos: test-env
-	@$(BIN)/python -m pytest -q -m "chaos and not soak and not sglang and not agents" $(ARGS)
+	@$(BIN)/python -m pytest -q -n $(TEST_WORKERS) -m "chaos and not soak and not sglang and not agents" $(RUNS_IN) $(ARGS)
 
 # Attacks by untrusted text, oversized input and a second local user (docs/security.md); as root, all of them run.
 test-security: test-env
@@ -97,7 +101,7 @@ run-sglang: env sglang-cpu
 	$(BIN)/python -m relax_core engine=sglang engine.python=$(SGLANG)/bin/python $(ARGS)
 
 test-sglang: test-env sglang-cpu
-	@$(BIN)/python -m pytest -q -m "sglang and not soak" -o faulthandler_timeout=600 tests $(ARGS)
+	@$(BIN)/python -m pytest -q -m "sglang and not soak" -o faulthandler_timeout=600 $(SGLANG_IN) $(ARGS)
 
 # Clients of agents and the packages of further environments, each with versions of its own (1.2 GB): they fit neither into
 # the environment of Relax nor all into one. A lock names every package, so pip need not resolve.
@@ -106,6 +110,9 @@ agents-env: $(AGENTS)/.relax-agents $(VERIFIERS)/.relax-verifiers
 test-agents: test-env agents-env
 	@$(BIN)/python -m pip install -q -c constraints.txt -e ".[mcp]"
 	@$(BIN)/python -m pytest -q -m "agents and not soak" tests/agents_env tests/envs $(ARGS)
+
+# All environments of other programs, which `.ci/run` makes while its first stages run.
+environments: $(ENVIRONMENTS)
 
 # W&B, MLflow and ClearML (300 MB), in an environment of their own that sees the packages of $(VENV), too.
 trackers-env: $(TRACKERS)/.relax-trackers

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-INSTALLS = ("slurm", "sandbox", "dashboard-browser", "extras", "trackers-env")  # without one, its tests are skipped
+# Without one of these, its tests are skipped.
+INSTALLS = ("sandbox", "dashboard-browser", "extras", "slurm", "environments", "trackers-env")
 STAGES = [
-    *("lint", "slurm", "test-slurm", "sandbox", "dashboard-browser", "extras", "test-security"),
-    *("sglang", "agents", "trackers-env", "test-trackers", "test-chaos", "test-runs", "test"),
+    *("test-env", "sandbox", "dashboard-browser", "extras", "slurm", "lint", "test-slurm", "test-security"),
+    *("environments", "sglang", "agents", "trackers-env", "test-trackers", "test-chaos", "test-runs", "test"),
 ]
 STUB = """#!/usr/bin/env bash
 echo "stage {name} $*"
@@ -32,6 +33,7 @@ def ci(folder: Path, *, fails: str = "", **variables: str) -> subprocess.Complet
         folder / ".ci" / "agents": STUB.format(name="agents", upper="AGENTS"),
         folder / "make": '#!/usr/bin/env bash\necho "stage $*"\n[ "$1" != "$FAILS" ]\n',
         folder / "id": "#!/usr/bin/env bash\necho 0\n",
+        folder / "df": "#!/usr/bin/env bash\necho 20G\n",
     }
     for path, text in programs.items():
         path.write_text(text)
@@ -45,7 +47,7 @@ def test_all_stages_run_and_tell_their_seconds_before_the_last_one(tmp_path: Pat
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert re.findall(r"^stage (\S+)", done.stdout, re.MULTILINE) == STAGES
-    told = ["lint", "test-slurm", "test-security", "test-sglang", "test-agents", "test-trackers"]
+    told = ["lint", "test-slurm", "test-security", "environments", "test-sglang", "test-agents", "test-trackers"]
     told += ["test-chaos", "test-runs"]
     assert [line.split()[1] for line in lines if re.fullmatch(r"relax: \S+ took \d+ s", line)] == told
     assert lines[-1] == "stage test ARGS=--durations=30"
@@ -65,6 +67,7 @@ def test_a_stage_that_fails_ends_the_script(tmp_path: Path, stage: str) -> None:
         ("sandbox", "the tests of the sandbox are skipped"),
         ("dashboard-browser", "the tests of the page in a browser are skipped"),
         ("extras", "the tests of further environments and rewards are skipped"),
+        ("environments", "an environment is not there yet"),
         ("trackers-env", "make test-trackers is skipped"),
     ],
 )
@@ -89,3 +92,14 @@ def test_servers_and_clients_of_others_have_what_is_left_of_their_minutes(
     done = ci(tmp_path, SECONDS=seconds, **most)  # bash counts on from there
     assert done.returncode == 0, done.stderr
     assert re.findall(r"^minutes (\d+)", done.stdout, re.MULTILINE) == expected
+
+
+@pytest.mark.parametrize(("variable", "markers"), [("RUNS_IN", "integration|chaos"), ("SGLANG_IN", "sglang")])
+def test_every_file_with_a_marker_is_where_the_makefile_looks_for_it(variable: str, markers: str) -> None:
+    (line,) = re.findall(rf"^{variable} := (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    marked = [
+        path.relative_to(ROOT)
+        for path in (ROOT / "tests").rglob("*.py")
+        if re.search(rf"pytest\.mark\.({markers})\b", text := path.read_text()) and "pytest.mark.agents" not in text
+    ]
+    assert marked and [path for path in marked if not any(path.is_relative_to(folder) for folder in line.split())] == []

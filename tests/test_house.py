@@ -37,7 +37,6 @@ REPLACED = {
     "CatchUp": "weight reconciler",
     "burst": "prompt batch",
     "RoleFront": "Serve deployment",
-    "peer": "rank",
     "patience_s": "timeout_s, retry policy",
 }
 # Where a replaced word may stand: this list, the page that explains the words, and what another library calls so.
