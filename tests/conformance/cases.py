@@ -21,10 +21,15 @@ from relax_core.contracts.algorithm import (
 from relax_core.registry import find_algorithm
 
 VECTORS = Path(__file__).parent / "vectors"
+TOPS = ("top_logprobs", "teacher_top_logprobs")  # of distillation: one list a token
 
 
 def read(algorithm: str) -> dict[str, Any]:
+    """Returns the cases of an algorithm; an advantage case of distillation has one group, of others it has several."""
     loaded: dict[str, Any] = json.loads((VECTORS / f"{algorithm}.json").read_text(encoding="utf-8"))
+    for case in loaded["advantages"] if algorithm == "distill" else []:
+        group = {name: case.pop(name) for name in ("rewards", "samples", "turns") if name in case}
+        case |= {"groups": [group], "expected": [case["expected"]]}
     return loaded
 
 
@@ -53,6 +58,8 @@ def loss_inputs(samples: Sequence[Mapping[str, Any]], *, config: Any, dtype: tor
         num_samples=len(samples),
         reference_logprobs=flat(samples, "reference_logprobs", dtype),
         entropy=flat(samples, "entropy", dtype).requires_grad_() if "entropy" in samples[0] else None,
+        teacher_logprobs=flat(samples, "teacher_logprobs", dtype) if "teacher_logprobs" in samples[0] else None,
+        **{name: flat(samples, name, dtype).requires_grad_() for name in TOPS if name in samples[0]},
     )
 
 
@@ -79,6 +86,7 @@ def advantage_inputs(group: Mapping[str, Any], *, config: Any) -> AdvantageInput
         rollout_logprobs=flat(samples, "rollout_logprobs", torch.float32),
         reference_logprobs=flat(samples, "reference_logprobs", torch.float32),
         values=flat(samples, "values", torch.float32) if "values" in samples[0] else None,
+        teacher_logprobs=flat(samples, "teacher_logprobs", torch.float32) if "teacher_logprobs" in samples[0] else None,
         turns=group_turns(group),
     )
 
