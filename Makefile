@@ -23,7 +23,7 @@ ORDINARY := not soak and not slurm and not chaos and not sglang and not agents a
 export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: env test-env run run-see run-omni run-episodes test test-runs test-chaos test-security test-soak slurm test-slurm sandbox dashboard-browser extras sglang-cpu run-sglang test-sglang agents-env test-agents trackers-env test-trackers environments lint clean
+.PHONY: env test-env run run-see run-omni run-episodes test test-runs test-whole-runs test-chaos test-security test-soak slurm test-slurm sandbox dashboard-browser extras sglang-cpu run-sglang test-sglang agents-env test-agents trackers-env test-trackers environments lint clean
 .DEFAULT_GOAL := run
 
 env: $(VENV)/.relax-env
@@ -50,6 +50,10 @@ test: test-env
 # Whole runs, which take longer than all other tests; one of them is in `make test`, too.
 test-runs: test-env
 	@$(BIN)/python -m pytest -q -n $(TEST_WORKERS) -m "integration and $(ORDINARY)" $(RUNS_IN) $(ARGS)
+
+# Both at once: one session divides all of them, which ends sooner than one after the other.
+test-whole-runs: test-env
+	@$(BIN)/python -m pytest -q -n $(TEST_WORKERS) -m "integration and $(subst not chaos and ,,$(ORDINARY))" $(RUNS_IN) $(ARGS)
 
 # Kills and freezes processes of running systems.
 test-chaos: test-env

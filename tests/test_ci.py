@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 INSTALLS = ("sandbox", "dashboard-browser", "extras", "slurm", "environments", "trackers-env")
 STAGES = [
     *("test-env", "sandbox", "dashboard-browser", "extras", "slurm", "lint", "test-slurm", "test-security"),
-    *("environments", "sglang", "agents", "trackers-env", "test-trackers", "test-chaos", "test-runs", "test"),
+    *("environments", "sglang", "agents", "trackers-env", "test-trackers", "test-whole-runs", "test"),
 ]
 STUB = """#!/usr/bin/env bash
 echo "stage {name} $*"
@@ -48,7 +48,7 @@ def test_all_stages_run_and_tell_their_seconds_before_the_last_one(tmp_path: Pat
     lines = done.stdout.splitlines()
     assert re.findall(r"^stage (\S+)", done.stdout, re.MULTILINE) == STAGES
     told = ["lint", "test-slurm", "test-security", "environments", "test-sglang", "test-agents", "test-trackers"]
-    told += ["test-chaos", "test-runs"]
+    told.append("test-runs")
     assert [line.split()[1] for line in lines if re.fullmatch(r"relax: \S+ took \d+ s", line)] == told
     assert lines[-1] == "stage test ARGS=--durations=30"
 

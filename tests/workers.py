@@ -27,7 +27,11 @@ STRICT_RUN = (
 RAIDS = ("tests/security/test_ray_ports.py", "tests/security/test_rank_store.py")
 TOGETHER = {"Ray": RAY, "strict run": STRICT_RUN, "raids": RAIDS}
 # What takes longest begins first, so that no worker is left alone with it at the end.
-FIRST = (*RAY, *STRICT_RUN, "tests/integration/", "tests/train/", "tests/contracts/engine/", "tests/engines/")
+LONG_RUNS = tuple(
+    f"tests/integration/test_{name}.py"
+    for name in ("ppo", "turns", "elastic", "elastic_kills", "recovery", "chaos", "distill", "media_rows")
+)
+FIRST = (*RAY, *STRICT_RUN, *LONG_RUNS, "tests/integration/", "tests/train/", "tests/contracts/engine/", "tests/engines/")
 
 
 def group_of(nodeid: str) -> str:

@@ -1,25 +1,48 @@
-"""Whole runs of what an algorithm may ask of the system: groups refused before the bus, statistics over a step."""
+"""Whole runs of what an algorithm may ask of the system: groups refused before the bus, statistics over a step.
+
+The first one also tells a receiver what happens to it.
+"""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from relax_core.observe.event_log import read_metrics
-from tests.integration.live_run import run_to_end
+from tests.integration.live_run import FinishedRun, run_to_end
+from tests.observe.receivers import http_receiver
+from tests.ports import free_port
 
 pytestmark = pytest.mark.integration
 
+RULE, SECRET = "actor/tokens > 1 for 3 steps", "a-secret"
 SHORT = ("run.steps=6", "eval.every=0", "run.save_every=0", "run.export_hf=false")
 
 
-def test_refused_groups_are_persisted_and_replaced(tmp_path: Path) -> None:
-    """Nearly greedy sampling: most groups have one reward. Taking turns, so that a hole in a step must be filled."""
-    run = run_to_end(
-        tmp_path / "run", *SHORT, "algo=dapo", "mode=colocate", "rollout.temperature=0.2", "algo.max_dropped_in_a_row=4"
-    )
+@pytest.fixture(scope="module")
+def refusing(tmp_path_factory: pytest.TempPathFactory) -> tuple[FinishedRun, list[tuple[str, str]]]:
+    """Nearly greedy sampling: most groups have one reward. Taking turns, so that a hole in a step must be filled.
+
+    The run tells two receivers, one of which is dead. Returns also what the other was told.
+    """
+    folder = tmp_path_factory.mktemp("refusing")
+    with http_receiver() as told:
+        urls = folder / "urls"
+        urls.write_text(f"json://me:{SECRET}@127.0.0.1:{told.port}\njson://127.0.0.1:{free_port()}\n")
+        urls.chmod(0o600)
+        run = run_to_end(
+            folder / "run",
+            *(*SHORT, "algo=dapo", "mode=colocate", "rollout.temperature=0.2", "algo.max_dropped_in_a_row=4"),
+            *(f"notify.urls_file={urls}", f"notify.rules=['{RULE}']", "notify.events=[started, rule, finished]"),
+        )
     assert run.code == 0, run.output
+    return run, told.messages
+
+
+def test_refused_groups_are_persisted_and_replaced(refusing: tuple[FinishedRun, list[tuple[str, str]]]) -> None:
+    run, _ = refusing
     run.assert_books_closed()
     books = run.summary["ledger"]
     assert books["trained"] == 6 * 8 * 16
@@ -27,6 +50,21 @@ def test_refused_groups_are_persisted_and_replaced(tmp_path: Path) -> None:
     # After four in a row one is kept, so at most four are refused for one that is trained on.
     assert books["dropped"]["all_equal"] <= 4 * books["trained"] + 4 * 16
     assert run.summary["staleness"]["max"] == 0
+
+
+def test_a_run_tells_of_its_start_of_a_rule_that_is_true_and_of_its_end(
+    refusing: tuple[FinishedRun, list[tuple[str, str]]],
+) -> None:
+    run, messages = refusing
+    titles = [title.partition(": ")[2] for title, _ in messages]
+    assert titles == ["the run has started", RULE, "the run has finished"], messages
+    texts = [text for _, text in messages]
+    assert "actor/tokens is " in texts[1] and "of 6" in texts[1] and str(run.folder) in texts[1]
+    kept = [json.loads(line) for line in (run.folder / "alarms.jsonl").read_text().splitlines()]
+    assert [one["event"] for one in kept] == ["started", "rule", "finished"]
+    assert run.output.count("did not take") == 3, "each of the three is tried, and told in the log"
+    assert SECRET not in run.output + "".join(texts)
+    assert not any(SECRET in file.read_text(errors="replace") for file in (run.folder / "logs").glob("*.log"))
 
 
 def test_advantages_are_normalized_over_the_step(tmp_path: Path) -> None:

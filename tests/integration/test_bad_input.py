@@ -7,7 +7,7 @@ import os
 import shutil
 import socket
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -53,12 +53,20 @@ def assert_told(run: FinishedRun, *words: str, code: int) -> None:
     assert "Traceback" not in run.output, run.output
 
 
-def refused(folder: Path, *overrides: str, words: tuple[str, ...]) -> None:
-    """A mistake that is found before anything starts: not even the run's folder is made."""
-    run = run_to_end(folder, *overrides)
-    assert_told(run, *words, code=2)
-    assert run.output.startswith("relax: ") and len(run.output.splitlines()) <= SCREEN_LINES
-    assert not folder.exists()
+@pytest.fixture
+def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., None]:
+    """Finds a mistake before anything starts, in this process: not even the run's folder is made."""
+
+    def refuse(*overrides: str, words: tuple[str, ...], codes: tuple[int, ...] = (2,)) -> None:
+        folder = tmp_path / "run"
+        assert main([f"run.dir={folder}", "run.panel=false", *overrides]) in codes
+        output = capsys.readouterr()
+        told = output.err or output.out.split("\nModel ")[0]  # where there is a plan, its verdict
+        assert all(word in told for word in words), told
+        assert "Traceback" not in told and len(told.splitlines()) <= SCREEN_LINES
+        assert not folder.exists()
+
+    return refuse
 
 
 def failed(folder: Path, *overrides: str, words: tuple[str, ...]) -> FinishedRun:
@@ -95,10 +103,11 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(("overrides", "words"), MISTAKES)
-def test_a_mistake_is_refused_before_anything_starts(
-    tmp_path: Path, overrides: list[str], words: tuple[str, ...]
+def test_a_mistake_is_refused_before_anything_starts_and_by_the_plan(
+    refused: Callable[..., None], overrides: list[str], words: tuple[str, ...]
 ) -> None:
-    refused(tmp_path / "run", *overrides, words=words)
+    refused(*overrides, words=words)
+    refused("plan=true", *overrides, words=words, codes=(1, 2))
 
 
 def test_the_line_of_the_readme_names_what_the_machine_lacks_and_nothing_else(tmp_path: Path) -> None:
@@ -109,66 +118,53 @@ def test_the_line_of_the_readme_names_what_the_machine_lacks_and_nothing_else(tm
     assert [line.split()[1].partition("=")[0] for line in told[1:]] == ["data.path", "model.path", "placement.nodes"]
 
 
-@pytest.mark.parametrize(("overrides", "words"), MISTAKES)
-def test_the_plan_refuses_the_same_mistakes(
-    tmp_path: Path, overrides: list[str], words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = tmp_path / "run"
-    assert main([f"run.dir={folder}", "run.panel=false", "plan=true", *overrides]) in (1, 2)
-    output = capsys.readouterr()
-    told = output.err or output.out.split("\nModel ")[0]  # where there is a plan, its verdict
-    for word in words:
-        assert word in told, told
-    assert "Traceback" not in told
-    assert len(told.splitlines()) <= SCREEN_LINES
-    assert not folder.exists()
-
-
-def test_a_malformed_line_is_named(tmp_path: Path) -> None:
+def test_a_malformed_line_is_named(refused: Callable[..., None], tmp_path: Path) -> None:
     rows = write_rows(tmp_path / "rows.jsonl", ROWS)
     lines = rows.read_text().splitlines()
     lines[6] = '{"prompt": "rev 1", "answer": '
     rows.write_text("\n".join(lines))
     words = ("1 of the 42 rows that were looked at cannot be used", f"{rows}, line 7", "not a JSON object")
-    refused(tmp_path / "run", *OWN_DATA, f"data.path={rows}", "data.max_bad_rows=0.02", words=words)
+    refused(*OWN_DATA, f"data.path={rows}", "data.max_bad_rows=0.02", words=words)
 
 
-def test_an_empty_data_set_is_named(tmp_path: Path) -> None:
+def test_an_empty_data_set_is_named(refused: Callable[..., None], tmp_path: Path) -> None:
     rows = write_rows(tmp_path / "rows.jsonl", [])
-    refused(tmp_path / "run", *OWN_DATA, f"data.path={rows}", words=(f"{rows}: it has no rows",))
+    refused(*OWN_DATA, f"data.path={rows}", words=(f"{rows}: it has no rows",))
 
 
-def test_a_model_of_an_unknown_family_is_named(tmp_path: Path) -> None:
+def test_a_model_of_an_unknown_family_is_named(refused: Callable[..., None], tmp_path: Path) -> None:
     folder = tmp_path / "llama"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": 64}))
     (folder / "tokenizer.json").write_text("{}")
     (folder / "model.safetensors").write_bytes(b"\0" * 10)
-    refused(tmp_path / "run", "model=qwen3", f"model.path={folder}", words=(str(folder), "llama", "qwen3"))
+    refused("model=qwen3", f"model.path={folder}", words=(str(folder), "llama", "qwen3"))
 
 
-def test_a_port_in_use_is_named(tmp_path: Path) -> None:
+def test_a_port_in_use_is_named(refused: Callable[..., None], tmp_path: Path) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
         words = (f"engine.port={port} cannot be used", "engine.port=0")
-        refused(tmp_path / "run", f"engine.port={port}", words=words)
+        refused(f"engine.port={port}", words=words)
 
 
-def test_a_prompt_longer_than_the_context_is_named(tmp_path: Path) -> None:
+def test_a_prompt_longer_than_the_context_is_named(refused: Callable[..., None], tmp_path: Path) -> None:
     rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": "rev " + "1 2 3 4 " * 400, "answer": "1"}, *ROWS])
     words = ("prompts that were looked at are longer than the 504 tokens that are left", f"{rows}, line 1 has 3212")
     on = (*OWN_DATA, f"data.path={rows}", "engine.context_length=512", "data.overlong=error")
-    refused(tmp_path / "run", *on, words=words)
+    refused(*on, words=words)
 
 
-def test_a_reward_that_raises_is_named_with_its_file_and_line_before_anything_starts(tmp_path: Path) -> None:
+def test_a_reward_that_raises_is_named_with_its_file_and_line_before_anything_starts(
+    refused: Callable[..., None], tmp_path: Path
+) -> None:
     plugin = tmp_path / "mine.py"
     plugin.write_text(REWARD.replace("given.response == given.answer", "False"))
     line = 1 + REWARD.splitlines().index('    return given.row["price"]')
     words = (f"reward.name={plugin}", f"KeyError: 'price' ({plugin}, line {line})", "None of the 3 rows")
-    refused(tmp_path / "run", f"reward.name={plugin}", *NO_EVAL, words=words)
+    refused(f"reward.name={plugin}", *NO_EVAL, words=words)
 
 
 @pytest.mark.parametrize("isolated", [False, pytest.param(True, marks=pytest.mark.soak)])
@@ -247,7 +243,9 @@ def test_a_run_goes_on_from_the_newest_whole_checkpoint_before_the_disk_was_full
     assert newest + 1 in run.checkpoints()
 
 
-def test_a_corrupt_checkpoint_is_refused_with_what_else_there_is(full_disk_run: FinishedRun, tmp_path: Path) -> None:
+def test_a_corrupt_checkpoint_is_refused_with_what_else_there_is(
+    refused: Callable[..., None], full_disk_run: FinishedRun, tmp_path: Path
+) -> None:
     source = full_disk_run.folder / "checkpoints"
     newest = max(source.glob("step_*"))
     copies = tmp_path / "old" / "checkpoints"
@@ -259,4 +257,4 @@ def test_a_corrupt_checkpoint_is_refused_with_what_else_there_is(full_disk_run: 
     data[len(data) // 2] ^= 1
     victim.write_bytes(data)
     words = (f"checkpoint {corrupt}: {victim} is corrupt", f"resume={copies / 'step_00000002'}")
-    refused(tmp_path / "run", f"resume={corrupt}", words=words)
+    refused(f"resume={corrupt}", words=words)

@@ -24,7 +24,7 @@ HARMS = (
     "raylet",
     "controller",
 )
-# test_kills.py and test_recovery.py harm the others, each in a run of its own.
+# test_kills.py, test_recovery.py and test_elastic_kills.py harm the others.
 OF_NO_OTHER_TEST = ("gcs", "engine_and_owner", "serve_controller", "raylet")
 TURNS = ("env_worker", "engine", "rollout", "actor_rank_0")
 AGENTS = ("agent", "rollout", "agent_guard")
