@@ -17,8 +17,8 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from envs.tool_servers.server_processes import HTTP_SERVERS, LastOutput, McpServer, guarded
+from relax_core.contracts.child import cause_in
 from relax_core.contracts.host_network import is_loopback_url, proxy_words
-from relax_core.contracts.python_child import cause_in
 
 if TYPE_CHECKING:
     from mcp import Client

@@ -29,8 +29,8 @@ from launchers.slurm.job_state import slurm_call
 from launchers.slurm.task_identity import TaskIdentity, task_folder
 from launchers.submitted import CONFIG_FILE, RunEnd, read_submitted, write_end, write_whole
 from relax_core.config.schema import SlurmLauncherConfig
+from relax_core.contracts.child import cause_in_log
 from relax_core.contracts.private_folder import set_private_files
-from relax_core.contracts.python_child import cause_in_log
 from relax_core.control.host.ray_session import LOOPBACK_SWITCH, ONE_THREAD, QUIET, new_token_file
 from relax_core.control.host.run_paths import SHARED_MEMORY
 from relax_core.control.host.subreaper import become_subreaper, end_children

@@ -16,11 +16,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, TextIO
 
-from relax_core.api.child import LOCATION, PROBLEMS, REQUEST, USAGE
 from relax_core.api.function_reward import FUNCTION_FILE, RewardFunction, function_text, write_private
 from relax_core.api.loaded_run import LoadedRun, Summary
+from relax_core.api.run_child import LOCATION, PROBLEMS, REQUEST, USAGE
 from relax_core.config.errors import ConfigError
-from relax_core.contracts.python_child import import_path, module_command
+from relax_core.contracts.child import import_path, module_command
 from relax_core.observe.event_log import ACTOR
 from relax_core.observe.summary import SUMMARY_FILE
 from relax_core.observe.trackers.file_sinks import METRICS_FILE
@@ -104,7 +104,7 @@ class _Child:
         self._stopping = False
         terminal = _is_terminal(sys.stdout)  # the child's panel then writes to it directly
         self._process = subprocess.Popen(
-            module_command("relax_core.api.child", str(staging), str(os.getpid())),
+            module_command("relax_core.api.run_child", str(staging), str(os.getpid())),
             stdin=subprocess.DEVNULL,
             stdout=None if terminal else subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from relax_core.data.killable.killable_process import KillableProcess, WorkerLost
+from relax_core.contracts.child import ChildLost, WorkerProcess
 from relax_core.data.tokenizer import TEMPLATE_FILES
 from relax_core.families.hf_config import CONFIG_FILE
 
@@ -47,7 +47,7 @@ def try_tokenizer(folder: Path, *, arguments: Mapping[str, Any] | None = None, t
     if state in _passed:
         return
     trial = Trial(folder=str(folder), arguments=dict(arguments or {}), template=template)
-    process = KillableProcess([_MAIN], trial, what=f"model folder {folder}: the trial of its tokenizer")
+    process = WorkerProcess([_MAIN], trial, name=f"model folder {folder}: the trial of its tokenizer")
     try:
         _ask(process, "load", LOAD_S, f"model folder {folder}: its tokenizer.json", "the tokenizer")
         if template:
@@ -58,10 +58,10 @@ def try_tokenizer(folder: Path, *, arguments: Mapping[str, Any] | None = None, t
     _passed.add(state)
 
 
-def _ask(process: KillableProcess, message: str, limit_s: float, what: str, part: str) -> None:
+def _ask(process: WorkerProcess, message: str, limit_s: float, what: str, part: str) -> None:
     try:
         problem = msgspec.msgpack.decode(process.ask(message, limit_s=_WALL * limit_s), type=Tried).problem
-    except WorkerLost as lost:
+    except ChildLost as lost:
         problem = f"its process was lost ({lost})"
     if problem:
         raise ValueError(

@@ -12,8 +12,7 @@ from typing import Any
 
 import msgspec
 
-from relax_core.data.killable.worker_frames import Ready
-from relax_core.data.killable.worker_pipe import WorkerPipe, cpu_limit
+from relax_core.contracts.child import OwnerPipe, Ready, cpu_limit
 from relax_core.data.tokenizer import PromptTokenizer, load_tokenizer
 from relax_core.data.tokenizer_trial import LOAD_S, MEMORY_GIB, RENDER_S, Trial, Tried
 
@@ -47,7 +46,7 @@ _CONVERSATIONS: list[tuple[list[dict[str, Any]], list[dict[str, Any]] | None]] =
 
 def main() -> None:
     """Reads a `Trial`, loads its tokenizer, and renders some conversations with the chat template."""
-    pipe = WorkerPipe()
+    pipe = OwnerPipe()
     trial = msgspec.msgpack.decode(pipe.read(), type=Trial)
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)  # of private memory; files that libraries map do not count
     most = round(MEMORY_GIB * (1 << 30))

@@ -14,9 +14,9 @@ from typing import IO
 import msgspec
 
 from relax_core.config.schema import EngineConfig
+from relax_core.contracts.child import cause_in_log
 from relax_core.contracts.engine import EngineError
 from relax_core.contracts.engine_kind import EngineStart
-from relax_core.contracts.python_child import cause_in_log
 from relax_core.engines.http_server.held_port import HeldPort
 from relax_core.engines.sglang import scratch as engine_scratch
 from relax_core.registry import find_engine

@@ -20,9 +20,9 @@ import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
+from relax_core.contracts.child import cause_in, import_path, module_command
 from relax_core.contracts.output_path import check_output_folder
 from relax_core.contracts.private_folder import file_locked, private_folder, user_cache
-from relax_core.contracts.python_child import cause_in, import_path, module_command
 from relax_core.families.tiny_configs import MODEL_NAMES, OMNI, STUDENT, VISION_NAMES
 from relax_core.tools.tiny_text import WARM_STARTS, write_text_model
 

@@ -159,7 +159,7 @@ def _usable(reward: str) -> bool:
 
 
 LONG_S = 120.0
-ENDS = ("no answer within", "more memory than", "its worker process died")  # of a rule that computes for ever
+ENDS = ("no answer within", "more memory than", "its process died")  # of a rule that computes for ever
 QUICK = sorted(name for name in HUB if not find_reward(name).isolated)
 # The import of reasoning-gym alone takes seconds, and its scores are in the vectors.
 ISOLATED = [name for name in HUB if find_reward(name).isolated and _usable(name) and name != "reasoning_gym"]
@@ -220,7 +220,7 @@ def test_a_value_without_end_has_no_reward_in_time(pool: RewardPool) -> None:
         (output,) = asyncio.run(asyncio.wait_for(pool.score([given_]), LONG_S))
         assert output.reward is None
         # At the limit of memory a library in C may crash before Python raises MemoryError.
-        ends = ("no answer within 1 s", "more memory than reward.memory_gib=1", "its worker process died")
+        ends = ("no answer within 1 s", "more memory than reward.memory_gib=1", "its process died")
         assert any(words in output.reason for words in ends), output.reason
 
 

@@ -16,8 +16,8 @@ from types import TracebackType
 from typing import Self
 
 from relax_core.config.schema import LauncherConfig, PlacementConfig
+from relax_core.contracts.child import module_command
 from relax_core.contracts.private_folder import set_compile_cache
-from relax_core.contracts.python_child import module_command
 from relax_core.control.host.process_trees import kill_trees
 from relax_core.control.host.run_paths import RunPaths
 from relax_core.control.host.worker_start import FORK_SERVER

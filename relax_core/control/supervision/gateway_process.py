@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from relax_core.config.schema import RelaxConfig
-from relax_core.contracts.python_child import cause_in_log, module_command
+from relax_core.contracts.child import cause_in_log, module_command
 from relax_core.contracts.stop_signals import STOP_SIGNALS
 from relax_core.control.engines.engine_limits import limits_of
 from relax_core.engines.engine_process import first_line, readable

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from relax_core.config.schema import RelaxConfig
-from relax_core.contracts.python_child import module_command
+from relax_core.contracts.child import module_command
 from relax_core.control.host.run_paths import RunPaths, run_paths
 from relax_core.control.host.stale_runs import remove_left_weights, remove_stale_runs
 from relax_core.control.host.subreaper import become_subreaper, end_children

@@ -12,8 +12,8 @@ from typing import Self
 
 import msgspec
 
+from relax_core.contracts.child import ChildLost, WorkerProcess
 from relax_core.contracts.media import MediaError, MediaItem, MediaKind, MediaReason, MediaSource
-from relax_core.data.killable.killable_process import KillableProcess, WorkerLost
 from relax_core.data.media.media_limits import MediaLimits
 from relax_core.families.architecture import AudioSettings, PatchSettings
 
@@ -67,9 +67,9 @@ class EncodePool:
         audio = None if settings.audio is None else settings.audio.alone()
         settings = msgspec.structs.replace(settings, tower=settings.tower.alone(), audio=audio)
         self.workers = [
-            KillableProcess([_MAIN], settings, what="encoding of media", log_file=log_file) for _ in range(workers)
+            WorkerProcess([_MAIN], settings, name="encoding of media", log=log_file) for _ in range(workers)
         ]
-        self._idle: queue.SimpleQueue[KillableProcess] = queue.SimpleQueue()
+        self._idle: queue.SimpleQueue[WorkerProcess] = queue.SimpleQueue()
         for worker in self.workers:
             self._idle.put(worker)
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="encode")
@@ -91,18 +91,18 @@ class EncodePool:
         worker = self._idle.get_nowait()  # never empty, because there are as many threads as workers
         try:
             answer = self._ask(worker, request, data)
-        except WorkerLost as lost:
+        except ChildLost as lost:
             text = f"{source.words}: {lost}"
             return EncodeAnswer(word="timeout" if lost.late else "worker_killed", text=text)
         finally:
             self._idle.put(worker)
         return msgspec.msgpack.decode(answer, type=EncodeAnswer)
 
-    def _ask(self, worker: KillableProcess, request: EncodeRequest, data: bytes) -> bytes:
-        """Returns the worker's answer; raises `WorkerLost` if it is late or dies twice."""
+    def _ask(self, worker: WorkerProcess, request: EncodeRequest, data: bytes) -> bytes:
+        """Returns the worker's answer; raises `ChildLost` if it is late or dies twice."""
         try:
             return worker.ask(request, limit_s=self._timeout_s, content=data)
-        except WorkerLost as lost:
+        except ChildLost as lost:
             if lost.late:
                 raise
             log.warning("%s; the item is encoded again by another one", lost)

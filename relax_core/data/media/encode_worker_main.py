@@ -11,17 +11,16 @@ from pathlib import Path
 
 import msgspec
 
+from relax_core.contracts.child import OwnerPipe, Ready, cpu_limit
 from relax_core.contracts.media import MediaError, MediaSource
 from relax_core.contracts.media_file import write_item
-from relax_core.data.killable.worker_frames import Ready
-from relax_core.data.killable.worker_pipe import WorkerPipe, cpu_limit
 from relax_core.data.media.encode_pool import EncodeAnswer, EncodeRequest, EncodeSettings
 from relax_core.data.media.item_encoder import Tokenize, encode_item
 
 
 def main() -> None:
     """Reads the settings and encodes until stdin ends."""
-    pipe = WorkerPipe()
+    pipe = OwnerPipe()
     settings = msgspec.msgpack.decode(pipe.read(), type=EncodeSettings)
     error = _missing_library(hears=settings.audio is not None)
     pipe.write(Ready(error))

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from relax_core.config.plugin_types import plugins_of
-from relax_core.contracts.python_child import cause_in_log, module_command
+from relax_core.contracts.child import cause_in_log, module_command
 from relax_core.contracts.sink import BaseSink, SinkStart
 from relax_core.observe.event_log import EventReader, GapRecord, Record
 from relax_core.registry import FILE_SINKS, find_sink, short_name

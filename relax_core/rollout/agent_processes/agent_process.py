@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from relax_core.config.redaction import without_values
-from relax_core.contracts.python_child import cause_in
+from relax_core.contracts.child import cause_in
 from relax_core.rollout.agent_processes import agent_guard
 
 _GUARD = Path(agent_guard.__file__)

@@ -13,9 +13,9 @@ import msgspec
 import psutil
 
 from relax_core.config.redaction import packed_text
+from relax_core.contracts.child import ChildLost, WorkerProcess
 from relax_core.contracts.env import IsolatedConfig
 from relax_core.contracts.plugin_results import WrongResult
-from relax_core.data.killable.killable_process import KillableProcess, WorkerLost
 from relax_core.rollout.env_workers.env_messages import Close, EnvAnswer, EnvRequest, Failed, Open, Settings
 from relax_core.rollout.episodes.env_calls import EnvTooSlow
 
@@ -39,7 +39,7 @@ class EnvWorker:
         settings = Settings(env=env, config=msgspec.msgpack.encode(config, enc_hook=packed_text))
         self.open_episodes = 0
         self._config = config
-        self._process = KillableProcess([_MAIN, env], settings, what=f"env {config.name}", log_file=log)
+        self._process = WorkerProcess([_MAIN, env], settings, name=f"env {config.name}", log=log)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="env worker")
         self._numbers = count()
         self._began: dict[int, int] = {}  # open episode → the number of lost processes when it began
@@ -88,7 +88,7 @@ class EnvWorker:
     def _exchange(self, request: EnvRequest) -> EnvAnswer:
         try:
             packed = self._process.ask(request, limit_s=self._config.step_timeout_s)
-        except WorkerLost as error:
+        except ChildLost as error:
             self._note_loss(self._over_memory or str(error))
             if error.late:
                 raise EnvTooSlow(str(error)) from error

@@ -14,11 +14,10 @@ from typing import Any
 
 import msgspec
 
+from relax_core.contracts.child import OwnerPipe, Ready, cpu_limit
 from relax_core.contracts.env import BaseInteractionEnv, EnvSpec, EpisodeStart, StepResult
 from relax_core.contracts.foreign_values import clean_text, shown_error
 from relax_core.contracts.plugin_results import WrongResult
-from relax_core.data.killable.worker_frames import Ready
-from relax_core.data.killable.worker_pipe import WorkerPipe, cpu_limit
 from relax_core.registry import find_env, plugin_words
 from relax_core.rollout.env_workers.env_messages import (
     Close,
@@ -112,7 +111,7 @@ async def _awaited(returned: Any) -> Any:
 
 def main() -> None:
     """Reads the settings, imports the env and answers requests until stdin ends."""
-    pipe = WorkerPipe()
+    pipe = OwnerPipe()
     # A process that an env leaves behind becomes a child of this one, so that the owner finds and kills it.
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     settings = msgspec.msgpack.decode(pipe.read(), type=Settings)

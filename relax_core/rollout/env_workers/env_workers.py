@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
+from relax_core.contracts.child import LimitedLog
 from relax_core.contracts.env import (
     Action,
     BaseInteractionEnv,
@@ -18,7 +19,6 @@ from relax_core.contracts.env import (
     Message,
     StepResult,
 )
-from relax_core.data.killable.limited_log import LimitedLog
 from relax_core.rollout.env_workers.env_messages import Open, Opened, Step, Stepped, with_sources
 from relax_core.rollout.env_workers.env_worker import EnvWorker
 from relax_core.rollout.episodes.env_calls import keeps_deadline

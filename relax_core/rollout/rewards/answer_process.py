@@ -18,8 +18,8 @@ from typing import NoReturn
 
 import msgspec
 
+from relax_core.contracts.child import OwnerPipe
 from relax_core.contracts.reward import RewardOutput
-from relax_core.data.killable.worker_pipe import WorkerPipe
 from relax_core.sandbox.seccomp_filter import answer_filter
 
 _MOST_BYTES = 1 << 20  # of the outputs
@@ -33,7 +33,7 @@ class _Program(ctypes.Structure):
 
 
 def scored_alone(
-    score: Callable[[], Sequence[RewardOutput]], pipe: WorkerPipe, *, answers: int, memory_bytes: int
+    score: Callable[[], Sequence[RewardOutput]], pipe: OwnerPipe, *, answers: int, memory_bytes: int
 ) -> list[RewardOutput]:
     """Returns the outputs of ``answers`` answers, which ``score`` computes in a child of this process.
 
@@ -65,7 +65,7 @@ def scored_alone(
 
 
 def _score_and_exit(
-    score: Callable[[], Sequence[RewardOutput]], pipe: WorkerPipe, writer: int, memory_bytes: int
+    score: Callable[[], Sequence[RewardOutput]], pipe: OwnerPipe, writer: int, memory_bytes: int
 ) -> NoReturn:
     code = 1
     try:

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from relax_core.config.reward_choice import ChosenReward, RewardChoice
+from relax_core.contracts.child import LimitedLog
 from relax_core.contracts.foreign_values import shown
 from relax_core.contracts.reward import RewardInput, RewardOutput
-from relax_core.data.killable.limited_log import LimitedLog
 from relax_core.registry import plugin_words
 from relax_core.rollout.rewards.reward_calls import score_here
 from relax_core.rollout.rewards.reward_inputs import without_bytes

@@ -1,4 +1,4 @@
-"""Scores groups with the run's rewards: in the event loop, in threads, awaited, or in killable worker processes."""
+"""Scores groups with the run's rewards: in the event loop, in threads, awaited, or in worker processes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from types import TracebackType
 from typing import Self
 
 from relax_core.config.reward_choice import ChosenReward, Outcome, RewardChoice
+from relax_core.contracts.child import LimitedLog
 from relax_core.contracts.data import DataRow
 from relax_core.contracts.plugin_results import contain_exits
 from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput, RewardSpec
-from relax_core.data.killable.limited_log import LimitedLog
 from relax_core.rollout.rewards.hang_watch import HangWatch, OnHang
 from relax_core.rollout.rewards.reward_calls import score_async, score_here
 from relax_core.rollout.rewards.reward_failures import RewardFailures

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 import msgspec
 
+from relax_core.contracts.child import ChildLost, Ready, WorkerProcess
 from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput
-from relax_core.data.killable.killable_process import KillableProcess, WorkerLost
-from relax_core.data.killable.worker_frames import Ready
 from relax_core.rollout.rewards.reward_messages import Load, Score, WorkerReward, WorkerStart
 from relax_core.sandbox.worker_sandbox import WorkerSandbox
 
@@ -30,7 +29,7 @@ class RewardWorker:
         self._loaded = set(self._at_start)
         what = "reward " + (", ".join(config.name for config in configs) or "worker")
         start = WorkerStart(self._at_start)
-        self.process = KillableProcess([_MAIN], start, what=what, log_file=log, sandbox=sandbox)
+        self.process = WorkerProcess([_MAIN], start, name=what, log=log, sandbox=sandbox)
 
     def score(self, inputs: Sequence[RewardInput], config: RewardConfig) -> list[RewardOutput]:
         """Returns one output per input, in order, within ``config.timeout_s`` seconds per input.
@@ -43,7 +42,7 @@ class RewardWorker:
             if reward not in self._loaded:
                 self._load(reward)
             answer = self.process.ask(Score(reward, list(inputs)), limit_s=config.timeout_s * len(inputs))
-        except WorkerLost as error:
+        except ChildLost as error:
             self._loaded = set(self._at_start)
             cause = "timeout" if error.late else "died"
             return [RewardOutput(reward=None, reason=f"reward {config.name}: {error}", cause=cause)] * len(inputs)

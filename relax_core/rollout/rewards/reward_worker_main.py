@@ -13,10 +13,9 @@ from typing import Any
 
 import msgspec
 
+from relax_core.contracts.child import OwnerPipe, Ready, cpu_limit
 from relax_core.contracts.foreign_values import shown_error
 from relax_core.contracts.reward import RewardInput, RewardOutput, RewardSpec
-from relax_core.data.killable.worker_frames import Ready
-from relax_core.data.killable.worker_pipe import WorkerPipe, cpu_limit
 from relax_core.registry import find_reward
 from relax_core.rollout.rewards.answer_process import scored_alone
 from relax_core.rollout.rewards.reward_calls import score_here
@@ -28,7 +27,7 @@ _GIB = 1 << 30
 class _Rewards:
     """Holds the rewards that this process has imported; ``pipe`` is its connection to the owner."""
 
-    def __init__(self, pipe: WorkerPipe) -> None:
+    def __init__(self, pipe: OwnerPipe) -> None:
         self._pipe = pipe
         self._loaded: dict[WorkerReward, tuple[RewardSpec, Any]] = {}
 
@@ -80,7 +79,7 @@ def memory_limit(gib: float) -> Iterator[None]:
 
 def main() -> None:
     """Reads which rewards to import, imports them and scores until stdin ends."""
-    pipe = WorkerPipe()
+    pipe = OwnerPipe()
     rewards = _Rewards(pipe)
     try:
         for reward in msgspec.msgpack.decode(pipe.read(), type=WorkerStart).rewards:

@@ -7,22 +7,14 @@ made-up group from its rewards to a loss.
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
 import tempfile
-import time
-from contextlib import suppress
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
-from relax_core.contracts.python_child import cause_in, import_path, module_command
-from relax_core.data.killable.worker_frames import HEADER_BYTES, payload_bytes, to_frame
-from relax_core.engines.engine_process import readable
+from relax_core.contracts.child import Child, ChildLost, Limit, cause_in, import_path, module_command, to_frame
 
 START_S = 120.0  # the limit for the start of an interpreter and the imports of plug-ins and their libraries
-END_S = 10.0
-_READ_BYTES = 1 << 16
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,60 +51,24 @@ class Done(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 def try_plugins(request: Request) -> list[str]:
     """Returns the problems of the plug-ins, one sentence each; a hang and a crash are problems too."""
+    environment = os.environ | {"PYTHONPATH": import_path(), "OMP_NUM_THREADS": "1"}
+    command = module_command("relax_core.rollout.trial.plugin_trial_main")
     with tempfile.TemporaryFile() as printed:
-        process = subprocess.Popen(
-            module_command("relax_core.rollout.trial.plugin_trial_main"),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=printed,
-            bufsize=0,
-            env=os.environ | {"PYTHONPATH": import_path(), "OMP_NUM_THREADS": "1"},
-            start_new_session=True,  # a kill then reaches processes that a plug-in started
-        )
-        assert process.stdin is not None and process.stdout is not None
+        child = Child(command, name="the trial of plug-ins", log=printed.fileno(), environment=environment)
+        stage = Stage(what="the plug-ins' worker process: its start", limit_s=START_S)
         try:
-            with process.stdin, process.stdout:
-                with suppress(BrokenPipeError):  # the process has died, which is reported below
-                    process.stdin.write(to_frame(request))
-                stage = Stage(what="the plug-ins' worker process: its start", limit_s=START_S)
-                while True:
-                    message = _next(process.stdout.fileno(), limit_s=stage.limit_s)
-                    if isinstance(message, Done):
-                        return message.problems
-                    if message == "silent":
-                        return [f"{stage.what} did not end within {stage.limit_s:g} s"]
-                    if message == "ended":
-                        return [f"{stage.what}: its process died ({_how(process)}){_why(printed)}"]
-                    assert isinstance(message, Stage)
-                    stage = message
+            child.send(to_frame(request))
+            while True:
+                message = msgspec.msgpack.decode(child.next_frame(Limit(stage.limit_s)), type=Stage | Done)
+                if isinstance(message, Done):
+                    return message.problems
+                stage = message
+        except ChildLost as lost:
+            if lost.late:
+                return [f"{stage.what} did not end within {stage.limit_s:g} s"]
+            return [f"{stage.what}: {lost}{_why(printed)}"]
         finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait(END_S)
-
-
-def _next(descriptor: int, *, limit_s: float) -> Stage | Done | Literal["silent", "ended"]:
-    deadline = time.monotonic() + limit_s
-    received = bytearray()
-    wanted = HEADER_BYTES
-    while len(received) < wanted:
-        if not readable(descriptor, timeout_s=max(0.0, deadline - time.monotonic())):
-            return "silent"
-        part = os.read(descriptor, min(_READ_BYTES, wanted - len(received)))
-        if not part:
-            return "ended"
-        received += part
-        if wanted == HEADER_BYTES and len(received) == HEADER_BYTES:
-            wanted += payload_bytes(bytes(received))
-    return msgspec.msgpack.decode(received[HEADER_BYTES:], type=Stage | Done)
-
-
-def _how(process: subprocess.Popen[bytes]) -> str:
-    try:
-        code = process.wait(END_S)
-    except subprocess.TimeoutExpired:
-        return "it closed its pipe"
-    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+            child.end(grace_s=0.0)
 
 
 def _why(printed: Any) -> str:

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import os
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -27,12 +25,12 @@ from relax_core.contracts.algorithm import (
     StepTotals,
     ValueInputs,
 )
+from relax_core.contracts.child import OwnerPipe
 from relax_core.contracts.data import BaseDataSource
 from relax_core.contracts.env import EnvSpec, EpisodeStart
 from relax_core.contracts.foreign_values import clean_text
 from relax_core.contracts.plugin_results import WrongResult
 from relax_core.contracts.reward import RewardInput, RewardOutput, RewardSpec, RewardUnusable
-from relax_core.data.killable.worker_frames import HEADER_BYTES, payload_bytes, to_frame
 from relax_core.registry import find_algorithm, find_data_source, find_env, find_reward, plugin_words
 from relax_core.rollout.env_workers.env_messages import with_sources
 from relax_core.rollout.rewards.reward_inputs import without_bytes
@@ -217,10 +215,8 @@ MOST_PROBLEM = 10_000  # characters
 
 def main() -> None:
     """Reads a `Request` from stdin, tries its plug-ins, and writes a `Stage` before each call and `Done` at the end."""
-    replies = os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(2, 1)  # the output of a plug-in must not mix with the replies
-    header = sys.stdin.buffer.read(HEADER_BYTES)
-    request = msgspec.msgpack.decode(sys.stdin.buffer.read(payload_bytes(header)), type=Request)
+    replies = OwnerPipe()
+    request = msgspec.msgpack.decode(replies.read(), type=Request)
     problems = [
         *(try_data_source(request, partial(_send, replies)) if request.data[0] else ()),
         *(_try_env(request, replies) if request.env[0] else ()),
@@ -230,13 +226,13 @@ def main() -> None:
     _send(replies, Done(problems=problems))
 
 
-def _send(replies: BinaryIO, message: Stage | Done) -> None:
+def _send(replies: OwnerPipe, message: Stage | Done) -> None:
     if isinstance(message, Done):
         message = Done(problems=[clean_text(problem, MOST_PROBLEM) for problem in message.problems])
-    replies.write(to_frame(message))
+    replies.write(message)
 
 
-def _try_env(request: Request, replies: BinaryIO) -> Iterator[str]:
+def _try_env(request: Request, replies: OwnerPipe) -> Iterator[str]:
     """Yields a problem if the env returns a wrong type, or if an env of several turns raises for every data row.
 
     Single rows for which an env raises are reported by the check of the data, which counts them against
@@ -266,7 +262,7 @@ def _try_env(request: Request, replies: BinaryIO) -> Iterator[str]:
         yield failed[0]
 
 
-def _send_call(replies: BinaryIO, request: Request, config: Any, where: str, call: str) -> None:
+def _send_call(replies: OwnerPipe, request: Request, config: Any, where: str, call: str) -> None:
     """Tells that a call of an env with turns begins, which may take as long as in a run."""
     what = f"env.name={config.name}: {call} for {where}"
     limit_s = request.call_s
@@ -300,7 +296,7 @@ async def _result(returned: Any) -> Any:
     return await returned if inspect.isawaitable(returned) else returned
 
 
-def _try_reward(request: Request, replies: BinaryIO) -> Iterator[str]:
+def _try_reward(request: Request, replies: OwnerPipe) -> Iterator[str]:
     """Yields a problem if a reward returns a wrong type, or if none of the data rows that it scores gets a reward."""
     name, packed = request.reward
     _send(replies, Stage(what=f"reward.name={name}: its import", limit_s=START_S))
@@ -324,7 +320,7 @@ def _try_on_rows(
     chosen: ChosenReward,
     rows: Sequence[tuple[str, dict[str, Any]]],
     request: Request,
-    replies: BinaryIO,
+    replies: OwnerPipe,
 ) -> Iterator[str]:
     spec, config = chosen.spec, chosen.config
     name = f"reward.name={config.name}"
@@ -378,7 +374,7 @@ def _first_output(spec: RewardSpec, config: Any, given: Sequence[RewardInput]) -
     return output
 
 
-def _try_algorithm(request: Request, replies: BinaryIO) -> Iterator[str]:
+def _try_algorithm(request: Request, replies: OwnerPipe) -> Iterator[str]:
     name, packed = request.algo
     _send(replies, Stage(what=f"algo.name={name}: its import", limit_s=START_S))
     spec = find_algorithm(name)

@@ -59,7 +59,7 @@ def test_an_item_whose_worker_dies_is_encoded_by_the_next_and_refused_if_that_di
         first = asyncio.run(pool.encode(small()))
         os.kill(pool.workers[0].pid, signal.SIGKILL)  # the next item meets the death of an idle one
         assert asyncio.run(pool.encode(small())).digest == first.digest
-        pool.workers[0]._restart()
+        pool.workers[0].replace()
         os.kill(pool.workers[0].pid, signal.SIGKILL)  # while it starts
         assert asyncio.run(pool.encode(small())).digest == first.digest
 

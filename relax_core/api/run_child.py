@@ -1,4 +1,4 @@
-"""Is the child process of `relax_core.run`: ``python -m relax_core.api.child STAGING PARENT``.
+"""Is the child process of `relax_core.run`: ``python -m relax_core.api.run_child STAGING PARENT``.
 
 The process is the run's supervisor, as on the command line. STAGING is a private folder of the parent process, whose
 id is PARENT. The child reads the request there, and writes what the parent needs to know: what is wrong with the

@@ -1,0 +1,583 @@
+"""Starts child processes, exchanges messages with them under deadlines, and ends them with all of their children.
+
+A `Child` is one process, and a `Worker` is one that answers requests and is replaced when it is lost; `OwnerPipe` is
+the side of a worker. Outside this module are the processes that are made by a fork of this one (the controller, the
+answers of rewards, Ray's workers), and the sandbox of code, which imports nothing of Relax.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from functools import cache
+from pathlib import Path
+from typing import IO, Any, NoReturn, Protocol
+
+import msgspec
+
+from relax_core.contracts.stop_signals import ignore_stop_signals
+
+_ROOT = str(Path(__file__).resolve().parents[2])
+_LOG_TAIL_BYTES = 1 << 16
+_NO_CAUSE = re.compile(r"\s|Traceback \(most recent call last\)|\^+$|During handling of|The above exception was")
+_END_S = 10.0  # a process that SIGKILL does not end within this time hangs in the kernel
+_CLOSED_S = 10.0  # the limit for the end of a process that closed its pipe
+_START_S = 120.0  # the limit for the first answer of a worker
+_CPU_GRACE_S = 1.0  # the owner kills a slow worker first; the timer is for a worker without an owner
+_HEADER_BYTES = 4  # of a message: its length in bytes, big-endian
+_READ_BYTES = 1 << 16
+_SIGNAL_EXIT = 128  # bubblewrap exits with this and the number of the signal that ended the process
+_THREADS = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+# Becomes the program, which gets the signal when the thread that started it ends, also if that is killed. Python
+# ignores SIGPIPE, which a program must not inherit.
+_WITH_PARENT = """import ctypes, os, signal, sys
+number, parent, ignored = sys.argv[1:4]
+ctypes.CDLL(None).prctl(1, int(number))
+if os.getppid() != int(parent): os._exit(1)
+signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+for one in ignored.split(): signal.signal(int(one), signal.SIG_IGN)
+os.execvp(sys.argv[4], sys.argv[4:])"""
+
+
+class Limit(msgspec.Struct, frozen=True):
+    """Is a time limit and the key of the configuration that sets it; a constant has no key."""
+
+    seconds: float
+    key: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.key}={self.seconds:g} s" if self.key else f"{self.seconds:g} s"
+
+
+class Sandbox(Protocol):
+    """Is what a child process may run in."""
+
+    def command(self, stack: ExitStack, *, variables: dict[str, str]) -> tuple[list[str], int]:
+        """Returns the words before the command, and a descriptor that the process inherits, open until the stack ends.
+
+        ``variables`` are added to the environment of the sandbox.
+        """
+
+
+class ChildLost(Exception):
+    """The process ended, or did not answer before the deadline; the text says which.
+
+    ``late`` is true if it did not answer. ``code`` is its exit code, negative for a signal and None while it runs.
+    """
+
+    def __init__(self, text: str, *, late: bool = False, code: int | None = None) -> None:
+        super().__init__(text)
+        self.late = late
+        self.code = code
+
+
+class Child:
+    """Is one child process, in a session of its own, so that a Ctrl-C in the terminal reaches its owner alone.
+
+    The end of its stdin says that its owner has ended. ``log``, a path or a descriptor, gets its stderr, and also its
+    stdout if ``stdout`` is None; without a log this process's stderr does. ``environment`` replaces this process's
+    own; in a ``sandbox`` it adds to that of the sandbox. The process has the signals ``blocked`` blocked. With
+    ``with_parent`` it gets that signal when this process ends, and ignores the signals ``ignored``. Its first answer
+    must come within ``start``. Raises OSError if the command cannot be executed, and what the sandbox raises.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        name: str,
+        log: Path | int | None = None,
+        stdin: int = subprocess.PIPE,
+        stdout: int | None = subprocess.PIPE,
+        environment: Mapping[str, str] | None = None,
+        folder: str | None = None,
+        inherited: Sequence[int] = (),
+        sandbox: Sandbox | None = None,
+        blocked: Collection[signal.Signals] = (),
+        with_parent: signal.Signals | None = None,
+        ignored: Collection[signal.Signals] = (),
+        start: Limit | None = None,
+    ) -> None:
+        self.name = name
+        self.log = log if isinstance(log, Path) else None
+        self._log_begins = 0
+        self._in_sandbox = sandbox is not None
+        self._answered = self._group_ended = False
+        self._start = start or Limit(_START_S)
+        self._unread = bytearray()
+        with ExitStack() as stack:
+            if isinstance(log, Path):
+                log.parent.mkdir(parents=True, exist_ok=True)
+                file = stack.enter_context(log.open("ab"))
+                log, self._log_begins = file.fileno(), file.tell()
+            if sandbox is not None:
+                before, descriptor = sandbox.command(stack, variables=dict(environment or {}))
+                command, inherited = [*before, *command], [*inherited, descriptor]
+                environment = {"PATH": os.environ.get("PATH", "")}
+            if with_parent is not None:
+                command = ends_with_parent(command, with_parent, ignored=ignored)
+
+            def popen() -> subprocess.Popen[bytes]:
+                unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
+                try:
+                    return subprocess.Popen(
+                        command,
+                        stdin=stdin,
+                        stdout=log if stdout is None else stdout,
+                        stderr=log,
+                        bufsize=0,
+                        cwd=folder,
+                        env=environment,
+                        pass_fds=inherited,
+                        start_new_session=True,
+                    )
+                finally:
+                    signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
+
+            bound = sandbox is not None or with_parent is not None
+            self._process = _starter().submit(popen).result(self._start.seconds) if bound else popen()
+        self._start_ends = time.monotonic() + self._start.seconds
+        for pipe in self._pipes():
+            os.set_blocking(pipe.fileno(), False)
+
+    @property
+    def pid(self) -> int:
+        """Returns the number of the process, or of the sandbox around it."""
+        return self._process.pid
+
+    @property
+    def stdin(self) -> IO[bytes]:
+        """Returns the pipe to the process, which does not block."""
+        assert self._process.stdin is not None
+        return self._process.stdin
+
+    @property
+    def stdout(self) -> IO[bytes]:
+        """Returns the pipe from the process, which does not block."""
+        assert self._process.stdout is not None
+        return self._process.stdout
+
+    def poll(self) -> int | None:
+        """Returns the exit code, negative for a signal, or None while the process runs."""
+        code = self._process.poll()
+        if code is None:
+            return None
+        self._end_group()
+        return _SIGNAL_EXIT - code if self._in_sandbox and code > _SIGNAL_EXIT else code
+
+    def wait(self, limit_s: float) -> int | None:
+        """Returns the exit code, or None if the process still runs after ``limit_s`` seconds."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(limit_s)
+        return self.poll()
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Sends a signal to the process alone, unless it has ended."""
+        self._process.send_signal(number)
+
+    # -- Messages -----------------------------------------------------------------------------------------------------
+    def ask(self, message: Any, *, limit_s: float, content: bytes = b"") -> bytes:
+        """Returns the answer to a message, which ``content`` follows as it is. Raises `ChildLost`."""
+        limit, began = Limit(limit_s), time.monotonic()
+        for part in (to_frame(message), content):
+            self._write(part, limit, ends=began + limit_s)
+        return self._frame(limit, ends=began + limit_s)
+
+    def first_answer(self, message: Any) -> bytes:
+        """Returns the answer to the first message, which comes within the limit of the start. Raises `ChildLost`."""
+        self._write(to_frame(message), self._start, ends=self._start_ends)
+        return self._frame(self._start, ends=self._start_ends)
+
+    def send(self, message: bytes) -> None:
+        """Writes to the process, which may have ended: its next answer says so. Raises `ChildLost` if it reads not."""
+        limit = Limit(_END_S)
+        with suppress(BrokenPipeError):
+            self._write_bytes(message, limit, ends=time.monotonic() + limit.seconds)
+
+    def next_frame(self, limit: Limit) -> bytes:
+        """Returns the next message of the process. Raises `ChildLost`."""
+        return self._frame(limit, ends=time.monotonic() + limit.seconds)
+
+    def first_line(self, *, wait_s: float | None = None) -> bytes | None:
+        """Returns the next line that the process writes while it starts; raises `ChildLost`, with the process's name.
+
+        It returns None if there is none after ``wait_s`` seconds, and the limit of the start has not passed.
+        """
+        ends = self._start_ends if wait_s is None else min(self._start_ends, time.monotonic() + wait_s)
+        try:
+            while b"\n" not in self._unread:
+                self._read_more(self._start, ends=ends)
+        except ChildLost as lost:
+            if lost.late and time.monotonic() < self._start_ends:
+                return None
+            raise ChildLost(f"{self.name} did not start: {lost}", late=lost.late, code=lost.code) from lost
+        line, _, rest = self._unread.partition(b"\n")
+        self._unread = rest
+        self._answered = bool(line)
+        return bytes(line)
+
+    def _frame(self, limit: Limit, *, ends: float) -> bytes:
+        return self._bytes(int.from_bytes(self._bytes(_HEADER_BYTES, limit, ends), "big"), limit, ends)
+
+    def _bytes(self, count: int, limit: Limit, ends: float) -> bytes:
+        while len(self._unread) < count:
+            self._read_more(limit, ends=ends)
+        found = bytes(memoryview(self._unread)[:count])
+        del self._unread[:count]
+        self._answered = True
+        return found
+
+    def _read_more(self, limit: Limit, *, ends: float) -> None:
+        self._await(self.stdout, select.POLLIN, limit, ends)
+        part = os.read(self.stdout.fileno(), _READ_BYTES)
+        if not part:
+            raise self._ended()
+        self._unread += part
+
+    def _write(self, content: bytes, limit: Limit, *, ends: float) -> None:
+        try:
+            self._write_bytes(content, limit, ends=ends)
+        except BrokenPipeError:
+            raise self._ended() from None
+
+    def _write_bytes(self, content: bytes, limit: Limit, *, ends: float) -> None:
+        rest = memoryview(content)
+        while rest:
+            self._await(self.stdin, select.POLLOUT, limit, ends)
+            rest = rest[os.write(self.stdin.fileno(), rest) :]
+
+    def _await(self, pipe: IO[bytes], event: int, limit: Limit, ends: float) -> None:
+        poll = select.poll()
+        poll.register(pipe, event)
+        if not poll.poll(max(0.0, ends - time.monotonic()) * 1e3):
+            if self._answered:
+                raise ChildLost(f"no answer within {limit}", late=True)
+            raise ChildLost(self._with_log(f"process {self.pid} gave no answer within {limit}"), late=True)
+
+    def _ended(self) -> ChildLost:
+        code = self.wait(_CLOSED_S)
+        if code is None:
+            return ChildLost("its process closed its pipe and keeps running")
+        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        text = f"its process died ({how})"
+        return ChildLost(text if self._answered and code < 0 else self._with_log(text), code=code)
+
+    def _with_log(self, text: str) -> str:
+        if self.log is None:
+            return text
+        why = cause_in_log(self.log, after=self._log_begins)
+        return f"{text}{why and f': {why}'}; see {self.log}"
+
+    # -- The end ------------------------------------------------------------------------------------------------------
+    def end(self, *, grace_s: float) -> bool:
+        """Asks the process to end, by the end of its stdin, and kills its tree after ``grace_s`` seconds.
+
+        Returns whether it ended by itself. Call it also for a process that has ended.
+        """
+        self.close_stdin()
+        by_itself = self.wait(grace_s) is not None
+        self.kill()
+        self.close_pipes()
+        return by_itself
+
+    def kill(self) -> None:
+        """Kills the process with all of its children; a call in another thread that waits for it notices it.
+
+        Of a process that has ended, those children are killed that stayed in its process group.
+        """
+        below = []
+        if self._process.poll() is None:
+            import psutil
+
+            with suppress(psutil.NoSuchProcess):
+                below = psutil.Process(self.pid).children(recursive=True)  # one may have left the process group
+        self._end_group()
+        for one in below:
+            with suppress(psutil.NoSuchProcess):
+                one.kill()
+        self._process.wait(_END_S)
+
+    def _end_group(self) -> None:
+        """Kills the process group once: later its number may be that of another one."""
+        if not self._group_ended:
+            self._group_ended = True
+            with suppress(ProcessLookupError):  # nothing of the group is left
+                os.killpg(self.pid, signal.SIGKILL)
+
+    def close_stdin(self) -> None:
+        """Closes the pipe to the process."""
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+
+    def close_pipes(self) -> None:
+        """Closes the pipes to and from the process."""
+        for pipe in self._pipes():
+            pipe.close()
+
+    def _pipes(self) -> list[IO[bytes]]:
+        return [pipe for pipe in (self._process.stdin, self._process.stdout) if pipe is not None]
+
+
+@cache
+def _starter() -> ThreadPoolExecutor:
+    """Returns the thread that starts what ends with its parent: to the kernel, that is the thread that started it."""
+    return ThreadPoolExecutor(1, thread_name_prefix="start of children")
+
+
+# -- Workers ----------------------------------------------------------------------------------------------------------
+class Ready(msgspec.Struct, frozen=True):
+    """Is a worker's first message; ``error`` says why it cannot work, or is empty."""
+
+    error: str
+
+
+class WorkerProcess:
+    """Is a child process that answers requests with the code of others, and is replaced if it hangs or dies.
+
+    ``command`` is the module of Relax that runs and its arguments, and ``settings`` its first message, which it answers
+    with `Ready`. After that it answers each request with one message. ``name`` begins the text of errors. ``log`` and
+    ``sandbox`` are those of `Child`.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        settings: Any,
+        *,
+        name: str,
+        log: Path | int | None = None,
+        sandbox: Sandbox | None = None,
+    ) -> None:
+        self._command = command
+        self._sandbox = sandbox
+        self._settings = settings
+        self._name = name
+        self._log = log
+        self._lock = threading.Lock()  # serialises a restart and `stop`
+        self._stopped = False
+        self._child = self._start()
+        self._ready = False
+
+    @property
+    def pid(self) -> int:
+        """Returns the number of the process that runs now, or of the sandbox around it."""
+        return self._child.pid
+
+    def ask(self, message: Any, *, limit_s: float, content: bytes = b"") -> bytes:
+        """Returns the process's answer to a message, which ``content`` follows as it is, within ``limit_s`` seconds.
+
+        Must be called by one thread at a time. Raises `ChildLost` if the process hangs or dies; a new process is
+        started then. Raises RuntimeError if the process cannot start or `stop` was called.
+        """
+        self._wait_ready()
+        try:
+            return self._child.ask(message, limit_s=limit_s, content=content)
+        except ChildLost:
+            self.replace()
+            raise
+
+    def stop(self) -> None:
+        """Kills the process for good; a call of `ask` in flight raises `ChildLost`."""
+        with self._lock:
+            self._stopped = True
+            self._child.kill()
+
+    def replace(self) -> None:
+        """Kills the process and starts a new one; nothing happens after `stop`. No call of `ask` may be in flight."""
+        with self._lock:
+            self._child.kill()
+            if not self._stopped:
+                self._child.close_pipes()
+                self._child = self._start()
+                self._ready = False
+
+    def kill(self) -> None:
+        """Kills the process with all of its children; the next call of `ask` notices it."""
+        self._child.kill()
+
+    def close_pipes(self) -> None:
+        """Closes the pipes to the process."""
+        self._child.close_pipes()
+
+    def _start(self) -> Child:
+        environment = _THREADS if self._sandbox else os.environ | {"PYTHONPATH": import_path()} | _THREADS
+        command = module_command(*self._command)
+        return Child(command, name=self._name, log=self._log, environment=environment, sandbox=self._sandbox)
+
+    def _wait_ready(self) -> None:
+        if self._stopped:
+            raise RuntimeError(f"{self._name}: the pool was closed")
+        if self._ready:
+            return
+        try:
+            error = self._start_error()
+        except ChildLost:  # something may have killed it while it started
+            self.replace()
+            try:
+                error = self._start_error()
+            except ChildLost as lost:
+                error = str(lost)
+        if error:
+            raise RuntimeError(f"{self._name}: its worker process could not start: {error}")
+        self._ready = True
+
+    def _start_error(self) -> str:
+        return msgspec.msgpack.decode(self._child.first_answer(self._settings), type=Ready).error
+
+
+class LimitedLog:
+    """Appends what is written to ``descriptor`` to a file, up to ``most_bytes``, and reads and drops what follows.
+
+    So a process that floods its output neither waits for a reader nor fills the disk. Without a ``path`` everything is
+    dropped.
+    """
+
+    def __init__(self, path: Path | None, *, most_bytes: int) -> None:
+        self._path = path
+        self._left = most_bytes
+        self._reader, self.descriptor = os.pipe()
+        self._thread = threading.Thread(target=self._drain, daemon=True, name="output of workers")
+        self._thread.start()
+
+    def close(self) -> None:
+        """Closes the descriptor; the file is complete when the processes that have it have ended."""
+        os.close(self.descriptor)
+
+    def _drain(self) -> None:
+        while part := os.read(self._reader, _READ_BYTES):
+            if self._path is None or not self._left:
+                continue
+            written = part[: self._left]
+            self._left -= len(written)
+            with self._path.open("ab") as file:
+                file.write(written)
+                if not self._left:
+                    file.write(b"\n[the log has reached its limit; further output is dropped]\n")
+        os.close(self._reader)
+
+
+# -- In the child -----------------------------------------------------------------------------------------------------
+class OwnerPipe:
+    """Is the connection of a worker to its owner; a process makes one, before it imports foreign code.
+
+    The process always ends with its owner, and so do the processes of its group: a thread waits for the end of stdin.
+    If library code never releases the interpreter, the kernel's CPU timer ends the process (`cpu_limit`).
+    """
+
+    def __init__(self) -> None:
+        ignore_stop_signals()
+        self._requests = sys.stdin.buffer
+        self._answers = os.fdopen(os.dup(1), "wb", buffering=0)
+        os.dup2(2, 1)  # the output of a library must not mix with the answers
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # the log is read while the run goes on
+        threading.Thread(target=_exit_with_owner, daemon=True).start()
+
+    def read(self) -> bytes:
+        """Returns the content of the next message; ends the process if there is none."""
+        return self.read_bytes(int.from_bytes(self.read_bytes(_HEADER_BYTES), "big"))
+
+    def read_bytes(self, count: int) -> bytes:
+        """Returns the next ``count`` bytes; ends the process if there are fewer."""
+        received = self._requests.read(count)
+        if len(received) < count:
+            _end_with_group()
+        return received
+
+    def write(self, message: Any) -> None:
+        """Sends a message to the owner."""
+        rest = memoryview(to_frame(message))
+        while rest:
+            rest = rest[self._answers.write(rest) :]
+
+    def leave(self) -> None:
+        """Takes the connection away from this process, a child of the worker that reads and answers no request."""
+        self._answers.close()
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(nothing, 0)
+        os.close(nothing)
+
+
+@contextmanager
+def cpu_limit(limit_s: float) -> Iterator[None]:
+    """Ends the process if the block takes more than ``limit_s`` seconds of CPU time, and a second of grace."""
+    signal.setitimer(signal.ITIMER_PROF, limit_s + _CPU_GRACE_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def _exit_with_owner() -> None:
+    poll = select.poll()
+    poll.register(sys.stdin.fileno(), 0)  # an empty event mask reports only the hang-up
+    poll.poll()
+    _end_with_group()
+
+
+def _end_with_group() -> NoReturn:
+    """Ends the process and the children in its group; the main thread and the waiting one may both come here."""
+    if os.getpgrp() == os.getpid():  # a `Child` leads a group, in which its own children are
+        os.killpg(0, signal.SIGKILL)
+    os._exit(0)
+
+
+# -- Messages, commands and causes ------------------------------------------------------------------------------------
+def to_frame(message: Any) -> bytes:
+    """Returns 4 bytes of big-endian length and the message as msgpack."""
+    payload = msgspec.msgpack.encode(message)
+    return len(payload).to_bytes(_HEADER_BYTES, "big") + payload
+
+
+def ends_with_parent(
+    command: Sequence[str], number: signal.Signals, *, ignored: Collection[signal.Signals] = ()
+) -> list[str]:
+    """Returns the words of a program that gets a signal when the thread that starts it ends, and ignores others."""
+    words = [str(int(number)), str(os.getpid()), " ".join(str(int(one)) for one in ignored)]
+    return [sys.executable, "-I", "-S", "-c", _WITH_PARENT, *words, *command]
+
+
+def module_command(module: str, *words: str) -> list[str]:
+    """Returns the command line that runs a module of Relax.
+
+    The working folder comes last where modules are looked for (`relax_core`), so that a user's types.py is not taken
+    for Python's own. It comes first only if it is a checkout of Relax that is not installed, which nothing else names.
+    """
+    by_folder = os.getcwd() == _ROOT and not sys.flags.safe_path
+    safe = ["-P"] if sys.path.count(_ROOT) > by_folder else []
+    return [sys.executable, *safe, "-m", module, *words]
+
+
+def import_path() -> str:
+    """Returns PYTHONPATH for a process that imports what this process can import; its working folder comes last."""
+    entries = sys.path[:-1] if sys.path[-1:] == [os.getcwd()] else sys.path
+    return os.pathsep.join([_ROOT, *entries])
+
+
+def cause_in(output: str | bytes) -> str:
+    """Returns the line of a process's output that says why it failed; empty if there is no output.
+
+    That is the last line, or with a traceback at the end the line of its error.
+    """
+    text = output.decode(errors="replace") if isinstance(output, bytes) else output
+    lines = [line.rstrip() for line in text.splitlines() if line.strip()]
+    return next((line for line in reversed(lines) if not _NO_CAUSE.match(line)), lines[-1].strip() if lines else "")
+
+
+def cause_in_log(log: Path, *, after: int = 0) -> str:
+    """Returns `cause_in` of what a log has behind its first ``after`` bytes; empty if there is no such log."""
+    try:
+        with log.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(after, size - _LOG_TAIL_BYTES))
+            return cause_in(file.read())
+    except OSError:
+        return ""
