@@ -31,7 +31,8 @@ LONG_RUNS = tuple(
     f"tests/integration/test_{name}.py"
     for name in ("ppo", "turns", "elastic", "elastic_kills", "recovery", "chaos", "distill", "media_rows")
 )
-FIRST = (*RAY, *STRICT_RUN, *LONG_RUNS, "tests/integration/", "tests/train/", "tests/contracts/engine/", "tests/engines/")
+RUNS = (*STRICT_RUN, *LONG_RUNS, "tests/integration/")
+FIRST = (*RAY, *RUNS, "tests/train/", "tests/contracts/engine/", "tests/engines/")
 
 
 def group_of(nodeid: str) -> str:
