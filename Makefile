@@ -122,7 +122,8 @@ environments: $(ENVIRONMENTS)
 trackers-env: $(TRACKERS)/.relax-trackers
 
 test-trackers: test-env trackers-env
-	@$(TRACKERS)/bin/python -m pytest -q tests/observe/test_tracker_libraries.py tests/observe/test_trackers.py tests/observe/test_sinks.py $(ARGS)
+	@$(TRACKERS)/bin/python -m pytest -q tests/observe/test_tracker_libraries.py tests/observe/test_trackers.py tests/observe/test_sinks.py \
+	  tests/server/test_trace_formats.py $(ARGS)
 
 lint: test-env
 	$(BIN)/ruff check .
@@ -171,7 +172,8 @@ $(TRACKERS)/.relax-trackers: constraints.txt pyproject.toml | $(VENV)/.relax-tes
 	$(BIN)/python -m venv --clear $(TRACKERS)
 	$(BIN)/python -c 'import sysconfig; print("$(CURDIR)", sysconfig.get_path("purelib"), sep="\n")' > \
 	  "$$($(TRACKERS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/relax.pth"
-	$(TRACKERS)/bin/python -m pip install -q -c constraints.txt wandb mlflow-skinny sqlalchemy alembic clearml
+	$(TRACKERS)/bin/python -m pip install -q -c constraints.txt wandb mlflow-skinny sqlalchemy alembic clearml \
+	  opentelemetry-exporter-otlp-proto-http
 	@touch $@
 
 $(AGENTS)/.relax-agents: $(AGENTS_PINS)/requirements.txt | $(BIN)/python

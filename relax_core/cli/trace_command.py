@@ -22,7 +22,7 @@ from relax_core.server.trace_formats import WRITERS
 
 HOW = {
     "chrome": "Open it at https://ui.perfetto.dev or in chrome://tracing.",
-    "otlp": "Send it to a collector: curl -H 'Content-Type: application/json' --data-binary @FILE URL/v1/traces.",
+    "otlp": "Send it to a collector: curl -H 'Content-Type: application/x-protobuf' --data-binary @FILE URL/v1/traces.",
 }
 
 
@@ -67,7 +67,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     until_s = max(span.end_s for span in spans) if behind < math.inf else math.inf
     spans += [span for span in events if span.end_s >= from_s and span.start_s <= until_s]
     name, write = WRITERS[given.format]
-    data = write(spans, run=given.run.resolve().name)
+    try:
+        data = write(spans, run=given.run.resolve().name)
+    except ValueError as error:
+        print(f"relax trace: {error}", file=sys.stderr)
+        return 2
     if to_output:
         sys.stdout.buffer.write(data)
         return 0

@@ -1,4 +1,4 @@
-"""Writes the spans of a run as a trace: in Chrome's JSON format, and as OTLP/JSON.
+"""Writes the spans of a run as a trace: in Chrome's JSON format, and as OTLP with OpenTelemetry's own classes.
 
 Each format gets the same rows. Spans of one row are nested or apart: a lane whose spans overlap has several rows, and
 the parts of a train step stand in the trainer's row, inside their step.
@@ -7,7 +7,7 @@ the parts of a train step stand in the trainer's row, inside their step.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -15,7 +15,6 @@ import msgspec
 from relax_core.server.run_timeline import PARTS_LANE, TRAINER_LANE, Span
 
 PROCESS = 1  # the number of the one process of a trace in Chrome's format
-SPAN_KIND_INTERNAL = 1  # of OTLP: a span of work that is no request to another service
 SCOPE = "relax trace"
 
 
@@ -60,56 +59,61 @@ def trace_events(spans: Sequence[Span]) -> list[dict[str, Any]]:
 
 
 def otlp_trace(spans: Sequence[Span], *, run: str) -> bytes:
-    """Returns the trace as OTLP/JSON, the body of ``POST /v1/traces`` with the content type application/json.
+    """Returns the trace as OTLP, the body of ``POST /v1/traces`` with the content type application/x-protobuf.
 
     One span stands for the whole run, and all others are below it. The ids follow from the run's name and from row,
-    time and name of each span, so a collector that gets a run twice gets the same spans.
+    time and name of each span, so a collector that gets a run twice gets the same spans. Raises ValueError without
+    OpenTelemetry's client.
     """
+    try:
+        from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
+    except ModuleNotFoundError as error:
+        raise ValueError("--format=otlp needs OpenTelemetry's client: pip install 'relax-core[otlp]'.") from error
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import ReadableSpan
+    from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+    from opentelemetry.trace import SpanContext
+
+    resource = Resource({"service.name": "relax", "relax.run": run})
+    scope = InstrumentationScope(SCOPE)
     trace_id, base_us = _id(run, bytes_=16), first_us(spans)
-    whole = {"traceId": trace_id, "spanId": _id(run, "run"), "name": run, "kind": SPAN_KIND_INTERNAL}
-    end_us = 0
-    found = []
-    for one in placed_spans(spans):
-        end_us = max(end_us, one.end_us)
+
+    def made(name: str, span_id: int, start_us: int, end_us: int, **given: Any) -> ReadableSpan:
+        return ReadableSpan(
+            name=name,
+            context=SpanContext(trace_id, span_id, is_remote=False),
+            resource=resource,
+            instrumentation_scope=scope,
+            start_time=1000 * (base_us + start_us),
+            end_time=1000 * (base_us + end_us),
+            **given,
+        )
+
+    placed = list(placed_spans(spans))
+    whole_id = _id(run, "run")
+    found = [made(run, whole_id, 0, max(one.end_us for one in placed))]
+    for one in placed:
+        parent = whole_id if one.parent is None else _span_id(run, one.parent)
         values: dict[str, str | float] = {"lane": one.span.lane, "step": one.span.step, **one.span.values}
         found.append(
-            {
-                "traceId": trace_id,
-                "spanId": _span_id(run, one),
-                "parentSpanId": whole["spanId"] if one.parent is None else _span_id(run, one.parent),
-                "name": one.span.name,
-                "kind": SPAN_KIND_INTERNAL,
-                "startTimeUnixNano": str(1000 * (base_us + one.start_us)),
-                "endTimeUnixNano": str(1000 * (base_us + one.end_us)),
-                "attributes": _attributes({f"relax.{name}": value for name, value in values.items()}),
-            }
+            made(
+                one.span.name,
+                _span_id(run, one),
+                one.start_us,
+                one.end_us,
+                parent=SpanContext(trace_id, parent, is_remote=False),
+                attributes={f"relax.{name}": value for name, value in values.items()},
+            )
         )
-    whole |= {"startTimeUnixNano": str(1000 * base_us), "endTimeUnixNano": str(1000 * (base_us + end_us))}
-    resource = {"attributes": _attributes({"service.name": "relax", "relax.run": run})}
-    scopes = [{"scope": {"name": SCOPE}, "spans": [whole, *found]}]
-    return msgspec.json.encode({"resourceSpans": [{"resource": resource, "scopeSpans": scopes}]})
+    return encode_spans(found).SerializeToString()
 
 
-def _span_id(run: str, one: PlacedSpan) -> str:
+def _span_id(run: str, one: PlacedSpan) -> int:
     return _id(run, one.row, one.start_us, one.end_us, one.span.name, round(1e6 * one.span.start_s))
 
 
-def _id(*parts: object, bytes_: int = 8) -> str:
-    return hashlib.blake2b("\0".join(map(str, parts)).encode(), digest_size=bytes_).hexdigest()
-
-
-def _attributes(values: Mapping[str, str | float]) -> list[dict[str, Any]]:
-    """Returns the attributes in OTLP's form, in which an int is a decimal text."""
-    found: list[dict[str, Any]] = []
-    for name, value in values.items():
-        match value:
-            case str():
-                found.append({"key": name, "value": {"stringValue": value}})
-            case int():
-                found.append({"key": name, "value": {"intValue": str(value)}})
-            case float():
-                found.append({"key": name, "value": {"doubleValue": value}})
-    return found
+def _id(*parts: object, bytes_: int = 8) -> int:
+    return int.from_bytes(hashlib.blake2b("\0".join(map(str, parts)).encode(), digest_size=bytes_).digest(), "big")
 
 
 def first_us(spans: Sequence[Span]) -> int:
@@ -147,5 +151,5 @@ def placed_spans(spans: Sequence[Span]) -> Iterator[PlacedSpan]:
 
 WRITERS: dict[str, tuple[str, Callable[..., bytes]]] = {  # format → the file's name by default, and its writer
     "chrome": ("trace.json", chrome_trace),
-    "otlp": ("trace.otlp.json", otlp_trace),
+    "otlp": ("trace.otlp.pb", otlp_trace),
 }

@@ -192,9 +192,10 @@ class Handler(BaseHTTPRequestHandler):
     server: Collector
 
     def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        body = self.rfile.read(int(self.headers["Content-Length"]))
         self.server.bodies.append((self.headers.get("x-key"), body))
         self.send_response(self.server.status)
+        self.send_header("Location", "/elsewhere")
         self.send_header("Content-Length", "0")
         self.end_headers()
 
@@ -213,6 +214,9 @@ def collector() -> Iterator[Collector]:
 
 
 def test_a_collector_gets_gauges_and_a_refusal_is_raised(collector: Collector, tmp_path: Path) -> None:
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
+    from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2 as service
+
     headers = tmp_path / "headers.json"
     headers.write_text('{"x-key": "secret"}')
     headers.chmod(0o600)
@@ -223,15 +227,19 @@ def test_a_collector_gets_gauges_and_a_refusal_is_raised(collector: Collector, t
     sink.write(BATCH)
     ((key, body),) = collector.bodies
     assert key == "secret"
-    (scope,) = body["resourceMetrics"][0]["scopeMetrics"]
-    points = {one["name"]: one["gauge"]["dataPoints"] for one in scope["metrics"]}
+    (resource,) = service.ExportMetricsServiceRequest.FromString(body).resource_metrics
+    (scope,) = resource.scope_metrics
+    points = {one.name: one.gauge.data_points for one in scope.metrics}
     assert points.keys() == {"relax.actor.reward", "relax.actor.train.forward"}
-    assert [point["asDouble"] for point in points["relax.actor.reward"]] == [0.25, 0.5]
-    assert points["relax.actor.reward"][1]["timeUnixNano"] == "2500000000"
-    assert points["relax.actor.reward"][1]["attributes"] == [{"key": "step", "value": {"intValue": "4"}}]
-    collector.status = 503
-    with pytest.raises(RuntimeError, match="answers 503"):
-        sink.write(BATCH)
+    assert [point.as_double for point in points["relax.actor.reward"]] == [0.25, 0.5]
+    newest = points["relax.actor.reward"][1]
+    assert newest.time_unix_nano == 2_500_000_000
+    assert [(one.key, one.value.int_value) for one in newest.attributes] == [("step", 4)]
+    for collector.status in (503, 302):  # a redirect would give the headers to another address
+        with pytest.raises(RuntimeError, match=f"answers {collector.status}"):
+            sink.write(BATCH)
+    assert len(collector.bodies) == 3
+    sink.close()
 
 
 def test_headers_that_others_may_read_are_refused(tmp_path: Path) -> None:

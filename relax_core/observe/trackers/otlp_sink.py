@@ -1,20 +1,23 @@
-"""Sends a run's numbers to an OpenTelemetry collector as OTLP over HTTP with JSON bodies, which needs no library."""
+"""Sends a run's numbers to an OpenTelemetry collector as OTLP over HTTP, with OpenTelemetry's own client."""
 
 from __future__ import annotations
 
 import json
 import math
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from relax_core.contracts.host_network import opener, proxy_words
+from relax_core.contracts.host_network import is_loopback_url, proxy_words
 from relax_core.contracts.sink import BaseSink, MetricRecord, Record, SinkConfig, SinkSpec, SinkStart
 
+if TYPE_CHECKING:
+    import requests
+
 SERVICE = "relax"
+CLIENT = "opentelemetry-exporter-otlp-proto-http"
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,7 @@ class OtlpConfig(SinkConfig):
 
 
 def check(config: OtlpConfig) -> None:
-    """Raises ValueError for an address or a file of headers that cannot be used."""
+    """Raises ValueError without the client, and for an address or a file of headers that cannot be used."""
     key = "tracker.sinks.otlp"
     if not config.endpoint.startswith(("http://", "https://")):
         raise ValueError(f"{key}.endpoint={config.endpoint}: give http(s)://HOST:4318/v1/metrics.")
@@ -44,6 +47,10 @@ def check(config: OtlpConfig) -> None:
         if path.stat().st_mode & 0o077:
             raise ValueError(f"{key}.headers_file={config.headers_file}: others may read it. chmod 600 it.")
         _headers(path)
+    try:
+        distribution(CLIENT)
+    except PackageNotFoundError:
+        raise ValueError(f"{key} needs the package {CLIENT}: pip install 'relax-core[otlp]'.") from None
 
 
 def _headers(path: Path) -> dict[str, str]:
@@ -60,43 +67,57 @@ class OtlpSink(BaseSink):
     """Sends each batch as gauges ``relax.SOURCE.NAME`` with the step as an attribute."""
 
     def __init__(self, start: SinkStart, config: OtlpConfig) -> None:
-        self._config = config
-        own = {} if config.headers_file is None else _headers(Path(config.headers_file).expanduser())
-        self._headers = {**own, "Content-Type": "application/json"}
-        self._opener = opener(config.endpoint)  # the headers are for this address
-        self._where = f"{config.endpoint}{proxy_words(config.endpoint)}"
-        self._resource = {"attributes": [_text("service.name", SERVICE), _text("relax.run", start.run_dir.name)]}
+        import requests
+        from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
+
+        session = requests.Session()
+        session.trust_env = not is_loopback_url(config.endpoint)  # a proxy is not for loopback
+        session.hooks["response"] = [self._refuse]
+        self._exporter: Any = OTLPMetricExporter(
+            endpoint=config.endpoint,
+            headers=None if config.headers_file is None else _headers(Path(config.headers_file).expanduser()),
+            timeout=config.timeout_s,
+            session=session,
+        )
+        self._where, self._timeout_s = f"{config.endpoint}{proxy_words(config.endpoint)}", config.timeout_s
+        self._answer = ""
+        self._run = start.run_dir.name
+
+    def _refuse(self, response: requests.Response, *_: object, **__: object) -> None:
+        """Raises HTTPError for an answer that is not 2xx: the client takes 3xx for success and waits after a 503."""
+        from requests import HTTPError
+
+        if not 200 <= response.status_code < 300:
+            self._answer = f"answers {response.status_code}"
+            raise HTTPError(self._answer)
 
     def write(self, batch: Sequence[Record]) -> None:
-        """Sends the numbers of a batch in one request. Raises RuntimeError if the collector refuses them."""
-        points: dict[str, list[dict[str, Any]]] = {}
+        """Sends the numbers of a batch in one request. Raises RuntimeError if the collector does not take them."""
+        from opentelemetry.sdk.metrics import export
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+
+        points: dict[str, list[Any]] = {}
         for record in batch:
             if isinstance(record, MetricRecord):
+                time_ns, step = round(1e9 * record.time_s), {"step": record.step}
                 for name, value in record.values.items():
                     if math.isfinite(value):
-                        point = {
-                            "timeUnixNano": str(round(1e9 * record.time_s)),
-                            "asDouble": value,
-                            "attributes": [{"key": "step", "value": {"intValue": str(record.step)}}],
-                        }
-                        points.setdefault(f"{SERVICE}.{record.source}.{name.replace('/', '.')}", []).append(point)
+                        own = points.setdefault(f"{SERVICE}.{record.source}.{name.replace('/', '.')}", [])
+                        own.append(export.NumberDataPoint(step, 0, time_ns, value))
         if not points:
             return
-        metrics = [{"name": name, "gauge": {"dataPoints": own}} for name, own in points.items()]
-        scope = {"scope": {"name": SERVICE}, "metrics": metrics}
-        body = json.dumps({"resourceMetrics": [{"resource": self._resource, "scopeMetrics": [scope]}]}).encode()
-        request = urllib.request.Request(self._config.endpoint, data=body, headers=self._headers, method="POST")
-        try:
-            with self._opener.open(request, timeout=self._config.timeout_s) as answer:
-                answer.read()
-        except urllib.error.HTTPError as error:
-            raise RuntimeError(f"{self._where} answers {error.code}") from error
-        except urllib.error.URLError as error:
-            raise RuntimeError(f"{self._where} does not answer: {error.reason}") from error
+        metrics = [export.Metric(name, "", "", export.Gauge(own)) for name, own in points.items()]
+        scope = export.ScopeMetrics(InstrumentationScope(SERVICE), metrics, "")
+        resource = Resource({"service.name": SERVICE, "relax.run": self._run})
+        self._answer = f"gave no answer within {self._timeout_s:g} s"
+        sent = self._exporter.export(export.MetricsData([export.ResourceMetrics(resource, [scope], "")]))
+        if sent is not export.MetricExportResult.SUCCESS:
+            raise RuntimeError(f"{self._where} {self._answer}; the log of this tracker says more")
 
-
-def _text(key: str, value: str) -> dict[str, Any]:
-    return {"key": key, "value": {"stringValue": value}}
+    def close(self) -> None:
+        """Closes the connection."""
+        self._exporter.shutdown()
 
 
 SPEC = SinkSpec(
