@@ -204,7 +204,6 @@ def engine_config(**changes: Any) -> EngineConfig:
     given: dict[str, Any] = {
         "name": "embedded",
         "count": 1,
-        "host": "127.0.0.1",
         "port": 0,
         "max_running_samples": 256,
         "max_total_tokens": 65536,

@@ -25,7 +25,6 @@ OPTIMIZER = OptimizerConfig(
     min_lr_ratio=0.0,
     schedule=Schedule.constant,
     warmup_steps=0,
-    beta1=0.9,
     beta2=0.99,
     eps=1e-2,
     weight_decay=0.1,

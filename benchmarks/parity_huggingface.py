@@ -43,7 +43,7 @@ def huggingface_steps(
     optimizer = torch.optim.AdamW(
         [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": norms, "weight_decay": 0.0}],
         lr=settings.lr,
-        betas=(settings.beta1, settings.beta2),
+        betas=(0.9, settings.beta2),
         eps=settings.eps,
     )
     left = _left(model, groups, banned)

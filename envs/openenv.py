@@ -21,6 +21,7 @@ from relax_core.contracts.host_network import opener, proxy_words
 
 _TOOL = "act"
 _CLOSE_S = 2.0
+HEARTBEAT_S = 20.0  # without a sign of life from the server, after which a connection is closed
 _POLL_S = 0.2
 _FULL, _INVALID = "CAPACITY_REACHED", "VALIDATION_ERROR"  # codes of the server's errors
 
@@ -32,8 +33,7 @@ class OpenEnvConfig(InteractionConfig):
     ``url`` is the server's address. With ``text_field`` a response is the action's field of that name; without it the
     model calls the tool "act" with the fields of an action. ``observation_field`` is the field of an observation that
     the model reads; without it it reads all of them but the metadata, as JSON. The environment's reset gets the group's
-    seed, ``reset`` and the columns ``row_fields`` of the data row. A connection on which the server gives no sign of
-    life for ``heartbeat_s`` seconds is closed.
+    seed, ``reset`` and the columns ``row_fields`` of the data row.
     """
 
     name: str = "openenv"
@@ -42,7 +42,6 @@ class OpenEnvConfig(InteractionConfig):
     observation_field: str | None = None
     reset: dict[str, Any] = field(default_factory=dict)
     row_fields: list[str] = field(default_factory=list)
-    heartbeat_s: float = 20.0
 
 
 class _Refused(Exception):
@@ -122,7 +121,7 @@ class OpenEnvEpisode(BaseInteractionEnv):
         try:
             self._socket = await self._http.ws_connect(
                 f"{self._config.url.rstrip('/')}/ws",
-                heartbeat=self._config.heartbeat_s,
+                heartbeat=HEARTBEAT_S,
                 timeout=aiohttp.ClientWSTimeout(ws_close=_CLOSE_S),
                 max_msg_size=16 << 20,
             )
@@ -206,8 +205,6 @@ def check(config: OpenEnvConfig) -> None:
     """Raises ValueError for settings without sense."""
     if not config.url.startswith(("http://", "https://")):
         raise ValueError(f"env.url={config.url}: write the address of an OpenEnv server, http://HOST:PORT.")
-    if config.heartbeat_s <= 0:
-        raise ValueError(f"env.heartbeat_s={config.heartbeat_s:g}: it is a number of seconds above 0.")
 
 
 SPEC = EnvSpec(

@@ -19,6 +19,8 @@ from relax_core.sandbox.run_code import (
 )
 
 SANDBOXES = ("bwrap", "none")
+# Of the calls of a response together, so that no response reaches env.step_timeout_s; ``cpu_s`` is of each process.
+LIMITS = CodeLimits(wall_s=10.0, cpu_s=5, memory_mib=512, output_bytes=16384)
 LEAST_S = 0.05  # with less time left, code is not run at all
 
 
@@ -26,18 +28,11 @@ LEAST_S = 0.05  # with less time left, code is not run at all
 class PythonConfig(InteractionConfig):
     """Holds the settings of the tool.
 
-    ``sandbox`` is "bwrap", or "none" for code that runs with the rights of the run. The calls of a response take at
-    most ``code_wall_s`` seconds together, so that no response reaches ``step_timeout_s``. Each process of a call takes
-    at most ``code_cpu_s`` seconds of CPU time; all together use at most ``code_memory_mib`` MiB. The first
-    ``code_output_bytes`` bytes of what a call prints are kept.
+    ``sandbox`` is "bwrap", or "none" for code that runs with the rights of the run.
     """
 
     name: str = "python"
     sandbox: str = "bwrap"
-    code_wall_s: float = 10.0
-    code_cpu_s: int = 5
-    code_memory_mib: int = 512
-    code_output_bytes: int = 16384
 
 
 class PythonTool(BaseInteractionEnv):
@@ -50,7 +45,7 @@ class PythonTool(BaseInteractionEnv):
     def __init__(self, start: EpisodeStart, config: PythonConfig) -> None:
         self._prompt = start.row["prompt"]
         self._run = run_code if config.sandbox == "bwrap" else run_code_without_sandbox
-        self._limits = code_limits(config)
+        self._limits = LIMITS
         self._calls = self._failed = 0
 
     def reset(self) -> Any:
@@ -102,16 +97,6 @@ def shown(result: CodeResult, limits: CodeLimits) -> str:
     return "\n".join(part for part in (result.output.rstrip("\n"), ends[result.ended]) if part) or "[no output]"
 
 
-def code_limits(config: PythonConfig) -> CodeLimits:
-    """Returns the limits of one call."""
-    return CodeLimits(
-        wall_s=config.code_wall_s,
-        cpu_s=config.code_cpu_s,
-        memory_mib=config.code_memory_mib,
-        output_bytes=config.code_output_bytes,
-    )
-
-
 def tools(row: Mapping[str, Any], config: PythonConfig) -> Sequence[Callable[..., Any]]:
     """Returns the one tool."""
     return [python]
@@ -121,18 +106,10 @@ def check(config: PythonConfig) -> None:
     """Raises ValueError for settings without sense, and if this machine refuses the sandbox."""
     if config.sandbox not in SANDBOXES:
         raise ValueError(f"env.sandbox={config.sandbox}: use {' or '.join(SANDBOXES)}.")
-    for key, least, unit in (
-        ("code_wall_s", 0.1, "seconds"),
-        ("code_cpu_s", 1, "second"),
-        ("code_memory_mib", 32, "MiB, which Python itself needs"),
-        ("code_output_bytes", 1, "byte"),
-    ):
-        if getattr(config, key) < least:
-            raise ValueError(f"env.{key}={getattr(config, key)}: at least {least} {unit}.")
-    if config.code_wall_s >= config.step_timeout_s:
+    if config.step_timeout_s <= LIMITS.wall_s:
         raise ValueError(
-            f"env.code_wall_s={config.code_wall_s:g} with env.step_timeout_s={config.step_timeout_s:g}: code that runs "
-            "into its own limit is the model's mistake, so that limit is the shorter one. Raise env.step_timeout_s."
+            f"env.step_timeout_s={config.step_timeout_s:g}: the code of a response has {LIMITS.wall_s:g} s, and code "
+            "that runs into that limit is the model's mistake, so that one is shorter. Raise env.step_timeout_s."
         )
     if config.sandbox == "bwrap":
         try:

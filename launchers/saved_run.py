@@ -52,8 +52,6 @@ def as_run_here(config: RelaxConfig, *, ray_address: str | None) -> RelaxConfig:
         name=LauncherKind.local,
         ray_address=ray_address,
         nodes=submitted.nodes if ray_address is not None else 1,
-        ray_logical_cpus=submitted.ray_logical_cpus,
-        object_store_mb=submitted.object_store_mb,
     )
     return replace(config, launcher=here, run=replace(config.run, panel=False))
 

@@ -228,12 +228,11 @@ def port_problems(config: RelaxConfig) -> Iterator[str]:
     """Returns a fixed engine port that another process uses."""
     if not 0 < config.engine.port <= 65536 - config.engine.count:
         return  # any port, or one that config/ has refused
-    family = socket.AF_INET6 if ":" in config.engine.host else socket.AF_INET
     for port in range(config.engine.port, config.engine.port + config.engine.count):
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
-                probe.bind((config.engine.host, port))
+                probe.bind(("127.0.0.1", port))
             except OSError as error:
                 yield f"engine.port={port} cannot be used ({error.strerror}). Use engine.port=0 for any free port."
 

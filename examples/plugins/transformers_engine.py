@@ -36,7 +36,7 @@ from relax_core.contracts.engine_kind import EngineSpec, EngineStart
 def command(start: EngineStart) -> list[str]:
     told = {
         "model": str(start.model_folder),
-        "host": start.engine.host,
+        "host": start.host,
         "listener": start.listener,  # a socket that the run holds, so that nobody else can take the port
         "token_file": str(start.token_file),
         "dtype": start.dtype,

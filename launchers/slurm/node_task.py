@@ -31,7 +31,14 @@ from launchers.submitted import CONFIG_FILE, RunEnd, read_submitted, write_end, 
 from relax_core.config.schema import SlurmLauncherConfig
 from relax_core.contracts.child import cause_in_log
 from relax_core.contracts.private_folder import set_private_files
-from relax_core.control.host.ray_session import LOOPBACK_SWITCH, ONE_THREAD, QUIET, new_token_file
+from relax_core.control.host.ray_session import (
+    LOOPBACK_SWITCH,
+    OBJECT_STORE_BYTES,
+    ONE_THREAD,
+    QUIET,
+    RAY_CPUS,
+    new_token_file,
+)
 from relax_core.control.host.run_paths import SHARED_MEMORY
 from relax_core.control.host.subreaper import become_subreaper, end_children
 
@@ -246,8 +253,8 @@ class _Task:
         """Starts `ray start --block`, whose log is in the attempt's folder."""
         launcher = self._launcher
         command = [sys.executable, "-P", "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
-        command += [f"--node-ip-address={self._identity.address}", f"--num-cpus={launcher.ray_logical_cpus}"]
-        command += [f"--num-gpus={launcher.gpus_per_node}", f"--object-store-memory={launcher.object_store_mb << 20}"]
+        command += [f"--node-ip-address={self._identity.address}", f"--num-cpus={RAY_CPUS}"]
+        command += [f"--num-gpus={launcher.gpus_per_node}", f"--object-store-memory={OBJECT_STORE_BYTES}"]
         command += ["--min-worker-port=0", "--max-worker-port=0", "--dashboard-agent-listen-port=0", *arguments]
         if arguments[0] == "--head":
             command.append(f"--temp-dir={self._folder / 'ray'}")

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from submitit import SlurmExecutor
 
 USAGE = 2
+ARRAY_PARALLELISM = 16  # jobs of a sweep that run at one time
 FOLDER = "slurm"  # in the run's folder; it holds the batch script, the job's output and Ray's logs
 
 
@@ -129,7 +130,7 @@ def _parameters(config: RelaxConfig, launcher: SlurmLauncherConfig) -> dict[str,
         "cpus_per_task": launcher.cpus_per_node,
         "time": launcher.time_limit_min,
         "signal_delay_s": launcher.checkpoint_s,
-        "array_parallelism": launcher.array_parallelism,
+        "array_parallelism": ARRAY_PARALLELISM,
         "stderr_to_stdout": True,
         "wckey": None,
         # A task that fails ends the job, because a run on fewer nodes is a different run.

@@ -82,8 +82,6 @@ def _config(request: dict[str, Any], staging: Path) -> RelaxConfig:
         raise ConfigError(
             [f"launcher={name}: relax_core.run starts runs here. On the command line: relax launcher={name}"]
         )
-    if request["on_step"] and not config.tracker.jsonl:
-        raise ConfigError(["tracker.jsonl=false with on_step: the steps' numbers are read from that file. Drop it."])
     return config
 
 

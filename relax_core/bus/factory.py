@@ -107,8 +107,7 @@ def _start_transfer_queue_bus(
 
     owned = None
     if plane is None:
-        assert config.storage_units is not None
-        plane = owned = DataPlane(storage_units=config.storage_units, folder=socket_folder)
+        plane = owned = DataPlane(folder=socket_folder)
     return start_bus(settings, ledger_path, options=options, plane=plane, owned=owned)
 
 

@@ -395,7 +395,7 @@ class DataPlane:
     sockets lie in a new folder below ``folder``. Raises ValueError on a cluster of several nodes.
     """
 
-    def __init__(self, *, storage_units: int, folder: Path) -> None:
+    def __init__(self, *, folder: Path) -> None:
         nodes = sum(node["Alive"] for node in ray.nodes())
         if nodes > 1:
             raise ValueError(f"bus=transfer_queue works within one host, this cluster has {nodes}: use bus=ray")
@@ -405,8 +405,7 @@ class DataPlane:
         host: Any = ray.remote(ControllerHost).options(**options)
         controller = host.remote(self._server_folder("controller"))
         unit: Any = ray.remote(StorageHost).options(**options)
-        units = [unit.remote(self._server_folder(f"unit{number}"), number) for number in range(storage_units)]
-        self.hosts: list[Any] = [controller, *units]
+        self.hosts: list[Any] = [controller, unit.remote(self._server_folder("unit0"), 0)]
         answers = ray.get([host.describe.remote() for host in self.hosts], timeout=START_TIMEOUT_S)
         servers = [msgspec.msgpack.decode(answer, type=Server) for answer in answers]
         self.address = PlaneAddress(controller=servers[0], units=servers[1:])

@@ -133,7 +133,7 @@ MASK_TOKENS = 4096  # SGLang's --sampling-mask-max-tokens, unless engine.flags s
 OWN_FLAGS = {
     "model-path": "model.path",
     "model": "model.path",
-    "host": "engine.host",
+    "host": "Relax",
     "port": "engine.port",
     "api-key": "nothing: it is the run's token",
     "admin-api-key": "nothing: it is the run's token",

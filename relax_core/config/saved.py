@@ -102,7 +102,6 @@ DATA_LOCATION_KEYS = (
     "data.eval_path",
     "data.config",
     "data.media_root",
-    "data.row_group_mb",
 )
 
 

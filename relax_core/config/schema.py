@@ -118,7 +118,6 @@ FORWARD_SIZES = tuple(size.name for size in fields(ForwardLayout))
 class ParallelConfig:
     """Holds the keys of `parallel`."""
 
-    name: str = MISSING
     dp: int = MISSING
     tp: int = MISSING
     pp: int = MISSING
@@ -143,7 +142,6 @@ class ParallelConfig:
 class PlacementConfig:
     """Holds the keys of `placement`."""
 
-    name: str = MISSING
     nodes: int = MISSING
     gpus_per_node: int = MISSING  # 0 means CPU cores
     gpu_memory_gib: float = MISSING
@@ -190,7 +188,6 @@ class EngineConfig:
     dtype: str | None = None  # None means model.dtype
     count: int = MISSING
     tp: int = MISSING  # number of GPUs of one engine
-    host: str = MISSING
     port: int = MISSING
     max_running_samples: int = MISSING
     max_total_tokens: int = MISSING
@@ -222,7 +219,6 @@ class BusConfig:
     """Holds the keys of `bus`."""
 
     name: str = MISSING
-    storage_units: int | None = None  # only for bus=transfer_queue
 
 
 @dataclass
@@ -248,7 +244,6 @@ class DataConfig:
     media_keys: MediaKeys = field(default_factory=MediaKeys)
     media_place: MediaPlace | None = None  # None refuses rows with media and no place for them
     media_root: str | None = None
-    row_group_mb: int = 32
     config: dict[str, Any] = field(default_factory=dict)  # of a plug-in source, typed by its own dataclass
 
 
@@ -265,7 +260,6 @@ class OptimizerConfig:
     min_lr_ratio: float = MISSING
     schedule: Schedule = MISSING
     warmup_steps: int | None = None  # None means DEFAULT_WARMUP_STEPS, or all steps if there are fewer
-    beta1: float = MISSING
     beta2: float = MISSING
     eps: float = MISSING
     weight_decay: float = MISSING
@@ -423,9 +417,7 @@ ALL_SAMPLES = "all"
 class TrackerConfig:
     """Holds the keys of `tracker`."""
 
-    name: str = MISSING
     tensorboard: bool = MISSING
-    jsonl: bool = MISSING
     samples: str = ALL_SAMPLES  # "all", or the number of groups of a train step
     sinks: Any = None  # plug-ins: a list of names and paths, or a mapping from each of them to its configuration
 
@@ -451,8 +443,6 @@ class LauncherConfig:
     name: LauncherKind = MISSING
     ray_address: str | None = None  # only for launcher=local; the other launchers set it themselves
     nodes: int = MISSING
-    ray_logical_cpus: int = MISSING
-    object_store_mb: int = MISSING
 
 
 @dataclass
@@ -466,7 +456,6 @@ class SlurmLauncherConfig(LauncherConfig):
     time_limit_min: int = MISSING
     checkpoint_s: int = MISSING
     max_requeues: int = MISSING
-    array_parallelism: int = MISSING
     sbatch: list[str] = field(default_factory=list)
     srun: list[str] = field(default_factory=list)
     setup: list[str] = field(default_factory=list)

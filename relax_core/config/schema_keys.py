@@ -14,6 +14,7 @@ from relax_core.config.schema import LAUNCHERS, RelaxConfig
 from relax_core.config.synonyms import synonym
 
 _FIXED = "It is fixed now"
+_CODE_LIMITS = {"wall_s": "10 s", "cpu_s": "5 s", "memory_mib": "512 MiB", "output_bytes": "16 KiB"}
 # Keys that Relax had, and what stands in their place.
 REMOVED = {
     **dict.fromkeys(("parallel.actor_fwd", "parallel.reference"), "Both have the layout parallel.forward"),
@@ -47,6 +48,17 @@ REMOVED = {
     "reward.max_answer_chars": f"{_FIXED}, at 300",
     "tracker.samples_max_mb": f"{_FIXED}, at 2 GiB",
     **{f"launcher.{one}": f'Use launcher.sbatch=["--{one}=..."]' for one in ("account", "qos", "constraint")},
+    "bus.storage_units": f"{_FIXED}, at 1",
+    "data.row_group_mb": f"{_FIXED}, at 32 MB; the error of a larger row group shows how to write smaller ones",
+    "engine.host": "Engines listen on loopback, or on the address of their node of a Ray cluster",
+    **{f"env.code_{name}": f"{_FIXED}, at {value}" for name, value in _CODE_LIMITS.items()},
+    "env.heartbeat_s": f"{_FIXED}, at 20 s",
+    **dict.fromkeys(("parallel.name", "placement.name", "tracker.name"), "Choose an option, such as parallel=dp2"),
+    "tracker.jsonl": "metrics.jsonl is always written",
+    "optimizer.beta1": f"{_FIXED}, at 0.9",
+    "launcher.ray_logical_cpus": f"{_FIXED}, at 16",
+    "launcher.object_store_mb": f"{_FIXED}, at 200 MiB",
+    "launcher.array_parallelism": f"{_FIXED}, at 16",
     "launcher.volume_path": f"{_FIXED}, at /data",
     "launcher.namespace": "Use kubectl apply --namespace",
 }

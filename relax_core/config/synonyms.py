@@ -37,12 +37,11 @@ MEANINGS = (
         "in train steps, not as a share of them",
     ),
     Meaning(
-        ("optimizer.beta1", "optimizer.beta2"),
+        ("optimizer.beta2",),
         ("betas", "adam_betas", "optimizer.betas", f"{_POLICY}.actor.optim.betas"),
         "the optimizer is AdamW",
     ),
     Meaning((), ("optim", "optimizer_type", "optimizer.name", "optimizer.type"), "The optimizer of every run is AdamW"),
-    Meaning(("optimizer.beta1",), ("adam_beta1",)),
     Meaning(("optimizer.beta2",), ("adam_beta2",)),
     Meaning(("optimizer.eps",), ("adam_epsilon",)),
     Meaning(("optimizer.clip_grad",), ("max_grad_norm", "grad_clip", f"{_POLICY}.actor.grad_clip")),
@@ -217,7 +216,7 @@ MEANINGS = (
     Meaning(("data.eval_path",), ("val_files", "data.val_files", "eval_dataset")),
     Meaning(("reward.name",), ("reward_funcs", "custom_reward_function.path", "reward_fn"), "a name, or a file's path"),
     Meaning(
-        ("tracker.tensorboard", "tracker.jsonl"),
+        ("tracker.tensorboard",),
         ("report_to", "logger", "trainer.logger"),
         "others by tracker=wandb, mlflow or clearml",
     ),
@@ -270,7 +269,7 @@ OPTIONS_ELSEWHERE = {
     ("modality", "vision image video audio omni multimodal"): "modality=auto, which reads what data.media_keys names",
     ("engine", "vllm hf transformers trtllm lmdeploy"): "engine=sglang, or engine=embedded on a CPU",
     ("placement", "cuda gpus"): "placement=gpu",
-    ("tracker", "tensorboard jsonl none console"): "tracker=default with tracker.tensorboard and tracker.jsonl",
+    ("tracker", "tensorboard jsonl none console"): "tracker=default with tracker.tensorboard",
     (
         "parallel",
         "fsdp fsdp2 ddp zero zero3 deepspeed megatron",

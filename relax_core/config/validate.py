@@ -32,7 +32,6 @@ from relax_core.config.redaction import secret_leaves
 from relax_core.config.rollout_checks import agent_file_problems, agent_problems, reward_problems, turn_problems
 from relax_core.config.saved import plain
 from relax_core.config.schema import EVENTS, RelaxConfig, kept_groups
-from relax_core.contracts.host_network import LOOPBACK
 from relax_core.registry import (
     FILE_SINKS,
     find_algorithm,
@@ -160,8 +159,6 @@ Check = Callable[[RelaxConfig], Iterable[str]]
 _BUILT = {
     "bus": ("ray", "transfer_queue"),
     "modality": ("auto", "text"),
-    "tracker": ("default",),
-    "placement": ("cpu", "gpu"),
     "gateway": ("none", "local"),
 }
 PLANS = (False, True, "json")
@@ -275,18 +272,6 @@ def _check_batch(config: RelaxConfig) -> Iterator[str]:
         )
 
 
-def _check_bus(config: RelaxConfig) -> Iterator[str]:
-    bus = config.bus
-    if bus.name == "transfer_queue":
-        if bus.storage_units is None or bus.storage_units < 1:
-            yield f"bus.storage_units={bus.storage_units}: must be at least 1."
-    elif bus.storage_units is not None:
-        yield (
-            f"bus.storage_units={bus.storage_units} with bus={bus.name}, which has no storage units. "
-            "Choose bus=transfer_queue."
-        )
-
-
 def _divisors(number: int, *, most: int) -> str:
     found = [str(one) for one in range(1, min(number, most, _MOST_DIVISOR) + 1) if number % one == 0]
     return found[0] if len(found) == 1 else f"{', '.join(found[:-1])} or {found[-1]}"
@@ -295,8 +280,6 @@ def _divisors(number: int, *, most: int) -> str:
 def _check_engine(config: RelaxConfig) -> Iterator[str]:
     engine, group_size = config.engine, config.algo.group_size
     new_tokens = config.rollout.max_new_tokens
-    if engine.host not in LOOPBACK:
-        yield f"engine.host={engine.host}: engines listen on loopback only. Use 127.0.0.1."
     if engine.port and engine.port + engine.count - 1 > 65535:
         yield f"engine.port={engine.port} with engine.count={engine.count} passes port 65535. Use engine.port=0."
     if engine.max_running_samples < group_size:
@@ -487,7 +470,6 @@ _CHECKS: tuple[Check, ...] = (
     _check_critic,
     reward_problems,
     _check_batch,
-    _check_bus,
     _check_engine,
     _check_rollout,
     transport_problems,

@@ -29,8 +29,6 @@ class EngineSettings(Protocol):
     @property
     def name(self) -> str: ...
     @property
-    def host(self) -> str: ...
-    @property
     def tp(self) -> int: ...
     @property
     def max_running_samples(self) -> int: ...
@@ -62,7 +60,7 @@ class EngineStart:
     holds the bearer token that every call needs. ``port`` 0 takes a free port. ``listener`` is the descriptor of a
     socket that listens on it already, for a kind with `EngineSpec.takes_listener`. With ``load_weights`` the engine
     serves the folder's own weights at once, as version 0; without it, nothing is served until the first update. With
-    ``beyond_loopback``, ``engine.host`` may be any address of this machine. ``return_routed_experts`` and
+    ``beyond_loopback``, ``host`` may be any address of this machine. ``return_routed_experts`` and
     ``stop_strings`` say that requests may ask for these features. ``media_folder`` holds the items that
     requests name by their digests; None starts an engine that takes text only. With ``shard_media`` the ranks of an
     engine share the images of a batch, if it can, as the trainer's ranks do.
@@ -76,6 +74,7 @@ class EngineStart:
     listener: int | None = None
     family: str | None = None
     load_weights: bool = False
+    host: str = "127.0.0.1"
     beyond_loopback: bool = False
     return_routed_experts: bool = False
     stop_strings: bool = False

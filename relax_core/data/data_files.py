@@ -82,7 +82,7 @@ class RowKeys:
     answer: str
     media: MediaColumns = TEXT_ONLY
     last_assistant: LastAssistant | None = None
-    row_group_bytes: int = 1 << 28
+    row_group_bytes: int = 32_000_000
     may_be_empty: bool = False
 
     @property

@@ -32,7 +32,7 @@ from relax_core.data.data_files import (
 from relax_core.data.row_forms import WrittenNumber, messages_of, value_at
 from relax_core.data.row_media import prompt_modality
 
-TEXT_GROUP_BYTES = 2 << 30  # of a row group without columns of media, unless data.row_group_mb is larger
+TEXT_GROUP_BYTES = 2 << 30  # of a row group without columns of media
 _NUMBER_BYTES = 32  # of a number in a row, which is an object of Python
 _VALUE_BYTES = 8  # of a value of a column, at least, in memory
 _LEAST_GROUP_BYTES = 64 << 20  # that are never too many in memory; the buffers of a small group are larger than it
@@ -75,7 +75,7 @@ class ParquetRows:
             if self._column(key) not in columns:
                 known = ", ".join(sorted(columns))
                 raise ValueError(f"data.media_keys.{kind}={key}: {path} has no such column; it has {known}.")
-        self._most = keys.row_group_bytes if keys.media.columns else max(keys.row_group_bytes, TEXT_GROUP_BYTES)
+        self._most = keys.row_group_bytes if keys.media.columns else TEXT_GROUP_BYTES
         _check_row_groups(path, metadata, self._most)
         self._loaded: tuple[int, pyarrow.Table | str] | None = None
         self._prompts: tuple[int, pyarrow.Table | str] | None = None  # of one row group, without its other columns
@@ -127,7 +127,7 @@ class ParquetRows:
             for batch in self._file.iter_batches(_BATCH_ROWS, row_groups=[group], columns=columns):
                 batches.append(batch)
                 if pyarrow.total_allocated_bytes() - before > most:
-                    return f"its row group needs more than {most / 1e6:.0f} MB of memory, twice data.row_group_mb"
+                    return f"its row group needs more than {most / 1e6:.0f} MB of memory, twice the limit"
             return pyarrow.Table.from_batches(batches)
         except (pyarrow.ArrowException, OSError, MemoryError) as error:
             return f"its row group cannot be read: {error}"
@@ -189,7 +189,7 @@ def _check_row_groups(path: Path, metadata: Any, most_bytes: int) -> None:
         f"[w.write_batch(b) for b in f.iter_batches({fewer})]; w.close()"
     )
     raise ValueError(
-        f"data file {path}: its largest row group has {size / 1e6:.1f} MB, more than "
-        f"data.row_group_mb={most_bytes / 1e6:g}, and each row of a shuffled file reads a whole one. This writes the "
-        f"same rows in smaller groups: python -c {shlex.quote(code)}"
+        f"data file {path}: its largest row group has {size / 1e6:.1f} MB, more "
+        f"than the {most_bytes / 1e6:g} MB that one may have, and each row of a shuffled file reads a whole one. "
+        f"This writes the same rows in smaller groups: python -c {shlex.quote(code)}"
     )

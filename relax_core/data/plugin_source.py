@@ -29,7 +29,6 @@ def row_keys(config: DataConfig, *, folder: Path | None = None) -> RowKeys:
         prompt=config.prompt_key,
         answer=config.answer_key,
         media=MediaColumns(columns=config.media_keys.columns, root=root.absolute(), place=config.media_place),
-        row_group_bytes=config.row_group_mb * 1_000_000,
         last_assistant=config.last_assistant,
     )
 

@@ -138,12 +138,12 @@ class EngineProcess:
 
 
 def _held_port(launch: EngineLaunch) -> HeldPort:
-    host, port = launch.engine.host, launch.port
+    host, port = launch.host, launch.port
     try:
         return HeldPort(host, port)
     except OSError as error:
         raise EngineError(
-            f"engine.port={port} on engine.host={host}: {os.strerror(error.errno or 0)}; end the process that has it, "
+            f"engine.port={port} of {host}: {os.strerror(error.errno or 0)}; end the process that has it, "
             "or choose another port"
         ) from error
 

@@ -198,8 +198,8 @@ def cpu_holders(
     env = find_env(config.env.name)
     if env.agent is not None and agent_words(config, env):
         holders.append(_plain("agent with its guard", AGENT, count=roles["rollout"] * agents_at_one_time(config)))
-    if config.bus.storage_units is not None:
-        holders.append(_plain("TransferQueue process", QUEUE_PROCESS, count=1 + config.bus.storage_units))
+    if config.bus.name == "transfer_queue":
+        holders.append(_plain("TransferQueue process", QUEUE_PROCESS, count=2))  # its controller and its storage
     holders.append(_trainer("actor", config, config.parallel, model, work, publishes=True))
     if requirements.critic:
         holders.append(_trainer("critic", config, critic_parallel(config.parallel), model, work, publishes=False))

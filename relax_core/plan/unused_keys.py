@@ -50,8 +50,6 @@ def unused_keys(config: RelaxConfig) -> Iterator[str]:
         yield "model.shape: model.path has dimensions of its own"
     if config.placement.gpus_per_node == 0 and getattr(config.launcher, "gpus_per_node", None):
         yield "launcher.gpus_per_node: placement.gpus_per_node=0 uses no GPU, so they stand idle. Use placement=gpu"
-    if config.launcher.ray_address is not None:
-        yield "launcher.ray_logical_cpus, launcher.object_store_mb: Ray runs already"
 
 
 def warn_of_unused(unused: Iterable[str], overrides: Sequence[str]) -> None:

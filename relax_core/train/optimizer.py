@@ -25,6 +25,7 @@ from relax_core.train.hf.weight_rules import AUDIO as AUDIO_PREFIX
 from relax_core.train.hf.weight_rules import VISION as VISION_PREFIX
 from relax_core.train.model.gpt import VALUE_HEAD, TreeGPTModel
 
+ADAM_BETA1 = 0.9
 IN_TOWER = "in_tower"  # the attribute of the tower's parameters, by which the optimizer finds their learning rate
 
 
@@ -95,7 +96,7 @@ def build_optimizer(
         optimizer="adam",
         lr=config.lr,
         weight_decay=config.weight_decay,
-        adam_beta1=config.beta1,
+        adam_beta1=ADAM_BETA1,
         adam_beta2=config.beta2,
         adam_eps=config.eps,
         clip_grad=config.clip_grad,

@@ -33,7 +33,7 @@ PIXELS = bytes(range(256)) * 400  # beyond inline_bytes
 def a_bus(tmp_path: Path, name: str) -> Iterator[TransferQueueBus]:
     """A bus with processes of its own: a controller and two storage units."""
     bus = create_bus(
-        BusConfig(name="transfer_queue", storage_units=2),
+        BusConfig(name="transfer_queue"),
         inline_bytes=1024,
         groups_per_step=2,
         group_size=2,

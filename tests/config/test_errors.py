@@ -275,13 +275,10 @@ def test_what_cannot_be_composed(override: str, text: str) -> None:
         (["optimizer.min_lr_ratio=2"], "optimizer.min_lr_ratio=2.0"),
         (["engine.port=70000"], "engine.port=70000: must be at least 0 and at most 65535"),
         (["engine.port=65535", "engine.count=2"], "passes port 65535"),
-        (["engine.host=0.0.0.0"], "engine.host=0.0.0.0: engines listen on loopback only."),
         (
             ["engine.name=vllm"],
             "engine.name=vllm does not exist. Here it is engine=sglang, or engine=embedded on a CPU.",
         ),
-        (["bus.storage_units=2"], "bus.storage_units=2 with bus=ray, which has no storage units."),
-        (["bus=transfer_queue", "bus.storage_units=0"], "bus.storage_units=0: must be at least 1."),
         (["engine.max_running_samples=8"], "engine.max_running_samples=8 cannot hold one group of algo.group_size=16."),
         (["engine.context_length=8"], "engine.context_length=8 leaves no room for a prompt"),
         (["engine.max_total_tokens=64"], "engine.max_total_tokens=64 cannot hold one group"),

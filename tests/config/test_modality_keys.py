@@ -60,7 +60,6 @@ def test_every_key_is_in_the_list_above() -> None:
     ("section", "values", "words"),
     [
         ("data", {"media_root": "/nowhere/at/all"}, "data.media_root=/nowhere/at/all: no such folder. Mount it"),
-        ("data", {"row_group_mb": 0}, "data.row_group_mb=0: must be at least 1"),
         ("parallel", {"micro_batch_patches": 0}, "parallel.micro_batch_patches=0: must be at least 1"),
         ("optimizer", {"tower_lr": 0.0}, "optimizer.tower_lr=0.0: must be more than 0"),
         ("modality", {"name": "text"}, "data.task=see has images and videos: modality=text reads none."),

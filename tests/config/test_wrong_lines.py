@@ -88,7 +88,6 @@ LINES = [
     ("optimizer.critic_lr=1e-5", "optimizer.critic_lr", "algo=ppo"),
     ("rollout.prompts_per_step=8 algo.mini_batches=3", "algo.mini_batches=3", "multiple of 3"),
     ("launcher.partition=gpu", "launcher.partition", "launcher=slurm"),
-    ("bus.storage_units=2", "bus.storage_units=2", "bus=transfer_queue"),
     ("run.keep_best=eval/accuracy", "run.keep_best=eval/accuracy", "eval/exact"),
     # files and folders
     ("data.path=/nowhere.jsonl model.task=arithmetic", "/nowhere.jsonl", "no such file"),

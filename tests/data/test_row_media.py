@@ -269,7 +269,7 @@ def test_parquet_rows_have_bytes_in_structs_and_text_rows_among_them(tmp_path: P
 def test_large_row_groups_are_refused_with_the_command_that_rewrites_the_file(tmp_path: Path) -> None:
     file = parquet(tmp_path, group=12)
     small = keys(tmp_path, row_group_bytes=12_000)
-    with pytest.raises(ValueError, match=r"MB, more than data.row_group_mb=0.012.* python -c ") as told:
+    with pytest.raises(ValueError, match=r"MB, more than the 0.012.* python -c ") as told:
         open_rows(file, small)
     command = str(told.value).partition("python -c ")[2]
     subprocess.run(f"{sys.executable} -c {command}", shell=True, check=True, timeout=120)

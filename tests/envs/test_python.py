@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from envs.python import SPEC, PythonConfig, PythonTool, check, python
+from envs.python import LIMITS, SPEC, PythonConfig, PythonTool, check, python
 from relax_core.contracts.env import Action, EpisodeStart
 from relax_core.contracts.tool_calls import ToolCall
 from relax_core.sandbox.run_code import SandboxRefused, try_sandbox
 
 
-def result_of(code: object, *, sandbox: str = "bwrap") -> str:
-    config = PythonConfig(sandbox=sandbox, code_wall_s=30.0, code_cpu_s=1, code_output_bytes=100)
+def result_of(code: object, *, sandbox: str) -> str:
+    config = PythonConfig(sandbox=sandbox)
     env = PythonTool(EpisodeStart(row={"prompt": "how many?"}, group_seed=0, episode_seed=0), config)
     assert env.reset() == "how many?"
     call = ToolCall(name="python", arguments={"code": code})
@@ -36,7 +36,9 @@ def sandbox(request: pytest.FixtureRequest) -> str:
     return name
 
 
-def test_code_and_its_ends_are_shown(sandbox: str) -> None:
+def test_code_and_its_ends_are_shown(sandbox: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = dataclasses.replace(LIMITS, wall_s=30.0, cpu_s=1, output_bytes=100)
+    monkeypatch.setattr("envs.python.LIMITS", limits)
     assert result_of("print(6 * 7)", sandbox=sandbox) == "42"
     assert result_of("pass", sandbox=sandbox) == "[no output]"
     assert result_of("print(1); exit(3)", sandbox=sandbox) == "1\n[exit code 3]"
@@ -55,9 +57,10 @@ def test_an_answer_ends_the_episode_and_counts_calls() -> None:
     assert step.done and step.reward is None and step.info == {"tool_calls": 2, "failed_tool_calls": 2}
 
 
-def test_the_calls_of_a_response_share_their_time() -> None:
+def test_the_calls_of_a_response_share_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """So many slow calls are the model's mistake, and never one step that misses env.step_timeout_s."""
-    config = PythonConfig(sandbox="none", code_wall_s=1.0)
+    monkeypatch.setattr("envs.python.LIMITS", dataclasses.replace(LIMITS, wall_s=1.0))
+    config = PythonConfig(sandbox="none")
     env = PythonTool(EpisodeStart(row={"prompt": "p"}, group_seed=0, episode_seed=0), config)
     slow = ToolCall(name="python", arguments={"code": "import time; time.sleep(600)"})
     step = env.step(Action(text="", stopped=True, tool_calls=(slow, slow, slow)))
@@ -70,8 +73,7 @@ def test_wrong_settings_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     check(PythonConfig(sandbox="none"))
     for change, words in (
         ({"sandbox": "docker"}, "env.sandbox=docker: use bwrap or none"),
-        ({"code_cpu_s": 0}, "env.code_cpu_s=0: at least 1 second"),
-        ({"code_wall_s": 30.0}, "Raise env.step_timeout_s"),
+        ({"step_timeout_s": 10.0}, "Raise env.step_timeout_s"),
     ):
         with pytest.raises(ValueError, match=words):
             check(dataclasses.replace(PythonConfig(sandbox="none"), **change))  # type: ignore[arg-type]

@@ -43,7 +43,6 @@ SETTINGS: dict[str, Any] = {
 ENGINE = EngineConfig(
     name="embedded",
     count=1,
-    host="127.0.0.1",
     port=0,
     max_running_samples=64,
     max_total_tokens=64 * CONTEXT,

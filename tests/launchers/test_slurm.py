@@ -58,7 +58,7 @@ def test_what_is_null_is_left_to_the_cluster() -> None:
 
 
 def test_a_sweep_is_an_array() -> None:
-    assert "#SBATCH --array=0-4%2" in lines_of("launcher.array_parallelism=2", jobs=5)
+    assert "#SBATCH --array=0-4%5" in lines_of(jobs=5)
 
 
 def test_a_dry_run_needs_no_slurm(tmp_path: Path) -> None:

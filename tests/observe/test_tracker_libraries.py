@@ -45,7 +45,7 @@ def written(run_dir: Path, name: str, values: dict[str, Any]) -> None:
     ]
     texts = TextRecord(kind="eval", step=1, time_s=101.0, rows=[{"prompt": "p", "exact": True}])
     for batch in ([*records[:2], texts, HISTOGRAM], records[2:]):
-        trackers = Trackers(TrackerConfig(name=name, tensorboard=False, jsonl=False, sinks={name: values}), run_dir)
+        trackers = Trackers(TrackerConfig(tensorboard=False, sinks={name: values}), run_dir)
         writer = EventWriter(run_dir, "actor-0")
         writer.put(*batch)
         writer.close()

@@ -48,8 +48,8 @@ SPEC = SinkSpec(name="odd", summary="s", config=SinkConfig, open=lambda start, c
 """
 
 
-def tracker(sinks: Any, *, tensorboard: bool = False, jsonl: bool = False) -> TrackerConfig:
-    return TrackerConfig(name="local", tensorboard=tensorboard, jsonl=jsonl, sinks=sinks)
+def tracker(sinks: Any, *, tensorboard: bool = False) -> TrackerConfig:
+    return TrackerConfig(tensorboard=tensorboard, sinks=sinks)
 
 
 def report(run_dir: Path, *steps: int) -> int:
@@ -84,21 +84,20 @@ def test_the_example_keeps_every_number_once_and_a_resumed_run_adds_to_it(tmp_pa
 
 
 def test_the_configuration_chooses_the_files_of_the_run(tmp_path: Path) -> None:
-    for tensorboard, jsonl in ((True, True), (False, True), (True, False), (False, False)):
-        folder = tmp_path / f"{tensorboard}{jsonl}"
-        trackers = Trackers(tracker(None, tensorboard=tensorboard, jsonl=jsonl), folder)
+    for tensorboard in (True, False):
+        folder = tmp_path / str(tensorboard)
+        trackers = Trackers(tracker(None, tensorboard=tensorboard), folder)
         assert trackers.close(records=report(folder, 0), timeout_s=T) == ([], {})
         assert (folder / "tensorboard").exists() == tensorboard
-        lines = (folder / "metrics.jsonl").read_text().splitlines() if jsonl else []
-        assert [json.loads(line)["values"] for line in lines] == ([{"reward": 0.5}] if jsonl else [])
-        assert (folder / "metrics.jsonl").exists() == jsonl
+        lines = (folder / "metrics.jsonl").read_text().splitlines()
+        assert [json.loads(line)["values"] for line in lines] == [{"reward": 0.5}]
 
 
 def test_a_tracker_that_is_down_delays_nobody_and_gets_everything_when_it_is_up_again(
     tmp_path: Path, odd: str, wait_until: Callable[..., None]
 ) -> None:
     (tmp_path / "refuse").touch()
-    trackers = Trackers(tracker([odd], jsonl=True), tmp_path)
+    trackers = Trackers(tracker([odd]), tmp_path)
     report(tmp_path, 0, 1)
     problems: list[str] = []
 

@@ -193,7 +193,7 @@ DATA: dict[str, tuple[str, Callable[[Path], Any], tuple[str, ...]]] = {
     "CSV of 6 GB": ("csv", sparse(6 << 30), ("REFUSED", "bytes")),
     "CSV with an open quote": ("csv", text('prompt,answer\n"' + LARGE), ("REFUSED",)),
     "many fields": ("csv", text("prompt,answer\n" + "," * 1_000_000 + "\n"), ("BAD 0", "fields")),
-    "pages of zeros": ("parquet", zeros_in_pages, ("REFUSED", "row_group_mb")),
+    "pages of zeros": ("parquet", zeros_in_pages, ("REFUSED", "row group")),
     "repeated text": ("parquet", repeated_text, ("ROW 0", "ROW 20")),
     "repeated text in lists": ("parquet", repeated_in_lists, ("BAD 0", "MB")),
     "repeated numbers": ("parquet", repeated_numbers, ("BAD 0", "MB")),

@@ -103,7 +103,7 @@ from relax_core.control.host.ray_session import RaySession
 logs = Path(sys.argv[1])
 with run_paths(run_dir=logs.parent) as paths:
     started = time.monotonic()
-    with RaySession(load_config(["launcher.ray_logical_cpus=1"]).launcher, paths, log_dir=logs):
+    with RaySession(load_config([]).launcher, paths, log_dir=logs):
         started = time.monotonic() - started
         import os, ray
 

@@ -48,7 +48,6 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> EngineLaunch:
         engine=EngineConfig(
             name="embedded",
             count=1,
-            host="127.0.0.1",
             port=0,
             max_running_samples=16,
             max_total_tokens=4096,

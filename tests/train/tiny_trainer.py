@@ -110,7 +110,6 @@ def _setup(folder: Path, overrides: dict[str, Any]) -> Any:
             "min_lr_ratio": 0.0,
             "schedule": Schedule.constant,
             "warmup_steps": 0,
-            "beta1": 0.9,
             "beta2": 0.99,
             "eps": 1e-8,
             "weight_decay": 0.0,

@@ -28,7 +28,6 @@ VISION_MOE_LAYOUTS = {name: MOE_LAYOUTS[name] for name in ("tp2_ep4", "tp2_ep2_e
 def parallel_config(**sizes: Any) -> ParallelConfig:
     return ParallelConfig(
         **{
-            "name": "test",
             **dict.fromkeys(("dp", "tp", "pp", "vpp", "cp", "ep", "etp"), 1),
             "sequence_parallel": sizes.get("tp", 1) > 1,
             "recompute": Recompute.none,

@@ -36,6 +36,8 @@ QUIET = {
     "RAY_worker_niceness": "0",  # the priority of the process that started the run; Ray's default is a lower one
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1",  # a worker that requests no GPU sees none
 }
+RAY_CPUS = 16  # Ray's bookkeeping only: services are not bound to cores by it
+OBJECT_STORE_BYTES = 200 << 20  # of each node
 NODES_S = 0.2  # interval between two counts of a joined cluster's nodes
 DAEMONS = {"gcs_server": "GCS", "raylet": "raylet"}  # Ray's names of the daemons that a run needs → names in messages
 KEPT_LOGS = ("worker-*", "raylet.*", "gcs_server.*")
@@ -118,9 +120,9 @@ class RaySession:
             use_own_node()
         where = {
             "address": "local",  # RAY_ADDRESS has no effect
-            "num_cpus": self._launcher.ray_logical_cpus,
+            "num_cpus": RAY_CPUS,
             "num_gpus": 0 if self._placement is None else self._placement.gpus_per_node,
-            "object_store_memory": self._launcher.object_store_mb << 20,
+            "object_store_memory": OBJECT_STORE_BYTES,
             "include_dashboard": False,
             "_temp_dir": str(self._paths.folder / "ray"),
         }

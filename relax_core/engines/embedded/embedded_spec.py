@@ -23,7 +23,7 @@ def command(launch: EngineStart) -> list[str]:
     engine = launch.engine
     options = {
         "--model-path": launch.model_folder,
-        "--host": engine.host,
+        "--host": launch.host,
         "--port": launch.port,
         "--token-file": launch.token_file,
         "--max-running-samples": engine.max_running_samples,

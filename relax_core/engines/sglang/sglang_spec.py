@@ -40,7 +40,7 @@ def command(launch: EngineStart) -> list[str]:
     engine = launch.engine
     flags: dict[str, object] = {
         "model-path": launch.model_folder,
-        "host": engine.host,
+        "host": launch.host,
         "port": launch.port,
         "dtype": launch.dtype,
         "tp-size": engine.tp,
@@ -99,7 +99,7 @@ def environment(launch: EngineStart) -> dict[str, str]:
         "OMP_WAIT_POLICY": "PASSIVE",
         "HF_HUB_OFFLINE": "1",
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # for SPARE_TOKENS; no position past the model's is used
-        **({"GLOO_SOCKET_IFNAME": "lo"} if launch.engine.host.startswith("127.") else {}),
+        **({"GLOO_SOCKET_IFNAME": "lo"} if launch.host.startswith("127.") else {}),
         "PYTHONUNBUFFERED": "1",
         **_media_environment(launch),
     }

@@ -73,12 +73,12 @@ def trackers_of(config: TrackerConfig) -> list[list[Tracker]]:
 
     No plug-in is imported. Raises ValueError for ``tracker.sinks`` that is neither a list nor a mapping.
     """
-    own = [name for name, is_on in (("jsonl", config.jsonl), ("tensorboard", config.tensorboard)) if is_on]
+    own = ["jsonl", *(["tensorboard"] if config.tensorboard else [])]
     others = [
         [Tracker(name=short_name(plugin), plugin=plugin, values=dict(values))]
         for plugin, values in plugins_of(config.sinks, key="tracker.sinks")
     ]
-    return [*([[Tracker(name=name, plugin=name) for name in own]] if own else []), *others]
+    return [[Tracker(name=name, plugin=name) for name in own], *others]
 
 
 def read_state(run_dir: Path, name: str) -> TrackerState:

@@ -207,7 +207,8 @@ class EngineOwner(Worker):
         return EngineLaunch(
             model_folder=self.context.model_folder,
             family=config.model.family,
-            engine=replace(config.engine, host=node_address(config.launcher)) if joined else config.engine,
+            engine=config.engine,
+            host=node_address(config.launcher) if joined else "127.0.0.1",
             beyond_loopback=joined,
             dtype=config.engine.dtype or config.model.dtype,
             token_file=self.context.token_file,

@@ -31,7 +31,7 @@ def plane(ray_session: str) -> Iterator[DataPlane]:
     """Yields one data plane for all buses of bus=transfer_queue in this folder, because it takes seconds to start."""
     from relax_core.bus.transfer_queue_plane import DataPlane  # imported here because it imports Ray
 
-    plane = DataPlane(storage_units=2, folder=Path(tempfile.gettempdir()))
+    plane = DataPlane(folder=Path(tempfile.gettempdir()))
     yield plane
     plane.close()
 

@@ -30,7 +30,6 @@ def launch(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Engi
         engine=EngineConfig(
             name="embedded",
             count=1,
-            host="127.0.0.1",
             port=0,
             max_running_samples=128,
             max_total_tokens=64 * CONTEXT,

@@ -28,7 +28,7 @@ from relax_core.control.host.ray_session import RaySession
 
 assert "ray" not in sys.modules, "Ray reads the path of its token when it is imported"
 logs = Path(sys.argv[1])
-config = load_config(["launcher.ray_logical_cpus=1"])
+config = load_config([])
 config.placement.gpus_per_node = 1  # which Ray believes
 signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # as in a controller
 try:

@@ -26,7 +26,7 @@ def test_the_log_gives_the_numbers_the_ends_of_the_texts_and_each_row_once(tmp_p
         writer.close()
     events = EventWriter(tmp_path, CONTROLLER)
     events.record("ledger", 3, {"dropped/stale": 1.0})
-    trackers = Trackers(TrackerConfig(name="local", tensorboard=False, jsonl=True), tmp_path)
+    trackers = Trackers(TrackerConfig(tensorboard=False), tmp_path)
     end = collect(events, trackers, make_core().progress(), run_dir=tmp_path, rollout_workers=2)
     assert end.bad_rows == left_out(3, 8, 5) and not end.problems and not end.lacking
     assert [record.step for record in end.records] == [0, 1, 2, 3]

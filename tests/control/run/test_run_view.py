@@ -39,7 +39,7 @@ def test_drops_by_reason_and_problems_are_reported_while_the_run_goes_on(
     """The view reports dropped samples, a tracker that cannot write, and steps with only truncated answers."""
     monkeypatch.setattr(run_view, "TRACKERS_S", 0.0)
     (tmp_path / "tensorboard").write_text("a file where the sink wants its folder")
-    trackers = Trackers(TrackerConfig(name="local", tensorboard=True, jsonl=True), tmp_path)
+    trackers = Trackers(TrackerConfig(tensorboard=True), tmp_path)
     actor, events = EventWriter(tmp_path, "actor-0"), EventWriter(tmp_path, CONTROLLER)
     screen, lines = io.StringIO(), tmp_path / "logs" / EVENTS_LOG
     for step in range(3):

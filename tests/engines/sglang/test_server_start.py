@@ -23,7 +23,6 @@ def launch(tmp_path: Path, **engine: object) -> EngineLaunch:
         name="sglang",
         count=1,
         tp=2,
-        host="127.0.0.1",
         max_running_samples=8,
         max_total_tokens=64,
         context_length=32,
