@@ -38,7 +38,7 @@ from typing import Any
 
 import psutil
 
-from relax_core.control.supervision.controller_process import CONTROLLER
+from relax_core.control.controller_process import CONTROLLER
 from tests.integration.elastic_run import JOINING, OVERRIDES, OWNER, TRAINER, ElasticRun
 from tests.integration.live_run import ENGINE, ROLLOUT, FinishedRun, LiveRun, run_to_end
 

@@ -41,9 +41,9 @@ def run_in_folder(
     checkpoint of the folder if there is one, whatever ``resume`` says.
     """
     from relax_core.control.host.run_lock import run_lock
-    from relax_core.control.run.local_run import run_local
-    from relax_core.control.run.resume import find_resume_point
-    from relax_core.control.supervision.supervisor import supervise
+    from relax_core.control.local_run import run_local
+    from relax_core.control.resume import find_resume_point
+    from relax_core.control.supervisor import supervise
     from relax_core.data.tokenizer import reads_clock, utc_date
     from relax_core.plan.plan_command import plan_run, save_plan
 

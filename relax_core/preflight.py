@@ -23,9 +23,7 @@ from relax_core.config.schema import FORWARD_SIZES, RelaxConfig
 from relax_core.contracts.algorithm import AlgorithmSpec
 from relax_core.contracts.engine import MAX_BANNED
 from relax_core.contracts.reward import RewardSpec
-from relax_core.control.run.judge_folders import judge_problems
-from relax_core.control.run.role_counts import layout_key, worker_group_layouts
-from relax_core.control.run.teacher_folders import teacher_model_problems
+from relax_core.control.model_folders import judge_problems, teacher_model_problems
 from relax_core.data.eval_sets import name_problems
 from relax_core.data.generated import example, task_names
 from relax_core.data.plugin_source import is_configured, names_plugin, source_config
@@ -40,6 +38,7 @@ from relax_core.plan.data_check import look_at_data, settle_steps
 from relax_core.plan.model_dimensions import find_dimensions, layout_shape, shape_dimensions
 from relax_core.plan.placement import device_files, gpu_problems
 from relax_core.registry import Kind, find, find_algorithm, find_engine, find_family, find_reward, is_builtin
+from relax_core.roles.process_placement import layout_key, worker_group_layouts
 from relax_core.rollout.evaluation.eval_metrics import MOST_SAMPLES
 from relax_core.rollout.evaluation.evaluator import metric_names
 from relax_core.rollout.trial.plugin_trial import Request, try_plugins

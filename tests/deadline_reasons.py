@@ -66,7 +66,7 @@ REASONS = {
     ("envs/tool_servers/mcp_sessions.py", "McpSessions.close"): "of a task in done",
     ("envs/openenv.py", "OpenEnvEpisode._ask"): "the WebSocket's last error, which it has or has not",
     (
-        "relax_core/control/engines/engine_changes.py",
+        "relax_core/control/engine_changes.py",
         "EngineChanges._tick_joining",
     ): "after done(): the comparison has ended",
     ("relax_core/roles/rollout/rollout_worker.py", "RolloutWorker._evaluate"): "after done(): the task has ended",
@@ -74,9 +74,9 @@ REASONS = {
     ("relax_core/engines/pool/engine_pool.py", "log_failures"): "a done callback: the calls have ended",
     ("relax_core/roles/trainer/weight_sync.py", "_check"): "given calls that have ended",
     ("relax_core/weights/publisher.py", "WeightPublisher.report"): "after done(): the pushes have ended",
-    ("relax_core/control/run/serve_deployments.py", "ServeDeployments.error"): "after done(): the deployment has ended",
+    ("relax_core/control/serve_deployments.py", "ServeDeployments.error"): "after done(): the deployment has ended",
     (
-        "relax_core/control/run/serve_deployments.py",
+        "relax_core/control/serve_deployments.py",
         "ServeDeployments.close",
     ): "after exception(timeout): the pool's only task has ended",
     (
@@ -168,7 +168,7 @@ REASONS = {
     ("relax_core/weights/weight_group.py", "WeightGroup._broadcast"): "the group was made with a deadline",
     ("relax_core/train/hf/hf_weights.py", "_run"): "the trainer's group was made with a deadline",
     ("relax_core/engines/pool/engine_pool.py", "fan_out"): "each call has its engine client's deadlines",
-    ("relax_core/control/engines/engine_probe.py", "EngineProbe._compare"): "the same",
+    ("relax_core/control/engine_changes.py", "EngineProbe._compare"): "the same",
     (
         "relax_core/rollout/item_cache.py",
         "ItemCache.items",
@@ -245,8 +245,8 @@ REASONS = {
         "relax_core/roles/trainer/critic_trainer.py",
         "CriticTrainer._run",
     ): "the model's own thread computes; the lead's call has a deadline",
-    ("relax_core/control/run/local_run.py", "_in_session"): "makes or finds model folders: file work, no other process",
-    ("relax_core/control/run/services.py", "Services.__init__"): "a bus starts, answers and restores within deadlines",
+    ("relax_core/control/local_run.py", "_in_session"): "makes or finds model folders: file work, no other process",
+    ("relax_core/control/services.py", "Services.__init__"): "a bus starts, answers and restores within deadlines",
     # TransferQueue: a call's coroutine has the deadline, whoever waits for it waits on that.
     ("relax_core/bus/transfer_queue_plane.py", "PlaneClient.call"): "_guarded() ends within timeout_s",
     ("relax_core/bus/transfer_queue_plane.py", "PlaneClient._guarded"): "after done(): the task has ended",

@@ -61,9 +61,7 @@ def test_files_that_need_one_thing_of_the_session_stay_together(fixture: str, pa
 def test_a_file_is_a_group_and_long_groups_begin_first() -> None:
     assert group_of("tests/plan/test_gpus.py::test_a[tests/bus/]") == "tests/plan/test_gpus.py"
     assert (
-        group_of("tests/bus/test_payload_blocks.py::test_a")
-        == group_of("tests/control/supervision/test_stops.py::test_b")
-        == "Ray"
+        group_of("tests/bus/test_payload_blocks.py::test_a") == group_of("tests/control/test_stops.py::test_b") == "Ray"
     )
     ids = ["tests/api/test_a.py::test", "tests/train/test_a.py::test", "tests/integration/test_a.py::test"]
     assert sorted(ids, key=place_of) == ids[::-1]

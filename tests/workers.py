@@ -10,10 +10,10 @@ RAY = (
     "tests/contracts/bus/",
     "tests/control/",
     "tests/roles/trainer/test_column_worker.py",
-    "tests/roles/engine/test_engine_directory.py",
-    "tests/roles/process/test_failure.py",
+    "tests/roles/test_engine_directory.py",
+    "tests/roles/test_failure.py",
     "tests/roles/trainer/",
-    "tests/roles/process/test_process_placement.py",
+    "tests/roles/test_process_placement.py",
     "tests/rollout/test_held_items.py",
 )
 # These files look at one finished run, which `tests/integration/conftest.py` makes once for each worker.

@@ -15,7 +15,6 @@ from relax_core.contracts.algorithm import Requirements
 from relax_core.contracts.host_network import GLOO_INTERFACES, missing_interface, network_interfaces
 from relax_core.control.host.ray_session import OBJECT_STORE_BYTES
 from relax_core.control.host.run_paths import SHARED_MEMORY
-from relax_core.control.run.role_counts import roles_of
 from relax_core.data.sources import are_rows_named
 from relax_core.observe.process_usage import available_bytes
 from relax_core.plan.batch import batch_words, context_words, credit_words, episode_words, media_words, plural
@@ -47,7 +46,7 @@ from relax_core.plan.prompt_maker import stop_words
 from relax_core.plan.unused_keys import unused_keys
 from relax_core.plan.workload import Workload, find_workload
 from relax_core.registry import find_algorithm, find_engine
-from relax_core.roles.process.process_placement import engines_take_gpus
+from relax_core.roles.process_placement import engines_take_gpus, roles_of
 from relax_core.server.orders import EngineRoom
 
 

@@ -13,7 +13,6 @@ from relax_core.config.schema import ParallelConfig, RelaxConfig
 from relax_core.contracts.algorithm import Requirements
 from relax_core.contracts.env import IsolatedConfig
 from relax_core.contracts.judge import JudgeConfig
-from relax_core.control.run.role_counts import worker_group_layouts
 from relax_core.families.tiny_configs import MAX_POSITIONS, MODEL_NAMES
 from relax_core.plan.memory_terms import (
     FLOAT,
@@ -39,7 +38,8 @@ from relax_core.plan.model_dimensions import ModelDimensions, teacher_dimensions
 from relax_core.plan.placement import ROLLOUT
 from relax_core.plan.workload import Workload
 from relax_core.registry import find_engine, find_env
-from relax_core.roles.process.role_context import JUDGE_ENGINE
+from relax_core.roles.process_placement import worker_group_layouts
+from relax_core.roles.role_context import JUDGE_ENGINE
 from relax_core.rollout.agents.run_agents import agent_words, agents_at_one_time
 from relax_core.rollout.judges.judge_choice import judge_engine, judge_plan
 from relax_core.train.parallel_layout import critic_parallel, forward_parallel, one_rank, world_size

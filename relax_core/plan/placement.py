@@ -21,8 +21,7 @@ from relax_core.config.schema import (
     RelaxConfig,
     SlurmLauncherConfig,
 )
-from relax_core.control.engines.engine_limits import autoscaler_bounds, limits_of, usable_engines
-from relax_core.control.run.role_counts import layout_key, worker_group_layouts
+from relax_core.control.engine_set import autoscaler_bounds, limits_of, usable_engines
 from relax_core.observe.process_usage import available_bytes
 from relax_core.plan.batch import plural, tower_share
 from relax_core.plan.memory_terms import (
@@ -37,8 +36,8 @@ from relax_core.plan.memory_terms import (
 from relax_core.plan.model_dimensions import ModelDimensions, layout_shape
 from relax_core.plan.workload import Workload
 from relax_core.registry import find_engine
-from relax_core.roles.process.process_placement import engines_take_gpus, judges_take_gpus
-from relax_core.roles.process.role_context import JUDGE_ENGINE, TEACHER_ENGINE
+from relax_core.roles.process_placement import engines_take_gpus, judges_take_gpus, layout_key, worker_group_layouts
+from relax_core.roles.role_context import JUDGE_ENGINE, TEACHER_ENGINE
 from relax_core.server.orders import EngineRoom
 from relax_core.train.parallel_layout import first_stage_sizes, rank_coordinates, rank_faults
 
@@ -250,7 +249,7 @@ def gpu_problems(config: RelaxConfig) -> Iterator[str]:
     """Returns what keeps a start on GPUs from working, as far as this machine can tell.
 
     The GPUs of a joined Ray cluster are counted once it is joined, by
-    `relax_core.roles.process.process_placement.cluster_fault`.
+    `relax_core.roles.process_placement.cluster_fault`.
     """
     placement, launcher = config.placement, config.launcher
     if not placement.gpus_per_node:
@@ -345,7 +344,7 @@ def encode_nodes(
 ) -> list[EncodeNode]:
     """Returns the nodes on which rollout workers, and therefore their encode workers, run; none for a run on text.
 
-    Rollout workers are spread over all nodes, node 0 first (`relax_core.roles.process.process_placement.node_options`).
+    Rollout workers are spread over all nodes, node 0 first (`relax_core.roles.process_placement.node_options`).
     """
     if work.media is None:
         return []

@@ -12,7 +12,7 @@ from pathlib import Path
 from relax_core.config.choices import LauncherKind
 from relax_core.config.errors import ConfigError, NotYet
 from relax_core.config.schema import RelaxConfig
-from relax_core.control.run.resume import find_resume_point
+from relax_core.control.resume import find_resume_point
 from relax_core.plan.build_plan import Plan, as_json_values, as_text, make_plan
 from relax_core.plan.unused_keys import warn_of_unused
 from relax_core.server.orders import PLAN_FILE

@@ -9,7 +9,7 @@ from typing import Any
 from relax_core.config.choices import OnStale, Partial, Schedule, Surplus
 from relax_core.config.reward_choice import may_be_in_process, may_be_isolated
 from relax_core.config.schema import RelaxConfig
-from relax_core.control.run.role_counts import worker_group_layouts
+from relax_core.roles.process_placement import worker_group_layouts
 from relax_core.train.parallel_layout import FORWARD_ROLES, world_size
 
 # What only training reads, beside all keys of `optimizer`.

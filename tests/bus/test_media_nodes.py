@@ -22,7 +22,7 @@ from relax_core.config.schema import BusConfig
 from relax_core.contracts.bus import BusLost
 from relax_core.contracts.media import MediaGone, MediaItem
 from relax_core.contracts.media_file import node_folder
-from relax_core.roles.process.process_placement import node_id
+from relax_core.roles.process_placement import node_id
 from tests.bus.make_media import held, make_item, media_columns
 from tests.bus.make_rows import for_actor, make_row
 

@@ -14,8 +14,8 @@ import pytest
 
 from relax_core.__main__ import main
 from relax_core.config.compose import load_config
-from relax_core.control.engines.engine_limits import limits_of
-from relax_core.control.supervision.gateway_process import GatewayProcess, gateway
+from relax_core.control.engine_set import limits_of
+from relax_core.control.gateway_process import GatewayProcess, gateway
 from relax_core.plan.build_plan import make_plan
 from relax_core.plan.plan_command import save_plan
 from relax_core.server.controller_channel import answering

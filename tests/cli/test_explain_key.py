@@ -71,7 +71,7 @@ def test_what_is_no_key_gets_the_nearest(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_readers_follow_the_names_that_a_section_gets() -> None:
-    assert any(location.startswith("relax_core/control/run/controller.py") for location in readers("run.steps"))
+    assert any(location.startswith("relax_core/control/controller.py") for location in readers("run.steps"))
     assert any(file.startswith("algorithms/functional/") or "algorithms/" in file for file in readers("algo.clip_high"))
     assert any(location.startswith("relax_core/roles/") for location in readers("seed"))
     assert not any(location.startswith("relax_core/config/") for location in readers("optimizer.beta2"))

@@ -6,7 +6,7 @@ import pytest
 
 from relax_core.config.compose import load_config
 from relax_core.config.errors import ConfigError
-from relax_core.control.engines.engine_limits import limits_of
+from relax_core.control.engine_set import limits_of
 
 
 @pytest.mark.parametrize(

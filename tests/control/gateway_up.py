@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from relax_core.control.supervision.gateway_process import GatewayProcess
+from relax_core.control.gateway_process import GatewayProcess
 
 DEADLINE_S = 120.0
 

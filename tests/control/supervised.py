@@ -13,12 +13,12 @@ from typing import Any
 
 from relax_core.config.compose import load_config
 from relax_core.config.schema import RelaxConfig
+from relax_core.control import controller_process
+from relax_core.control.controller_process import SupervisorPipe
 from relax_core.control.host.run_paths import RunPaths
-from relax_core.control.run.recovery_log import FROM_CHECKPOINT, Recoveries, recoveries_file
-from relax_core.control.run.resume import ResumePoint
-from relax_core.control.supervision import controller_process
-from relax_core.control.supervision.supervisor import Attempt, supervise
-from relax_core.control.supervision.supervisor_pipe import SupervisorPipe
+from relax_core.control.recoveries import FROM_CHECKPOINT, Recoveries, recoveries_file
+from relax_core.control.resume import ResumePoint
+from relax_core.control.supervisor import Attempt, supervise
 from relax_core.server.controller_channel import answering
 from relax_core.server.order_book import OrderBook
 from relax_core.server.order_desk import OrderDesk

@@ -15,7 +15,7 @@ from benchmarks.family_models import SIZES, make_family_model
 from relax_core.config.compose import compose, load_config, typed_config
 from relax_core.config.errors import ConfigError
 from relax_core.config.schema import EngineConfig
-from relax_core.control.run.teacher_folders import teacher_folders
+from relax_core.control.model_folders import teacher_folders
 from relax_core.engines.build_client import build_client
 from relax_core.engines.engine_process import EngineLaunch, EngineProcess
 from relax_core.families.folder import folder_architecture
@@ -23,7 +23,7 @@ from relax_core.families.hf_config import read_hf_config
 from relax_core.plan.model_dimensions import find_dimensions
 from relax_core.preflight import CHECKS
 from relax_core.registry import PluginError, find_family
-from relax_core.roles.engine.engine_owner import EngineOwner
+from relax_core.roles.engine_owner import EngineOwner
 from relax_core.tools import check_model, export
 from relax_core.tools.tiny_text import write_prompt_tokenizer
 from relax_core.train.checkpoints.checkpoint_store import CheckpointStore

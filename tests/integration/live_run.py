@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from relax_core.control.supervision.controller_process import CONTROLLER
+from relax_core.control.controller_process import CONTROLLER
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 600.0

@@ -12,7 +12,7 @@ import yaml
 from launchers.local import launch, make_run_folder, save_config
 from relax_core.config.compose import load_config
 from relax_core.config.schema import RelaxConfig
-from relax_core.control.run.resume import ResumePoint
+from relax_core.control.resume import ResumePoint
 from relax_core.data.tokenizer import utc_date
 
 BY_TIME = "${now:%Y}"
@@ -110,10 +110,8 @@ def test_the_run_has_the_date_of_its_first_start(
 ) -> None:
     config, seen = config_for(tmp_path / "run", resume="auto"), []
     point = None if saved is None else ResumePoint(folder=tmp_path, step=1, snapshot=b"", template_date=saved)
-    monkeypatch.setattr("relax_core.control.run.resume.find_resume_point", lambda config: point)
-    monkeypatch.setattr(
-        "relax_core.control.supervision.supervisor.supervise", lambda config, resume, run: seen.append(config) or 0
-    )
+    monkeypatch.setattr("relax_core.control.resume.find_resume_point", lambda config: point)
+    monkeypatch.setattr("relax_core.control.supervisor.supervise", lambda config, resume, run: seen.append(config) or 0)
     before = datetime.now(UTC).date().isoformat()
     assert launch(config) == 0
     found = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["data"]["template_date"]

@@ -12,12 +12,12 @@ from relax_core.config.compose import compose, load_config, typed_config
 from relax_core.config.errors import ConfigError, NotYet
 from relax_core.config.schema import RelaxConfig
 from relax_core.config.validate import problems_of
-from relax_core.control.run.role_counts import roles_of
 from relax_core.plan.build_plan import as_json_values, as_text, make_plan
 from relax_core.plan.memory_terms import GIB
 from relax_core.plan.placement import gpu_problems
 from relax_core.plan.plan_command import plan_run, save_plan
 from relax_core.preflight import CHECKS, settle
+from relax_core.roles.process_placement import roles_of
 from tests.config.conftest import SHAPE, write_folder
 
 PRESETS = {

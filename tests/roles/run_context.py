@@ -6,7 +6,7 @@ from pathlib import Path
 
 from relax_core.config.compose import load_config
 from relax_core.preflight import settle
-from relax_core.roles.process.role_context import RunContext
+from relax_core.roles.role_context import RunContext
 
 
 def context_in(folder: Path, *overrides: str) -> RunContext:

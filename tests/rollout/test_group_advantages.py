@@ -23,8 +23,8 @@ from relax_core.contracts.algorithm import Requirements
 from relax_core.contracts.bus import Group
 from relax_core.contracts.columns import decode_tree, encode_tree
 from relax_core.contracts.tree import TokenTree, reward_array
-from relax_core.control.run.role_counts import roles_of
 from relax_core.registry import find_algorithm
+from relax_core.roles.process_placement import roles_of
 from relax_core.rollout.episodes.tree_builder import PlayedEpisode, PlayedTurn, build_tree
 from relax_core.rollout.group_advantages import (
     advantage_extras,

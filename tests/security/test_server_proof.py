@@ -18,7 +18,7 @@ import pytest
 from relax_core.config.compose import load_config
 from relax_core.config.schema import EngineConfig
 from relax_core.contracts.engine import EngineUnreachable, PromptRequest, SamplingParams
-from relax_core.control.supervision.gateway_process import GatewayProcess, gateway
+from relax_core.control.gateway_process import GatewayProcess, gateway
 from relax_core.engines.engine_process import EngineLaunch, EngineProcess
 from relax_core.engines.http_server.held_port import HeldPort
 from relax_core.engines.protocol import server_proof

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from relax_core.cli.trace_command import main
-from relax_core.control.run.recovery_log import FROM_CHECKPOINT, IN_PLACE, Recoveries, recoveries_file
+from relax_core.control.recoveries import FROM_CHECKPOINT, IN_PLACE, Recoveries, recoveries_file
 from relax_core.server.order_book import FILE, OrderBook
 from relax_core.server.run_reader import RunReader
 from relax_core.server.run_series import Timed
@@ -33,7 +33,7 @@ def test_a_restart_and_a_recovery_last_until_the_next_train_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = [0.0]
-    monkeypatch.setattr("relax_core.control.run.recovery_log.time.time", lambda: 1000.0 + clock[0])
+    monkeypatch.setattr("relax_core.control.recoveries.time.time", lambda: 1000.0 + clock[0])
     recoveries = Recoveries(recoveries_file(tmp_path), report=lambda text: None, clock=lambda: clock[0])
     clock[0] = 10.0
     recoveries.begin(IN_PLACE, "engine-0 was killed by SIGKILL", at_step=3, from_step=3, noticed=8.0)

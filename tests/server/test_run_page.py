@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from relax_core.config.compose import load_config
-from relax_core.control.engines.engine_limits import limits_of
+from relax_core.control.engine_set import limits_of
+from relax_core.control.gateway_process import gateway
 from relax_core.control.host.run_lock import run_lock
-from relax_core.control.supervision.gateway_process import gateway
 from relax_core.server.controller_channel import answering
 from relax_core.server.gateway_client import FILE, GatewayAddress
 from relax_core.server.order_book import OrderBook

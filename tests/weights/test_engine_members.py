@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import relax_core.weights.version_folder as version_folder
-from relax_core.control.engines.engine_set import EngineSet
+from relax_core.control.engine_set import EngineSet
 from relax_core.weights.engine_members import ENGINES, MemberList, start_members
 
 

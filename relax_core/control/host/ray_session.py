@@ -21,7 +21,7 @@ from relax_core.contracts.private_folder import set_compile_cache
 from relax_core.control.host.process_trees import kill_trees
 from relax_core.control.host.run_paths import RunPaths
 from relax_core.control.host.worker_start import FORK_SERVER
-from relax_core.roles.process.process_placement import cluster_fault
+from relax_core.roles.process_placement import cluster_fault
 
 # Ray replaces 127.0.0.1 by the host's own address unless this variable is set.
 LOOPBACK_SWITCH = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from relax_core.engines.pool.engine_pool import EnginePool
-from relax_core.roles.engine.engine_directory import EngineDirectory, member_list
-from relax_core.roles.process.role_context import RunContext
+from relax_core.roles.engine_directory import EngineDirectory, member_list
+from relax_core.roles.role_context import RunContext
 from relax_core.weights.engine_members import MemberList
 
 FOLLOW_S = 0.25  # the longest time after which a change of the list is noticed

@@ -26,17 +26,17 @@ from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.engines.pool.engine_pool import EnginePool
 from relax_core.observe.event_log import EventWriter, bad_rows_kind
 from relax_core.registry import find_algorithm, find_reward
-from relax_core.roles.engine.engine_directory import EngineDirectory
-from relax_core.roles.engine.judge_engine import run_judges
-from relax_core.roles.process.discovery import discover_bus
-from relax_core.roles.process.failure import first_cause
-from relax_core.roles.process.role_context import RunContext
-from relax_core.roles.process.sample_logs import keep_media, open_sample_log
-from relax_core.roles.process.worker import Worker
+from relax_core.roles.discovery import discover_bus
+from relax_core.roles.engine_directory import EngineDirectory
+from relax_core.roles.failure import first_cause
+from relax_core.roles.judge_engine import run_judges
+from relax_core.roles.role_context import RunContext
 from relax_core.roles.rollout.engine_follower import EngineFollower, engine_follower
 from relax_core.roles.rollout.run_evaluations import open_evaluator
 from relax_core.roles.rollout.traced_rollout import TracedRewardPool, record_with_rewards, traced_pool
 from relax_core.roles.rollout.versions_reached import CLOSED_S, VersionsReached
+from relax_core.roles.sample_logs import keep_media, open_sample_log
+from relax_core.roles.worker import Worker
 from relax_core.rollout.bad_rows import BadRows
 from relax_core.rollout.env_workers.run_env import RunEnv
 from relax_core.rollout.episodes.group_assembly import GroupFilter

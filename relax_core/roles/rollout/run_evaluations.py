@@ -14,8 +14,8 @@ from relax_core.contracts.data import PromptSource
 from relax_core.data.eval_sets import eval_sets
 from relax_core.engines.pool.engine_pool import EnginePool
 from relax_core.observe.event_log import EVAL, EventWriter, read_texts
-from relax_core.roles.process.discovery import discover_worker
-from relax_core.roles.process.role_context import RunContext, worker_name
+from relax_core.roles.discovery import discover_worker
+from relax_core.roles.role_context import RunContext, worker_name
 from relax_core.roles.rollout.versions_reached import VersionsReached
 from relax_core.rollout.env_workers.run_env import RunEnv
 from relax_core.rollout.evaluation.evaluator import Evaluator, eval_versions, versions_left

@@ -16,9 +16,9 @@ from relax_core.engines.pool.engine_pool import BringMedia, EnginePool, OnEnd, O
 from relax_core.engines.pool.engine_watch import ClientFor
 from relax_core.engines.protocol.request_body import OnTokens
 from relax_core.observe.event_log import EventWriter
-from relax_core.roles.engine.engine_directory import EngineDirectory, engine_media
-from relax_core.roles.process.role_context import RunContext
-from relax_core.roles.process.traced_bus import Waiting
+from relax_core.roles.discovery import Waiting
+from relax_core.roles.engine_directory import EngineDirectory, engine_media
+from relax_core.roles.role_context import RunContext
 from relax_core.rollout.judges.judge_pool import JudgePool, check_judges
 from relax_core.rollout.media_encoding import item_work_of
 from relax_core.rollout.rewards.hang_watch import OnHang

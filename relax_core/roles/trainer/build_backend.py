@@ -16,9 +16,9 @@ from relax_core.contracts.engine import WeightManifest
 from relax_core.contracts.media import MediaReader
 from relax_core.contracts.media_file import FolderReader, NodeReader
 from relax_core.families.folder import family_key, folder_architecture
-from relax_core.roles.process.process_placement import LOOPBACK
-from relax_core.roles.process.role_context import BUS, RunContext, worker_name
-from relax_core.roles.process.sample_logs import open_sample_log
+from relax_core.roles.process_placement import LOOPBACK
+from relax_core.roles.role_context import BUS, RunContext, worker_name
+from relax_core.roles.sample_logs import open_sample_log
 from relax_core.train.parallel_layout import critic_parallel, forward_parallel, one_rank, world_size
 
 if TYPE_CHECKING:

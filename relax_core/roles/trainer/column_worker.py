@@ -20,9 +20,9 @@ from relax_core.contracts import columns as c
 from relax_core.contracts.bus import LEASE_S, Bus, BusTimeout, Group, Lease, LeaseLost, LeaseRequest
 from relax_core.contracts.media import MediaGone
 from relax_core.registry import find_algorithm
-from relax_core.roles.process.discovery import discover_bus
-from relax_core.roles.process.role_context import RunContext
-from relax_core.roles.process.worker import Worker
+from relax_core.roles.discovery import discover_bus
+from relax_core.roles.role_context import RunContext
+from relax_core.roles.worker import Worker
 from relax_core.rollout.group_advantages import advantage_extras, input_columns, sees_whole_step
 
 T = TypeVar("T")

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from relax_core.contracts import columns as c
 from relax_core.contracts.bus import Group
 from relax_core.contracts.train import StepMetrics
-from relax_core.roles.process.discovery import discover_bus
-from relax_core.roles.process.role_context import RunContext
+from relax_core.roles.discovery import discover_bus
+from relax_core.roles.role_context import RunContext
 from relax_core.roles.trainer.build_backend import build_critic
 from relax_core.roles.trainer.column_worker import ColumnWorker, GroupColumns
 from relax_core.roles.trainer.rank_worker import TreePart, critic_groups

@@ -31,16 +31,16 @@ from relax_core.contracts.tree import TokenTree
 from relax_core.families.folder import folder_architecture
 from relax_core.observe.event_log import ACTOR, RANK, metric_record
 from relax_core.registry import find_algorithm
-from relax_core.roles.engine.engine_directory import EngineDirectory
-from relax_core.roles.process.discovery import discover_bus, discover_worker
-from relax_core.roles.process.process_placement import node_address
-from relax_core.roles.process.role_context import RunContext, worker_name
-from relax_core.roles.process.worker import Worker
+from relax_core.roles.discovery import discover_bus, discover_worker
+from relax_core.roles.engine_directory import EngineDirectory
+from relax_core.roles.process_placement import node_address
+from relax_core.roles.role_context import RunContext, worker_name
 from relax_core.roles.trainer.rank_worker import policy_columns, policy_groups
 from relax_core.roles.trainer.run_checkpoint import RunCheckpoints
 from relax_core.roles.trainer.step_metrics import StepClock, StepGroups, rank_values, step_values
 from relax_core.roles.trainer.weight_sync import WeightSync
 from relax_core.roles.trainer.worker_group import TrainerWorkerGroup, assemble_ranks
+from relax_core.roles.worker import Worker
 from relax_core.train.micro_batches import decode_train_tree
 from relax_core.train.updates import StepResult, StepUpdates, UpdatePlan
 from relax_core.weights.transport_choice import build_transport, choose_transport

@@ -27,13 +27,12 @@ from relax_core.contracts.train import RankTimes
 from relax_core.contracts.tree import TokenTree
 from relax_core.observe.process_usage import UsageMeter
 from relax_core.registry import find_algorithm
-from relax_core.roles.process.discovery import discover_bus
-from relax_core.roles.process.failure import RankLost, failure_line, is_broken_collective, what_was_lost
-from relax_core.roles.process.output_log import keep_output
-from relax_core.roles.process.process_placement import on_this_node
-from relax_core.roles.process.role_context import RunContext, worker_name
-from relax_core.roles.process.worker import RUN_PLUGINS, Wait, WorkerStatus, process_host, python_stacks
+from relax_core.roles.discovery import discover_bus
+from relax_core.roles.failure import RankLost, failure_line, is_broken_collective, what_was_lost
+from relax_core.roles.process_placement import on_this_node
+from relax_core.roles.role_context import RunContext, worker_name
 from relax_core.roles.trainer.build_backend import build_role_backend, load_published
+from relax_core.roles.worker import RUN_PLUGINS, Wait, WorkerStatus, keep_output, process_host, python_stacks
 from relax_core.train.micro_batches import decode_train_tree, piece_of
 
 if TYPE_CHECKING:

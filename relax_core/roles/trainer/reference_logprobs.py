@@ -10,8 +10,8 @@ from typing import NoReturn
 from relax_core.contracts import columns as c
 from relax_core.contracts.bus import Group
 from relax_core.contracts.media import MediaGone
-from relax_core.roles.process.failure import RankLost
-from relax_core.roles.process.role_context import RunContext
+from relax_core.roles.failure import RankLost
+from relax_core.roles.role_context import RunContext
 from relax_core.roles.trainer.column_worker import ColumnWorker, GroupColumns
 from relax_core.roles.trainer.worker_group import WorkerGroup, assemble_ranks
 from relax_core.weights.version_folder import read_latest

@@ -19,7 +19,7 @@ from relax_core.contracts.bus import BusTimeout, Group, Lease
 from relax_core.contracts.train import RankTimes, StepMetrics
 from relax_core.contracts.tree import TokenTree
 from relax_core.observe.event_log import ACTOR, HistogramRecord
-from relax_core.roles.process.role_context import worker_name
+from relax_core.roles.role_context import worker_name
 from relax_core.train.updates import MOMENTS, StepResult, explained_variance
 
 LeaseT = TypeVar("LeaseT", Lease, Lease | None)

@@ -26,9 +26,9 @@ from relax_core.engines.protocol.engine_client import EngineClient
 from relax_core.engines.protocol.score_calls import TokenScores, TokensToScore
 from relax_core.families.hf_config import language_values, read_hf_config
 from relax_core.registry import find_algorithm
-from relax_core.roles.engine.engine_directory import EngineDirectory, EngineMedia, engine_media
-from relax_core.roles.engine.engine_owner import EngineOwner
-from relax_core.roles.process.role_context import TEACHER_ENGINE, RunContext, worker_name
+from relax_core.roles.engine_directory import EngineDirectory, EngineMedia, engine_media
+from relax_core.roles.engine_owner import EngineOwner
+from relax_core.roles.role_context import TEACHER_ENGINE, RunContext, worker_name
 from relax_core.roles.trainer.build_backend import build_teacher
 from relax_core.roles.trainer.column_worker import ColumnWorker, GroupColumns
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from relax_core.contracts.engine import SILENT_S, EngineError, EngineUnreachable
 from relax_core.engines.pool.engine_pool import FanOut
 from relax_core.engines.protocol.engine_client import EngineClient
-from relax_core.roles.process.role_context import RunContext
+from relax_core.roles.role_context import RunContext
 from relax_core.roles.trainer.worker_group import WaitingOn
 from relax_core.weights.call_queues import CallQueues
 from relax_core.weights.publisher import Push, SyncReport, WeightPublisher
@@ -19,7 +19,7 @@ from relax_core.weights.transports import WeightTransport
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from relax_core.roles.engine.engine_directory import EngineDirectory
+    from relax_core.roles.engine_directory import EngineDirectory
 
 log = logging.getLogger(__name__)
 

@@ -21,10 +21,10 @@ from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError
 from relax_core.contracts.bus import Lease
 from relax_core.contracts.engine import WeightManifest
 from relax_core.contracts.tree import TokenTree
-from relax_core.roles.process.discovery import discover_worker
-from relax_core.roles.process.failure import RankLost, first_cause, is_broken_collective
-from relax_core.roles.process.process_placement import node_address
-from relax_core.roles.process.role_context import RunContext, worker_name
+from relax_core.roles.discovery import discover_worker
+from relax_core.roles.failure import RankLost, first_cause, is_broken_collective
+from relax_core.roles.process_placement import node_address
+from relax_core.roles.role_context import RunContext, worker_name
 from relax_core.roles.trainer.build_backend import build_role_backend, load_published, role_parallel, store_address
 from relax_core.roles.trainer.rank_worker import RankGroups, TreePart, parts_of
 from relax_core.train.checkpoints.checkpoint_store import SLOWEST_WRITE_S

@@ -188,6 +188,6 @@ def test_a_token_file_is_new_and_for_this_user_only(tmp_path: Path) -> None:
 
 
 def test_a_run_may_be_prepared_without_importing_ray() -> None:
-    code = "import sys, relax_core.control.run.local_run; print('ray' in sys.modules, 'torch' in sys.modules)"
+    code = "import sys, relax_core.control.local_run; print('ray' in sys.modules, 'torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.stdout.split()[0] == "False", done.stderr

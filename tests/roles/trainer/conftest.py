@@ -16,7 +16,7 @@ from relax_core.config.schema import BusConfig
 from relax_core.contracts import columns as c
 from relax_core.contracts.bus import Group, Lease, LeaseRequest
 from relax_core.contracts.tree import TokenTree
-from relax_core.roles.process.role_context import BUS, RunContext
+from relax_core.roles.role_context import BUS, RunContext
 from tests.roles.run_context import context_in
 from tests.trees import answers_tree, with_tokens
 

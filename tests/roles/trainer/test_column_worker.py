@@ -24,7 +24,7 @@ from relax_core.contracts.bus import BusClosed, BusProgress, BusTimeout, Group, 
 from relax_core.contracts.columns import MEDIA
 from relax_core.contracts.media import Media, MediaGone
 from relax_core.contracts.media_file import FolderReader
-from relax_core.roles.process.role_context import BUS, RunContext
+from relax_core.roles.role_context import BUS, RunContext
 from relax_core.roles.trainer import column_worker
 from relax_core.roles.trainer.column_worker import (
     ColumnWorker,

@@ -12,9 +12,8 @@ import pytest
 
 from relax_core.contracts.bus import Lease
 from relax_core.contracts.tree import TokenTree
-from relax_core.control.health.heartbeats import Beat
-from relax_core.control.health.worker_states import verdict
-from relax_core.roles.process.role_context import RunContext
+from relax_core.control.worker_health import Beat, verdict
+from relax_core.roles.role_context import RunContext
 from relax_core.roles.trainer.worker_group import RankLost, take_answers, watch_build
 from tests.roles.trainer.worker_group_harness import (
     BROKE,

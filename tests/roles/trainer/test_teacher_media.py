@@ -16,7 +16,7 @@ from relax_core.contracts.tree import NOT_SAMPLED
 from relax_core.engines.engine_process import EngineLaunch, EngineProcess
 from relax_core.engines.protocol.engine_client import EngineClient
 from relax_core.preflight import settle
-from relax_core.roles.process.role_context import RunContext
+from relax_core.roles.role_context import RunContext
 from relax_core.roles.trainer.teacher_worker import EngineTeacher
 from tests.roles.trainer.test_teacher_worker import TEMPERATURE, TOKEN, OneEngine
 from tests.seeing import Seen, make_seeing_model, text

@@ -21,7 +21,7 @@ from relax_core.contracts.tree import TokenTree
 from relax_core.engines.engine_process import EngineLaunch, EngineProcess
 from relax_core.engines.protocol.engine_client import EngineClient
 from relax_core.preflight import settle
-from relax_core.roles.process.role_context import RunContext
+from relax_core.roles.role_context import RunContext
 from relax_core.roles.trainer import teacher_worker
 from relax_core.roles.trainer.teacher_worker import EngineTeacher, ForwardTeacher, TeacherScores, TeacherWorker
 from relax_core.train.micro_batches import decode_train_tree

@@ -25,7 +25,7 @@ from relax_core.engines.engine_process import EngineLaunch, EngineProcess
 from relax_core.engines.protocol.engine_client import EngineClient
 from relax_core.engines.sglang.sglang_client import SglangClient
 from relax_core.registry import find_algorithm, names
-from relax_core.roles.process.role_context import RunContext
+from relax_core.roles.role_context import RunContext
 from relax_core.roles.trainer.reference_logprobs import ActorFwdWorker, ReferenceWorker
 from relax_core.roles.trainer.teacher_worker import EngineTeacher, ForwardTeacher, TeacherWorker, teacher_columns
 from relax_core.rollout.episodes.group_assembly import complete_group

@@ -19,7 +19,7 @@ from relax_core.roles.trainer.weight_sync import WeightSync
 from relax_core.weights.transports import SharedMemoryTransport
 from tests.contracts.engine.conftest import launch, model_folder, start_engine
 from tests.contracts.engine.harness import Engine, hf_weights, make_model, prompts_of
-from tests.roles.engine.test_engine_owner import context_of
+from tests.roles.test_engine_owner import context_of
 
 __all__ = ["launch", "model_folder", "start_engine"]
 

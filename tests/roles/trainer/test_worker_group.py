@@ -14,7 +14,7 @@ from relax_core.config.compose import load_config
 from relax_core.contracts import columns as c
 from relax_core.contracts.bus import Group, Lease
 from relax_core.contracts.tree import TokenTree
-from relax_core.roles.process.role_context import BUS, RunContext
+from relax_core.roles.role_context import BUS, RunContext
 from relax_core.roles.trainer.rank_worker import parts_of, policy_groups
 from relax_core.roles.trainer.worker_group import Ranks, TrainerWorkerGroup, WorkerGroup
 from relax_core.train.parallel_layout import replica_ranks, world_size

@@ -13,11 +13,11 @@ import numpy as np
 from relax_core.contracts.bus import Lease
 from relax_core.contracts.train import RankTimes
 from relax_core.contracts.tree import TokenTree
-from relax_core.roles.process.discovery import discover_bus
-from relax_core.roles.process.role_context import RunContext
-from relax_core.roles.process.worker import WorkerStatus
+from relax_core.roles.discovery import discover_bus
+from relax_core.roles.role_context import RunContext
 from relax_core.roles.trainer.rank_worker import STATUS_GROUPS, ActorRank, policy_groups
 from relax_core.roles.trainer.worker_group import Ranks, TrainerWorkerGroup
+from relax_core.roles.worker import WorkerStatus
 from relax_core.train.micro_batches import NO_TOWER
 
 Seen = tuple[list[str], list[int], list[float]]  # of a tree that was trained: episodes, tokens, advantages

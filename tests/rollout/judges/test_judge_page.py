@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from relax_core.config.compose import load_config
-from relax_core.control.run.judge_folders import judge_folders, judge_problems
+from relax_core.control.model_folders import judge_folders, judge_problems
 from relax_core.rollout.judges.judge_choice import judge_engines
 from relax_core.tools.make_tiny import tiny_model_folder
 

@@ -1,0 +1,349 @@
+"""Brings engines into a running attempt of the services and takes them out again, without waiting for them.
+
+An engine that joins gets prompts only once it serves the newest published weights. An engine that leaves gets no new
+prompts; it finishes its open samples, or other engines continue them. Then its owner and its processes end.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import ray
+from ray.exceptions import RayError
+
+from relax_core.contracts.engine import EngineError
+from relax_core.control.engine_set import EngineSet
+from relax_core.control.worker_health import Beat
+from relax_core.data.tokenizer import PromptTokenizer
+from relax_core.engines.protocol.score_calls import TokenScores, TokensToScore
+from relax_core.roles.engine_directory import engine_client
+from relax_core.roles.failure import failure_line
+from relax_core.roles.role_context import ENGINE, RunContext, worker_name
+from relax_core.roles.worker import EngineReport
+from relax_core.weights.version_folder import PublishedUnreadable, read_latest
+
+STOP_S = 10.0  # how long an owner may take to end its engine before both are killed
+# Its owner starts; the owner starts the engine and asks whether it answers; it gets its weights; it serves.
+JoinStage = Literal["CREATING", "HEALTH_CHECKING", "WEIGHT_SYNCING", "ACTIVE"]
+MOVE_S = 10.0  # how long the samples of a leaving engine may take to be aborted before it counts as lost
+log = logging.getLogger(__name__)
+
+
+class Probe(Protocol):
+    """Declares the part of `relax_core.control.engine_changes.EngineProbe` that is used here."""
+
+    def start(self, url: str, *, attached: bool, reference: str) -> Future[str]:
+        """Starts a comparison; its result is "", or why the engine at ``url`` must not serve.
+
+        ``attached`` says that it is a server of somebody else.
+        """
+
+
+class EngineServices(Protocol):
+    """Declares the part of the services that is used here."""
+
+    def start_engine(self, number: int) -> None:
+        """Starts the owner of an engine."""
+
+    def stop_engine(self, number: int, *, timeout_s: float) -> Any:
+        """Asks an engine's owner to end; returns the Ray reference of the answer."""
+
+    def remove_engine(self, number: int) -> None:
+        """Kills what is left of an engine and forgets it."""
+
+    def open_samples(self, number: int) -> list[Any]:
+        """Asks each rollout worker how many samples an engine owes it; returns the Ray references of the answers."""
+
+
+@dataclass(kw_only=True)
+class _Joining:
+    """Is an engine that joins until ``deadline``.
+
+    ``wanted`` is the version that was the newest when it was up. ``probed`` is its comparison with another engine, and
+    ``url`` the address at which it was asked. ``told`` is what its owner waits for, such as weights that the engine
+    refuses.
+    """
+
+    deadline: float
+    wanted: int | None = None
+    stage: JoinStage = "CREATING"
+    probed: Future[str] | None = None
+    url: str = ""
+    told: str = ""
+
+
+@dataclass(kw_only=True)
+class _Leaving:
+    """Is an engine that leaves; ``asked`` are the answers of the rollout workers that are awaited."""
+
+    move_at: float
+    asked: list[Any] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Ending:
+    """Is an engine that is in no list any more, whose owner ends."""
+
+    answer: Any
+    deadline: float
+
+
+class EngineChanges:
+    """Moves engines of one attempt on at each `tick`, which takes milliseconds.
+
+    ``folder`` holds the attempt's published weights. ``join_timeout_s`` is how long an engine may take to join, and
+    ``drain_timeout_s`` how long one that leaves may take to finish its open samples; what is open then is moved to
+    other engines. ``probe`` compares an engine that has its weights with one of the start. ``clock`` returns monotonic
+    seconds.
+    """
+
+    def __init__(
+        self,
+        engines: EngineSet,
+        services: EngineServices,
+        *,
+        folder: Path,
+        join_timeout_s: float,
+        drain_timeout_s: float,
+        probe: Probe,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._engines = engines
+        self._services = services
+        self._folder = folder
+        self._join_timeout_s = join_timeout_s
+        self._drain_timeout_s = drain_timeout_s
+        self._probe = probe
+        self._clock = clock
+        self._joining = {one: self._deadline_of_join() for one in engines.added("joining")}
+        self._leaving: dict[int, _Leaving] = {}
+        self._ending: dict[int, _Ending] = {}
+
+    def _deadline_of_join(self) -> _Joining:
+        return _Joining(deadline=self._clock() + self._join_timeout_s)
+
+    def join(self, number: int, url: str = "") -> None:
+        """Starts an engine with a reserved number, which joins; one with a ``url`` runs already."""
+        self._engines.add(number, url)
+        self._joining[number] = self._deadline_of_join()
+        self._services.start_engine(number)
+
+    def stage(self, number: int) -> JoinStage:
+        """Returns how far an engine has come that joins, or has joined."""
+        return self._joining[number].stage if number in self._joining else "ACTIVE"
+
+    def leave(self, number: int, *, at_once: bool = False, timeout_s: float | None = None) -> None:
+        """Lets an added engine leave; with ``at_once`` its open samples are moved now. One that joins ends now.
+
+        ``timeout_s`` replaces ``drain_timeout_s``.
+        """
+        if self._joining.pop(number, None) is not None:
+            self._remove(number)
+            return
+        self._engines.set_state(number, "moving" if at_once else "leaving")
+        drain_s = self._drain_timeout_s if timeout_s is None else timeout_s
+        self._leaving[number] = _Leaving(move_at=self._clock() + (0.0 if at_once else drain_s))
+
+    def stay(self, number: int) -> bool:
+        """Lets an engine serve again that leaves; returns False if it has left the list already."""
+        if self._leaving.pop(number, None) is None:
+            return False
+        self._engines.set_state(number, "serving")
+        return True
+
+    def draining(self) -> Collection[int]:
+        """Returns the engines that leave and can still stay."""
+        return self._leaving.keys()
+
+    def leaving(self) -> Collection[int]:
+        """Returns the engines whose leaving has not ended, those whose processes end included."""
+        return {*self._leaving, *self._ending}
+
+    def tick(self, beats: Mapping[str, Beat], *, ended: Mapping[str, str]) -> None:
+        """Moves each engine on by its owner's newest heartbeat; ``ended`` are the owners that have ended, and why."""
+        for number in self._engines.added("joining", "serving", "leaving", "moving"):
+            if why := ended.get(worker_name(ENGINE, number)):
+                self.fail(number, why)
+        for number, joining in list(self._joining.items()):
+            self._tick_joining(number, joining, beats)
+        for number, leaving in list(self._leaving.items()):
+            self._tick_leaving(number, leaving)
+        for number, ending in list(self._ending.items()):
+            if self._clock() > ending.deadline or ray.wait([ending.answer], timeout=0)[0]:
+                del self._ending[number]
+                self._services.remove_engine(number)
+
+    def _tick_joining(self, number: int, joining: _Joining, beats: Mapping[str, Beat]) -> None:
+        beat, report = beats.get(worker_name(ENGINE, number)), _report(beats, number)
+        if beat is not None and beat.life == "alive":
+            joining.stage = "HEALTH_CHECKING" if report is None else "WEIGHT_SYNCING"
+            status = beat.status
+            joining.told = status.detail if status is not None and status.state == "waiting" else ""
+        if joining.probed is not None and report is not None and report.url != joining.url:
+            joining.probed = joining.wanted = None  # its owner was restarted, and has started another engine process
+        if joining.probed is not None and joining.probed.done():
+            if why := joining.probed.result():
+                self.fail(number, why)
+            else:
+                del self._joining[number]
+                self._engines.set_state(number, "serving")
+            return
+        if joining.wanted is None and report is not None:
+            joining.wanted = self._newest()
+        ready = report is not None and joining.wanted is not None and report.version >= joining.wanted
+        if report is not None and ready and joining.probed is None:
+            if (reference := self._reference(beats)) is not None:
+                attached = bool(self._engines.url_of(number))
+                joining.url = report.url
+                joining.probed = self._probe.start(report.url, attached=attached, reference=reference)
+        elif self._clock() > joining.deadline:
+            had = "is not up" if report is None else f"serves weights {report.version} and not {joining.wanted}"
+            had = "was not compared with another engine" if ready else had
+            self.fail(number, f"it {had} after {self._join_timeout_s:g} s{_because(joining)}")
+
+    def _reference(self, beats: Mapping[str, Beat]) -> str | None:
+        """Returns the address of an engine of the start that has weights, or None."""
+        reports = (_report(beats, number) for number in range(self._engines.count))
+        return next((one.url for one in reports if one is not None and one.version >= 0), None)
+
+    def _newest(self) -> int | None:
+        try:
+            latest = read_latest(self._folder)
+        except PublishedUnreadable as error:
+            log.warning("%s", error)
+            return None
+        return None if latest is None else latest.version
+
+    def _tick_leaving(self, number: int, leaving: _Leaving) -> None:
+        now = self._clock()
+        if self._owes_nothing(number, leaving) or now > leaving.move_at + MOVE_S:
+            del self._leaving[number]
+            self._remove(number)
+        elif now >= leaving.move_at and number not in self._engines.added("moving"):
+            self._engines.set_state(number, "moving")
+
+    def _owes_nothing(self, number: int, leaving: _Leaving) -> bool:
+        """Asks the rollout workers again and again, and is True when all have answered that it owes them nothing."""
+        if not leaving.asked:
+            leaving.asked = self._services.open_samples(number)
+        if len(ray.wait(leaving.asked, num_returns=len(leaving.asked), timeout=0)[0]) < len(leaving.asked):
+            return False
+        answers, leaving.asked = leaving.asked, []
+        try:
+            return not any(ray.get(answers, timeout=0))
+        except RayError as error:  # a rollout worker restarts, and its successor is asked
+            log.info("%s: %s", worker_name(ENGINE, number), error)
+            return False
+
+    def fail_late(self, number: int, why: str) -> None:
+        """Takes an engine out that joins for too long; what its owner waits for follows ``why``."""
+        self.fail(number, f"{why}{_because(self._joining[number])}")
+
+    def fail(self, number: int, why: str) -> None:
+        """Takes an added engine out at once because it failed; ``why`` says how."""
+        log.warning("%s leaves the run: %s", worker_name(ENGINE, number), why)
+        self._joining.pop(number, None)
+        self._leaving.pop(number, None)
+        self._remove(number, failure=why)
+
+    def _remove(self, number: int, *, failure: str = "") -> None:
+        self._engines.remove(number, failure=failure)
+        answer = self._services.stop_engine(number, timeout_s=STOP_S)
+        self._ending[number] = _Ending(answer=answer, deadline=self._clock() + STOP_S)
+
+
+def _because(joining: _Joining) -> str:
+    return f": {joining.told}" if joining.told else ""
+
+
+def _report(beats: Mapping[str, Beat], number: int) -> EngineReport | None:
+    """Returns what the owner of an engine tells of it, or None if the owner or the engine is not up."""
+    beat = beats.get(worker_name(ENGINE, number))
+    return beat.status.engine if beat is not None and beat.life == "alive" and beat.status is not None else None
+
+
+# -- Compares what an engine that joins computes with what an engine of the start computes, under the same weights ----
+
+PROBE_TOKENS = 64
+TOLERANCE = 1e-4  # largest difference of a log-prob with which an engine joins
+PROBE_S = 30.0  # in this time both engines have scored the tokens under one version
+TRY_S = 0.05
+STRIDE = 7919  # a prime, so that the tokens are spread over any vocabulary
+
+
+def probe_tokens(vocabulary: int, *, context_tokens: int) -> list[int]:
+    """Returns the fixed tokens, `PROBE_TOKENS` of them if a sample may have so many."""
+    return [index * STRIDE % vocabulary for index in range(1, min(PROBE_TOKENS, context_tokens) + 1)]
+
+
+class EngineProbe:
+    """Compares the log-probs of engines of one run."""
+
+    def __init__(self, context: RunContext) -> None:
+        self._context = context
+
+    def start(self, url: str, *, attached: bool, reference: str) -> Future[str]:
+        """Compares the engine at ``url`` with that at ``reference`` in a thread.
+
+        The result is "" if they agree, and otherwise why the first one must not serve. ``attached`` says that the first
+        one is a server of somebody else.
+        """
+        found: Future[str] = Future()
+
+        def run() -> None:
+            try:
+                found.set_result(self._compare(url, reference, attached=attached))
+            except Exception as error:  # an engine that cannot be compared does not serve, and the run goes on
+                log.exception("the comparison of engine %s ended early", url)
+                found.set_result(f"engine {url} was not compared with {reference}: {failure_line(error)}")
+
+        threading.Thread(target=run, name="engine-probe", daemon=True).start()
+        return found
+
+    def _compare(self, url: str, reference: str, *, attached: bool) -> str:
+        tokens = probe_tokens(
+            PromptTokenizer(self._context.model_folder).vocabulary_size,
+            context_tokens=self._context.config.engine.context_tokens,
+        )
+        item = TokensToScore(input_ids=tokens, first=1)
+        clients = [
+            engine_client(self._context, one, attached=others, request_timeout_s=PROBE_S, control_timeout_s=PROBE_S)
+            for one, others in ((url, attached), (reference, False))  # engine.urls says whose engines of the start are
+        ]
+        deadline, last = time.monotonic() + PROBE_S, ""
+        try:
+            with ThreadPoolExecutor(2, thread_name_prefix="engine-probe") as pool:
+                while time.monotonic() < deadline:
+                    calls = [pool.submit(partial(one.score, [item], top_k=0, temperature=1.0)) for one in clients]
+                    try:
+                        (own,), (other,) = [call.result(max(0.0, deadline - time.monotonic())) for call in calls]
+                    except (EngineError, TimeoutError) as error:
+                        last = str(error) or "no answer"
+                    else:
+                        if own.version == other.version:
+                            return self._verdict(url, own, other)
+                        last = f"they served weights {own.version} and {other.version}"
+                    time.sleep(TRY_S)
+        finally:
+            for one in clients:
+                one.close()
+        return f"engine {url} was not compared with {reference} within {PROBE_S:g} s: {last}"
+
+    def _verdict(self, url: str, own: TokenScores, other: TokenScores) -> str:
+        difference = float(np.abs(own.logprobs - other.logprobs).max())
+        if difference <= TOLERANCE:
+            return ""
+        return (
+            f"engine {url} does not compute what the run's engines compute: log-probs of {len(own.logprobs)} tokens "
+            f"differ by up to {difference:.3g} under weights {own.version}; "
+            f"at most {TOLERANCE:g} is rounding. Its dtype, its quantisation or its model differs."
+        )

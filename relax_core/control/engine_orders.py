@@ -1,0 +1,261 @@
+"""Executes the orders of the run's order book: engines are added and taken out, and the run is stopped.
+
+The controller calls it a few times a second. It keeps nothing that is not in the book or in the set of engines, so
+another attempt, or another controller, goes on with the orders that are open.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from relax_core.control.engine_changes import EngineChanges
+from relax_core.control.engine_set import EngineSet
+from relax_core.control.worker_health import Beat
+from relax_core.roles.role_context import ENGINE, worker_name
+from relax_core.server.order_book import OrderBook
+from relax_core.server.orders import EngineRow, Order, RunRow, State, engine_id
+from relax_core.weights.engine_members import EngineMember
+
+log = logging.getLogger(__name__)
+
+
+def open_book(run_dir: Path, *, count: int, anew: bool) -> tuple[OrderBook, EngineSet]:
+    """Opens the order book of a run and returns it with the engines that the book says the run has.
+
+    ``count`` is that of the configuration. ``anew`` says that a command begins: then what an earlier one has left open
+    is ended, and the run has the engines of the configuration.
+    """
+    book = OrderBook(run_dir)
+    if anew:
+        book.end_orders()
+    rows = [row for row in book.engines() if row.origin != "start"]
+    present = {row.number: row.url if row.origin == "external" else "" for row in rows if row.present}
+    engines = EngineSet(count, added=present, used=book.newest_engine())
+    engines.failures |= {row.number: row.last_failure for row in rows if row.state == "failed"}
+    return book, engines
+
+
+def end_book(book: OrderBook) -> None:
+    """Ends what is open because the run has ended; if that cannot be written now, the next command's start does it."""
+    try:
+        book.end_orders()
+    except OSError as error:
+        log.warning("orders for engines stay open until the next command in this folder: %s", error)
+
+
+class EngineOrders:
+    """Moves the open orders on for one attempt of the services.
+
+    ``changes`` and ``engines`` are those of the attempt and of the run; ``kind`` is that of the engines, and ``steps``
+    is run.steps. ``stop`` asks the run to end with a checkpoint.
+    """
+
+    def __init__(
+        self,
+        book: OrderBook,
+        changes: EngineChanges,
+        engines: EngineSet,
+        *,
+        kind: str,
+        steps: int,
+        stop: Callable[[], None],
+    ) -> None:
+        self._kind = kind
+        self._book = book
+        self._changes = changes
+        self._engines = engines
+        self._steps = steps
+        self._stop = stop
+        self._unwritable = ""  # why the last tick could not write
+
+    def tick(self, beats: Mapping[str, Beat], *, step: int, trained: bool, stopping: bool) -> None:
+        """Moves each open order on; ``trained`` says that a train step of this start is done.
+
+        A file that cannot be written is named in the log. Training goes on, and so do the orders at the first tick that
+        can write.
+        """
+        try:
+            self._tick(beats, step=step, trained=trained, stopping=stopping)
+        except OSError as error:
+            if str(error) != self._unwritable:
+                log.warning("orders for engines wait, because they cannot be written: %s", error)
+            self._unwritable = str(error)
+        else:
+            self._unwritable = ""
+
+    def _tick(self, beats: Mapping[str, Beat], *, step: int, trained: bool, stopping: bool) -> None:
+        write = partial(self._write, beats, step=step, stopping=stopping)
+        write()
+        orders = self._book.open_orders()
+        for order in orders:
+            if order.kind == "stop":
+                self._tick_stop(order, trained=trained, stopping=stopping)
+        for place, order in enumerate(one for one in orders if one.kind != "stop"):
+            if place:  # it waits for the first one
+                if order.cancel_requested:
+                    self._book.move(order, "CANCELLED")
+            elif order.kind == "scale_out":
+                self._tick_out(order)
+            else:
+                self._tick_in(order, write)
+
+    def _tick_stop(self, order: Order, *, trained: bool, stopping: bool) -> None:
+        if order.status == "STOPPING" and stopping:
+            return
+        if order.cancel_requested:
+            self._book.move(order, "CANCELLED")
+        elif trained or stopping:
+            self._book.move(order, "STOPPING")
+            self._stop()
+
+    # -- engines that come --------------------------------------------------------------------------------------------
+    def _tick_out(self, order: Order) -> None:
+        if order.cancel_requested:
+            self._take_back(order, "CANCELLED")
+        elif order.failure and not (_keeps(order) and set(order.engines) - self._engines.failures.keys()):
+            self._take_back(order, "FAILED")
+        elif order.status == "PENDING" and order.body.get("engine_urls"):
+            self._follow(self._book.move(order, "CONNECTING", engines=self._numbered(order.body["engine_urls"])))
+        elif order.status == "PENDING":
+            missing = int(order.body["num_replicas"]) - len(self._engines.present())
+            self._follow(self._book.move(order, "CREATING", engines=self._engines.reserve(max(0, missing))))
+        else:
+            self._follow(order)
+
+    def _numbered(self, urls: Sequence[str]) -> list[int]:
+        """Returns a number for each server, and writes which address has it before any of them joins.
+
+        A server that is in was brought in by this order, before a controller was killed.
+        """
+        present = set(self._engines.present())
+        numbers = {one.url: one.number for one in self._engines.members() if one.url and one.number in present}
+        new = {url: self._engines.reserve(1)[0] for url in urls if url not in numbers}
+        now = time.time()
+        self._book.write_engines(
+            EngineRow(id=engine_id(number), origin="external", state="joining", since=now, kind=self._kind, url=url)
+            for url, number in new.items()
+        )
+        return [(numbers | new)[url] for url in urls]
+
+    def _follow(self, order: Order) -> None:
+        """Writes the state of an order whose engines join; one that fails or is late fails the order.
+
+        With partial=keep_partial the other engines of the order go on, and the order fails only without any.
+        """
+        if failures := {one: why for one, why in self._engines.failures.items() if one in order.engines}:
+            self._give_up(order, failures)
+            return
+        rows = {row.number: row for row in self._book.engines()}
+        for number in set(order.engines) - set(self._engines.present()):
+            row = rows.get(number)  # of an external engine, which has one before it joins
+            # The order is new, or a controller was killed before it had started the engine.
+            self._changes.join(number, "" if row is None or row.origin != "external" else row.url)
+        age_s = time.time() - order.history[:2][-1].at  # since it was its turn
+        stages: list[State] = [self._changes.stage(number) for number in order.engines]
+        if set(stages) <= {"ACTIVE"}:
+            self._book.move(self._book.move(order, "READY"), "ACTIVE")
+        elif age_s > (limit := float(order.body["timeout_secs"])):
+            for number in order.engines:
+                if self._changes.stage(number) != "ACTIVE":
+                    self._changes.fail_late(number, f"it did not serve within timeout_secs={limit:g}")
+        else:
+            order_of: list[State] = ["CREATING", "CONNECTING", "HEALTH_CHECKING", "WEIGHT_SYNCING", "ACTIVE"]
+            least = min(stages, key=order_of.index)
+            if order_of.index(least) > order_of.index(order.status):
+                self._book.move(order, least)
+
+    def _give_up(self, order: Order, failures: Mapping[int, str]) -> None:
+        """Writes why engines of an order do not join; those that are kept stay in the order."""
+        words = [f"{worker_name(ENGINE, number)}: {why}" for number, why in failures.items()]
+        text = "; ".join([order.failure, *words] if order.failure else words)
+        kept = [number for number in order.engines if number not in failures]
+        engines = kept if _keeps(order) and kept else order.engines
+        self._book.move(order, order.status, engines=engines, failure=text)
+
+    def _take_back(self, order: Order, end: State) -> None:
+        """Takes the engines of an order out again, and ends the order when they are gone."""
+        for number in set(order.engines) & set(self._engines.present()):
+            self._changes.leave(number)
+        if not set(order.engines) & {*self._engines.present(), *self._changes.leaving()}:
+            self._book.move(order, end)
+
+    # -- engines that go ----------------------------------------------------------------------------------------------
+    def _tick_in(self, order: Order, write: Callable[[], None]) -> None:
+        if order.status == "PENDING":
+            if order.cancel_requested:
+                self._book.move(order, "CANCELLED")
+                return
+            order = self._book.move(order, "DRAINING", engines=self._chosen(order))
+        if not order.cancel_requested:
+            for number in set(order.engines) & set(self._engines.present()):
+                self._changes.leave(number, at_once=bool(order.body["force"]), timeout_s=order.body["timeout_secs"])
+        open_ones = set(order.engines) & set(self._changes.draining())
+        if order.cancel_requested and order.status == "DRAINING":
+            for number in open_ones:
+                self._changes.stay(number)
+            write()  # who sees the order's end sees them serve, and so does the target of the next order
+            left = [number for number in order.engines if number not in open_ones]
+            self._book.move(order, "CANCELLED", engines=left)
+        elif not set(order.engines) & set(self._changes.leaving()):
+            self._book.move(self._book.move(order, "REMOVING"), "COMPLETED")
+        elif not open_ones:
+            self._book.move(order, "REMOVING")
+
+    def _chosen(self, order: Order) -> list[int]:
+        """Returns the engines that go: the named ones, or the newest ones beyond the number that stays."""
+        added = [one for one in self._engines.present() if one >= self._engines.count]
+        if order.body.get("engine_ids"):
+            return [number for number in order.body["engine_ids"] if number in added]
+        more = len(self._engines.present()) - int(order.body["num_replicas"])
+        return added[max(0, len(added) - more) :] if more > 0 else []
+
+    # -- what the book says of the run --------------------------------------------------------------------------------
+    def _write(self, beats: Mapping[str, Beat], *, step: int, stopping: bool) -> None:
+        """Writes what the engines do, and where the run stands."""
+        now, known = time.time(), {row.number: row for row in self._book.engines()}
+        rows = {one.number: self._row(one, beats, known.get(one.number), step=step) for one in self._engines.members()}
+        for number in self._engines.failures.keys() - rows.keys() - known.keys():  # it failed before it had a row
+            known[number] = EngineRow(id=engine_id(number), origin="added", state="joining", since=now)
+        for number in known.keys() - rows.keys():
+            row, failure = known[number], self._engines.failures.get(number, "")
+            if row.state != (state := "failed" if failure else "left"):
+                to_step = None if row.from_step is None else step
+                row = replace(row, state=state, since=now, to_step=to_step)
+                row = replace(row, samples_running=None, samples_waiting=None, tokens_per_s=None, cache_share=None)
+            rows[number] = replace(row, last_failure=failure)
+        self._book.write_engines(rows.values())
+        run = RunRow(at=now, step=step, steps=self._steps, stopping=stopping)
+        if self._book.run is None or replace(run, at=self._book.run.at) != self._book.run:
+            self._book.run = run
+
+    def _row(self, member: EngineMember, beats: Mapping[str, Beat], known: EngineRow | None, *, step: int) -> EngineRow:
+        beat = beats.get(worker_name(ENGINE, member.number))
+        status = None if beat is None or beat.life != "alive" else beat.status
+        report = None if status is None else status.engine
+        from_step = None if known is None else known.from_step
+        return EngineRow(
+            id=engine_id(member.number),
+            origin=member.origin,
+            state=member.state,
+            since=time.time() if known is None or known.state != member.state else known.since,
+            url=member.url if report is None else report.url,
+            weight_version=-1 if report is None else report.version,
+            restarts=0 if status is None else status.restarts,
+            last_failure="" if status is None else status.last_restart,
+            kind=self._kind,
+            from_step=step if from_step is None and member.state != "joining" else from_step,
+            samples_running=None if report is None else report.running,
+            samples_waiting=None if report is None else report.waiting,
+            tokens_per_s=None if report is None else report.tokens_per_s,
+            cache_share=None if report is None else report.cache_share,
+        )
+
+
+def _keeps(order: Order) -> bool:
+    """Says whether the engines of an order stay of which others failed."""
+    return bool(order.body["partial"] == "keep_partial")

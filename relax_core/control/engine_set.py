@@ -1,0 +1,132 @@
+"""Holds the engines of a run over all attempts of its services, and says how many of them it can have."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from relax_core.config.choices import ModeName
+from relax_core.config.engine_checks import unseen_media
+from relax_core.config.schema import RelaxConfig
+from relax_core.registry import find_engine
+from relax_core.server.orders import Limits
+from relax_core.weights.engine_members import EngineMember, MemberState, start_members, write_members
+
+
+class EngineSet:
+    """Holds the engines of the configuration, which never leave, and those that were added.
+
+    ``count`` is the number of the former. ``added`` has the numbers of engines that a controller before this one had
+    added, and the address of each external one, "" for the others. ``used`` is the largest number that an engine of the
+    run has ever had. The numbers from there on are free, and each is given out once.
+    """
+
+    def __init__(self, count: int, *, added: Mapping[int, str] | None = None, used: int = -1) -> None:
+        self.count = count
+        self.failures: dict[int, str] = {}  # added engines that were removed because they failed, and why
+        self._members = {member.number: member for member in start_members(count).members}
+        self._members |= {number: _joining(number, url) for number, url in (added or {}).items()}
+        self._next = max([used, *self._members]) + 1
+        self._folder: Path | None = None
+
+    def begin(self, folder: Path) -> None:
+        """Writes the list for a new attempt of the services, whose weights are published in ``folder``.
+
+        Engines that were leaving have left. Added ones join again, because they have the weights of no attempt before.
+        """
+        self._folder = folder
+        kept = [one for one in self._members.values() if one.state in ("joining", "serving")]
+        self._members = {one.number: one if one.origin == "start" else _joining(one.number, one.url) for one in kept}
+        self._write()
+
+    def reserve(self, engines: int) -> list[int]:
+        """Returns the numbers of so many engines that may be added."""
+        first, self._next = self._next, self._next + engines
+        return list(range(first, self._next))
+
+    def add(self, number: int, url: str = "") -> None:
+        """Adds an engine with a reserved number, which joins; ``url`` is the address of an external one."""
+        assert number < self._next and number not in self._members
+        self._members[number] = _joining(number, url)
+        self._write()
+
+    def set_state(self, number: int, state: MemberState) -> None:
+        """Changes the state of an added engine."""
+        assert self._members[number].origin != "start"
+        self._members[number] = msgspec.structs.replace(self._members[number], state=state)
+        self._write()
+
+    def remove(self, number: int, *, failure: str = "") -> None:
+        """Removes an added engine; ``failure`` says why if it failed."""
+        assert self._members.pop(number).origin != "start"
+        if failure:
+            self.failures[number] = failure
+        self._write()
+
+    def members(self) -> list[EngineMember]:
+        """Returns all engines in the order of their numbers."""
+        return [self._members[number] for number in sorted(self._members)]
+
+    def url_of(self, number: int) -> str:
+        """Returns the address of an external engine, "" for any other number."""
+        return self._members[number].url if number in self._members else ""
+
+    def present(self) -> list[int]:
+        """Returns the numbers of the engines that serve or join, in order."""
+        return [one.number for one in self.members() if one.state in ("joining", "serving")]
+
+    def added(self, *states: MemberState) -> list[int]:
+        """Returns the numbers of the added and external engines in these states."""
+        return [one.number for one in self.members() if one.origin != "start" and one.state in states]
+
+    def _write(self) -> None:
+        if self._folder is not None:
+            write_members(self._folder, self._members.values())
+
+
+def _joining(number: int, url: str) -> EngineMember:
+    return EngineMember(number=number, origin="external" if url else "added", state="joining", url=url)
+
+
+# -- Says which numbers of engines a run can have, and how many of them its samples in flight can fill ----------------
+
+
+def limits_of(config: RelaxConfig) -> Limits:
+    """Returns which orders for engines a run takes."""
+    engine, refusal, no_more, no_urls = config.engine, "", "", ""
+    if config.mode.name is ModeName.colocate:
+        refusal = "mode=colocate: engines and trainer take turns in the same memory, so no engine comes or goes."
+    if engine.urls:
+        no_more = "engine.urls: somebody else started this run's engines. Start another server and send engine_urls."
+    elif config.placement.gpus_per_node:
+        no_more = "placement.gpus_per_node: engines on GPUs are placed at the start. Send engine_urls of a server."
+    if find_engine(engine.name).attach is None:
+        no_urls = f"engine.name={engine.name}: this kind of engine attaches to no server. Send num_replicas."
+    elif unseen := unseen_media(config):
+        no_urls = (
+            f"a server that the run did not start gets no {' and no '.join(unseen)} of prompts. Send num_replicas."
+        )
+    return Limits(
+        start=engine.count,
+        most=max(engine.count, engine.elastic.max_count),
+        refusal=refusal,
+        no_more=no_more,
+        no_urls=no_urls,
+        hosts=engine.elastic.allowed_hosts,
+    )
+
+
+def usable_engines(config: RelaxConfig) -> int:
+    """Returns how many engines the samples in flight can fill; more of them would have nothing to do."""
+    rollout = config.rollout
+    groups = config.mode.versions_in_flight * rollout.prompts_per_step + rollout.spare_prompts
+    return math.ceil(groups * config.algo.group_size / config.engine.max_running_samples)
+
+
+def autoscaler_bounds(config: RelaxConfig) -> tuple[int, int]:
+    """Returns the smallest and the largest number of engines that the autoscaler orders."""
+    least = max(config.engine.count, config.engine.autoscaler.min_count)
+    return least, max(least, min(config.engine.elastic.max_count, usable_engines(config)))

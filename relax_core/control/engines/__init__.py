@@ -1,4 +1,0 @@
-"""Engines that join and leave a run while it trains.
-
-Start reading in ``engine_changes.py``.
-"""

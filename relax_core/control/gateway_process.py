@@ -1,0 +1,195 @@
+"""Starts the gateway as a child process of the supervisor, starts it again if it dies, and ends it with the run."""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import msgspec
+
+from relax_core.config.schema import RelaxConfig
+from relax_core.contracts.child import cause_in_log, module_command
+from relax_core.contracts.stop_signals import STOP_SIGNALS
+from relax_core.control.engine_set import limits_of
+from relax_core.engines.engine_process import first_line, readable
+from relax_core.engines.http_server.held_port import listening_socket, refuse_waiting
+from relax_core.server.controller_channel import channel
+from relax_core.server.gateway_client import FILE, GatewayAddress, GatewaySettings
+
+PORTS = 100  # ports from gateway.port on that are tried
+START_S = 60.0
+LINE_S = 1.0  # in which the rest of its first line comes
+STOP_S = 5.0
+AGAIN_S = 1.0  # seconds between two starts of a gateway that dies
+
+
+class GatewayUnstarted(RuntimeError):
+    """Says why the gateway did not start."""
+
+
+@contextmanager
+def gateway(config: RelaxConfig) -> Iterator[GatewayProcess | None]:
+    """Runs the gateway of a run while the block runs; yields None with gateway=none. Nothing waits for its start."""
+    if config.gateway.name == "none":
+        yield None
+        return
+    process = GatewayProcess(config)
+    try:
+        yield process
+    finally:
+        process.stop()
+
+
+def listener_of(host: str, first_port: int) -> socket.socket:
+    """Returns a listener on the first free port from ``first_port`` on; 0 takes any. Raises `GatewayUnstarted`."""
+    ports = range(first_port, first_port + PORTS) if first_port else [0]
+    for port in ports:
+        try:
+            return listening_socket(host, port)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or port == ports[-1]:
+                words = f"gateway.port={first_port} on gateway.host={host}: {os.strerror(error.errno or 0)}"
+                raise GatewayUnstarted(f"the gateway did not start: {words}; choose others") from error
+    raise AssertionError("the last port raises")
+
+
+class GatewayProcess:
+    """Owns the gateway's process, which has the stop signals blocked, so that only the supervisor handles them.
+
+    It also owns the listening socket, so that nobody else can take the port while the gateway is started again.
+    Connections wait at the socket meanwhile; after the last restart they are refused. ``controller_end`` is the end of
+    the channel at which the run's controllers answer.
+    """
+
+    def __init__(self, config: RelaxConfig) -> None:
+        self._folder = Path(config.run.dir)
+        self._log = self._folder / "logs" / "gateway.log"
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        self._restarts_left = self._most_restarts = config.run.max_restarts
+        self._given_up = False
+        self._listener = listener_of(config.gateway.host, config.gateway.port)
+        self._channel, self.controller_end = channel()
+        self._settings = GatewaySettings(
+            folder=str(self._folder),
+            host=config.gateway.host,
+            listener=self._listener.fileno(),
+            channel=self._channel.fileno(),
+            hosts=[*config.gateway.allowed_hosts, config.gateway.host, self._listener.getsockname()[0]],
+            token=secrets.token_urlsafe(32),
+            limits=limits_of(config),
+        )
+        self._process = self._start()
+        self._started = time.monotonic()
+        self.is_up = False  # whether it has said its address
+
+    @property
+    def pid(self) -> int:
+        """Returns the process id of the gateway."""
+        return self._process.pid
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        try:
+            with self._log.open("ab") as log:
+                self._log_begins = log.tell()
+                process = subprocess.Popen(
+                    module_command("relax_core.server.gateway_server"),
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=log,
+                    bufsize=0,
+                    pass_fds=(self._settings.listener, self._settings.channel),
+                    start_new_session=True,
+                )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
+        assert process.stdin is not None
+        with suppress(BrokenPipeError):  # it has died already, which `check` and `_first_address` see
+            process.stdin.write(msgspec.json.encode(self._settings) + b"\n")
+        return process
+
+    def _look_for_address(self) -> None:
+        assert self._process.stdout is not None
+        is_late = time.monotonic() - self._started > START_S
+        if not is_late and not readable(self._process.stdout, timeout_s=0.0):
+            return
+        line = first_line(self._process.stdout, deadline=time.monotonic() + LINE_S)
+        if not line.endswith(b"\n"):
+            code = self._process.poll()
+            how = f"no answer in {START_S:g} s" if code is None else f"it ended with exit code {code}"
+            why = cause_in_log(self._log, after=self._log_begins)
+            raise GatewayUnstarted(f"the gateway did not start: {how}{why and f': {why}'}; see {self._log}")
+        address = msgspec.json.decode(line, type=GatewayAddress)
+        self.is_up = True
+        self._greet(address)
+
+    def _greet(self, address: GatewayAddress) -> None:
+        port = self._listener.getsockname()[1]
+        lines = [f"gateway: {address.url}; its token is in {self._folder / FILE}"]
+        if sys.stderr.isatty():  # a log that others may read gets no link
+            lines.append(f"page: {address.page} (it works once; {self._folder / FILE} has the next link)")
+        else:
+            lines.append(f"page: its link, which works once, is in {self._folder / FILE}")
+        if os.environ.get("SSH_CONNECTION"):
+            lines.append(f"from your machine: ssh -L {port}:{self._settings.host}:{port} {socket.gethostname()}")
+        _report(*lines)
+
+    def check(self) -> None:
+        """Says where the gateway is once it is up, and starts it again if it has died.
+
+        It is started again at most run.max_restarts times, under its port and its token. Raises GatewayUnstarted if it
+        does not start at first.
+        """
+        if not self.is_up:
+            self._look_for_address()
+            return
+        if self._given_up:
+            refuse_waiting(self._listener)
+            return
+        code = self._process.poll()
+        if code is None or time.monotonic() - self._started < AGAIN_S:
+            return
+        if not self._restarts_left:
+            self._given_up = True
+            (self._folder / FILE).unlink(missing_ok=True)
+            _report(
+                f"the gateway ended with exit code {code} after run.max_restarts={self._most_restarts} restarts, and "
+                f"the run takes no more orders; see {self._log}"
+            )
+            return
+        self._restarts_left -= 1
+        self._started = time.monotonic()
+        self._close_pipes()
+        self._process = self._start()
+
+    def stop(self) -> None:
+        """Ends the gateway by closing its stdin, after some seconds by SIGKILL, and removes its address."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait(STOP_S)
+        self._close_pipes()
+        for held in (self._listener, self._channel, self.controller_end):
+            held.close()
+        (self._folder / FILE).unlink(missing_ok=True)
+
+    def _close_pipes(self) -> None:
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+
+def _report(*lines: str) -> None:
+    print("\n".join(f"relax: {line}" for line in lines), file=sys.stderr, flush=True)

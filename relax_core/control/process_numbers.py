@@ -1,0 +1,116 @@
+"""Records what is known of the run's engines and what its processes use: cores, memory and GPUs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+
+from relax_core.control.engine_set import EngineSet
+from relax_core.control.worker_health import Beat
+from relax_core.observe.process_usage import USAGE_S, UsageMeter, usage_numbers
+from relax_core.observe.stragglers import DecodeTime, DecodeTimes
+from relax_core.roles.role_context import BUS, ENGINE, worker_name
+from relax_core.roles.worker import WorkerStatus
+from relax_core.weights.engine_members import STARTED
+
+CONTROLLER = "controller"
+
+
+class ProcessNumbers:
+    """Records the numbers of the workers, the bus and this process every `USAGE_S` seconds.
+
+    The trackers are children of this process.
+
+    ``bus_pid`` is None if the bus may be on another host.
+    ``record`` records numbers after so many train steps.
+    """
+
+    def __init__(
+        self,
+        *,
+        bus_pid: int | None,
+        record: Callable[[int, Mapping[str, float]], None],
+    ) -> None:
+        self._record = record
+        self._meters = {CONTROLLER: UsageMeter()} | ({} if bus_pid is None else {BUS: UsageMeter(bus_pid)})
+        self._at = time.monotonic()
+
+    def tick(self, beats: Mapping[str, Beat], *, step: int) -> None:
+        """Records the numbers if it is time to."""
+        now = time.monotonic()
+        if now - self._at < USAGE_S:
+            return
+        self._at = now
+        found = {name: beat.status.usage for name, beat in beats.items() if beat.life == "alive" and beat.status}
+        found |= {name: meter.newest() for name, meter in self._meters.items()}
+        numbers: dict[str, float] = {}
+        for name, usage in found.items():
+            if usage is not None:
+                numbers |= usage_numbers(name, usage)
+        if numbers:
+            self._record(step, numbers)
+
+
+# -- Records what is known of the run's engines, and tells which of them decodes more slowly than the others ----------
+
+RECORD_S = 1.0  # the shortest time between two records; the engines are asked as often
+
+
+class EngineNumbers:
+    """Records numbers of the engines that serve or have served prompts, and are still in.
+
+    ``record`` records numbers after so many train steps. ``add_decoding`` gets the decode times of each engine since
+    its start, with the number of train steps done.
+    """
+
+    def __init__(
+        self,
+        engines: EngineSet,
+        *,
+        record: Callable[[int, Mapping[str, float]], None],
+        add_decoding: Callable[[int, Mapping[str, DecodeTimes]], None],
+    ) -> None:
+        self._engines, self._record, self._add_decoding = engines, record, add_decoding
+        self._recorded = -1  # train steps done when the numbers were recorded last
+        self._at = -RECORD_S
+
+    def tick(self, beats: Mapping[str, Beat], *, step: int) -> None:
+        """Records the numbers once a train step, and at most once in `RECORD_S` seconds."""
+        now = time.monotonic()
+        if step == self._recorded or now - self._at < RECORD_S:
+            return
+        found = {name: status for name in self._names() if (status := _alive(beats.get(name))) is not None}
+        numbers = {
+            f"{name}/{key}": value for name, status in found.items() for key, value in _numbers_of(status).items()
+        }
+        if not numbers:
+            return
+        self._recorded, self._at = step, now
+        self._record(step, numbers)
+        decoding = {
+            name: {
+                size: DecodeTime(steps, seconds, wait_s) for size, steps, seconds, wait_s in status.engine.decode_times
+            }
+            for name, status in found.items()
+            if status.engine is not None and status.engine.decode_times
+        }
+        if len(decoding) > 1:
+            self._add_decoding(step, decoding)
+
+    def _names(self) -> list[str]:
+        return [worker_name(ENGINE, one.number) for one in self._engines.members() if one.state in STARTED]
+
+
+def _alive(beat: Beat | None) -> WorkerStatus | None:
+    return None if beat is None or beat.life != "alive" else beat.status
+
+
+def _numbers_of(status: WorkerStatus) -> dict[str, float]:
+    """Returns what is known of one engine."""
+    report = status.engine
+    if report is None:
+        return {"version": -1.0, "restarts": float(status.restarts)}
+    told = {"version": report.version, "running": report.running, "waiting": report.waiting}
+    rates = {"tokens_per_s": report.tokens_per_s, "cache_share": report.cache_share}
+    known: dict[str, float | None] = {**told, **rates, "restarts": status.restarts}
+    return {name: float(value) for name, value in known.items() if value is not None}

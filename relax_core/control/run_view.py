@@ -1,0 +1,160 @@
+"""Shows a run to the user over all attempts of its services: the panel, and lines about events."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from relax_core.contracts.bus import BusProgress
+from relax_core.control.run_alarms import RunAlarms
+from relax_core.observe.event_log import LEDGER, EventReader, EventWriter, GapRecord, MetricRecord
+from relax_core.observe.findings import SignalWatch
+from relax_core.observe.panel import Panel, PanelState
+from relax_core.observe.panel_view import RoleState
+from relax_core.observe.sample_reader import NewestSamples
+from relax_core.observe.stragglers import (
+    STRAGGLER,
+    StragglerWatch,
+    straggler_brief,
+    straggler_numbers,
+    straggler_row,
+    straggler_words,
+)
+from relax_core.observe.trackers.tracker_process import Trackers
+
+EVENTS_LOG = "recoveries.log"
+READ_S = 0.5  # how long a call reads the log at most; the controller has other work
+TRACKERS_S = 5.0  # interval between two checks of the trackers
+
+
+class RunView:
+    """Feeds the panel.
+
+    ``step`` is the number of train steps done, ``records`` are the metrics that the newest `show` has got, and
+    ``progress`` is the newest answer of any bus. ``gaps`` counts the records that no file has. ``signal_watch`` reports
+    when the run trains without a learning signal, ``stragglers`` who is slower than its equals, and ``alarms`` tells
+    somebody of the run. The lines of ``samples`` are printed, and they stand in no log.
+    """
+
+    def __init__(
+        self,
+        panel: Panel,
+        events: EventWriter,
+        *,
+        run_dir: Path,
+        trackers: Trackers,
+        step: int,
+        signal_watch: SignalWatch,
+        samples: NewestSamples | None = None,
+        stragglers: StragglerWatch | None = None,
+        alarms: RunAlarms | None = None,
+    ) -> None:
+        self.step = step
+        self.progress: BusProgress | None = None
+        self.records: list[MetricRecord] = []
+        self._panel = panel
+        self.gaps = 0
+        self._events, self._trackers = events, trackers
+        self._reader = EventReader(run_dir)
+        self._log = run_dir / "logs" / EVENTS_LOG
+        self._checked_at = time.monotonic()
+        self._problem = ""  # why this process cannot write events
+        self._signal_watch, self._samples = signal_watch, samples
+        self.stragglers = StragglerWatch([]) if stragglers is None else stragglers
+        self._alarms = alarms
+        self._reported_drops = -1  # the step of the last report
+
+    def report(self, event: str) -> None:
+        """Writes a line about the run to the screen and to ``logs/recoveries.log``."""
+        self._panel.print_line(event)
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        with self._log.open("a", encoding="utf-8") as log:
+            log.write(event + "\n")
+
+    def show(self, *, step: int, progress: BusProgress | None, roles: Sequence[RoleState], message: str) -> None:
+        """Shows the newest state of the current attempt."""
+        self.records = records = self._read()
+        self._check_writing()
+        for line in self._signal_watch.lines(records):
+            self.report(line)
+        self.stragglers.add_records(records)
+        self._report_stragglers(step)
+        self._tell_alarms(step)
+        self.step = step
+        self.progress = progress or self.progress
+        if progress is not None:
+            self._report_drops(progress)
+        for line in self._samples.lines(step) if self._samples is not None else ():
+            self._panel.print_line(line)
+        self._panel.update(
+            PanelState(
+                step=step,
+                records=records,
+                progress=progress,
+                roles=roles,
+                message=message,
+                records_dropped={"events": self.gaps} if self.gaps else {},
+                stragglers=[straggler_brief(one) for one in self.stragglers.present()],
+            )
+        )
+
+    def told_stragglers(self) -> list[dict[str, Any]]:
+        """Returns the stragglers of the run as summary.json has them."""
+        return [msgspec.to_builtins(one) for one in self.stragglers.all_of_run()]
+
+    def _report_stragglers(self, step: int) -> None:
+        """Tells who was named a straggler, and who is none any more, on the screen and in the metrics."""
+        told = self.stragglers.take()
+        if self._alarms is not None:
+            self._alarms.stragglers(told)
+        for one in told:
+            self.report(straggler_words(one))
+            self._events.record(STRAGGLER, step, straggler_numbers(one))
+            self._events.record_texts(STRAGGLER, step, [straggler_row(one)])
+
+    def _tell_alarms(self, step: int) -> None:
+        """Looks at the newest records by the rules of `notify`, and tells what has happened since."""
+        if self._alarms is not None:
+            self._alarms.add_records(self.records)
+            self._alarms.tick(step=step)
+            for line in self._alarms.take_lines():
+                self.report(line)
+
+    def _read(self) -> list[MetricRecord]:
+        """Returns the numbers that the log has gained; after a restart of this process that takes several calls."""
+        found: list[MetricRecord] = []
+        until = time.monotonic() + READ_S
+        while events := self._reader.read():
+            found += [event for event in events if isinstance(event, MetricRecord)]
+            self.gaps += sum(event.records for event in events if isinstance(event, GapRecord))
+            if time.monotonic() > until:
+                break
+        return found
+
+    def _check_writing(self) -> None:
+        """Reports why events cannot be written, and which trackers have begun to fail."""
+        if self._events.problem and not self._problem:
+            self.report(self._events.problem)
+        self._problem = self._events.problem
+        if time.monotonic() - self._checked_at > TRACKERS_S:
+            self._checked_at = time.monotonic()
+            for problem in self._trackers.check():
+                self.report(problem)
+
+    def _report_drops(self, progress: BusProgress) -> None:
+        """Records the ledger's drop counts by reason, once a train step from the first dropped sample on.
+
+        In a run with media it records the counts by modality, too, from the first train step on.
+        """
+        ledger = progress.ledger
+        if (ledger.dropped or ledger.modalities) and progress.version != self._reported_drops:
+            self._reported_drops = progress.version
+            counts: dict[str, float] = {f"dropped/{reason}": count for reason, count in ledger.dropped.items()}
+            for name, one in ledger.modalities.items():
+                counts |= {f"modality/{name}/issued": one.issued, f"modality/{name}/trained": one.trained}
+                counts |= {f"modality/{name}/dropped/{reason}": count for reason, count in one.dropped.items()}
+            self._events.record(LEDGER, progress.version, counts)

@@ -1,0 +1,192 @@
+"""The supervisor is the process that the user started.
+
+It forks the controller, so that the run survives its death. It passes stop signals on to the controller. A controller
+that died, froze or lost its Ray starts again from the newest checkpoint, with a new Ray. The supervisor is a subreaper,
+so it can kill every remaining process of the run. It never imports Ray.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from relax_core.config.schema import RelaxConfig
+from relax_core.contracts.child import module_command
+from relax_core.control.controller_process import FAILED, ControllerProcess, StopSignals, SupervisorPipe
+from relax_core.control.gateway_process import GatewayProcess, GatewayUnstarted, gateway
+from relax_core.control.host.run_paths import RunPaths, run_paths
+from relax_core.control.host.stale_runs import remove_left_weights, remove_stale_runs
+from relax_core.control.host.subreaper import become_subreaper, end_children
+from relax_core.control.recoveries import FROM_CHECKPOINT, Recoveries, recoveries_file
+from relax_core.control.resume import ResumePoint, find_resume_point
+from relax_core.control.run_alarms import TITLES
+from relax_core.observe.alarm_book import clean
+from relax_core.observe.standard_streams import RUN_TIMEOUT_S, unread_streams, write_as_it_is
+
+TELL_S = 60.0
+RAY_STARTS = 3  # how often Ray is started before the run fails
+SHOW_CURSOR = "\x1b[?25h"  # a live panel hides the cursor
+
+RunOnce = Callable[[RelaxConfig, ResumePoint | None, RunPaths, "Attempt", SupervisorPipe], int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attempt:
+    """Describes one controller of a run.
+
+    ``number`` is the number of controllers that died before it. ``started`` is the Unix time at which the user's
+    process began, or at which this run of a sweep began. ``causes`` says how the earlier controllers ended, in one line
+    each. ``gateway`` is where it answers the gateway's requests, None without one.
+    """
+
+    number: int
+    started: float
+    causes: tuple[str, ...] = ()
+    gateway: socket.socket | None = None
+
+
+def supervise(config: RelaxConfig, resume: ResumePoint | None, run_once: RunOnce) -> int:
+    """Executes ``run_once`` in a child process until it ends by itself, and returns its exit code.
+
+    If the child dies, it starts again from the newest checkpoint. When the run has used up ``run.max_recoveries``, the
+    exit code is 1. If signal N comes before a train step is done, the run ends at once with exit code 128 + N. No
+    process and no temporary folder of the run remains. Stale runs are removed first.
+    """
+    with unread_streams(timeout_s=RUN_TIMEOUT_S):
+        _remove_stale_runs()
+        remove_left_weights(Path(config.run.dir))
+        become_subreaper()
+        recoveries_file(Path(config.run.dir)).unlink(missing_ok=True)  # an earlier command wrote it
+        try:
+            with StopSignals() as signals, gateway(config) as gateway_process:
+                return _supervise(config, resume, run_once, signals, gateway_process)
+        except GatewayUnstarted as error:
+            return _failed(config, f"{error}")
+
+
+def _supervise(
+    config: RelaxConfig,
+    resume: ResumePoint | None,
+    run_once: RunOnce,
+    signals: StopSignals,
+    gateway_process: GatewayProcess | None,
+) -> int:
+    asked = None if gateway_process is None else gateway_process.controller_end
+    attempt = Attempt(number=0, started=next(_STARTS)(), gateway=asked)
+    ray_starts = 0
+    while True:
+        with run_paths(run_dir=Path(config.run.dir), shared=_is_shared(config)) as paths:
+            main = partial(run_once, config, resume, paths, attempt)
+            controller = ControllerProcess(main, signals, has_own_ray=config.launcher.ray_address is None)
+            watch = None if gateway_process is None else gateway_process.check
+            try:
+                end = controller.wait(frozen_after_s=config.run.heartbeat_timeout_s, meanwhile=watch)
+            finally:  # also if the gateway did not start
+                _end_rest(gateway_process)
+        if end.how == "ended":
+            return end.code
+        if sys.stdout.isatty():
+            write_as_it_is(SHOW_CURSOR)
+        if end.how == "stopped":
+            return _stopped(config, end.cause, signals)
+        if signals.received is not None:
+            return _stopped(
+                config, f"{end.cause}, while the run was being stopped; the newest checkpoint is kept", signals
+            )
+        if end.how == "unstarted":
+            ray_starts += 1
+            if ray_starts == RAY_STARTS:
+                return _failed(config, end.cause)
+            _report(f"{end.cause} Ray is started again, {ray_starts + 1} of {RAY_STARTS} times.")
+            continue
+        if _recoveries_done(config, attempt) >= config.run.max_recoveries:
+            return _failed(config, f"{end.cause}; run.max_recoveries={config.run.max_recoveries}")
+        ray_starts = 0
+        attempt = replace(attempt, number=attempt.number + 1, causes=(*attempt.causes, end.cause))
+        try:
+            resume = find_resume_point(replace(config, resume="auto")) or resume
+        except ValueError as error:
+            return _failed(config, f"{end.cause}, and its newest checkpoint cannot be resumed: {error}")
+        for line in resume.left if resume is not None else ():
+            _report(f"resume: {line}")
+        _report(f"{end.cause}; another goes on from step {resume.step if resume is not None else 0}")
+
+
+def _failed(config: RelaxConfig, cause: str) -> int:
+    """Reports a failure of which no controller can tell, and returns the exit code."""
+    _report(f"failed: {cause}")
+    _tell(config, "failed", cause)
+    return FAILED
+
+
+def _stopped(config: RelaxConfig, cause: str, signals: StopSignals) -> int:
+    """Reports that the run was stopped, which no controller can tell any more, and returns the exit code."""
+    _report(cause)
+    _tell(config, "stopped", cause)
+    return signals.exit_code
+
+
+def _tell(config: RelaxConfig, event: str, cause: str) -> None:
+    """Sends one message to those whom `notify` names, in a process that ends after `TELL_S` seconds at the latest."""
+    if config.notify.urls_file is None or event not in config.notify.events:
+        return
+    title = f"{config.name}: {TITLES[event]}"
+    text = f"{clean(cause)}\n{Path(config.run.dir).resolve()}"
+    command = module_command("relax_core.observe.alarm_sender", config.notify.urls_file, title, text)
+    try:
+        subprocess.run(command, timeout=TELL_S, check=False)
+    except subprocess.TimeoutExpired:
+        _report(f"notify: nobody took {title!r} within {TELL_S:g} s")
+
+
+def _report(line: str) -> None:
+    print(f"relax: {line}", file=sys.stderr, flush=True)
+
+
+def _remove_stale_runs() -> None:
+    """Removes stale runs and reports them. A stale run that cannot be removed is reported too."""
+    try:
+        for stale_run in remove_stale_runs():
+            _report(stale_run.removal())
+    except (OSError, RuntimeError) as error:
+        _report(f"a stale run cannot be removed: {error}")
+
+
+def _end_rest(gateway_process: GatewayProcess | None) -> None:
+    """Kills the remaining processes but the gateway. All processes that had to end in order have exited."""
+    try:
+        end_children(spare=None if gateway_process is None else gateway_process.pid)
+    except RuntimeError as error:
+        _report(str(error))
+
+
+def _recoveries_done(config: RelaxConfig, attempt: Attempt) -> int:
+    """Returns how often all services have started again. A controller that died early has recorded nothing."""
+    recoveries = Recoveries(recoveries_file(Path(config.run.dir)), report=_report)
+    recoveries.load()
+    return max(attempt.number, recoveries.count(FROM_CHECKPOINT))
+
+
+def _is_shared(config: RelaxConfig) -> bool:
+    """Is True if other machines may take part in the run, which share only the run's own folder with this one."""
+    return config.launcher.ray_address is not None or bool(config.engine.urls)
+
+
+def _process_start() -> float:
+    """Returns the Unix time at which this process began."""
+    import psutil
+
+    return float(psutil.Process(os.getpid()).create_time())
+
+
+# The clock of a sweep's first run starts with this process; the clocks of later runs start when their turn comes.
+_STARTS: Any = itertools.chain([_process_start], itertools.repeat(time.time))

@@ -1,0 +1,343 @@
+"""Polls every worker once a second and restarts dead or frozen ones in place."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Literal, Protocol, Self
+
+import ray
+from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError
+
+from relax_core.bus.ray_bus import ANSWER_GRACE_S, PROCESS_EXITED, RayBus
+from relax_core.contracts.bus import BusLost, BusProgress, BusTimeout
+from relax_core.control.host.process_trees import EXITED, LONGEST_GAP_S, OwnedProcesses, process_state
+from relax_core.control.recoveries import IN_PLACE, Recoveries, RunFailed, ServicesLost
+from relax_core.observe.panel_view import RoleState, RoleStateName
+from relax_core.roles.worker import WorkerStatus, process_host
+
+POLL_S = 0.2  # timeout of the answers, which take milliseconds
+
+
+class Killable(Protocol):
+    """Declares the part of the services that the health manager uses."""
+
+    def handles(self) -> Mapping[str, Any]:
+        """Returns the Ray handle of every worker, by its name."""
+
+    def dispensable(self) -> Collection[str]:
+        """Returns the workers whose end is no failure of the run."""
+
+    def kill_frozen(self, name: str, status: WorkerStatus) -> None:
+        """Kills a worker that does not answer."""
+
+
+class HealthManager:
+    """Watches the workers of one attempt of the services.
+
+    A worker that has answered before and then gives no answer for ``heartbeat_timeout_s`` seconds is frozen: it was
+    stopped, or its interpreter hangs. It is killed, so that Ray restarts it. If a worker on this machine has exited,
+    the processes that it owned, such as an engine, are killed, because they may be frozen too.
+    """
+
+    def __init__(
+        self,
+        services: Killable,
+        recoveries: Recoveries,
+        *,
+        heartbeat_timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._services = services
+        self._recoveries = recoveries
+        self._heartbeat_timeout_s = heartbeat_timeout_s
+        self._heartbeats = Heartbeats(clock=clock)
+        self._watch = RoleWatch()
+        self._restarts: dict[str, int] = {}
+        self._restarting: set[str] = set()
+        self._killed: dict[str, str] = {}
+        self._killed_at: dict[str, float] = {}
+        self._killed_pids: dict[str, int] = {}
+        self._suspicious = False
+        self._owned = OwnedProcesses()
+        self.beats: dict[str, Beat] = {}
+        self.roles: list[RoleState] = []
+        self.ended: dict[str, str] = {}  # dispensable workers that do not work any more, and why
+
+    def check(self, *, bus_lost: str | None, step: int) -> None:
+        """Polls the workers and kills frozen ones.
+
+        ``step`` is the number of train steps done.
+
+        Raises `ServicesLost` if all services have to start again, and `RunFailed` for an error that a role's own code
+        raised.
+        """
+        before = self.beats
+        self.beats = self._heartbeats.poll(self._services.handles(), timeout_s=POLL_S)
+        for name in before.keys() - self.beats.keys():
+            self._forget(name)
+        self.roles = self._watch.roles(self.beats)
+        for beat in self.beats.values():
+            status = beat.status
+            if beat.life == "alive" and status is not None and status.child_pids and status.host == process_host():
+                self._owned.record(beat.name, status.pid, status.child_pids)
+        self._owned.end_adopted_processes()
+        for beat in self.beats.values():
+            if beat.life == "alive" and beat.status is not None and beat.silent_s > self._heartbeat_timeout_s:
+                self._kill_frozen(beat, beat.status)
+        dispensable = self._services.dispensable()
+        self.ended = {name: why for name in dispensable if name in self.beats and (why := ended(self.beats[name]))}
+        needed = {name: beat for name, beat in self.beats.items() if name not in dispensable}
+        failure = verdict(needed, bus=bus_lost, killed=self._killed, sure=self._suspicious)
+        if failure is not None:
+            raise failure
+        self._suspicious = any(role.state == "failed" and role.name in needed for role in self.roles)
+        self._record_restarts(step)
+
+    def done(self, name: str) -> bool:
+        """Is True if this worker has completed its part of the run."""
+        beat = self.beats.get(name)
+        return beat is not None and beat.status is not None and beat.status.state == "done"
+
+    def progress(self, name: str) -> int:
+        """Returns this worker's progress in a long operation (`WorkerStatus.progress`)."""
+        beat = self.beats.get(name)
+        return beat.status.progress if beat is not None and beat.status is not None else 0
+
+    def _forget(self, name: str) -> None:
+        """Forgets a worker that has left the run, and kills what it owned."""
+        self._owned.forget(name)
+        self._watch.forget(name)
+        self._restarting.discard(name)
+        known: dict[str, Any]
+        for known in (self._restarts, self._killed, self._killed_at, self._killed_pids):
+            known.pop(name, None)
+
+    def _kill_frozen(self, beat: Beat, status: WorkerStatus) -> None:
+        here = status.host == process_host()
+        state = process_state(status.pid) if here else "on another host"
+        if self._killed_pids.get(beat.name) == status.pid or state in EXITED:  # Ray has not noticed its end yet
+            return
+        self._killed_pids[beat.name] = status.pid
+        self._killed_at[beat.name] = time.monotonic()
+        self._killed[beat.name] = (
+            f"froze (no answer for {beat.silent_s:.0f} s, state {state}) and was killed by SIGKILL"
+        )
+        self._services.kill_frozen(beat.name, status)
+
+    def _record_restarts(self, step: int) -> None:
+        """Records each restart once: when a worker is restarting, or when its process id or its count has changed."""
+        for role in self.roles:
+            more = role.restarts > self._restarts.get(role.name, 0)
+            if (role.state == "restarting" or more) and role.name not in self._restarting:
+                how = self._killed.pop(role.name, "") or self._own_process(role.name) or "died"
+                noticed = self._killed_at.pop(role.name, None)
+                self._recoveries.begin(IN_PLACE, f"{role.name} {how}", at_step=step, from_step=step, noticed=noticed)
+            if role.state == "restarting":
+                self._restarting.add(role.name)
+            elif more:
+                self._restarting.discard(role.name)
+            self._restarts[role.name] = role.restarts
+
+    def _own_process(self, name: str) -> str:
+        """Returns how the process ended that a running worker has restarted, such as its engine."""
+        beat = self.beats[name]
+        return beat.status.last_restart if beat.life == "alive" and beat.status is not None else ""
+
+
+# -- Polls every worker for its status without waiting for a worker that does not answer ------------------------------
+
+Life = Literal["starting", "alive", "restarting", "dead"]  # Ray's names for the states of an actor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beat:
+    """Holds the state of a worker's process.
+
+    ``status`` is its newest answer, which a process that has exited may have given.
+
+    ``silent_s`` counts the seconds without an answer of a process that has answered before. ``cause`` says how the
+    process died.
+    """
+
+    name: str
+    life: Life
+    status: WorkerStatus | None
+    silent_s: float = 0.0
+    cause: str = ""
+
+
+class Heartbeats:
+    """Sends one status call at a time to each worker.
+
+    ``clock`` returns monotonic seconds.
+    """
+
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._polled: float | None = None
+        self._asked: dict[str, Any] = {}
+        self._beats: dict[str, Beat] = {}
+
+    def poll(self, workers: Mapping[str, Any], *, timeout_s: float) -> dict[str, Beat]:
+        """Calls ``workers`` (name → handle) and returns their states after at most ``timeout_s`` seconds.
+
+        A worker that is no longer among them is forgotten.
+        """
+        for name in self._beats.keys() - workers.keys():
+            del self._beats[name]
+            self._asked.pop(name, None)
+        for name, worker in workers.items():
+            if name not in self._asked:
+                self._asked[name] = worker.status.remote()
+        ray.wait(list(self._asked.values()), num_returns=len(self._asked), timeout=timeout_s)
+        now = self._clock()
+        passed = 0.0 if self._polled is None else min(now - self._polled, LONGEST_GAP_S)
+        self._polled = now
+        for name in workers:
+            self._beats[name] = self._take(name, passed)
+        return dict(self._beats)
+
+    def _take(self, name: str, passed: float) -> Beat:
+        last = self._beats.get(name, Beat(name=name, life="starting", status=None))
+        try:
+            status: WorkerStatus = ray.get(self._asked[name], timeout=0)
+            beat = Beat(name=name, life="alive", status=status)
+        except GetTimeoutError:
+            silent_s = last.silent_s + passed if last.life == "alive" else 0.0
+            return Beat(name=name, life=last.life, status=last.status, silent_s=silent_s)
+        except ActorUnavailableError:
+            beat = Beat(name=name, life="restarting", status=last.status)
+        except ActorDiedError as error:
+            beat = Beat(name=name, life="dead", status=last.status, cause=str(error))
+        del self._asked[name]
+        return beat
+
+
+# -- Derives the states that the panel shows, and the cause that ends an attempt, from the workers' heartbeats --------
+
+STATES: Mapping[str, RoleStateName] = {"restarting": "restarting", "dead": "failed", "starting": "starting"}
+
+
+class RoleWatch:
+    """Records each worker's process id, so that it can count restarts."""
+
+    def __init__(self) -> None:
+        self._pids: dict[str, int] = {}
+        self._restarts: dict[str, int] = {}
+
+    def forget(self, name: str) -> None:
+        """Forgets a worker that has left the run."""
+        self._pids.pop(name, None)
+        self._restarts.pop(name, None)
+
+    def roles(self, beats: Mapping[str, Beat]) -> list[RoleState]:
+        """Returns the workers' states as the panel shows them."""
+        return [self._role(beat) for beat in beats.values()]
+
+    def _role(self, beat: Beat) -> RoleState:
+        status = beat.status
+        if beat.life == "alive" and status is not None:
+            if self._pids.setdefault(beat.name, status.pid) != status.pid:
+                self._pids[beat.name] = status.pid
+                self._restarts[beat.name] = self._restarts.get(beat.name, 0) + 1
+            silent = [f"silent for {beat.silent_s:.0f} s"] if beat.silent_s > 1.0 else []
+            return RoleState(
+                name=beat.name,
+                state=status.state,
+                since_s=time.time() - status.since,
+                restarts=self._restarts.get(beat.name, 0) + status.restarts,
+                detail="; ".join([*silent, *([status.detail] if status.detail else [])]),
+            )
+        return RoleState(
+            name=beat.name,
+            state=STATES[beat.life],
+            since_s=0.0,
+            restarts=self._restarts.get(beat.name, 0),
+            detail="its process has exited" if beat.life == "dead" else "",
+        )
+
+
+def verdict(beats: Mapping[str, Beat], *, bus: str | None, killed: Mapping[str, str], sure: bool) -> RunFailed | None:
+    """Returns the first cause for which these services cannot go on, or None.
+
+    ``bus`` says how the bus was lost. ``killed`` maps the workers that were killed because they froze to the evidence.
+    A process that has died comes before workers that failed because of it; among failed workers the earliest counts. An
+    error of a role's own code ends the run only if ``sure`` is True, because the death of another process, which may be
+    its cause, may be noticed a moment later.
+    """
+    if bus is not None:
+        return ServicesLost(f"the bus {bus}")
+    dead = [beat for beat in beats.values() if beat.life == "dead"]
+    if dead:
+        names = [beat.name for beat in dead]
+        first = next((beat for beat in dead if beat.name in killed), dead[0])
+        others = f" (and with it {', '.join(name for name in names if name != first.name)})" if names[1:] else ""
+        return ServicesLost(f"{first.name} {killed.get(first.name, 'died')}{others}", log=first.cause)
+    failed = sorted((status for beat in beats.values() if (status := _failed(beat))), key=lambda status: status.since)
+    if not failed:
+        return None
+    first_failed = failed[0]
+    text = f"{first_failed.name} failed: {first_failed.detail}"
+    if first_failed.lost == "bus":
+        return ServicesLost("the bus died", log=first_failed.error or "")
+    if first_failed.lost is not None:
+        return ServicesLost(text, log=first_failed.error or "")
+    return RunFailed(text, log=first_failed.error or "", worker=first_failed.name) if sure else None
+
+
+def ended(beat: Beat) -> str:
+    """Returns why this worker does not work any more, or "" while it does."""
+    if beat.life == "dead":
+        return "its process has exited and was restarted too often"
+    failed = _failed(beat)
+    return "" if failed is None else failed.detail
+
+
+def _failed(beat: Beat) -> WorkerStatus | None:
+    return beat.status if beat.life == "alive" and beat.status and beat.status.state == "failed" else None
+
+
+# -- The bus, from a thread of its own, so that a bus that hangs does not block the controller ------------------------
+ASK_S = 0.25
+
+
+class BusWatch:
+    """Polls the bus while it is used as a context manager.
+
+    ``progress`` is the newest answer, None before the first. ``lost`` says how the bus was lost, as a clause that
+    follows "the bus"; it is None while the bus answers.
+    """
+
+    def __init__(self, bus: RayBus, *, heartbeat_timeout_s: float) -> None:
+        self.progress: BusProgress | None = None
+        self.lost: str | None = None
+        self._bus = bus
+        # The bus answers this call at once, so the client's extra wait is part of the deadline.
+        self._call_timeout_s = max(0.0, heartbeat_timeout_s - ANSWER_GRACE_S)
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="bus-watch", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ended.set()  # the thread is not joined, because its last call may wait for its deadline
+
+    def _watch(self) -> None:
+        while not self._ended.wait(ASK_S):
+            try:
+                self.progress = self._bus.progress(timeout_s=self._call_timeout_s)
+            except BusLost as error:
+                # If another process was lost, such as a storage unit, the error names it.
+                self.lost = "died" if str(error).startswith(PROCESS_EXITED) else f"was lost: {error}"
+                return
+            except BusTimeout as error:
+                self.lost = f"froze: {error}"
+                return

@@ -1,0 +1,221 @@
+"""The owner of an engine that the run attaches to; it sends weights, and neither starts nor ends the engine.
+
+One run at a time holds such a server, because two would replace each other's weights. The mark is a locked file in the
+user's cache folder, which the kernel unlocks when the process that holds it exits. Runs of other users, and on machines
+that do not share this folder, do not see it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+from urllib.parse import urlsplit
+
+from relax_core.contracts.engine import SYNC_TIMEOUT_S, EngineError, EngineUnreachable, WeightManifest
+from relax_core.contracts.private_folder import private_folder, user_cache
+from relax_core.families.hf_config import has_hf_config, language_values, read_hf_config
+from relax_core.registry import find_engine
+from relax_core.roles.engine_directory import engine_client, member_list
+from relax_core.roles.engine_owner import WATCH_S, EngineOwner
+from relax_core.roles.role_context import RunContext
+from relax_core.weights.version_copy import reading_copy
+from relax_core.weights.version_folder import reading
+
+WAIT_S = 10.0  # how long a process of the same run that was killed may still hold it
+RETRY_S = 0.1
+
+
+def marks_folder() -> Path:
+    """Returns ``$XDG_CACHE_HOME/relax/servers``, by default below ``~/.cache``."""
+    return user_cache("servers")
+
+
+@contextmanager
+def held_server(url: str, *, run_dir: Path, wait_s: float = WAIT_S) -> Iterator[None]:
+    """Holds the server at ``url`` for the run in ``run_dir`` while the block runs.
+
+    Raises EngineError, which names the run that has it, if another process holds it for ``wait_s`` seconds.
+    """
+    parts = urlsplit(url)
+    path = marks_folder() / f"{parts.hostname}-{parts.port}"
+    private_folder(path.parent, key="XDG_CACHE_HOME")
+    deadline = time.monotonic() + wait_s
+    while (mark := _locked(path)) is None:
+        if time.monotonic() > deadline:
+            holder = _holder(path) or "another folder"
+            raise EngineError(
+                f"engine {url}: the run in {holder} holds this server. Take it out there, or name another one."
+            )
+        time.sleep(RETRY_S)
+    with mark:
+        mark.truncate(0)
+        mark.write(f"{run_dir}\n")
+        mark.flush()
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def _locked(path: Path) -> IO[str] | None:
+    """Returns the open file with its lock, or None if another process has the lock or has just removed the file."""
+    with ExitStack() as undo:
+        mark = undo.enter_context(path.open("a+"))
+        try:
+            fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return None
+        if not _is(mark, path):
+            return None
+        undo.pop_all()
+        return mark
+
+
+def _is(mark: IO[str], path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(mark.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _holder(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except FileNotFoundError:
+        return ""
+
+
+LOST_AFTER_S = 30.0  # a server that joined and does not answer for so long is taken out
+LEAVE_S = 5.0  # how long an engine that leaves may take to forget its weights
+
+
+class AttachedEngineOwner(EngineOwner):
+    """Owns the engine at ``engine.urls[rank]``, or one that joined a run under way by its address.
+
+    If an engine of the start does not answer, the owner waits until the user has restarted it. One that joined is lost
+    after `LOST_AFTER_S` seconds; when it leaves, it goes on running and forgets its weights. An engine
+    gets the newest weights before it gets prompts. One that joined a run with engines of its own gets all its weights
+    from here, from a copy in the run's folder if the run publishes in its machine's memory.
+    """
+
+    def media_node(self) -> str:
+        """Returns "", because its clients send the pixels."""
+        return ""
+
+    def work(self) -> None:
+        """Holds the engine for this run, checks it, and keeps its weights up to date until the run stops."""
+        joined = member_list(self.context).read().url_of(self._rank)
+        url = joined or self.context.config.engine.urls[self._rank].rstrip("/")
+        with held_server(url, run_dir=self.context.run_dir):
+            self._own(url, joined=bool(joined))
+
+    @contextmanager
+    def _reading_newest(self) -> Iterator[WeightManifest]:
+        published, shared = self.context.weights_folder, self.context.shared_weights
+        if shared == published:
+            with reading(published, reader=self.name) as newest:
+                yield newest
+            return
+        deadline_s = SYNC_TIMEOUT_S
+        with ExitStack() as stack:
+            try:
+                copied = stack.enter_context(reading_copy(published, shared, reader=self.name, deadline_s=deadline_s))
+            except OSError as error:
+                raise EngineError(f"the weights are not copied into {shared}: {error}") from error
+            yield copied
+
+    def _own(self, url: str, *, joined: bool) -> None:
+        engine = self.context.config.engine
+        self._url = url
+        client = engine_client(self.context, url, attached=True)
+        attach = find_engine(engine.name).attach
+        assert attach is not None, "engine.urls is a key of kinds of engine with attach only"
+        attach(client, engine.start_timeout_s, self.context.config.rollout)
+        if joined and (problem := fit_problem(client.server_info(), engine_needs(self.context))) is not None:
+            raise EngineError(f"engine {url}: {problem}")
+        self._address.set()
+        answered = time.monotonic()
+        while not self.stopping:
+            try:
+                client.ready()
+                answered = time.monotonic()
+                self._reconcile(client)
+                self._meter.measure(client, now=time.monotonic())
+            except EngineUnreachable as error:
+                if joined and time.monotonic() - answered > LOST_AFTER_S:
+                    words = f"it did not answer for {LOST_AFTER_S:g} s: {error}"
+                    raise EngineUnreachable(words) from error
+                self.set_state("waiting", str(error))
+            self._stopping.wait(WATCH_S)
+        if joined:
+            with suppress(EngineError):  # it may have ended; whoever takes it next attaches to it anew
+                attach(client, LEAVE_S, self.context.config.rollout)
+
+
+# -- Compares what a server of somebody else was started with with what the run asks of its engines -------------------
+
+# Names of the settings in the answer of /server_info: those of SGLang, then those of the embedded engine.
+SLOTS = ("max_running_requests", "max_running_samples")
+TOKENS = ("max_total_num_tokens", "max_total_tokens")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineNeeds:
+    """Holds what the run asks of each engine.
+
+    ``vocabulary`` is the size of the model's. ``sample_tokens`` is the largest number of prompt and response tokens of
+    one sample, and ``slots`` the number of samples of a group, which an engine decodes together.
+    """
+
+    vocabulary: int
+    sample_tokens: int
+    slots: int
+
+
+def engine_needs(context: RunContext) -> EngineNeeds:
+    """Returns what this run asks of each engine."""
+    return EngineNeeds(
+        vocabulary=language_values(read_hf_config(context.model_folder))["vocab_size"],
+        sample_tokens=context.config.engine.context_tokens,
+        slots=context.config.algo.group_size,
+    )
+
+
+def fit_problem(info: Mapping[str, Any], needs: EngineNeeds) -> str | None:
+    """Returns why a server cannot do what the run asks of it, or None.
+
+    ``info`` are the settings that it was started with. What it does not tell is not compared here; the probe finds
+    another vocabulary, too.
+    """
+    vocabulary = _vocabulary(info)
+    if vocabulary is not None and vocabulary != needs.vocabulary:
+        return (
+            f"its model {info['model_path']} has {vocabulary} tokens in its vocabulary, and the run's has "
+            f"{needs.vocabulary}. Start it with the run's model."
+        )
+    told = {
+        "samples of one group at once": (_least(info, SLOTS), needs.slots),
+        "tokens of one sample in its context": (_least(info, ("context_length",)), needs.sample_tokens),
+        "tokens of one sample in its cache": (_least(info, TOKENS), needs.sample_tokens),
+    }
+    for what, (has, needed) in told.items():
+        if has is not None and has < needed:
+            return f"it takes {has} {what}, and the run needs {needed}. Start it with {needed} or more."
+    return None
+
+
+def _least(info: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
+    """Returns the smallest of these settings that is a number, or None."""
+    return min((info[name] for name in names if isinstance(info.get(name), int)), default=None)
+
+
+def _vocabulary(info: Mapping[str, Any]) -> int | None:
+    """Returns the size of the vocabulary of the server's model, or None where its folder cannot be seen from here."""
+    folder = Path(str(info.get("model_path", "")))
+    return int(language_values(read_hf_config(folder))["vocab_size"]) if has_hf_config(folder) else None

@@ -1,0 +1,322 @@
+"""The owner of one engine process starts it, watches it and gives it the newest attested weights.
+
+If the engine dies, its successor serves nothing until it has loaded the newest published weights and their digest
+matches. If the owner dies, the engine's stdin closes and the engine ends too.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from relax_core.contracts.engine import SYNC_TIMEOUT_S, EngineError, EngineUnreachable, WeightManifest
+from relax_core.engines.engine_process import EngineKilled, EngineLaunch, EngineProcess
+from relax_core.engines.http_server.held_port import HeldPort
+from relax_core.engines.protocol.engine_client import EngineClient
+from relax_core.roles.engine_directory import engine_client
+from relax_core.roles.process_placement import node_address, node_id
+from relax_core.roles.role_context import RunContext
+from relax_core.roles.worker import EngineReport, Worker, WorkerStatus
+from relax_core.weights.version_folder import PublishedUnreadable, read_latest, read_pushed, reading
+
+ASK_S = 1.0
+log = logging.getLogger(__name__)
+
+
+class EngineHealth:
+    """Asks one engine process for its health once a second, in its own thread, because the owner's calls may take long.
+
+    ``kill`` is called once, after ``timeout_s`` seconds without an answer; `frozen_s` then holds the number of seconds.
+    """
+
+    def __init__(self, client: EngineClient, *, timeout_s: float, kill: Callable[[], None]) -> None:
+        self.frozen_s: float | None = None
+        self._client = client
+        self._timeout_s = timeout_s
+        self._kill = kill
+        self._ended = threading.Event()
+        threading.Thread(target=self._watch, name="engine-health", daemon=True).start()
+
+    def end(self) -> None:
+        """Ends the thread; call it when the process has exited or is about to."""
+        self._ended.set()
+
+    def _watch(self) -> None:
+        answered = time.monotonic()
+        while not self._ended.wait(ASK_S):
+            try:
+                self._client.ready()
+                answered = time.monotonic()
+            except EngineError as error:
+                if not isinstance(error, EngineUnreachable):  # the engine has answered with an error
+                    answered = time.monotonic()
+                    log.warning("%s", error)
+                    continue
+                silent_s = time.monotonic() - answered
+                if silent_s >= self._timeout_s and not self._ended.is_set():
+                    self.frozen_s = silent_s
+                    self._kill()
+                    break
+        self._client.close()
+
+
+def how_it_ended(code: int, *, frozen_s: float | None) -> str:
+    """Returns how a process with this exit code ended, as a predicate; negative exit codes are signals."""
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    return how if frozen_s is None else f"froze (no answer for {frozen_s:.0f} s) and {how}"
+
+
+WATCH_S = 0.25  # how often the owner checks its engine, and how late a new engine may get weights
+LOAD_S = 1.0  # how often it asks for the load
+
+
+class WeightReconciler:
+    """Decides when the owner itself sends weights to its engine.
+
+    It sends them at once if the engine has none, or only weights from the owner, because the trainer may not know the
+    engine's address yet. An engine that the trainer's pushes reach is behind during each push, so the owner sends
+    weights only if the push has ended and the engine is still behind. If the engine rejects weights, or a push does not
+    end, the owner sends them again when the engine has been behind at one version for ``retry_after_s`` seconds.
+    """
+
+    def __init__(self, retry_after_s: float) -> None:
+        self._retry_after_s = retry_after_s
+        self._brought = -1
+        self._offered = -1
+        self._behind: tuple[int, float] | None = None  # the version that the engine serves, and since when it is behind
+
+    def brought(self, version: int) -> None:
+        """Records that the engine serves ``version`` because the owner sent it."""
+        self._brought = version
+
+    def offered(self, serving: int, version: int, *, now: float) -> None:
+        """Records that the owner is about to send ``version``, which the engine may reject."""
+        self._offered = version
+        self._behind = serving, now
+
+    def due(self, serving: int, wanted: int, *, pushed: int, now: float) -> bool:
+        """Returns True if the owner must send ``wanted`` now.
+
+        ``serving`` is the engine's version, -1 for none. ``pushed`` is the newest version whose push has ended,
+        successful or not. ``now`` is a monotonic time in seconds.
+        """
+        if serving >= wanted:
+            self._behind = None
+            return False
+        if serving == -1:
+            return True
+        if self._behind is None or self._behind[0] != serving:
+            self._behind = serving, now
+        if wanted > self._offered and (serving == self._brought or pushed >= wanted):
+            return True
+        return now - self._behind[1] >= self._retry_after_s
+
+
+class LoadMeter:
+    """Asks an engine for its load every `LOAD_S` seconds; ``newest`` are the fields of an `EngineReport`.
+
+    Without ``always``, an engine that does not count its decode steps is asked once: only the gateway reads its load.
+    """
+
+    def __init__(self, *, always: bool) -> None:
+        self.newest: dict[str, Any] = {}
+        self._always, self._is_read = always, True
+        self._asked = -LOAD_S
+        self._tokens: tuple[float, int] | None = None  # when it was asked, and how many tokens it had sampled
+
+    def measure(self, client: EngineClient, *, now: float) -> None:
+        """Asks if it is time to; an engine that does not answer has no load."""
+        if now - self._asked < LOAD_S or not self._is_read:
+            return
+        self._asked = now
+        try:
+            load = client.loads()
+        except EngineError:
+            self.newest, self._tokens = {}, None
+            return
+        found: dict[str, Any] = {"running": int(load["running"]), "waiting": int(load["queued"])}
+        if (count := load.get("generated_tokens")) is not None:
+            if self._tokens is not None and count >= self._tokens[1]:  # fewer than before: the engine was restarted
+                found["tokens_per_s"] = (count - self._tokens[1]) / (now - self._tokens[0])
+            self._tokens = now, int(count)
+        elif (rate := load.get("gen_throughput")) is not None:  # SGLang's, which it does not set back when it is idle
+            found["tokens_per_s"] = float(rate) if found["running"] else 0.0
+        if (share := load.get("token_usage")) is not None:
+            found["cache_share"] = float(share)
+        if "decode_times" in load:
+            found["decode_times"] = tuple(
+                (int(size), int(steps), float(seconds), float(wait_s))
+                for size, steps, seconds, wait_s in load["decode_times"]
+            )
+        self._is_read = self._always or "decode_times" in load
+        self.newest = found if self._is_read else {}
+
+
+class EngineOwner(Worker):
+    """Owns engine ``rank``, whose address does not change when the engine process restarts."""
+
+    def __init__(self, name: str, context: RunContext, rank: int) -> None:
+        self._rank = rank
+        self._address = threading.Event()
+        self._url = ""
+        self._serving = -1
+        self._malformed = ""  # why a client asks for another process
+        self._meter = LoadMeter(always=context.config.gateway.name != "none")
+        self._reconciler = WeightReconciler(SYNC_TIMEOUT_S)
+        super().__init__(name, context)
+
+    def endpoint(self, timeout_s: float) -> str:
+        """Returns the engine's URL once the first process is up; raises EngineError after ``timeout_s``."""
+        if not self._address.wait(timeout_s):
+            raise EngineError(f"{self.name} is not up after {timeout_s:.0f} s; see {self._log_file}")
+        return self._url
+
+    def replace_engine(self, why: str) -> None:
+        """Starts the engine again, because a client cannot read its replies; ``why`` is the client's error.
+
+        An engine that the run does not own stays as it is.
+        """
+        self._malformed = why
+
+    def status(self) -> WorkerStatus:
+        """Returns the worker's status with its engine."""
+        if not self._address.is_set():
+            return super().status()
+        report = EngineReport(url=self._url, version=self._serving, **self._meter.newest)
+        return replace(super().status(), engine=report)
+
+    def media_node(self) -> str:
+        """Returns Ray's id of the node in whose media folder the engine reads, "" if it reads in none of its own."""
+        return node_id() if self.context.media_folder is not None else ""
+
+    @property
+    def _log_file(self) -> str:
+        return str(self.context.log_dir / f"{self.name}.log")
+
+    def _engine_launch(self, port: int) -> EngineLaunch:
+        config = self.context.config
+        joined = config.launcher.ray_address is not None
+        return EngineLaunch(
+            model_folder=self.context.model_folder,
+            family=config.model.family,
+            engine=config.engine,
+            host=node_address(config.launcher) if joined else "127.0.0.1",
+            beyond_loopback=joined,
+            dtype=config.engine.dtype or config.model.dtype,
+            token_file=self.context.token_file,
+            log_file=self.context.log_dir / f"{self.name}.log",
+            port=port,
+            return_routed_experts=config.algo.routing_replay,
+            stop_strings=bool(config.rollout.stop),
+            media_folder=self.context.media_folder,
+            shard_media=config.parallel.shard_media,
+        )
+
+    def _first_port(self) -> int:
+        engine = self.context.config.engine
+        return engine.port + self._rank if engine.port and self._rank < engine.count else 0
+
+    def _launch(self, port: int, held_port: HeldPort | None) -> EngineProcess:
+        return EngineProcess.start(self._engine_launch(port), held_port=held_port)
+
+    def work(self) -> None:
+        """Runs the engine process, restarts it when it ends, and keeps its weights up to date."""
+        process = self._launch_up(self._first_port())
+        self._url = process.url
+        health = self._watch_over(process)
+        self._address.set()
+        client = engine_client(self.context, self._url)
+        try:
+            while not self.stopping:
+                code = process.poll()
+                if code is not None:
+                    health.end()
+                    how = how_it_ended(code, frozen_s=health.frozen_s)
+                    process = self._launch_again(process, f"{how}, after {self._malformed}" if self._malformed else how)
+                    self._malformed = ""
+                    health = self._watch_over(process)
+                    client = engine_client(self.context, self._url)
+                elif self._malformed:
+                    log.warning("%s: its engine process is killed: %s", self.name, self._malformed)
+                    os.kill(process.pid, signal.SIGKILL)
+                    self._stopping.wait(WATCH_S)
+                    continue
+                self._reconcile(client)
+                self._meter.measure(client, now=time.monotonic())
+                self._stopping.wait(WATCH_S)
+        finally:
+            health.end()
+            process.stop(timeout_s=5.0)
+
+    def _watch_over(self, process: EngineProcess) -> EngineHealth:
+        self.child_pids = (process.pid,)
+        timeout_s = self.context.config.run.heartbeat_timeout_s
+        return EngineHealth(
+            engine_client(self.context, process.url, control_timeout_s=timeout_s),
+            timeout_s=timeout_s,
+            kill=partial(os.kill, process.pid, signal.SIGKILL),
+        )
+
+    def _launch_again(self, process: EngineProcess, how: str) -> EngineProcess:
+        """Restarts the engine process; raises EngineUnreachable if it has ended too often."""
+        process.stop(timeout_s=0.0, keeps_port=True)  # the process has ended; this call removes its files
+        self._count_restart(how)
+        return self._launch_up(process.port, process.held_port)
+
+    def _launch_up(self, port: int, held_port: HeldPort | None = None) -> EngineProcess:
+        """Starts the engine process; one that is killed before it answers counts as one that was killed later."""
+        while True:
+            try:
+                return self._launch(port, held_port)
+            except EngineKilled as error:
+                if self.stopping:
+                    raise
+                self._count_restart(f"{how_it_ended(error.code, frozen_s=None)} before it answered")
+
+    def _count_restart(self, how: str) -> None:
+        self.last_restart = how
+        self.restarts += 1
+        limit = self.context.config.run.max_restarts
+        if self.restarts > limit:
+            raise EngineUnreachable(
+                f"{self.name}: its engine process ended {self.restarts} times, more than run.max_restarts={limit}; "
+                f"the last one {how}; see {self._log_file}"
+            )
+        self._serving = -1
+        self.set_state("starting", f"its engine process {how}; restart {self.restarts}")
+
+    def _reading_newest(self) -> AbstractContextManager[WeightManifest]:
+        """Yields the newest published version and keeps its file; raises EngineError if this engine cannot get it."""
+        return reading(self.context.weights_folder, reader=self.name)
+
+    def _reconcile(self, client: EngineClient) -> None:
+        """Sends the newest published weights to the engine if the trainer's own push does not reach it."""
+        try:
+            latest = read_latest(self.context.weights_folder)
+            if latest is None:
+                self.set_state("waiting", "for the first published weights")
+                return
+            serving = self._serving = int(client.model_info()["weight_version"])
+            pushed = read_pushed(self.context.weights_folder)
+            if self._reconciler.due(serving, latest.version, pushed=pushed, now=time.monotonic()):
+                time.sleep(WATCH_S / 5)  # the trainer's push may be on its way right now
+                serving = int(client.model_info()["weight_version"])
+                if serving < latest.version:
+                    self._reconciler.offered(serving, latest.version, now=time.monotonic())
+                    with self._reading_newest() as latest:
+                        if client.update_weights(latest)["stall_ms"] > 0.0:  # 0 means that the trainer was faster
+                            self._reconciler.brought(latest.version)
+                        serving = latest.version
+        except (EngineError, PublishedUnreadable) as error:
+            self.set_state("waiting", str(error))
+            return
+        self._serving = serving
+        self.set_state("running", f"{self._url} weights {serving}")

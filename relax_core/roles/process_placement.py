@@ -1,0 +1,183 @@
+"""Says which roles a run has, how many workers each has, and where their processes run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from relax_core.config.schema import LauncherConfig, PlacementConfig, RelaxConfig
+from relax_core.contracts.algorithm import Requirements
+from relax_core.contracts.media_file import node_folder
+from relax_core.registry import find_algorithm, find_engine
+from relax_core.roles.role_context import JUDGE_ENGINE, TEACHER_ENGINE, RunContext, worker_name
+from relax_core.rollout.group_advantages import computes_advantages_per_group
+from relax_core.rollout.judges.judge_choice import judge_engines, judge_plan
+from relax_core.train.parallel_layout import FORWARD_ROLES, Layout, equal_ranks, world_size
+
+if TYPE_CHECKING:
+    from ray.util.placement_group import PlacementGroup
+
+LOOPBACK = "127.0.0.1"
+A_LITTLE = 0.01  # Ray ignores the scheduling strategy of an actor that asks for no resources
+ENGINE_ROLES = ("engine", TEACHER_ENGINE, JUDGE_ENGINE)
+ROLLOUT = "rollout"
+MODEL_ROLES = ("actor", "critic", "actor_fwd", "reference", "teacher")  # roles whose workers run torch
+
+
+def node_address(launcher: LauncherConfig) -> str:
+    """Returns the IP address to listen on: loopback if the run has its own Ray, else this node's cluster address."""
+    if launcher.ray_address is None:
+        return LOOPBACK
+    import ray
+
+    return str(ray.util.get_node_ip_address())
+
+
+def on_this_node(context: RunContext) -> RunContext:
+    """Returns the context of a process on this node: in a joined Ray each node has a media folder of its own."""
+    if context.config.launcher.ray_address is None or context.media_folder is None:
+        return context
+    return replace(context, media_folder=node_folder(context.media_folder, node_id()))
+
+
+def node_id() -> str:
+    """Returns Ray's id of the node of this process."""
+    import ray
+
+    return str(ray.get_runtime_context().get_node_id())
+
+
+def engines_take_gpus(config: RelaxConfig) -> bool:
+    """Is True if the run's own engines use GPUs.
+
+    The embedded engine runs on CPU cores, and engines that are attached by URL have their own devices.
+    """
+    return config.placement.gpus_per_node > 0 and find_engine(config.engine.name).on_gpus and not config.engine.urls
+
+
+def judges_take_gpus(config: RelaxConfig) -> bool:
+    """Is True if each engine of a judge uses a GPU; the check of the judges has found one kind of engine for all."""
+    plan = judge_plan(config)
+    kinds = set() if plan is None else {one.settings.engine for one in plan.judges.values() if one.settings.url is None}
+    return config.placement.gpus_per_node > 0 and any(find_engine(kind).on_gpus for kind in kinds)
+
+
+def worker_gpus(config: RelaxConfig, role: str) -> int:
+    """Returns the number of GPUs of one worker of a role."""
+    if role == JUDGE_ENGINE:
+        return int(judges_take_gpus(config))
+    if role in ENGINE_ROLES:
+        return config.engine.tp if engines_take_gpus(config) else 0
+    return int(config.placement.gpus_per_node > 0 and role in MODEL_ROLES)
+
+
+def node_options(launcher: LauncherConfig, role: str, rank: int, *, gpus: int = 0) -> dict[str, Any]:
+    """Returns Ray's options for a role's actor.
+
+    Engines are spread over the nodes, the controller's node last, and rollout workers, whose media are encoded on their
+    node, the controller's node first. All other processes run on the controller's node. A process whose node is lost
+    restarts on any node. Ray chooses the node of an actor that takes ``gpus``.
+    """
+    if gpus:
+        return {"num_cpus": 0 if launcher.ray_address is None else A_LITTLE, "num_gpus": gpus}
+    if launcher.ray_address is None:
+        return {"num_cpus": 0}
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    here = ray.get_runtime_context().get_node_id()
+    others = sorted(node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] != here)
+    nodes = [here]
+    if role == ROLLOUT:
+        nodes = [here, *others]
+    elif role in ENGINE_ROLES:
+        nodes = [*others, here]
+    chosen = nodes[rank % len(nodes)]
+    return {"num_cpus": A_LITTLE, "scheduling_strategy": NodeAffinitySchedulingStrategy(chosen, soft=True)}
+
+
+def rank_bundles(placement: PlacementConfig, ranks: int) -> list[dict[str, float]]:
+    """Returns the resources that a role's ranks reserve together: one GPU per rank.
+
+    Without GPUs a rank reserves almost nothing, so that all ranks start on a laptop with fewer cores.
+    """
+    of_rank = {"CPU": A_LITTLE} | ({"GPU": 1.0} if placement.gpus_per_node else {})
+    return [dict(of_rank) for _ in range(ranks)]
+
+
+def reserve_ranks(launcher: LauncherConfig, placement: PlacementConfig, ranks: int) -> PlacementGroup:
+    """Returns the placement group of a role's ranks: packed, and without GPUs on this node alone."""
+    import ray
+    from ray.util.placement_group import placement_group
+
+    bundles = rank_bundles(placement, ranks)
+    if launcher.ray_address is not None and not placement.gpus_per_node:
+        here = f"node:{ray.util.get_node_ip_address()}"
+        bundles = [bundle | {here: A_LITTLE} for bundle in bundles]
+    return placement_group(bundles, strategy="PACK")
+
+
+def rank_options(placement: PlacementConfig, group: PlacementGroup, rank: int) -> dict[str, Any]:
+    """Returns Ray's options for the actor of one rank in the group that `reserve_ranks` made."""
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    (bundle,) = rank_bundles(placement, 1)
+    strategy = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=rank)
+    return {"num_cpus": bundle["CPU"], "num_gpus": bundle.get("GPU", 0), "scheduling_strategy": strategy}
+
+
+def cluster_fault(placement: PlacementConfig, nodes: Sequence[Mapping[str, Any]]) -> str | None:
+    """Returns why a joined Ray cannot hold the placement, or None; ``nodes`` is the result of ``ray.nodes()``."""
+    each = [int(node.get("Resources", {}).get("GPU", 0)) for node in nodes if node["Alive"]]
+    enough = sum(gpus >= placement.gpus_per_node for gpus in each)
+    if not placement.gpus_per_node or enough >= placement.nodes:
+        return None
+    return (
+        f"placement.nodes={placement.nodes} with placement.gpus_per_node={placement.gpus_per_node}, and the nodes of "
+        f"this Ray report {', '.join(map(str, each))} GPUs. Start them with `ray start --num-gpus=N`, or lower the "
+        "keys."
+    )
+
+
+# -- Says which roles a run has and how many workers each role has ----------------------------------------------------
+
+
+def roles_of(config: RelaxConfig) -> dict[str, int]:
+    """Returns role → number of workers, in the order in which they start. The role with the slowest start is first."""
+    requirements: Requirements = find_algorithm(config.algo.name).requirements(config.algo)
+    layouts = worker_group_layouts(config)
+    roles = {"actor": world_size(layouts["actor"]), "engine": config.engine.count, "rollout": config.rollout.workers}
+    if requirements.critic:
+        roles["critic"] = 1
+    roles |= {role: world_size(layouts[role]) for role in FORWARD_ROLES if role in layouts}
+    if requirements.teacher is not None:
+        roles["teacher"] = 1
+        if requirements.teacher.served_by == "engine":
+            roles[TEACHER_ENGINE] = len(requirements.teacher.models)
+    if judges := len(judge_engines(config)):
+        roles[JUDGE_ENGINE] = judges
+    if not computes_advantages_per_group(config):
+        roles["advantages"] = 1
+    return roles
+
+
+def equal_trainers(config: RelaxConfig) -> list[list[str]]:
+    """Returns the names of the trainer's ranks, those together that do the same work."""
+    return [[worker_name("actor", rank) for rank in ranks] for ranks in equal_ranks(config.parallel)]
+
+
+def worker_group_layouts(config: RelaxConfig) -> dict[str, Layout]:
+    """Returns role → layout for the roles whose workers are the ranks of one model."""
+    requirements: Requirements = find_algorithm(config.algo.name).requirements(config.algo)
+    layouts: dict[str, Layout] = {"actor": config.parallel}
+    if requirements.old_logprobs == "actor_fwd":
+        layouts["actor_fwd"] = config.parallel.forward
+    if requirements.reference:
+        layouts["reference"] = config.parallel.forward
+    return layouts
+
+
+def layout_key(role: str) -> str:
+    """Returns the configuration key of the layout of a role of `worker_group_layouts`."""
+    return "parallel" if role == "actor" else "parallel.forward"

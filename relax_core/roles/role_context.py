@@ -1,0 +1,69 @@
+"""The information that every role's process gets when it starts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from relax_core.config.schema import RelaxConfig
+from relax_core.observe.event_log import EventWriter
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunContext:
+    """Holds one run, as its roles see it. Paths are absolute.
+
+    ``run_namespace`` is the run's Ray namespace. ``namespace`` is that of this attempt and holds its services.
+    Restarted services get a new one, so that processes of an earlier attempt cannot find them.
+
+    ``attempt`` is the number of the attempt in the event log. ``start_step`` is the number of train steps that the
+    checkpoint in ``resume_from`` has done, or 0. ``data_digest`` is the digest of the training data if the data is in
+    files (`relax_core.data.data_identity`). ``weights_folder`` holds this attempt's weight versions (shared memory).
+    ``token_file`` holds the run's bearer token. ``teacher_folders`` are the model folders of a distillation's teachers,
+    by name, and ``judge_folders`` those of the judges that have engines of the run. ``media_folder`` holds the files of
+    the media items (shared memory), None in a run on text. In a joined Ray each node has its own beside it, which
+    `relax_core.roles.process_placement.on_this_node` names.
+    """
+
+    config: RelaxConfig
+    run_namespace: str
+    namespace: str
+    run_dir: Path
+    model_folder: Path
+    weights_folder: Path
+    token_file: Path
+    resume_from: Path | None
+    start_step: int
+    attempt: int = 0
+    data_digest: str = ""
+    teacher_folders: Mapping[str, Path] = field(default_factory=dict)
+    judge_folders: Mapping[str, Path] = field(default_factory=dict)
+    media_folder: Path | None = None
+
+    @property
+    def log_dir(self) -> Path:
+        """Returns the folder of the roles' log files."""
+        return self.run_dir / "logs"
+
+    def event_writer(self, worker: str) -> EventWriter:
+        """Returns the writer of what a worker reports."""
+        return EventWriter(self.run_dir, worker, attempt=self.attempt)
+
+    @property
+    def shared_weights(self) -> Path:
+        """Returns where servers of somebody else find the weights: a folder of the run's folder."""
+        if self.weights_folder.is_relative_to(self.run_dir):
+            return self.weights_folder
+        return self.run_dir / self.weights_folder.parent.name / self.weights_folder.name
+
+
+BUS = "bus"
+ENGINE = "engine"  # the role whose workers each own an engine that samples
+TEACHER_ENGINE = "teacher_engine"  # the role whose workers each own a teacher's engine
+JUDGE_ENGINE = "judge_engine"  # the role whose workers each own an engine of a judge
+
+
+def worker_name(role: str, rank: int) -> str:
+    """Returns the Ray actor name of a role's worker."""
+    return f"{role}-{rank}"

@@ -1,0 +1,242 @@
+"""The base of a role's worker: one loop in one thread, a status that others may read, and the first failure.
+
+The loop starts with the process. Therefore a process that Ray restarts after a kill continues by itself, from the state
+of the bus and the published weights.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import logging
+import os
+import sys
+import threading
+import time
+import traceback
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, TextIO
+
+from relax_core.contracts.bus import BusClosed
+from relax_core.contracts.private_folder import set_compile_cache, set_private_files
+from relax_core.observe.process_usage import ProcessUsage, UsageMeter
+from relax_core.roles.failure import Lost, failure_line, what_was_lost
+from relax_core.roles.process_placement import on_this_node
+from relax_core.roles.role_context import RunContext
+
+State = Literal["starting", "running", "waiting", "done", "failed"]
+log = logging.getLogger(__name__)
+
+
+RUN_PLUGINS = ("rollout", "advantages", "actor", "critic")  # roles whose processes run users' code
+STACK_FRAMES = 12  # the innermost frames of each thread that are reported
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wait:
+    """Is a wait for ``what``; ``on`` is the worker that owes it, or "bus", and ``since`` a Unix time in seconds."""
+
+    what: str
+    on: str
+    since: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineReport:
+    """Is what an engine's owner tells of its engine: the address, and the version of the weights, -1 without any.
+
+    ``running`` and ``waiting`` are samples, ``tokens_per_s`` tokens that it samples, and ``cache_share`` is the share
+    of its cache's tokens that is taken. They are None before it was asked for them, and where it does not tell them.
+    ``decode_times`` has for each number of samples how many decode steps there were since the engine's start, their
+    seconds, and how many of these it was ready to run and got no core; it is empty where the engine does not count
+    them.
+    """
+
+    url: str
+    version: int
+    running: int | None = None
+    waiting: int | None = None
+    tokens_per_s: float | None = None
+    cache_share: float | None = None
+    decode_times: tuple[tuple[int, int, float, float], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerStatus:
+    """Is the status of a worker.
+
+    ``since`` is the Unix time of the last change of state. ``detail`` is the cause in one line if the worker has
+    failed, and ``error`` its traceback. ``lost`` is what the worker lost if the failure is not its own. ``host`` names
+    where ``pid`` is valid. ``child_pids`` are processes that it owns; ``restarts`` counts how often such a process
+    restarted, and ``last_restart`` says how it had ended. ``waits`` are the worker's waits, the oldest first.
+    ``progress`` grows while the worker does long work of its own that the run waits for. ``engine`` is the engine of an
+    owner of one that is up. ``usage`` is what its process and its children use, None before it is measured.
+    """
+
+    name: str
+    state: State
+    since: float
+    pid: int
+    detail: str
+    error: str | None
+    restarts: int = 0
+    last_restart: str = ""
+    lost: Lost | None = None
+    host: str = ""
+    child_pids: tuple[int, ...] = ()
+    waits: tuple[Wait, ...] = ()
+    progress: int = 0
+    engine: EngineReport | None = None
+    usage: ProcessUsage | None = None
+
+
+@functools.cache
+def process_host() -> str:
+    """Returns a name for the set of processes that share their pids: a kernel's boot and its pid namespace."""
+    return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}/{os.readlink('/proc/self/ns/pid')}"
+
+
+def python_stacks() -> dict[str, str]:
+    """Returns the innermost stack frames of each thread of this process by name, without the calling thread."""
+    frames = sys._current_frames()
+    return {
+        thread.name: "".join(traceback.format_stack(frames[thread.ident])[-STACK_FRAMES:])
+        for thread in threading.enumerate()
+        if thread.ident in frames and thread.ident != threading.get_ident()
+    }
+
+
+class Worker(ABC):
+    """Is a role's worker; subclasses implement `work`, which returns when the worker's part of the run is done."""
+
+    def __init__(self, name: str, context: RunContext) -> None:
+        set_compile_cache(os.environ)
+        self.name = name
+        self.context = on_this_node(context)
+        self._state: State = "starting"
+        self._detail = ""
+        self._since = time.time()
+        self._error: str | None = None
+        self._lost: Lost | None = None
+        self._waits: dict[object, Wait] = {}
+        self._progress = 0
+        self.restarts = 0
+        self.last_restart = ""
+        self.child_pids: tuple[int, ...] = ()
+        self._usage = UsageMeter()
+        self._stopping = threading.Event()
+        if name.rpartition("-")[0] in RUN_PLUGINS:
+            keep_output(context.log_dir / f"{name}.log")
+        self._thread = threading.Thread(target=self._main, name=f"{name}-loop", daemon=True)
+        self._thread.start()
+
+    @abstractmethod
+    def work(self) -> None:
+        """Runs the role until the bus closes or `stopping` is set."""
+
+    @property
+    def stopping(self) -> bool:
+        """Is true once the worker was asked to stop."""
+        return self._stopping.is_set()
+
+    def set_state(self, state: State, detail: str = "") -> None:
+        """Sets the state that `status` returns."""
+        if state != self._state:
+            self._since = time.time()
+        self._state, self._detail = state, detail
+
+    def report_progress(self, doing: str) -> None:
+        """Records progress in long work of this worker that the run waits for, so that the run does not stall."""
+        self.set_state("running", doing)
+        self._progress += 1
+
+    def status(self) -> WorkerStatus:
+        """Returns the worker's status."""
+        return WorkerStatus(
+            name=self.name,
+            state=self._state,
+            since=self._since,
+            pid=os.getpid(),
+            detail=self._detail,
+            error=self._error,
+            restarts=self.restarts,
+            last_restart=self.last_restart,
+            lost=self._lost,
+            host=process_host(),
+            child_pids=self.child_pids,
+            waits=tuple(sorted(self._waits.copy().values(), key=lambda wait: wait.since)),
+            progress=self._progress,
+            usage=self._usage.newest(self.child_pids),
+        )
+
+    @contextmanager
+    def waiting(self, what: str, *, on: str) -> Iterator[None]:
+        """Records, while the block runs, what this worker waits for and on which worker; callable from any thread."""
+        key = object()
+        self._waits[key] = Wait(what=what, on=on, since=time.time())
+        try:
+            yield
+        finally:
+            del self._waits[key]
+
+    def stacks(self) -> dict[str, str]:
+        """Returns the stacks of this process's threads."""
+        return python_stacks()
+
+    def request_stop(self) -> None:
+        """Asks the loop to end at its next safe point; returns at once."""
+        self._stopping.set()
+
+    def join(self, timeout_s: float) -> bool:
+        """Waits for the loop's end; returns False if it is still running after ``timeout_s``."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _main(self) -> None:
+        try:
+            self.work()
+            self.set_state("done")
+        except BusClosed as closed:
+            self.set_state("done", str(closed))
+        except BaseException as error:  # SystemExit would end this thread and leave a worker that never moves
+            self.fail(error)
+
+    def fail(self, error: BaseException) -> None:
+        """Stores the first failure for the controller, which ends the run with it; callable from any thread."""
+        if self._error is None:
+            self._error = "".join(traceback.format_exception(error))
+            log.error("%s failed\n%s", self.name, self._error)
+            self._lost = what_was_lost(error)
+            self.set_state("failed", failure_line(error))
+
+
+# -- Writes what a role's process prints to its own log file while the run goes on, because plug-ins print too --------
+
+
+def keep_output(log_file: Path) -> None:
+    """Appends stdout and stderr of this process to ``log_file`` from now on, if this is a process of Ray.
+
+    Elsewhere, as in a test, it does nothing. A log file that cannot be opened, as on a full disk, is skipped.
+    """
+    import ray  # imported late, because Ray reads its token's path when it is imported
+
+    if not ray.is_initialized() or ray.get_runtime_context().get_actor_id() is None:
+        return
+    set_private_files()  # Ray on a cluster that the run joined has a umask of its own
+    with suppress(OSError):
+        log_file.parent.mkdir(parents=True, exist_ok=True)
+        log = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.close(log)
+        # Ray has replaced the streams by its own, which write to files of its session.
+        sys.stdout, sys.stderr = _stream(1), _stream(2)
+
+
+def _stream(descriptor: int) -> TextIO:
+    file = io.FileIO(descriptor, "w", closefd=False)
+    return io.TextIOWrapper(io.BufferedWriter(file), encoding="utf-8", errors="backslashreplace", line_buffering=True)

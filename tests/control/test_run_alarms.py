@@ -1,0 +1,168 @@
+"""What happens to a run reaches a real receiver: one message for each event, again after a while, and at its end."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from relax_core.config.compose import load_config
+from relax_core.config.schema import EVENTS
+from relax_core.contracts.sink import MetricRecord
+from relax_core.control import run_alarms
+from relax_core.control.run_alarms import UNKNOWN_RECORDS, RunAlarms
+from relax_core.observe.alarm_book import FILE, read_alarms
+from relax_core.observe.event_log import RESUMED, RUN
+from relax_core.observe.stragglers import Straggler
+from relax_core.server.order_book import OrderBook
+from tests.observe.receivers import Told, http_receiver
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def told() -> Iterator[Told]:
+    with http_receiver() as receiver:
+        yield receiver
+
+
+def alarms(folder: Path, told: Told, *overrides: str, clock: Clock, again: bool = False) -> RunAlarms:
+    urls = folder / "urls"
+    urls.write_text(f"json://127.0.0.1:{told.port}\n")
+    urls.chmod(0o600)
+    run_dir = folder / "run"
+    run_dir.mkdir(exist_ok=True)
+    every = f"notify.events=[{', '.join(EVENTS)}]"
+    config = load_config([f"run.dir={run_dir}", f"notify.urls_file={urls}", every, "run.steps=50", *overrides])
+    return RunAlarms(config, again=again, clock=clock)
+
+
+def record(step: int, *, time_s: float = 2000.0, source: str = "actor", **values: float) -> MetricRecord:
+    return MetricRecord(source=source, step=step, time_s=time_s, values=values)
+
+
+def slow(*, ended: bool) -> Straggler:
+    return Straggler(
+        kind="rank",
+        who="actor-1",
+        part="forward",
+        from_step=1,
+        to_step=45,
+        slower=0.3,
+        excess_ms=9.0,
+        compared_with=("actor-0",),
+        ended=ended,
+    )
+
+
+def test_each_event_is_one_message(tmp_path: Path, told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_alarms, "RESTARTS_PER_HOUR", 1)
+    monkeypatch.setattr(run_alarms, "DISK_GIB", 1e6)
+    clock = Clock()
+    run = alarms(tmp_path, told, "notify.rules=[nan]", clock=clock)
+    run.watch(engine_lost=lambda: {"engine-7": "its probe differs"}, order_failed=lambda: {"o1": "no room"})
+    for _ in range(3):
+        run.restarted("reward-worker-0 was killed by SIGKILL")
+    run.restarted("engine-2 was killed by SIGKILL")
+    run.happened("recovery", "tier 2", "actor-0 died: ValueError: the answer 'own words' is wrong")
+    run.happened("stalled", "no train step", "no train step ended for 120 s; blocker: engine-2")
+    run.stragglers([slow(ended=False)])
+    run.add_records([record(3, loss=math.nan), record(4, loss=math.nan)])
+    run.tick(step=5)
+    run.tick(step=6)
+    run.close("failed", "the last words")
+    events = [one.event for one in read_alarms(tmp_path / "run" / FILE)]
+    expected = ["started", "restarts", "engine_lost", "engine_lost", "recovery", "stalled", "straggler", "rule"]
+    assert sorted(events) == sorted([*expected, "disk_low", "order_failed", "failed"])
+    texts = "\n".join(f"{title}\n{text}" for title, text in told.messages)
+    for words in (
+        "engine-7: its probe differs",
+        "o1: no room",
+        "blocker: engine-2",
+        "actor-1 is slow",
+        "actor/loss is nan",
+    ):
+        assert words in texts, texts
+    assert "own words" not in texts and "actor-0 died: ValueError (the run's logs say more)" in texts
+
+
+def test_the_end_of_a_run_is_told_after_its_orders_have_ended(tmp_path: Path, told: Told) -> None:
+    """Orders that failed before are told, too; orders that are open when the run ends are not."""
+    run = alarms(tmp_path, told, clock=Clock())
+    book = OrderBook(tmp_path / "run")
+
+    def failed() -> dict[str, str]:
+        return {order.request_id: order.failure for order in book.orders() if order.status == "FAILED"}
+
+    run.watch(engine_lost=dict, order_failed=failed)
+    order = book.place("scale_out", {"num_replicas": 2})
+    book.move(order, "FAILED", failure="engine-1: no memory is left")
+    other = book.place("scale_out", {"num_replicas": 2})
+    run.watch_no_more()
+    book.end_orders()
+    run.close("stopped", "in the run's folder")
+    events = {one.event: one.text for one in read_alarms(tmp_path / "run" / FILE)}
+    assert "no memory is left" in events["order_failed"] and other.request_id not in events["order_failed"]
+    assert "stopped" in events
+
+
+def test_what_is_over_is_told_once_and_a_cause_that_lasts_again(
+    tmp_path: Path, told: Told, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_alarms, "REPEAT_S", 60.0)
+    clock = Clock()
+    run = alarms(tmp_path, told, "notify.rules=['actor/reward < 0.5 for 2 steps']", clock=clock)
+    for step in range(6):
+        run.add_records([record(step, reward=0.1)])
+        clock.now += 20.0
+        run.tick(step=step)
+    run.add_records([record(6, reward=0.9)])
+    run.stragglers([slow(ended=False), slow(ended=True), slow(ended=True)])
+    run.tick(step=7)
+    run.close("finished", "")
+    found = [(one.event, one.kind) for one in read_alarms(tmp_path / "run" / FILE)]
+    assert found == [
+        *(("started", "new"), ("rule", "new"), ("rule", "again"), ("rule", "over")),
+        *(("straggler", "new"), ("straggler", "over"), ("finished", "new")),
+    ]
+
+
+def test_another_controller_tells_neither_the_start_nor_old_records_again(tmp_path: Path, told: Told) -> None:
+    clock = Clock()
+    rule = "notify.rules=['actor/reward < 0.5 for 1 step']"
+    first = alarms(tmp_path, told, rule, clock=clock)
+    first.add_records([record(0, reward=0.1)])
+    first.tick(step=1)
+    second = alarms(tmp_path, told, rule, clock=clock, again=True)
+    second.add_records([record(0, time_s=1.0, reward=0.1), record(1, reward=0.1)])
+    second.tick(step=2)
+    second.close("stopped", "")
+    assert [one.event for one in read_alarms(tmp_path / "run" / FILE)] == ["started", "rule", "stopped"]
+
+
+def test_a_resume_begins_anew_and_a_number_that_nobody_measures_is_told(tmp_path: Path, told: Told) -> None:
+    rules = "'actor/reward < 0.5 for 2 steps', 'actor/algorithm/rewrad > 1 for 2 steps'"
+    run = alarms(tmp_path, told, f"notify.rules=[{rules}]", clock=Clock())
+    resumed = record(0, source=RUN, **{RESUMED: 1.0})
+    run.add_records([record(0, reward=0.1), resumed, record(1, reward=0.1)])
+    run.tick(step=2)
+    assert [one.event for one in read_alarms(tmp_path / "run" / FILE)] == ["started"]
+    run.add_records(record(step, reward=1.0) for step in range(2, UNKNOWN_RECORDS))
+    lines = [line for line in run.take_lines() if "notify.rules" in line]
+    assert len(lines) == 1 and "actor/algorithm/rewrad was in none of 100 records of actor" in lines[0]
+    run.close("finished", "")
+
+
+def test_only_the_chosen_events_are_told(tmp_path: Path, told: Told) -> None:
+    run = alarms(tmp_path, told, "notify.events=[failed]", clock=Clock())
+    run.happened("recovery", "tier 2", "the bus died")
+    run.tick(step=1)
+    run.close("failed", "the bus died")
+    assert [title.partition(": ")[2] for title, _ in told.messages] == ["the run has failed"]

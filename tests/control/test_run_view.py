@@ -1,0 +1,84 @@
+"""The user's view of a run follows its event log, and names trackers that fail."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from relax_core.config.schema import TrackerConfig
+from relax_core.contracts.bus import BusProgress, LedgerCounts
+from relax_core.control import run_view
+from relax_core.control.run_view import EVENTS_LOG, RunView
+from relax_core.observe.event_log import CONTROLLER, EventWriter, read_metrics
+from relax_core.observe.findings import SignalWatch
+from relax_core.observe.panel import Panel
+from relax_core.observe.trackers.tracker_process import Trackers
+
+
+def progress_of(version: int, **dropped: int) -> BusProgress:
+    ledger = LedgerCounts(issued=99, trained=0, dropped=dropped, open=0, lost=0, trained_twice=0)
+    return BusProgress(
+        version=version,
+        admitted=0,
+        in_flight=0,
+        waiting=0,
+        leased=0,
+        credits=0,
+        staleness_histogram={},
+        ledger=ledger,
+    )
+
+
+def test_drops_by_reason_and_problems_are_reported_while_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wait_until: Callable[..., None]
+) -> None:
+    """The view reports dropped samples, a tracker that cannot write, and steps with only truncated answers."""
+    monkeypatch.setattr(run_view, "TRACKERS_S", 0.0)
+    (tmp_path / "tensorboard").write_text("a file where the sink wants its folder")
+    trackers = Trackers(TrackerConfig(tensorboard=True), tmp_path)
+    actor, events = EventWriter(tmp_path, "actor-0"), EventWriter(tmp_path, CONTROLLER)
+    screen, lines = io.StringIO(), tmp_path / "logs" / EVENTS_LOG
+    for step in range(3):
+        actor.record("actor", step, {"truncated": 1.0})
+    actor.close()
+    with Panel(9, tmp_path, "title", live=False, console=Console(file=screen, width=400)) as panel:
+        view = RunView(
+            panel,
+            events,
+            run_dir=tmp_path,
+            trackers=trackers,
+            step=0,
+            signal_watch=SignalWatch(steps=3, max_new_tokens=8),
+        )
+
+        def show(step: int, **dropped: int) -> None:
+            view.show(step=step, progress=progress_of(step, **dropped), roles=[], message="")
+
+        show(0)
+        assert [record.step for record in view.records] == [0, 1, 2]
+        for _ in range(3):  # one report a step
+            show(1, stale=2)
+        show(2, stale=2, reward_failed=5)
+
+        def reported() -> bool:
+            show(3, stale=2, reward_failed=5)
+            return "tensorboard cannot be written" in lines.read_text()
+
+        wait_until(reported, what="the tracker that cannot write")
+    assert lines.read_text().count("tensorboard cannot be written") == 1
+    assert lines.read_text().count("All answers were cut at rollout.max_new_tokens=8 for 3 train steps") == 1
+    assert "All answers were cut" in screen.getvalue()
+    events.close()
+    drops = {record.step: record.values for record in read_metrics(tmp_path) if record.source == "ledger"}
+    assert drops == {
+        1: {"dropped/stale": 2},
+        2: {"dropped/stale": 2, "dropped/reward_failed": 5},
+        3: {"dropped/stale": 2, "dropped/reward_failed": 5},
+    }
+    assert sum(record.source == "ledger" for record in read_metrics(tmp_path)) == 3
+    _, lacking = trackers.close(records=6, timeout_s=60.0)
+    assert lacking == {"tensorboard": 6}

@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from relax_core.contracts.bus import BusWait
+from relax_core.control.stall_report import chain
+from relax_core.control.worker_health import Beat
+from relax_core.roles.worker import State, Wait, WorkerStatus
+
+
+def beat(name: str, *on: str, silent_s: float = 0.0, state: State = "running", life: Any = "alive") -> Beat:
+    waits = tuple(Wait(what=f"call {number}", on=one, since=0.0) for number, one in enumerate(on))
+    status = WorkerStatus(name=name, state=state, since=0.0, pid=1, detail="", error=None, waits=waits)
+    return Beat(name=name, life=life, status=status, silent_s=silent_s)
+
+
+def in_bus(task: str, *owed_by: str) -> BusWait:
+    return BusWait(task=task, since_s=5.0, text=f"{task} waits for g00000007", owed_by=list(owed_by))
+
+
+def blockers(*beats: Beat, bus: Any = ()) -> list[str]:
+    return chain({one.name: one for one in beats}, bus, start="actor-0").blockers
+
+
+def test_the_chain_is_followed_through_the_bus() -> None:
+    bus = [in_bus("actor", "advantages"), in_bus("advantages", "actor_fwd")]
+    beats = [beat("actor-0", "bus"), beat("advantages-0", "bus"), beat("actor_fwd-0"), beat("reference-0")]
+    assert blockers(*beats, bus=bus) == ["actor_fwd-0"]
+    found = chain({one.name: one for one in beats}, bus, start="actor-0")
+    assert "bus: actor waits for g00000007; owed by advantages" in found.lines
+    assert any(line.startswith("actor-0: waits ") and "on bus for call 0" in line for line in found.lines)
+
+
+def test_one_who_does_not_answer_is_named_wherever_it_stands() -> None:
+    bus = [in_bus("actor", "rollout"), in_bus("rollout", "actor")]
+    frozen = beat("rollout-0", "bus", silent_s=9.0)
+    assert blockers(beat("actor-0", "bus"), frozen, bus=bus) == ["rollout-0"]
+    assert blockers(beat("actor-0"), beat("actor-1", silent_s=9.0)) == ["actor-1", "actor-0"]
+
+
+def test_a_role_stands_for_its_workers() -> None:
+    beats = [beat("actor-0", "bus"), beat("rollout-0", "engine"), beat("engine-0", state="done"), beat("engine-1")]
+    assert blockers(*beats, bus=[in_bus("actor", "rollout")]) == ["engine-0", "engine-1"]
+
+
+def test_the_bus_knows_a_worker_by_its_number() -> None:
+    """The second rollout worker waits for credit; the call of the first one has not reached the bus yet."""
+    waits_for_credit = msgspec.structs.replace(in_bus("rollout", "actor"), worker=1)
+    beats = [beat("actor-0", "bus"), beat("rollout-0", "engine"), beat("rollout-1", "bus"), beat("engine-0")]
+    assert blockers(*beats, bus=[in_bus("actor", "rollout-0"), waits_for_credit]) == ["engine-0"]
+    assert blockers(beat("actor-0", "rollout-0"), beat("rollout-0", "bus"), bus=[waits_for_credit]) == ["bus"]
+
+
+def test_who_works_for_itself_beside_a_wait_is_a_blocker() -> None:
+    beats = [beat("actor-0", "bus"), beat("rollout-0", "rollout-0", "engine"), beat("engine-0")]
+    assert blockers(*beats, bus=[in_bus("actor", "rollout")]) == ["rollout-0", "engine-0"]
+
+
+def test_ranks_that_work_together_are_blockers_together_but_for_those_that_wait() -> None:
+    lead = beat("actor-0", "actor-0", "actor-1", "actor-2")
+    assert blockers(lead, beat("actor-1", "actor-0"), beat("actor-2")) == ["actor-0", "actor-2"]
+    assert blockers(beat("actor-0", "actor-2"), beat("actor-1", "actor-0"), beat("actor-2")) == ["actor-2"]
+
+
+def test_a_circle_names_all_of_it() -> None:
+    bus = [in_bus("actor", "rollout"), in_bus("rollout", "actor")]
+    assert blockers(beat("actor-0", "bus"), beat("rollout-0", "bus"), beat("engine-0"), bus=bus) == [
+        "actor-0",
+        "rollout-0",
+    ]
+
+
+def test_a_bus_that_does_not_answer_is_the_blocker() -> None:
+    found = chain({"actor-0": beat("actor-0", "bus")}, "it is stuck", start="actor-0")
+    assert found.blockers == ["bus"]
+    assert "bus: it is stuck" in found.lines
+
+
+def test_a_trainer_that_has_not_started_waits_for_no_worker() -> None:
+    starting = Beat(name="actor-0", life="starting", status=None)
+    found = chain({"actor-0": starting, "rollout-0": beat("rollout-0", "bus")}, [], start="actor-0")
+    assert found.blockers == ["actor-0"]
+    assert "actor-0: starting" in found.lines

@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from relax_core.config.compose import load_config
+from relax_core.roles.process_placement import (
+    A_LITTLE,
+    LOOPBACK,
+    cluster_fault,
+    node_address,
+    node_options,
+    rank_bundles,
+    rank_options,
+    reserve_ranks,
+    worker_gpus,
+)
+
+
+def test_a_ray_of_our_own_stays_on_loopback_and_binds_nobody_to_cores() -> None:
+    launcher = load_config().launcher
+    assert node_address(launcher) == LOOPBACK
+    assert node_options(launcher, "engine", 1) == {"num_cpus": 0}
+
+
+def test_ranks_take_a_gpu_each_or_nearly_nothing() -> None:
+    placement = load_config().placement
+    assert sum(bundle["CPU"] for bundle in rank_bundles(placement, 64)) < 1
+    gpus = [bundle["GPU"] for bundle in rank_bundles(replace(placement, gpus_per_node=8), 4)]
+    assert gpus == [1.0] * 4
+
+
+def test_a_worker_that_holds_a_model_takes_its_gpus() -> None:
+    config = load_config(["algo=ppo"])
+    roles = ("actor", "critic", "reference", "actor_fwd", "teacher", "rollout", "advantages", "engine")
+    assert not any(worker_gpus(config, role) for role in roles)
+    config.placement = replace(config.placement, gpus_per_node=8)
+    config.engine.tp = 4
+    assert [worker_gpus(config, role) for role in roles] == [1, 1, 1, 1, 1, 0, 0, 0]
+    config.engine.name = "sglang"
+    assert [worker_gpus(config, role) for role in ("engine", "teacher_engine")] == [4, 4]
+    assert node_options(config.launcher, "engine", 1, gpus=4) == {"num_cpus": 0, "num_gpus": 4}
+    joined = replace(config.launcher, ray_address="auto")
+    assert node_options(joined, "engine", 1, gpus=4) == {"num_cpus": A_LITTLE, "num_gpus": 4}
+
+
+def test_engines_and_rollout_workers_are_spread_over_the_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
+    context = SimpleNamespace(get_node_id=lambda: 56 * "b")
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
+    monkeypatch.setattr(ray, "nodes", lambda: [{"NodeID": 56 * one, "Alive": one != "d"} for one in "abcd"])
+    joined = replace(load_config().launcher, ray_address="auto")
+
+    def nodes(role: str) -> str:
+        options = [node_options(joined, role, rank) for rank in range(4)]
+        return "".join(one["scheduling_strategy"].node_id[0] for one in options)
+
+    assert (nodes("engine"), nodes("rollout"), nodes("advantages")) == ("acba", "bacb", "bbbb")
+
+
+def test_a_joined_ray_without_the_gpus_is_told() -> None:
+    placement = replace(load_config().placement, nodes=2, gpus_per_node=8)
+    with_gpus = {"Alive": True, "Resources": {"CPU": 64.0, "GPU": 8.0}}
+    without = {"Alive": True, "Resources": {"CPU": 64.0}}
+    lost = {"Alive": False}
+    assert cluster_fault(placement, [with_gpus, without, with_gpus, lost]) is None
+    assert cluster_fault(replace(placement, gpus_per_node=0), [without]) is None
+    fault = cluster_fault(placement, [with_gpus, without, lost])
+    assert fault is not None and "the nodes of this Ray report 8, 0 GPUs." in fault
+
+
+@pytest.mark.parametrize("ray_address", [None, "auto"])  # a Ray of our own; one that was joined
+def test_more_ranks_than_cores_start(ray_session: str, ray_address: str | None) -> None:
+    import ray
+    from ray.util.placement_group import remove_placement_group
+
+    config = load_config()
+    ranks = 2 * int(ray.cluster_resources()["CPU"])
+    launcher = replace(config.launcher, ray_address=ray_address)
+    group = reserve_ranks(launcher, config.placement, ranks)
+    assert group.wait(timeout_seconds=120)
+    remote: Any = ray.remote(Rank)
+    last = remote.options(**rank_options(config.placement, group, ranks - 1)).remote()
+    assert ray.get(last.group.remote(), timeout=120) == group.id.hex()
+    remove_placement_group(group)
+
+
+class Rank:
+    def group(self) -> str:
+        import ray
+
+        return str(ray.get_runtime_context().get_placement_group_id())
