@@ -91,13 +91,17 @@ def nothing_is_left_behind(pytestconfig: pytest.Config) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def no_rank_server_is_left(nothing_is_left_behind: None) -> Iterator[None]:
-    """Ends the process from which `tests/train/rank_processes.py` forks ranks, if a test has started it."""
+def no_shared_process_is_left(nothing_is_left_behind: None) -> Iterator[None]:
+    """Ends the process from which `tests/train/rank_processes.py` forks ranks, and engines that wait for a test."""
     yield
     if "tests.train.rank_server" in sys.modules:
         from tests.train.rank_server import SERVER
 
         SERVER.close()
+    if "tests.contracts.engine.spare_engines" in sys.modules:
+        from tests.contracts.engine.spare_engines import SPARE_ENGINES
+
+        SPARE_ENGINES.close()
 
 
 @pytest.fixture(scope="session")

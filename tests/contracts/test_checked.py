@@ -284,24 +284,6 @@ def test_open_returns_an_env() -> None:
         opened("x", lambda came: came)
 
 
-def test_two_tools_of_one_name_are_refused() -> None:
-    def add(a: int) -> int:
-        """Adds one."""
-        return a + 1
-
-    spec = EnvSpec(
-        name="mine",
-        summary="s",
-        config=InteractionConfig,
-        open=lambda start, config: TurnsEnv(None),
-        tools=lambda row, config: [add, add],
-    )
-    tools = checked_env(spec).tools
-    assert tools is not None
-    with pytest.raises(WrongResult, match=r"env mine .*tool add: two tools have this name. Rename one"):
-        tools({}, None)
-
-
 @pytest.mark.parametrize(
     ("given", "told"),
     [

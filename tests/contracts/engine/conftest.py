@@ -12,6 +12,7 @@ import pytest
 from relax_core.config.schema import EngineConfig
 from relax_core.engines.engine_process import EngineLaunch, EngineProcess
 from tests.contracts.engine.harness import CONTEXT, ENGINES, SGLANG_PYTHON, TOKEN, Engine, Started, make_model
+from tests.contracts.engine.spare_engines import SPARE_ENGINES
 
 
 @pytest.fixture(scope="session")
@@ -89,15 +90,21 @@ def engine(request: pytest.FixtureRequest, engines: Callable[[str], Engine]) -> 
 @pytest.fixture
 def start_engine(launch: EngineLaunch) -> Iterator[Callable[..., Engine]]:
     """Starts embedded engines for one test, with the test's launch if it gives one; keywords replace its fields."""
-    started: list[EngineProcess] = []
+    started: list[tuple[EngineLaunch | None, EngineProcess]] = []
 
     def start(given: EngineLaunch = launch, *, after: EngineProcess | None = None, **changes: object) -> Engine:
         """With ``after`` the new process takes the place of one that has ended."""
-        held_port = None if after is None else after.held_port
-        process = EngineProcess.start(replace(given, **changes), held_port=held_port)  # type: ignore[arg-type]
-        started.append(process)
-        return Engine(process)
+        wanted = replace(given, **changes)  # type: ignore[arg-type]
+        if after is None and not changes:
+            started.append((wanted, SPARE_ENGINES.start(wanted)))
+        else:
+            held_port = None if after is None else after.held_port
+            started.append((None, EngineProcess.start(wanted, held_port=held_port)))
+        return Engine(started[-1][1])
 
     yield start
-    for process in started:
-        process.stop(timeout_s=5.0)
+    for wanted, process in started:
+        if wanted is None:
+            process.stop(timeout_s=5.0)
+        else:
+            SPARE_ENGINES.take_back(wanted, process)

@@ -274,7 +274,7 @@ def check(status: int | None, path: str, body: object) -> None:
     assert status < 500 or (status == 503 and path in MAY_BE_UNREADY), f"{path}: {status} to {body!r}"
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(PROMPTS, GENERATE, HEADERS, BODY_KINDS)
 def generates(
     engine: Engine, prompts: Any, fields: dict[str, Any], headers: list[tuple[bytes, bytes]], kind: str
@@ -288,7 +288,7 @@ def test_generate(engine: Engine, neighbour: Neighbour) -> None:
     generates(engine)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(st.sampled_from(sorted(CONTROL)).flatmap(lambda path: st.tuples(st.just(path), CONTROL[path] | JUNK)), HEADERS)
 def controls(engine: Engine, asked: tuple[str, Any], headers: list[tuple[bytes, bytes]]) -> None:
     path, body = asked
@@ -308,7 +308,7 @@ def test_control(engine: Engine, neighbour: Neighbour) -> None:
     assert engine.client.model_info()["model_path"] == before
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     st.sampled_from([b"GET", b"GET", b"POST", b"HEAD", b"PUT", b"DELETE", b"OPTIONS", b"CONNECT", b"TRACE", b"foo"]),
     st.one_of(
@@ -342,7 +342,7 @@ def test_anything_without_the_token(engine: Engine, neighbour: Neighbour) -> Non
     asks(engine)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.binary(max_size=400), st.booleans())
 def sends(engine: Engine, data: bytes, head: bool) -> None:
     """Sends bytes that may not be HTTP."""

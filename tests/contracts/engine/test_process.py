@@ -162,23 +162,41 @@ def test_a_taken_port_is_said(engine: Engine, launch: EngineLaunch) -> None:
     assert "Traceback" not in ended.stderr
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"model_type": "phi3"}, "its model_type is 'phi3', which is no family of Relax. What exists: llama, mistral"),
-        ({"attention_bias": True}, "attention_bias=True"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}, "rope_type=yarn"),
-        ({"max_position_embeddings": 100}, "the model has 100 positions"),
-    ],
-)
-def test_a_model_that_is_not_built_is_said(
-    launch: EngineLaunch, tmp_path: Path, change: dict[str, object], words: str
-) -> None:
+NOT_BUILT: list[tuple[dict[str, object], str]] = [
+    ({"model_type": "phi3"}, "its model_type is 'phi3', which is no family of Relax. What exists: llama, mistral"),
+    ({"attention_bias": True}, "attention_bias=True"),
+    ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}, "rope_type=yarn"),
+    ({"max_position_embeddings": 100}, "the model has 100 positions"),
+]
+START_ALL = """
+import json, sys
+from relax_core.engines.embedded.__main__ import main
+for words in json.loads(sys.argv[1]):
+    assert main([*words, "--stay"]) == 2
+"""
+
+
+def test_a_model_that_is_not_built_is_said(launch: EngineLaunch, tmp_path: Path) -> None:
+    """One process starts them all."""
     config = json.loads((launch.model_folder / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
-    ended = run_engine(replace(launch, model_folder=tmp_path))
-    assert ended.returncode == 2
-    assert words in ended.stderr and "Traceback" not in ended.stderr
+    commands = []
+    for number, (change, _) in enumerate(NOT_BUILT):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps({**config, **change}))
+        command = replace(launch, model_folder=folder).command()
+        commands.append(command[command.index("--model-path") :])
+    ended = subprocess.run(
+        [sys.executable, "-c", START_ALL, json.dumps(commands)],
+        cwd=ROOT,
+        env=launch.environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    lines = ended.stderr.splitlines()
+    assert ended.returncode == 0 and len(lines) == len(NOT_BUILT), ended.stderr
+    assert all(words in line for line, (_, words) in zip(lines, NOT_BUILT, strict=True)), ended.stderr
 
 
 def test_a_start_that_fails_shows_the_log(launch: EngineLaunch, tmp_path: Path) -> None:
