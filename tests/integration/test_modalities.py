@@ -17,7 +17,7 @@ from tests.integration.live_run import FinishedRun, run_to_end
 
 pytestmark = pytest.mark.integration
 
-GROUP_SIZE, PROMPTS, STEPS, ROWS = 2, 4, 20, 120
+GROUP_SIZE, PROMPTS, STEPS, ROWS = 2, 8, 10, 120
 BAD: dict[int, tuple[str, dict[str, Any]]] = {  # row → the reason in the ledger, and its content but for the answer
     2: ("bad_media:missing_file", {"prompt": "<image>which colour?", "images": "nowhere.png"}),
     11: ("bad_media:truncated", {"prompt": "<image>which colour?", "images": "cut.png"}),
